@@ -1,0 +1,61 @@
+# Everything here works from a fresh clone: the environment is made in .venv, downloads go to a cache outside the tree.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+RELEASE ?= 0.16.1
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help env demo test lint unit unit-pythons helpers cells matrix bench docs pins wheel clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+env: $(VENV)/.ready  ## make the environment
+
+$(VENV)/.ready: setup.py tests/requirements.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+demo: env  ## train a small GPT with MTP on packed text, stock against shim (RELEASE=0.16.1)
+	$(BIN)/python examples/demo.py --release $(RELEASE)
+
+test: env lint unit unit-pythons helpers cells  ## everything CI runs
+
+lint: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+unit: env  ## the engine, without torch
+	$(BIN)/python -m pytest -q -n 2 tests/unit
+
+unit-pythons: env  ## the same on every other Python there is
+	PYTHON=$(BIN)/python sh tests/other_pythons.sh
+
+helpers: env  ## shim.testing and shim.ops
+	$(BIN)/python -m pytest -q -n 2 tests/testing tests/ops
+
+cells: env  ## real megatron-core, one process per release, one release per set of bodies
+	$(BIN)/python -m shim.testing.cells --everyday -- -q tests/cells
+
+matrix: env  ## the same on all 19 releases
+	$(BIN)/python -m shim.testing.cells --all -- -q tests/cells
+
+bench: env  ## all benchmarks, as ratios
+	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/packed_roll.py
+
+docs: env  ## write the generated parts of README.md and docs/
+	$(BIN)/python -m shim._docs
+
+pins: env  ## fingerprint all supported releases and write them into version_matrix.yaml
+	$(BIN)/python -m shim pin
+
+wheel: env
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf $(VENV) .venv-* build dist *.egg-info
