@@ -1,0 +1,67 @@
+"""shim: whatever release of megatron-core and Transformer Engine is installed behaves.
+
+    import shim
+    shim.apply()            # as early as you can; after megatron was imported works too
+    ...
+    shim.check(model)       # after the model is built
+
+The public names are resolved on first use, because a trainer imports this module in every process: importing shim
+costs about nothing, and imports neither torch nor megatron.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shim._engine import apply, check, explain, patched, plan, revert, status
+    from shim._errors import BindError, MatrixError, NotMetError, OptionError, ShimError
+    from shim._plan import Plan
+    from shim._report import Report
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BindError",
+    "MatrixError",
+    "NotMetError",
+    "OptionError",
+    "Plan",
+    "Report",
+    "ShimError",
+    "apply",
+    "check",
+    "explain",
+    "patched",
+    "plan",
+    "revert",
+    "status",
+]
+
+_HOMES = {
+    **dict.fromkeys(("apply", "check", "explain", "patched", "plan", "revert", "status"), "shim._engine"),
+    **dict.fromkeys(("BindError", "MatrixError", "NotMetError", "OptionError", "ShimError"), "shim._errors"),
+    "Plan": "shim._plan",
+    "Report": "shim._report",
+}
+
+# In a source tree (on PYTHONPATH, as RL images have it) the patches lie beside this package, not inside it.
+_top = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+if os.path.isfile(os.path.join(_top, "version_matrix.yaml")) and os.path.isdir(os.path.join(_top, "patches")):
+    __path__.append(_top)
+del _top
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'shim' has no attribute {name!r}")
+    import importlib
+
+    value = globals()[name] = getattr(importlib.import_module(home), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

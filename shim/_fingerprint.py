@@ -1,0 +1,205 @@
+"""Fingerprints of definitions: one short string for what a function, class or name is in the source.
+
+The walk over the syntax tree is our own, because ast.dump prints different text on different Python versions. It
+covers decorators, defaults, annotations and the guards (``if``, ``try``) around every definition of the name, and
+leaves out docstrings, comments and positions.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Iterator, Sequence
+
+from shim._errors import SourceError
+from shim._sources import Sources
+
+__all__ = ["Definition", "definitions", "fingerprint", "fingerprint_of", "signature_part", "split_target"]
+
+# Fields without meaning for the program, or filled differently by different Python versions.
+SKIPPED_FIELDS = frozenset({"ctx", "kind", "type_comment", "type_ignores"})
+
+Guard = tuple[str, "ast.AST | None"]
+FunctionNode = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class Definition:
+    """One place that gives a qualified name its value: the node, and the guards it stands under."""
+
+    def __init__(self, node: ast.stmt, guards: tuple[Guard, ...]) -> None:
+        self.node = node
+        self.guards = guards
+
+    @property
+    def lines(self) -> tuple[int, int]:
+        """First (decorators included) and last line."""
+        first = min([self.node.lineno, *(d.lineno for d in getattr(self.node, "decorator_list", ()))])
+        return first, self.node.end_lineno or first
+
+    @property
+    def decorated(self) -> bool:
+        return bool(getattr(self.node, "decorator_list", ()))
+
+
+def split_target(target: str) -> tuple[str, str]:
+    """``"package.module:Class.attr"`` -> ``("package.module", "Class.attr")``; SourceError where it is not so."""
+    module, colon, qualname = target.partition(":")
+    parts = [*module.split("."), *qualname.split(".")]
+    if not colon or not all(part.isidentifier() for part in parts):
+        raise SourceError(f"{target!r} is not of the form package.module:Qualified.name")
+    return module, qualname
+
+
+def _blocks(statement: ast.stmt) -> Iterator[tuple[Guard, Sequence[ast.stmt]]]:
+    """The statement lists inside a compound statement that does not open a scope, each with its guard."""
+    if isinstance(statement, ast.If):
+        yield ("if", statement.test), statement.body
+        yield ("else", statement.test), statement.orelse
+    elif isinstance(statement, ast.Try) or type(statement).__name__ == "TryStar":
+        yield ("try", None), statement.body  # type: ignore[attr-defined]
+        for handler in statement.handlers:  # type: ignore[attr-defined]
+            yield ("except", handler.type), handler.body
+        yield ("try-else", None), statement.orelse  # type: ignore[attr-defined]
+        yield ("finally", None), statement.finalbody  # type: ignore[attr-defined]
+    elif isinstance(statement, (ast.With, ast.AsyncWith)):
+        yield ("with", ast.Tuple(elts=[item.context_expr for item in statement.items])), statement.body
+    elif isinstance(statement, (ast.For, ast.AsyncFor)):
+        yield ("for", statement.iter), statement.body
+        yield ("for-else", statement.iter), statement.orelse
+    elif isinstance(statement, ast.While):
+        yield ("while", statement.test), statement.body
+        yield ("while-else", statement.test), statement.orelse
+
+
+def _binds(statement: ast.stmt, name: str) -> bool:
+    if isinstance(statement, (*FunctionNode, ast.ClassDef)):
+        return statement.name == name
+    if isinstance(statement, ast.Assign):
+        return any(isinstance(t, ast.Name) and t.id == name for target in statement.targets for t in ast.walk(target))
+    if isinstance(statement, (ast.AnnAssign, ast.AugAssign)):
+        return isinstance(statement.target, ast.Name) and statement.target.id == name
+    if isinstance(statement, (ast.Import, ast.ImportFrom)):
+        return any((alias.asname or alias.name.partition(".")[0]) == name for alias in statement.names)
+    return False
+
+
+def _find(body: Sequence[ast.stmt], name: str, guards: tuple[Guard, ...]) -> Iterator[Definition]:
+    for statement in body:
+        if _binds(statement, name):
+            yield Definition(statement, guards)
+        for guard, block in _blocks(statement):
+            yield from _find(block, name, (*guards, guard))
+
+
+def definitions(tree: ast.Module, qualname: str) -> list[Definition]:
+    """All definitions of `qualname` in source order; empty where there is none."""
+    scopes: list[tuple[Sequence[ast.stmt], tuple[Guard, ...]]] = [(tree.body, ())]
+    found: list[Definition] = []
+    for name in qualname.split("."):
+        found = [definition for body, guards in scopes for definition in _find(body, name, guards)]
+        scopes = [(d.node.body, d.guards) for d in found if isinstance(d.node, ast.ClassDef)]
+    return found
+
+
+def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
+    first = body[0] if body else None
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+        return body[1:]
+    return body
+
+
+def _joined(values: list[ast.expr]) -> list[object]:
+    """Parts of an f-string with neighbouring text merged and empty text dropped, which Python versions do unlike."""
+    parts: list[object] = []
+    for value in values:
+        if isinstance(value, ast.Constant):
+            text = str(value.value)
+            if parts and isinstance(parts[-1], str):
+                parts[-1] += text
+            elif text:
+                parts.append(text)
+        else:
+            parts.append(value)
+    return parts
+
+
+def _constant(value: object) -> str:
+    # ascii(), not repr(): what counts as printable grows with each Unicode version. hex(): no digit limit.
+    text = hex(value) if type(value) is int else ascii(value)
+    return f"{type(value).__name__}:{text}"
+
+
+def _canonical(value: object) -> Iterator[str]:
+    if isinstance(value, ast.Constant):
+        yield _constant(value.value)
+    elif isinstance(value, ast.AST):
+        yield "(" + type(value).__name__
+        for field in value._fields:
+            content = getattr(value, field, None)
+            if field in SKIPPED_FIELDS or content is None or content == []:
+                continue
+            if field == "body" and isinstance(value, (*FunctionNode, ast.ClassDef, ast.Module)):
+                content = _without_docstring(content)
+            elif field == "values" and isinstance(value, ast.JoinedStr):
+                content = _joined(content)
+            yield " " + field + "="
+            yield from _canonical(content)
+        yield ")"
+    elif isinstance(value, (list, tuple)):
+        yield "["
+        for item in value:
+            yield from _canonical(item)
+            yield ","
+        yield "]"
+    else:
+        yield _constant(value)
+
+
+def _digest(value: object, length: int) -> str:
+    text = "".join(_canonical(value)).encode("ascii", "backslashreplace")
+    return hashlib.sha256(text).hexdigest()[:length]
+
+
+def _import_of(node: ast.Import | ast.ImportFrom, name: str) -> list[object]:
+    """Only the alias that binds `name`: neighbours in the same statement do not matter."""
+    aliases = [a for a in node.names if (a.asname or a.name.partition(".")[0]) == name]
+    return [getattr(node, "module", None) or "", getattr(node, "level", 0), aliases]
+
+
+def _parameters(node: ast.stmt) -> object:
+    """Names, kinds and defaults of the parameters; annotations do not decide how a function may be called."""
+    if not isinstance(node, FunctionNode):
+        return None
+    a = node.args
+    groups = [a.posonlyargs, a.args, [a.vararg] if a.vararg else [], a.kwonlyargs, [a.kwarg] if a.kwarg else []]
+    return [[[parameter.arg for parameter in group] for group in groups], a.defaults, list(a.kw_defaults)]
+
+
+def fingerprint_of(found: Sequence[Definition], qualname: str) -> str:
+    """``"<body>.<signature>"`` of these definitions: 16 and 8 hexadecimal digits; ``-`` where there is no signature."""
+    name = qualname.rpartition(".")[2]
+    bodies: list[object] = []
+    for definition in found:
+        node: object = definition.node
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            node = _import_of(node, name)
+        bodies.append([[list(guard) for guard in definition.guards], node])
+    parameters = _parameters(found[-1].node)
+    return f"{_digest(bodies, 16)}.{'-' if parameters is None else _digest(parameters, 8)}"
+
+
+def signature_part(value: str) -> str:
+    """The part of a fingerprint that says how the target may be called."""
+    return value.rpartition(".")[2]
+
+
+def fingerprint(sources: Sources, target: str) -> str:
+    """Fingerprint of ``"package.module:Qualified.name"``; SourceError where it is gone or cannot be read."""
+    module, qualname = split_target(target)
+    found = definitions(sources.tree(module), qualname)
+    if not found:
+        raise SourceError(f"{module} has no {qualname}")
+    try:
+        return fingerprint_of(found, qualname)
+    except RecursionError:
+        raise SourceError(f"{target} is nested too deeply to be read") from None

@@ -1,0 +1,121 @@
+"""Where the source of a module lies, found and read without importing it or its parents."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from collections.abc import Iterable
+from importlib.machinery import ModuleSpec
+from importlib.util import decode_source
+from pathlib import Path
+
+from shim._errors import SourceError
+
+__all__ = ["Sources", "is_ours", "search_path"]
+
+# Parsing costs time and memory in proportion; the largest file of any release is below 400 kB.
+MAX_SOURCE_BYTES = 8_000_000
+
+
+def is_ours(finder: object) -> bool:
+    """Whether `finder` is shim's own import hook, which must not take part in a search."""
+    return getattr(finder, "is_shim_finder", False) is True
+
+
+def _locations(spec: ModuleSpec | None) -> list[str]:
+    if spec is None or spec.submodule_search_locations is None:
+        return []
+    return list(spec.submodule_search_locations)
+
+
+def search_path(package: str) -> list[str]:
+    """Directories in which submodules of `package` are looked for; empty where there is no such package."""
+    loaded = sys.modules.get(package)
+    if loaded is not None:
+        try:
+            return list(object.__getattribute__(loaded, "__path__"))
+        except AttributeError:
+            return []
+    return _locations(find_spec(package))
+
+
+def find_spec(module: str) -> ModuleSpec | None:
+    """The spec an import of `module` would use; nothing is imported, no parent either."""
+    parent, _, _ = module.rpartition(".")
+    path: list[str] | None = None
+    if parent:
+        path = search_path(parent)
+        if not path:
+            return None
+    for finder in sys.meta_path:
+        if is_ours(finder):
+            continue
+        look = getattr(finder, "find_spec", None)
+        spec = None if look is None else look(module, path)
+        if spec is not None:
+            return spec
+    return None
+
+
+class Sources:
+    """Sources of modules, each located, read and parsed at most once.
+
+    `roots` replaces the search on sys.path: the modules are then those of the trees below these directories, which
+    is how releases are pinned and audited without being installed.
+    """
+
+    def __init__(self, roots: Iterable[str | os.PathLike[str]] | None = None) -> None:
+        self._roots = None if roots is None else [Path(root) for root in roots]
+        self._trees: dict[str, ast.Module | SourceError] = {}
+        self._paths: dict[str, str | None] = {}
+
+    def path(self, module: str) -> str | None:
+        """The file of `module`, or None where there is none (not installed, a namespace, built in)."""
+        if module not in self._paths:
+            self._paths[module] = self._locate(module)
+        return self._paths[module]
+
+    def _locate(self, module: str) -> str | None:
+        if self._roots is not None:
+            relative = Path(*module.split("."))
+            for root in self._roots:
+                for candidate in (root / relative.with_suffix(".py"), root / relative / "__init__.py"):
+                    if candidate.is_file():
+                        return str(candidate)
+            return None
+        loaded = sys.modules.get(module)
+        if loaded is not None:
+            # Read from the dictionary: an attribute read would fire a lazy module's import.
+            namespace = object.__getattribute__(loaded, "__dict__")
+            spec = namespace.get("__spec__")
+            return namespace.get("__file__") or (spec.origin if spec is not None and spec.has_location else None)
+        spec = find_spec(module)
+        return spec.origin if spec is not None and spec.has_location else None
+
+    def tree(self, module: str) -> ast.Module:
+        """The syntax tree of `module`; SourceError says why there is none."""
+        if module not in self._trees:
+            try:
+                self._trees[module] = self._parse(module)
+            except SourceError as error:
+                self._trees[module] = error
+        found = self._trees[module]
+        if isinstance(found, SourceError):
+            raise found
+        return found
+
+    def _parse(self, module: str) -> ast.Module:
+        path = self.path(module)
+        if path is None:
+            raise SourceError(f"there is no module {module}")
+        if not path.endswith(".py"):
+            raise SourceError(f"{path} is not Python source, so the body of {module} cannot be known")
+        try:
+            if os.path.getsize(path) > MAX_SOURCE_BYTES:
+                raise SourceError(f"{path} is larger than {MAX_SOURCE_BYTES} bytes")
+            return ast.parse(decode_source(Path(path).read_bytes()))
+        except OSError as error:
+            raise SourceError(f"{path} cannot be read: {error}") from None
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise SourceError(f"{path} cannot be parsed: {error}") from None
