@@ -1,0 +1,204 @@
+"""Step 1, detect: which releases are installed, without importing or running any of them."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+from packaging.version import Version
+
+from shim._errors import SourceError
+from shim._sources import Sources
+from shim._versions import parse_version
+
+__all__ = ["DISTRIBUTIONS", "Environment", "Installed", "detect"]
+
+VERSION_FILE_LIMIT = 100_000  # bytes; the largest real one has 3 kB
+
+
+@dataclass(frozen=True)
+class Installed:
+    """One distribution as found on this machine.
+
+    `raw` is the version as it is written, `version` what of it PEP 440 understands (None: patches go by bodies
+    alone), `origin` says which of the sources gave it, `location` is the package directory an import would use, and
+    `problems` lists what the sources disagree about.
+    """
+
+    distribution: str
+    package: str
+    location: str
+    raw: str | None = None
+    origin: str = "unknown"
+    problems: tuple[str, ...] = ()
+
+    @property
+    def version(self) -> Version | None:
+        return parse_version(self.raw)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "version": self.raw,
+            "public": None if self.version is None else self.version.public,
+            "origin": self.origin,
+            "location": self.location,
+            "problems": list(self.problems),
+        }
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.raw or 'of unknown version'} ({self.origin}, {self.location})"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What is installed, and where its sources are read from."""
+
+    installed: Mapping[str, Installed]
+    sources: Sources = field(default_factory=Sources, repr=False, compare=False)
+    python: str = field(default_factory=platform.python_version)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"python": self.python, "installed": {name: i.to_dict() for name, i in self.installed.items()}}
+
+
+def _read(path: Path) -> str | None:
+    try:
+        if path.stat().st_size > VERSION_FILE_LIMIT:
+            return None
+        return path.read_text("utf-8", "replace")
+    except OSError:
+        return None
+
+
+def _constants(text: str) -> dict[str, object]:
+    """Literal assignments at the top level of a version file; nothing of it is run."""
+    found: dict[str, object] = {}
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return found
+    for node in tree.body:
+        if isinstance(node, ast.AnnAssign) and node.value is not None:
+            targets: list[ast.expr] = [node.target]
+        elif isinstance(node, ast.Assign):
+            targets = node.targets
+        else:
+            continue
+        value = node.value
+        for target in targets:
+            if isinstance(target, ast.Name) and isinstance(value, ast.Constant):
+                found[target.id] = value.value
+    return found
+
+
+def _megatron_core_version(package: Path) -> str | None:
+    found = _constants(_read(package / "package_info.py") or "")
+    numbers = [found.get(name) for name in ("MAJOR", "MINOR", "PATCH")]
+    if not all(type(number) is int for number in numbers):
+        return None
+    return ".".join(map(str, numbers)) + str(found.get("PRE_RELEASE") or "")
+
+
+def _transformer_engine_version(package: Path) -> str | None:
+    text = _read(package.parent / "build_tools" / "VERSION.txt")
+    return text.strip() or None if text else None
+
+
+def _torch_version(package: Path) -> str | None:
+    value = _constants(_read(package / "version.py") or "").get("__version__")
+    return value if isinstance(value, str) else None
+
+
+@dataclass(frozen=True)
+class _Known:
+    package: str
+    version_file: Callable[[Path], str | None]
+
+
+DISTRIBUTIONS: Mapping[str, _Known] = {
+    "megatron-core": _Known("megatron.core", _megatron_core_version),
+    "transformer-engine": _Known("transformer_engine", _transformer_engine_version),
+    "torch": _Known("torch", _torch_version),
+}
+
+
+def _same(a: Path, b: Path) -> bool:
+    try:
+        return os.path.samefile(a, b)
+    except OSError:
+        return False
+
+
+def _describes(found: metadata.Distribution, package: Path, parts: list[str]) -> bool:
+    """Whether this metadata belongs to the package directory that an import would use."""
+    if _same(Path(str(found.locate_file(os.path.join(*parts)))), package):
+        return True
+    # An editable install keeps its metadata apart from its sources and records where those are.
+    try:
+        url = urlparse(json.loads(found.read_text("direct_url.json") or "{}").get("url", ""))
+    except (ValueError, AttributeError):
+        return False
+    return url.scheme == "file" and bool(url.path) and Path(unquote(url.path)) in package.parents
+
+
+def _location(sources: Sources, package: str) -> Path | None:
+    path = sources.path(package)
+    return None if path is None else Path(path).parent
+
+
+def _installed(distribution: str, known: _Known, sources: Sources) -> Installed | None:
+    package = _location(sources, known.package)
+    if package is None:
+        return None
+    parts = known.package.split(".")
+    mine: list[str] = []
+    others: list[str] = []
+    for found in metadata.distributions(name=distribution):
+        version = found.metadata["Version"]
+        if version is None:
+            continue
+        if _describes(found, package, parts):
+            mine.append(version)
+        else:
+            others.append(f"{version} at {found.locate_file('')}")
+    written = known.version_file(package)
+    problems = [f"another copy is on sys.path but is not what an import would use: {other}" for other in others]
+    if len(set(mine)) > 1:
+        problems.append(f"the metadata lies there more than once: {', '.join(mine)}")
+    if mine and written and parse_version(mine[0]) != parse_version(written):
+        public = [v.public if (v := parse_version(text)) else text for text in (mine[0], written)]
+        if public[0] != public[1]:
+            problems.append(f"metadata says {mine[0]}, the package's version file says {written}")
+    raw = mine[0] if mine else written
+    origin = "distribution metadata" if mine else "version file" if written else "unknown"
+    if raw is None:
+        problems.append(f"no readable version in {package}; patches are chosen by the bodies alone")
+    elif parse_version(raw) is None:
+        problems.append(f"{raw!r} is not a PEP 440 version; patches are chosen by the bodies alone")
+    return Installed(distribution, known.package, str(package), raw, origin, tuple(problems))
+
+
+def detect(sources: Sources | None = None) -> Environment:
+    """Return what is installed. Imports neither torch nor megatron, starts no process, runs no code of theirs.
+
+    The version is that of the copy an import would use: its distribution metadata, or, for a source tree (which
+    also wins where it shadows an installed copy), the package's own version file read as text.
+    """
+    sources = sources or Sources()
+    installed: dict[str, Installed] = {}
+    for distribution, known in DISTRIBUTIONS.items():
+        try:
+            found = _installed(distribution, known, sources)
+        except SourceError:
+            found = None
+        if found is not None:
+            installed[distribution] = found
+    return Environment(installed, sources)
