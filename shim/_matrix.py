@@ -1,0 +1,430 @@
+"""version_matrix.yaml: read, checked, with file and line in every complaint."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from packaging.version import Version
+
+from shim._errors import MatrixError, SourceError
+from shim._fingerprint import split_target
+from shim._versions import in_range, parse_range, parse_version
+
+__all__ = ["CHANGES", "KINDS", "Matrix", "PatchEntry", "Pin", "Rule", "Variant", "load_matrix", "matrix_path"]
+
+KINDS = ("correctness", "compat", "performance", "feature")
+CHANGES = ("nothing", "rounding", "values")
+DISTRIBUTIONS = ("megatron-core", "transformer-engine", "torch")
+PACKAGE = Path(__file__).resolve().parent
+
+
+def matrix_path() -> Path:
+    """The matrix that ships with shim: inside the wheel, or at the top of the source tree."""
+    inside = PACKAGE / "version_matrix.yaml"
+    return inside if inside.exists() else PACKAGE.parent / "version_matrix.yaml"
+
+
+def patches_path() -> Path:
+    inside = PACKAGE / "patches"
+    return inside if inside.is_dir() else PACKAGE.parent / "patches"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way a patch is wired: the targets it binds and the bodies it relies on, as ``module:qualname``.
+
+    `inherited` maps a target that is bound on a subclass to the definition it inherits.
+    """
+
+    name: str
+    targets: tuple[str, ...]
+    reads: tuple[str, ...] = ()
+    inherited: Mapping[str, str] = None  # type: ignore[assignment]
+
+    @property
+    def bodies(self) -> tuple[str, ...]:
+        """All that is fingerprinted, targets first."""
+        return (*self.targets, *self.reads)
+
+    def body_of(self, target: str) -> str:
+        """The definition whose body is fingerprinted for `target`."""
+        return (self.inherited or {}).get(target, target)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Ranges over distributions that, when all hold, give a variant (None: the release needs no patch)."""
+
+    ranges: Mapping[str, str]
+    variant: str | None
+    note: str = ""
+    line: int = 0
+
+    def holds(self, versions: Mapping[str, Version]) -> bool:
+        return all(name in versions and in_range(versions[name], spec) for name, spec in self.ranges.items())
+
+
+@dataclass(frozen=True)
+class Pin:
+    """What `shim pin` measured for one patch on one release: the variant (None: upstream) and its fingerprints."""
+
+    variant: str | None
+    fingerprints: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class PatchEntry:
+    """One patch as the matrix describes it."""
+
+    id: str
+    summary: str
+    kind: str
+    changes: str
+    distribution: str
+    module: str
+    variants: Mapping[str, Variant]
+    rules: tuple[Rule, ...]
+    references: tuple[str, ...] = ()
+    delete_when: str = ""
+    options: Mapping[str, Any] = None  # type: ignore[assignment]
+    line: int = 0
+
+    def rule_for(self, versions: Mapping[str, Version]) -> Rule | None:
+        return next((rule for rule in self.rules if rule.holds(versions)), None)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Targets of all variants, each once."""
+        return tuple(dict.fromkeys(t for variant in self.variants.values() for t in variant.targets))
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The whole matrix; `pins[distribution][release][patch id]`."""
+
+    path: str
+    patches: Mapping[str, PatchEntry]
+    supported: Mapping[str, tuple[str, ...]]
+    pins: Mapping[str, Mapping[str, Mapping[str, Pin]]]
+
+    def known(self, patch: str) -> Iterable[tuple[str, Pin]]:
+        """Every pin of a patch with its release, newest release last."""
+        for releases in self.pins.values():
+            for release, pins in releases.items():
+                if patch in pins:
+                    yield release, pins[patch]
+
+
+class _Reader:
+    """Reads a composed YAML document; every complaint carries file and line."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def fail(self, node: yaml.Node | None, message: str) -> MatrixError:
+        line = 1 if node is None else node.start_mark.line + 1
+        return MatrixError(f"{self.path}:{line}: {message}")
+
+    def mapping(self, node: yaml.Node, what: str, keys: Mapping[str, bool] | None = None) -> dict[str, yaml.Node]:
+        """The entries of a mapping; `keys` names the allowed ones and whether they must be there."""
+        if not isinstance(node, yaml.MappingNode):
+            raise self.fail(node, f"{what} must be a mapping")
+        found: dict[str, yaml.Node] = {}
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise self.fail(key, f"a key of {what} must be text")
+            if key.value in found:
+                raise self.fail(key, f"duplicate key {key.value!r} in {what}")
+            if keys is not None and key.value not in keys:
+                raise self.fail(key, f"unknown key {key.value!r} in {what}; known are {', '.join(keys)}")
+            found[key.value] = value
+        for name, required in (keys or {}).items():
+            if required and name not in found:
+                raise self.fail(node, f"{what} lacks {name!r}")
+        return found
+
+    def sequence(self, node: yaml.Node, what: str) -> list[yaml.Node]:
+        if not isinstance(node, yaml.SequenceNode):
+            raise self.fail(node, f"{what} must be a list")
+        return node.value
+
+    def text(self, node: yaml.Node, what: str, choices: Sequence[str] = ()) -> str:
+        if not isinstance(node, yaml.ScalarNode) or not node.tag.endswith(":str"):
+            raise self.fail(node, f"{what} must be text")
+        if choices and node.value not in choices:
+            raise self.fail(node, f"{what} is {node.value!r}; it must be one of {', '.join(choices)}")
+        return node.value
+
+    def texts(self, node: yaml.Node, what: str) -> tuple[str, ...]:
+        return tuple(self.text(item, f"an entry of {what}") for item in self.sequence(node, what))
+
+    def quoted(self, node: yaml.Node, what: str) -> str:
+        """Text in quotes: YAML reads 0.20 as the number 0.2, and an unquoted range may not be read at all."""
+        if not isinstance(node, yaml.ScalarNode) or node.style not in ("'", '"'):
+            shown = getattr(node, "value", "")
+            raise self.fail(node, f"{what} must be a quoted version string, not {shown}")
+        return node.value
+
+    def version(self, node: yaml.Node, what: str) -> str:
+        value = self.quoted(node, what)
+        if parse_version(value) is None:
+            raise self.fail(node, f"{what} is {value!r}, which is not a PEP 440 version")
+        return value
+
+    def range(self, node: yaml.Node, what: str) -> str:
+        value = self.quoted(node, what)
+        try:
+            parse_range(value)
+        except ValueError as error:
+            raise self.fail(node, f"{what}: {error}") from None
+        return value
+
+    def target(self, node: yaml.Node, what: str) -> str:
+        value = self.text(node, what)
+        try:
+            split_target(value)
+        except SourceError as error:
+            raise self.fail(node, str(error)) from None
+        return value
+
+
+TOP_KEYS = {"supported": True, "patches": True, "releases": False}
+PATCH_KEYS = {
+    "summary": True,
+    "kind": True,
+    "changes": True,
+    "distribution": True,
+    "module": True,
+    "variants": True,
+    "applies": True,
+    "upstream": False,
+    "references": False,
+    "delete_when": True,
+    "options": False,
+}
+VARIANT_KEYS = {"targets": True, "reads": False}
+TARGET_KEYS = {"target": True, "inherits": True}
+RULE_KEYS = {**dict.fromkeys(DISTRIBUTIONS, False), "note": False}
+PIN_KEYS = {"variant": True, "fingerprints": True}
+
+
+def _variant(read: _Reader, name: str, node: yaml.Node) -> Variant:
+    entries = read.mapping(node, f"variant {name}", VARIANT_KEYS)
+    targets: list[str] = []
+    inherited: dict[str, str] = {}
+    for item in read.sequence(entries["targets"], f"targets of {name}"):
+        if isinstance(item, yaml.MappingNode):
+            pair = read.mapping(item, "an inherited target", TARGET_KEYS)
+            target = read.target(pair["target"], "target")
+            inherited[target] = read.target(pair["inherits"], "inherits")
+        else:
+            target = read.target(item, "a target")
+        if target in targets:
+            raise read.fail(item, f"target {target} stands twice in variant {name}")
+        targets.append(target)
+    if not targets:
+        raise read.fail(node, f"variant {name} has no target")
+    reads = entries.get("reads")
+    items = [] if reads is None else read.sequence(reads, f"reads of {name}")
+    return Variant(name, tuple(targets), tuple(read.target(i, "a read") for i in items), inherited)
+
+
+def _rules(read: _Reader, node: yaml.Node, variants: Mapping[str, Variant] | None) -> list[Rule]:
+    keys = dict(RULE_KEYS) if variants is None else {**RULE_KEYS, "variant": True}
+    rules = []
+    for item in read.sequence(node, "applies" if variants else "upstream"):
+        entries = read.mapping(item, "a rule", keys)
+        name = None
+        if variants is not None:
+            name = read.text(entries["variant"], "variant")
+            if name not in variants:
+                known = ", ".join(variants)
+                raise read.fail(entries["variant"], f"there is no variant {name!r}; known are {known}")
+        ranges = {d: read.range(entries[d], d) for d in DISTRIBUTIONS if d in entries}
+        if not ranges:
+            raise read.fail(item, f"a rule needs a range over one of {', '.join(DISTRIBUTIONS)}")
+        note = read.text(entries["note"], "note") if "note" in entries else ""
+        rules.append(Rule(ranges, name, note, item.start_mark.line + 1))
+    return rules
+
+
+def _samples(specs: Iterable[str], supported: Iterable[str]) -> list[Version]:
+    """Versions at, just below and just above every boundary: enough to see each gap and overlap of intervals."""
+    found: set[Version] = {Version(release) for release in supported}
+    for spec in specs:
+        for part in parse_range(spec):
+            base = Version(part.version.removesuffix(".*"))
+            numbers = ".".join(map(str, base.release))
+            found |= {base, *(Version(numbers + suffix) for suffix in (".dev0", "rc1", "", ".post1", ".999"))}
+    return sorted(found)
+
+
+def _check_ranges(read: _Reader, node: yaml.Node, entry: PatchEntry, supported: Mapping[str, tuple[str, ...]]) -> None:
+    axes = [d for d in DISTRIBUTIONS if any(d in rule.ranges for rule in entry.rules)]
+    samples = {
+        axis: _samples((r.ranges[axis] for r in entry.rules if axis in r.ranges), supported.get(axis, ()))
+        for axis in axes
+    }
+    covered = {}
+    for point in itertools.product(*samples.values()):
+        versions = dict(zip(axes, point))
+        hits = [rule for rule in entry.rules if rule.holds(versions)]
+        shown = ", ".join(f"{name} {version}" for name, version in versions.items())
+        if len(hits) > 1:
+            raise MatrixError(
+                f"{read.path}:{hits[1].line}: ranges of {entry.id} overlap: {shown} lies in this rule and in "
+                f"that of line {hits[0].line}"
+            )
+        covered[point] = bool(hits)
+    for i, axis in enumerate(axes):
+        releases = [Version(release) for release in supported.get(axis, ())]
+        inside = [point[i] for point, hit in covered.items() if hit]
+        edges = [*releases, *inside]
+        for point, hit in covered.items():
+            if not hit and edges and min(edges) <= point[i] <= max(edges):
+                shown = ", ".join(f"{name} {version}" for name, version in zip(axes, point))
+                raise read.fail(node, f"ranges of {entry.id} leave a gap: no rule says what {shown} needs")
+
+
+def _check_targets(read: _Reader, node: yaml.Node, entry: PatchEntry, matrix: Matrix) -> None:
+    """Every body of every variant must have been seen in a release; says nothing before the first `shim pin`."""
+    pinned = [pin for _, pin in matrix.known(entry.id)]
+    for variant in entry.variants.values() if pinned else ():
+        if all(pin.variant != variant.name for pin in pinned):
+            gone = ", ".join(variant.targets)
+            raise read.fail(node, f"no release of the supported list has the targets of variant {variant.name}: {gone}")
+
+
+def _module_file(module: str, patches: Path) -> Path | None:
+    prefix = "shim.patches."
+    if not module.startswith(prefix):
+        return None
+    path = patches.joinpath(*module[len(prefix) :].split(".")).with_suffix(".py")
+    return path if path.is_file() else None
+
+
+def _scalar(read: _Reader, node: yaml.Node, what: str) -> Any:
+    if not isinstance(node, yaml.ScalarNode):
+        raise read.fail(node, f"{what} must be a single value")
+    return yaml.safe_load(node.value) if node.style is None else node.value
+
+
+def _patch(read: _Reader, id: str, node: yaml.Node, module_exists: Callable[[str], bool]) -> PatchEntry:
+    entries = read.mapping(node, f"patch {id}", PATCH_KEYS)
+    variants = {
+        name: _variant(read, name, item)
+        for name, item in read.mapping(entries["variants"], f"variants of {id}").items()
+    }
+    if not variants:
+        raise read.fail(entries["variants"], f"patch {id} has no variant")
+    rules = _rules(read, entries["applies"], variants)
+    if "upstream" in entries:
+        rules += _rules(read, entries["upstream"], None)
+    unused = [name for name in variants if all(rule.variant != name for rule in rules)]
+    if unused:
+        raise read.fail(entries["variants"], f"no rule of {id} leads to the variant {unused[0]!r}")
+    module = read.text(entries["module"], "module")
+    if not module_exists(module):
+        raise read.fail(entries["module"], f"there is no module {module} in the patches of shim")
+    options = read.mapping(entries["options"], f"options of {id}") if "options" in entries else {}
+    return PatchEntry(
+        id=id,
+        summary=read.text(entries["summary"], "summary"),
+        kind=read.text(entries["kind"], "kind", KINDS),
+        changes=read.text(entries["changes"], "changes", CHANGES),
+        distribution=read.text(entries["distribution"], "distribution", DISTRIBUTIONS),
+        module=module,
+        variants=variants,
+        rules=tuple(rules),
+        references=read.texts(entries["references"], "references") if "references" in entries else (),
+        delete_when=read.text(entries["delete_when"], "delete_when"),
+        options={name: _scalar(read, value, name) for name, value in options.items()},
+        line=node.start_mark.line,
+    )
+
+
+def _pin(read: _Reader, node: yaml.Node, entry: PatchEntry) -> Pin:
+    entries = read.mapping(node, f"pin of {entry.id}", PIN_KEYS)
+    name = read.text(entries["variant"], "variant")
+    if name != "upstream" and name not in entry.variants:
+        raise read.fail(entries["variant"], f"there is no variant {name!r} of {entry.id}")
+    prints = read.mapping(entries["fingerprints"], "fingerprints")
+    if name != "upstream" and set(prints) != set(entry.variants[name].bodies):
+        odd = sorted(set(prints) ^ set(entry.variants[name].bodies))[0]
+        raise read.fail(node, f"{odd} is pinned or a body of variant {name} of {entry.id}, but not both; run shim pin")
+    return Pin(
+        None if name == "upstream" else name,
+        {target: read.text(value, f"fingerprint of {target}") for target, value in prints.items()},
+    )
+
+
+def _pins(
+    read: _Reader, node: yaml.Node, patches: Mapping[str, PatchEntry], supported: Mapping[str, tuple[str, ...]]
+) -> dict[str, dict[str, dict[str, Pin]]]:
+    pins: dict[str, dict[str, dict[str, Pin]]] = {}
+    done: dict[int, Pin] = {}  # an alias (*name) composes to the very same node
+    for distribution, releases in read.mapping(node, "releases", dict.fromkeys(DISTRIBUTIONS, False)).items():
+        pins[distribution] = {}
+        for release, ids in read.mapping(releases, f"releases of {distribution}").items():
+            if release not in supported.get(distribution, ()):
+                raise read.fail(ids, f"{distribution} {release} is pinned but not in the supported list")
+            found = pins[distribution][release] = {}
+            for id, pin in read.mapping(ids, f"pins of {distribution} {release}").items():
+                if id not in patches:
+                    raise read.fail(pin, f"there is no patch {id!r}")
+                if pin_id(pin) not in done:
+                    done[pin_id(pin)] = _pin(read, pin, patches[id])
+                found[id] = done[pin_id(pin)]
+    return pins
+
+
+def pin_id(node: yaml.Node) -> int:
+    return id(node)
+
+
+def load_matrix(path: str | os.PathLike[str] | None = None, *, check_ranges: bool = True, pins: bool = True) -> Matrix:
+    """Read and check a matrix (default: the one that ships with shim). MatrixError names file and line.
+
+    `check_ranges=False` leaves out the search for gaps and overlaps, which plan time need not pay for the matrix
+    that ships: a test does it. `pins=False` leaves the pins out, for whoever is about to write them anew.
+    """
+    file = Path(path) if path is not None else matrix_path()
+    read = _Reader(str(file))
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        document = yaml.compose(file.read_text("utf-8"), Loader=loader)
+    except OSError as error:
+        raise MatrixError(f"{file}:1: cannot be read: {error}") from None
+    except UnicodeDecodeError as error:
+        raise MatrixError(f"{file}:1: is not UTF-8: {error}") from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise MatrixError(f"{file}:{line}: {error.problem}") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise MatrixError(f"{file}:1: {error}") from None
+    if document is None:
+        raise MatrixError(f"{file}:1: is empty")
+    top = read.mapping(document, "the matrix", TOP_KEYS)
+    supported = {
+        distribution: tuple(read.version(item, "a supported release") for item in read.sequence(node, distribution))
+        for distribution, node in read.mapping(
+            top["supported"], "supported", dict.fromkeys(DISTRIBUTIONS, False)
+        ).items()
+    }
+    root = patches_path()
+    nodes = read.mapping(top["patches"], "patches")
+    patches = {id: _patch(read, id, node, lambda m: _module_file(m, root) is not None) for id, node in nodes.items()}
+    if check_ranges:
+        for id, entry in patches.items():
+            _check_ranges(read, nodes[id], entry, supported)
+    known = _pins(read, top["releases"], patches, supported) if pins and "releases" in top else {}
+    matrix = Matrix(str(file), patches, supported, known)
+    for id, entry in patches.items():
+        _check_targets(read, nodes[id], entry, matrix)
+    return matrix

@@ -1,0 +1,163 @@
+"""Step 3, plan: one decision with one reason per patch; a pure function of environment, matrix and options."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shim._detect import Environment
+from shim._errors import NotMetError
+from shim._match import Match, match
+from shim._matrix import Matrix, PatchEntry
+from shim._options import Options
+
+__all__ = ["Decision", "Plan", "digest_of", "enforce", "make_plan"]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is to become of one patch. `action` is ``apply`` or the state that says why it is not applied."""
+
+    id: str
+    kind: str
+    action: str
+    reason: str
+    variant: str | None = None
+    targets: tuple[str, ...] = ()
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    remedy: str = ""
+
+    @property
+    def wanted(self) -> bool:
+        return self.action == "apply"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "kind": self.kind,
+            "action": self.action,
+            "reason": self.reason,
+            "variant": self.variant,
+            "targets": list(self.targets),
+            "fingerprints": dict(self.fingerprints),
+            "options": dict(self.options),
+            "remedy": self.remedy,
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Decisions by patch id, the environment they were made for, and a digest that ranks can compare."""
+
+    decisions: Mapping[str, Decision]
+    environment: Environment
+    options: Options
+    matrix: Matrix = field(repr=False)
+
+    def __getitem__(self, id: str) -> Decision:
+        return self.decisions[id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.decisions)
+
+    def __len__(self) -> int:
+        return len(self.decisions)
+
+    @property
+    def digest(self) -> str:
+        return digest_of(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "digest": self.digest,
+            "environment": self.environment.to_dict(),
+            "patches": {id: decision.to_dict() for id, decision in self.decisions.items()},
+        }
+
+    def __str__(self) -> str:
+        lines = [f"plan {self.digest}"]
+        lines += [f"  {installed}" for installed in self.environment.installed.values()]
+        for installed in self.environment.installed.values():
+            lines += [f"  ! {installed.distribution}: {problem}" for problem in installed.problems]
+        for decision in self.decisions.values():
+            variant = f" [{decision.variant}]" if decision.wanted and decision.variant else ""
+            lines.append(f"  {decision.action:<13} {decision.id}{variant}: {decision.reason}")
+            if decision.remedy:
+                lines.append(f"  {'':<13} remedy: {decision.remedy}")
+        return "\n".join(lines)
+
+
+def digest_of(plan: Plan) -> str:
+    """16 hexadecimal digits over (id, variant, fingerprints) of what is to be applied."""
+    content = [[d.id, d.variant, sorted(d.fingerprints.items())] for d in plan.decisions.values() if d.wanted]
+    return hashlib.sha256(json.dumps(sorted(content)).encode()).hexdigest()[:16]
+
+
+def _excluded(entry: PatchEntry, options: Options) -> str:
+    if options.disabled:
+        return "MEGATRON_SHIM_DISABLE is set"
+    if entry.id in options.exclude:
+        return "excluded by argument or MEGATRON_SHIM_EXCLUDE"
+    if options.only is not None and entry.id not in options.only:
+        return "not among the patches asked for with only"
+    if options.kinds is not None and entry.kind not in options.kinds:
+        return f"its kind, {entry.kind}, is not among the kinds asked for"
+    return ""
+
+
+def _drift_remedy(entry: PatchEntry, found: Match) -> str:
+    update = f"update megatron-shim, or install a supported release of {entry.distribution}"
+    fits = f", or apply it all the same with on_drift='apply' after reading shim explain {entry.id}"
+    return update + (fits if found.signatures_fit else "")
+
+
+def _decide(entry: PatchEntry, environment: Environment, options: Options, matrix: Matrix) -> Decision:
+    excluded = _excluded(entry, options)
+    if excluded:
+        return Decision(entry.id, entry.kind, "excluded", excluded)
+    found = match(entry, environment, matrix)
+    action, reason, remedy = found.state, found.reason, ""
+    if action == "drifted":
+        remedy = _drift_remedy(entry, found)
+        if options.on_drift == "apply" and found.signatures_fit:
+            action, reason, remedy = "apply", f"applied to a body that is not known, as asked for: {reason}", ""
+        elif options.on_drift == "apply":
+            reason += "; on_drift='apply' does not help, because the signature of a target changed too"
+    variant = entry.variants.get(found.variant or "")
+    return Decision(
+        entry.id,
+        entry.kind,
+        action,
+        reason,
+        found.variant,
+        variant.targets if variant else (),
+        found.fingerprints,
+        options.for_patch(entry.id, entry.options or {}),
+        remedy,
+    )
+
+
+def make_plan(environment: Environment, matrix: Matrix, options: Options) -> Plan:
+    """Decide about every patch of the matrix; imports and changes nothing."""
+    decisions = {id: _decide(entry, environment, options, matrix) for id, entry in matrix.patches.items()}
+    return Plan(decisions, environment, options, matrix)
+
+
+def enforce(plan: Plan) -> None:
+    """Raise NotMetError where `require`, `strict` or ``on_drift="error"`` is not met by the plan."""
+    for decision in plan.decisions.values():
+        met = decision.wanted or decision.action == "upstream"
+        if met or plan.options.disabled:
+            continue
+        remedy = f" Remedy: {decision.remedy}." if decision.remedy else ""
+        what = f"{decision.id} is {decision.action}: {decision.reason}.{remedy} Nothing was applied."
+        if decision.id in plan.options.require:
+            raise NotMetError(f"required, but {what}")
+        if decision.action == "drifted" and plan.options.on_drift == "error":
+            raise NotMetError(f"on_drift='error', and {what}")
+        if decision.action == "drifted" and plan.options.strict and decision.kind == "correctness":
+            raise NotMetError(f"strict, and {what}")
