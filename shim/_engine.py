@@ -1,0 +1,449 @@
+"""The public functions, and the one module that holds global state: the lock, the plan, the binder, the hook."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+from shim._aliases import unwrap
+from shim._bind import LAZY, Binder, Layer, Lost
+from shim._detect import detect
+from shim._errors import BindError, NotMetError, OptionError
+from shim._explain import explanation
+from shim._fingerprint import split_target
+from shim._foreign import foreign_on
+from shim._hook import ImportHook
+from shim._matrix import load_matrix
+from shim._options import Options, matrix_argument, resolve
+from shim._plan import Decision, Plan, enforce, make_plan
+from shim._ranks import is_rank_zero, ranks_that_differ
+from shim._report import PatchReport, Report
+from shim._verify import read_report, shadows_in
+
+__all__ = ["apply", "check", "explain", "patched", "plan", "revert", "status"]
+
+log = logging.getLogger("shim")
+
+_SAID_LIMIT = 1000
+
+
+class _State:
+    """All that shim remembers in a process. Whoever reads or changes it holds `lock`, and imports nothing meanwhile:
+    another thread may hold an import lock and wait for this one."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.binder = Binder()
+        self.plan: Plan | None = None  # None: nothing is wanted
+        self.revisions: dict[str, tuple[object, int]] = {}
+        self.factories: dict[tuple[str, str, int], Mapping[str, Any]] = {}
+        self.failed: dict[str, str] = {}
+        self.late: set[str] = set()  # target modules whose import was already under way in the thread of apply()
+        self.said: set[str] = set()
+        self.hook = ImportHook(self.wants, self.before_import, self.after_import)
+
+    # What the import hook calls
+
+    def wants(self, module: str) -> bool:
+        if self.late:
+            _catch_up(self)
+        current = self.plan
+        return current is not None and module in _target_modules(current)
+
+    def before_import(self, module: ModuleType) -> None:
+        with self.lock:
+            self.binder.forget_module(module)
+
+    def after_import(self, module: ModuleType, meanwhile: Sequence[str]) -> None:
+        with self.lock:
+            self.binder.executed.add(module.__name__)
+            for id in [id for id in self.failed if self.plan and module.__name__ in _modules_of(self.plan[id])]:
+                del self.failed[id]  # each import of a target tries again, and raises again
+        try:
+            _settle(self, [module.__name__, *meanwhile])
+        finally:
+            with self.lock:
+                self.binder.executed.discard(module.__name__)
+
+
+STATE = _State()
+
+
+def _target_modules(plan: Plan) -> set[str]:
+    return {split_target(target)[0] for d in plan.decisions.values() if d.wanted for target in d.targets}
+
+
+def _modules_of(decision: Decision) -> set[str]:
+    return {split_target(target)[0] for target in decision.targets}
+
+
+def _revision(state: _State, decision: Decision) -> int:
+    """A number that changes whenever variant or options of a patch do, so that its layers are built anew."""
+    content = (decision.variant, repr(sorted(decision.options.items())), decision.targets)
+    known, number = state.revisions.get(decision.id, (None, 0))
+    if known != content:
+        number += 1
+        state.revisions[decision.id] = (content, number)
+    return number
+
+
+# Binding
+
+
+def _load_factories(state: _State, plan: Plan) -> None:
+    """Import the patch modules that are needed now. Called without the lock: an import may wait for another thread."""
+    for decision in plan.decisions.values():
+        if not decision.wanted or not any(state.binder.loaded(module) for module in _modules_of(decision)):
+            continue
+        with state.lock:
+            key = (decision.id, decision.variant or "", _revision(state, decision))
+            if key in state.factories:
+                continue
+        entry = plan.matrix.patches[decision.id]
+        try:
+            module = importlib.import_module(entry.module)
+            factories = dict(module.bindings(decision.variant, dict(decision.options)))
+        except Exception as error:
+            what = f"{decision.id} cannot be loaded from {entry.module}: {type(error).__name__}: {error}"
+            raise BindError(what, decision.id) from error
+        if set(factories) != set(decision.targets):
+            odd = ", ".join(sorted(set(factories) ^ set(decision.targets)))
+            raise BindError(f"{decision.id}: matrix and {entry.module} disagree about the targets of {key[1]}: {odd}")
+        with state.lock:
+            state.factories[key] = factories
+
+
+def _layers(state: _State, plan: Plan) -> dict[str, tuple[Layer, ...]]:
+    wanted: dict[str, tuple[Layer, ...]] = {}
+    for decision in plan.decisions.values():
+        if not decision.wanted or decision.id in state.failed:
+            continue
+        revision = _revision(state, decision)
+        factories = state.factories.get((decision.id, decision.variant or "", revision))
+        if factories is None:
+            continue
+        for target in decision.targets:
+            layer = Layer(decision.id, target, factories[target], revision)
+            wanted[target] = (*wanted.get(target, ()), layer)
+    return wanted
+
+
+def _conflict(state: _State, decision: Decision, plan: Plan) -> str:
+    """Whose object sits on a target of a patch that is about to be bound; "" where nobody's does."""
+    binder = state.binder
+    for target in decision.targets:
+        if target in binder.chains or binder.loaded(split_target(target)[0]) is None:
+            continue
+        try:
+            value = binder.resolve(target)[2]
+        except BindError as error:
+            return str(error)
+        found = foreign_on(target, unwrap(binder.beneath(value)), plan.environment.sources)
+        if found:
+            return f"{target} holds {found}"
+    return ""
+
+
+def _with_conflicts(state: _State, plan: Plan) -> Plan:
+    """The plan with every patch turned to ``conflict`` whose target somebody else holds."""
+    decisions = dict(plan.decisions)
+    for id, decision in plan.decisions.items():
+        found = _conflict(state, decision, plan) if decision.wanted else ""
+        if found:
+            remedy = f"call shim.apply() before the other patch is made, or exclude {id}"
+            decisions[id] = replace(decision, action="conflict", reason=found, remedy=remedy)
+    return plan if decisions == plan.decisions else replace(plan, decisions=decisions)
+
+
+def _settle(state: _State, modules: Iterable[str] | None = None) -> list[Lost]:
+    """Bring the process to the current plan as far as its modules are loaded; BindError names the failing patch.
+
+    Loops because the patch modules are imported without the lock, and the plan may change meanwhile.
+    """
+    while True:
+        with state.lock:
+            plan = state.plan
+        if plan is not None:
+            _load_factories(state, plan)
+        with state.lock:
+            if plan is not state.plan:
+                continue
+            if plan is None:
+                return state.binder.commit({}, modules)
+            plan = state.plan = _with_conflicts(state, plan)
+            _say(state, plan)
+            _enforce_required(plan)
+            lost = _commit(state, plan, modules)
+            for item in lost:
+                log.warning("%s since shim bound it; it is left alone", item)
+            return lost
+
+
+def _commit(state: _State, plan: Plan, modules: Iterable[str] | None) -> list[Lost]:
+    try:
+        return state.binder.commit(_layers(state, plan), modules)
+    except BindError as error:
+        # The whole patch is rolled back, also where earlier imports had bound it.
+        if error.patch is not None:
+            state.failed[error.patch] = str(error)
+            state.binder.commit(_layers(state, plan))
+        name = error.patch or "a patch"
+        release = ", ".join(f"{i.distribution} {i.raw}" for i in plan.environment.installed.values())
+        raise BindError(
+            f"{name} failed and was rolled back as a whole: {error} (on {release}). Remedy: run without it "
+            f"(MEGATRON_SHIM_EXCLUDE={name}) and report it with the output of `shim doctor`.",
+            error.patch,
+        ) from error
+
+
+def _enforce_required(plan: Plan) -> None:
+    for id in plan.options.require:
+        if plan[id].action == "conflict":
+            raise NotMetError(f"required, but {id} is in conflict: {plan[id].reason}. Remedy: {plan[id].remedy}.")
+
+
+def _say(state: _State, plan: Plan) -> None:
+    """Warn once about every correctness patch that cannot be applied."""
+    for decision in plan.decisions.values():
+        if decision.kind == "correctness" and decision.action in ("drifted", "conflict"):
+            text = f"{decision.id} is not applied ({decision.action}): {decision.reason}. Remedy: {decision.remedy}."
+            if text not in state.said and len(state.said) < _SAID_LIMIT:
+                state.said.add(text)
+                log.warning("%s", text)
+
+
+def _is_lazy(module: object) -> bool:
+    return issubclass(type(module), LAZY)
+
+
+def _half_imported(plan: Plan) -> set[str]:
+    names = {name for name in _target_modules(plan) if name in sys.modules and STATE.binder.loaded(name) is None}
+    return {name for name in names if not _is_lazy(sys.modules.get(name))}
+
+
+def _wait_for_imports(plan: Plan) -> None:
+    """Wait for target modules that other threads are importing right now; called without the lock."""
+    for name in _half_imported(plan):
+        try:
+            importlib.import_module(name)  # returns at once where it is this very thread that imports it
+        except Exception as error:  # noqa: BLE001 - whoever imports it raises it; here the module just stays pending
+            log.debug("the import of %s, which was under way, failed: %s", name, error)
+
+
+def _catch_up(state: _State) -> None:
+    """Bind target modules that were half imported at apply(), now that their code has run to the end."""
+    with state.lock:
+        ready = {name for name in state.late if state.binder.loaded(name) is not None}
+        state.late -= ready
+    if ready:
+        _settle(state)
+
+
+def _watch_imports(state: _State, plan: Plan) -> None:
+    state.hook.install()
+    state.late = _half_imported(plan)
+    for name in _target_modules(plan):
+        module = sys.modules.get(name)
+        if module is not None and _is_lazy(module):
+            state.hook.adopt_lazy(module)
+
+
+# Public functions
+
+
+def _make_plan(arguments: Mapping[str, Any]) -> Plan:
+    arguments = dict(arguments)
+    matrix = load_matrix(matrix_argument(arguments.pop("matrix", None)), check_ranges=False)
+    return make_plan(detect(), matrix, resolve(matrix, **arguments))
+
+
+def plan(
+    *,
+    only: Iterable[str] | str | None = None,
+    exclude: Iterable[str] | str = (),
+    require: Iterable[str] | str = (),
+    kinds: Iterable[str] | str | None = None,
+    strict: bool = False,
+    on_drift: str = "skip",
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    matrix: str | os.PathLike[str] | None = None,
+    lock: str | os.PathLike[str] | None = None,
+) -> Plan:
+    """Return what `apply` with the same arguments would do, one decision and one reason per patch.
+
+    Imports neither torch nor megatron and changes nothing. Raises OptionError for arguments that are not usable,
+    and MatrixError for a matrix that is not valid.
+    """
+    made = _make_plan(locals())
+    with STATE.lock:
+        return _with_conflicts(STATE, made)
+
+
+def apply(
+    *,
+    only: Iterable[str] | str | None = None,
+    exclude: Iterable[str] | str = (),
+    require: Iterable[str] | str = (),
+    kinds: Iterable[str] | str | None = None,
+    strict: bool = False,
+    on_drift: str = "skip",
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    matrix: str | os.PathLike[str] | None = None,
+    lock: str | os.PathLike[str] | None = None,
+) -> Report:
+    """Apply every patch the installed releases need: now where the target is imported, else when it is.
+
+    only, exclude: patch ids to take, or to leave out.    kinds: of correctness, compat, performance, feature.
+    require: ids that must be applicable (or upstream already); NotMetError otherwise, and nothing is applied.
+    strict: NotMetError where any correctness patch has drifted or is in conflict.
+    on_drift: "skip" leaves a patch out whose targets are not known, "error" raises, "apply" applies it where the
+        signature still fits.
+    options: {patch id: {option: value}}.    matrix: another version_matrix.yaml.    lock: a lock file.
+
+    Idempotent and thread-safe; a second call with other arguments adjusts to them. Raises BindError where a patch
+    fails; it is then rolled back as a whole.
+    """
+    return _adopt(_make_plan(locals()))
+
+
+def _adopt(wanted: Plan | None) -> Report:
+    """Make `wanted` the current plan; on any error the plan before it stays."""
+    state = STATE
+    if wanted is not None:
+        _wait_for_imports(wanted)
+        with state.lock:
+            wanted = _with_conflicts(state, wanted)
+        _say(state, wanted)
+        enforce(wanted)
+    with state.lock:
+        before, state.plan = state.plan, wanted
+        state.failed.clear()
+        if wanted is not None:
+            _watch_imports(state, wanted)
+    try:
+        _settle(state)
+    except BaseException:
+        with state.lock:
+            state.plan = before
+        _settle(state)
+        raise
+    finally:
+        with state.lock:
+            if state.plan is None:
+                state.hook.remove()
+    return status()
+
+
+def revert() -> Report:
+    """Take everything back: every name shim wrote holds the very object it held before.
+
+    What somebody else has replaced meanwhile is left alone and reported, and no later apply() or import takes it
+    back. Out of reach are bound methods, partials and closures taken while shim was applied, and pickles.
+    """
+    return _adopt(None)
+
+
+@contextlib.contextmanager
+def patched(**arguments: Any) -> Iterator[Report]:
+    """Apply within a with-statement; takes the arguments of `apply`, nests, and restores what was there before."""
+    wanted = _make_plan(arguments)
+    before = STATE.plan
+    report = _adopt(wanted)
+    try:
+        yield report
+    finally:
+        _adopt(before)
+
+
+def _not_applied(made: Plan) -> Plan:
+    reason = "shim.apply() has not been called in this process, or was reverted"
+    excluded = {
+        id: replace(decision, action="excluded", reason=reason)
+        for id, decision in made.decisions.items()
+        if decision.wanted
+    }
+    return replace(made, decisions={**made.decisions, **excluded})
+
+
+def status() -> Report:
+    """Return the state of every patch, read from the process at this moment."""
+    _catch_up(STATE)
+    with STATE.lock:
+        current = STATE.plan
+        if current is not None:
+            return read_report(current, STATE.binder, STATE.failed)
+    made = _not_applied(_make_plan({}))
+    with STATE.lock:
+        return read_report(made, STATE.binder, {})
+
+
+def check(model: Any = None, group: Any = None) -> Report:
+    """Verify that everything wanted is active, on `model` itself, and on every rank of `group`.
+
+    model: a torch module, or an iterable of them (virtual pipeline chunks). A subclass or an instance that overrides
+    a patched method makes the patch ``shadowed``. group: a torch.distributed process group, or None for the default
+    one where torch.distributed is initialised; it gathers one short digest per rank.
+
+    Pending, shadowed and conflicting correctness patches are warnings; NotMetError where the patch is required, or
+    with strict, and where ranks differ. Logs one INFO line on rank 0.
+    """
+    _catch_up(STATE)
+    with STATE.lock:
+        current = STATE.plan
+        if current is None:
+            raise OptionError("nothing was applied in this process; call shim.apply() before shim.check()")
+        report = read_report(current, STATE.binder, STATE.failed)
+        shadows = list(shadows_in(model, current, STATE.binder)) if model is not None else []
+    patches = dict(report.patches)
+    for id, target, what in shadows:
+        if patches[id].state in ("applied", "pending"):
+            patches[id] = replace(
+                patches[id],
+                state="shadowed",
+                reason=f"{target}: {what}",
+                targets={**patches[id].targets, target: "shadowed"},
+                remedy="call the method of the base class in the override, or drop the override",
+            )
+    report = replace(report, patches=patches)
+    _judge(report, current.options)
+    differing = ranks_that_differ(report.digest, group)
+    if differing:
+        raise NotMetError(
+            f"ranks disagree about what is applied (id, variant, bodies): {differing}. Remedy: install the same "
+            "releases everywhere, and call shim.apply() with the same arguments on every rank."
+        )
+    if is_rank_zero():
+        log.info("%s", report.summary)
+    return report
+
+
+def _judge(report: Report, options: Options) -> None:
+    for patch in report.patches.values():
+        if not _amiss(patch):
+            continue
+        text = f"{patch.id} is {patch.state}: {patch.reason}." + (f" Remedy: {patch.remedy}." if patch.remedy else "")
+        if patch.id in options.require or (options.strict and patch.kind == "correctness"):
+            raise NotMetError(f"shim.check: required, but {text}")
+        log.warning("%s", text)
+
+
+def _amiss(patch: PatchReport) -> bool:
+    return patch.state in ("pending", "shadowed", "conflict", "failed") or (
+        patch.state == "drifted" and patch.kind == "correctness"
+    )
+
+
+def explain(id: str) -> str:
+    """Return in words what a patch is for, how it is wired, and what was decided about it here, and why."""
+    made = STATE.plan or _make_plan({})
+    if id not in made.decisions:
+        raise OptionError(f"there is no patch {id!r}; known are {', '.join(made.decisions)}")
+    return explanation(made, id)
