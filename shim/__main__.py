@@ -1,0 +1,8 @@
+"""``python -m shim``."""
+
+import sys
+
+from shim._cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""What an issue report needs, gathered without importing torch or megatron."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import shim
+from shim._detect import detect
+from shim._engine import plan
+from shim._errors import ShimError
+from shim._matrix import matrix_path
+from shim._options import VARIABLES, matrix_argument
+
+__all__ = ["as_text", "examine"]
+
+OTHER_VARIABLES = ("PYTHONPATH", "PYTHONOPTIMIZE", "NVTE_CPU_OFFLOAD_V1", "NVTE_PROJECT_BUILDING")
+
+
+def examine() -> dict[str, Any]:
+    """A dictionary with stable keys; `problems` holds what is wrong, each with a remedy."""
+    environment = detect()
+    problems = [f"{i.distribution}: {text}" for i in environment.installed.values() for text in i.problems]
+    decisions: dict[str, Any] = {}
+    digest = None
+    try:
+        made = plan()
+        digest = made.digest
+        for id, d in made.decisions.items():
+            decisions[id] = {"action": d.action, "variant": d.variant, "reason": d.reason}
+        problems += [
+            f"{d.id} is {d.action}: {d.reason}. Remedy: {d.remedy}"
+            for d in made.decisions.values()
+            if d.kind == "correctness" and d.action in ("drifted", "conflict")
+        ]
+    except ShimError as error:
+        problems.append(str(error))
+    if sys.flags.optimize:
+        problems.append("python -O strips upstream's assertions, which guard against wrong results: run without -O")
+    return {
+        "shim": {
+            "version": shim.__version__,
+            "location": str(Path(shim.__file__).parent),
+            "matrix": str(matrix_argument(None) or matrix_path()),
+        },
+        "python": {"version": platform.python_version(), "executable": sys.executable, "platform": platform.platform()},
+        "installed": {name: i.to_dict() for name, i in environment.installed.items()},
+        "variables": {n: os.environ[n] for n in (*VARIABLES, *OTHER_VARIABLES) if n in os.environ},
+        "import_hooks": [_finder(finder) for finder in sys.meta_path],
+        "digest": digest,
+        "plan": decisions,
+        "problems": problems,
+    }
+
+
+def _finder(finder: Any) -> str:
+    cls = finder if isinstance(finder, type) else type(finder)
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """The examination as Markdown that can be pasted into an issue."""
+    lines = ["### shim doctor", ""]
+    lines.append(f"- shim {found['shim']['version']} from `{found['shim']['location']}`")
+    lines.append(f"- matrix `{found['shim']['matrix']}`, digest {found['digest']}")
+    lines.append(f"- Python {found['python']['version']} on {found['python']['platform']}")
+    for name, installed in found["installed"].items():
+        lines.append(f"- {name} {installed['version']} ({installed['origin']}) at `{installed['location']}`")
+    for name in ("megatron-core", "transformer-engine", "torch"):
+        if name not in found["installed"]:
+            lines.append(f"- {name}: not installed")
+    lines += [f"- `{name}={value}`" for name, value in found["variables"].items()]
+    lines.append(f"- import hooks: {', '.join(found['import_hooks'])}")
+    lines += ["", "| patch | action | variant | reason |", "|---|---|---|---|"]
+    lines += [f"| {id} | {d['action']} | {d['variant'] or ''} | {d['reason']} |" for id, d in found["plan"].items()]
+    lines += ["", "Problems:" if found["problems"] else "No problems found."]
+    lines += [f"- {problem}" for problem in found["problems"]]
+    return "\n".join(lines)
