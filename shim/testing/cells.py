@@ -1,0 +1,112 @@
+"""Test cells: the same pytest run against one release after another, each in a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+from .releases import RELEASES, FetchError, cache_dir, environment, fetch
+
+__all__ = ["EVERYDAY", "run_cells"]
+
+# One release for every set of target bodies that differ.
+EVERYDAY = ("0.12.0", "0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
+
+_TAIL = 40  # lines of a failing cell's log that are printed
+_NO_TESTS = 5  # pytest's exit status when it ran none
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    release: str
+    result: str  # "passed", "failed", "no test ran", "not fetched"
+    cases: int
+    seconds: float
+    log: Path
+
+    def __str__(self) -> str:
+        return f"{self.release:<8} {self.result:<12} {self.cases:4d} cases  {self.seconds:6.1f} s"
+
+
+def run_cells(releases: Sequence[str], pytest_args: Sequence[str], jobs: int = 2, log_dir: Path | None = None) -> int:
+    """Run `pytest <pytest_args>` once per release, `jobs` at a time, and print one line per cell as it ends.
+
+    Output goes to <log_dir>/<release>.log (by default below the cache); the end of a failing cell's log is
+    printed. Returns 0 when every cell passed, 1 when one failed, could not be fetched, or ran no test. A cell
+    whose tests were all skipped ran none.
+    """
+    logs = log_dir if log_dir is not None else cache_dir() / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    failed = []
+    with ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
+        cells = [pool.submit(_run_cell, release, pytest_args, logs / f"{release}.log") for release in releases]
+        for cell in as_completed(cells):
+            outcome = cell.result()
+            print(outcome, flush=True)
+            if outcome.result != "passed":
+                failed.append(outcome)
+    for outcome in failed:
+        print(f"\n---- {outcome.release}: {outcome.result}; all of it in {outcome.log}")
+        print("\n".join(outcome.log.read_text(errors="replace").splitlines()[-_TAIL:]), flush=True)
+    return 1 if failed or not releases else 0
+
+
+def _run_cell(release: str, pytest_args: Sequence[str], log: Path) -> _Outcome:
+    started = time.monotonic()
+    try:
+        directory = fetch(release)
+    except FetchError as error:
+        log.write_text(f"{error}\n")
+        return _Outcome(release, "not fetched", 0, time.monotonic() - started, log)
+    with log.open("w") as output:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *pytest_args],
+            env=environment(directory),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    cases = _cases(log.read_text(errors="replace"))
+    result = "passed" if done.returncode == 0 else "failed"
+    if done.returncode == _NO_TESTS or (done.returncode == 0 and cases == 0):
+        result = "no test ran"
+    return _Outcome(release, result, cases, time.monotonic() - started, log)
+
+
+def _cases(output: str) -> int:
+    """Tests that ran, by the last line of pytest's own summary."""
+    summary = next((line for line in reversed(output.splitlines()) if re.search(r" in [\d.]+s", line)), "")
+    counts = re.findall(r"(\d+) (?:passed|failed|errors?|xfailed|xpassed)\b", summary)
+    return sum(int(count) for count in counts)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """python -m shim.testing.cells [--releases A,B | --all | --everyday] [--jobs N] -- <pytest args>"""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    own, pytest_args = arguments, []
+    if "--" in arguments:
+        split = arguments.index("--")
+        own, pytest_args = arguments[:split], arguments[split + 1 :]
+    parser = argparse.ArgumentParser(prog="python -m shim.testing.cells", description=__doc__)
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--releases", metavar="A,B", help="these releases of megatron-core")
+    chosen.add_argument("--all", action="store_true", help="every supported release")
+    chosen.add_argument("--everyday", action="store_true", help="one release per set of bodies (the default)")
+    parser.add_argument("--jobs", type=int, default=2, help="cells at once (default 2)")
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="where the logs go")
+    options = parser.parse_args(own)
+    releases: Sequence[str] = RELEASES if options.all else EVERYDAY
+    if options.releases:
+        releases = [release.strip() for release in options.releases.split(",")]
+    return run_cells(releases, pytest_args, options.jobs, options.logs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

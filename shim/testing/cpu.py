@@ -1,0 +1,130 @@
+"""Run an unmodified megatron-core on CPU: the few CUDA entry points it cannot do without, substituted."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["SUBSTITUTIONS", "Substitution", "megatron_on_cpu"]
+
+
+class Substitution(NamedTuple):
+    """One attribute that stands in for its CUDA original while `megatron_on_cpu` is active."""
+
+    owner: str  # "module" or "module:Class"
+    name: str
+    build: Callable[[Any], Any]  # original attribute -> substitute
+    reason: str
+
+
+class _NoStream:
+    """A stream that has nothing to order: CPU kernels run when they are called."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+
+def _cpu_device() -> torch.device:
+    return torch.device("cpu")
+
+
+def _cpu_rng_state(device: Any = None) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_cpu_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None: ...
+
+
+def _no_context(*args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def _norm_under_sequence_parallelism(original: Callable[..., Any]) -> staticmethod:
+    """The torch norm refuses sequence parallelism only because nobody marks its weights: mark them here."""
+
+    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        accepted = copy.copy(config)
+        accepted.sequence_parallel = False
+        norm = original(cls, accepted, *args, **kwargs)
+        for weight in norm.parameters():
+            weight.sequence_parallel = config.sequence_parallel
+        return norm
+
+    return staticmethod(new)
+
+
+_RANDOM = "megatron.core.tensor_parallel.random"
+SUBSTITUTIONS = (
+    Substitution("torch.cuda", "current_device", lambda _: _cpu_device, "the device= of nearly every buffer"),
+    Substitution("torch.cuda", "manual_seed", lambda _: torch.manual_seed, "model_parallel_cuda_manual_seed"),
+    Substitution("torch.cuda", "get_rng_state", lambda _: _cpu_rng_state, "the RNG tracker's add()"),
+    Substitution("torch.cuda.random", "get_rng_state", lambda _: _cpu_rng_state, "the RNG tracker's fork()"),
+    Substitution(_RANDOM, "_set_cuda_rng_state", lambda _: _set_cpu_rng_state, "the RNG tracker's setter"),
+    Substitution("torch.cuda", "synchronize", lambda _: _nothing, "pipeline communication, process groups"),
+    Substitution("torch.cuda", "current_stream", lambda _: _NoStream, "pipeline schedules"),
+    Substitution("torch.cuda", "Stream", lambda _: _NoStream, "pipeline schedules, gradient buffers"),
+    Substitution("torch.cuda", "stream", lambda _: _no_context, "pipeline schedules, gradient buffers"),
+    Substitution(
+        "megatron.core.transformer.torch_norm:WrappedTorchNorm",
+        "__new__",
+        _norm_under_sequence_parallelism,
+        "the only norm without Apex and TE asserts against sequence parallelism",
+    ),
+)
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """What no attribute can stand in for: literal device="cuda", .cuda() and pin_memory=True."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if kwargs:
+            device = kwargs.get("device")
+            if device is not None and str(device).startswith("cuda"):
+                kwargs = {**kwargs, "device": "cpu"}
+            if kwargs.get("pin_memory"):
+                kwargs = {**kwargs, "pin_memory": False}
+        return func(*args, **(kwargs or {}))
+
+
+def _resolve(owner: str) -> Any:
+    module, _, attribute = owner.partition(":")
+    found = import_module(module)
+    return getattr(found, attribute) if attribute else found
+
+
+@contextlib.contextmanager
+def megatron_on_cpu() -> Iterator[None]:
+    """Let the calling thread run megatron-core 0.12 to 0.19 without a GPU; everything is undone on exit.
+
+    Substitutes `SUBSTITUTIONS` (process-wide) and enters a torch function mode (this thread only) that turns
+    literal CUDA devices into CPU. May be nested; code compiled with torch.compile traces through it.
+
+    Raises ImportError when megatron-core is not importable.
+    """
+    with contextlib.ExitStack() as undo:
+        for owner_name, name, build, _reason in SUBSTITUTIONS:
+            owner = _resolve(owner_name)
+            original = vars(owner)[name]
+            # A static method is read and put back as the descriptor that the class holds.
+            callable_original = original.__func__ if isinstance(original, staticmethod) else original
+            undo.callback(setattr, owner, name, original)
+            setattr(owner, name, build(callable_original))
+        undo.enter_context(_CudaMeansCpu())
+        yield

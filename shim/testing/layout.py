@@ -1,0 +1,135 @@
+"""Parallel layouts, initialised in place so that one set of ranks can go through many of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Layout", "layout_initialised"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is spread over ranks: sizes of tensor, context and pipeline parallelism."""
+
+    tp: int = 1
+    sequence_parallel: bool = False
+    cp: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError("sequence parallelism needs tp > 1")
+
+    @property
+    def world(self) -> int:
+        """Ranks that one replica of the model takes."""
+        return self.tp * self.cp * self.pp
+
+    def __str__(self) -> str:
+        parts = [f"{name}{size}" for name, size in (("tp", self.tp), ("cp", self.cp), ("pp", self.pp)) if size > 1]
+        if self.sequence_parallel:
+            parts.insert(1, "sp")
+        return "+".join(parts) or "tp1"
+
+
+# lru_caches of megatron-core that outlive a layout: a mask on its device, and tables that keep whole models
+# alive.
+_CACHES = (
+    ("megatron.core.transformer.utils", "get_default_causal_mask"),
+    ("megatron.core.models.common.embeddings.rotary_pos_embedding", "RotaryEmbedding.forward"),
+    ("megatron.core.models.common.embeddings.yarn_rotary_pos_embedding", "YarnRotaryEmbedding.forward"),
+)
+
+
+def _clear_what_survives() -> None:
+    """Reset the globals that destroy_model_parallel leaves behind."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
+
+    get_cuda_rng_tracker().reset()
+    MTPLossLoggingHelper.tracker.clear()
+    MTPLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)
+    for module, path in _CACHES:
+        found: Any = import_module(module)
+        for name in path.split("."):
+            found = getattr(found, name, None)
+        clear: Callable[[], None] | None = getattr(found, "cache_clear", None)
+        if clear is not None:
+            clear()
+
+
+@contextlib.contextmanager
+def _recorded_groups() -> Iterator[list[dist.ProcessGroup]]:
+    """Collect the process groups made inside: destroy_model_parallel forgets them but does not free them."""
+    groups: list[dist.ProcessGroup] = []
+    new_group = dist.new_group
+
+    def recording_new_group(*args: Any, **kwargs: Any) -> Any:
+        group = new_group(*args, **kwargs)
+        if isinstance(group, dist.ProcessGroup):  # other ranks get a marker instead
+            groups.append(group)
+        return group
+
+    dist.new_group = recording_new_group
+    try:
+        yield groups
+    finally:
+        dist.new_group = new_group
+
+
+@contextlib.contextmanager
+def layout_initialised(layout: Layout, seed: int = 123) -> Iterator[Layout]:
+    """Initialise megatron's parallel state for `layout`, seed, and clean up on exit; needs `megatron_on_cpu`.
+
+    A world of 1 without torch.distributed gets a gloo group over an in-process store; larger worlds must be
+    initialised already (`Ranks` does so). That default group stays, so that layouts can follow one another;
+    the groups of the layout itself are freed. Ranks beyond `layout.world` become data-parallel replicas.
+
+    Raises RuntimeError when the world does not fit, or when a layout is active already.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    if not dist.is_initialized():
+        if layout.world != 1:
+            raise RuntimeError(f"layout {layout} needs {layout.world} ranks: run it inside shim.testing.Ranks")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if dist.get_world_size() % layout.world:
+        raise RuntimeError(f"layout {layout} needs {layout.world} ranks, the world has {dist.get_world_size()}")
+    if parallel_state.model_parallel_is_initialized():
+        raise RuntimeError(f"layout {layout}: another layout is still active")
+    with contextlib.ExitStack() as cleanup:
+        with _recorded_groups() as groups:
+            cleanup.callback(_forget_groups)
+            cleanup.callback(parallel_state.destroy_model_parallel)
+            cleanup.callback(_free, groups)  # before: it frees some itself, if they are still there
+            cleanup.callback(_clear_what_survives)
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=layout.tp,
+                pipeline_model_parallel_size=layout.pp,
+                context_parallel_size=layout.cp,
+            )
+        torch.manual_seed(seed)
+        model_parallel_cuda_manual_seed(seed)
+        yield layout
+
+
+def _free(groups: list[dist.ProcessGroup]) -> None:
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+def _forget_groups() -> None:
+    """Drop the groups that destroy_model_parallel keeps: a forked rank could not end their threads."""
+    from megatron.core import parallel_state
+
+    for name, value in list(vars(parallel_state).items()):
+        if isinstance(value, dist.ProcessGroup):
+            setattr(parallel_state, name, None)

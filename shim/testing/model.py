@@ -1,0 +1,218 @@
+"""A small real GPTModel with MTP, which holds the same global weights on every release and layout."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .attention import CPUCoreAttention
+
+__all__ = ["add_lora", "build_gpt", "release"]
+
+_SMALL_CONFIG: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 64,
+    "add_bias_linear": False,
+    "params_dtype": torch.float32,
+    "pipeline_dtype": torch.float32,
+    "use_cpu_initialization": True,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "mtp_loss_scaling_factor": 0.1,
+    # Fused kernels need a GPU, Apex or Transformer Engine.
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "persist_layer_norm": False,
+}
+
+_ADAPTED = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+
+def release() -> str:
+    """The version string of the imported megatron-core, for instance "0.16.1"."""
+    import megatron.core
+
+    return megatron.core.__version__
+
+
+def build_gpt(
+    *,
+    mtp_num_layers: int | None = 1,
+    position_embedding_type: str = "rope",
+    vocab_size: int = 64,
+    max_sequence_length: int = 128,
+    seed: int = 7,
+    share_embeddings_and_output_weights: bool = True,
+    pre_process: bool | None = None,
+    post_process: bool | None = None,
+    model_kwargs: Mapping[str, Any] | None = None,
+    **config_overrides: Any,
+) -> nn.Module:
+    """A GPTModel of the installed release on CPU, in training mode, for the layout that is initialised.
+
+    Attention is `CPUCoreAttention`, so packed rows work. Weights depend only on `seed` and on the parameter's
+    name and global shape: every release and every tensor- or pipeline-parallel size holds (shards of) the
+    same model. `pre_process` and `post_process` default to what this pipeline stage is. `model_kwargs` go to
+    GPTModel, `config_overrides` to TransformerConfig (by default 2 layers, hidden size 32, 4 heads in 2
+    groups, float32).
+    """
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    tp_size = parallel_state.get_tensor_model_parallel_world_size()
+    config = TransformerConfig(
+        **{
+            **_SMALL_CONFIG,
+            "mtp_num_layers": mtp_num_layers,
+            "tensor_model_parallel_size": tp_size,
+            "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+            "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+            **config_overrides,
+        }
+    )
+    spec_options = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(**spec_options)
+    spec.submodules.self_attention.submodules.core_attention = CPUCoreAttention
+    mtp_spec = None
+    if mtp_num_layers:
+        mtp_spec = gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+    if pre_process is None:
+        pre_process = parallel_state.is_pipeline_first_stage()
+    if post_process is None:
+        post_process = parallel_state.is_pipeline_last_stage()
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=vocab_size,
+        max_sequence_length=max_sequence_length,
+        pre_process=pre_process,
+        post_process=post_process,
+        position_embedding_type=position_embedding_type,
+        share_embeddings_and_output_weights=share_embeddings_and_output_weights,
+        parallel_output=True,
+        mtp_block_spec=mtp_spec,
+        **(model_kwargs or {}),
+    )
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    for name, weight in _global_names(model, share_embeddings_and_output_weights):
+        _seed_weight(weight, name, seed, tp_size, tp_rank, stacked=_stacked(name, config))
+    return model.train()
+
+
+def _global_names(model: Any, shared_output: bool) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every parameter with a name that neither the release nor the pipeline stage changes."""
+    for name, weight in model.named_parameters():
+        name = name.replace(".mtp_model_layer.", ".transformer_layer.")  # renamed in 0.17
+        if name.startswith("decoder.layers."):
+            local, rest = name.removeprefix("decoder.layers.").split(".", 1)
+            name = f"decoder.layers.{model.decoder.layers[int(local)].layer_number - 1}.{rest}"
+        if shared_output and name == "output_layer.weight":  # the last stage's copy of the embedding
+            name = "embedding.word_embeddings.weight"
+        yield name, weight
+
+
+def _stacked(name: str, config: Any) -> int:
+    """How many matrices a weight stacks: a gated linear_fc1 is gate and up, a rank holds a part of each."""
+    return 2 if config.gated_linear_unit and "linear_fc1" in name else 1
+
+
+@torch.no_grad()
+def _seed_weight(
+    weight: Tensor, name: str, seed: int, tp_size: int, tp_rank: int, stacked: int = 1, scale: float = 0.2
+) -> None:
+    """Fill this rank's shard of the global weight `name`; weights of norms stay around 1."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
+    dim = getattr(weight, "partition_dim", -1)
+    sharded = tp_size > 1 and getattr(weight, "tensor_model_parallel", False) and dim >= 0
+    shape = list(weight.shape)
+    if sharded:
+        shape[dim] *= tp_size
+    full = torch.randn(shape, generator=generator) * scale
+    if weight.dim() == 1 and name.endswith("weight"):
+        full = 1.0 + full
+    if sharded:
+        full = torch.cat([part.chunk(tp_size, dim)[tp_rank] for part in full.chunk(stacked, dim)], dim)
+    weight.copy_(full)
+
+
+class _Adapter(nn.Module):
+    """Low-rank update of a column- or row-parallel linear layer, sharded as the layer is.
+
+    The narrow weight (`down`) of a column-parallel layer and the wide one (`up`) of a row-parallel layer are
+    replicated; the others are sharded. Under sequence parallelism the replicated one sees a part of the
+    tokens.
+    """
+
+    def __init__(self, linear: Any, rank: int, column: bool) -> None:
+        super().__init__()
+        out_features, in_features = linear.weight.shape
+        self.column = column
+        self.sequence_parallel = linear.config.sequence_parallel
+        self.down = nn.Parameter(linear.weight.new_empty(rank, in_features))
+        self.up = nn.Parameter(linear.weight.new_empty(out_features, rank))
+        sharded: Any = self.up if column else self.down
+        replicated: Any = self.down if column else self.up
+        sharded.tensor_model_parallel = True
+        sharded.partition_dim = 0 if column else 1
+        replicated.tensor_model_parallel = False
+        replicated.sequence_parallel = self.sequence_parallel
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[s, b, in] as the layer gets it -> [s, b, out] as the layer returns it."""
+        from megatron.core.tensor_parallel import mappings
+
+        low = nn.functional.linear(hidden, self.down).contiguous()
+        if self.column:
+            enter = mappings.copy_to_tensor_model_parallel_region
+            if self.sequence_parallel:
+                enter = mappings.gather_from_sequence_parallel_region
+            low = enter(low)
+        else:
+            leave = mappings.reduce_from_tensor_model_parallel_region
+            if self.sequence_parallel:
+                leave = mappings.reduce_scatter_to_sequence_parallel_region
+            low = leave(low)
+        return nn.functional.linear(low, self.up)
+
+
+def _add_update(linear: Any, args: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    """Forward hook of an adapted layer."""
+    return output[0] + linear.lora(args[0]), output[1]
+
+
+def add_lora(model: nn.Module, rank: int = 4, seed: int = 11) -> list[nn.Parameter]:
+    """Freeze every weight of a `build_gpt` model and add trainable low-rank adapters; returns their weights.
+
+    Adapted are the attention and MLP projections, decoder and MTP layers alike. Existing names do not change
+    (an adapter is the submodule `lora` of its layer). Both factors start non-zero, so that all of them get
+    gradients.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    for weight in model.parameters():
+        weight.requires_grad_(False)
+    for name, linear in list(model.named_modules()):
+        if name.rpartition(".")[2] in _ADAPTED:
+            linear.lora = _Adapter(linear, rank, isinstance(linear, ColumnParallelLinear))
+            linear.register_forward_hook(_add_update)
+    tp_size = parallel_state.get_tensor_model_parallel_world_size()
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    adapters = []
+    for name, weight in _global_names(model, shared_output=True):
+        if ".lora." in name:
+            stacked = _stacked(name, model.config)
+            _seed_weight(weight, name, seed, tp_size, tp_rank, stacked=stacked, scale=0.1)
+            adapters.append(weight)
+    return adapters

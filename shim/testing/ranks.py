@@ -1,0 +1,246 @@
+"""A pool of gloo ranks, forked from a process that has already paid for its imports."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["RankError", "Ranks"]
+
+_GRACE = 0.5  # seconds for the other ranks to answer once one of them has failed
+
+
+class RankError(RuntimeError):
+    """A rank failed, died or did not answer.
+
+    rank: the first rank concerned. remote_traceback: what it was doing. exception_type: name of the exception
+    type that it raised, "" when it died or hung.
+    """
+
+    def __init__(self, rank: int, what: str, remote_traceback: str, exception_type: str = "") -> None:
+        super().__init__(f"rank {rank} {what}\n{remote_traceback}".rstrip())
+        self.rank = rank
+        self.remote_traceback = remote_traceback
+        self.exception_type = exception_type
+
+
+class Ranks:
+    """`world` persistent processes in one gloo group, which run functions together.
+
+        with Ranks(2) as ranks:
+            losses = ranks.run(step, "rope", timeout=60)   # step("rope") in both; results by rank
+
+    The processes are forked on the first `run` and live until `close`; what modules are imported by then,
+    they have. Functions and arguments are pickled, so functions must be at the top level of an importable
+    module. Rendezvous is a file in a private directory: no ports, any number of pools at once. RANK,
+    WORLD_SIZE and LOCAL_RANK are set in each process, torch has one thread, torch.distributed is initialised.
+
+    After an error all ranks are killed, because those that did not fail may hang in a collective; the next
+    `run` forks new ones. The forking process must not have used CUDA; a world-of-1 process group in it is
+    destroyed first.
+    """
+
+    def __init__(self, world: int) -> None:
+        if world < 1:
+            raise ValueError(f"a world of {world} ranks")
+        self.world = world
+        self._closed = False
+        self._directory: Path | None = None
+        self._connections: list[multiprocessing.connection.Connection] = []
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the ranks; the pool cannot be used again."""
+        self._closed = True
+        self._kill()
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+        """Call fn(*args) in every rank at once and return the results by rank.
+
+        Raises RankError when a rank raises, dies, or has not answered after `timeout` seconds, with its
+        traceback. Raises RuntimeError when the pool is closed.
+        """
+        if self._closed:
+            raise RuntimeError("this pool of ranks is closed")
+        request = pickle.dumps((fn, args))
+        try:
+            if not self._processes:
+                self._fork()
+            for rank, connection in enumerate(self._connections):
+                with self._death_of(rank):
+                    connection.send_bytes(request)
+            return self._collect(time.monotonic() + timeout, timeout)
+        except BaseException:
+            self._kill()
+            raise
+
+    def _collect(self, deadline: float, timeout: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        failures: list[RankError] = []
+        waiting = dict(zip(self._connections, range(self.world), strict=True))
+        while waiting:
+            ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in [known for known in waiting if known in ready]:
+                rank = waiting.pop(connection)
+                try:
+                    with self._death_of(rank):
+                        kind, payload = pickle.loads(connection.recv_bytes())
+                except RankError as error:
+                    kind, payload = "failed", error
+                if kind == "returned":
+                    results[rank] = payload
+                elif kind == "raised":
+                    exception_type, text = payload
+                    failures.append(RankError(rank, f"raised {exception_type}", text, exception_type))
+                else:
+                    failures.append(payload)
+            if failures:
+                deadline = min(deadline, time.monotonic() + _GRACE)
+        if failures:
+            raise _root_cause(failures)
+        if waiting:
+            hung = sorted(waiting.values())
+            what = f"did not answer within {timeout:g} s (ranks {hung} of {self.world} were still busy)"
+            raise RankError(hung[0], what, self._where(hung[0]))
+        return [results[rank] for rank in range(self.world)]
+
+    @contextlib.contextmanager
+    def _death_of(self, rank: int) -> Iterator[None]:
+        """What a broken pipe to a rank means."""
+        try:
+            yield
+        except (EOFError, ConnectionError) as error:
+            self._processes[rank].join(1)
+            code = self._processes[rank].exitcode
+            raise RankError(rank, f"died with exit code {code}", "") from error
+
+    def _where(self, rank: int) -> str:
+        """Where a rank that does not answer is: it writes its stack when it gets a signal."""
+        assert self._directory is not None
+        file = self._directory / f"stack.{rank}"
+        os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
+        time.sleep(0.2)
+        return file.read_text() if file.exists() else ""
+
+    def _fork(self) -> None:
+        _leave_single_world()
+        self._directory = Path(tempfile.mkdtemp(prefix="shim-ranks-"))
+        context = multiprocessing.get_context("fork")
+        pipes = [context.Pipe() for _ in range(self.world)]
+        self._connections = [ours for ours, _ in pipes]
+        # A buffered line would be written once by every process.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with warnings.catch_warnings():
+            # Python 3.12 warns about threads at a fork: those of torch hold no lock between two calls.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            for rank in range(self.world):
+                process = context.Process(
+                    target=_serve, args=(rank, pipes, self._directory), name=f"rank {rank}", daemon=True
+                )
+                process.start()
+                self._processes.append(process)
+        for _, theirs in pipes:
+            theirs.close()
+
+    def _kill(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._connections, self._processes = [], []
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+
+def _root_cause(failures: list[RankError]) -> RankError:
+    """The first rank that failed by itself, rather than by losing a peer in a collective."""
+    for failure in failures:
+        if "Connection closed by peer" not in failure.remote_traceback:
+            return failure
+    return failures[0]
+
+
+def _leave_single_world() -> None:
+    """A forked rank cannot use its parent's process group: give up one of world 1, refuse any other."""
+    if not dist.is_initialized():
+        return
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    busy = parallel_state is not None and parallel_state.model_parallel_is_initialized()
+    if busy or dist.get_world_size() > 1:
+        raise RuntimeError("ranks cannot be forked while torch.distributed is in use in this process")
+    dist.destroy_process_group()
+
+
+def _serve(rank: int, pipes: list[Any], directory: Path) -> None:
+    """Main loop of a rank; ends when the parent closes its end of the pipe or is gone."""
+    connection = pipes[rank][1]
+    for other, (parents, ranks) in enumerate(pipes):
+        # While any rank holds a copy of the parent's ends, no rank notices that the parent is gone.
+        parents.close()
+        if other != rank:
+            ranks.close()
+    world = len(pipes)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        # gloo otherwise looks up the host's name, which need not resolve.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    # A process group inherited from the parent has no threads here, and its destructor would wait for them
+    # forever: nothing that the parent had may be freed, neither as garbage nor when megatron's globals get
+    # new values.
+    gc.freeze()
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    _kept_alive = [] if parallel_state is None else list(vars(parallel_state).values())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then kills us
+    with open(directory / f"stack.{rank}", "w") as stack:
+        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+        joined = False
+        while True:
+            try:
+                request = connection.recv_bytes()
+            except EOFError:
+                shutil.rmtree(directory, ignore_errors=True)  # a parent that was killed could not
+                os._exit(0)  # without any destructor, for the same reason
+            try:
+                if not joined:
+                    store = dist.FileStore(str(directory / "rendezvous"), world)
+                    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+                    joined = True
+                fn, args = pickle.loads(request)
+                # Plain pickle copies tensors; multiprocessing's own would pass descriptors of shared memory.
+                answer = pickle.dumps(("returned", fn(*args)))
+            # SystemExit and pytest.skip too: a rank never ends in silence.
+            except BaseException as error:  # noqa: BLE001
+                answer = pickle.dumps(("raised", (type(error).__name__, traceback.format_exc())))
+            connection.send_bytes(answer)

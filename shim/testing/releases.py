@@ -1,0 +1,131 @@
+"""Real megatron-core releases on disk: fetched once, unpacked side by side, ready for PYTHONPATH."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+__all__ = ["RELEASES", "FetchError", "cache_dir", "environment", "fetch"]
+
+RELEASES = (
+    "0.12.0",
+    "0.12.1",
+    "0.12.2",
+    "0.12.3",
+    "0.13.0",
+    "0.13.1",
+    "0.14.0",
+    "0.15.0",
+    "0.15.1",
+    "0.15.2",
+    "0.15.3",
+    "0.16.0",
+    "0.16.1",
+    "0.17.0",
+    "0.17.1",
+    "0.18.0",
+    "0.18.2",
+    "0.19.0",
+    "0.19.2",
+)
+
+# Written last into an unpacked release; a directory without it is not complete.
+_COMPLETE = ".complete"
+
+
+class FetchError(RuntimeError):
+    """A release is neither in the cache nor could it be downloaded."""
+
+
+def cache_dir() -> Path:
+    """$MEGATRON_SHIM_CACHE, else megatron-shim in the user's cache directory; need not exist."""
+    chosen = os.environ.get("MEGATRON_SHIM_CACHE")
+    if chosen:
+        return Path(chosen).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "megatron-shim"
+
+
+def fetch(release: str, distribution: str = "megatron-core", progress: Callable[[str], None] | None = None) -> Path:
+    """The directory with `distribution` at `release`, to put on PYTHONPATH; downloaded with pip if missing.
+
+    Only the wheel itself is taken: no dependencies, and no regard for the Python version it asks for, because
+    releases that ask for 3.12 run on 3.10 and 3.11 as well. Works offline once cached; several processes may
+    fetch the same release at once. `progress` is called with one line before a download.
+
+    Raises FetchError with what pip said and what to do.
+    """
+    home = cache_dir() / distribution
+    target = home / release
+    if (target / _COMPLETE).exists():
+        return target
+    home.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{release}-", dir=home) as scratch_name:
+        scratch = Path(scratch_name)
+        wheel = _cached_wheel(home / "wheels", distribution, release)
+        if wheel is None:
+            if progress is not None:
+                progress(f"fetching {distribution} {release}")
+            wheel = _download(distribution, release, scratch / "wheel")
+            kept = home / "wheels" / wheel.name
+            kept.parent.mkdir(exist_ok=True)
+            wheel = wheel.replace(kept)
+        unpacked = scratch / "unpacked"
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(unpacked)
+        (unpacked / _COMPLETE).touch()
+        _publish(unpacked, target)
+    return target
+
+
+def _cached_wheel(wheels: Path, distribution: str, release: str) -> Path | None:
+    """A wheel from an earlier download, or put there by hand for a machine without network."""
+    found = sorted(wheels.glob(f"{distribution.replace('-', '_')}-{release}-*.whl"))
+    return next((wheel for wheel in found if zipfile.is_zipfile(wheel)), None)
+
+
+def _download(distribution: str, release: str, into: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    command += ["--no-deps", "--ignore-requires-python", "--only-binary", ":all:"]
+    command += ["--dest", str(into), f"{distribution}=={release}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    wheels = sorted(into.glob("*.whl"))
+    if done.returncode or not wheels:
+        said = (done.stderr or done.stdout).strip() or "pip said nothing"
+        raise FetchError(
+            f"could not download {distribution} {release}:\n{said}\n"
+            f"Check the network and pip's index settings, or put the wheel into {into.parents[1] / 'wheels'}."
+        )
+    return wheels[0]
+
+
+def _publish(unpacked: Path, target: Path) -> None:
+    """Rename into place; whoever comes second finds a complete directory and leaves it."""
+    while not (target / _COMPLETE).exists():
+        try:
+            unpacked.rename(target)
+        except OSError:
+            # A complete one appeared meanwhile, or an incomplete one is in the way: look again.
+            if not (target / _COMPLETE).exists():
+                shutil.rmtree(target, ignore_errors=True)
+                if not unpacked.exists():
+                    raise
+
+
+def environment(release_dir: Path | str, base_env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Environment for a subprocess that imports the release in `release_dir` before any other.
+
+    `base_env` defaults to this process's environment. One thread per process, since cells run side by side.
+    """
+    env = dict(os.environ if base_env is None else base_env)
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(release_dir), env.get("PYTHONPATH", "")]))
+    env["OMP_NUM_THREADS"] = "1"
+    env["NO_VCS_VERSION"] = "1"  # from 0.18 the version would name the git revision of whatever tree it is in
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # compiling megatron anew costs seconds per process
+    env.pop("PYTHONOPTIMIZE", None)  # without its assertions megatron computes nonsense in silence
+    return env

@@ -1,0 +1,488 @@
+"""Patch mtp-packed-sequences on a real release: packed equals alone, and where stock is right no bit changes."""
+
+import copy
+import functools
+import inspect
+import itertools
+import pickle
+import sys
+import warnings
+from pathlib import Path
+
+import megatron.core.models.gpt.gpt_model as gpt_model
+import megatron.core.transformer.multi_token_prediction as mtp
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shim
+from shim import testing
+from shim.testing import Layout
+
+ID = "mtp-packed-sequences"
+VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
+WITHIN_LAYOUT = 1e-6
+UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+BLOCK = {**UNIFORM, "recompute_method": "block"}
+PLAIN, PADDED = ((5, 7, 4), 1), ((5, 7, 4), 4)
+RECOMPUTES_MTP = VERSION >= (0, 14)
+
+stock_cannot_pack = pytest.mark.skipif(VERSION >= (0, 16), reason="stock packs from 0.16")
+stock_packs = pytest.mark.skipif(VERSION < (0, 16), reason="stock refuses packed rows before 0.16")
+
+
+@pytest.fixture
+def applied():
+    with shim.patched(only=[ID], require=[ID]) as report:
+        assert report[ID].state == "applied", str(report)
+        yield report
+
+
+@pytest.fixture
+def one_rank():
+    with testing.layout_initialised(Layout()):
+        yield
+
+
+def build(lora=False, **model):
+    gpt = testing.build_gpt(**model)
+    if lora:
+        testing.add_lora(gpt)
+    return gpt
+
+
+def row_of(lengths, align=1, **options):
+    return testing.pack(testing.random_sequences(lengths), align=align, **options)
+
+
+def equal_bits(a, b):
+    """Whether two results are the same to the last bit."""
+    same = torch.equal(a.main, b.main) and torch.equal(a.logged, b.logged) and a.grads.keys() == b.grads.keys()
+    return same and all(map(torch.equal, a.mtp, b.mtp)) and all(torch.equal(a.grads[n], b.grads[n]) for n in a.grads)
+
+
+def worst_over(cases, **model):
+    """The largest difference between packed and alone over (row arguments, options), and the case that has it."""
+    gpt = build(**model)
+    found = (0.0, None)
+    for (lengths, align), options in cases:
+        row = row_of(lengths, align)
+        difference = testing.differences(
+            testing.run_packed(gpt, row, **options), testing.run_alone(gpt, row, **options)
+        )
+        value = max(difference.values())
+        if not value <= found[0]:  # NaN is not smaller than anything
+            found = (value, (lengths, align, options, difference))
+    return found
+
+
+ROWS = [PLAIN, PADDED, ((1, 6, 2), 4), ((3, 0, 5), 1), ((8,), 1)]
+OPTIONS = [{"per_token_loss": p, "loss_mask": m} for p, m in itertools.product((False, True), repeat=2)]
+CASES = list(itertools.product(ROWS, OPTIONS))
+
+
+# Stock is wrong
+
+
+@stock_cannot_pack
+def test_stock_refuses_packed_rows(one_rank):
+    with pytest.raises(AssertionError, match="sequence packing is not yet supported"):
+        testing.run_packed(build(), row_of(*PLAIN))
+
+
+@stock_packs
+@pytest.mark.parametrize("loss_mask", [True, False])
+def test_stock_ignores_padding_between_sequences(one_rank, loss_mask):
+    value, _ = worst_over([(PADDED, {"loss_mask": loss_mask})])
+    assert value > 1e-2
+
+
+@pytest.mark.skipif(VERSION > (0, 16), reason="0.17 and later count tokens safely")
+def test_stock_gives_nan_where_every_target_is_masked(one_rank):
+    row = row_of((6,), loss_masks=[torch.zeros(6)])
+    object.__setattr__(row, "packed_seq_params", lambda: None)
+    assert testing.run_packed(build(), row).logged.isnan().all()
+
+
+@pytest.mark.skipif(VERSION in ((0, 12), (0, 13), (0, 19)), reason="does not recompute MTP, or does so rightly")
+@stock_packs
+def test_stock_cannot_recompute_a_packed_row(one_rank):
+    with pytest.raises(TypeError, match=r"PackedSeqParams|padding_mask"):
+        testing.run_packed(build(**UNIFORM), row_of(*PLAIN))
+
+
+# With the patch, packed equals alone
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["all-weights", "lora"])
+@pytest.mark.parametrize("position", ["rope", "learned_absolute"])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_packed_equals_alone(applied, one_rank, layers, position, lora):
+    value, case = worst_over(CASES, mtp_num_layers=layers, position_embedding_type=position, lora=lora)
+    assert value <= WITHIN_LAYOUT, case
+
+
+def on_rank(layout, model, cases):
+    with testing.megatron_on_cpu(), shim.patched(only=[ID], require=[ID]), testing.layout_initialised(layout):
+        return worst_over(cases, sequence_parallel=layout.sequence_parallel, **model)
+
+
+# Sequence parallelism shares rows out evenly, so their lengths are even.
+EVEN_ROWS = [((6, 8, 4), 1), ((5, 7, 4), 4), ((1, 6, 2), 4)]
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=2, sequence_parallel=True)], ids=str)
+@pytest.mark.parametrize(
+    ("layers", "position", "lora"),
+    [(1, "rope", False), (2, "learned_absolute", False), (2, "rope", True), (1, "learned_absolute", True)],
+)
+def test_packed_equals_alone_under_tensor_parallelism(ranks2, layout, layers, position, lora):
+    model = {"mtp_num_layers": layers, "position_embedding_type": position, "lora": lora}
+    for rank, (value, case) in enumerate(
+        ranks2.run(on_rank, layout, model, list(itertools.product(EVEN_ROWS, OPTIONS)))
+    ):
+        assert value <= WITHIN_LAYOUT, (rank, case)
+
+
+@pytest.mark.parametrize(("lengths", "align"), [PLAIN, PADDED])
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("recompute", [UNIFORM, {**UNIFORM, "recompute_num_layers": 2}, BLOCK], ids=["1", "2", "block"])
+def test_packed_rows_train_under_full_recompute_to_the_same_bits(applied, one_rank, recompute, layers, lengths, align):
+    if VERSION == (0, 19) and recompute == {**UNIFORM, "recompute_num_layers": 2}:
+        pytest.skip("0.19 refuses it for unpacked rows as well: mtp-recompute's part")
+    row = row_of(lengths, align)
+    plain = testing.run_packed(build(mtp_num_layers=layers), row)
+    again = testing.run_packed(build(mtp_num_layers=layers, **recompute), row)
+    assert equal_bits(plain, again)
+
+
+@pytest.mark.skipif(not RECOMPUTES_MTP, reason="0.12 and 0.13 never recompute MTP layers")
+def test_a_packed_row_is_really_recomputed(applied, one_rank):
+    model = build(**UNIFORM)
+    layer = model.mtp.layers[0]
+    inner = getattr(layer, "mtp_model_layer", None) or layer.transformer_layer
+    calls = []
+    inner.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    testing.run_packed(model, row_of(*PADDED))
+    assert calls == [False, True]
+
+
+def test_labels_on_the_next_tokens_only(applied, one_rank):
+    """A masked last target, masked sequences and all targets masked: finite, and equal to alone."""
+    for masks in (
+        [torch.ones(5), torch.zeros(7), torch.tensor([1.0, 0, 0, 1])],
+        [torch.zeros(5), torch.zeros(7), torch.zeros(4)],
+    ):
+        row = testing.pack(testing.random_sequences(PADDED[0]), align=4, loss_masks=masks)
+        model = build(mtp_num_layers=2)
+        packed, alone = testing.run_packed(model, row), testing.run_alone(model, row)
+        assert packed.logged.isfinite().all() and all(g.isfinite().all() for g in packed.grads.values())
+        assert max(testing.differences(packed, alone).values()) <= WITHIN_LAYOUT
+
+
+def test_an_unpacked_row_without_targets_gives_no_nan(applied, one_rank):
+    row = row_of((6,), loss_masks=[torch.zeros(6)])
+    object.__setattr__(row, "packed_seq_params", lambda: None)
+    result = testing.run_packed(build(), row)
+    assert result.logged.isfinite().all() and all(g.isfinite().all() for g in result.grads.values())
+
+
+# Where stock is right, no bit changes
+
+
+@pytest.mark.parametrize("recompute", [{}, UNIFORM], ids=["", "recompute"])
+@pytest.mark.parametrize("per_token_loss", [False, True])
+def test_unpacked_rows_keep_every_bit(one_rank, per_token_loss, recompute):
+    if recompute and VERSION == (0, 18):
+        pytest.skip("0.18 cannot recompute MTP at all: mtp-recompute's part")
+    row = row_of((9,))
+    object.__setattr__(row, "packed_seq_params", lambda: None)
+    stock = testing.run_packed(build(mtp_num_layers=2, **recompute), row, per_token_loss=per_token_loss)
+    with shim.patched(only=[ID]):
+        shimmed = testing.run_packed(build(mtp_num_layers=2, **recompute), row, per_token_loss=per_token_loss)
+    assert equal_bits(stock, shimmed)
+
+
+@stock_packs
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_plain_packing_keeps_every_bit(one_rank, options):
+    row = row_of(*PLAIN)
+    stock = testing.run_packed(build(mtp_num_layers=2), row, **options)
+    with shim.patched(only=[ID]):
+        assert equal_bits(stock, testing.run_packed(build(mtp_num_layers=2), row, **options))
+
+
+def test_the_state_dict_is_the_same(one_rank):
+    before = {name: value.shape for name, value in build().state_dict().items() if value is not None}
+    with shim.patched(only=[ID]):
+        assert before == {name: value.shape for name, value in build().state_dict().items() if value is not None}
+
+
+# Without labels
+
+
+def logits_of(model, row, packed):
+    return model(
+        input_ids=row.input_ids,
+        position_ids=row.position_ids,
+        attention_mask=None,
+        labels=None,
+        packed_seq_params=row.packed_seq_params() if packed else None,
+    )
+
+
+@pytest.mark.skipif(VERSION > (0, 16), reason="later releases give logits themselves, and keep their own behaviour")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_without_labels_come_logits_and_no_mtp_loss(one_rank, training, packed):
+    row = row_of(*PADDED) if packed else row_of((6,))
+    model = build(mtp_num_layers=2).train(training)
+    with pytest.raises((AssertionError, AttributeError)):
+        logits_of(model, row, packed)
+    with shim.patched(only=[ID]):
+        logits = logits_of(model, row, packed)
+        assert torch.equal(logits, logits_of(build(mtp_num_layers=None).train(training), row, packed))
+    assert not mtp.MTPLossLoggingHelper.tracker
+    assert model.mtp_process and model.config.mtp_num_layers == 2
+
+
+@pytest.mark.skipif(VERSION < (0, 17), reason="stock raises up to 0.16")
+def test_without_labels_later_releases_keep_their_behaviour(one_rank):
+    row = row_of(*PLAIN)
+    stock = logits_of(build(), row, packed=True)
+    logged = {k: v.clone() for k, v in mtp.MTPLossLoggingHelper.tracker.items() if isinstance(v, torch.Tensor)}
+    mtp.MTPLossLoggingHelper.tracker.clear()
+    with shim.patched(only=[ID]):
+        assert torch.equal(stock, logits_of(build(), row, packed=True))
+    tracker = mtp.MTPLossLoggingHelper.tracker
+    assert all(torch.equal(value, tracker[name]) for name, value in logged.items())
+
+
+# roll_tensor itself
+
+
+def params(valid, padded=None, **extra):
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    as_tensor = functools.partial(torch.tensor, dtype=torch.int32)
+    slots = {} if padded is None else {"cu_seqlens_q_padded": as_tensor(padded)}
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=as_tensor(valid), **slots, **extra)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool, torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((10,), 0), ((1, 10), -1), ((10, 1, 3), 0), ((2, 10, 3), 1), ((1, 10, 5), -2)]
+)
+def test_roll_tensor_takes_any_dtype_rank_and_dimension(applied, shape, dim, dtype):
+    """Sequences of 3 and 2 in slots of 4 and 4, two tokens behind the last slot: 1 2 0 0 | 5 0 0 0 | 0 0."""
+
+    def along_dim(values):
+        return torch.tensor(values).view([10 if i == dim % len(shape) else 1 for i in range(len(shape))]).expand(shape)
+
+    row = params([0, 3, 5], [0, 4, 8])
+    rolled, total = mtp.roll_tensor(along_dim(list(range(10))).to(dtype), shifts=-1, dims=dim, packed_seq_params=row)
+    assert rolled.dtype == dtype and torch.equal(rolled, along_dim([1, 2, 0, 0, 5, 0, 0, 0, 0, 0]).to(dtype))
+    assert torch.equal(total, rolled.sum())
+
+
+def test_roll_tensor_is_differentiable(applied):
+    values = torch.randn(6, 1, 4, dtype=torch.float64, requires_grad=True)
+    row = params([0, 2, 5])
+    assert torch.autograd.gradcheck(lambda x: mtp.roll_tensor(x, dims=0, packed_seq_params=row)[0], values)
+
+
+@pytest.mark.parametrize("valid", [[0], [0, 0], [0, 1, 1, 2], [0, 4, 4, 4, 4]])
+def test_roll_tensor_takes_empty_sequences(applied, valid):
+    rolled, _ = mtp.roll_tensor(torch.arange(1, 7), packed_seq_params=params(valid))
+    expected = torch.zeros(6, dtype=torch.int64)
+    for start, end in itertools.pairwise(valid):
+        expected[start : max(end - 1, start)] = torch.arange(start + 2, max(end, start + 1) + 1)
+    assert torch.equal(rolled, expected)
+
+
+def test_roll_tensor_can_be_called_as_on_the_newest_release(applied):
+    assert {"cp_group", "packed_seq_params"} <= set(inspect.signature(mtp.roll_tensor).parameters)
+    assert list(inspect.signature(mtp.roll_tensor).parameters)[:3] == ["tensor", "shifts", "dims"]
+    rolled, _ = mtp.roll_tensor(torch.arange(4), -1, -1, None, params([0, 2, 4]))
+    assert rolled.tolist() == [1, 0, 3, 0]
+    assert mtp.roll_tensor(torch.arange(4), shifts=-1, dims=-1, cp_group=None)[0].tolist() == [1, 2, 3, 0]
+
+
+def test_a_patched_function_pickles_and_says_who_it_is(applied):
+    assert pickle.loads(pickle.dumps(mtp.roll_tensor)) is mtp.roll_tensor
+    assert mtp.roll_tensor.__name__ == "roll_tensor" and mtp.roll_tensor.__module__ == mtp.__name__
+
+
+def test_torch_compile_takes_the_patched_roll_in_one_graph(applied):
+    row = params([0, 3, 5], [0, 4, 8])
+
+    def twice(tensor):
+        return mtp.roll_tensor(tensor, dims=-1, packed_seq_params=row)[0] * 2
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch._dynamo.reset()
+        values = torch.arange(1.0, 11)
+        assert torch.equal(torch.compile(twice, fullgraph=True, backend="eager")(values), twice(values))
+
+
+# Costs
+
+
+class HostReads(TorchDispatchMode):
+    """Counts values read back from tensors, all of them and those asked for by shim's own code."""
+
+    NAMES = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "unique", "_unique2", "equal")
+
+    def __init__(self):
+        super().__init__()
+        self.all = self.ours = self.kernels = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.kernels += 1
+        if func.overloadpacket.__name__ in self.NAMES:
+            self.read()
+        return func(*args, **(kwargs or {}))
+
+    def read(self):
+        self.all += 1
+        frame = sys._getframe(1)
+        while "/torch/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__:
+            frame = frame.f_back
+        path = Path(frame.f_code.co_filename)
+        self.ours += "ops" in path.parts or "patches" in path.parts
+
+
+class Conversions(TorchFunctionMode):
+    """Sees tolist(), numpy() and cpu(), which no kernel stands for on CPU."""
+
+    def __init__(self, reads):
+        self.reads = reads
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__name__", "") in ("tolist", "numpy", "cpu"):
+            self.reads.read()
+        return func(*args, **(kwargs or {}))
+
+
+def counted_step(model, row):
+    with HostReads() as reads, Conversions(reads):
+        testing.run_packed(model, row)
+    return reads
+
+
+def test_nothing_is_read_back_from_a_device(one_rank):
+    model, row = build(mtp_num_layers=2), row_of(*PADDED)
+    with shim.patched(only=[ID]):
+        reads = counted_step(model, row)
+    assert reads.ours == 0
+    if VERSION >= (0, 16):
+        assert reads.all <= counted_step(model, row).all
+
+
+def test_the_number_of_kernels_does_not_depend_on_the_number_of_sequences(applied):
+    counts = []
+    for sequences in (1, 8, 64):
+        with HostReads() as reads:
+            mtp.roll_tensor(
+                torch.arange(256), packed_seq_params=params([i * 256 // sequences for i in range(sequences + 1)])
+            )
+        counts.append(reads.kernels)
+    assert len(set(counts)) == 1 and counts[0] < 40
+
+
+def test_the_mask_is_computed_once_for_all_rolls_of_a_step(applied, one_rank, monkeypatch):
+    from shim.patches.megatron_core import mtp_packed_sequences as patch
+
+    from shim.ops import continues_mask
+
+    calls = []
+    monkeypatch.setattr(patch, "continues_mask", lambda *given: calls.append(given) or continues_mask(*given))
+    for step in (1, 2):
+        testing.run_packed(build(mtp_num_layers=2), row_of(*PADDED))
+        assert len(calls) == step
+
+
+def test_a_reused_buffer_is_never_stale(applied, one_rank):
+    """The same PackedSeqParams with other lengths written into its buffers, also past autograd's version counter."""
+    model = build()
+    first, second = row_of((5, 7, 4)), row_of((3, 9, 4))
+    shared = first.packed_seq_params()
+    for row in (first, second):
+        testing.run_packed(model, row)
+        fresh = row.packed_seq_params()
+        for name in ("cu_seqlens_q", "cu_seqlens_kv"):
+            getattr(shared, name).data.copy_(getattr(fresh, name))
+        shared.max_seqlen_q = shared.max_seqlen_kv = fresh.max_seqlen_q
+        object.__setattr__(row, "packed_seq_params", lambda: shared)
+        reused = testing.run_packed(model, row)
+        object.__setattr__(row, "packed_seq_params", functools.partial(copy.deepcopy, shared))
+        assert equal_bits(reused, testing.run_packed(model, row))
+        assert max(testing.differences(reused, testing.run_alone(model, row)).values()) <= WITHIN_LAYOUT
+
+
+def test_an_exception_inside_leaves_nothing_behind(applied, one_rank):
+    from shim.patches.megatron_core.mtp_packed_sequences import STEP
+
+    model = build()
+    model.mtp.layers[0].final_layernorm.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        testing.run_packed(model, row_of(*PLAIN))
+    assert (STEP.row, STEP.continues, STEP.handed, STEP.counts_divide) == (None, None, None, False)
+
+
+# The engine on a real release
+
+
+def test_check_sees_the_real_model_and_names_what_shadows_it(applied, one_rank):
+    model = build()
+    assert shim.check(model)[ID].state == "applied"
+
+    class Bridge(gpt_model.GPTModel):
+        def _postprocess(self, *args, **kwargs):
+            return super()._postprocess(*args, **kwargs)
+
+    if VERSION >= (0, 14):
+        model.__class__ = Bridge
+        report = None
+        with pytest.raises(shim.NotMetError, match="Bridge"):
+            report = shim.check(model)
+        assert report is None
+
+
+def objects_of(report):
+    found = {}
+    for target in report[ID].targets:
+        module, _, qualname = target.partition(":")
+        owner = sys.modules[module]
+        *path, name = qualname.split(".")
+        for part in path:
+            owner = vars(owner)[part]
+        found[target] = vars(owner)[name]
+    return found
+
+
+def test_revert_gives_back_the_same_objects():
+    with shim.patched(only=[ID]) as report:
+        during = objects_of(report)
+    stock = objects_of(report)
+    aliases = {name: vars(gpt_model)[name] for name in ("roll_tensor", "process_mtp_loss") if name in vars(gpt_model)}
+    with shim.patched(only=[ID]) as report:
+        assert all(objects_of(report)[t] is not stock[t] for t in stock)
+        assert all(vars(gpt_model)[name] is vars(mtp)[name] for name in aliases)
+    assert objects_of(report).keys() == stock.keys() == during.keys()
+    assert all(objects_of(report)[t] is stock[t] for t in stock)
+    assert all(vars(gpt_model)[name] is value for name, value in aliases.items())
+
+
+def test_the_pins_are_those_of_this_release():
+    from shim._fingerprint import fingerprint
+    from shim._matrix import load_matrix
+    from shim._sources import Sources
+
+    matrix = load_matrix()
+    pins = matrix.pins["megatron-core"][testing.release()]
+    for id, pin in pins.items():
+        for target, value in pin.fingerprints.items():
+            assert fingerprint(Sources(), matrix.patches[id].variants[pin.variant].body_of(target)) == value, target

@@ -1,0 +1,146 @@
+"""Ranks: results by rank, and errors that say which rank did what."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+
+from shim.testing import RankError, Ranks  # noqa: E402
+
+
+@pytest.fixture
+def ranks():
+    with Ranks(2) as pool:
+        yield pool
+
+
+def who():
+    return dist.get_rank(), dist.get_world_size(), os.environ["RANK"], os.environ["WORLD_SIZE"]
+
+
+def total(value):
+    tensor = torch.full((3,), float(value + dist.get_rank()))
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def fail_on(rank):
+    if dist.get_rank() == rank:
+        raise KeyError("a key that is not there")
+    dist.barrier()  # never answered
+
+
+def sleep_on(rank):
+    if dist.get_rank() == rank:
+        time.sleep(60)
+
+
+def die_on(rank):
+    if dist.get_rank() == rank:
+        os._exit(7)
+
+
+def pid():
+    return os.getpid()
+
+
+def backward():
+    weight = torch.ones(2, requires_grad=True)
+    weight.square().sum().backward()
+    return weight.grad
+
+
+def not_picklable():
+    return lambda: None
+
+
+def test_results_come_by_rank(ranks):
+    assert ranks.run(who) == [(0, 2, "0", "2"), (1, 2, "1", "2")]
+
+
+def test_ranks_share_one_group_and_tensors_come_back(ranks):
+    for result in ranks.run(total, 4):
+        assert result.tolist() == [9.0] * 3
+
+
+def test_ranks_persist_between_runs(ranks):
+    assert ranks.run(pid) == ranks.run(pid)
+    assert os.getpid() not in ranks.run(pid)
+
+
+def test_an_exception_names_rank_and_line_and_the_pool_recovers(ranks):
+    before = ranks.run(pid)
+    started = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 1 raised KeyError") as caught:
+        ranks.run(fail_on, 1)
+    assert time.monotonic() - started < 20
+    assert caught.value.rank == 1 and caught.value.exception_type == "KeyError"
+    assert "in fail_on" in caught.value.remote_traceback
+    assert not set(before) & set(ranks.run(pid))
+    assert [result.tolist() for result in ranks.run(total, 0)] == [[1.0] * 3] * 2
+
+
+def test_a_hang_ends_with_the_rank_and_where_it_was(ranks):
+    with pytest.raises(RankError, match=r"rank 1 did not answer within 1 s.*\[1\] of 2") as caught:
+        ranks.run(sleep_on, 1, timeout=1)
+    assert "in sleep_on" in caught.value.remote_traceback
+
+
+def test_a_dead_rank_is_noticed_at_once(ranks):
+    with pytest.raises(RankError, match="rank 0 died with exit code 7"):
+        ranks.run(die_on, 0, timeout=60)
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error_not_a_hang(ranks):
+    with pytest.raises(RankError, match="Can't pickle"):
+        ranks.run(not_picklable)
+
+
+def test_fork_after_a_backward_and_a_world_of_one():
+    backward()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.new_group([0])
+    with Ranks(2) as pool:
+        assert [grad.tolist() for grad in pool.run(backward)] == [[2.0, 2.0]] * 2
+    assert not dist.is_initialized()
+
+
+def test_two_pools_at_once(ranks):
+    with Ranks(2) as other:
+        assert ranks.run(who) == other.run(who)
+
+
+def test_a_closed_pool_says_so(ranks):
+    ranks.run(pid)
+    ranks.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        ranks.run(pid)
+
+
+def test_ranks_end_when_their_parent_is_killed():
+    code = (
+        "import os, signal; from shim.testing import Ranks; import tests.testing.test_ranks as t\n"
+        "pool = Ranks(2); print(*pool.run(t.pid), flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    parent = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True)
+    pids = [int(text) for text in parent.stdout.split()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 10
+    while any(is_running(rank) for rank in pids):
+        assert time.monotonic() < deadline, "a rank outlived its parent"
+        time.sleep(0.05)
+
+
+def is_running(process):
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
