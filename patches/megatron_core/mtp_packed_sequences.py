@@ -142,7 +142,7 @@ def _divisor(count: Tensor) -> Tensor:
 
 
 def _roll_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Up to 0.16: rolls rows that it is told of or that the step is on, and returns counts that can divide."""
+    """Up to 0.16: returns counts that can divide. Up to 0.15: rolls the row it is told of, else that of the step."""
     takes_row = "packed_seq_params" in inspect.signature(original).parameters
     takes_group = "cp_group" in inspect.signature(original).parameters
 
@@ -152,14 +152,16 @@ def _roll_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if tensor is None:
             return None, None
-        row = packed_seq_params if packed_seq_params is not None else STEP.row
-        if row is None:
-            rolled, count = original(tensor, shifts, dims, cp_group) if takes_group else original(tensor, shifts, dims)
-        elif takes_row:
-            rolled, count = original(tensor, shifts, dims, cp_group, row)
-        else:
+        row = STEP.row if packed_seq_params is None else packed_seq_params
+        if takes_row:
+            rolled, count = original(tensor, shifts, dims, cp_group, packed_seq_params)
+        elif row is not None:
             _refuse_context_parallel(cp_group)
             rolled, count = _roll_row(tensor, shifts, dims, row)
+        elif takes_group:
+            rolled, count = original(tensor, shifts, dims, cp_group)
+        else:
+            rolled, count = original(tensor, shifts, dims)
         return rolled, _divisor(count) if STEP.counts_divide else count
 
     _add_parameters(roll_tensor, original, "cp_group", "packed_seq_params")
