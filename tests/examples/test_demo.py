@@ -1,0 +1,48 @@
+"""The examples end with 0 and print what they promise, on the release that is on PYTHONPATH."""
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+pytestmark = pytest.mark.skipif(
+    find_spec("megatron") is None or find_spec("torch") is None,
+    reason="needs torch and a release of megatron-core on PYTHONPATH",
+)
+
+
+def run(script, *arguments, exit_status=0):
+    command = [sys.executable, str(EXAMPLES / script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == exit_status, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_demo_shows_stock_and_shim_against_the_truth():
+    lines = run("packed_mtp.py", "--steps", "2").splitlines()
+    assert max(map(len, lines)) <= 110 or "/" in max(lines, key=len)  # only paths may be longer
+    table = lines[next(i for i, line in enumerate(lines) if line.startswith("row ")) + 1 :][:6]
+    assert [line[:16].split() for line in table] == [
+        *(["plain", "alone"], ["stock"], ["shim"]),
+        *(["padded", "alone"], ["stock"], ["shim"]),
+    ]
+    losses = [line[16:38] for line in table]
+    assert losses[2] == losses[0] and losses[5] == losses[3]
+    assert "Each holds the very object it held before: yes" in lines
+    assert lines[-1]
+
+
+def test_the_demo_fails_where_the_fix_is_missing(monkeypatch):
+    monkeypatch.setenv("MEGATRON_SHIM_DISABLE", "1")
+    lines = run("packed_mtp.py", "--steps", "1", exit_status=1).splitlines()
+    unmet = [line for line in lines if line.startswith("NOT MET: ")]
+    assert [line.split()[2] for line in unmet][-2:] == ["padded", "training:"]
+
+
+def test_the_trainer_snippet_runs():
+    out = run("trainer.py")
+    assert "applied       mtp-packed-sequences" in out and "loss " in out
