@@ -40,6 +40,7 @@ helpers: env  ## shim.testing and shim.ops
 
 cells: env  ## real megatron-core, one process per release, one release per set of bodies
 	$(BIN)/python -m shim.testing.cells --everyday -- -q tests/cells
+	$(BIN)/python -m shim.testing.cells --releases 0.15.3,0.16.1 -- -q tests/examples
 
 matrix: env  ## the same on all 19 releases
 	$(BIN)/python -m shim.testing.cells --all -- -q tests/cells

@@ -14,10 +14,16 @@ padding become zero, and count neither in the loss nor in the number of tokens.
 Upstream: Megatron-LM pull requests 6205 and 4494 (padding; open). Delete a variant when its releases are no longer
 supported, and the patch when padding is respected upstream.
 
-The roll itself is shim.ops.packed_roll; this module wires it in. Up to 0.15 the row reaches the roll through a scope
-that belongs to the thread, because roll_tensor is not told of it; whatever runs again in a recompute gets it through
-the recomputed function instead, since by then the scope is gone. The expert all-to-all overlap path asserts on its
-own against packed rows, in a nested function that cannot be reached: it stays unsupported.
+Context parallelism: a row may be cut over ranks, each sequence by zigzag (option partition="sequence", the default) or
+the row as a whole (partition="row"). 0.12 and 0.13, which pass no group to the roll, get that of parallel_state, for
+unpacked rows too. Each rank divides by its own count of targets, as upstream does; with option global_normalizer=True
+it divides by the count of all ranks, from one all-reduce per step.
+
+The roll itself is in shim.ops; this module wires it in, and _packed_step holds what the rolls of a step share. Up to
+0.15 the row reaches the roll through a scope that belongs to the thread, because roll_tensor is not told of it;
+whatever runs again in a recompute gets it through the recomputed function instead, since by then the scope is gone. The
+expert all-to-all overlap path asserts on its own against packed rows, in a nested function that cannot be reached: it
+stays unsupported.
 """
 
 from __future__ import annotations
@@ -25,57 +31,35 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, ones_like
 
 from shim._errors import ShimError
-from shim.ops.packed_roll import continues_mask, roll_with, valid_mask
+from shim.ops.context_parallel_roll import PARTITIONS
+from shim.patches.megatron_core._packed_step import (
+    STEP,
+    GlobalNormaliser,
+    Scope,
+    group_of,
+    index_of,
+    is_parallel,
+    roll_row,
+    roll_unpacked_on_rank,
+    step_of,
+    unpacked_index,
+)
 
 MTP = "megatron.core.transformer.multi_token_prediction:"
 GPT = "megatron.core.models.gpt.gpt_model:GPTModel."
 TRANSFORMER_LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer."
 
-
-class _Step(threading.local):
-    """What rolls and layers of the model step that this thread is in have to know without being told."""
-
-    row: Any = None  # the PackedSeqParams of the step
-    continues: Any = None  # its mask [T], computed at the first roll of the step and gone with the step
-    handed: Any = None  # the PackedSeqParams that an MTP layer, told of none, has to hand to its transformer layer
-    counts_divide: bool = False  # the caller divides by the count that a roll returns
+Options = Mapping[str, Any]
+Function = Callable[..., Any]
 
 
-STEP = _Step()
-
-
-class _Scope:
-    """Sets fields of STEP for a region and restores them, also under exceptions."""
-
-    def __init__(self, **fields: Any) -> None:
-        self.fields = fields
-
-    def __enter__(self) -> None:
-        self.before = {name: getattr(STEP, name) for name in self.fields}
-        for name, value in self.fields.items():
-            setattr(STEP, name, value)
-
-    def __exit__(self, *exception: object) -> None:
-        for name, value in self.before.items():
-            setattr(STEP, name, value)
-
-
-def _step_of(row: Any, **fields: Any) -> _Scope:
-    """The scope of a model step. One that is open for the same row already keeps its mask."""
-    if STEP.row is row:
-        return _Scope(**fields)
-    return _Scope(row=row, continues=None, **fields)
-
-
-def _parameter(function: Callable[..., Any], name: str) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Any]:
+def _parameter(function: Function, name: str) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Any]:
     """A getter for the argument `name` of a call of `function`, however it was passed."""
     position = list(inspect.signature(function).parameters).index(name)
 
@@ -85,7 +69,7 @@ def _parameter(function: Callable[..., Any], name: str) -> Callable[[tuple[Any, 
     return get
 
 
-def _replacing(function: Callable[..., Any], name: str) -> Callable[[tuple[Any, ...], dict[str, Any], Any], tuple]:
+def _replacing(function: Function, name: str) -> Callable[[tuple[Any, ...], dict[str, Any], Any], tuple]:
     """A function that returns the arguments of a call of `function` with another value for `name`."""
     position = list(inspect.signature(function).parameters).index(name)
 
@@ -100,51 +84,17 @@ def _replacing(function: Callable[..., Any], name: str) -> Callable[[tuple[Any, 
 # The roll
 
 
-def _mask_of(row: Any, length: int, device: torch.device) -> Tensor:
-    if row is not STEP.row:
-        return continues_mask(row.cu_seqlens_q, row.cu_seqlens_q_padded, length, device)
-    found = STEP.continues
-    if found is None or found.numel() != length or found.device != device:
-        found = STEP.continues = continues_mask(row.cu_seqlens_q, row.cu_seqlens_q_padded, length, device)
-    return found
+def _count(tensor: Tensor, rolled: Tensor, count: Tensor) -> Tensor:
+    """What a roll returns beside the rolled tensor: its sum, made fit for what the step does with it."""
+    if STEP.normaliser is not None:
+        count = STEP.normaliser.count_for(tensor, rolled, count)
+    # 0 / 0 would be NaN where every target is masked; one instead of zero divides a sum that is zero.
+    return count + (count == 0) if STEP.counts_divide else count
 
 
-def _roll_row(tensor: Tensor, shifts: int, dims: int, row: Any) -> tuple[Tensor, Tensor]:
-    if shifts != -1:
-        raise ValueError(f"packed rows roll left by one (shifts=-1), not by {shifts}")
-    if row.cu_seqlens_q is None:
-        raise ValueError("packed_seq_params has no cu_seqlens_q, so the sequences of the row are not known")
-    rolled = roll_with(tensor, _mask_of(row, tensor.size(dims), tensor.device), dims)
-    return rolled, rolled.sum()
-
-
-def _parallel(cp_group: Any) -> bool:
-    return cp_group is not None and cp_group.size() > 1
-
-
-def _refuse_context_parallel(cp_group: Any) -> None:
-    if cp_group is None:
-        from megatron.core import parallel_state
-
-        parallel = parallel_state.is_initialized() and parallel_state.get_context_parallel_world_size() > 1
-    else:
-        parallel = _parallel(cp_group)
-    if parallel:
-        raise ShimError(
-            "mtp-packed-sequences: multi_token_prediction:roll_tensor of megatron-core below 0.16 cannot roll packed "
-            "rows under context parallelism. Remedy: context_parallel_size=1, or megatron-core 0.16 and later."
-        )
-
-
-def _divisor(count: Tensor) -> Tensor:
-    """The count, or one where it is zero: 0 / 0 would be NaN where every target is masked."""
-    return count + (count == 0)
-
-
-def _roll_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
+def _roll_tensor(original: Function, options: Options) -> Function:
     """Up to 0.16: returns counts that can divide. Up to 0.15: rolls the row it is told of, else that of the step."""
-    takes_row = "packed_seq_params" in inspect.signature(original).parameters
-    takes_group = "cp_group" in inspect.signature(original).parameters
+    known = inspect.signature(original).parameters
 
     @functools.wraps(original)
     def roll_tensor(
@@ -153,31 +103,34 @@ def _roll_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
         if tensor is None:
             return None, None
         row = STEP.row if packed_seq_params is None else packed_seq_params
-        if takes_row:
+        if "packed_seq_params" in known:
             rolled, count = original(tensor, shifts, dims, cp_group, packed_seq_params)
         elif row is not None:
-            _refuse_context_parallel(cp_group)
-            rolled, count = _roll_row(tensor, shifts, dims, row)
-        elif takes_group:
+            rolled = roll_row(tensor, shifts, dims, row, group_of(row, cp_group), options["partition"])
+            count = rolled.sum()
+        elif "cp_group" in known:
             rolled, count = original(tensor, shifts, dims, cp_group)
+        elif is_parallel(STEP.group):
+            rolled = roll_unpacked_on_rank(tensor, dims, STEP.group)
+            count = rolled.sum()
         else:
             rolled, count = original(tensor, shifts, dims)
-        return rolled, _divisor(count) if STEP.counts_divide else count
+        return rolled, _count(tensor, rolled, count)
 
     _add_parameters(roll_tensor, original, "cp_group", "packed_seq_params")
     return roll_tensor
 
 
-def _roll_tensor_packed_seq(original: Callable[..., Any]) -> Callable[..., Any]:
-    """From 0.16: takes the place of the loop over sequences, outside of context parallelism."""
+def _roll_tensor_packed_seq(original: Function, options: Options) -> Function:
+    """From 0.16: takes the place of the loop over sequences and of its messages for each of them."""
 
     @functools.wraps(original)
     def _roll_tensor_packed_seq(
         tensor: Tensor, shifts: int, dims: int, packed_seq_params: Any, cp_group: Any = None
     ) -> Any:
-        if _parallel(cp_group):
-            return original(tensor, shifts, dims, packed_seq_params, cp_group)
-        return _roll_row(tensor, shifts, dims, packed_seq_params)
+        group = group_of(packed_seq_params, cp_group)
+        rolled = roll_row(tensor, shifts, dims, packed_seq_params, group, options["partition"])
+        return rolled, _count(tensor, rolled, rolled.sum())
 
     return _roll_tensor_packed_seq
 
@@ -185,41 +138,89 @@ def _roll_tensor_packed_seq(original: Callable[..., Any]) -> Callable[..., Any]:
 # The step
 
 
-def _block_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+def _valid_tokens(like: Tensor, row: Any, group: Any, options: Options) -> Tensor:
+    """The loss mask of a row for which none was given: ones in the dtype and shape of `like`, zero on padding."""
+    if row is None:
+        return ones_like(like)
+    index = index_of(row, like.size(-1), like.device, group, options["partition"])
+    return index.valid.to(like.dtype).expand_as(like)
+
+
+def _index_for(mask: Tensor, row: Any, group: Any, options: Options) -> Any:
+    """The index of the row, or of an unpacked one, which is a row of one sequence."""
+    if row is not None:
+        return index_of(row, mask.size(-1), mask.device, group, options["partition"])
+    return unpacked_index(mask.size(-1), mask.device, group)
+
+
+def _context_parallel_group() -> Any:
+    """The group of 0.12 and 0.13, which pass none around."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_context_parallel_group() if parallel_state.is_initialized() else None
+
+
+def _block_forward(original: Function, options: Options) -> Function:
     """0.12 and 0.13: the block rolls everything and computes the loss."""
     row_of, labels_of = _parameter(original, "packed_seq_params"), _parameter(original, "labels")
-    hidden_states_of = _parameter(original, "hidden_states")
+    states_of, with_mask = _parameter(original, "hidden_states"), _with_mask(original, options)
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if labels_of(args, kwargs) is None:
-            return hidden_states_of(args, kwargs)  # nothing to predict: the main model's states go on as they are
-        with _step_of(row_of(args, kwargs), counts_divide=True):
-            return original(*args, **kwargs)
+        labels = labels_of(args, kwargs)
+        if labels is None:
+            return states_of(args, kwargs)  # nothing to predict: the main model's states go on as they are
+        row = row_of(args, kwargs)
+        group = group_of(row, _context_parallel_group())
+        with step_of(row, group=group, counts_divide=True):
+            args, kwargs, normaliser = with_mask(args, kwargs, args[0].config, labels, row, group)
+            with Scope(normaliser=normaliser):
+                return original(*args, **kwargs)
 
     return forward
 
 
-def _postprocess_without_labels(original: Callable[..., Any]) -> Callable[..., Any]:
+def _with_mask(original: Function, options: Options) -> Callable[..., tuple[Any, Any, Any]]:
+    """Arguments of a call with a loss mask of our own where none was given, and the normaliser that knows the mask."""
+    mask_of, put_mask = _parameter(original, "loss_mask"), _replacing(original, "loss_mask")
+
+    def prepare(args: Any, kwargs: Any, config: Any, like: Tensor, row: Any, group: Any, **kind: Any) -> Any:
+        mask = mask_of(args, kwargs)
+        if mask is None:
+            mask = _valid_tokens(like, row, group, options)
+            args, kwargs = put_mask(args, kwargs, mask)
+        normaliser = None
+        if options["global_normalizer"] and is_parallel(group):
+            normaliser = GlobalNormaliser(mask, _index_for(mask, row, group, options), config, group, **kind)
+        return args, kwargs, normaliser
+
+    return prepare
+
+
+def _postprocess_without_labels(original: Function, options: Options) -> Function:
     """0.14 to 0.16: the model computes the loss. labels=None gives logits, without MTP."""
-    parameters = list(inspect.signature(original).parameters)
     row_of, labels_of = _parameter(original, "packed_seq_params"), _parameter(original, "labels")
-    put_states = _replacing(original, "hidden_states")
-    put_mtp = _replacing(original, "mtp_in_postprocess")
-    states_of, mtp_of = _parameter(original, "hidden_states"), _parameter(original, "mtp_in_postprocess")
-    assert parameters[0] == "self"
+    states_of, put_states = _parameter(original, "hidden_states"), _replacing(original, "hidden_states")
+    mtp_of, put_mtp = _parameter(original, "mtp_in_postprocess"), _replacing(original, "mtp_in_postprocess")
+    with_mask = _with_mask(original, options)
 
     @functools.wraps(original)
     def _postprocess(*args: Any, **kwargs: Any) -> Any:
-        model = args[0]
-        if labels_of(args, kwargs) is None and model.post_process and model.config.mtp_num_layers is not None:
+        model, labels, row = args[0], labels_of(args, kwargs), row_of(args, kwargs)
+        if not model.post_process or model.config.mtp_num_layers is None:
+            with step_of(row):
+                return original(*args, **kwargs)
+        if labels is None:
             # States of MTP layers on earlier stages come behind those of the main model.
             earlier = _mtp_layers_before(model, here=bool(mtp_of(args, kwargs)))
             args, kwargs = put_states(args, kwargs, states_of(args, kwargs).chunk(1 + earlier, dim=0)[0])
             args, kwargs = put_mtp(args, kwargs, False)
             return original(_without_mtp(model), *args[1:], **kwargs)
-        with _step_of(row_of(args, kwargs), counts_divide=True):
-            return original(*args, **kwargs)
+        group = group_of(row, model.cp_group)
+        with step_of(row, counts_divide=True):
+            args, kwargs, normaliser = with_mask(args, kwargs, model.config, labels, row, group)
+            with Scope(normaliser=normaliser):
+                return original(*args, **kwargs)
 
     return _postprocess
 
@@ -248,35 +249,46 @@ def _without_mtp(model: Any) -> Any:
     return view
 
 
-def _postprocess(original: Callable[..., Any]) -> Callable[..., Any]:
-    """From 0.17: keeps the mask of the row for all rolls of the step."""
+def _model_step(original: Function, options: Options) -> Function:
+    """From 0.17: keeps the index of the row for all rolls of the step."""
     row_of = _parameter(original, "packed_seq_params")
 
     @functools.wraps(original)
-    def _postprocess(*args: Any, **kwargs: Any) -> Any:
-        with _step_of(row_of(args, kwargs)):
+    def step(*args: Any, **kwargs: Any) -> Any:
+        with step_of(row_of(args, kwargs)):
             return original(*args, **kwargs)
 
-    return _postprocess
+    return step
 
 
-def _process_mtp_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+def _process_mtp_loss(original: Function, options: Options) -> Function:
     """From 0.17: without a loss mask, all valid tokens count, and padding does not."""
-    names = list(inspect.signature(original).parameters)
-    row_of, mask_of = _parameter(original, "packed_seq_params"), _parameter(original, "loss_mask")
-    group_of, put_mask = _parameter(original, "cp_group"), _replacing(original, "loss_mask")
-    sources = [_parameter(original, name) for name in ("labels", "input_ids") if name in names]
+    known = inspect.signature(original).parameters
+    row_of, group_from = _parameter(original, "packed_seq_params"), _parameter(original, "cp_group")
+    config_of, labels_of = _parameter(original, "config"), _parameter(original, "labels")
+    ids_of = _parameter(original, "input_ids") if "input_ids" in known else lambda args, kwargs: None
+    with_mask = _with_mask(original, options)
 
     @functools.wraps(original)
     def process_mtp_loss(*args: Any, **kwargs: Any) -> Any:
-        row = row_of(args, kwargs)
-        if row is not None and mask_of(args, kwargs) is None and not _parallel(group_of(args, kwargs)):
-            like = next((tensor for get in sources if (tensor := get(args, kwargs)) is not None), None)
-            if like is not None:
-                valid = valid_mask(row.cu_seqlens_q, row.cu_seqlens_q_padded, like.size(-1), like.device)
-                args, kwargs = put_mask(args, kwargs, valid.to(like.dtype).expand_as(like))
-        with _step_of(row):
-            return original(*args, **kwargs)
+        labels, row, config = labels_of(args, kwargs), row_of(args, kwargs), config_of(args, kwargs)
+        like = labels if labels is not None else ids_of(args, kwargs)
+        if like is None:
+            return original(*args, **kwargs)  # nothing to predict, and nothing is rolled
+        group = group_of(row, group_from(args, kwargs))
+        with step_of(row):
+            args, kwargs, normaliser = with_mask(
+                args,
+                kwargs,
+                config,
+                like,
+                row,
+                group,
+                rescales=config.calculate_per_token_loss,
+                derived_labels=labels is None,
+            )
+            with Scope(normaliser=normaliser):
+                return original(*args, **kwargs)
 
     return process_mtp_loss
 
@@ -284,7 +296,7 @@ def _process_mtp_loss(original: Callable[..., Any]) -> Callable[..., Any]:
 # The layer
 
 
-def _layer_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+def _layer_forward(original: Function, options: Options) -> Function:
     """0.12 to 0.15: the layer refuses rows, so it is told of none, and its transformer layer is handed the row."""
     row_of, put_row = _parameter(original, "packed_seq_params"), _replacing(original, "packed_seq_params")
 
@@ -294,7 +306,7 @@ def _layer_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         if row is None:
             return original(*args, **kwargs)
         args, kwargs = put_row(args, kwargs, None)
-        with _step_of(row, handed=row):
+        with step_of(row, handed=row):
             result = original(*args, **kwargs)
             if STEP.handed is not None:
                 raise ShimError(
@@ -315,7 +327,7 @@ def _take_handed(given: Any) -> Any:
     return handed
 
 
-def _transformer_layer_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+def _transformer_layer_forward(original: Function, options: Options) -> Function:
     """0.12 and 0.13: the first transformer layer that runs inside an MTP layer takes the row."""
 
     @functools.wraps(original)
@@ -327,7 +339,7 @@ def _transformer_layer_forward(original: Callable[..., Any]) -> Callable[..., An
     return forward
 
 
-def _proj_and_transformer_layer(original: Callable[..., Any]) -> Callable[..., Any]:
+def _proj_and_transformer_layer(original: Function, options: Options) -> Function:
     """0.14 and 0.15: hands the row to the transformer layer."""
     row_of, put_row = _parameter(original, "packed_seq_params"), _replacing(original, "packed_seq_params")
 
@@ -340,7 +352,7 @@ def _proj_and_transformer_layer(original: Callable[..., Any]) -> Callable[..., A
     return _proj_and_transformer_layer
 
 
-def _checkpointed_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+def _checkpointed_forward(original: Function, options: Options) -> Function:
     """0.14 to 0.18: recomputes an MTP layer of a packed row, the row and all that has no gradient in the closure.
 
     Method block does not recompute MTP layers, as upstream from 0.16; rows train all the same.
@@ -386,7 +398,7 @@ def _is_saved(name: str, value: Any) -> bool:
     return isinstance(value, Tensor) and (name in ("hidden_states", "decoder_input") or value.requires_grad)
 
 
-def _add_parameters(wrapper: Any, original: Callable[..., Any], *names: str) -> None:
+def _add_parameters(wrapper: Any, original: Function, *names: str) -> None:
     """Give the wrapper upstream's signature and, behind it, parameters that a later release has."""
     signature = inspect.signature(original)
     added = [
@@ -397,35 +409,35 @@ def _add_parameters(wrapper: Any, original: Callable[..., Any], *names: str) -> 
     wrapper.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *added])
 
 
-def _get_embeddings(original: Callable[..., Any]) -> Callable[..., Any]:
+def _get_embeddings(original: Function, options: Options) -> Function:
     """From 0.18: padding stays padding for the router, where a plain roll would call it tokens."""
-    names = list(inspect.signature(original).parameters)
     row_of, mask_of = _parameter(original, "packed_seq_params"), _parameter(original, "padding_mask")
     put_mask = _replacing(original, "padding_mask")
-    assert "padding_mask" in names
 
     @functools.wraps(original)
     def _get_embeddings(*args: Any, **kwargs: Any) -> Any:
         row, mask = row_of(args, kwargs), mask_of(args, kwargs)
-        if row is None or mask is None or _parallel(args[0].cp_group):
+        if row is None or mask is None:
             return original(*args, **kwargs)
         args, kwargs = put_mask(args, kwargs, None)
         input_ids, position_ids, _, *rest = original(*args, **kwargs)
-        return (input_ids, position_ids, _rolled_padding(args[0], row, mask, input_ids.size(-1)), *rest)
+        rolled = _rolled_padding(args[0], row, mask, input_ids.size(-1), options["partition"])
+        return (input_ids, position_ids, rolled, *rest)
 
     return _get_embeddings
 
 
-def _rolled_padding(layer: Any, row: Any, mask: Tensor, length: int) -> Tensor:
-    padding = ~valid_mask(row.cu_seqlens_q, row.cu_seqlens_q_padded, length, mask.device)
+def _rolled_padding(layer: Any, row: Any, mask: Tensor, length: int, partition: str) -> Tensor:
+    group = group_of(row, layer.cp_group)
+    padding = ~index_of(row, length, mask.device, group, partition).valid
     if mask.size(-1) == length:
-        return roll_with(mask, _mask_of(row, length, mask.device)) | padding
-    # Under sequence parallelism this rank holds one share of the row, whose neighbours are elsewhere.
+        return roll_row(mask, -1, -1, row, group, partition) | padding
+    # Under sequence parallelism this rank holds one share of the tokens, whose neighbours are elsewhere.
     share = mask.size(-1)
     return mask | padding.narrow(0, layer.tp_group.rank() * share, share)
 
 
-BINDINGS: dict[str, dict[str, Callable[..., Any]]] = {
+BINDINGS: dict[str, dict[str, Callable[..., Function]]] = {
     "block": {  # 0.12, 0.13: the MTP block rolls and computes the loss
         MTP + "roll_tensor": _roll_tensor,
         MTP + "MultiTokenPredictionBlock.forward": _block_forward,
@@ -449,24 +461,26 @@ BINDINGS: dict[str, dict[str, Callable[..., Any]]] = {
         MTP + "_roll_tensor_packed_seq": _roll_tensor_packed_seq,
         MTP + "process_mtp_loss": _process_mtp_loss,
         MTP + "MultiTokenPredictionLayer._checkpointed_forward": _checkpointed_forward,
-        GPT + "_postprocess": _postprocess,
+        GPT + "_postprocess": _model_step,
     },
     "mask": {  # 0.18: a padding mask for the router
         MTP + "_roll_tensor_packed_seq": _roll_tensor_packed_seq,
         MTP + "process_mtp_loss": _process_mtp_loss,
         MTP + "MultiTokenPredictionLayer._get_embeddings": _get_embeddings,
         MTP + "MultiTokenPredictionLayer._checkpointed_forward": _checkpointed_forward,
-        GPT + "_postprocess": _postprocess,
+        GPT + "_postprocess": _model_step,
     },
     "recompute": {  # 0.19: recomputes packed rows itself
         MTP + "_roll_tensor_packed_seq": _roll_tensor_packed_seq,
         MTP + "process_mtp_loss": _process_mtp_loss,
         MTP + "MultiTokenPredictionLayer._get_embeddings": _get_embeddings,
-        GPT + "_postprocess": _postprocess,
+        GPT + "_postprocess": _model_step,
     },
 }
 
 
-def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[..., Any]]:
+def bindings(variant: str, options: Options) -> Mapping[str, Callable[[Function], Function]]:
     """The factories of a variant: target -> function from upstream's object to the one that takes its place."""
-    return BINDINGS[variant]
+    if options["partition"] not in PARTITIONS:
+        raise ValueError(f"partition is {options['partition']!r}; it must be one of {', '.join(PARTITIONS)}")
+    return {target: functools.partial(factory, options=options) for target, factory in BINDINGS[variant].items()}

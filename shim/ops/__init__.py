@@ -1,5 +1,6 @@
-"""Algorithms on tensors, usable without megatron: packed roll."""
+"""Algorithms on tensors, usable without megatron: the packed roll, on one rank and over context-parallel ranks."""
 
-from shim.ops.packed_roll import continues_mask, packed_roll, roll_with, valid_mask
+from shim.ops.context_parallel_roll import RankRollIndex, rank_roll_index, roll_on_rank
+from shim.ops.packed_roll import RollIndex, packed_roll, roll_index, roll_with
 
-__all__ = ["continues_mask", "packed_roll", "roll_with", "valid_mask"]
+__all__ = ["RankRollIndex", "RollIndex", "packed_roll", "rank_roll_index", "roll_index", "roll_on_rank", "roll_with"]

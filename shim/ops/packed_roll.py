@@ -8,62 +8,72 @@ its slot is padding, and so is all that follows the last slot.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-__all__ = ["continues_mask", "packed_roll", "roll_with", "valid_mask"]
+__all__ = ["RollIndex", "lengths_on", "packed_roll", "roll_index", "roll_with"]
 
 
-def _ends(
-    cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, length: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Positions [T], and for each the end (exclusive) of the valid part of the slot it lies in."""
+class RollIndex(NamedTuple):
+    """What is known of each of the T positions of a row.
+
+    continues: bool [T], True where the next position is a valid token of the same sequence.
+    in_sequence: [T], the position inside the slot.
+    valid: bool [T], True on tokens, False on padding.
+    """
+
+    continues: Tensor
+    in_sequence: Tensor
+    valid: Tensor
+
+
+def lengths_on(device: torch.device, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(cu_seqlens, slots) on `device` in one dtype, at least one sequence in them; ValueError for other shapes.
+
+    A copy to the tensor's device does not wait; one from the device to the host would.
+    """
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
         raise ValueError(f"cu_seqlens must have the shape [N + 1], not {list(cu_seqlens.shape)}")
     if cu_seqlens_padded is not None and cu_seqlens_padded.shape != cu_seqlens.shape:
         raise ValueError(
             f"cu_seqlens_padded has the shape {list(cu_seqlens_padded.shape)}, cu_seqlens {list(cu_seqlens.shape)}"
         )
-    # Copies to the tensors' device do not wait; a copy from the device to the host would.
     cu = cu_seqlens.to(device, non_blocking=True)
     slots = cu if cu_seqlens_padded is None else cu_seqlens_padded.to(device, cu.dtype, non_blocking=True)
-    positions = torch.arange(length, device=device, dtype=cu.dtype)
-    if cu.numel() == 1:
-        return positions, torch.zeros_like(positions)
-    # Slots of no length end where they begin: right=True steps over them.
-    slot = torch.bucketize(positions, slots[1:], right=True).clamp_(max=cu.numel() - 2)
-    return positions, (slots[:-1] + (cu[1:] - cu[:-1]))[slot]
+    # A row without sequences is a row with one that is empty.
+    return (cu, slots) if cu.numel() > 1 else (cu.expand(2), slots.expand(2))
 
 
-def continues_mask(
+def roll_index(
     cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, length: int, device: torch.device | str
-) -> Tensor:
-    """Bool [T]: True where the next position is a valid token of the same sequence.
+) -> RollIndex:
+    """The index of a row of `length` = T tokens.
 
-    cu_seqlens, cu_seqlens_padded: integer [N + 1] (see the module); length: T, the row's length in tokens.
-    ValueError where the shapes do not fit. The number of kernels does not depend on N, and nothing is read back.
+    cu_seqlens, cu_seqlens_padded: integer [N + 1] (see the module). ValueError where the shapes do not fit. The number
+    of kernels does not depend on N, and nothing is read back.
     """
-    positions, ends = _ends(cu_seqlens, cu_seqlens_padded, length, torch.device(device))
-    return positions < ends - 1
+    device = torch.device(device)
+    cu, slots = lengths_on(device, cu_seqlens, cu_seqlens_padded)
+    positions = torch.arange(length, device=device, dtype=cu.dtype)
+    # Slots of no length end where they begin: right=True steps over them. Behind the last slot no length is left.
+    slot = torch.bucketize(positions, slots[1:], right=True).clamp_(max=cu.numel() - 2)
+    in_sequence, lengths = positions - slots[slot], (cu[1:] - cu[:-1])[slot]
+    return RollIndex(in_sequence + 1 < lengths, in_sequence, in_sequence < lengths)
 
 
-def valid_mask(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, length: int, device: torch.device | str) -> Tensor:
-    """Bool [T]: True on tokens, False on padding. Arguments and errors as in `continues_mask`."""
-    positions, ends = _ends(cu_seqlens, cu_seqlens_padded, length, torch.device(device))
-    return positions < ends
+def roll_with(tensor: Tensor, index: RollIndex, dim: int = -1) -> Tensor:
+    """Shift `tensor` left by one along `dim`; zero where the sequence does not continue.
 
-
-def roll_with(tensor: Tensor, continues: Tensor, dim: int = -1) -> Tensor:
-    """Shift `tensor` left by one along `dim`; zero where `continues` (bool [T]) is False.
-
-    Any dtype, rank and dimension; differentiable; returns a new tensor of the same shape. Two kernels.
+    Any dtype, rank and dimension; differentiable; returns a new tensor of the same shape. Three kernels.
     """
     shape = [1] * tensor.dim()
     shape[dim] = tensor.size(dim)
     # The eight-bit floats have no masked_fill; their zero is the zero byte.
     bytes_only = tensor.is_floating_point() and tensor.element_size() == 1
     rolled = torch.roll(tensor.view(torch.uint8) if bytes_only else tensor, -1, dim)
-    rolled = rolled.masked_fill_(~continues.view(shape), 0)
+    rolled = rolled.masked_fill_(~index.continues.view(shape), 0)
     return rolled.view(tensor.dtype) if bytes_only else rolled
 
 
@@ -75,5 +85,4 @@ def packed_roll(tensor: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | 
     cu_seqlens, cu_seqlens_padded: integer [N + 1], as in the module. Returns a new tensor of the same shape.
     ValueError where the shapes of the cumulative lengths do not fit.
     """
-    continues = continues_mask(cu_seqlens, cu_seqlens_padded, tensor.size(dim), tensor.device)
-    return roll_with(tensor, continues, dim)
+    return roll_with(tensor, roll_index(cu_seqlens, cu_seqlens_padded, tensor.size(dim), tensor.device), dim)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .model import release
 from .packing import PackedRow
 
-__all__ = ["Result", "differences", "run_alone", "run_packed"]
+__all__ = ["Result", "differences", "run_alone", "run_packed", "worst"]
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,11 @@ def differences(a: Result, b: Result) -> dict[str, float]:
         "logged": _relative(a.logged, b.logged),
         "grad": float((wrong / norm).sqrt()) if wrong != 0 else 0.0,
     }
+
+
+def worst(found: Mapping[str, float]) -> float:
+    """The largest of some differences, NaN where any of them is: max() would step over it."""
+    return float(torch.tensor(list(found.values()), dtype=torch.float64).max())
 
 
 def _relative(a: Tensor, b: Tensor) -> float:

@@ -71,7 +71,7 @@ def worst_over(cases, **model):
         difference = testing.differences(
             testing.run_packed(gpt, row, **options), testing.run_alone(gpt, row, **options)
         )
-        value = max(difference.values())
+        value = testing.worst(difference)
         if not value <= found[0]:  # NaN is not smaller than anything
             found = (value, (lengths, align, options, difference))
     return found
@@ -178,7 +178,7 @@ def test_labels_on_the_next_tokens_only(applied, one_rank):
         model = build(mtp_num_layers=2)
         packed, alone = testing.run_packed(model, row), testing.run_alone(model, row)
         assert packed.logged.isfinite().all() and all(g.isfinite().all() for g in packed.grads.values())
-        assert max(testing.differences(packed, alone).values()) <= WITHIN_LAYOUT
+        assert testing.worst(testing.differences(packed, alone)) <= WITHIN_LAYOUT
 
 
 def test_an_unpacked_row_without_targets_gives_no_nan(applied, one_rank):
@@ -393,12 +393,11 @@ def test_the_number_of_kernels_does_not_depend_on_the_number_of_sequences(applie
 
 
 def test_the_mask_is_computed_once_for_all_rolls_of_a_step(applied, one_rank, monkeypatch):
-    from shim.patches.megatron_core import mtp_packed_sequences as patch
-
-    from shim.ops import continues_mask
+    from shim.ops import roll_index
+    from shim.patches.megatron_core import _packed_step as step_module
 
     calls = []
-    monkeypatch.setattr(patch, "continues_mask", lambda *given: calls.append(given) or continues_mask(*given))
+    monkeypatch.setattr(step_module, "roll_index", lambda *given: calls.append(given) or roll_index(*given))
     for step in (1, 2):
         testing.run_packed(build(mtp_num_layers=2), row_of(*PADDED))
         assert len(calls) == step
@@ -419,17 +418,17 @@ def test_a_reused_buffer_is_never_stale(applied, one_rank):
         reused = testing.run_packed(model, row)
         object.__setattr__(row, "packed_seq_params", functools.partial(copy.deepcopy, shared))
         assert equal_bits(reused, testing.run_packed(model, row))
-        assert max(testing.differences(reused, testing.run_alone(model, row)).values()) <= WITHIN_LAYOUT
+        assert testing.worst(testing.differences(reused, testing.run_alone(model, row))) <= WITHIN_LAYOUT
 
 
 def test_an_exception_inside_leaves_nothing_behind(applied, one_rank):
-    from shim.patches.megatron_core.mtp_packed_sequences import STEP
+    from shim.patches.megatron_core._packed_step import STEP
 
     model = build()
     model.mtp.layers[0].final_layernorm.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         testing.run_packed(model, row_of(*PLAIN))
-    assert (STEP.row, STEP.continues, STEP.handed, STEP.counts_divide) == (None, None, None, False)
+    assert (STEP.row, STEP.indices, STEP.handed, STEP.counts_divide) == (None, None, None, False)
 
 
 # The engine on a real release

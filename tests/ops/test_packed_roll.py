@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from shim.ops import packed_roll, valid_mask  # noqa: E402
+from shim.ops import packed_roll, roll_index  # noqa: E402
 
 
 @st.composite
@@ -48,8 +48,8 @@ def test_valid_positions_are_those_that_hold_tokens(row):
     lengths, slots, behind = row
     expected = torch.cat([torch.arange(slot) < length for length, slot in zip(lengths, slots)] or [torch.zeros(0)])
     expected = torch.cat([expected.bool(), torch.zeros(behind, dtype=torch.bool)])
-    found = valid_mask(offsets(lengths), offsets(slots), sum(slots) + behind, "cpu")
-    assert torch.equal(found, expected)
+    index = roll_index(offsets(lengths), offsets(slots), sum(slots) + behind, "cpu")
+    assert torch.equal(index.valid, expected)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,249 @@
+"""Import orders: one test case that every patch runs through, each order in a process of its own.
+
+    from shim.testing.import_orders import ORDERS, ImportOrders
+
+    CASE = ImportOrders(
+        targets=["megatron.core.transformer.multi_token_prediction:process_mtp_loss"],
+        apply={"only": ["mtp-packed-sequences"]},
+    )
+
+    @pytest.mark.parametrize("order", ORDERS)
+    def test_import_order(order):
+        CASE.run(order)
+
+An order is a line of steps, "import alias apply revert apply" for instance, so that a single one can be run by hand:
+
+- import: runs `imports`; alias: a new module takes every target from its module, under another name and into a class;
+- apply, revert: shim.apply(**apply) and shim.revert(); patched: enters shim.patched(**apply) and leaves it at once;
+- import+apply: imports in a thread while this one applies; apply+import: the other way round.
+
+After each step, targets and aliases that are there must be what they should be: while applied, the patched object, read
+from the dictionaries and reported as bound; else upstream's own, the identical object where it was seen before. At the
+end everything is imported, applied, and reverted, and every function, class, method and property of the packages of the
+targets must be the object it was before the first apply, as far as it existed then.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["ORDERS", "ImportOrders"]
+
+ORDERS = (
+    "apply import alias",
+    "import apply alias",
+    "import alias apply",
+    "apply alias import",
+    "apply apply import alias apply",
+    "import alias apply apply",
+    "apply revert import alias",
+    "import revert alias apply",
+    "import alias apply revert apply",
+    "apply import alias revert apply",
+    "import apply alias revert apply revert",
+    "import patched alias patched apply",
+    "patched apply import patched alias",
+    "import+apply alias",
+    "apply+import alias",
+)
+
+_ALIASES = "shim_import_order_aliases"
+_CHILD = (
+    "import json, sys; case = json.load(sys.stdin); sys.path[:] = case.pop('path'); "
+    "from shim.testing.import_orders import _Child; _Child(**case).run()"
+)
+
+
+@dataclass(frozen=True)
+class ImportOrders:
+    """What a patch needs to be run through the orders.
+
+    targets: as the matrix names them, ``module:qualname``; those of the patch that the installed release has.
+    apply: arguments of shim.apply; they travel as JSON. imports: code that imports the targets; by default their modules.
+    setup: code that runs first in each process, stubs for packages that are missing for instance. timeout: in seconds.
+    """
+
+    targets: Sequence[str]
+    apply: Mapping[str, Any] = field(default_factory=dict)
+    imports: str = ""
+    setup: str = ""
+    timeout: float = 300
+
+    def run(self, order: str) -> None:
+        """Run one order in a new process with this one's sys.path and environment; AssertionError where it fails."""
+        case = {
+            "order": order,
+            "path": [entry or "." for entry in sys.path],
+            "targets": list(self.targets),
+            "apply": dict(self.apply),
+            "imports": self.imports,
+            "setup": self.setup,
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", _CHILD],
+            input=json.dumps(case),
+            capture_output=True,
+            text=True,
+            timeout=self.timeout,
+        )
+        if done.returncode:
+            raise AssertionError(f"import order {order!r} failed:\n{done.stdout[-2000:]}{done.stderr[-6000:]}")
+
+
+class _Child:
+    """One order, in the process that was started for it."""
+
+    def __init__(self, order: str, targets: list[str], apply: dict[str, Any], imports: str, setup: str) -> None:
+        import shim
+
+        self.shim = shim
+        self.order = order
+        self.targets = targets
+        self.arguments = apply
+        modules = dict.fromkeys(target.partition(":")[0] for target in targets)
+        self.imports = imports or "\n".join(f"import {module}" for module in modules)
+        self.applied = False
+        self.originals: dict[str, Any] = {}
+        self.before: dict[tuple[int, str], tuple[Any, Any]] = {}
+        exec(compile(setup, "<setup>", "exec"), {})
+
+    def run(self) -> None:
+        steps: dict[str, Callable[[], None]] = {
+            "import": self.do_import,
+            "alias": self.do_alias,
+            "apply": self.do_apply,
+            "revert": self.do_revert,
+            "patched": self.do_patched,
+            "import+apply": lambda: self.together(self.do_import, self.do_apply),
+            "apply+import": lambda: self.together(self.do_apply, self.do_import),
+        }
+        done = []
+        for name in [*self.order.split(), "import", "alias", "apply", "revert"]:
+            if not self.applied and self.is_imported() and not self.before:
+                self.before = self.objects()
+            done.append(name)
+            steps[name]()
+            try:
+                self.check()
+            except AssertionError as error:
+                raise AssertionError(f"after {' '.join(done)!r}: {error}\n{self.shim.status()}") from error
+        for (_, name), (owner, value) in self.before.items():
+            assert vars(owner).get(name) is value, f"{owner}.{name} is not the object it was before"
+
+    # Steps
+
+    def do_import(self) -> None:
+        exec(compile(self.imports, "<imports>", "exec"), {})
+
+    def do_alias(self) -> None:
+        if _ALIASES in sys.modules:
+            return
+        module = types.ModuleType(_ALIASES)
+        lines = []
+        for number, target in enumerate(self.targets):
+            name, _, qualname = target.partition(":")
+            lines.append(f"from {name} import {qualname.partition('.')[0]} as taken_{number}")
+            if "." not in qualname:
+                lines.append(f"class Holder_{number}:\n    held = taken_{number}")
+        exec(compile("\n".join(lines), _ALIASES, "exec"), module.__dict__)
+        sys.modules[_ALIASES] = module
+
+    def do_apply(self) -> None:
+        self.shim.apply(**self.arguments)
+        self.applied = True
+
+    def do_revert(self) -> None:
+        self.shim.revert()
+        self.applied = False
+
+    def do_patched(self) -> None:
+        was, self.applied = self.applied, True
+        with self.shim.patched(**self.arguments):
+            self.check()
+        self.applied = was
+
+    def together(self, elsewhere: Callable[[], None], here: Callable[[], None]) -> None:
+        raised: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                elsewhere()
+            except BaseException as error:  # noqa: BLE001 - the main thread raises it
+                raised.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        here()
+        thread.join()
+        if raised:
+            raise raised[0]
+
+    # What is looked at
+
+    def is_imported(self) -> bool:
+        return all(target.partition(":")[0] in sys.modules for target in self.targets)
+
+    def find(self, target: str) -> Any:
+        """What a target is now: read from the dictionaries, without the engine's help."""
+        module, _, qualname = target.partition(":")
+        owner: Any = sys.modules[module]
+        *path, name = qualname.split(".")
+        for part in path:
+            owner = vars(owner)[part]
+        return next(vars(c)[name] for c in getattr(owner, "__mro__", (owner,)) if name in vars(c))
+
+    def objects(self) -> dict[tuple[int, str], tuple[Any, Any]]:
+        """(owner, name) -> what it holds, for all modules and classes of the packages of the targets."""
+        kinds = (types.FunctionType, type, staticmethod, classmethod, property)
+        packages = {target.partition(".")[0] for target in self.targets}
+        found = {}
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] in packages and issubclass(type(module), types.ModuleType):
+                owners = [module, *(v for v in vars(module).values() if issubclass(type(v), type))]
+                for owner in owners:
+                    if owner is module or owner.__module__.partition(".")[0] in packages:
+                        for key, value in vars(owner).items():
+                            if issubclass(type(value), kinds):
+                                found[id(owner), key] = (owner, value)
+        return found
+
+    def check(self) -> None:
+        if not self.is_imported():
+            return
+        status = self.shim.status()
+        mine = [patch for patch in status.patches.values() if set(patch.targets) & set(self.targets)]
+        for target in self.targets:
+            value = self.find(target)
+            bound = any(patch.targets.get(target) == "bound" for patch in mine)
+            assert bound == self.applied, f"{target} is {'' if bound else 'not '}reported as bound"
+            if self.applied:
+                assert value is not self.originals.get(target), f"{target} is upstream's own"
+            else:
+                assert value is self.originals.setdefault(target, value), f"{target} is not the object it was before"
+                self.check_upstream(target, value)
+            self.check_aliases(target, value)
+        for patch in mine:
+            states = ("applied", "inactive") if self.applied else ("excluded",)
+            assert patch.state in states, f"{patch.id} is {patch.state}"
+
+    def check_upstream(self, target: str, value: Any) -> None:
+        function = getattr(value, "fget", None) or getattr(value, "__func__", value)
+        code = getattr(function, "__code__", None)
+        if code is not None:
+            assert "/patches/" not in code.co_filename.replace("\\", "/"), f"{target} is still a patch's"
+
+    def check_aliases(self, target: str, value: Any) -> None:
+        module = sys.modules.get(_ALIASES)
+        # What is not a function or class is not known by identity.
+        if module is None or "." in target.partition(":")[2] or not callable(value):
+            return
+        number = self.targets.index(target)
+        assert vars(module)[f"taken_{number}"] is value, f"an alias of {target} is another object"
+        assert vars(vars(module)[f"Holder_{number}"])["held"] is value, f"an alias of {target} in a class differs"
