@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
-import platform
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -63,7 +63,7 @@ class Environment:
 
     installed: Mapping[str, Installed]
     sources: Sources = field(default_factory=Sources, repr=False, compare=False)
-    python: str = field(default_factory=platform.python_version)
+    python: str = ".".join(map(str, sys.version_info[:3]))
 
     def to_dict(self) -> dict[str, Any]:
         return {"python": self.python, "installed": {name: i.to_dict() for name, i in self.installed.items()}}
@@ -102,7 +102,7 @@ def _constants(text: str) -> dict[str, object]:
 def _megatron_core_version(package: Path) -> str | None:
     found = _constants(_read(package / "package_info.py") or "")
     numbers = [found.get(name) for name in ("MAJOR", "MINOR", "PATCH")]
-    if not all(type(number) is int for number in numbers):
+    if not all(type(number) is int and number < 10**6 for number in numbers):
         return None
     return ".".join(map(str, numbers)) + str(found.get("PRE_RELEASE") or "")
 
@@ -130,6 +130,11 @@ DISTRIBUTIONS: Mapping[str, _Known] = {
 }
 
 
+def _public(raw: str | None) -> str | None:
+    version = parse_version(raw)
+    return raw if version is None else version.public
+
+
 def _same(a: Path, b: Path) -> bool:
     try:
         return os.path.samefile(a, b)
@@ -138,15 +143,36 @@ def _same(a: Path, b: Path) -> bool:
 
 
 def _describes(found: metadata.Distribution, package: Path, parts: list[str]) -> bool:
-    """Whether this metadata belongs to the package directory that an import would use."""
-    if _same(Path(str(found.locate_file(os.path.join(*parts)))), package):
-        return True
-    # An editable install keeps its metadata apart from its sources and records where those are.
+    """Whether this metadata lies beside the package directory that an import would use."""
+    return _same(Path(str(found.locate_file(os.path.join(*parts)))), package)
+
+
+def _edits(found: metadata.Distribution, package: Path) -> bool:
+    """Whether this is an editable install of the package, which keeps its metadata apart and records the sources."""
     try:
-        url = urlparse(json.loads(found.read_text("direct_url.json") or "{}").get("url", ""))
-    except (ValueError, AttributeError):
+        record = json.loads(found.read_text("direct_url.json") or "{}")
+        # An install that copied the sources records them as well, but is not editable.
+        url = urlparse(str(record["url"])) if record["dir_info"]["editable"] is True else None
+    except (ValueError, TypeError, KeyError):
         return False
-    return url.scheme == "file" and bool(url.path) and Path(unquote(url.path)) in package.parents
+    return url is not None and url.scheme == "file" and any(_same(Path(unquote(url.path)), p) for p in package.parents)
+
+
+def _version_in(found: metadata.Distribution) -> str | None:
+    try:
+        return found.metadata["Version"]
+    except UnicodeDecodeError:
+        return None
+
+
+def _other_copies(known: _Known, package: Path, parts: list[str]) -> dict[str, str]:
+    """Versions of further copies of the package on sys.path, by directory; with or without metadata."""
+    found: dict[str, str] = {}
+    for entry in sys.path:
+        copy = Path(entry or os.curdir, *parts)
+        if (copy / "__init__.py").is_file() and not _same(copy, package):
+            found[os.path.realpath(entry)] = known.version_file(copy) or "a copy of unknown version"
+    return found
 
 
 def _location(sources: Sources, package: str) -> Path | None:
@@ -159,26 +185,34 @@ def _installed(distribution: str, known: _Known, sources: Sources) -> Installed 
     if package is None:
         return None
     parts = known.package.split(".")
+    written = known.version_file(package)
     mine: list[str] = []
-    others: list[str] = []
+    others = _other_copies(known, package, parts)
+    editable = False
     for found in metadata.distributions(name=distribution):
-        version = found.metadata["Version"]
+        version = _version_in(found)
         if version is None:
             continue
         if _describes(found, package, parts):
             mine.append(version)
+        elif _edits(found, package):
+            mine.append(version)
+            editable = True
         else:
-            others.append(f"{version} at {found.locate_file('')}")
-    written = known.version_file(package)
-    problems = [f"another copy is on sys.path but is not what an import would use: {other}" for other in others]
+            others[os.path.realpath(str(found.locate_file("")))] = version
+    problems = [
+        f"another copy is on sys.path but is not what an import would use: {version} at {place}"
+        for place, version in others.items()
+    ]
     if len(set(mine)) > 1:
         problems.append(f"the metadata lies there more than once: {', '.join(mine)}")
-    if mine and written and parse_version(mine[0]) != parse_version(written):
-        public = [v.public if (v := parse_version(text)) else text for text in (mine[0], written)]
-        if public[0] != public[1]:
-            problems.append(f"metadata says {mine[0]}, the package's version file says {written}")
-    raw = mine[0] if mine else written
-    origin = "distribution metadata" if mine else "version file" if written else "unknown"
+    stale = bool(mine and written) and _public(mine[0]) != _public(written)
+    if stale:
+        problems.append(f"metadata says {mine[0]}, the package's version file says {written}")
+    # The metadata of an editable install is as old as the install; its sources move on.
+    use_metadata = bool(mine) and not (stale and editable)
+    raw = mine[0] if use_metadata else written
+    origin = "distribution metadata" if use_metadata else "version file" if written else "unknown"
     if raw is None:
         problems.append(f"no readable version in {package}; patches are chosen by the bodies alone")
     elif parse_version(raw) is None:

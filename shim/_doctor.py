@@ -46,7 +46,7 @@ def examine() -> dict[str, Any]:
             "location": str(Path(shim.__file__).parent),
             "matrix": str(matrix_argument(None) or matrix_path()),
         },
-        "python": {"version": platform.python_version(), "executable": sys.executable, "platform": platform.platform()},
+        "python": {"version": platform.python_version(), "executable": sys.executable, "platform": _platform()},
         "installed": {name: i.to_dict() for name, i in environment.installed.items()},
         "variables": {n: os.environ[n] for n in (*VARIABLES, *OTHER_VARIABLES) if n in os.environ},
         "import_hooks": [_finder(finder) for finder in sys.meta_path],
@@ -54,6 +54,11 @@ def examine() -> dict[str, Any]:
         "plan": decisions,
         "problems": problems,
     }
+
+
+def _platform() -> str:
+    # platform.platform() would start `uname -p`.
+    return f"{platform.system()} {platform.release()} {platform.machine()}"
 
 
 def _finder(finder: Any) -> str:
@@ -75,7 +80,9 @@ def as_text(found: dict[str, Any]) -> str:
     lines += [f"- `{name}={value}`" for name, value in found["variables"].items()]
     lines.append(f"- import hooks: {', '.join(found['import_hooks'])}")
     lines += ["", "| patch | action | variant | reason |", "|---|---|---|---|"]
-    lines += [f"| {id} | {d['action']} | {d['variant'] or ''} | {d['reason']} |" for id, d in found["plan"].items()]
+    for id, d in found["plan"].items():
+        cells = [id, d["action"], d["variant"] or "", d["reason"]]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
     lines += ["", "Problems:" if found["problems"] else "No problems found."]
     lines += [f"- {problem}" for problem in found["problems"]]
     return "\n".join(lines)

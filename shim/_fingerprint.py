@@ -19,7 +19,7 @@ __all__ = ["Definition", "definitions", "fingerprint", "fingerprint_of", "signat
 # Fields without meaning for the program, or filled differently by different Python versions.
 SKIPPED_FIELDS = frozenset({"ctx", "kind", "type_comment", "type_ignores"})
 
-Guard = tuple[str, "ast.AST | None"]
+Guard = tuple[str, object]
 FunctionNode = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -69,13 +69,17 @@ def _blocks(statement: ast.stmt) -> Iterator[tuple[Guard, Sequence[ast.stmt]]]:
     elif isinstance(statement, ast.While):
         yield ("while", statement.test), statement.body
         yield ("while-else", statement.test), statement.orelse
+    elif isinstance(statement, ast.Match):
+        for case in statement.cases:
+            yield ("case", [statement.subject, case.pattern, case.guard]), case.body
 
 
 def _binds(statement: ast.stmt, name: str) -> bool:
     if isinstance(statement, (*FunctionNode, ast.ClassDef)):
         return statement.name == name
     if isinstance(statement, ast.Assign):
-        return any(isinstance(t, ast.Name) and t.id == name for target in statement.targets for t in ast.walk(target))
+        names = [n for target in statement.targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+        return any(n.id == name and isinstance(n.ctx, ast.Store) for n in names)
     if isinstance(statement, (ast.AnnAssign, ast.AugAssign)):
         return isinstance(statement.target, ast.Name) and statement.target.id == name
     if isinstance(statement, (ast.Import, ast.ImportFrom)):
@@ -184,8 +188,10 @@ def fingerprint_of(found: Sequence[Definition], qualname: str) -> str:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             node = _import_of(node, name)
         bodies.append([[list(guard) for guard in definition.guards], node])
-    parameters = _parameters(found[-1].node)
-    return f"{_digest(bodies, 16)}.{'-' if parameters is None else _digest(parameters, 8)}"
+    parameters = [_parameters(definition.node) for definition in found]
+    if all(part is None for part in parameters):
+        return f"{_digest(bodies, 16)}.-"
+    return f"{_digest(bodies, 16)}.{_digest(parameters[0] if len(parameters) == 1 else parameters, 8)}"
 
 
 def signature_part(value: str) -> str:
@@ -193,13 +199,28 @@ def signature_part(value: str) -> str:
     return value.rpartition(".")[2]
 
 
-def fingerprint(sources: Sources, target: str) -> str:
-    """Fingerprint of ``"package.module:Qualified.name"``; SourceError where it is gone or cannot be read."""
-    module, qualname = split_target(target)
-    found = definitions(sources.tree(module), qualname)
-    if not found:
-        raise SourceError(f"{module} has no {qualname}")
+def fingerprint(sources: Sources, target: str, inherits: str | None = None) -> str:
+    """Fingerprint of ``"package.module:Qualified.name"``; SourceError where it is gone or cannot be read.
+
+    `inherits` is the definition that a class inherits under the name `target`; the fingerprint is then that of the
+    inherited one, and a class that has come to define the name itself is a SourceError.
+    """
     try:
+        if inherits is not None:
+            _still_inherited(sources, target, inherits)
+        module, qualname = split_target(inherits or target)
+        found = definitions(sources.tree(module), qualname)
+        if not found:
+            raise SourceError(f"{module} has no {qualname}")
         return fingerprint_of(found, qualname)
     except RecursionError:
         raise SourceError(f"{target} is nested too deeply to be read") from None
+
+
+def _still_inherited(sources: Sources, target: str, inherits: str) -> None:
+    module, qualname = split_target(target)
+    tree, owner = sources.tree(module), qualname.rpartition(".")[0]
+    if not owner or not definitions(tree, owner):
+        raise SourceError(f"{module} has no class {owner or qualname}")
+    if definitions(tree, qualname):
+        raise SourceError(f"{owner} has its own {qualname}, and no longer inherits {inherits}")

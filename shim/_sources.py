@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import sys
+import warnings
 from collections.abc import Iterable
 from importlib.machinery import ModuleSpec
 from importlib.util import decode_source
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from shim._errors import SourceError
 
-__all__ = ["Sources", "is_ours", "search_path"]
+__all__ = ["Sources", "find_spec", "is_ours", "search_path"]
 
 # Parsing costs time and memory in proportion; the largest file of any release is below 400 kB.
 MAX_SOURCE_BYTES = 8_000_000
@@ -40,6 +41,13 @@ def search_path(package: str) -> list[str]:
     return _locations(find_spec(package))
 
 
+def _nested_namespace(module: str, path: list[str]) -> ModuleSpec:
+    spec = ModuleSpec(module, None, is_package=True)
+    name = module.rpartition(".")[2]
+    spec.submodule_search_locations = [found for entry in path if os.path.isdir(found := os.path.join(entry, name))]
+    return spec
+
+
 def find_spec(module: str) -> ModuleSpec | None:
     """The spec an import of `module` would use; nothing is imported, no parent either."""
     parent, _, _ = module.rpartition(".")
@@ -52,7 +60,15 @@ def find_spec(module: str) -> ModuleSpec | None:
         if is_ours(finder):
             continue
         look = getattr(finder, "find_spec", None)
-        spec = None if look is None else look(module, path)
+        try:
+            spec = None if look is None else look(module, path)
+        except ImportError:  # a finder that forbids the module; an import would fail just so
+            return None
+        except KeyError:
+            # PathFinder asks sys.modules for the parent of a namespace package, which is not imported here.
+            if path is None:
+                raise
+            spec = _nested_namespace(module, path)
         if spec is not None:
             return spec
     return None
@@ -87,7 +103,10 @@ class Sources:
         loaded = sys.modules.get(module)
         if loaded is not None:
             # Read from the dictionary: an attribute read would fire a lazy module's import.
-            namespace = object.__getattribute__(loaded, "__dict__")
+            try:
+                namespace = object.__getattribute__(loaded, "__dict__")
+            except AttributeError:
+                return None
             spec = namespace.get("__spec__")
             return namespace.get("__file__") or (spec.origin if spec is not None and spec.has_location else None)
         spec = find_spec(module)
@@ -114,7 +133,10 @@ class Sources:
         try:
             if os.path.getsize(path) > MAX_SOURCE_BYTES:
                 raise SourceError(f"{path} is larger than {MAX_SOURCE_BYTES} bytes")
-            return ast.parse(decode_source(Path(path).read_bytes()))
+            text = decode_source(Path(path).read_bytes())
+            with warnings.catch_warnings():  # about "\d" and the like: they are upstream's, and no error under -W error
+                warnings.simplefilter("ignore")
+                return ast.parse(text)
         except OSError as error:
             raise SourceError(f"{path} cannot be read: {error}") from None
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from packaging.version import InvalidVersion, Version
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 __all__ = ["in_range", "parse_range", "parse_version"]
 
@@ -17,17 +17,17 @@ def parse_version(raw: str | None) -> Version | None:
         return None
     try:
         return Version(raw)
-    except InvalidVersion:
+    except ValueError:  # InvalidVersion, and int() of more digits than it reads
         return None
 
 
 @lru_cache(maxsize=512)
 def parse_range(spec: str) -> SpecifierSet:
-    """Return the specifier set of `spec`; ValueError where it is not one."""
-    try:
-        return SpecifierSet(spec)
-    except InvalidSpecifier as error:
-        raise ValueError(str(error)) from None
+    """Return the specifier set of `spec`; ValueError where it is not one, or compares text (``===``)."""
+    found = SpecifierSet(spec)
+    for part in found:
+        Version(part.version.removesuffix(".*"))
+    return found
 
 
 def in_range(version: Version, spec: str) -> bool:
