@@ -20,26 +20,28 @@ class BuildWithMatrix(build_py):
             shutil.copyfile(HERE / "version_matrix.yaml", Path(self.build_lib) / "shim" / "version_matrix.yaml")
 
 
-setup(
-    name="megatron-shim",
-    version=VERSION,
-    description="Fixes and backports for megatron-core and Transformer Engine releases, applied in memory",
-    long_description=(HERE / "README.md").read_text("utf-8"),
-    long_description_content_type="text/markdown",
-    license="Apache-2.0",
-    python_requires=">=3.10",
-    package_dir={"shim": "shim", "shim.patches": "patches"},
-    packages=["shim", "shim.ops", "shim.testing", "shim.patches", "shim.patches.megatron_core"],
-    package_data={"shim": ["py.typed"]},
-    install_requires=["packaging>=23.2", "PyYAML>=6.0"],
-    extras_require={
-        "torch": ["torch>=2.6"],
-        "megatron": ["megatron-core>=0.12"],
-        "te": ["transformer-engine>=2.1"],
-        "triton": ["triton"],
-        "test": ["pytest", "pytest-xdist", "hypothesis"],
-    },
-    entry_points={"console_scripts": ["shim = shim._cli:main"]},
-    cmdclass={"build_py": BuildWithMatrix},
-    zip_safe=False,
-)
+# Guarded, because in a source tree this file is found beside the patches, and tools that walk packages import it.
+if __name__ == "__main__":
+    setup(
+        name="megatron-shim",
+        version=VERSION,
+        description="Fixes and backports for megatron-core and Transformer Engine releases, applied in memory",
+        long_description=(HERE / "README.md").read_text("utf-8"),
+        long_description_content_type="text/markdown",
+        license="Apache-2.0",
+        python_requires=">=3.10",
+        package_dir={"shim": "shim", "shim.patches": "patches"},
+        packages=["shim", "shim.ops", "shim.testing", "shim.patches", "shim.patches.megatron_core"],
+        package_data={"shim": ["py.typed"]},
+        install_requires=["packaging>=23.2", "PyYAML>=6.0"],
+        extras_require={
+            "torch": ["torch>=2.6"],
+            "megatron": ["megatron-core>=0.12"],
+            "te": ["transformer-engine>=2.1"],
+            "triton": ["triton"],
+            "test": ["pytest", "pytest-xdist", "hypothesis"],
+        },
+        entry_points={"console_scripts": ["shim = shim._cli:main"]},
+        cmdclass={"build_py": BuildWithMatrix},
+        zip_safe=False,
+    )

@@ -12,9 +12,11 @@ costs about nothing, and imports neither torch nor megatron.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # as type checkers read it; importing typing would be most of the cost of importing shim
 if TYPE_CHECKING:
+    from typing import Any
+
     from shim._engine import apply, check, explain, patched, plan, revert, status
     from shim._errors import BindError, MatrixError, NotMetError, OptionError, ShimError
     from shim._plan import Plan

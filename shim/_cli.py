@@ -60,8 +60,10 @@ def _status(arguments: argparse.Namespace) -> int:
     for module in dict.fromkeys(split_target(t)[0] for d in made.decisions.values() if d.wanted for t in d.targets):
         try:
             importlib.import_module(module)
-        except ImportError as error:
-            print(f"shim: {module} cannot be imported here: {error}", file=sys.stderr)
+        except ShimError:
+            raise
+        except Exception as error:  # noqa: BLE001 - upstream's import fails with whatever it likes without a GPU
+            print(f"shim: {module} cannot be imported here: {type(error).__name__}: {error}", file=sys.stderr)
     report = status()
     revert()
     _print(report.to_dict(), str(report), arguments.json)
@@ -100,14 +102,18 @@ def _pin(arguments: argparse.Namespace) -> int:
     from shim._matrix import load_matrix
     from shim._options import matrix_argument
     from shim._pin import measure, render, write
-    from shim.testing.releases import fetch
+    from shim.testing.releases import FetchError, fetch
 
     matrix = load_matrix(matrix_argument(arguments.matrix), pins=False)
 
     def say(distribution: str, release: str) -> None:
         print(f"{distribution} {release}", file=sys.stderr)
 
-    pins = measure(matrix, lambda distribution, release: fetch(release, distribution), say)
+    try:
+        pins = measure(matrix, lambda distribution, release: fetch(release, distribution), say)
+    except FetchError as error:
+        print(f"shim: {error}", file=sys.stderr)
+        return NOT_MET
     text = render(pins)
     releases = {name: list(found) for name, found in pins.items()}
     if arguments.check:

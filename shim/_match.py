@@ -38,44 +38,43 @@ class _Bodies:
 
     def __init__(self, entry: PatchEntry, environment: Environment, matrix: Matrix) -> None:
         self.environment = environment
-        self.known: dict[str | None, dict[str, dict[str, str]]] = {}
-        for release, pin in matrix.known(entry.id):
+        self.known: dict[str | None, dict[str, set[str]]] = {}  # by variant and target, of any pinned release
+        for _, pin in matrix.known(entry.id):
             bodies = self.known.setdefault(pin.variant, {})
             for target, value in pin.fingerprints.items():
-                bodies.setdefault(target, {})[value] = release
+                bodies.setdefault(target, set()).add(value)
         self.problems: dict[str, str] = {}
-        self._found: dict[str, str] = {}
+        self._found: dict[tuple[str, str | None], str] = {}
 
-    def found(self, target: str) -> str:
-        if target not in self._found:
+    def found(self, target: str, inherits: str | None = None) -> str:
+        if (target, inherits) not in self._found:
             try:
-                self._found[target] = fingerprint(self.environment.sources, target)
+                self._found[target, inherits] = fingerprint(self.environment.sources, target, inherits)
             except SourceError as error:
                 self.problems[target] = str(error)
-                self._found[target] = GONE
-        return self._found[target]
+                self._found[target, inherits] = GONE
+        return self._found[target, inherits]
 
     def of(self, variant: Variant) -> dict[str, str]:
-        return {target: self.found(variant.body_of(target)) for target in variant.bodies}
+        return {target: self.found(target, variant.inherits(target)) for target in variant.bodies}
 
-    def unknown(self, name: str | None, bodies: Mapping[str, str]) -> dict[str, str]:
+    def unknown(self, name: str, bodies: Mapping[str, str]) -> dict[str, str]:
         """The bodies that no pinned release with this variant has, each with the reason."""
         known = self.known.get(name, {})
         return {
-            target: self.problems.get(target, "its body is not that of any pinned release")
+            target: self.problems[target] if value == GONE else "its body is not that of any pinned release"
             for target, value in bodies.items()
-            if value not in known.get(target, {})
+            if value not in known.get(target, ())
         }
 
-    def all_known(self, name: str | None, bodies: Mapping[str, str]) -> bool:
+    def all_known(self, name: str, bodies: Mapping[str, str]) -> bool:
         return bool(bodies) and not self.unknown(name, bodies)
 
     def signatures_fit(self, variant: Variant, bodies: Mapping[str, str]) -> bool:
         """Whether every target can still be called as in some pinned release of the variant."""
         known = self.known.get(variant.name, {})
         return all(
-            bodies[target] != GONE
-            and any(signature_part(bodies[target]) == signature_part(value) for value in known.get(target, {}))
+            any(signature_part(bodies[target]) == signature_part(value) for value in known.get(target, ()))
             for target in variant.targets
         )
 
@@ -104,13 +103,16 @@ def match(entry: PatchEntry, environment: Environment, matrix: Matrix) -> Match:
             return Match("apply", f"{release} needs it; all {len(found)} bodies are known", candidate.name, found)
     # A known body decides even where the version says otherwise or says nothing: nightlies, commits, vendor forks.
     for variant in entry.variants.values():
+        if variant is candidate or not entry.possible(variant.name, versions):
+            continue
         found = bodies.of(variant)
-        if variant is not candidate and bodies.all_known(variant.name, found):
+        if bodies.all_known(variant.name, found):
             reason = f"whatever the version of {release}, all {len(found)} bodies are those of variant {variant.name}"
             return Match("apply", reason, variant.name, found)
-    fixed = {target: bodies.found(target) for target in bodies.known.get(None, {})}
-    if bodies.all_known(None, fixed):
-        return Match("upstream", f"{release} has it: its bodies are those of a release that is right", None, fixed)
+    for pinned, pin in matrix.known(entry.id):
+        if pin.variant is None and all(bodies.found(target) == value for target, value in pin.fingerprints.items()):
+            reason = f"{release} has it: its bodies are those of {pinned}, which needs no patch"
+            return Match("upstream", reason, None, pin.fingerprints)
     if rule is not None and rule.variant is None:
         return Match("upstream", f"{release} has it already" + (f" ({rule.note})" if rule.note else ""))
     if candidate is None:

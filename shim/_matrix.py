@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import itertools
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,7 @@ from packaging.version import Version
 
 from shim._errors import MatrixError, SourceError
 from shim._fingerprint import split_target
+from shim._sources import find_spec
 from shim._versions import in_range, parse_range, parse_version
 
 __all__ = ["CHANGES", "KINDS", "Matrix", "PatchEntry", "Pin", "Rule", "Variant", "load_matrix", "matrix_path"]
@@ -21,6 +24,9 @@ __all__ = ["CHANGES", "KINDS", "Matrix", "PatchEntry", "Pin", "Rule", "Variant",
 KINDS = ("correctness", "compat", "performance", "feature")
 CHANGES = ("nothing", "rounding", "values")
 DISTRIBUTIONS = ("megatron-core", "transformer-engine", "torch")
+QUOTED = ("'", '"', "|", ">")  # styles of scalars that are text; the C and the Python loader differ on plain ones
+FINGERPRINT = re.compile(r"[0-9a-f]{16}\.([0-9a-f]{8}|-)")
+PATCH_ID = re.compile(r"[A-Za-z0-9_-]+")  # environment variables list them, with commas and spaces between
 PACKAGE = Path(__file__).resolve().parent
 
 
@@ -52,9 +58,9 @@ class Variant:
         """All that is fingerprinted, targets first."""
         return (*self.targets, *self.reads)
 
-    def body_of(self, target: str) -> str:
-        """The definition whose body is fingerprinted for `target`."""
-        return (self.inherited or {}).get(target, target)
+    def inherits(self, target: str) -> str | None:
+        """The definition that `target` inherits, and whose body counts for it; None where it has its own."""
+        return (self.inherited or {}).get(target)
 
 
 @dataclass(frozen=True)
@@ -66,8 +72,10 @@ class Rule:
     note: str = ""
     line: int = 0
 
-    def holds(self, versions: Mapping[str, Version]) -> bool:
-        return all(name in versions and in_range(versions[name], spec) for name, spec in self.ranges.items())
+    def holds(self, versions: Mapping[str, Version], but: str | None = None) -> bool:
+        """Whether all ranges hold; that over the distribution `but` does not count."""
+        ranges = [(name, spec) for name, spec in self.ranges.items() if name != but]
+        return all(name in versions and in_range(versions[name], spec) for name, spec in ranges)
 
 
 @dataclass(frozen=True)
@@ -97,6 +105,15 @@ class PatchEntry:
 
     def rule_for(self, versions: Mapping[str, Version]) -> Rule | None:
         return next((rule for rule in self.rules if rule.holds(versions)), None)
+
+    def possible(self, variant: str, versions: Mapping[str, Version]) -> bool:
+        """Whether a rule gives `variant` on some release of the distribution, beside what else is installed."""
+        return any(rule.variant == variant and rule.holds(versions, but=self.distribution) for rule in self.rules)
+
+    @property
+    def bodies(self) -> tuple[str, ...]:
+        """Bodies of all variants, each once."""
+        return tuple(dict.fromkeys(b for variant in self.variants.values() for b in variant.bodies))
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -133,12 +150,14 @@ class _Reader:
 
     def mapping(self, node: yaml.Node, what: str, keys: Mapping[str, bool] | None = None) -> dict[str, yaml.Node]:
         """The entries of a mapping; `keys` names the allowed ones and whether they must be there."""
-        if not isinstance(node, yaml.MappingNode):
+        if not isinstance(node, yaml.MappingNode) or not node.tag.endswith(":map"):
             raise self.fail(node, f"{what} must be a mapping")
         found: dict[str, yaml.Node] = {}
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise self.fail(key, f"a key of {what} must be text")
+            if key.tag.endswith(":merge"):
+                raise self.fail(key, f"{what} must be written out, without <<")
             if key.value in found:
                 raise self.fail(key, f"duplicate key {key.value!r} in {what}")
             if keys is not None and key.value not in keys:
@@ -150,13 +169,15 @@ class _Reader:
         return found
 
     def sequence(self, node: yaml.Node, what: str) -> list[yaml.Node]:
-        if not isinstance(node, yaml.SequenceNode):
+        if not isinstance(node, yaml.SequenceNode) or not node.tag.endswith(":seq"):
             raise self.fail(node, f"{what} must be a list")
         return node.value
 
     def text(self, node: yaml.Node, what: str, choices: Sequence[str] = ()) -> str:
         if not isinstance(node, yaml.ScalarNode) or not node.tag.endswith(":str"):
             raise self.fail(node, f"{what} must be text")
+        if not node.value.strip():
+            raise self.fail(node, f"{what} is empty")
         if choices and node.value not in choices:
             raise self.fail(node, f"{what} is {node.value!r}; it must be one of {', '.join(choices)}")
         return node.value
@@ -166,7 +187,7 @@ class _Reader:
 
     def quoted(self, node: yaml.Node, what: str) -> str:
         """Text in quotes: YAML reads 0.20 as the number 0.2, and an unquoted range may not be read at all."""
-        if not isinstance(node, yaml.ScalarNode) or node.style not in ("'", '"'):
+        if not isinstance(node, yaml.ScalarNode) or node.style not in QUOTED[:2]:
             shown = getattr(node, "value", "")
             raise self.fail(node, f"{what} must be a quoted version string, not {shown}")
         return node.value
@@ -194,6 +215,7 @@ class _Reader:
         return value
 
 
+TEXT_LIMIT = 20_000  # characters in a line, brackets in the text; a hundred times that for the whole
 TOP_KEYS = {"supported": True, "patches": True, "releases": False}
 PATCH_KEYS = {
     "summary": True,
@@ -262,6 +284,9 @@ def _samples(specs: Iterable[str], supported: Iterable[str]) -> list[Version]:
             base = Version(part.version.removesuffix(".*"))
             numbers = ".".join(map(str, base.release))
             found |= {base, *(Version(numbers + suffix) for suffix in (".dev0", "rc1", "", ".post1", ".999"))}
+            last = max((i for i, number in enumerate(base.release) if number), default=0)
+            below = [*base.release[:last], max(base.release[last] - 1, 0), 999]
+            found.add(Version(".".join(map(str, below))))
     return sorted(found)
 
 
@@ -282,40 +307,60 @@ def _check_ranges(read: _Reader, node: yaml.Node, entry: PatchEntry, supported: 
                 f"that of line {hits[0].line}"
             )
         covered[point] = bool(hits)
+    edges = []
     for i, axis in enumerate(axes):
-        releases = [Version(release) for release in supported.get(axis, ())]
-        inside = [point[i] for point, hit in covered.items() if hit]
-        edges = [*releases, *inside]
-        for point, hit in covered.items():
-            if not hit and edges and min(edges) <= point[i] <= max(edges):
-                shown = ", ".join(f"{name} {version}" for name, version in zip(axes, point))
-                raise read.fail(node, f"ranges of {entry.id} leave a gap: no rule says what {shown} needs")
+        spoken_of = [Version(release) for release in supported.get(axis, ())]
+        spoken_of += [point[i] for point, hit in covered.items() if hit]
+        edges.append((min(spoken_of), max(spoken_of)) if spoken_of else (Version("1"), Version("0")))
+    for point, hit in covered.items():
+        if not hit and all(first <= version <= last for version, (first, last) in zip(point, edges)):
+            shown = ", ".join(f"{name} {version}" for name, version in zip(axes, point))
+            raise read.fail(node, f"ranges of {entry.id} leave a gap: no rule says what {shown} needs")
 
 
 def _check_targets(read: _Reader, node: yaml.Node, entry: PatchEntry, matrix: Matrix) -> None:
-    """Every body of every variant must have been seen in a release; says nothing before the first `shim pin`."""
+    """Every body of every variant must have been seen in a release, and none of them all in a release that is right.
+
+    Says nothing before the first `shim pin`.
+    """
     pinned = [pin for _, pin in matrix.known(entry.id)]
+    for release, right in matrix.known(entry.id):
+        for release_too, pin in matrix.known(entry.id) if right.variant is None else ():
+            if pin.variant and pin.fingerprints.items() <= right.fingerprints.items():
+                what = f"{release} has {entry.id} already, but the same bodies as {release_too}, which needs it"
+                raise read.fail(node, f"{what}; name what upstream changed among the reads of variant {pin.variant}")
     for variant in entry.variants.values() if pinned else ():
         if all(pin.variant != variant.name for pin in pinned):
             gone = ", ".join(variant.targets)
             raise read.fail(node, f"no release of the supported list has the targets of variant {variant.name}: {gone}")
 
 
-def _module_file(module: str, patches: Path) -> Path | None:
+def _module_exists(module: str, shipped: bool) -> bool:
+    """Whether there is such a patch module; only a matrix that is not the shipped one may name modules elsewhere."""
     prefix = "shim.patches."
-    if not module.startswith(prefix):
-        return None
-    path = patches.joinpath(*module[len(prefix) :].split(".")).with_suffix(".py")
-    return path if path.is_file() else None
+    names = module.removeprefix(prefix).split(".")
+    if not all(name.isidentifier() for name in names):
+        return False
+    if module.startswith(prefix):
+        return patches_path().joinpath(*names).with_suffix(".py").is_file()
+    return not shipped and find_spec(module) is not None
 
 
 def _scalar(read: _Reader, node: yaml.Node, what: str) -> Any:
     if not isinstance(node, yaml.ScalarNode):
         raise read.fail(node, f"{what} must be a single value")
-    return yaml.safe_load(node.value) if node.style is None else node.value
+    try:
+        value = node.value if node.style in QUOTED else yaml.safe_load(node.value)
+    except (yaml.YAMLError, ValueError) as error:
+        raise read.fail(node, f"{what} cannot be read: {error}") from None
+    if value is not None and not isinstance(value, (bool, int, float, str)):
+        raise read.fail(node, f"{what} must be a number, text, true, false or null")
+    return value
 
 
 def _patch(read: _Reader, id: str, node: yaml.Node, module_exists: Callable[[str], bool]) -> PatchEntry:
+    if not PATCH_ID.fullmatch(id):
+        raise read.fail(node, f"{id!r} is not a patch id: letters, digits and hyphens")
     entries = read.mapping(node, f"patch {id}", PATCH_KEYS)
     variants = {
         name: _variant(read, name, item)
@@ -331,7 +376,7 @@ def _patch(read: _Reader, id: str, node: yaml.Node, module_exists: Callable[[str
         raise read.fail(entries["variants"], f"no rule of {id} leads to the variant {unused[0]!r}")
     module = read.text(entries["module"], "module")
     if not module_exists(module):
-        raise read.fail(entries["module"], f"there is no module {module} in the patches of shim")
+        raise read.fail(entries["module"], f"there is no module {module} among the patches of shim, nor to import")
     options = read.mapping(entries["options"], f"options of {id}") if "options" in entries else {}
     return PatchEntry(
         id=id,
@@ -355,12 +400,18 @@ def _pin(read: _Reader, node: yaml.Node, entry: PatchEntry) -> Pin:
     if name != "upstream" and name not in entry.variants:
         raise read.fail(entries["variant"], f"there is no variant {name!r} of {entry.id}")
     prints = read.mapping(entries["fingerprints"], "fingerprints")
+    for value in prints.values():
+        if not FINGERPRINT.fullmatch(read.text(value, "a fingerprint")):
+            raise read.fail(value, f"{value.value!r} is not a fingerprint; run shim pin")
+    if name == "upstream" and not set(prints) <= set(entry.bodies):
+        odd = sorted(set(prints) - set(entry.bodies))[0]
+        raise read.fail(node, f"{odd} is pinned, but is no body of {entry.id}; run shim pin")
     if name != "upstream" and set(prints) != set(entry.variants[name].bodies):
         odd = sorted(set(prints) ^ set(entry.variants[name].bodies))[0]
         raise read.fail(node, f"{odd} is pinned or a body of variant {name} of {entry.id}, but not both; run shim pin")
     return Pin(
         None if name == "upstream" else name,
-        {target: read.text(value, f"fingerprint of {target}") for target, value in prints.items()},
+        {target: value.value for target, value in prints.items()},
     )
 
 
@@ -368,7 +419,7 @@ def _pins(
     read: _Reader, node: yaml.Node, patches: Mapping[str, PatchEntry], supported: Mapping[str, tuple[str, ...]]
 ) -> dict[str, dict[str, dict[str, Pin]]]:
     pins: dict[str, dict[str, dict[str, Pin]]] = {}
-    done: dict[int, Pin] = {}  # an alias (*name) composes to the very same node
+    done: dict[tuple[str, int], Pin] = {}  # an alias (*name) composes to the very same node
     for distribution, releases in read.mapping(node, "releases", dict.fromkeys(DISTRIBUTIONS, False)).items():
         pins[distribution] = {}
         for release, ids in read.mapping(releases, f"releases of {distribution}").items():
@@ -378,38 +429,47 @@ def _pins(
             for id, pin in read.mapping(ids, f"pins of {distribution} {release}").items():
                 if id not in patches:
                     raise read.fail(pin, f"there is no patch {id!r}")
-                if pin_id(pin) not in done:
-                    done[pin_id(pin)] = _pin(read, pin, patches[id])
-                found[id] = done[pin_id(pin)]
+                key = (id, builtins.id(pin))
+                if key not in done:
+                    done[key] = _pin(read, pin, patches[id])
+                found[id] = done[key]
     return pins
 
 
-def pin_id(node: yaml.Node) -> int:
-    return id(node)
+def _compose(file: Path) -> yaml.Node:
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        text = file.read_text("utf-8")
+    except OSError as error:
+        raise MatrixError(f"{file}:1: cannot be read: {error}") from None
+    except UnicodeDecodeError as error:
+        raise MatrixError(f"{file}:1: is not UTF-8: {error}") from None
+    # Nesting overruns the C stack of libyaml's loader; it takes many brackets, or long lines, or much indentation.
+    long = any(len(line) > TEXT_LIMIT for line in text.splitlines())
+    if long or text.count("[") + text.count("{") > TEXT_LIMIT or len(text) > 100 * TEXT_LIMIT:
+        raise MatrixError(f"{file}:1: is too large, or nested too deeply, to be a matrix")
+    try:
+        document = yaml.compose(text, Loader=loader)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise MatrixError(f"{file}:{line}: {error.problem}") from None
+    except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:
+        raise MatrixError(f"{file}:1: {error}") from None
+    if document is None:
+        raise MatrixError(f"{file}:1: is empty")
+    return document
 
 
 def load_matrix(path: str | os.PathLike[str] | None = None, *, check_ranges: bool = True, pins: bool = True) -> Matrix:
     """Read and check a matrix (default: the one that ships with shim). MatrixError names file and line.
 
     `check_ranges=False` leaves out the search for gaps and overlaps, which plan time need not pay for the matrix
-    that ships: a test does it. `pins=False` leaves the pins out, for whoever is about to write them anew.
+    that ships: a test does it. `pins=False` leaves the pins out, for whoever is about to write them anew. A matrix of
+    one's own may name patch modules outside shim.
     """
     file = Path(path) if path is not None else matrix_path()
     read = _Reader(str(file))
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    try:
-        document = yaml.compose(file.read_text("utf-8"), Loader=loader)
-    except OSError as error:
-        raise MatrixError(f"{file}:1: cannot be read: {error}") from None
-    except UnicodeDecodeError as error:
-        raise MatrixError(f"{file}:1: is not UTF-8: {error}") from None
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise MatrixError(f"{file}:{line}: {error.problem}") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise MatrixError(f"{file}:1: {error}") from None
-    if document is None:
-        raise MatrixError(f"{file}:1: is empty")
+    document = _compose(file)
     top = read.mapping(document, "the matrix", TOP_KEYS)
     supported = {
         distribution: tuple(read.version(item, "a supported release") for item in read.sequence(node, distribution))
@@ -417,9 +477,9 @@ def load_matrix(path: str | os.PathLike[str] | None = None, *, check_ranges: boo
             top["supported"], "supported", dict.fromkeys(DISTRIBUTIONS, False)
         ).items()
     }
-    root = patches_path()
+    shipped = file.absolute() == matrix_path()
     nodes = read.mapping(top["patches"], "patches")
-    patches = {id: _patch(read, id, node, lambda m: _module_file(m, root) is not None) for id, node in nodes.items()}
+    patches = {id: _patch(read, id, node, lambda m: _module_exists(m, shipped)) for id, node in nodes.items()}
     if check_ranges:
         for id, entry in patches.items():
             _check_ranges(read, nodes[id], entry, supported)

@@ -87,7 +87,7 @@ def resolve(
     if lock is not None or environ.get(PREFIX + "LOCK"):
         raise OptionError("this release of shim has no lock files; pass no lock and unset MEGATRON_SHIM_LOCK")
     if only is None and environ.get(PREFIX + "ONLY"):
-        only = _words(environ[PREFIX + "ONLY"])
+        only = _words(environ[PREFIX + "ONLY"]) or None
     if not require and environ.get(PREFIX + "REQUIRE"):
         require = _words(environ[PREFIX + "REQUIRE"])
     if not strict and environ.get(PREFIX + "STRICT"):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+
+from packaging.version import Version
 
 from shim._detect import Environment, Installed
 from shim._errors import MatrixError, SourceError
@@ -13,7 +16,7 @@ from shim._matrix import Matrix, PatchEntry, Pin
 from shim._sources import Sources
 from shim._versions import parse_version
 
-__all__ = ["MARKER", "measure", "release_environment", "render", "write"]
+__all__ = ["MARKER", "measure", "release_environment", "render", "stale", "write"]
 
 MARKER = "# --- Below: written by `shim pin` from the wheels. Never by hand. ---"
 
@@ -24,14 +27,24 @@ def release_environment(distribution: str, package: str, release: str, root: str
     return Environment({distribution: installed}, Sources([root]))
 
 
+def _or_none(sources: Sources, target: str) -> str | None:
+    try:
+        return fingerprint(sources, target)
+    except SourceError:
+        return None
+
+
 def _measure(entry: PatchEntry, distribution: str, release: str, sources: Sources) -> Pin | None:
     version = parse_version(release)
     rule = None if version is None else entry.rule_for({distribution: version})
-    if rule is None or rule.variant is None:
+    if rule is None:
         return None
+    if rule.variant is None:
+        found = {target: value for target in entry.bodies if (value := _or_none(sources, target))}
+        return Pin(None, found) if found else None
     variant = entry.variants[rule.variant]
     try:
-        return Pin(variant.name, {t: fingerprint(sources, variant.body_of(t)) for t in variant.bodies})
+        return Pin(variant.name, {t: fingerprint(sources, t, variant.inherits(t)) for t in variant.bodies})
     except SourceError as error:
         raise MatrixError(
             f"{entry.id}: the rules give variant {variant.name} to {distribution} {release}, but {error}. "
@@ -58,6 +71,25 @@ def measure(
     return pins
 
 
+def stale(matrix: Matrix) -> list[str]:
+    """What the pins lack or have too much beside rules and supported list; bodies are compared by ``shim pin``."""
+    found: list[str] = []
+    for distribution, releases in matrix.supported.items():
+        for release in releases:
+            pins = matrix.pins.get(distribution, {}).get(release, {})
+            for entry in matrix.patches.values():
+                if entry.distribution != distribution:
+                    continue
+                rule = entry.rule_for({distribution: Version(release)})
+                pin = pins.get(entry.id)
+                wanted = None if rule is None else rule.variant
+                if wanted is not None and pin is None:
+                    found.append(f"{distribution} {release} lacks a pin of {entry.id}, variant {wanted}")
+                elif pin is not None and pin.variant != wanted:
+                    found.append(f"{distribution} {release} pins {pin.variant} of {entry.id}; the rules say {wanted}")
+    return found
+
+
 def render(pins: Mapping[str, Mapping[str, Mapping[str, Pin]]]) -> str:
     """The YAML text of the pins. Releases whose bodies are all the same share one entry through an alias."""
     lines = [MARKER, "releases:"]
@@ -73,7 +105,7 @@ def render(pins: Mapping[str, Mapping[str, Mapping[str, Pin]]]) -> str:
                 if key in anchors:
                     lines.append(f"      {id}: *{anchors[key]}")
                 else:
-                    anchors[key] = f"{id}-{release.replace('.', '-')}"
+                    anchors[key] = f"{id}-{re.sub('[^0-9A-Za-z]', '-', release)}"
                     lines += [f"      {id}: &{anchors[key]}", *content]
     return "\n".join(lines) + "\n"
 

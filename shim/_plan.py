@@ -147,17 +147,32 @@ def make_plan(environment: Environment, matrix: Matrix, options: Options) -> Pla
     return Plan(decisions, environment, options, matrix)
 
 
+def _unmet(plan: Plan, decision: Decision) -> str:
+    """Reason, targets, releases and remedy of a decision that is not what was asked for."""
+    entry = plan.matrix.patches[decision.id]
+    releases = plan.matrix.supported.get(entry.distribution, ("any",))
+    remedies = {
+        "not-installed": f"install {entry.distribution} ({releases[0]} to {releases[-1]}), or do not require the patch",
+        "out-of-range": f"install {entry.distribution} {releases[0]} to {releases[-1]}, or do not require the patch",
+        "excluded": "drop what excludes it (an argument, or a MEGATRON_SHIM_ variable), or do not require the patch",
+    }
+    remedy = decision.remedy or remedies.get(decision.action, "see shim doctor")
+    installed = ", ".join(f"{i.distribution} {i.raw}" for i in plan.environment.installed.values()) or "nothing"
+    targets = ", ".join(decision.targets or entry.targets)
+    return f"{decision.reason}. Its targets: {targets}. Installed: {installed}. Remedy: {remedy}."
+
+
 def enforce(plan: Plan) -> None:
     """Raise NotMetError where `require`, `strict` or ``on_drift="error"`` is not met by the plan."""
     for decision in plan.decisions.values():
         met = decision.wanted or decision.action == "upstream"
         if met or plan.options.disabled:
             continue
-        remedy = f" Remedy: {decision.remedy}." if decision.remedy else ""
-        what = f"{decision.id} is {decision.action}: {decision.reason}.{remedy} Nothing was applied."
+        what = f"{decision.id} is {decision.action}: {_unmet(plan, decision)} Nothing was applied."
         if decision.id in plan.options.require:
             raise NotMetError(f"required, but {what}")
         if decision.action == "drifted" and plan.options.on_drift == "error":
             raise NotMetError(f"on_drift='error', and {what}")
-        if decision.action == "drifted" and plan.options.strict and decision.kind == "correctness":
+        amiss = decision.action in ("drifted", "conflict")
+        if amiss and plan.options.strict and decision.kind == "correctness":
             raise NotMetError(f"strict, and {what}")

@@ -1,0 +1,47 @@
+"""Fixtures of the unit tests: no torch, no megatron, no network; small fake packages stand in for releases."""
+
+import importlib
+import os
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+# --import-mode=importlib puts no test directory on sys.path.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from unit_helpers import World
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch):
+    """No MEGATRON_SHIM_ variable of whoever runs the tests counts."""
+    for name in [name for name in os.environ if name.startswith("MEGATRON_SHIM_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def no_release_loaded():
+    """No fake release stays in sys.modules, where it would be what is installed for the next test."""
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("megatron", "trainer_patches")]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def on_path(monkeypatch):
+    """Makes the given directories, and the standard library, all there is on sys.path."""
+
+    def only(*directories):
+        standard = [sysconfig.get_path("stdlib"), str(Path(sysconfig.get_path("stdlib"), "lib-dynload"))]
+        monkeypatch.setattr(sys, "path", [*map(str, directories), *standard])
+        importlib.invalidate_caches()
+
+    return only
+
+
+@pytest.fixture
+def world(tmp_path, on_path):
+    """Fake releases, a matrix about them, and a place to install one."""
+    return World(tmp_path, on_path)

@@ -1,0 +1,72 @@
+"""README's table and docs/patches.md are generated from the matrix and current."""
+
+import pytest
+from unit_helpers import REPOSITORY
+
+from shim import _docs
+from shim._explain import patch_docstring
+from shim._matrix import load_matrix
+
+
+def test_generated_documents_are_current(capsys):
+    """After a change of the matrix or of a patch's header: run `make docs`."""
+    assert _docs.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_check_says_what_is_stale_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    """And without --check it is written, after which it is current."""
+    monkeypatch.setattr("shim._matrix.PACKAGE", tmp_path / "shim")
+    monkeypatch.setattr("shim._matrix.matrix_path", lambda: REPOSITORY / "version_matrix.yaml")
+    monkeypatch.setattr("shim._matrix.patches_path", lambda: REPOSITORY / "patches")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text(f"before\n{_docs.BEGIN}\nold\n{_docs.END}\nafter\n")
+    assert _docs.main(["--check"]) == 1
+    assert capsys.readouterr().out.split("\n")[:2] == ["README.md is stale", "docs/patches.md is stale"]
+    assert not (tmp_path / "docs" / "patches.md").exists()
+    assert _docs.main([]) == 0
+    assert _docs.main(["--check"]) == 0
+    text = (tmp_path / "README.md").read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+
+
+@pytest.mark.parametrize("text", ["", _docs.BEGIN, _docs.END, f"{_docs.END} {_docs.BEGIN}"])
+def test_missing_markers_are_an_error(text):
+    """Else the table would be lost in silence."""
+    with pytest.raises(ValueError, match="markers"):
+        _docs.replace_between(text, "new")
+
+
+def test_the_catalogue_says_of_every_patch_what_a_reader_needs():
+    """Id, header of the patch file, targets, references, and when to delete it."""
+    matrix = load_matrix()
+    text = _docs.catalogue(matrix)
+    for id, entry in matrix.patches.items():
+        assert f"## {id}\n" in text
+        assert entry.delete_when in text
+        assert all(reference in text for reference in entry.references)
+        assert all(target.partition(":")[2] in text for target in entry.targets)
+        header = patch_docstring(entry)
+        assert header and header in text
+        assert "cannot be read" not in header
+
+
+def test_the_table_of_support_merges_neighbours(world):
+    """Releases that say the same share a column."""
+    matrix = load_matrix(world.matrix)
+    assert _docs.support(matrix)["megatron-core"]["0.18.0"] == {"roll-fix": "upstream", "faster-forward": "only"}
+    assert _docs.support_table(matrix).splitlines() == [
+        "| megatron-core | 0.16.0 | 0.17.0 | 0.18.0 |",
+        "|---|---|---|---|",
+        "| roll-fix | old | new | upstream |",
+        "| faster-forward | only | only | only |",
+    ]
+
+
+def test_every_command_is_documented():
+    """docs/cli.md names all commands of the parser."""
+    from shim._cli import _parser
+
+    text = (REPOSITORY / "docs" / "cli.md").read_text("utf-8")
+    actions = next(action for action in _parser()._actions if action.choices and "plan" in action.choices)
+    for command in actions.choices:
+        assert f"| `shim {command}" in text

@@ -1,0 +1,63 @@
+"""What `import shim` and `shim.plan()` pull in. Times are measured by benchmarks/startup.py; here are the causes."""
+
+import json
+
+import pytest
+from unit_helpers import BROKEN, REPOSITORY, megatron, output_of
+
+LOADED = """
+    import json, os, sys
+    before = set(sys.modules)
+    {code}
+    print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+# Frameworks that cost seconds, and parts of the standard library that cost more than all of shim.
+HEAVY = {"torch", "megatron", "transformer_engine", "numpy", "triton", "asyncio", "multiprocessing", "pkg_resources"}
+HEAVY |= {"unittest", "http", "ssl", "xml", "concurrent", "pydoc", "setuptools", "hypothesis", "pytest", "sqlite3"}
+
+
+def loaded(code, *directories, **arguments):
+    return set(json.loads(output_of(LOADED.format(code=code), *directories, **arguments).splitlines()[-1]))
+
+
+def test_import_shim_costs_about_nothing():
+    """Every process of a job imports it, whether it uses it or not; -S, because site-packages import things too."""
+    found = loaded("import shim", flags=["-S"])
+    assert found <= {"shim", "__future__"}
+
+
+def test_dir_and_unknown_names_load_nothing_either():
+    """Tools that look at modules must not set anything off."""
+    code = "import shim; dir(shim); hasattr(shim, '__wrapped__'); assert not hasattr(shim, 'no_such_name')"
+    assert loaded(code, flags=["-S"]) <= {"shim", "__future__"}
+
+
+@pytest.mark.parametrize("call", ["shim.plan()", "shim.status()", "shim.explain('mtp-packed-sequences')"])
+def test_a_plan_loads_neither_frameworks_nor_heavy_parts_of_the_standard_library(tmp_path, call):
+    """It parses a few files; what it is made for is never imported."""
+    root = megatron(tmp_path, "0.16.0", {"roll.py": BROKEN})
+    found = loaded(f"import shim; {call}", root)
+    assert "shim._plan" in found
+    assert not {name.partition(".")[0] for name in found} & HEAVY
+    # Patch modules import torch, and are loaded when a target is.
+    assert not {name for name in found if name.startswith(("shim.patches.", "shim.ops", "shim.testing"))}
+
+
+def test_every_public_name_resolves():
+    """__all__, the lazy names and the type checker's imports are the same set."""
+    code = """
+        import shim
+        for name in shim.__all__:
+            assert getattr(shim, name).__module__.startswith("shim."), name
+            assert name in dir(shim)
+        assert set(shim._HOMES) == set(shim.__all__)
+        from shim import *
+        assert apply is shim.apply
+    """
+    output_of(code)
+
+
+def test_one_module_of_the_engine_holds_state():
+    """A second copy of state would be a second truth."""
+    text = (REPOSITORY / "shim" / "_engine.py").read_text("utf-8")
+    assert "one module that holds global state" in text

@@ -1,0 +1,253 @@
+"""Step 2: versions name a candidate, fingerprints decide."""
+
+import re
+
+import pytest
+from unit_helpers import BROKEN, FIXED, MATRIX, REWORKED, write_file
+
+from shim._detect import Environment, Installed, detect
+from shim._errors import MatrixError, NotMetError
+from shim._match import match
+from shim._matrix import load_matrix
+from shim._plan import enforce
+from shim._sources import Sources
+
+EDITED = BROKEN.replace("return helper(x)", "return helper(x) + 1")
+EDITED_READ = BROKEN.replace("return x\n", "return -x\n", 1)
+OTHER_SIGNATURE = BROKEN.replace("shift=-1", "shift=-1, dims=None")
+
+
+def roll(world, **arguments):
+    return world.plan(**arguments)["roll-fix"]
+
+
+@pytest.mark.parametrize(
+    ("text", "version", "variant"), [(BROKEN, "0.16.0", "old"), (REWORKED, "0.17.0", "new"), (BROKEN, "0.16.1", "old")]
+)
+def test_a_known_body_under_its_version_is_applied(world, text, version, variant):
+    """The plain case; a release that is not pinned itself but has pinned bodies is as good."""
+    found = roll(world.install(text, version))
+    assert (found.action, found.variant) == ("apply", variant)
+
+
+@pytest.mark.parametrize("version", ["0.17.0rc0", "0.17.0.dev0", "0.17.9"])
+def test_pre_releases_belong_to_their_release(world, version):
+    """0.17.0rc0 has the rules of 0.17."""
+    found = roll(world.install(REWORKED, version))
+    assert (found.action, found.variant) == ("apply", "new")
+    assert "whatever the version" not in found.reason
+
+
+@pytest.mark.parametrize("version", ["0.20.0.dev0", "0.20.0", "0.12.0", "0.17.0", "0.18.0", None])
+@pytest.mark.parametrize(("text", "variant"), [(BROKEN, "old"), (REWORKED, "new")])
+def test_a_known_body_decides_under_any_version(world, version, text, variant):
+    """Nightlies, commits and vendor forks: an unknown version, none at all, and even a wrong one."""
+    found = roll(world.install(text, version))
+    assert (found.action, found.variant) == ("apply", variant)
+
+
+def test_a_known_body_decides_under_a_vendor_string(world):
+    """A version that is not PEP 440 decides nothing."""
+    environment = Environment({"megatron-core": Installed("megatron-core", "megatron.core", "", "nv-24.05")})
+    world.install(BROKEN)
+    matrix = load_matrix(world.matrix)
+    found = match(matrix.patches["roll-fix"], environment, matrix)
+    assert (found.state, found.variant) == ("apply", "old")
+
+
+@pytest.mark.parametrize("version", ["0.20.0.dev0", "0.16.0", "0.18.0", None])
+def test_the_bodies_of_a_release_that_has_the_fix_mean_upstream(world, version):
+    """Whatever the version says: a backport to an older vendor release is recognised."""
+    found = roll(world.install(FIXED, version))
+    assert found.action == "upstream"
+    assert "0.18.0" in found.reason
+
+
+def test_a_version_that_has_the_fix_is_upstream_with_any_body(world):
+    """By the rules; upstream may rework what it has mended."""
+    found = roll(world.install(FIXED.replace("else x", "else -x"), "0.18.3"))
+    assert (found.action, found.variant) == ("upstream", None)
+    assert "mended in 0.18" in found.reason
+
+
+def test_an_edited_target_is_drifted(world):
+    """A known version with an unknown body: the reason names target and release."""
+    found = roll(world.install(EDITED))
+    assert (found.action, found.variant) == ("drifted", "old")
+    assert "megatron-core 0.16.0 differs at megatron.core.roll:roll:" in found.reason
+    assert "on_drift='apply'" in found.remedy
+
+
+def test_an_edited_body_that_the_patch_relies_on_is_drifted(world):
+    """What a patch reads counts like what it binds."""
+    found = roll(world.install(EDITED_READ))
+    assert found.action == "drifted"
+    assert "megatron.core.roll:helper, which the patch relies on" in found.reason
+
+
+def test_one_unknown_body_makes_the_whole_patch_drift(world):
+    """Never half a patch."""
+    found = roll(world.install(BROKEN.replace("return roll(x)", "return roll(x, 1)")))
+    assert found.action == "drifted"
+    assert "Layer.forward" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (None, "there is no module"),
+        ("def f(:", "cannot be parsed"),
+        ("x = 1", "has no roll"),
+        ("\0", "cannot be parsed"),
+    ],
+)
+def test_unreadable_sources_are_drifted_with_the_reason(world, text, why):
+    """Gone, broken, or without the definition."""
+    found = roll(world.install(text, "0.16.0"))
+    assert found.action == "drifted"
+    assert why in found.reason and "and 2 more" in found.reason
+    assert "on_drift" not in found.remedy
+
+
+def test_bodies_of_different_releases_of_one_variant_may_mix(world):
+    """Each body is known for this variant; a vendor may carry one file of a later release."""
+    world.pin(
+        MATRIX.replace(
+            '>=0.16.0.dev0,<0.17.0.dev0", variant: old', '>=0.16.0.dev0,<0.16.1.dev0", variant: old'
+        ).replace('>=0.17.0.dev0,<0.18.0.dev0", variant: new', '>=0.16.1.dev0,<0.18.0.dev0", variant: new')
+    )
+    assert roll(world.install(REWORKED, "0.16.5")).variant == "new"
+
+
+@pytest.mark.parametrize("text", [EDITED, EDITED_READ])
+def test_on_drift_apply_applies_where_the_signature_still_fits(world, text):
+    """It was asked for, and the reason says what was unknown."""
+    found = roll(world.install(text), on_drift="apply")
+    assert (found.action, found.variant, found.remedy) == ("apply", "old", "")
+    assert "not known, as asked for" in found.reason and "differs at" in found.reason
+
+
+@pytest.mark.parametrize("text", [OTHER_SIGNATURE, "x = 1", None])
+def test_on_drift_apply_does_not_apply_where_the_signature_changed(world, text):
+    """Nor where a target is gone: the patch would call it wrongly."""
+    found = roll(world.install(text), on_drift="apply")
+    assert found.action == "drifted"
+    assert "signature of a target changed" in found.reason
+
+
+def test_on_drift_error_raises_and_names_everything(world):
+    """Patch, target, release and remedy."""
+    with pytest.raises(NotMetError) as caught:
+        enforce(world.install(EDITED).plan(on_drift="error"))
+    for part in ("on_drift='error'", "roll-fix", "megatron.core.roll:roll", "megatron-core 0.16.0", "Remedy:"):
+        assert part in str(caught.value)
+    enforce(world.install(BROKEN).plan(on_drift="error"))
+
+
+def test_nothing_installed_is_not_installed(world):
+    """And says what is missing."""
+    world.on_path(world.own)
+    found = roll(world)
+    assert (found.action, found.reason) == ("not-installed", "megatron-core is not installed")
+
+
+def test_a_release_before_all_ranges_with_unknown_bodies_is_out_of_range(world):
+    """It is older than anything the matrix speaks of."""
+    assert roll(world.install("def roll(): pass", "0.11.0")).action == "out-of-range"
+
+
+def test_a_release_after_all_ranges_is_drifted_unless_its_targets_are_gone(world):
+    """Nobody knows what a newer release needs; where all targets are gone it does not concern the patch."""
+    newer = "def roll(): pass"
+    assert roll(world.install(newer, "0.20.0")).action == "drifted"
+    assert roll(world.install("x = 1", "0.20.0")).action == "out-of-range"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"only": "faster-forward"}, "not among those asked for|only"),
+        ({"exclude": "roll-fix"}, "excluded by argument"),
+        ({"kinds": "performance"}, "its kind, correctness"),
+    ],
+)
+def test_what_is_not_asked_for_is_excluded(world, arguments, why):
+    """By id or by kind; the other patch is not touched by that."""
+    plan = world.install(BROKEN).plan(**arguments)
+    assert plan["roll-fix"].action == "excluded"
+    assert plan["faster-forward"].action == "apply"
+    assert re.search(why, plan["roll-fix"].reason)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"), [("DISABLE", "1", "DISABLE is set"), ("EXCLUDE", "roll-fix", "MEGATRON_SHIM_EXCLUDE")]
+)
+def test_the_environment_excludes_too(world, monkeypatch, name, value, why):
+    """The reason names the variable, so that one finds where it was set."""
+    monkeypatch.setenv("MEGATRON_SHIM_" + name, value)
+    found = roll(world.install(BROKEN))
+    assert found.action == "excluded"
+    assert why in found.reason
+
+
+TWO_AXES = MATRIX.replace(
+    '{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", variant: old}',
+    '{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", torch: "<3", variant: old}',
+).replace(
+    '{megatron-core: ">=0.18.0.dev0,<0.19.0.dev0", note: mended in 0.18}',
+    '{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", torch: ">=3", note: torch 3 does it}\n'
+    '      - {megatron-core: ">=0.18.0.dev0,<0.19.0.dev0"}',
+)
+
+
+def test_bodies_do_not_overrule_the_version_of_another_distribution(world):
+    """The bodies of megatron-core say nothing about torch, whose version has made the patch superfluous."""
+    world.install(BROKEN)
+    write_file(world.own / "torch/__init__.py", "")
+    write_file(world.own / "torch/version.py", "__version__ = '3.0.0'\n")
+    text = world.matrix.read_text()
+    world.matrix.write_text(TWO_AXES + text[text.index("# --- Below") :], "utf-8")
+    world.install(BROKEN)
+    matrix = load_matrix(world.matrix, check_ranges=False)
+    found = match(matrix.patches["roll-fix"], detect(), matrix)
+    assert (found.state, found.reason.endswith("(torch 3 does it)")) == ("upstream", True)
+    write_file(world.own / "torch/version.py", "__version__ = '2.9.0'\n")
+    assert match(matrix.patches["roll-fix"], detect(), matrix).state == "apply"
+
+
+INHERITED = MATRIX.replace(
+    'targets: ["megatron.core.roll:roll"]',
+    'targets: ["megatron.core.roll:roll", {target: "megatron.core.roll:Special.forward", '
+    'inherits: "megatron.core.roll:Layer.forward"}]',
+)
+SPECIAL = REWORKED + "\n    class Special(Layer):\n        pass\n"
+
+
+def test_an_inherited_target_drifts_with_the_class_it_inherits_from_and_when_overridden(world):
+    """The defining class is fingerprinted; a subclass that comes to define the method itself is drift, too."""
+    write_file(world.root / "releases/0.17.0/megatron/core/roll.py", SPECIAL)
+    world.pin(INHERITED)
+    assert roll(world.install(SPECIAL, "0.17.0")).action == "apply"
+    changed = roll(world.install(SPECIAL.replace("dims=0", "dims=1"), "0.17.0"))
+    assert changed.action == "drifted" and "Special.forward" in changed.reason
+    overridden = SPECIAL.replace("        pass", "        def forward(self, x): return x")
+    found = roll(world.install(overridden, "0.17.0"))
+    assert found.action == "drifted" and "no longer inherits" in found.reason
+
+
+def test_a_release_that_cannot_be_told_from_one_that_is_right_is_an_error_of_the_matrix(world):
+    """If upstream mended something the patch does not name, fingerprints cannot decide; the author must name it."""
+    write_file(world.root / "releases/0.18.0/megatron/core/roll.py", REWORKED)
+    world.pin(MATRIX)
+    with pytest.raises(MatrixError, match=r"0.18.0 has roll-fix already, but the same bodies as 0.17.0"):
+        load_matrix(world.matrix)
+
+
+def test_sources_may_come_from_a_tree_that_is_not_installed(world):
+    """As `shim pin` and release cells use it."""
+    environment = Environment(
+        {"megatron-core": Installed("megatron-core", "megatron.core", "", "0.17.0")},
+        Sources([world.root / "releases" / "0.17.0"]),
+    )
+    matrix = load_matrix(world.matrix)
+    assert match(matrix.patches["roll-fix"], environment, matrix).variant == "new"

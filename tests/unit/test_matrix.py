@@ -1,0 +1,254 @@
+"""version_matrix.yaml is read strictly: every complaint carries file and line, and no input breaks the reader."""
+
+import re
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from unit_helpers import MATRIX, output_of, write_file
+
+from shim._errors import MatrixError
+from shim._matrix import load_matrix, matrix_path
+
+
+@pytest.fixture
+def complaint(tmp_path, on_path):
+    """Line and message of the MatrixError that a matrix text causes."""
+    write_file(tmp_path / "trainer_patches/roll_fix.py", "")
+    on_path(tmp_path)
+
+    def read(text):
+        file = tmp_path / "matrix.yaml"
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+        with pytest.raises(MatrixError) as caught:
+            load_matrix(file)
+        found = re.fullmatch(rf"{re.escape(str(file))}:(\d+): (.+)", str(caught.value), re.S)
+        assert found, str(caught.value)
+        return int(found[1]), found[2]
+
+    return read
+
+
+def changed(old, new, text=MATRIX, count=1):
+    """MATRIX with `old` replaced, and the line where that happened."""
+    assert old in text
+    return text.replace(old, new, count), text[: text.index(old)].count("\n") + 1
+
+
+def test_the_matrix_of_these_tests_is_valid(world):
+    """Else the errors below would prove nothing."""
+    matrix = load_matrix(world.matrix)
+    assert list(matrix.patches) == ["roll-fix", "faster-forward"]
+    assert matrix.patches["faster-forward"].options == {"pages": 4}
+    assert list(matrix.pins["megatron-core"]) == ["0.16.0", "0.17.0", "0.18.0"]
+    assert all(set(pins) == set(matrix.patches) for pins in matrix.pins["megatron-core"].values())
+
+
+def test_the_shipped_matrix_is_valid():
+    """Gaps and overlaps included, which plan time does not look for."""
+    assert load_matrix(check_ranges=True).patches
+
+
+def test_the_shipped_matrix_names_only_patches_of_shim(tmp_path, monkeypatch, complaint):
+    """A trainer's own matrix may name its own modules; the shipped one may not."""
+    monkeypatch.setattr("shim._matrix.matrix_path", lambda: tmp_path / "matrix.yaml")
+    text, line = changed("module: trainer_patches.roll_fix", "module: trainer_patches.roll_fix")
+    assert complaint(text)[0] == line
+    assert "there is no module trainer_patches.roll_fix" in complaint(text)[1]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        # versions and ranges are quoted, because YAML reads 0.20 as 0.2
+        ('"0.16.0", ', "0.16, ", "quoted version string, not 0.16"),
+        ('{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0"', "{megatron-core: 0.16", "quoted version string, not 0.16"),
+        ('"0.16.0", ', '"0.16.x", ', "not a PEP 440 version"),
+        ('">=0.16.0.dev0,<0.17.0.dev0"', '">=0.16.x"', "megatron-core: "),
+        ('">=0.16.0.dev0,<0.17.0.dev0"', '"0.16.0"', "megatron-core: "),
+        ('">=0.16.0.dev0,<0.17.0.dev0"', '"===custom"', "megatron-core: "),
+        ('">=0.16.0.dev0,<0.17.0.dev0"', '"==' + "9" * 5000 + '"', "megatron-core: "),
+        # keys
+        ("    changes: values", "    kind: compat", "duplicate key 'kind'"),
+        ("    changes: values", "    changes: values\n    colour: red", "unknown key 'colour'"),
+        ("    changes: values\n", "", "lacks 'changes'"),
+        ("    changes: values", "    <<: {changes: values}", "without <<"),
+        ("    changes: values", "    [a]: b\n    changes: values", "a key of patch roll-fix must be text"),
+        ("  faster-forward:", "  roll-fix:", "duplicate key 'roll-fix'"),
+        ("  faster-forward:", "  faster forward:", "is not a patch id"),
+        ("        reads: [", "        needs: [", "unknown key 'needs'"),
+        ("variant: old}", "variant: old, when: now}", "unknown key 'when'"),
+        # values
+        ("kind: correctness", "kind: correct", "one of correctness, compat, performance, feature"),
+        ("changes: values", "changes: much", "one of nothing, rounding, values"),
+        ("distribution: megatron-core", "distribution: megatron", "one of megatron-core"),
+        ("summary: rolls stay inside their sequence", "summary: 3", "summary must be text"),
+        ("summary: rolls stay inside their sequence", 'summary: " "', "summary is empty"),
+        ("summary: rolls stay inside their sequence", "summary: [a]", "summary must be text"),
+        ("options: {pages: 4}", "options: {pages: [4]}", "single value"),
+        ("options: {pages: 4}", "options: {pages: 2020-13-45}", "pages"),
+        ("options: {pages: 4}", "options: {pages: 2020-12-24}", "pages must be"),
+        ("options: {pages: 4}", "options: 4", "must be a mapping"),
+        # modules, targets, variants
+        ("module: trainer_patches.roll_fix", "module: trainer_patches.gone", "there is no module"),
+        ("module: trainer_patches.roll_fix", "module: shim.patches.gone", "there is no module"),
+        ("module: trainer_patches.roll_fix", "module: shim.patches...setup", "there is no module"),
+        ("module: trainer_patches.roll_fix", "module: ../roll_fix", "there is no module"),
+        ('["megatron.core.roll:roll"]', '["megatron.core.roll"]', "not of the form"),
+        ('["megatron.core.roll:roll"]', '["a:b", "a:b"]', "stands twice"),
+        ("variant: new}", "variant: newest}", "there is no variant 'newest'"),
+        ("variant: new}", "note: what for}", "lacks 'variant'"),
+        ('{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", variant: old}', "{variant: old}", "needs a range"),
+        # syntax
+        ("    kind: correctness", "    kind: [correctness", ""),
+        ("    kind: correctness", "\tkind: correctness", ""),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_line(complaint, old, new, message):
+    """The line is that of the mistake, or of what lacks something."""
+    text, line = changed(old, new)
+    found, said = complaint(text)
+    assert message in said
+    assert abs(found - line) <= 3
+    if not new.startswith(("    <<", "    kind: [", "\t")) and "lacks" not in message:
+        assert found in (line, line + 1)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("<0.17.0.dev0", "<0.17.0rc1", "overlap: megatron-core 0.17.0.dev0 lies in this rule and in that of line 19"),
+        ("<0.17.0.dev0", "<0.18.0.dev0", "overlap"),
+        ("<0.17.0.dev0", "<0.16.1", "leave a gap"),
+        ("<0.17.0.dev0", "<0.17.0.dev0,!=0.16.2", "leave a gap: no rule says what megatron-core 0.16.2 needs"),
+        (">=0.17.0.dev0", ">=0.17.0rc1", "leave a gap: no rule says what megatron-core 0.17.0.dev0 needs"),
+        (">=0.16.0.dev0", ">=0.16.1.dev0", "leave a gap: no rule says what megatron-core 0.16.0"),
+        (">=0.18.0.dev0,<0.19.0.dev0, note", ">=0.18.1.dev0, note", "leave a gap"),
+    ],
+)
+def test_gaps_and_overlaps_of_ranges_are_errors(complaint, old, new, message):
+    """Every release from the first to the last has one rule, pre-releases included."""
+    text = MATRIX.replace(old.replace(", note", '", note'), new.replace(", note", '", note'), 1)
+    assert text != MATRIX
+    assert message in complaint(text)[1]
+
+
+def test_a_variant_without_a_rule_is_an_error(complaint):
+    """It could never be chosen."""
+    text = MATRIX.replace("      new:\n", '      spare:\n        targets: ["a:b"]\n      new:\n', 1)
+    line, message = complaint(text)
+    assert "no rule of roll-fix leads to the variant 'spare'" in message
+    assert line == 12
+
+
+def test_a_variant_that_no_release_has_is_an_error(world, complaint):
+    """Once there are pins: a target that no supported release has cannot have been tried."""
+    text = world.matrix.read_text()
+    start = text.index('    "0.17.0":')
+    text = text[:start] + '    "0.17.0": {}\n    "0.18.0": {}\n'
+    assert "no release of the supported list has the targets of variant new" in complaint(text)[1]
+
+
+def test_several_distributions_span_a_plane(complaint):
+    """Ranges over two distributions overlap only where both do."""
+    rules = (
+        '      - {megatron-core: ">=0.16.0.dev0,<0.19.0.dev0", torch: "<2.9.dev0", variant: old}\n'
+        '      - {megatron-core: ">=0.16.0.dev0,<0.19.0.dev0", torch: ">=2.9.dev0", variant: new}\n'
+    )
+    start, end = MATRIX.index("      - {megatron"), MATRIX.index("    delete_when: megatron-core 0.17")
+    text = MATRIX[:start] + rules + MATRIX[end:]
+    assert "overlap" in complaint(text.replace('"<2.9.dev0"', '"<2.9.1"'))[1]
+    assert "gap" in complaint(text.replace('">=2.9.dev0"', '">2.9.1"'))[1]
+    # The plane itself is in order: what is complained of is the other patch.
+    assert "faster-forward" in complaint(text.replace('<0.19.0.dev0", variant: only', '<0.17", variant: only'))[1]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"# nothing\n",
+        b"---\n...\n",
+        b"null\n",
+        b"[]\n",
+        b"text\n",
+        b"supported: {}\n",
+        b"supported: {}\npatches: []\n",
+        b"\xff\xfe\x00",
+        b"a: \x00",
+        b"a: 'unclosed",
+        b"a: b\n--- \na: b\n",
+        b"a: *nowhere\n",
+        b"a: &a [*a]\n",
+        b"&a {supported: *a, patches: *a}\n",
+        b"%YAML 9.9\n---\na: b\n",
+        b'a: "\\UFFFFFFFF"\n',
+        b"!!python/object/apply:os.system ['true']\n",
+        b"supported: !!python/name:os.system {}\npatches: {}\n",
+        b"? [a, b]\n: c\n",
+        b"[" * 3000,
+        b"{a: " * 3000,
+        b"- " * 5000,
+        b"a: " + b"x" * 3_000_000,
+    ],
+)
+def test_hostile_input_is_a_matrix_error(complaint, content):
+    """Whatever the file holds, the error is a MatrixError with file and line."""
+    complaint(content)
+
+
+def test_nesting_that_would_overrun_the_stack_is_refused():
+    """libyaml's loader recurses in C; in a process of its own, because the wrong answer is a crash."""
+    code = """
+        import pathlib, sys, tempfile
+        from shim._errors import MatrixError
+        from shim._matrix import load_matrix
+        n = 300_000
+        blocks = "".join("  " * i + "- " * 20 + chr(10) for i in range(2000))
+        for text in ("[" * n, "{a: " * n, "- " * n, "? " * n, "[\\n" * n, blocks):
+            file = pathlib.Path(tempfile.mkdtemp(), "m.yaml")
+            file.write_text(text)
+            try:
+                load_matrix(file)
+            except MatrixError as error:
+                print(str(error).count("m.yaml:1: "))
+    """
+    assert len(output_of(code).split()) == 6
+
+
+def test_an_alias_bomb_is_not_expanded(complaint):
+    """Aliases are one node each; nothing multiplies them."""
+    bomb = 'a0: &a0 "x"\n' + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 40))
+    complaint(bomb + MATRIX)
+    text = MATRIX.replace("kind: correctness", "kind: &a0 [x, x]\n    references: [&a1 [*a0, *a0], *a1]", 1)
+    complaint(text)
+
+
+def test_a_missing_file_or_directory_is_a_matrix_error(tmp_path):
+    """MEGATRON_SHIM_MATRIX may name anything."""
+    for path in (tmp_path / "gone.yaml", tmp_path):
+        with pytest.raises(MatrixError, match="cannot be read"):
+            load_matrix(path)
+
+
+REAL = matrix_path().read_text("utf-8")
+PIECES = ["", "\n", " ", ":", "- ", "[", "]", "{", "}", '"', "'", "*a", "&a ", "<<: ", "!!x ", "\t", "0.2", "null", "?"]
+PIECES += ["\x00", "\ud800", "\u2028", "'0.1'", "upstream", "#", "|", ">", "%", "@", "--- \n", "~", "=", "9" * 5000]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_mutations_of_the_real_matrix_load_or_fail_as_matrix_errors(tmp_path, data):
+    """Fuzz: cut, insert and swap at random places of the shipped text."""
+    text = REAL[: REAL.index('    "0.14.0":')] if data.draw(st.booleans()) else MATRIX
+    for _ in range(data.draw(st.integers(1, 4))):
+        start = data.draw(st.integers(0, len(text)))
+        end = min(len(text), start + data.draw(st.sampled_from([0, 0, 1, 2, 5, 20, 200])))
+        piece = data.draw(st.one_of(st.sampled_from(PIECES), st.text(max_size=5), st.just(text[end : end + 30])))
+        text = text[:start] + piece + text[end:]
+    file = tmp_path / "mutated.yaml"
+    file.write_bytes(text.encode("utf-8", "surrogatepass"))
+    try:
+        load_matrix(file, check_ranges=data.draw(st.booleans()))
+    except MatrixError as error:
+        assert re.match(rf"{re.escape(str(file))}:\d+: ", str(error))

@@ -1,0 +1,177 @@
+"""Step 3: one decision with one reason per patch, from environment, matrix and options alone."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from unit_helpers import BROKEN, FIXED, MATRIX, output_of
+
+from shim._detect import detect
+from shim._errors import NotMetError
+from shim._matrix import load_matrix
+from shim._options import resolve
+from shim._plan import digest_of, enforce, make_plan
+
+CODE = """
+    import sys
+    from shim._detect import detect
+    from shim._matrix import load_matrix
+    from shim._options import resolve
+    from shim._plan import make_plan
+    matrix = load_matrix({path!r})
+    print(make_plan(detect(), matrix, resolve(matrix)).digest)
+"""
+
+
+def test_the_plan_is_a_function_of_its_arguments(world):
+    """The same thrice; nothing of the process goes in, and nothing is changed."""
+    world.install(BROKEN)
+    matrix, environment = load_matrix(world.matrix), detect()
+    first = make_plan(environment, matrix, resolve(matrix))
+    world.on_path()
+    assert make_plan(environment, matrix, resolve(matrix)).to_dict() == first.to_dict()
+    assert list(first) == ["roll-fix", "faster-forward"] and len(first) == 2
+
+
+def test_the_digest_is_the_same_in_every_process(world):
+    """Ranks compare it: hash seeds and optimisation do not matter."""
+    digest = world.install(BROKEN).plan().digest
+    code = CODE.format(path=str(world.matrix))
+    assert len(digest) == 16
+    for seed, flags in (("0", ()), ("1", ("-O",)), ("4711", ("-OO",))):
+        said = output_of(code, world.site, world.own, flags=flags, env={"PYTHONHASHSEED": seed})
+        assert said.strip() == digest
+
+
+def test_the_digest_does_not_depend_on_the_order_of_patches(world):
+    """Neither that of the matrix, nor that of fingerprints."""
+    plan = world.install(BROKEN).plan()
+    turned = {
+        id: replace(decision, fingerprints=dict(reversed(decision.fingerprints.items())))
+        for id, decision in reversed(plan.decisions.items())
+    }
+    assert digest_of(replace(plan, decisions=turned)) == plan.digest
+
+
+def test_the_digest_covers_ids_variants_and_fingerprints(world):
+    """And nothing that may differ between ranks that do the same, such as reasons."""
+    plan = world.install(BROKEN).plan()
+    one = plan["roll-fix"]
+
+    def with_roll(**changes):
+        return replace(plan, decisions={**plan.decisions, "roll-fix": replace(one, **changes)}).digest
+
+    assert with_roll(reason="other") == plan.digest
+    assert with_roll(variant="new") != plan.digest
+    assert with_roll(id="other") != plan.digest
+    assert with_roll(fingerprints={}) != plan.digest
+    assert with_roll(action="drifted") != plan.digest
+    assert world.plan(exclude="roll-fix").digest != plan.digest
+
+
+@pytest.mark.parametrize("arguments", [{"require": "roll-fix"}, {"strict": True}])
+@pytest.mark.parametrize("text", [BROKEN, FIXED])
+def test_a_clean_plan_meets_requirements(world, arguments, text):
+    """Applied, or not needed because upstream has it."""
+    enforce(world.install(text).plan(**arguments))
+
+
+EDITED = BROKEN.replace("return helper(x)", "return helper(x) + 1")
+
+
+@pytest.mark.parametrize(
+    ("text", "version", "arguments", "action", "remedy"),
+    [
+        (EDITED, "0.16.0", {}, "drifted", "update megatron-shim"),
+        ("x = 1", "0.11.0", {}, "out-of-range", "install megatron-core 0.16.0 to 0.18.0"),
+        (BROKEN, "0.16.0", {"exclude": "roll-fix"}, "excluded", "drop what excludes it"),
+        (BROKEN, "0.16.0", {"kinds": "feature"}, "excluded", "drop what excludes it"),
+    ],
+)
+def test_a_requirement_that_is_not_met_names_everything(world, text, version, arguments, action, remedy):
+    """Patch, target, release and remedy."""
+    plan = world.install(text, version).plan(require="roll-fix", **arguments)
+    with pytest.raises(NotMetError) as caught:
+        enforce(plan)
+    for part in (f"roll-fix is {action}", "megatron.core.roll:roll", f"megatron-core {version}", f"Remedy: {remedy}"):
+        assert part in str(caught.value)
+
+
+def test_a_requirement_with_nothing_installed_says_what_to_install(world):
+    """Nothing has no release."""
+    world.on_path(world.own)
+    with pytest.raises(NotMetError, match=r"not-installed.*Installed: nothing.*Remedy: install megatron-core"):
+        enforce(world.plan(require="roll-fix"))
+
+
+def test_strict_minds_correctness_only(world):
+    """A performance patch that has drifted makes nothing wrong."""
+    with pytest.raises(NotMetError, match="strict, and roll-fix is drifted"):
+        enforce(world.install(EDITED).plan(strict=True))
+    enforce(world.install(BROKEN.replace("return roll(x)", "return roll(-x)")).plan(strict=True, only="faster-forward"))
+    world.on_path(world.own)
+    enforce(world.plan(strict=True))
+
+
+@pytest.mark.parametrize(("kind", "raises"), [("correctness", True), ("performance", False)])
+def test_strict_minds_conflicts(world, kind, raises):
+    """Someone else's object on a target is known before anything is bound."""
+    plan = world.install(BROKEN).plan(strict=True)
+    held = replace(plan["roll-fix"], kind=kind, action="conflict", reason="megatron.core.roll:roll holds another's")
+    plan = replace(plan, decisions={**plan.decisions, "roll-fix": held})
+    if raises:
+        with pytest.raises(NotMetError, match="strict, and roll-fix is conflict"):
+            enforce(plan)
+    else:
+        enforce(plan)
+
+
+def test_disabled_meets_everything(world, monkeypatch):
+    """Whoever turns shim off for one run does not want it to stop the run."""
+    monkeypatch.setenv("MEGATRON_SHIM_DISABLE", "1")
+    plan = world.install(EDITED).plan(require="roll-fix", strict=True, on_drift="error")
+    enforce(plan)
+    assert {decision.action for decision in plan.decisions.values()} == {"excluded"}
+
+
+def test_an_operator_gets_past_a_required_patch(world, monkeypatch):
+    """MEGATRON_SHIM_EXCLUDE takes a requirement back."""
+    monkeypatch.setenv("MEGATRON_SHIM_EXCLUDE", "roll-fix")
+    enforce(world.install(EDITED).plan(require="roll-fix", strict=True))
+
+
+PLAN_KEYS = {"digest", "environment", "patches"}
+DECISION_KEYS = {"id", "kind", "action", "reason", "variant", "targets", "fingerprints", "options", "remedy"}
+INSTALLED_KEYS = {"version", "public", "origin", "location", "problems"}
+
+
+def test_to_dict_has_the_documented_keys(world):
+    """docs/cli.md promises them, and that they are JSON."""
+    found = json.loads(json.dumps(world.install(BROKEN).plan().to_dict()))
+    assert set(found) == PLAN_KEYS
+    assert set(found["environment"]) == {"python", "installed"}
+    assert set(found["environment"]["installed"]["megatron-core"]) == INSTALLED_KEYS
+    assert set(found["patches"]["roll-fix"]) == DECISION_KEYS
+
+
+def test_the_text_has_one_line_per_patch_and_says_what_is_wrong(world):
+    """For people: digest, releases, problems, decisions, remedies."""
+    world.install(EDITED)
+    world.on_path(world.site, world.root / "releases" / "0.18.0", world.own)
+    lines = str(world.plan()).splitlines()
+    assert lines[0].startswith("plan ")
+    assert any("megatron-core 0.16.0 (version file" in line for line in lines)
+    assert any("! megatron-core: another copy" in line for line in lines)
+    assert [line.split()[:2] for line in lines if "-f" in line.split()[1]][:2] == [
+        ["drifted", "roll-fix:"],
+        ["apply", "faster-forward"],
+    ]
+    assert any(line.strip().startswith("remedy: update megatron-shim") for line in lines)
+
+
+def test_patches_that_are_alike_in_all_but_their_id_differ_in_the_digest(world):
+    """Two matrices that apply different patches to the same bodies are not the same."""
+    world.install(BROKEN)
+    before = world.plan(only="faster-forward").digest
+    world.pin(MATRIX.replace("faster-forward", "faster-backward"))
+    assert world.install(BROKEN).plan(only="faster-backward").digest != before
