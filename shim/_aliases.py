@@ -12,29 +12,30 @@ __all__ = ["Location", "find_aliases", "namespace_of", "rewrap", "unwrap"]
 # (module or class, name in its dictionary, the value found there)
 Location = tuple[Any, str, Any]
 
+# Types are asked of type() here, because isinstance() asks the object for its __class__, which fires lazy objects.
 DESCRIPTORS = (staticmethod, classmethod)
 
 
 def unwrap(raw: Any) -> Any:
     """The function inside a staticmethod or classmethod; anything else is returned as it is."""
-    return raw.__func__ if isinstance(raw, DESCRIPTORS) else raw
+    return raw.__func__ if issubclass(type(raw), DESCRIPTORS) else raw
 
 
 def rewrap(raw: Any, inner: Any) -> Any:
     """`inner` in the kind of descriptor that `raw` is."""
-    return type(raw)(inner) if isinstance(raw, DESCRIPTORS) else inner
+    return type(raw)(inner) if issubclass(type(raw), DESCRIPTORS) else inner
 
 
 def namespace_of(owner: Any) -> Mapping[str, Any]:
     """The dictionary of a module or class. Never a plain attribute read: that would load a lazy module."""
-    if isinstance(owner, type):
+    if issubclass(type(owner), type):
         return type.__dict__["__dict__"].__get__(owner)  # type: ignore[index]
     return object.__getattribute__(owner, "__dict__")
 
 
 def _classes(namespace: Mapping[str, Any], seen: set[int]) -> Iterator[type]:
     for value in list(namespace.values()):
-        if isinstance(value, type) and id(value) not in seen:
+        if issubclass(type(value), type) and id(value) not in seen:
             seen.add(id(value))
             yield value
             yield from _classes(namespace_of(value), seen)
@@ -53,7 +54,7 @@ def find_aliases(objects: Iterable[Any], modules: Iterable[str] | None = None) -
     seen: set[int] = set()
     for name in list(sys.modules) if modules is None else list(modules):
         module = sys.modules.get(name)
-        if not isinstance(module, types.ModuleType) or name == "shim" or name.startswith("shim."):
+        if not issubclass(type(module), types.ModuleType) or name == "shim" or name.startswith("shim."):
             continue
         namespace = namespace_of(module)
         for key, value in list(namespace.items()):

@@ -19,6 +19,7 @@ from shim._foreign import describe
 __all__ = ["MISSING", "Binder", "Chain", "Layer", "Lost", "Slot"]
 
 Factory = Callable[[Any], Any]
+Key = tuple[int, str]  # id() of a module or class, and a name in it
 LAZY: type = importlib.util._LazyModule  # type: ignore[attr-defined]
 
 
@@ -37,7 +38,7 @@ class Layer:
     patch: str
     target: str
     factory: Factory = field(compare=False)
-    revision: int = 0  # grows when variant or options of the patch change, so that the chain is built anew
+    content: object = None  # variant and options of the patch: where they differ, the chain is built anew
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,10 @@ class Slot:
     original: Any
     written: Any
     target: str
+
+    @property
+    def key(self) -> Key:
+        return id(self.owner), self.name
 
     def current(self) -> Any:
         return namespace_of(self.owner).get(self.name, MISSING)
@@ -64,12 +69,12 @@ class Slot:
 class Lost:
     """A name shim no longer governs, mostly because somebody else replaced it: left alone, never taken back."""
 
-    place: str
-    target: str
+    slot: Slot
     why: str
+    partner: Key | None = None  # the place whose loss is the reason, where this one was not replaced itself
 
     def __str__(self) -> str:
-        return f"{self.place} {self.why}"
+        return f"{self.slot} {self.why}"
 
 
 @dataclass(frozen=True)
@@ -82,28 +87,76 @@ class Chain:
     base: Any  # as in the owner's dictionary, or as inherited
     top: Any  # what stands on the target now, as in the dictionary
     layers: tuple[Layer, ...] = ()
+    borrowed: bool = False  # others hold `top` in their own right, so that its further places are not ours to rebind
+
+    @property
+    def key(self) -> Key:
+        return id(self.owner), self.name
 
 
 def _write(owner: Any, name: str, value: Any) -> None:
     if isinstance(owner, type):
-        if value is MISSING:
-            delattr(owner, name)
-        else:
+        if value is not MISSING:
             setattr(owner, name, value)
+        elif name in namespace_of(owner):
+            delattr(owner, name)
     else:
         namespace = object.__getattribute__(owner, "__dict__")
-        if value is MISSING:
-            del namespace[name]
-        else:
+        if value is not MISSING:
             namespace[name] = value
+        else:
+            namespace.pop(name, None)
 
 
 def _replaced_by(value: Any) -> str:
     return "was removed" if value is MISSING else f"was replaced by {describe(unwrap(value))}"
 
 
+def _found_by_name(value: Any) -> bool:
+    """Whether `value` is what its own module and qualified name lead to: not made by a factory, but there before."""
+    found: Any = sys.modules.get(getattr(value, "__module__", None) or "")
+    for part in getattr(value, "__qualname__", "").split("."):
+        if not issubclass(type(found), (types.ModuleType, type)):
+            return False
+        found = unwrap(namespace_of(found).get(part, MISSING))
+    return found is value
+
+
+def _wrong_kind(new: Any, old: Any) -> str:
+    """Why `new` is not the kind of thing `old` is: real functions, classes and properties only, no proxies."""
+    for kind, name in ((types.FunctionType, "function"), (type, "class"), (property, "property")):
+        if isinstance(old, kind) and not isinstance(new, kind):
+            return f"the factory returned a {type(new).__name__} in the place of a {name}"
+    if (callable(old) and not callable(new)) or isinstance(new, (staticmethod, classmethod)):
+        return f"the factory returned a {type(new).__name__}, which takes no calls in that place"
+    return ""
+
+
+def _refused(new: types.FunctionType, before: Mapping[str, inspect.Parameter]) -> str:
+    """Which call in upstream's parameters the code of `new` does not take, whatever functools.wraps lets it show."""
+    code = new.__code__
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    positional = [p for p in before.values() if p.kind <= p.POSITIONAL_OR_KEYWORD]
+    required = names[: code.co_argcount - len(new.__defaults__ or ())]
+    if len(positional) > code.co_argcount and not code.co_flags & inspect.CO_VARARGS:
+        return f"its code takes {code.co_argcount} positional arguments; upstream's takes {len(positional)}"
+    if len(required) > len(positional):
+        return f"its code needs an argument {required[len(positional)]} that upstream's has not"
+    # The first of a method (self, cls, ctx) is never given by name.
+    for position, parameter in list(enumerate(before.values()))[1:]:
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            taken = parameter.name in names[code.co_posonlyargcount :]
+            mixed_up = position < len(required) and required[position] != parameter.name
+            if mixed_up or (not taken and not code.co_flags & inspect.CO_VARKEYWORDS):
+                return f"its code does not take the argument {parameter.name} by name"
+    return ""
+
+
 def _misfit(new: Any, old: Any) -> str:
-    """Why calls that fit `old` may not fit `new`; "" where they do. A backport may add optional parameters."""
+    """Why `new` cannot stand in for `old`; "" where it can. A backport may add optional parameters."""
+    problem = _wrong_kind(new, old)
+    if problem or not callable(old):
+        return problem
     try:
         before, after = inspect.signature(old).parameters, inspect.signature(new).parameters
     except (TypeError, ValueError):
@@ -118,10 +171,11 @@ def _misfit(new: Any, old: Any) -> str:
         # By identity: a default may be a tensor, which has no plain equality.
         elif parameter.kind is not before[name].kind or parameter.default is not before[name].default:
             return f"parameter {name} is not as upstream has it"
-    return ""
+    return _refused(new, before) if isinstance(new, types.FunctionType) else ""
 
 
-Change = tuple[Chain, tuple[Layer, ...], Any]  # a chain, its layers to be, and what will stand on the target
+Change = tuple[Chain, Chain]  # before and after
+Imported = tuple[str, Iterable[str]]  # a module just imported, and the modules that can hold its new objects already
 
 
 class Binder:
@@ -129,11 +183,11 @@ class Binder:
 
     def __init__(self) -> None:
         self.chains: dict[str, Chain] = {}
-        self.slots: dict[tuple[int, str], Slot] = {}
-        self.lost: dict[tuple[int, str], tuple[Any, Lost]] = {}  # with the owner, so that its id() stays taken
+        self.slots: dict[Key, Slot] = {}
+        self.lost: dict[Key, Lost] = {}
         self.executed: set[str] = set()  # modules whose code has run to the end, though their import is not over
-        # Wrappers of ours that are off duty but may still stand somewhere, with what they stood above.
-        self._retired: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        # What shim has ever put on a target, on duty or off, with what was there before.
+        self._ours: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     # What is there
 
@@ -141,7 +195,10 @@ class Binder:
         """The module, if its code has run to the end; None for absent, lazy and half imported ones."""
         module = sys.modules.get(name)
         # type() of the object, never an attribute of it: that would load a lazy module.
-        if not issubclass(type(module), types.ModuleType) or issubclass(type(module), LAZY):
+        if not issubclass(type(module), types.ModuleType):
+            return None
+        # From Python 3.12 on a lazy module is still one while its code runs.
+        if issubclass(type(module), LAZY) and name not in self.executed:
             return None
         initialising = getattr(namespace_of(module).get("__spec__"), "_initializing", False)
         return None if initialising and name not in self.executed else module
@@ -165,58 +222,87 @@ class Binder:
         return owner, name, value
 
     def beneath(self, value: Any) -> Any:
-        """`value`, or what it stood above where it is an off-duty wrapper of ours that somebody put back."""
+        """`value`, or where it is ours what was there before it."""
         inner = unwrap(value)
-        if isinstance(inner, types.FunctionType) and inner in self._retired:
-            return rewrap(value, self._retired[inner])
-        return value
+        if not isinstance(inner, (types.FunctionType, type)) or inner not in self._ours:
+            return value
+        base = self._ours[inner]
+        return base if type(base) is type(value) else rewrap(value, unwrap(base))
 
-    def forget_module(self, module: types.ModuleType) -> None:
-        """Let go of a module whose code is about to run again: its names will hold new objects."""
-        for target in [t for t in self.chains if split_target(t)[0] == namespace_of(module)["__name__"]]:
-            del self.chains[target]
-        self.slots = {key: slot for key, slot in self.slots.items() if slot.owner is not module}
+    def renew(self, module: types.ModuleType) -> None:
+        """Let go of what a module held whose code has run (again), as far as it holds new objects since."""
+        name = namespace_of(module)["__name__"]
+        for target, chain in list(self.chains.items()):
+            if split_target(target)[0] == name and not self._stands(chain):
+                del self.chains[target]
+        self.slots = {k: s for k, s in self.slots.items() if s.owner is not module or s.current() is s.written}
+        self.lost = {k: lost for k, lost in self.lost.items() if lost.slot.owner is not module}
+
+    def _stands(self, chain: Chain) -> bool:
+        try:
+            owner, _, value = self.resolve(chain.target)
+        except BindError:
+            return False
+        return owner is chain.owner and unwrap(value) is unwrap(chain.top)
+
+    def abandon(self, name: str) -> None:
+        """Take everything off a module whose import fails and which is about to leave sys.modules."""
+        self.commit({t: chain.layers for t, chain in self.chains.items() if split_target(t)[0] != name})
 
     # Transactions
 
-    def commit(self, wanted: Mapping[str, tuple[Layer, ...]], modules: Iterable[str] | None = None) -> list[Lost]:
+    def commit(self, wanted: Mapping[str, tuple[Layer, ...]], imported: Imported | None = None) -> list[Lost]:
         """Make the chains what `wanted` says, for every target that is loaded; all of it or nothing.
 
         `wanted` maps targets to their layers, innermost first; a target that is not named loses all layers.
-        `modules` limits the search for aliases. Everything new is built before anything is written, every write is
-        read back, and an exception undoes the writes in reverse. Returns what was found lost.
+        `imported` limits the search for aliases of what a module has just defined. Everything new is built before
+        anything is written, every write is read back, and an exception undoes the writes in reverse. Returns what
+        was found lost.
         """
-        changes = [
-            (chain, layers, self._build(chain, layers))
-            for chain, layers in self._open({**dict.fromkeys(self.chains, ()), **wanted})
-            if chain.layers != layers
-        ]
-        lost_before = len(self.lost)
-        self._keep_pairs(changes)
-        slots_before = dict(self.slots)
+        before = dict(self.chains), dict(self.slots), dict(self.lost)
         journal: list[tuple[Any, str, Any]] = []
         try:
-            self._write_all(changes, journal, modules)
-            self._read_back(journal, {chain.target: layers for chain, layers, _ in changes})
+            self._regain()
+            changes = [
+                self._build(chain, layers)
+                for chain, layers in self._open({**dict.fromkeys(self.chains, ()), **wanted})
+                if chain.layers != layers
+            ]
+            self._keep_pairs(changes)
+            self._write_all(changes, journal, imported)
+            for chain, after in changes:
+                self._settle(chain, after)
         except BaseException:
             for owner, name, value in reversed(journal):
-                _write(owner, name, value)
-            self.slots = slots_before
+                if namespace_of(owner).get(name, MISSING) is not value:
+                    _write(owner, name, value)
+            self.chains, self.slots, self.lost = before
             raise
-        for chain, layers, top in changes:
-            self._settle(chain, layers, top)
-        return [lost for _, lost in list(self.lost.values())[lost_before:]]
+        return [lost for key, lost in self.lost.items() if before[2].get(key) is not lost]
+
+    def _regain(self) -> None:
+        """Govern names again where whoever replaced them has put ours or upstream's object back."""
+        for key, lost in sorted(self.lost.items(), key=lambda item: item[1].partner is not None):
+            current = lost.slot.current()
+            if lost.partner in self.lost or (current is not lost.slot.original and self.beneath(current) is current):
+                continue
+            del self.lost[key]
+            self.slots[key] = replace(lost.slot, written=current)
+            self.chains.pop(lost.slot.target, None)  # what came back may be an older wrapper
 
     def _open(self, wanted: Mapping[str, tuple[Layer, ...]]) -> Iterator[tuple[Chain, tuple[Layer, ...]]]:
         for target, layers in wanted.items():
             chain = self.chains.get(target)
             if chain is None and layers and self.loaded(split_target(target)[0]) is not None:
                 owner, name, value = self.resolve(target)
-                chain = Chain(target, owner, name, self.beneath(value), value)
+                base = self.beneath(value)
+                self.lost.pop((id(owner), name), None)  # what is there now has been looked at: it is not foreign
+                # What stands on a class further up is that class's own.
+                chain = Chain(target, owner, name, base, value if name in namespace_of(owner) else base)
             if chain is not None:
                 yield chain, layers
 
-    def _build(self, chain: Chain, layers: tuple[Layer, ...]) -> Any:
+    def _build(self, chain: Chain, layers: tuple[Layer, ...]) -> Change:
         inner = unwrap(chain.base)
         for layer in layers:
             try:
@@ -224,135 +310,149 @@ class Binder:
             except Exception as error:
                 message = f"{layer.target}: {type(error).__name__}: {error}"
                 raise BindError(message, layer.patch) from error
-            problem = _misfit(outer, inner) if callable(inner) and callable(outer) else ""
+            problem = _misfit(outer, inner)
             if problem:
                 raise BindError(f"{layer.target} would no longer take the calls it took: {problem}", layer.patch)
             inner = outer
-        return rewrap(chain.base, inner) if layers else chain.base
+        top = rewrap(chain.base, inner) if layers else chain.base
+        # Asked now, because once bound under upstream's name a wrapper is found by that name too.
+        borrowed = inner is not unwrap(chain.base) and _found_by_name(inner)
+        return chain, replace(chain, layers=layers, top=top, borrowed=borrowed)
 
     def _keep_pairs(self, changes: Iterable[Change]) -> None:
         """Leave forward in place where backward cannot be taken off because somebody stands on it, and vice versa.
 
         The foreign function still calls ours beneath it, so a pair torn apart would compute wrong gradients.
         """
-        for chain, layers, _ in changes:
+        for chain, after in changes:
             other = {"forward": "backward", "backward": "forward"}.get(chain.name)
             partner = self.chains.get(f"{chain.target.rpartition('.')[0]}.{other}")
-            if not layers and partner is not None and self._is_lost(partner) and not self._is_lost(chain):
-                self._lose(chain.owner, chain.name, chain.target, f"stays bound, because {partner.name} was replaced")
+            if after.layers or partner is None or self._is_lost(chain) or not self._is_lost(partner):
+                continue
+            self._lose(self.slots[chain.key], f"stays bound, because {partner.name} was replaced", partner.key)
 
     def _is_lost(self, chain: Chain) -> bool:
-        slot = self.slots.get((id(chain.owner), chain.name))
-        return (id(chain.owner), chain.name) in self.lost or (slot is not None and slot.current() is not slot.written)
+        slot = self.slots.get(chain.key)
+        return chain.key in self.lost or (slot is not None and slot.current() is not slot.written)
 
-    def _lose(self, owner: Any, name: str, target: str, why: str) -> None:
-        place = str(Slot(owner, name, None, None, target))
-        self.lost[id(owner), name] = (owner, Lost(place, target, why))
-        self.slots.pop((id(owner), name), None)
+    def _lose(self, slot: Slot, why: str, partner: Key | None = None) -> None:
+        self.lost[slot.key] = Lost(slot, why, partner)
+        self.slots.pop(slot.key, None)
 
-    def _write_all(self, changes: Iterable[Change], journal: list[Any], modules: Iterable[str] | None) -> None:
+    def _write_all(self, changes: Iterable[Change], journal: list[Any], imported: Imported | None) -> None:
         """First the targets and all places known, then the aliases, so that an import meanwhile takes no old one."""
-        old: dict[int, tuple[Chain, Any]] = {}
-        for chain, _, top in changes:
-            self._put(chain.owner, chain.name, chain, top, journal)
+        old: dict[int, Change] = {}
+        near: list[Any] = []
+        far: list[Any] = []
+        for chain, after in changes:
+            self._put(chain.owner, chain.name, chain, after, journal)
             inner = unwrap(chain.top)
-            # Nothing else is known by identity, and what a subclass inherits is not an alias of the subclass's name.
-            inherited = chain.top is chain.base and self._inherited(chain)
-            if isinstance(inner, (types.FunctionType, type)) and not inherited:
-                old[id(inner)] = (chain, top)
-        by_target = {chain.target: (chain, top) for chain, _, top in changes}
+            # Constants are not known by identity.
+            if callable(inner) and not self._is_borrowed(chain):
+                old[id(inner)] = (chain, after)
+                (near if imported is not None and self._is_new(chain, imported[0]) else far).append(inner)
+        by_target = {chain.target: (chain, after) for chain, after in changes}
         for slot in list(self.slots.values()):
-            chain_top = by_target.get(slot.target)
-            if chain_top is not None:
-                chain, top = chain_top
+            change = by_target.get(slot.target)
+            if change is not None:
+                chain, after = change
                 # After a reload, older places keep the older wrapper, but give it up in the end.
-                if top is chain.base or unwrap(slot.written) is unwrap(chain.top):
-                    self._put(slot.owner, slot.name, chain, top, journal)
+                same = unwrap(self.beneath(slot.written)) is unwrap(chain.base) or slot.original is chain.base
+                if same or not after.layers:
+                    self._put(slot.owner, slot.name, chain, after, journal)
             elif slot.target not in self.chains:
                 self._restore(slot, journal)
-        for owner, name, raw in find_aliases([unwrap(c.top) for c, _ in old.values()], modules):
-            chain, top = old[id(unwrap(raw))]
-            self._put(owner, name, chain, top, journal)
+        found = find_aliases(far)
+        if near and imported is not None:
+            found += find_aliases(near, imported[1])
+        for owner, name, raw in found:
+            chain, after = old[id(unwrap(raw))]
+            self._put(owner, name, chain, after, journal)
 
-    def _inherited(self, chain: Chain) -> bool:
-        slot = self.slots.get((id(chain.owner), chain.name))
-        return slot is not None and slot.original is MISSING
+    def _is_borrowed(self, chain: Chain) -> bool:
+        """Whether `top` belongs to others: to a class further up, or to wherever a factory took it from."""
+        slot = self.slots.get(chain.key)
+        inherited = chain.top is chain.base and slot is not None and slot.original is MISSING
+        return inherited or chain.borrowed
 
-    def _put(self, owner: Any, name: str, chain: Chain, top: Any, journal: list[Any]) -> None:
-        """Write `top` to one place (the original, where `top` is the base), unless somebody else holds it now."""
+    def _is_new(self, chain: Chain, module: str) -> bool:
+        """Whether the module that was just imported has itself made what stands on the target."""
+        made_in = getattr(unwrap(chain.top), "__module__", None)
+        return not chain.layers and split_target(chain.target)[0] == module == made_in
+
+    def _put(self, owner: Any, name: str, chain: Chain, after: Chain, journal: list[Any]) -> None:
+        """Write the new top to one place (the original, where no layer is left), unless somebody else holds it now."""
         key = (id(owner), name)
+        if key in self.lost:
+            return
         current = namespace_of(owner).get(name, MISSING)
         slot = self.slots.get(key)
-        if key in self.lost:
-            if self.beneath(current) is current and unwrap(current) is not unwrap(chain.base):
-                return
-            del self.lost[key]  # whoever replaced it has put ours or upstream's back
         if slot is not None and current is not slot.written:
-            self._lose(owner, name, chain.target, _replaced_by(current))
+            self._lose(slot, _replaced_by(current))
             return
         if slot is None:
             # An alias taken while shim was bound would hold upstream's object, had shim never been there.
             upstream = current is MISSING or unwrap(current) is unwrap(chain.base)
             original = current if upstream else rewrap(current, unwrap(chain.base))
             slot = Slot(owner, name, original, current, chain.target)
-        if top is chain.base:
+        if not after.layers:
             self.slots[key] = slot
             self._restore(slot, journal)
             return
-        value = rewrap(chain.base if current is MISSING else current, unwrap(top))
-        journal.append((owner, name, current))
-        _write(owner, name, value)
-        self.slots[key] = replace(slot, written=value)
+        value = rewrap(chain.base if current is MISSING else current, unwrap(after.top))
+        slot = self.slots[key] = replace(slot, written=value)
+        self._write(slot, value, current, journal, after.layers[-1].patch)
 
     def _restore(self, slot: Slot, journal: list[Any]) -> None:
         current = slot.current()
-        self.slots.pop((id(slot.owner), slot.name), None)
+        self.slots.pop(slot.key, None)
         if current is slot.written:
             if current is not slot.original:
-                journal.append((slot.owner, slot.name, current))
-                _write(slot.owner, slot.name, slot.original)
+                self._write(slot, slot.original, current, journal)
         else:
-            self._lose(slot.owner, slot.name, slot.target, _replaced_by(current))
+            self._lose(slot, _replaced_by(current))
 
-    def _read_back(self, journal: Iterable[tuple[Any, str, Any]], layers: Mapping[str, tuple[Layer, ...]]) -> None:
-        for owner, name, _ in journal:
-            slot = self.slots.get((id(owner), name))
-            if slot is not None and slot.current() is not slot.written:
-                outermost = [layer.patch for layer in layers.get(slot.target, ())][-1:]
-                raise BindError(f"{slot.target} does not read back at {slot}", *outermost)
+    def _write(self, slot: Slot, value: Any, current: Any, journal: list[Any], patch: str | None = None) -> None:
+        """Write one name, with an entry in the journal, and read it back."""
+        journal.append((slot.owner, slot.name, current))
+        try:
+            _write(slot.owner, slot.name, value)
+        except Exception as error:
+            message = f"{slot.target}: {slot} cannot be written: {type(error).__name__}: {error}"
+            raise BindError(message, patch) from error
+        if slot.current() is not value:
+            raise BindError(f"{slot.target} does not read back at {slot}", patch)
 
-    def _settle(self, chain: Chain, layers: tuple[Layer, ...], top: Any) -> None:
+    def _settle(self, chain: Chain, after: Chain) -> None:
         """Record what the transaction made of a chain."""
-        for value in (chain.top, top):
-            inner = unwrap(value)
-            if isinstance(inner, types.FunctionType) and inner is not unwrap(chain.base):
-                self._retired[inner] = unwrap(chain.base)
-        if layers:
-            if isinstance(unwrap(top), types.FunctionType):
-                self._retired.pop(unwrap(top), None)
-            self.chains[chain.target] = replace(chain, layers=layers, top=top)
-        else:
+        if not after.layers:
             self.chains.pop(chain.target, None)
+            return
+        self.chains[chain.target] = after
+        inner = unwrap(after.top)
+        if isinstance(inner, (types.FunctionType, type)) and inner is not unwrap(chain.base) and not after.borrowed:
+            self._ours[inner] = chain.base
 
     # Reading
 
     def lost_now(self) -> list[Lost]:
         """What others have replaced, including what no transaction has noticed yet; changes nothing."""
         fresh = [
-            Lost(str(slot), slot.target, _replaced_by(slot.current()))
+            Lost(slot, _replaced_by(slot.current()))
             for slot in self.slots.values()
             if slot.current() is not slot.written
         ]
-        return [*(lost for _, lost in self.lost.values()), *fresh]
+        return [*self.lost.values(), *fresh]
 
-    def is_target_place(self, lost: Lost) -> bool:
-        """Whether what was lost is the target itself, not one of its aliases."""
-        return lost.place == lost.target.replace(":", ".")
+    def lost_targets(self) -> dict[str, Lost]:
+        """Those among `lost_now` that are a target itself, not one of its aliases."""
+        places = {chain.key: target for target, chain in self.chains.items()}
+        return {places[lost.slot.key]: lost for lost in self.lost_now() if lost.slot.key in places}
 
     def bound(self, patch: str, target: str) -> bool:
         """Whether the patch is on the target right now, read back from the target itself."""
         chain = self.chains.get(target)
         if chain is None or all(layer.patch != patch for layer in chain.layers):
             return False
-        slot = self.slots.get((id(chain.owner), chain.name))
+        slot = self.slots.get(chain.key)
         return slot is not None and slot.current() is slot.written

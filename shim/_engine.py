@@ -13,14 +13,14 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-from shim._aliases import unwrap
-from shim._bind import LAZY, Binder, Layer, Lost
+from shim._aliases import namespace_of, unwrap
+from shim._bind import LAZY, Binder, Imported, Layer
 from shim._detect import detect
-from shim._errors import BindError, NotMetError, OptionError
+from shim._errors import BindError, NotMetError, OptionError, ShimError
 from shim._explain import explanation
 from shim._fingerprint import split_target
 from shim._foreign import foreign_on
-from shim._hook import ImportHook
+from shim._hook import ImportHook, is_initialising
 from shim._matrix import load_matrix
 from shim._options import Options, matrix_argument, resolve
 from shim._plan import Decision, Plan, enforce, make_plan
@@ -35,6 +35,10 @@ log = logging.getLogger("shim")
 _SAID_LIMIT = 1000
 
 
+# What factories depend on: patch, variant, options and targets.
+_Content = tuple[str, "str | None", str, tuple[str, ...]]
+
+
 class _State:
     """All that shim remembers in a process. Whoever reads or changes it holds `lock`, and imports nothing meanwhile:
     another thread may hold an import lock and wait for this one."""
@@ -43,56 +47,69 @@ class _State:
         self.lock = threading.RLock()
         self.binder = Binder()
         self.plan: Plan | None = None  # None: nothing is wanted
-        self.revisions: dict[str, tuple[object, int]] = {}
-        self.factories: dict[tuple[str, str, int], Mapping[str, Any]] = {}
+        self.last: Plan | None = None  # the last one that was wanted
+        self.patches: frozenset[str] = frozenset()  # patch modules of the plan
+        self.modules: frozenset[str] = frozenset()  # modules of the targets of the plan
+        self.late: frozenset[str] = frozenset()  # those among them that no commit has seen loaded yet
+        self.adoptions = 0  # how often a plan was made the current one
+        self.factories: dict[_Content, Mapping[str, Any]] = {}
         self.failed: dict[str, str] = {}
-        self.late: set[str] = set()  # target modules whose import was already under way in the thread of apply()
         self.said: set[str] = set()
-        self.hook = ImportHook(self.wants, self.before_import, self.after_import)
+        self.hook = ImportHook(self.wants, self.after_import)
+
+    def adjust(self, plan: Plan | None) -> None:
+        self.plan = plan
+        self.last = plan or self.last
+        self.modules = frozenset() if plan is None else frozenset(_target_modules(plan))
+        self.patches = frozenset() if plan is None else frozenset(e.module for e in plan.matrix.patches.values())
+        self.late = frozenset(name for name in self.modules if self.binder.loaded(name) is None)
 
     # What the import hook calls
 
     def wants(self, module: str) -> bool:
-        if self.late:
+        # Asked for every import of the process, so without the lock, and with no more work than this.
+        # Not while a patch module is being found: catching up may import that very module, and load it twice.
+        if not sys.modules.keys().isdisjoint(self.late) and module not in self.patches:
             _catch_up(self)
-        current = self.plan
-        return current is not None and module in _target_modules(current)
-
-    def before_import(self, module: ModuleType) -> None:
-        with self.lock:
-            self.binder.forget_module(module)
+        return module in self.modules
 
     def after_import(self, module: ModuleType, meanwhile: Sequence[str]) -> None:
+        name = namespace_of(module)["__name__"]
         with self.lock:
-            self.binder.executed.add(module.__name__)
-            for id in [id for id in self.failed if self.plan and module.__name__ in _modules_of(self.plan[id])]:
+            self.binder.executed.add(name)
+            self.late -= {name}
+            self.binder.renew(module)
+            for id in [id for id in self.failed if self.plan and name in _modules_of(self.plan[id])]:
                 del self.failed[id]  # each import of a target tries again, and raises again
         try:
-            _settle(self, [module.__name__, *meanwhile])
+            _settle(self, (name, [name, *meanwhile]))
+        except BaseException:
+            with self.lock:
+                self.binder.executed.discard(name)
+                if self.binder.loaded(name) is None:  # it is not being reloaded, so it leaves sys.modules
+                    self.binder.abandon(name)
+            raise
         finally:
             with self.lock:
-                self.binder.executed.discard(module.__name__)
+                self.binder.executed.discard(name)
 
 
 STATE = _State()
 
 
 def _target_modules(plan: Plan) -> set[str]:
-    return {split_target(target)[0] for d in plan.decisions.values() if d.wanted for target in d.targets}
+    """Modules whose import concerns the plan: what is to be bound there, or what is required and cannot be."""
+    required = {id for id in plan.options.require if plan[id].action == "conflict"}
+    concerned = [d for d in plan.decisions.values() if d.wanted or d.id in required]
+    return {split_target(target)[0] for d in concerned for target in d.targets}
 
 
 def _modules_of(decision: Decision) -> set[str]:
     return {split_target(target)[0] for target in decision.targets}
 
 
-def _revision(state: _State, decision: Decision) -> int:
-    """A number that changes whenever variant or options of a patch do, so that its layers are built anew."""
-    content = (decision.variant, repr(sorted(decision.options.items())), decision.targets)
-    known, number = state.revisions.get(decision.id, (None, 0))
-    if known != content:
-        number += 1
-        state.revisions[decision.id] = (content, number)
-    return number
+def _content(decision: Decision) -> _Content:
+    return decision.id, decision.variant, repr(sorted(decision.options.items())), decision.targets
 
 
 # Binding
@@ -101,37 +118,38 @@ def _revision(state: _State, decision: Decision) -> int:
 def _load_factories(state: _State, plan: Plan) -> None:
     """Import the patch modules that are needed now. Called without the lock: an import may wait for another thread."""
     for decision in plan.decisions.values():
-        if not decision.wanted or not any(state.binder.loaded(module) for module in _modules_of(decision)):
+        content = _content(decision)
+        if not decision.wanted or content in state.factories or decision.id in state.failed:
             continue
-        with state.lock:
-            key = (decision.id, decision.variant or "", _revision(state, decision))
-            if key in state.factories:
-                continue
+        if not any(state.binder.loaded(module) for module in _modules_of(decision)):
+            continue
         entry = plan.matrix.patches[decision.id]
         try:
             module = importlib.import_module(entry.module)
+            if is_initialising(module):
+                # It imports a target itself, and this is that import: whoever imports the patch binds it in the end.
+                continue
             factories = dict(module.bindings(decision.variant, dict(decision.options)))
         except Exception as error:
             what = f"{decision.id} cannot be loaded from {entry.module}: {type(error).__name__}: {error}"
             raise BindError(what, decision.id) from error
         if set(factories) != set(decision.targets):
             odd = ", ".join(sorted(set(factories) ^ set(decision.targets)))
-            raise BindError(f"{decision.id}: matrix and {entry.module} disagree about the targets of {key[1]}: {odd}")
+            what = f"matrix and {entry.module} disagree about the targets of {decision.variant}: {odd}"
+            raise BindError(f"{decision.id}: {what}", decision.id)
         with state.lock:
-            state.factories[key] = factories
+            state.factories[content] = factories
 
 
 def _layers(state: _State, plan: Plan) -> dict[str, tuple[Layer, ...]]:
     wanted: dict[str, tuple[Layer, ...]] = {}
     for decision in plan.decisions.values():
-        if not decision.wanted or decision.id in state.failed:
-            continue
-        revision = _revision(state, decision)
-        factories = state.factories.get((decision.id, decision.variant or "", revision))
-        if factories is None:
+        content = _content(decision)
+        factories = state.factories.get(content)
+        if not decision.wanted or decision.id in state.failed or factories is None:
             continue
         for target in decision.targets:
-            layer = Layer(decision.id, target, factories[target], revision)
+            layer = Layer(decision.id, target, factories[target], content)
             wanted[target] = (*wanted.get(target, ()), layer)
     return wanted
 
@@ -146,7 +164,9 @@ def _conflict(state: _State, decision: Decision, plan: Plan) -> str:
             value = binder.resolve(target)[2]
         except BindError as error:
             return str(error)
-        found = foreign_on(target, unwrap(binder.beneath(value)), plan.environment.sources)
+        variant = plan.matrix.patches[decision.id].variants[decision.variant or ""]
+        body = variant.inherits(target) or target
+        found = foreign_on(body, unwrap(binder.beneath(value)), plan.environment.sources)
         if found:
             return f"{target} holds {found}"
     return ""
@@ -163,51 +183,54 @@ def _with_conflicts(state: _State, plan: Plan) -> Plan:
     return plan if decisions == plan.decisions else replace(plan, decisions=decisions)
 
 
-def _settle(state: _State, modules: Iterable[str] | None = None) -> list[Lost]:
+def _settle(state: _State, imported: Imported | None = None) -> None:
     """Bring the process to the current plan as far as its modules are loaded; BindError names the failing patch.
 
-    Loops because the patch modules are imported without the lock, and the plan may change meanwhile.
+    Loops because the patch modules are imported without the lock, and the plan may change meanwhile, and because the
+    patches that do not fail are bound all the same. `imported`: see Binder.commit.
     """
+    first: BindError | None = None
     while True:
         with state.lock:
             plan = state.plan
-        if plan is not None:
-            _load_factories(state, plan)
-        with state.lock:
-            if plan is not state.plan:
-                continue
-            if plan is None:
-                return state.binder.commit({}, modules)
-            plan = state.plan = _with_conflicts(state, plan)
-            _say(state, plan)
-            _enforce_required(plan)
-            lost = _commit(state, plan, modules)
-            for item in lost:
-                log.warning("%s since shim bound it; it is left alone", item)
-            return lost
-
-
-def _commit(state: _State, plan: Plan, modules: Iterable[str] | None) -> list[Lost]:
-    try:
-        return state.binder.commit(_layers(state, plan), modules)
-    except BindError as error:
-        # The whole patch is rolled back, also where earlier imports had bound it.
-        if error.patch is not None:
-            state.failed[error.patch] = str(error)
-            state.binder.commit(_layers(state, plan))
-        name = error.patch or "a patch"
-        release = ", ".join(f"{i.distribution} {i.raw}" for i in plan.environment.installed.values())
+        try:
+            if plan is not None:
+                _load_factories(state, plan)
+            with state.lock:
+                if plan is not state.plan:
+                    continue
+                if plan is not None:
+                    plan = _with_conflicts(state, plan)
+                    state.adjust(plan)
+                    _say(state, plan)
+                for item in state.binder.commit(_layers(state, plan) if plan is not None else {}, imported):
+                    log.warning("%s since shim bound it; it is left alone", item)
+                state.late = frozenset(name for name in state.modules if state.binder.loaded(name) is None)
+                if plan is not None:
+                    _enforce_required(plan, imported)
+            break
+        except BindError as error:
+            if error.patch is None or error.patch in state.failed:
+                raise
+            # The whole patch is taken off, also where earlier imports had bound it.
+            with state.lock:
+                state.failed[error.patch] = str(error)
+            first = first or error
+    if first is not None:
+        releases = () if plan is None else plan.environment.installed.values()
+        release = ", ".join(f"{i.distribution} {i.raw}" for i in releases)
         raise BindError(
-            f"{name} failed and was rolled back as a whole: {error} (on {release}). Remedy: run without it "
-            f"(MEGATRON_SHIM_EXCLUDE={name}) and report it with the output of `shim doctor`.",
-            error.patch,
-        ) from error
+            f"{first.patch} failed and was rolled back as a whole: {first} (on {release}). Remedy: run without it "
+            f"(MEGATRON_SHIM_EXCLUDE={first.patch}) and report it with the output of `shim doctor`.",
+            first.patch,
+        ) from first
 
 
-def _enforce_required(plan: Plan) -> None:
+def _enforce_required(plan: Plan, imported: Imported | None) -> None:
     for id in plan.options.require:
-        if plan[id].action == "conflict":
-            raise NotMetError(f"required, but {id} is in conflict: {plan[id].reason}. Remedy: {plan[id].remedy}.")
+        decision = plan[id]
+        if decision.action == "conflict" and (imported is None or imported[0] in _modules_of(decision)):
+            raise NotMetError(f"required, but {id} is in conflict: {decision.reason}. Remedy: {decision.remedy}.")
 
 
 def _say(state: _State, plan: Plan) -> None:
@@ -239,7 +262,7 @@ def _wait_for_imports(plan: Plan) -> None:
 
 
 def _catch_up(state: _State) -> None:
-    """Bind target modules that were half imported at apply(), now that their code has run to the end."""
+    """Bind target modules that were half imported at apply(), or that came in past the hook."""
     with state.lock:
         ready = {name for name in state.late if state.binder.loaded(name) is not None}
         state.late -= ready
@@ -247,10 +270,10 @@ def _catch_up(state: _State) -> None:
         _settle(state)
 
 
-def _watch_imports(state: _State, plan: Plan) -> None:
-    state.hook.install()
-    state.late = _half_imported(plan)
-    for name in _target_modules(plan):
+def _watch_imports(state: _State) -> None:
+    if state.modules:
+        state.hook.install()
+    for name in state.modules:
         module = sys.modules.get(name)
         if module is not None and _is_lazy(module):
             state.hook.adopt_lazy(module)
@@ -261,7 +284,7 @@ def _watch_imports(state: _State, plan: Plan) -> None:
 
 def _make_plan(arguments: Mapping[str, Any]) -> Plan:
     arguments = dict(arguments)
-    matrix = load_matrix(matrix_argument(arguments.pop("matrix", None)), check_ranges=False)
+    matrix = load_matrix(matrix_argument(arguments.pop("matrix", None)))
     return make_plan(detect(), matrix, resolve(matrix, **arguments))
 
 
@@ -324,20 +347,27 @@ def _adopt(wanted: Plan | None) -> Report:
         _say(state, wanted)
         enforce(wanted)
     with state.lock:
-        before, state.plan = state.plan, wanted
+        before, failed = state.plan, dict(state.failed)
+        state.adjust(wanted)
+        state.adoptions += 1
+        mine = state.adoptions
         state.failed.clear()
-        if wanted is not None:
-            _watch_imports(state, wanted)
+        _watch_imports(state)
     try:
         _settle(state)
     except BaseException:
         with state.lock:
-            state.plan = before
-        _settle(state)
+            if state.adoptions == mine:  # no other thread has made another plan the current one meanwhile
+                state.adjust(before)
+                state.failed = failed
+        try:
+            _settle(state)
+        except ShimError as error:
+            log.warning("what was applied before could not be restored as a whole: %s", error)
         raise
     finally:
         with state.lock:
-            if state.plan is None:
+            if not state.modules:
                 state.hook.remove()
     return status()
 
@@ -380,7 +410,7 @@ def status() -> Report:
         current = STATE.plan
         if current is not None:
             return read_report(current, STATE.binder, STATE.failed)
-    made = _not_applied(_make_plan({}))
+    made = _not_applied(STATE.last or _make_plan({}))
     with STATE.lock:
         return read_report(made, STATE.binder, {})
 
@@ -396,10 +426,12 @@ def check(model: Any = None, group: Any = None) -> Report:
     with strict, and where ranks differ. Logs one INFO line on rank 0.
     """
     _catch_up(STATE)
+    current = STATE.plan
+    # Before anything raises: a rank that does not take part would leave the others waiting.
+    differing = ranks_that_differ("nothing applied" if current is None else current.digest, group)
+    if current is None:
+        raise OptionError("nothing was applied in this process; call shim.apply() before shim.check()")
     with STATE.lock:
-        current = STATE.plan
-        if current is None:
-            raise OptionError("nothing was applied in this process; call shim.apply() before shim.check()")
         report = read_report(current, STATE.binder, STATE.failed)
         shadows = list(shadows_in(model, current, STATE.binder)) if model is not None else []
     patches = dict(report.patches)
@@ -414,7 +446,6 @@ def check(model: Any = None, group: Any = None) -> Report:
             )
     report = replace(report, patches=patches)
     _judge(report, current.options)
-    differing = ranks_that_differ(report.digest, group)
     if differing:
         raise NotMetError(
             f"ranks disagree about what is applied (id, variant, bodies): {differing}. Remedy: install the same "

@@ -41,7 +41,8 @@ def explanation(plan: Plan, id: str) -> str:
         lines.append(f"  {ranges}: {what}" + (f" ({rule.note})" if rule.note else ""))
     for variant in entry.variants.values():
         lines.append(f"Variant {variant.name}:")
-        lines += [f"  binds {target}" for target in variant.targets]
+        for target in variant.targets:
+            lines.append(f"  binds {target}" + (" where it is imported" if target in variant.optional else ""))
         lines += [f"  relies on {read}" for read in variant.reads]
     if entry.options:
         lines.append("Options: " + ", ".join(f"{name}={value!r}" for name, value in entry.options.items()))

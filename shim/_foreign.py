@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import types
 from collections.abc import Iterator
@@ -41,25 +42,36 @@ def _is_from(value: Any, path: str, found: list[Definition]) -> bool:
     return any(first <= code.co_firstlineno <= last for first, last in (d.lines for d in found))
 
 
+def _is_wrapped(definition: Definition) -> bool:
+    """Whether a decorator may have put something else in the place of the function that stands in the source."""
+    plain = ("staticmethod", "classmethod", "property", "setter", "getter", "deleter", "abstractmethod")
+    decorators = getattr(definition.node, "decorator_list", ())
+    return any((getattr(d, "attr", None) or getattr(d, "id", None)) not in plain for d in decorators)
+
+
 def foreign_on(target: str, value: Any, sources: Sources) -> str:
     """Say whose object sits on `target`, or return "" where it is upstream's own (or nothing can be said).
 
-    Upstream's own is a function whose code stands in the file and at the lines of the target's definition. Where
-    the definition has decorators, only what they wrap is compared.
+    Upstream's own is a function or property whose code stands in the file and at the lines of the target's
+    definition. Where the definition has decorators, only what they wrap is compared. Of what a module has imported
+    or computed nothing can be said.
     """
     module, qualname = split_target(target)
-    if isinstance(value, type):
-        mine = value.__module__ == module and value.__qualname__ == qualname
-        return "" if mine else describe(value)
-    if not isinstance(value, types.FunctionType):
-        return ""
     try:
         path = sources.path(module)
         found = definitions(sources.tree(module), qualname)
     except SourceError:
         return ""
-    if path is None or not found:
+    nodes = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    if path is None or not found or not all(isinstance(d.node, nodes) for d in found):
         return ""
-    outermost_only = not any(d.decorated for d in found)
-    layers = [value] if outermost_only else list(_layers(value))
+    decorated = any(map(_is_wrapped, found))
+    if isinstance(value, type):
+        mine = value.__module__ == module and value.__qualname__ == qualname
+        return "" if mine or decorated else describe(value)
+    if isinstance(value, property):
+        value = value.fget
+    if not isinstance(value, types.FunctionType):
+        return "" if decorated else describe(value)
+    layers = list(_layers(value)) if decorated else [value]
     return "" if any(_is_from(layer, path, found) for layer in layers) else describe(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader
@@ -12,7 +13,7 @@ from typing import Any
 from shim._aliases import namespace_of
 from shim._sources import is_ours
 
-__all__ = ["ImportHook"]
+__all__ = ["ImportHook", "is_initialising"]
 
 
 class _HookedLoader(Loader):
@@ -30,21 +31,33 @@ class _HookedLoader(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        spec = module.__spec__
+        name, spec = namespace_of(module)["__name__"], namespace_of(module).get("__spec__")
         if spec is not None:
             spec.loader = self._loader
         module.__loader__ = self._loader
         known = set(sys.modules)
-        self._hook.before(module)
+        was_lazy = _is_lazy(module)
         self._loader.exec_module(module)
-        # Only modules that came up meanwhile, or are still coming up, can have taken an alias already.
-        meanwhile = [name for name in list(sys.modules) if name not in known or _is_initialising(name)]
-        self._hook.after(module, meanwhile)
+        if _is_lazy(module) and not was_lazy:
+            # The loader was importlib.util.LazyLoader: no code has run yet, and an attribute read would run it.
+            self._hook.adopt_lazy(module)
+            return
+        # Someone may load a copy of the module for himself; what everybody imports is the one in sys.modules.
+        if sys.modules.get(name) is module:
+            # Only modules that came up meanwhile, or are still coming up, can have taken an alias already.
+            meanwhile = [
+                name for name in list(sys.modules) if name not in known or is_initialising(sys.modules.get(name))
+            ]
+            self._hook.after(module, meanwhile)
 
 
-def _is_initialising(name: str) -> bool:
-    module = sys.modules.get(name)
-    if not isinstance(module, ModuleType):
+def _is_lazy(module: ModuleType) -> bool:
+    return issubclass(type(module), importlib.util._LazyModule)  # type: ignore[attr-defined]
+
+
+def is_initialising(module: object) -> bool:
+    """Whether the import of a module is not over yet."""
+    if not issubclass(type(module), ModuleType):
         return False
     return bool(getattr(namespace_of(module).get("__spec__"), "_initializing", False))
 
@@ -52,9 +65,9 @@ def _is_initialising(name: str) -> bool:
 class ImportHook:
     """A finder in front of sys.meta_path that wraps the loader of modules `wants(name)` is true of.
 
-    `before(module)` runs just before the module's code, `after(module, names)` just after it, `names` being the
-    modules that were imported meanwhile. An exception in `after` makes the import raise, each time: importlib takes
-    the module out of sys.modules and never binds it in its parent.
+    `after(module, names)` runs just after the module's code, `names` being the modules that were imported meanwhile.
+    An exception in `after` makes the import raise, each time: importlib takes the module out of sys.modules and never
+    binds it in its parent.
     """
 
     is_shim_finder = True
@@ -62,11 +75,9 @@ class ImportHook:
     def __init__(
         self,
         wants: Callable[[str], bool],
-        before: Callable[[ModuleType], None],
         after: Callable[[ModuleType, Sequence[str]], None],
     ) -> None:
         self.wants = wants
-        self.before = before
         self.after = after
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import builtins
-import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,16 @@ from typing import Any
 import yaml
 from packaging.version import Version
 
-from shim._errors import MatrixError, SourceError
-from shim._fingerprint import split_target
+from shim._coverage import check_coverage
 from shim._sources import find_spec
-from shim._versions import in_range, parse_range, parse_version
+from shim._versions import in_range
+from shim._yaml import Reader, compose
 
 __all__ = ["CHANGES", "KINDS", "Matrix", "PatchEntry", "Pin", "Rule", "Variant", "load_matrix", "matrix_path"]
 
 KINDS = ("correctness", "compat", "performance", "feature")
 CHANGES = ("nothing", "rounding", "values")
 DISTRIBUTIONS = ("megatron-core", "transformer-engine", "torch")
-QUOTED = ("'", '"', "|", ">")  # styles of scalars that are text; the C and the Python loader differ on plain ones
 FINGERPRINT = re.compile(r"[0-9a-f]{16}\.([0-9a-f]{8}|-)")
 PATCH_ID = re.compile(r"[A-Za-z0-9_-]+")  # environment variables list them, with commas and spaces between
 PACKAGE = Path(__file__).resolve().parent
@@ -45,13 +43,15 @@ def patches_path() -> Path:
 class Variant:
     """One way a patch is wired: the targets it binds and the bodies it relies on, as ``module:qualname``.
 
-    `inherited` maps a target that is bound on a subclass to the definition it inherits.
+    `inherited` maps a target that is bound on a subclass to the definition it inherits. `optional` targets are bound
+    like all others, but not waited for: their modules are imported only by those who use them.
     """
 
     name: str
     targets: tuple[str, ...]
     reads: tuple[str, ...] = ()
     inherited: Mapping[str, str] = None  # type: ignore[assignment]
+    optional: frozenset[str] = frozenset()
 
     @property
     def bodies(self) -> tuple[str, ...]:
@@ -138,84 +138,6 @@ class Matrix:
                     yield release, pins[patch]
 
 
-class _Reader:
-    """Reads a composed YAML document; every complaint carries file and line."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def fail(self, node: yaml.Node | None, message: str) -> MatrixError:
-        line = 1 if node is None else node.start_mark.line + 1
-        return MatrixError(f"{self.path}:{line}: {message}")
-
-    def mapping(self, node: yaml.Node, what: str, keys: Mapping[str, bool] | None = None) -> dict[str, yaml.Node]:
-        """The entries of a mapping; `keys` names the allowed ones and whether they must be there."""
-        if not isinstance(node, yaml.MappingNode) or not node.tag.endswith(":map"):
-            raise self.fail(node, f"{what} must be a mapping")
-        found: dict[str, yaml.Node] = {}
-        for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise self.fail(key, f"a key of {what} must be text")
-            if key.tag.endswith(":merge"):
-                raise self.fail(key, f"{what} must be written out, without <<")
-            if key.value in found:
-                raise self.fail(key, f"duplicate key {key.value!r} in {what}")
-            if keys is not None and key.value not in keys:
-                raise self.fail(key, f"unknown key {key.value!r} in {what}; known are {', '.join(keys)}")
-            found[key.value] = value
-        for name, required in (keys or {}).items():
-            if required and name not in found:
-                raise self.fail(node, f"{what} lacks {name!r}")
-        return found
-
-    def sequence(self, node: yaml.Node, what: str) -> list[yaml.Node]:
-        if not isinstance(node, yaml.SequenceNode) or not node.tag.endswith(":seq"):
-            raise self.fail(node, f"{what} must be a list")
-        return node.value
-
-    def text(self, node: yaml.Node, what: str, choices: Sequence[str] = ()) -> str:
-        if not isinstance(node, yaml.ScalarNode) or not node.tag.endswith(":str"):
-            raise self.fail(node, f"{what} must be text")
-        if not node.value.strip():
-            raise self.fail(node, f"{what} is empty")
-        if choices and node.value not in choices:
-            raise self.fail(node, f"{what} is {node.value!r}; it must be one of {', '.join(choices)}")
-        return node.value
-
-    def texts(self, node: yaml.Node, what: str) -> tuple[str, ...]:
-        return tuple(self.text(item, f"an entry of {what}") for item in self.sequence(node, what))
-
-    def quoted(self, node: yaml.Node, what: str) -> str:
-        """Text in quotes: YAML reads 0.20 as the number 0.2, and an unquoted range may not be read at all."""
-        if not isinstance(node, yaml.ScalarNode) or node.style not in QUOTED[:2]:
-            shown = getattr(node, "value", "")
-            raise self.fail(node, f"{what} must be a quoted version string, not {shown}")
-        return node.value
-
-    def version(self, node: yaml.Node, what: str) -> str:
-        value = self.quoted(node, what)
-        if parse_version(value) is None:
-            raise self.fail(node, f"{what} is {value!r}, which is not a PEP 440 version")
-        return value
-
-    def range(self, node: yaml.Node, what: str) -> str:
-        value = self.quoted(node, what)
-        try:
-            parse_range(value)
-        except ValueError as error:
-            raise self.fail(node, f"{what}: {error}") from None
-        return value
-
-    def target(self, node: yaml.Node, what: str) -> str:
-        value = self.text(node, what)
-        try:
-            split_target(value)
-        except SourceError as error:
-            raise self.fail(node, str(error)) from None
-        return value
-
-
-TEXT_LIMIT = 20_000  # characters in a line, brackets in the text; a hundred times that for the whole
 TOP_KEYS = {"supported": True, "patches": True, "releases": False}
 PATCH_KEYS = {
     "summary": True,
@@ -231,33 +153,38 @@ PATCH_KEYS = {
     "options": False,
 }
 VARIANT_KEYS = {"targets": True, "reads": False}
-TARGET_KEYS = {"target": True, "inherits": True}
+TARGET_KEYS = {"target": True, "inherits": False, "optional": False}
 RULE_KEYS = {**dict.fromkeys(DISTRIBUTIONS, False), "note": False}
 PIN_KEYS = {"variant": True, "fingerprints": True}
 
 
-def _variant(read: _Reader, name: str, node: yaml.Node) -> Variant:
+def _variant(read: Reader, name: str, node: yaml.Node) -> Variant:
     entries = read.mapping(node, f"variant {name}", VARIANT_KEYS)
     targets: list[str] = []
     inherited: dict[str, str] = {}
+    optional: set[str] = set()
     for item in read.sequence(entries["targets"], f"targets of {name}"):
         if isinstance(item, yaml.MappingNode):
-            pair = read.mapping(item, "an inherited target", TARGET_KEYS)
-            target = read.target(pair["target"], "target")
-            inherited[target] = read.target(pair["inherits"], "inherits")
+            given = read.mapping(item, "a target", TARGET_KEYS)
+            target = read.target(given["target"], "target")
+            if "inherits" in given:
+                inherited[target] = read.target(given["inherits"], "inherits")
+            if "optional" in given and read.flag(given["optional"], "optional"):
+                optional.add(target)
         else:
             target = read.target(item, "a target")
         if target in targets:
             raise read.fail(item, f"target {target} stands twice in variant {name}")
         targets.append(target)
-    if not targets:
-        raise read.fail(node, f"variant {name} has no target")
+    if set(targets) <= optional:
+        raise read.fail(node, f"variant {name} has no target" + (" that is not optional" if targets else ""))
     reads = entries.get("reads")
     items = [] if reads is None else read.sequence(reads, f"reads of {name}")
-    return Variant(name, tuple(targets), tuple(read.target(i, "a read") for i in items), inherited)
+    relied = tuple(read.target(i, "a read") for i in items)
+    return Variant(name, tuple(targets), relied, inherited, frozenset(optional))
 
 
-def _rules(read: _Reader, node: yaml.Node, variants: Mapping[str, Variant] | None) -> list[Rule]:
+def _rules(read: Reader, node: yaml.Node, variants: Mapping[str, Variant] | None) -> list[Rule]:
     keys = dict(RULE_KEYS) if variants is None else {**RULE_KEYS, "variant": True}
     rules = []
     for item in read.sequence(node, "applies" if variants else "upstream"):
@@ -276,49 +203,7 @@ def _rules(read: _Reader, node: yaml.Node, variants: Mapping[str, Variant] | Non
     return rules
 
 
-def _samples(specs: Iterable[str], supported: Iterable[str]) -> list[Version]:
-    """Versions at, just below and just above every boundary: enough to see each gap and overlap of intervals."""
-    found: set[Version] = {Version(release) for release in supported}
-    for spec in specs:
-        for part in parse_range(spec):
-            base = Version(part.version.removesuffix(".*"))
-            numbers = ".".join(map(str, base.release))
-            found |= {base, *(Version(numbers + suffix) for suffix in (".dev0", "rc1", "", ".post1", ".999"))}
-            last = max((i for i, number in enumerate(base.release) if number), default=0)
-            below = [*base.release[:last], max(base.release[last] - 1, 0), 999]
-            found.add(Version(".".join(map(str, below))))
-    return sorted(found)
-
-
-def _check_ranges(read: _Reader, node: yaml.Node, entry: PatchEntry, supported: Mapping[str, tuple[str, ...]]) -> None:
-    axes = [d for d in DISTRIBUTIONS if any(d in rule.ranges for rule in entry.rules)]
-    samples = {
-        axis: _samples((r.ranges[axis] for r in entry.rules if axis in r.ranges), supported.get(axis, ()))
-        for axis in axes
-    }
-    covered = {}
-    for point in itertools.product(*samples.values()):
-        versions = dict(zip(axes, point))
-        hits = [rule for rule in entry.rules if rule.holds(versions)]
-        shown = ", ".join(f"{name} {version}" for name, version in versions.items())
-        if len(hits) > 1:
-            raise MatrixError(
-                f"{read.path}:{hits[1].line}: ranges of {entry.id} overlap: {shown} lies in this rule and in "
-                f"that of line {hits[0].line}"
-            )
-        covered[point] = bool(hits)
-    edges = []
-    for i, axis in enumerate(axes):
-        spoken_of = [Version(release) for release in supported.get(axis, ())]
-        spoken_of += [point[i] for point, hit in covered.items() if hit]
-        edges.append((min(spoken_of), max(spoken_of)) if spoken_of else (Version("1"), Version("0")))
-    for point, hit in covered.items():
-        if not hit and all(first <= version <= last for version, (first, last) in zip(point, edges)):
-            shown = ", ".join(f"{name} {version}" for name, version in zip(axes, point))
-            raise read.fail(node, f"ranges of {entry.id} leave a gap: no rule says what {shown} needs")
-
-
-def _check_targets(read: _Reader, node: yaml.Node, entry: PatchEntry, matrix: Matrix) -> None:
+def _check_targets(read: Reader, node: yaml.Node, entry: PatchEntry, matrix: Matrix) -> None:
     """Every body of every variant must have been seen in a release, and none of them all in a release that is right.
 
     Says nothing before the first `shim pin`.
@@ -346,19 +231,7 @@ def _module_exists(module: str, shipped: bool) -> bool:
     return not shipped and find_spec(module) is not None
 
 
-def _scalar(read: _Reader, node: yaml.Node, what: str) -> Any:
-    if not isinstance(node, yaml.ScalarNode):
-        raise read.fail(node, f"{what} must be a single value")
-    try:
-        value = node.value if node.style in QUOTED else yaml.safe_load(node.value)
-    except (yaml.YAMLError, ValueError) as error:
-        raise read.fail(node, f"{what} cannot be read: {error}") from None
-    if value is not None and not isinstance(value, (bool, int, float, str)):
-        raise read.fail(node, f"{what} must be a number, text, true, false or null")
-    return value
-
-
-def _patch(read: _Reader, id: str, node: yaml.Node, module_exists: Callable[[str], bool]) -> PatchEntry:
+def _patch(read: Reader, id: str, node: yaml.Node, module_exists: Callable[[str], bool]) -> PatchEntry:
     if not PATCH_ID.fullmatch(id):
         raise read.fail(node, f"{id!r} is not a patch id: letters, digits and hyphens")
     entries = read.mapping(node, f"patch {id}", PATCH_KEYS)
@@ -389,12 +262,12 @@ def _patch(read: _Reader, id: str, node: yaml.Node, module_exists: Callable[[str
         rules=tuple(rules),
         references=read.texts(entries["references"], "references") if "references" in entries else (),
         delete_when=read.text(entries["delete_when"], "delete_when"),
-        options={name: _scalar(read, value, name) for name, value in options.items()},
+        options={name: read.scalar(value, name) for name, value in options.items()},
         line=node.start_mark.line,
     )
 
 
-def _pin(read: _Reader, node: yaml.Node, entry: PatchEntry) -> Pin:
+def _pin(read: Reader, node: yaml.Node, entry: PatchEntry) -> Pin:
     entries = read.mapping(node, f"pin of {entry.id}", PIN_KEYS)
     name = read.text(entries["variant"], "variant")
     if name != "upstream" and name not in entry.variants:
@@ -416,7 +289,7 @@ def _pin(read: _Reader, node: yaml.Node, entry: PatchEntry) -> Pin:
 
 
 def _pins(
-    read: _Reader, node: yaml.Node, patches: Mapping[str, PatchEntry], supported: Mapping[str, tuple[str, ...]]
+    read: Reader, node: yaml.Node, patches: Mapping[str, PatchEntry], supported: Mapping[str, tuple[str, ...]]
 ) -> dict[str, dict[str, dict[str, Pin]]]:
     pins: dict[str, dict[str, dict[str, Pin]]] = {}
     done: dict[tuple[str, int], Pin] = {}  # an alias (*name) composes to the very same node
@@ -436,40 +309,18 @@ def _pins(
     return pins
 
 
-def _compose(file: Path) -> yaml.Node:
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    try:
-        text = file.read_text("utf-8")
-    except OSError as error:
-        raise MatrixError(f"{file}:1: cannot be read: {error}") from None
-    except UnicodeDecodeError as error:
-        raise MatrixError(f"{file}:1: is not UTF-8: {error}") from None
-    # Nesting overruns the C stack of libyaml's loader; it takes many brackets, or long lines, or much indentation.
-    long = any(len(line) > TEXT_LIMIT for line in text.splitlines())
-    if long or text.count("[") + text.count("{") > TEXT_LIMIT or len(text) > 100 * TEXT_LIMIT:
-        raise MatrixError(f"{file}:1: is too large, or nested too deeply, to be a matrix")
-    try:
-        document = yaml.compose(text, Loader=loader)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise MatrixError(f"{file}:{line}: {error.problem}") from None
-    except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:
-        raise MatrixError(f"{file}:1: {error}") from None
-    if document is None:
-        raise MatrixError(f"{file}:1: is empty")
-    return document
-
-
-def load_matrix(path: str | os.PathLike[str] | None = None, *, check_ranges: bool = True, pins: bool = True) -> Matrix:
+def load_matrix(
+    path: str | os.PathLike[str] | None = None, *, check_ranges: bool | None = None, pins: bool = True
+) -> Matrix:
     """Read and check a matrix (default: the one that ships with shim). MatrixError names file and line.
 
-    `check_ranges=False` leaves out the search for gaps and overlaps, which plan time need not pay for the matrix
-    that ships: a test does it. `pins=False` leaves the pins out, for whoever is about to write them anew. A matrix of
-    one's own may name patch modules outside shim.
+    `check_ranges` searches for gaps and overlaps; by default in any matrix but the one that ships, where a test does
+    it and plan time need not pay for it. `pins=False` leaves the pins out, for whoever is about to write them anew. A
+    matrix of one's own may name patch modules outside shim.
     """
     file = Path(path) if path is not None else matrix_path()
-    read = _Reader(str(file))
-    document = _compose(file)
+    read = Reader(str(file))
+    document = compose(file)
     top = read.mapping(document, "the matrix", TOP_KEYS)
     supported = {
         distribution: tuple(read.version(item, "a supported release") for item in read.sequence(node, distribution))
@@ -480,9 +331,9 @@ def load_matrix(path: str | os.PathLike[str] | None = None, *, check_ranges: boo
     shipped = file.absolute() == matrix_path()
     nodes = read.mapping(top["patches"], "patches")
     patches = {id: _patch(read, id, node, lambda m: _module_exists(m, shipped)) for id, node in nodes.items()}
-    if check_ranges:
+    if check_ranges or (check_ranges is None and not shipped):
         for id, entry in patches.items():
-            _check_ranges(read, nodes[id], entry, supported)
+            check_coverage(read, nodes[id], entry, supported)
     known = _pins(read, top["releases"], patches, supported) if pins and "releases" in top else {}
     matrix = Matrix(str(file), patches, supported, known)
     for id, entry in patches.items():

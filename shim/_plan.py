@@ -30,6 +30,7 @@ class Decision:
     fingerprints: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     remedy: str = ""
+    optional: frozenset[str] = frozenset()  # targets that are bound, but not waited for
 
     @property
     def wanted(self) -> bool:
@@ -138,6 +139,7 @@ def _decide(entry: PatchEntry, environment: Environment, options: Options, matri
         found.fingerprints,
         options.for_patch(entry.id, entry.options or {}),
         remedy,
+        variant.optional if variant else frozenset(),
     )
 
 

@@ -25,7 +25,7 @@ def _state(decision: Decision, binder: Binder, failed: Mapping[str, str]) -> Pat
     if decision.id in failed:
         remedy = f"report it with the output of `shim doctor`, and exclude {decision.id} meanwhile"
         return report("failed", failed[decision.id], dict.fromkeys(decision.targets, "failed"), remedy)
-    lost = {item.target: item for item in binder.lost_now() if binder.is_target_place(item)}
+    lost = binder.lost_targets()
     targets = {}
     for target in decision.targets:
         if target in lost:
@@ -38,7 +38,7 @@ def _state(decision: Decision, binder: Binder, failed: Mapping[str, str]) -> Pat
         first = next(target for target in targets if targets[target] == "lost")
         remedy = "apply shim after the other patch, or leave one of the two out"
         return report("conflict", f"{first}: {lost[first]}", targets, remedy)
-    waiting = [target for target, state in targets.items() if state == "pending"]
+    waiting = [t for t, state in targets.items() if state == "pending" and t not in decision.optional]
     if waiting:
         modules = ", ".join(dict.fromkeys(split_target(target)[0] for target in waiting))
         return report("pending", f"waits for the import of {modules}; {decision.reason}", targets)

@@ -7,6 +7,7 @@ anew for the next step, nor a graph that is captured with one row and replayed w
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ class _Step(threading.local):
     indices: dict[tuple[int, torch.device, int], Any] | None = None  # of the row; gone with the step
     handed: Any = None  # the PackedSeqParams that an MTP layer, told of none, has to hand to its transformer layer
     counts_divide: bool = False  # the caller divides by the count that a roll returns
-    normaliser: Any = None  # a GlobalNormaliser that replaces the counts of loss masks
+    normaliser: Any = None  # the GlobalNormaliser that rolls the loss mask
 
 
 STEP = _Step()
@@ -98,37 +99,64 @@ def roll_unpacked_on_rank(tensor: Tensor, dims: int, group: Any) -> Tensor:
 
 def unpacked_index(length: int, device: torch.device, group: Any) -> RankRollIndex:
     """The index of this rank's share of an unpacked row: one sequence as long as all shares together."""
-    whole = torch.arange(2, device=device, dtype=torch.int32) * (length * group.size())
+    whole = _whole(length, device, group)
     return rank_roll_index(whole, None, length, device, group.rank(), group.size())
+
+
+def whole_row(length: int, device: torch.device, group: Any) -> Any:
+    """An unpacked row, of which this rank has `length` tokens, as a packed row of one sequence."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=_whole(length, device, group))
+
+
+def _whole(length: int, device: torch.device, group: Any) -> Tensor:
+    return torch.arange(2, device=device, dtype=torch.int32) * (length * group.size())
 
 
 class GlobalNormaliser:
     """Counts of targets over all context-parallel ranks, one per MTP depth, from one all-reduce.
 
     Every release divides the MTP loss by the rank's own count and then averages over ranks, which biases it where
-    ranks count differently. Dividing by (count over all ranks) / ranks makes that average the mean over all targets.
+    ranks count differently. Dividing by the share, (count over all ranks) / ranks, makes that average the mean over all
+    targets.
+
+    From 0.17 on (`clamps`) callers raise counts below one to one, which a share can be. They get the count over all
+    ranks instead, and masks that are `ranks` times as large. What they multiply per-token losses with is the sum of the
+    mask before the first roll: there they get a mask with the share as its sum, on whichever place, since a rank
+    without targets before that roll can have some after it.
     """
 
     def __init__(
-        self, mask: Tensor, index: Any, config: Any, group: Any, rescales: bool = False, derived_labels: bool = False
+        self, mask: Tensor, index: Any, config: Any, group: Any, clamps: bool = False, derived_labels: bool = False
     ) -> None:
         # After k rolls those targets are left whose place in their sequence is k or more. Labels that are derived from
         # the input take one roll of the mask more.
         depths = config.mtp_num_layers + derived_labels
         counted = mask.double() * index.valid
-        local = torch.stack([(counted * (index.in_sequence >= k)).sum() for k in range(depths + 1)])
-        total = local.clone()
-        torch.distributed.all_reduce(total, group=group)
-        counts = total / group.size()
-        if rescales:
-            # The caller multiplies by this rank's unrolled count; together that is the ratio of the global counts.
-            counts = counts * (local[derived_labels] / counts[derived_labels].clamp(min=1e-9))
-        self._counts = list(counts[1:].to(torch.float32))
-        self._mask = mask
+        counts = torch.stack([(counted * (index.in_sequence >= k)).sum() for k in range(depths + 1)])
+        torch.distributed.all_reduce(counts, group=group)
+        self._counts, self._shares = counts.float(), (counts / group.size()).float()
+        self._ranks, self._clamps = group.size(), clamps
+        self._before_labels_roll = int(derived_labels)
+        self._rolls, self._mask = 0, mask
+        self.mask = self._shown()
 
-    def count_for(self, tensor: Tensor, rolled: Tensor, count: Tensor) -> Tensor:
-        """The count to return for a roll of `tensor`: a global one where it is the loss mask, else its own."""
-        if tensor is not self._mask or not self._counts:
-            return count
-        self._mask = rolled
-        return self._counts.pop(0)
+    def roll(self, tensor: Tensor, roll: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """What a roll of `tensor` returns: the rolled loss mask and its count over all ranks, or any other tensor's."""
+        if tensor is not self.mask:
+            return roll(tensor)
+        self._mask, _ = roll(self._mask)
+        self._rolls += 1
+        self.mask = self._shown()
+        return self.mask, (self._counts if self._clamps else self._shares)[self._rolls]
+
+    def _shown(self) -> Tensor:
+        """The loss mask as the caller gets it."""
+        if not self._clamps:
+            return self._mask
+        if self._rolls != self._before_labels_roll:
+            return self._mask * self._ranks
+        shown = torch.zeros_like(self._mask, dtype=torch.float32)
+        shown.view(-1)[:1] = self._shares[self._rolls]
+        return shown

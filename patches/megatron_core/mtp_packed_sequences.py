@@ -49,10 +49,13 @@ from shim.patches.megatron_core._packed_step import (
     roll_unpacked_on_rank,
     step_of,
     unpacked_index,
+    whole_row,
 )
 
 MTP = "megatron.core.transformer.multi_token_prediction:"
 GPT = "megatron.core.models.gpt.gpt_model:GPTModel."
+MAMBA = "megatron.core.models.mamba.mamba_model:MambaModel."  # 0.17
+HYBRID = "megatron.core.models.hybrid.hybrid_model:HybridModel."  # its name from 0.18
 TRANSFORMER_LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer."
 
 Options = Mapping[str, Any]
@@ -84,12 +87,11 @@ def _replacing(function: Function, name: str) -> Callable[[tuple[Any, ...], dict
 # The roll
 
 
-def _count(tensor: Tensor, rolled: Tensor, count: Tensor) -> Tensor:
-    """What a roll returns beside the rolled tensor: its sum, made fit for what the step does with it."""
-    if STEP.normaliser is not None:
-        count = STEP.normaliser.count_for(tensor, rolled, count)
+def _rolled(tensor: Tensor, roll: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """A roll, and beside it the sum of the rolled tensor, made fit for what the step does with it."""
+    rolled, count = roll(tensor) if STEP.normaliser is None else STEP.normaliser.roll(tensor, roll)
     # 0 / 0 would be NaN where every target is masked; one instead of zero divides a sum that is zero.
-    return count + (count == 0) if STEP.counts_divide else count
+    return rolled, count + (count == 0) if STEP.counts_divide else count
 
 
 def _roll_tensor(original: Function, options: Options) -> Function:
@@ -103,19 +105,21 @@ def _roll_tensor(original: Function, options: Options) -> Function:
         if tensor is None:
             return None, None
         row = STEP.row if packed_seq_params is None else packed_seq_params
-        if "packed_seq_params" in known:
-            rolled, count = original(tensor, shifts, dims, cp_group, packed_seq_params)
-        elif row is not None:
-            rolled = roll_row(tensor, shifts, dims, row, group_of(row, cp_group), options["partition"])
-            count = rolled.sum()
-        elif "cp_group" in known:
-            rolled, count = original(tensor, shifts, dims, cp_group)
-        elif is_parallel(STEP.group):
-            rolled = roll_unpacked_on_rank(tensor, dims, STEP.group)
-            count = rolled.sum()
-        else:
-            rolled, count = original(tensor, shifts, dims)
-        return rolled, _count(tensor, rolled, count)
+        if "packed_seq_params" in known and packed_seq_params is not None:
+            return original(tensor, shifts, dims, cp_group, packed_seq_params)  # to _roll_tensor_packed_seq
+
+        def roll(tensor: Tensor) -> tuple[Tensor, Tensor]:
+            if "packed_seq_params" not in known and row is not None:
+                rolled = roll_row(tensor, shifts, dims, row, group_of(row, cp_group), options["partition"])
+            elif "cp_group" in known:
+                return original(tensor, shifts, dims, cp_group)
+            elif is_parallel(STEP.group):
+                rolled = roll_unpacked_on_rank(tensor, dims, STEP.group)
+            else:
+                return original(tensor, shifts, dims)
+            return rolled, rolled.sum()
+
+        return _rolled(tensor, roll)
 
     _add_parameters(roll_tensor, original, "cp_group", "packed_seq_params")
     return roll_tensor
@@ -129,8 +133,12 @@ def _roll_tensor_packed_seq(original: Function, options: Options) -> Function:
         tensor: Tensor, shifts: int, dims: int, packed_seq_params: Any, cp_group: Any = None
     ) -> Any:
         group = group_of(packed_seq_params, cp_group)
-        rolled = roll_row(tensor, shifts, dims, packed_seq_params, group, options["partition"])
-        return rolled, _count(tensor, rolled, rolled.sum())
+
+        def roll(tensor: Tensor) -> tuple[Tensor, Tensor]:
+            rolled = roll_row(tensor, shifts, dims, packed_seq_params, group, options["partition"])
+            return rolled, rolled.sum()
+
+        return _rolled(tensor, roll)
 
     return _roll_tensor_packed_seq
 
@@ -192,6 +200,7 @@ def _with_mask(original: Function, options: Options) -> Callable[..., tuple[Any,
         normaliser = None
         if options["global_normalizer"] and is_parallel(group):
             normaliser = GlobalNormaliser(mask, _index_for(mask, row, group, options), config, group, **kind)
+            args, kwargs = put_mask(args, kwargs, normaliser.mask)
         return args, kwargs, normaliser
 
     return prepare
@@ -267,7 +276,7 @@ def _process_mtp_loss(original: Function, options: Options) -> Function:
     row_of, group_from = _parameter(original, "packed_seq_params"), _parameter(original, "cp_group")
     config_of, labels_of = _parameter(original, "config"), _parameter(original, "labels")
     ids_of = _parameter(original, "input_ids") if "input_ids" in known else lambda args, kwargs: None
-    with_mask = _with_mask(original, options)
+    put_row, with_mask = _replacing(original, "packed_seq_params"), _with_mask(original, options)
 
     @functools.wraps(original)
     def process_mtp_loss(*args: Any, **kwargs: Any) -> Any:
@@ -276,17 +285,13 @@ def _process_mtp_loss(original: Function, options: Options) -> Function:
         if like is None:
             return original(*args, **kwargs)  # nothing to predict, and nothing is rolled
         group = group_of(row, group_from(args, kwargs))
+        if row is None and options["global_normalizer"] and is_parallel(group):
+            # The roll of unpacked rows is upstream's own here, and would count on this rank alone.
+            row = whole_row(like.size(-1), like.device, group)
+            args, kwargs = put_row(args, kwargs, row)
         with step_of(row):
-            args, kwargs, normaliser = with_mask(
-                args,
-                kwargs,
-                config,
-                like,
-                row,
-                group,
-                rescales=config.calculate_per_token_loss,
-                derived_labels=labels is None,
-            )
+            kind = {"clamps": True, "derived_labels": labels is None}
+            args, kwargs, normaliser = with_mask(args, kwargs, config, like, row, group, **kind)
             with Scope(normaliser=normaliser):
                 return original(*args, **kwargs)
 
@@ -462,6 +467,7 @@ BINDINGS: dict[str, dict[str, Callable[..., Function]]] = {
         MTP + "process_mtp_loss": _process_mtp_loss,
         MTP + "MultiTokenPredictionLayer._checkpointed_forward": _checkpointed_forward,
         GPT + "_postprocess": _model_step,
+        MAMBA + "forward": _model_step,
     },
     "mask": {  # 0.18: a padding mask for the router
         MTP + "_roll_tensor_packed_seq": _roll_tensor_packed_seq,
@@ -469,12 +475,14 @@ BINDINGS: dict[str, dict[str, Callable[..., Function]]] = {
         MTP + "MultiTokenPredictionLayer._get_embeddings": _get_embeddings,
         MTP + "MultiTokenPredictionLayer._checkpointed_forward": _checkpointed_forward,
         GPT + "_postprocess": _model_step,
+        HYBRID + "forward": _model_step,
     },
     "recompute": {  # 0.19: recomputes packed rows itself
         MTP + "_roll_tensor_packed_seq": _roll_tensor_packed_seq,
         MTP + "process_mtp_loss": _process_mtp_loss,
         MTP + "MultiTokenPredictionLayer._get_embeddings": _get_embeddings,
         GPT + "_postprocess": _model_step,
+        HYBRID + "forward": _model_step,
     },
 }
 
