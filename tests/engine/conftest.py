@@ -1,0 +1,24 @@
+"""Makes the fake world of fake_world.py importable, and gives every test one of its own."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fake_world import World, fresh_engine
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    """A megatron-core 9.9.0 that is not installed anywhere else, without patches so far."""
+    with fresh_engine(monkeypatch):
+        yield World(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def patched_world(world):
+    """The world with one patch, `count`, that wraps a function in `ops` and a method in `layers`."""
+    world.patch("count", ["megatron.core.ops:double", "megatron.core.layers:Layer.forward"])
+    return world

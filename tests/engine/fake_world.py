@@ -1,0 +1,230 @@
+"""A small fake megatron-core with patches for it, so that the engine can be tested without torch and in no time."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import textwrap
+import types
+from pathlib import Path
+
+from shim import _engine
+from shim._fingerprint import fingerprint
+from shim._sources import Sources
+
+MODULES = {
+    "package_info": """
+        MAJOR, MINOR, PATCH, PRE_RELEASE = 9, 9, 0, ""
+        MAJOR = 9
+        MINOR = 9
+        PATCH = 0
+        PRE_RELEASE = ""
+        """,
+    "ops": """
+        LIMIT = 10
+
+
+        def double(x, scale=2):
+            "Doubles."
+            return x * scale
+
+
+        def halve(x):
+            return x / 2
+        """,
+    "layers": """
+        class Base:
+            def forward(self, x):
+                return x
+
+            def tag(self):
+                return "base"
+
+
+        class Layer(Base):
+            def forward(self, x):
+                return x + 1
+
+            @staticmethod
+            def make(x):
+                return x
+
+            @classmethod
+            def build(cls, x):
+                return cls, x
+
+            @property
+            def size(self):
+                return 3
+
+            def backward(self, x):
+                return x - 1
+
+
+        class Child(Layer):
+            pass
+        """,
+    "users": """
+        from megatron.core.ops import double
+        from megatron.core.ops import double as twice
+
+
+        class Holder:
+            call = double
+            run = staticmethod(double)
+            make = classmethod(double)
+        """,
+    "other": """
+        def other(x):
+            return x
+        """,
+}
+
+# A wrapper that says which patch it is from: 2 becomes (id, 2).
+WRAPPER = """
+    import functools
+
+
+    def wrap(original):
+        if isinstance(original, property):
+            return property(wrap(original.fget))
+        if not callable(original):
+            return (ID, original)
+
+        @functools.wraps(original)
+        def wrapper(*args, **kwargs):
+            return (ID, original(*args, **kwargs))
+
+        return wrapper
+
+
+    def bindings(variant, options):
+        return dict.fromkeys(TARGETS, wrap)
+    """
+
+
+@contextlib.contextmanager
+def fresh_engine(monkeypatch):
+    """An engine that has applied nothing, and a process that has imported nothing of the fake world."""
+    state = _engine._State()
+    monkeypatch.setattr(_engine, "STATE", state)
+    for name in ("DISABLE", "EXCLUDE", "ONLY", "REQUIRE", "STRICT", "ON_DRIFT", "MATRIX", "LOCK"):
+        monkeypatch.delenv(f"MEGATRON_SHIM_{name}", raising=False)
+    modules, meta_path = dict(sys.modules), list(sys.meta_path)
+    try:
+        yield state
+    finally:
+        sys.meta_path[:] = meta_path
+        for name in set(sys.modules) - set(modules):
+            if name.partition(".")[0] in ("megatron", "fake_patches"):
+                del sys.modules[name]
+
+
+class World:
+    """The fake tree below `root`, in front of sys.path, and a matrix with pins for it in MEGATRON_SHIM_MATRIX."""
+
+    def __init__(self, root: Path, monkeypatch=None) -> None:
+        self.root = root
+        self.matrix = root / "matrix.yaml"
+        self.patches: dict[str, dict] = {}
+        (root / "fake_patches").mkdir(parents=True)
+        (root / "fake_patches" / "__init__.py").touch()
+        for name, source in MODULES.items():
+            self.module(name, source)
+        (root / "megatron" / "core" / "__init__.py").touch()
+        if monkeypatch is not None:
+            monkeypatch.syspath_prepend(str(root))
+            monkeypatch.setenv("MEGATRON_SHIM_MATRIX", str(self.matrix))
+            monkeypatch.setattr(sys, "dont_write_bytecode", True)
+        self.write()
+
+    def module(self, name: str, source: str) -> str:
+        """Add megatron.core.<name>; returns its full name."""
+        path = self.root / "megatron" / "core" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(source))
+        importlib.invalidate_caches()
+        return f"megatron.core.{name}"
+
+    def patch(self, id: str, targets, source: str = WRAPPER, *, kind="correctness", options=None, pins=None) -> None:
+        """Add a patch. `targets` are targets, or pairs of a target and what it inherits; `source` is its module."""
+        self.patches[id] = {"targets": targets, "kind": kind, "options": options or {}, "pins": pins or {}}
+        names = [t if isinstance(t, str) else t[0] for t in targets]
+        head = f"ID = {id!r}\nTARGETS = {names!r}\n"
+        path = self.root / "fake_patches" / f"{id.replace('-', '_')}.py"
+        path.write_text(head + textwrap.dedent(source))
+        importlib.invalidate_caches()
+        self.write()
+
+    def write(self) -> None:
+        """Write the matrix, with the fingerprints of the fake tree as pins."""
+        sources = Sources([self.root])
+        lines = ["supported:", '  megatron-core: ["9.9.0"]', "patches:" if self.patches else "patches: {}"]
+        pins = []
+        for id, patch in self.patches.items():
+            lines += [
+                f"  {id}:",
+                f"    summary: the fake patch {id}",
+                f"    kind: {patch['kind']}",
+                "    changes: nothing",
+                "    distribution: megatron-core",
+                f"    module: fake_patches.{id.replace('-', '_')}",
+                "    variants:",
+                "      only:",
+                "        targets:",
+            ]
+            pins += [f"      {id}:", "        variant: only", "        fingerprints:"]
+            for target in patch["targets"]:
+                name, inherits = (target, None) if isinstance(target, str) else target
+                lines.append(f"          - {{target: {name}, inherits: {inherits}}}".replace("target: ", "target: "))
+                if inherits is None:
+                    lines[-1] = f"          - {name}"
+                value = patch["pins"].get(name) or fingerprint(sources, inherits or name)
+                pins.append(f'          {name}: "{value}"')
+            lines += ["    applies:", '      - {megatron-core: ">=9.9.0.dev0,<10.0.0.dev0", variant: only}']
+            lines += ["    delete_when: never"]
+            if patch["options"]:
+                lines += ["    options:"] + [f"      {name}: {value}" for name, value in patch["options"].items()]
+        if pins:
+            lines += ["releases:", "  megatron-core:", '    "9.9.0":', *pins]
+        self.matrix.write_text("\n".join(lines) + "\n")
+
+    # What tests look at
+
+    def get(self, place: str):
+        """The object in the dictionary at "module:Class.name", below megatron.core; "missing" where there is none."""
+        module, _, qualname = place.partition(":")
+        owner = importlib.import_module(f"megatron.core.{module}")
+        *path, name = qualname.split(".")
+        for part in path:
+            owner = vars(owner)[part]
+        return vars(owner).get(name, "missing")
+
+    def set(self, place: str, value) -> None:
+        module, _, qualname = place.partition(":")
+        owner = importlib.import_module(f"megatron.core.{module}")
+        *path, name = qualname.split(".")
+        for part in path:
+            owner = vars(owner)[part]
+        if value == "missing":
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
+
+    def snapshot(self, *modules: str) -> dict[tuple[str, str], object]:
+        """Every object of the dictionaries of these modules and of their classes, by (owner, name)."""
+        found = {}
+        for name in modules or ("ops", "layers", "users", "other"):
+            module = importlib.import_module(f"megatron.core.{name}")
+            owners = [module, *(v for v in vars(module).values() if isinstance(v, type))]
+            for owner in owners:
+                for key, value in vars(owner).items():
+                    if isinstance(value, (types.FunctionType, staticmethod, classmethod, property, type, int, tuple)):
+                        found[f"{name}:{owner.__name__}", key] = value
+        return found
+
+
+def same(before, after) -> list:
+    """The places at which two snapshots do not hold the identical object."""
+    return [k for k in before.keys() | after.keys() if before.get(k) is not after.get(k)]

@@ -1,0 +1,209 @@
+"""Other people's patches: found below, left alone above, never taken back."""
+
+import functools
+import logging
+
+import pytest
+from fake_world import same
+
+import shim
+
+CORE = "megatron.core."
+
+
+def theirs(original):
+    @functools.wraps(original)
+    def foreign(*args, **kwargs):
+        return ("foreign", original(*args, **kwargs))
+
+    return foreign
+
+
+@pytest.mark.parametrize("target", ["ops:double", "layers:Layer.forward", "layers:Layer.make", "layers:Layer.size"])
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_foreign_object_below_is_a_conflict(world, target, wrapped):
+    """Nothing of a patch is bound where somebody else holds one of its targets; other patches are."""
+    world.patch("p", [CORE + target, CORE + "other:other"])
+    world.patch("q", [CORE + "ops:halve"])
+    raw = world.get(target)
+    if isinstance(raw, property):
+        foreign = property(theirs(raw.fget))
+    elif isinstance(raw, staticmethod):
+        foreign = staticmethod(theirs(raw.__func__))
+    else:
+        foreign = theirs(raw)
+    if not wrapped:
+        vars(getattr(foreign, "fget", None) or getattr(foreign, "__func__", foreign)).pop("__wrapped__", None)
+    world.set(target, foreign)
+    world.get("other:other"), world.get("users:double")
+    before = world.snapshot()
+    report = shim.apply()
+    assert report["p"].state == "conflict"
+    assert "test_foreign.py" in report["p"].reason
+    assert report["p"].remedy
+    assert report["q"].state == "applied"
+    assert {place for place, _ in same(before, world.snapshot())} == {"ops:megatron.core.ops"}
+    shim.revert()
+    assert same(before, world.snapshot()) == []
+
+
+@pytest.mark.parametrize("proxy", [functools.partial(print), object(), type("Proxy", (), {"__call__": print})()])
+def test_a_foreign_proxy_is_a_conflict(world, proxy):
+    """Where upstream's source has a plain function, a partial, a mock or a proxy is somebody else's."""
+    world.patch("p", [CORE + "ops:double"])
+    world.set("ops:double", proxy)
+    assert shim.apply()["p"].state == "conflict"
+    assert world.get("ops:double") is proxy
+
+
+def test_a_foreign_object_on_what_a_class_inherits_is_a_conflict(world):
+    """Of an inherited target the definition further up is looked at."""
+    world.patch("p", [(CORE + "layers:Layer.tag", CORE + "layers:Base.tag")])
+    world.set("layers:Base.tag", theirs(world.get("layers:Base.tag")))
+    assert shim.apply()["p"].state == "conflict"
+
+
+def test_a_decorated_original_is_not_foreign(world):
+    """Upstream's own decorators are part of upstream's object, also when they leave no function."""
+    world.module(
+        "decorated",
+        """
+        import functools
+
+
+        def traced(function):
+            @functools.wraps(function)
+            def inner(*args):
+                return function(*args)
+            return inner
+
+
+        @traced
+        def one(x):
+            return x
+
+
+        @functools.lru_cache
+        def two(x):
+            return x
+        """,
+    )
+    world.patch("p", [CORE + "decorated:one", CORE + "decorated:two"])
+    world.get("decorated:one")
+    assert shim.apply()["p"].state == "applied"
+    assert world.get("decorated:two")(3) == ("p", 3)
+
+
+@pytest.mark.parametrize("place", ["ops:double", "users:twice", "users:Holder.call"])
+def test_a_foreign_patch_on_top_is_left_alone(world, place, caplog):
+    """Revert takes off what is ours, leaves what somebody put on top, and says so; apply and imports leave it too."""
+    world.patch("p", [CORE + "ops:double", CORE + "other:other"])
+    before = world.snapshot("ops", "users")
+    shim.apply()
+    foreign = theirs(world.get(place))
+    world.set(place, foreign)
+    on_target = place == "ops:double"
+    assert shim.status()["p"].state == ("conflict" if on_target else "pending")
+    assert any("was replaced by" in item and "test_foreign.py" in item for item in shim.status().lost)
+    world.get("other:other")
+    assert world.get(place) is foreign
+    shim.apply(only=[])
+    assert world.get(place) is foreign
+    report = shim.revert()
+    assert world.get(place) is foreign
+    module, _, name = place.rpartition(":")[0], None, place.rpartition(".")[2].rpartition(":")[2]
+    assert [k for _, k in same(before, world.snapshot("ops", "users"))] == [name], module
+    assert any("test_foreign.py" in item for item in report.lost)
+    assert any("left alone" in record.message for record in caplog.records if record.levelno == logging.WARNING)
+    report = shim.apply()
+    assert world.get(place) is foreign
+    assert report["p"].state == ("conflict" if on_target else "applied")
+
+
+@pytest.mark.parametrize("target", ["ops:double", "layers:Layer.make", "layers:Layer.tag"])
+@pytest.mark.parametrize("reverted", [True, False])
+def test_a_foreign_patch_that_was_removed_again(world, target, reverted):
+    """Who takes his patch off puts our wrapper back: then apply works again, and revert gives upstream's object."""
+    inherits = (CORE + target, CORE + "layers:Base.tag") if target.endswith("tag") else CORE + target
+    world.patch("p", [inherits])
+    world.patch("q", [inherits])
+    before = world.snapshot()
+    shim.apply()
+    ours = world.get(target)
+    world.set(target, lambda *args: None)
+    if reverted:
+        shim.revert()
+    else:
+        shim.apply(only=["p"])
+    assert shim.status().lost
+    world.set(target, ours)
+    report = shim.apply()
+    assert report.applied == ("p", "q"), report
+    assert not report.lost
+    call = world.get("layers:Layer")().tag if target.endswith("tag") else getattr(world.get(target), "__func__", None)
+    call = call or world.get(target)
+    assert call(*(() if target.endswith("tag") else (2,)))[0] == "q"
+    shim.revert()
+    assert same(before, world.snapshot()) == []
+
+
+def test_an_older_wrapper_that_came_back_on_an_alias_is_taken_off(world):
+    """A revert takes off an older wrapper too that a foreign patch had saved and put back on an alias."""
+    world.patch("p", [CORE + "ops:double"])
+    world.patch("q", [CORE + "ops:double"])
+    before = world.snapshot()
+    shim.apply()
+    older = world.get("users:twice")
+    world.set("users:twice", lambda x: None)
+    shim.apply(only=["p"])
+    world.set("users:twice", older)
+    shim.revert()
+    assert same(before, world.snapshot()) == []
+
+
+def test_after_a_revert_an_older_wrapper_is_taken_off_by_the_next(world):
+    """Where a foreign patch is removed after revert(), a second revert() takes our wrapper beneath it off."""
+    world.patch("p", [CORE + "ops:double"])
+    before = world.snapshot()
+    shim.apply()
+    ours = world.get("ops:double")
+    world.set("ops:double", lambda x: None)
+    assert shim.revert().lost
+    world.set("ops:double", ours)
+    assert not shim.revert().lost
+    assert same(before, world.snapshot()) == []
+
+
+@pytest.mark.parametrize("taken", ["forward", "backward"])
+def test_of_a_pair_both_stay_or_none(world, taken):
+    """Where somebody stands on forward or backward, revert leaves both, because a pair torn apart computes wrong
+    gradients; it takes both when he is gone."""
+    world.patch("p", [CORE + "layers:Layer.forward", CORE + "layers:Layer.backward", CORE + "layers:Layer.make"])
+    before = world.snapshot()
+    shim.apply()
+    ours = {name: world.get(f"layers:Layer.{name}") for name in ("forward", "backward")}
+    foreign = theirs(ours[taken])
+    world.set(f"layers:Layer.{taken}", foreign)
+    report = shim.revert()
+    other = "backward" if taken == "forward" else "forward"
+    assert world.get(f"layers:Layer.{other}") is ours[other]
+    assert world.get(f"layers:Layer.{taken}") is foreign
+    assert world.get("layers:Layer.make") is before["layers:Layer", "make"]
+    assert any(f"stays bound, because {taken} was replaced" in item for item in report.lost)
+    assert world.get("other:other")
+    shim.revert()
+    assert world.get(f"layers:Layer.{other}") is ours[other]
+    world.set(f"layers:Layer.{taken}", ours[taken])
+    shim.revert()
+    assert same(before, world.snapshot()) == []
+
+
+def test_a_second_apply_with_a_foreign_patch_on_top_changes_nothing(world):
+    """Two frameworks may both call apply(): the patch of a third one above ours stays, and nothing comes off."""
+    world.patch("p", [CORE + "ops:double", CORE + "layers:Layer.forward"])
+    world.get("layers:Layer"), world.get("users:twice")
+    shim.apply()
+    world.set("ops:double", theirs(world.get("ops:double")))
+    before = world.snapshot()
+    shim.apply()
+    assert same(before, world.snapshot()) == []

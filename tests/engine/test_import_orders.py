@@ -1,0 +1,55 @@
+"""The reusable test case of import orders, on the fake world, and proof that it can fail."""
+
+import sys
+
+import pytest
+
+from shim.testing.import_orders import ORDERS, ImportOrders
+
+CORE = "megatron.core."
+TARGETS = [
+    CORE + t for t in ("ops:double", "ops:LIMIT", "layers:Layer.forward", "layers:Layer.make", "layers:Layer.tag")
+]
+
+
+@pytest.fixture
+def case(world):
+    world.patch("p", TARGETS[:-1])
+    world.patch("q", [(TARGETS[-1], CORE + "layers:Base.tag"), CORE + "layers:Layer.size", TARGETS[0]])
+    world.module("slow", "import time\n\nimport megatron.core.users\n\ntime.sleep(0.05)\n")
+    imports = f"import {CORE}slow, {CORE}users, {CORE}layers"
+    return ImportOrders([*TARGETS, CORE + "layers:Layer.size"], imports=imports, timeout=60)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_order_of_imports(case, order):
+    """Whatever comes first, the import of a target, of an alias or apply(): bound while applied, upstream's after."""
+    case.run(order)
+
+
+@pytest.mark.parametrize("order", ORDERS[:3])
+@pytest.mark.parametrize("broken", ["no_hook", "no_aliases", "no_restore"])
+def test_the_case_sees_a_broken_engine(case, world, order, broken):
+    """Without the import hook, the search for aliases or the restoring, orders fail."""
+    setup = {
+        "no_hook": "import shim._hook as h\nh.ImportHook.find_spec = lambda *a: None\n"
+        "import shim._engine as e\ne._catch_up = lambda state: None",
+        "no_aliases": "import shim._bind as b\nb.find_aliases = lambda *a: []",
+        "no_restore": "import shim._bind as b\nb.Binder._restore = lambda self, slot, journal: None",
+    }[broken]
+    broken_case = ImportOrders(case.targets, imports=case.imports, setup=setup, timeout=60)
+    fails = {"no_hook": ORDERS[:1], "no_aliases": ORDERS[2:3], "no_restore": ORDERS}[broken]
+    if order in fails:
+        with pytest.raises(AssertionError, match="import order"):
+            broken_case.run(order)
+
+
+def test_importing_the_case_imports_nothing_heavy():
+    """shim.testing.import_orders needs neither torch nor pytest."""
+    import subprocess
+
+    code = (
+        "import sys; sys.path[:] = %r; import shim.testing.import_orders; print({'torch', 'pytest'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code % sys.path], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,197 @@
+"""Random histories of applies, reverts, imports and foreign patches end where they should."""
+
+import contextlib
+import functools
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from fake_world import World, fresh_engine
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import shim
+
+CORE = "megatron.core."
+IDS = ("a", "b", "c", "d")
+# Places that shim may write, with the module that makes the original.
+PLACES = (
+    "ops:double",
+    "ops:halve",
+    "layers:Layer.forward",
+    "layers:Layer.backward",
+    "layers:Layer.make",
+    "layers:Layer.tag",
+    "users:double",
+    "users:twice",
+    "users:Holder.call",
+    "users:Holder.run",
+    "late:mine",
+)
+MODULES = ("ops", "layers", "users", "other", "late")
+
+
+def raw(place):
+    module, _, qualname = place.partition(":")
+    owner = sys.modules[CORE + module]
+    *path, name = qualname.split(".")
+    for part in path:
+        owner = vars(owner)[part]
+    return owner, name, vars(owner).get(name, "missing")
+
+
+def put(place, value):
+    owner, name, _ = raw(place)
+    if isinstance(value, str):
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
+
+
+class Histories(RuleBasedStateMachine):
+    """`foreign` maps a place to a stack of (what was there, what was put there)."""
+
+    def __init__(self):
+        super().__init__()
+        self.stack = contextlib.ExitStack()
+        self.foreign: dict[str, list] = {}
+        self.originals: dict[str, object] = {}
+
+    @initialize()
+    def begin(self):
+        monkeypatch = self.stack.enter_context(pytest.MonkeyPatch.context())
+        self.stack.enter_context(fresh_engine(monkeypatch))
+        root = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
+        self.world = World(root, monkeypatch)
+        self.world.module("late", "from megatron.core.ops import double as mine\n")
+        tag = (CORE + "layers:Layer.tag", CORE + "layers:Base.tag")
+        self.world.patch("a", [CORE + "ops:double", CORE + "layers:Layer.forward", CORE + "layers:Layer.backward"])
+        self.world.patch("b", [CORE + "ops:double", CORE + "layers:Layer.make"])
+        self.world.patch("c", [CORE + "ops:halve", tag])
+        self.world.patch("d", [CORE + "layers:Layer.make", tag, CORE + "layers:Layer.forward"])
+
+    def loaded(self):
+        return [place for place in PLACES if CORE + place.partition(":")[0] in sys.modules]
+
+    def note(self):
+        for place in self.loaded():
+            if place not in self.originals:
+                value = raw(place)[2]
+                inner = getattr(value, "__func__", value)
+                while hasattr(inner, "__wrapped__"):
+                    inner = inner.__wrapped__
+                module = place.partition(":")[0]
+                if place == "layers:Layer.tag":
+                    inner = "missing"
+                self.originals[place] = inner
+                assert isinstance(inner, str) or inner.__code__.co_filename.endswith(
+                    ("ops.py" if module in ("users", "late") else f"{module}.py",)
+                )
+
+    @rule(name=st.sampled_from(MODULES))
+    def load(self, name):
+        # What a module takes from beneath somebody else's patch is his, and out of reach.
+        if name in ("users", "late") and "ops:double" in self.foreign:
+            return
+        self.world.get(f"{name}:__name__")
+        self.note()
+
+    @rule(only=st.sets(st.sampled_from(IDS)))
+    def apply(self, only):
+        shim.apply(only=sorted(only))
+
+    @rule()
+    def apply_all(self):
+        shim.apply()
+
+    @rule()
+    def revert(self):
+        shim.revert()
+
+    @rule(only=st.sets(st.sampled_from(IDS)), nested=st.sets(st.sampled_from(IDS)), load=st.sampled_from(MODULES))
+    def patched(self, only, nested, load):
+        with shim.patched(only=sorted(only)):
+            with shim.patched(only=sorted(nested)):
+                self.load(load)
+            self.read_back()
+
+    @precondition(lambda self: self.loaded())
+    @rule(data=st.data())
+    def foreign_set(self, data):
+        place = data.draw(st.sampled_from(self.loaded()))
+        value = raw(place)[2]
+        inner = getattr(value, "__func__", value)
+
+        def theirs(*args, **kwargs):
+            return ("foreign", inner(*args, **kwargs))
+
+        new = functools.wraps(inner)(theirs) if callable(inner) else theirs
+        new = type(value)(new) if isinstance(value, staticmethod) else new
+        put(place, new)
+        self.foreign.setdefault(place, []).append((value, new))
+
+    @precondition(lambda self: self.foreign)
+    @rule(data=st.data())
+    def foreign_unset(self, data):
+        place = data.draw(st.sampled_from(sorted(self.foreign)))
+        assert raw(place)[2] is self.foreign[place][-1][1], "what somebody else put there was taken away"
+        value, _ = self.foreign[place].pop()
+        if not self.foreign[place]:
+            del self.foreign[place]
+        put(place, value)
+
+    @invariant()
+    def foreign_objects_are_left_alone(self):
+        for place, stack in self.foreign.items():
+            assert raw(place)[2] is stack[-1][1], f"{place}: what somebody else put there was taken away"
+
+    @invariant()
+    def read_back(self):
+        """status() says "applied" only where every target holds a wrapper of that patch right now."""
+        if not hasattr(self, "world"):
+            return
+        report = shim.status()
+        for id in report.applied:
+            for target in report[id].targets:
+                value = raw(target.removeprefix(CORE))[2]
+                layers, inner = [], getattr(value, "__func__", value)
+                while hasattr(inner, "__wrapped__"):
+                    layers.append(inner.__code__.co_filename.rpartition("/")[2])
+                    inner = inner.__wrapped__
+                assert f"{id}.py" in layers, f"{id} is called applied, but is not on {target}"
+
+    def teardown(self):
+        try:
+            if hasattr(self, "world"):
+                self.foreign_objects_are_left_alone()
+                shim.revert()
+                self.foreign_objects_are_left_alone()
+                for place in list(self.foreign):
+                    while place in self.foreign:
+                        value, _ = self.foreign[place].pop()
+                        put(place, value)
+                        if not self.foreign[place]:
+                            del self.foreign[place]
+                shim.revert()
+                assert not shim.status().lost
+                for place in self.loaded():
+                    value = raw(place)[2]
+                    assert getattr(value, "__func__", value) is self.originals[place] or value == "missing", place
+                    assert (value == "missing") == (self.originals[place] == "missing"), place
+                assert not shim._engine.STATE.binder.slots
+        finally:
+            self.stack.close()
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = settings(
+    max_examples=50,
+    stateful_step_count=20,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],  # shrinking takes minutes: add Phase.shrink to look into a failure
+    suppress_health_check=list(HealthCheck),
+)
