@@ -17,7 +17,7 @@ TYPE_CHECKING = False  # as type checkers read it; importing typing would be mos
 if TYPE_CHECKING:
     from typing import Any
 
-    from shim._engine import apply, check, explain, patched, plan, revert, status
+    from shim._api import apply, check, explain, patched, plan, revert, status
     from shim._errors import BindError, MatrixError, NotMetError, OptionError, ShimError
     from shim._plan import Plan
     from shim._report import Report
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    **dict.fromkeys(("apply", "check", "explain", "patched", "plan", "revert", "status"), "shim._engine"),
+    **dict.fromkeys(("apply", "check", "explain", "patched", "plan", "revert", "status"), "shim._api"),
     **dict.fromkeys(("BindError", "MatrixError", "NotMetError", "OptionError", "ShimError"), "shim._errors"),
     "Plan": "shim._plan",
     "Report": "shim._report",

@@ -39,7 +39,7 @@ def _selection(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from shim._engine import plan
+    from shim._api import plan
     from shim._plan import enforce
 
     made = plan(**_selection(arguments))
@@ -52,7 +52,7 @@ def _status(arguments: argparse.Namespace) -> int:
     """Applies in this process, imports the targets, reads back, reverts: what a trainer started here would get."""
     import importlib
 
-    from shim._engine import apply, plan, revert, status
+    from shim._api import apply, plan, revert, status
     from shim._fingerprint import split_target
 
     made = plan(**_selection(arguments))
@@ -72,7 +72,7 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    from shim._engine import explain, plan
+    from shim._api import explain, plan
 
     text = explain(arguments.id)
     decision = plan()[arguments.id]

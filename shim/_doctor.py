@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import shim
+from shim._api import plan
 from shim._detect import detect
-from shim._engine import plan
 from shim._errors import ShimError
 from shim._matrix import matrix_path
 from shim._options import VARIABLES, matrix_argument

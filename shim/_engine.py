@@ -1,34 +1,25 @@
-"""The public functions, and the one module that holds global state: the lock, the plan, the binder, the hook."""
+"""The one module that holds global state: the lock, the plan, the binder, the hook, and how they are kept in step."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
-import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 from shim._aliases import namespace_of, unwrap
 from shim._bind import LAZY, Binder, Imported, Layer
-from shim._detect import detect
-from shim._errors import BindError, NotMetError, OptionError, ShimError
-from shim._explain import explanation
+from shim._errors import BindError, NotMetError, ShimError
 from shim._fingerprint import split_target
 from shim._foreign import foreign_on
 from shim._hook import ImportHook, is_initialising
-from shim._matrix import load_matrix
-from shim._options import Options, matrix_argument, resolve
-from shim._plan import Decision, Plan, enforce, make_plan
-from shim._ranks import is_rank_zero, ranks_that_differ
-from shim._report import PatchReport, Report
-from shim._verify import read_report, shadows_in
+from shim._plan import Decision, Plan, enforce
 
-__all__ = ["apply", "check", "explain", "patched", "plan", "revert", "status"]
+__all__ = ["STATE", "adopt", "catch_up", "with_conflicts"]
 
 log = logging.getLogger("shim")
 
@@ -70,7 +61,7 @@ class _State:
         # Asked for every import of the process, so without the lock, and with no more work than this.
         # Not while a patch module is being found: catching up may import that very module, and load it twice.
         if not sys.modules.keys().isdisjoint(self.late) and module not in self.patches:
-            _catch_up(self)
+            catch_up(self)
         return module in self.modules
 
     def after_import(self, module: ModuleType, meanwhile: Sequence[str]) -> None:
@@ -172,7 +163,7 @@ def _conflict(state: _State, decision: Decision, plan: Plan) -> str:
     return ""
 
 
-def _with_conflicts(state: _State, plan: Plan) -> Plan:
+def with_conflicts(state: _State, plan: Plan) -> Plan:
     """The plan with every patch turned to ``conflict`` whose target somebody else holds."""
     decisions = dict(plan.decisions)
     for id, decision in plan.decisions.items():
@@ -200,7 +191,7 @@ def _settle(state: _State, imported: Imported | None = None) -> None:
                 if plan is not state.plan:
                     continue
                 if plan is not None:
-                    plan = _with_conflicts(state, plan)
+                    plan = with_conflicts(state, plan)
                     state.adjust(plan)
                     _say(state, plan)
                 for item in state.binder.commit(_layers(state, plan) if plan is not None else {}, imported):
@@ -261,7 +252,7 @@ def _wait_for_imports(plan: Plan) -> None:
             log.debug("the import of %s, which was under way, failed: %s", name, error)
 
 
-def _catch_up(state: _State) -> None:
+def catch_up(state: _State) -> None:
     """Bind target modules that were half imported at apply(), or that came in past the hook."""
     with state.lock:
         ready = {name for name in state.late if state.binder.loaded(name) is not None}
@@ -279,71 +270,13 @@ def _watch_imports(state: _State) -> None:
             state.hook.adopt_lazy(module)
 
 
-# Public functions
-
-
-def _make_plan(arguments: Mapping[str, Any]) -> Plan:
-    arguments = dict(arguments)
-    matrix = load_matrix(matrix_argument(arguments.pop("matrix", None)))
-    return make_plan(detect(), matrix, resolve(matrix, **arguments))
-
-
-def plan(
-    *,
-    only: Iterable[str] | str | None = None,
-    exclude: Iterable[str] | str = (),
-    require: Iterable[str] | str = (),
-    kinds: Iterable[str] | str | None = None,
-    strict: bool = False,
-    on_drift: str = "skip",
-    options: Mapping[str, Mapping[str, Any]] | None = None,
-    matrix: str | os.PathLike[str] | None = None,
-    lock: str | os.PathLike[str] | None = None,
-) -> Plan:
-    """Return what `apply` with the same arguments would do, one decision and one reason per patch.
-
-    Imports neither torch nor megatron and changes nothing. Raises OptionError for arguments that are not usable,
-    and MatrixError for a matrix that is not valid.
-    """
-    made = _make_plan(locals())
-    with STATE.lock:
-        return _with_conflicts(STATE, made)
-
-
-def apply(
-    *,
-    only: Iterable[str] | str | None = None,
-    exclude: Iterable[str] | str = (),
-    require: Iterable[str] | str = (),
-    kinds: Iterable[str] | str | None = None,
-    strict: bool = False,
-    on_drift: str = "skip",
-    options: Mapping[str, Mapping[str, Any]] | None = None,
-    matrix: str | os.PathLike[str] | None = None,
-    lock: str | os.PathLike[str] | None = None,
-) -> Report:
-    """Apply every patch the installed releases need: now where the target is imported, else when it is.
-
-    only, exclude: patch ids to take, or to leave out.    kinds: of correctness, compat, performance, feature.
-    require: ids that must be applicable (or upstream already); NotMetError otherwise, and nothing is applied.
-    strict: NotMetError where any correctness patch has drifted or is in conflict.
-    on_drift: "skip" leaves a patch out whose targets are not known, "error" raises, "apply" applies it where the
-        signature still fits.
-    options: {patch id: {option: value}}.    matrix: another version_matrix.yaml.    lock: a lock file.
-
-    Idempotent and thread-safe; a second call with other arguments adjusts to them. Raises BindError where a patch
-    fails; it is then rolled back as a whole.
-    """
-    return _adopt(_make_plan(locals()))
-
-
-def _adopt(wanted: Plan | None) -> Report:
-    """Make `wanted` the current plan; on any error the plan before it stays."""
+def adopt(wanted: Plan | None) -> None:
+    """Make `wanted` the current plan (None: nothing is wanted); on any error the plan before it stays."""
     state = STATE
     if wanted is not None:
         _wait_for_imports(wanted)
         with state.lock:
-            wanted = _with_conflicts(state, wanted)
+            wanted = with_conflicts(state, wanted)
         _say(state, wanted)
         enforce(wanted)
     with state.lock:
@@ -369,112 +302,3 @@ def _adopt(wanted: Plan | None) -> Report:
         with state.lock:
             if not state.modules:
                 state.hook.remove()
-    return status()
-
-
-def revert() -> Report:
-    """Take everything back: every name shim wrote holds the very object it held before.
-
-    What somebody else has replaced meanwhile is left alone and reported, and no later apply() or import takes it
-    back. Out of reach are bound methods, partials and closures taken while shim was applied, and pickles.
-    """
-    return _adopt(None)
-
-
-@contextlib.contextmanager
-def patched(**arguments: Any) -> Iterator[Report]:
-    """Apply within a with-statement; takes the arguments of `apply`, nests, and restores what was there before."""
-    wanted = _make_plan(arguments)
-    before = STATE.plan
-    report = _adopt(wanted)
-    try:
-        yield report
-    finally:
-        _adopt(before)
-
-
-def _not_applied(made: Plan) -> Plan:
-    reason = "shim.apply() has not been called in this process, or was reverted"
-    excluded = {
-        id: replace(decision, action="excluded", reason=reason)
-        for id, decision in made.decisions.items()
-        if decision.wanted
-    }
-    return replace(made, decisions={**made.decisions, **excluded})
-
-
-def status() -> Report:
-    """Return the state of every patch, read from the process at this moment."""
-    _catch_up(STATE)
-    with STATE.lock:
-        current = STATE.plan
-        if current is not None:
-            return read_report(current, STATE.binder, STATE.failed)
-    made = _not_applied(STATE.last or _make_plan({}))
-    with STATE.lock:
-        return read_report(made, STATE.binder, {})
-
-
-def check(model: Any = None, group: Any = None) -> Report:
-    """Verify that everything wanted is active, on `model` itself, and on every rank of `group`.
-
-    model: a torch module, or an iterable of them (virtual pipeline chunks). A subclass or an instance that overrides
-    a patched method makes the patch ``shadowed``. group: a torch.distributed process group, or None for the default
-    one where torch.distributed is initialised; it gathers one short digest per rank.
-
-    Pending, shadowed and conflicting correctness patches are warnings; NotMetError where the patch is required, or
-    with strict, and where ranks differ. Logs one INFO line on rank 0.
-    """
-    _catch_up(STATE)
-    current = STATE.plan
-    # Before anything raises: a rank that does not take part would leave the others waiting.
-    differing = ranks_that_differ("nothing applied" if current is None else current.digest, group)
-    if current is None:
-        raise OptionError("nothing was applied in this process; call shim.apply() before shim.check()")
-    with STATE.lock:
-        report = read_report(current, STATE.binder, STATE.failed)
-        shadows = list(shadows_in(model, current, STATE.binder)) if model is not None else []
-    patches = dict(report.patches)
-    for id, target, what in shadows:
-        if patches[id].state in ("applied", "pending"):
-            patches[id] = replace(
-                patches[id],
-                state="shadowed",
-                reason=f"{target}: {what}",
-                targets={**patches[id].targets, target: "shadowed"},
-                remedy="call the method of the base class in the override, or drop the override",
-            )
-    report = replace(report, patches=patches)
-    _judge(report, current.options)
-    if differing:
-        raise NotMetError(
-            f"ranks disagree about what is applied (id, variant, bodies): {differing}. Remedy: install the same "
-            "releases everywhere, and call shim.apply() with the same arguments on every rank."
-        )
-    if is_rank_zero():
-        log.info("%s", report.summary)
-    return report
-
-
-def _judge(report: Report, options: Options) -> None:
-    for patch in report.patches.values():
-        if not _amiss(patch):
-            continue
-        text = f"{patch.id} is {patch.state}: {patch.reason}." + (f" Remedy: {patch.remedy}." if patch.remedy else "")
-        if patch.id in options.require or (options.strict and patch.kind == "correctness"):
-            raise NotMetError(f"shim.check: required, but {text}")
-        log.warning("%s", text)
-
-
-def _amiss(patch: PatchReport) -> bool:
-    return patch.state in ("pending", "shadowed", "conflict", "failed") or (
-        patch.state == "drifted" and patch.kind == "correctness"
-    )
-
-
-def explain(id: str) -> str:
-    """Return in words what a patch is for, how it is wired, and what was decided about it here, and why."""
-    made = STATE.plan or _make_plan({})
-    if id not in made.decisions:
-        raise OptionError(f"there is no patch {id!r}; known are {', '.join(made.decisions)}")
-    return explanation(made, id)

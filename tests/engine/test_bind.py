@@ -250,11 +250,11 @@ def test_cycles_leave_nothing_behind(patched_world):
     from shim._engine import STATE
 
     before = patched_world.snapshot()
-    plan = shim._engine._make_plan({})
+    plan = shim._api._make_plan({})
     sizes = []
     for _ in range(300):
-        shim._engine._adopt(plan)
-        shim._engine._adopt(None)
+        shim._engine.adopt(plan)
+        shim._engine.adopt(None)
         binder = STATE.binder
         kept = (binder.slots, binder.lost, binder.chains, binder._ours, STATE.factories, STATE.failed, STATE.said)
         sizes.append([len(item) for item in kept])

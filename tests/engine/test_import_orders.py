@@ -33,7 +33,7 @@ def test_the_case_sees_a_broken_engine(case, world, order, broken):
     """Without the import hook, the search for aliases or the restoring, orders fail."""
     setup = {
         "no_hook": "import shim._hook as h\nh.ImportHook.find_spec = lambda *a: None\n"
-        "import shim._engine as e\ne._catch_up = lambda state: None",
+        "import shim._engine as e\ne.catch_up = lambda state: None",
         "no_aliases": "import shim._bind as b\nb.find_aliases = lambda *a: []",
         "no_restore": "import shim._bind as b\nb.Binder._restore = lambda self, slot, journal: None",
     }[broken]
