@@ -30,20 +30,20 @@ lint: env
 	$(BIN)/mypy
 
 unit: env  ## the engine, without torch
-	$(BIN)/python -m pytest -q -n 2 tests/unit
+	$(BIN)/python -m pytest -q -n 2 tests/unit tests/engine --ignore tests/engine/test_with_torch.py
 
 unit-pythons: env  ## the same on every other Python there is
 	PYTHON=$(BIN)/python sh tests/other_pythons.sh
 
-helpers: env  ## shim.testing and shim.ops
-	$(BIN)/python -m pytest -q -n 2 tests/testing tests/ops
+helpers: env  ## shim.testing, shim.ops, and the engine with torch
+	$(BIN)/python -m pytest -q -n 2 tests/testing tests/ops tests/engine/test_with_torch.py
 
 cells: env  ## real megatron-core, one process per release, one release per set of bodies
 	$(BIN)/python -m shim.testing.cells --everyday -- -q tests/cells
 	$(BIN)/python -m shim.testing.cells --releases 0.15.3,0.16.1 -- -q tests/examples
 
-matrix: env  ## the same on all 19 releases
-	$(BIN)/python -m shim.testing.cells --all -- -q tests/cells
+matrix: env  ## the same on all 19 releases, in every order of imports
+	SHIM_TEST_ALL_ORDERS=1 $(BIN)/python -m shim.testing.cells --all -- -q tests/cells
 
 bench: env  ## all benchmarks, as ratios
 	$(BIN)/python benchmarks/startup.py
