@@ -328,6 +328,25 @@ def test_torch_compile_takes_the_patched_roll_in_one_graph(applied):
         assert torch.equal(torch.compile(twice, fullgraph=True, backend="eager")(values), twice(values))
 
 
+def test_torch_compile_takes_a_whole_mtp_layer_in_one_graph(applied, one_rank, monkeypatch):
+    """With the packed row and all that shim wires in. Stock warns inside its layers, which breaks its own graphs."""
+    monkeypatch.setattr(warnings, "warn", lambda *args, **kwargs: None)
+    model, row = build(), row_of(*PADDED)
+    layer, states = model.mtp.layers[0], torch.randn(row.total, 1, model.config.hidden_size)
+    inputs = {"hidden_states": states, "attention_mask": None, "packed_seq_params": row.packed_seq_params()}
+    if VERSION < (0, 14):
+        inputs["decoder_input"] = states.flip(0)
+    else:
+        inputs |= {"input_ids": row.input_ids, "position_ids": row.position_ids, "embedding": model.embedding}
+
+    def output(inputs):
+        result = layer(**inputs)
+        return result if isinstance(result, torch.Tensor) else result[0]
+
+    torch._dynamo.reset()
+    assert torch.allclose(torch.compile(output, fullgraph=True, backend="eager")(inputs), output(inputs))
+
+
 # Costs
 
 
