@@ -253,6 +253,8 @@ def _without_mtp(model: Any) -> Any:
     """A shallow copy of the model that says it has no MTP; parameters and submodules are the model's own."""
     view = copy.copy(model)
     view.mtp_process = False
+    # On the last of several stages with MTP the weight of tied embeddings is the embedding's; the head's own is stale.
+    view.shared_embedding_or_output_weight = model.shared_embedding_or_output_weight
     view.config = copy.copy(model.config)
     view.config.mtp_num_layers = None
     return view
@@ -351,6 +353,14 @@ def _proj_and_transformer_layer(original: Function, options: Options) -> Functio
     @functools.wraps(original)
     def _proj_and_transformer_layer(*args: Any, **kwargs: Any) -> Any:
         if STEP.handed is not None:
+            layer = args[0]
+            if layer.training and layer.config.recompute_granularity == "full":
+                # The checkpoint below takes the row with it, so this one is somebody else's.
+                raise ShimError(
+                    "mtp-packed-sequences: something else than shim's _checkpointed_forward recomputes "
+                    f"{type(layer).__qualname__}, and the packed row would be gone when the layer runs again. Remedy: "
+                    "call the method of MultiTokenPredictionLayer there, or pass packed_seq_params on."
+                )
             args, kwargs = put_row(args, kwargs, _take_handed(row_of(args, kwargs)))
         return original(*args, **kwargs)
 

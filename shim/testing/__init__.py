@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from .cells import EVERYDAY, run_cells
     from .cpu import megatron_on_cpu
     from .layout import Layout, layout_initialised
-    from .model import add_lora, build_gpt, release
-    from .oracle import Result, differences, run_alone, run_packed, worst
+    from .model import add_lora, build_chunks, build_gpt, build_hybrid, release
+    from .oracle import Result, differences, run_alone, run_packed, run_schedule, worst
     from .packing import PackedRow, pack, random_sequences
     from .ranks import RankError, Ranks
     from .releases import RELEASES, FetchError, cache_dir, environment, fetch
@@ -44,7 +44,9 @@ __all__ = [
     "Ranks",
     "Result",
     "add_lora",
+    "build_chunks",
     "build_gpt",
+    "build_hybrid",
     "cache_dir",
     "differences",
     "environment",
@@ -57,6 +59,7 @@ __all__ = [
     "run_alone",
     "run_cells",
     "run_packed",
+    "run_schedule",
     "worst",
 ]
 
@@ -65,8 +68,8 @@ _MODULES = {
     "cells": ("EVERYDAY", "run_cells"),
     "cpu": ("megatron_on_cpu",),
     "layout": ("Layout", "layout_initialised"),
-    "model": ("add_lora", "build_gpt", "release"),
-    "oracle": ("Result", "differences", "run_alone", "run_packed"),
+    "model": ("add_lora", "build_chunks", "build_gpt", "build_hybrid", "release"),
+    "oracle": ("Result", "differences", "run_alone", "run_packed", "run_schedule", "worst"),
     "packing": ("PackedRow", "pack", "random_sequences"),
     "ranks": ("RankError", "Ranks"),
     "releases": ("RELEASES", "FetchError", "cache_dir", "environment", "fetch"),

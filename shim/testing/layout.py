@@ -16,16 +16,22 @@ __all__ = ["Layout", "layout_initialised"]
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is spread over ranks: sizes of tensor, context and pipeline parallelism."""
+    """How a model is spread over ranks: sizes of tensor, context and pipeline parallelism.
+
+    vp: virtual stages that every pipeline rank holds, for the interleaved schedule.
+    """
 
     tp: int = 1
     sequence_parallel: bool = False
     cp: int = 1
     pp: int = 1
+    vp: int = 1
 
     def __post_init__(self) -> None:
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("sequence parallelism needs tp > 1")
+        if self.vp > 1 and self.pp == 1:
+            raise ValueError("virtual pipeline stages need pp > 1")
 
     @property
     def world(self) -> int:
@@ -33,7 +39,8 @@ class Layout:
         return self.tp * self.cp * self.pp
 
     def __str__(self) -> str:
-        parts = [f"{name}{size}" for name, size in (("tp", self.tp), ("cp", self.cp), ("pp", self.pp)) if size > 1]
+        sizes = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "vp": self.vp}
+        parts = [f"{name}{size}" for name, size in sizes.items() if size > 1]
         if self.sequence_parallel:
             parts.insert(1, "sp")
         return "+".join(parts) or "tp1"
@@ -114,6 +121,7 @@ def layout_initialised(layout: Layout, seed: int = 123) -> Iterator[Layout]:
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=layout.tp,
                 pipeline_model_parallel_size=layout.pp,
+                virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
                 context_parallel_size=layout.cp,
             )
         torch.manual_seed(seed)

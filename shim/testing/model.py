@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 
 from .attention import CPUCoreAttention
 
-__all__ = ["add_lora", "build_gpt", "release"]
+__all__ = ["add_lora", "build_chunks", "build_gpt", "build_hybrid", "release"]
 
 _SMALL_CONFIG: dict[str, Any] = {
     "num_layers": 2,
@@ -54,6 +56,7 @@ def build_gpt(
     share_embeddings_and_output_weights: bool = True,
     pre_process: bool | None = None,
     post_process: bool | None = None,
+    vp_stage: int | None = None,
     model_kwargs: Mapping[str, Any] | None = None,
     **config_overrides: Any,
 ) -> nn.Module:
@@ -61,53 +64,167 @@ def build_gpt(
 
     Attention is `CPUCoreAttention`, so packed rows work. Weights depend only on `seed` and on the parameter's
     name and global shape: every release and every tensor- or pipeline-parallel size holds (shards of) the
-    same model. `pre_process` and `post_process` default to what this pipeline stage is. `model_kwargs` go to
-    GPTModel, `config_overrides` to TransformerConfig (by default 2 layers, hidden size 32, 4 heads in 2
-    groups, float32).
+    same model. `pre_process` and `post_process` default to what this pipeline stage is; `vp_stage` says which of
+    the rank's virtual stages to build (see `build_chunks`). `model_kwargs` go to GPTModel, `config_overrides` to
+    TransformerConfig (by default 2 layers, hidden size 32, 4 heads in 2 groups, float32).
     """
-    from megatron.core import parallel_state
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
-    tp_size = parallel_state.get_tensor_model_parallel_world_size()
-    config = TransformerConfig(
-        **{
-            **_SMALL_CONFIG,
-            "mtp_num_layers": mtp_num_layers,
-            "tensor_model_parallel_size": tp_size,
-            "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
-            "context_parallel_size": parallel_state.get_context_parallel_world_size(),
-            **config_overrides,
-        }
-    )
+    config = _config(mtp_num_layers=mtp_num_layers, **config_overrides)
+    first, last = _stage(vp_stage)
     spec_options = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
     spec = gpt_layer_specs.get_gpt_layer_local_spec(**spec_options)
     spec.submodules.self_attention.submodules.core_attention = CPUCoreAttention
     mtp_spec = None
     if mtp_num_layers:
-        mtp_spec = gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
-    if pre_process is None:
-        pre_process = parallel_state.is_pipeline_first_stage()
-    if post_process is None:
-        post_process = parallel_state.is_pipeline_last_stage()
+        make_spec = gpt_layer_specs.get_gpt_mtp_block_spec
+        mtp_spec = make_spec(config, spec, use_transformer_engine=False, **_known(make_spec, vp_stage=vp_stage))
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,
         vocab_size=vocab_size,
         max_sequence_length=max_sequence_length,
-        pre_process=pre_process,
-        post_process=post_process,
+        pre_process=first if pre_process is None else pre_process,
+        post_process=last if post_process is None else post_process,
         position_embedding_type=position_embedding_type,
         share_embeddings_and_output_weights=share_embeddings_and_output_weights,
         parallel_output=True,
         mtp_block_spec=mtp_spec,
+        **_known(GPTModel, vp_stage=vp_stage),
         **(model_kwargs or {}),
     )
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    for name, weight in _global_names(model, share_embeddings_and_output_weights):
-        _seed_weight(weight, name, seed, tp_size, tp_rank, stacked=_stacked(name, config))
+    _seed_weights(model, seed, share_embeddings_and_output_weights)
     return model.train()
+
+
+def build_chunks(build: Callable[..., nn.Module] = build_gpt, **options: Any) -> list[nn.Module]:
+    """What this rank holds under a `Layout` with virtual stages: one model for each, in their order.
+
+    `build` and its `options` are those of one stage. Works for layouts without virtual stages, too.
+    """
+    from megatron.core import parallel_state
+
+    stages = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    return [build(vp_stage=stage, **options) for stage in range(stages)] if stages else [build(**options)]
+
+
+def build_hybrid(
+    pattern: str = "*-*-/*-",
+    *,
+    position_embedding_type: str = "rope",
+    vocab_size: int = 64,
+    max_sequence_length: int = 128,
+    seed: int = 7,
+    share_embeddings_and_output_weights: bool = True,
+    **config_overrides: Any,
+) -> nn.Module:
+    """The hybrid model (MambaModel in 0.17, HybridModel from 0.18), as `build_gpt` builds a GPTModel.
+
+    pattern: of attention (*) and MLP (-) layers only, since Mamba layers need their kernels; every part after a "/"
+    is one MTP depth, all of them equal. Upstream's specs are for Transformer Engine: here they are put together from
+    the local layers, and the norm that the stack takes from Transformer Engine is replaced while the model is built.
+    """
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer import multi_token_prediction as mtp
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    if tuple(int(part) for part in release().split(".")[:2]) < (0, 18):
+        block, models = "megatron.core.ssm.mamba_block", "megatron.core.models.mamba.mamba_model"
+        name = "Mamba"
+    else:
+        block, models = "megatron.core.models.hybrid.hybrid_block", "megatron.core.models.hybrid.hybrid_model"
+        name = "Hybrid"
+    blocks: Any = import_module(block)
+    model_class = getattr(import_module(models), f"{name}Model")
+    mlp_layer = import_module("megatron.core.ssm.mlp_layer").MLPLayer
+
+    main, *depths = pattern.split("/")
+    overrides = {"num_layers": len(main.replace("|", "")), "is_hybrid_model": True, **config_overrides}
+    config = _config(mtp_num_layers=len(depths) or None, **overrides)
+    whole = gpt_layer_specs.get_gpt_layer_local_spec().submodules
+    whole.self_attention.submodules.core_attention = CPUCoreAttention
+    norm = whole.input_layernorm
+    attention_parts = {name: getattr(whole, name) for name in ("input_layernorm", "self_attention", "self_attn_bda")}
+    mlp_parts = {name: getattr(whole, name) for name in ("pre_mlp_layernorm", "mlp", "mlp_bda")}
+    mtp_spec = None
+    if depths:
+        layer = mtp.get_mtp_layer_spec(ModuleSpec(TransformerLayer, submodules=whole), use_transformer_engine=False)
+        layer.submodules.mtp_model_layer = None  # built from the pattern
+        mtp_spec = ModuleSpec(
+            module=mtp.MultiTokenPredictionBlock,
+            submodules=mtp.MultiTokenPredictionBlockSubmodules(layer_specs=[layer]),
+        )
+    stack = ModuleSpec(
+        module=getattr(blocks, f"{name}Stack"),
+        submodules=getattr(blocks, f"{name}StackSubmodules")(
+            attention_layer=ModuleSpec(
+                module=TransformerLayer, submodules=TransformerLayerSubmodules(**attention_parts)
+            ),
+            mlp_layer=ModuleSpec(module=mlp_layer, submodules=TransformerLayerSubmodules(**mlp_parts)),
+            mtp_block_spec=mtp_spec,
+        ),
+    )
+    first, last = _stage(None)
+    norm_of_engine = blocks.TENorm
+    blocks.TENorm = norm
+    try:
+        model = model_class(
+            config,
+            stack,
+            vocab_size=vocab_size,
+            max_sequence_length=max_sequence_length,
+            hybrid_layer_pattern=pattern,
+            pre_process=first,
+            post_process=last,
+            position_embedding_type=position_embedding_type,
+            share_embeddings_and_output_weights=share_embeddings_and_output_weights,
+        )
+    finally:
+        blocks.TENorm = norm_of_engine
+    _seed_weights(model, seed, share_embeddings_and_output_weights)
+    return model.train()
+
+
+def _config(**overrides: Any) -> Any:
+    """A TransformerConfig for the layout that is initialised."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    layout = {
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline_model_parallel_size": parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+    }
+    return TransformerConfig(**{**_SMALL_CONFIG, **layout, **overrides})
+
+
+def _stage(vp_stage: int | None) -> tuple[bool, bool]:
+    """Whether this (virtual) stage is the first, and whether it is the last one."""
+    from megatron.core import parallel_state
+
+    is_first, is_last = parallel_state.is_pipeline_first_stage, parallel_state.is_pipeline_last_stage
+    if vp_stage is not None:  # up to 0.12 this is how everything learns of it
+        parallel_state.set_virtual_pipeline_model_parallel_rank(vp_stage)
+    which = _known(is_first, vp_stage=vp_stage)
+    return is_first(ignore_virtual=vp_stage is None, **which), is_last(ignore_virtual=vp_stage is None, **which)
+
+
+def _known(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+    """Those of the arguments that are given, and that the function of this release takes."""
+    taken = inspect.signature(function).parameters
+    return {name: value for name, value in arguments.items() if value is not None and name in taken}
+
+
+def _seed_weights(model: Any, seed: int, shared_output: bool) -> None:
+    from megatron.core import parallel_state
+
+    tp_size = parallel_state.get_tensor_model_parallel_world_size()
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    for name, weight in _global_names(model, shared_output):
+        _seed_weight(weight, name, seed, tp_size, tp_rank, stacked=_stacked(name, model.config))
 
 
 def _global_names(model: Any, shared_output: bool) -> Iterator[tuple[str, nn.Parameter]]:

@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from .model import release
 from .packing import PackedRow
 
-__all__ = ["Result", "differences", "run_alone", "run_packed", "worst"]
+__all__ = ["Result", "differences", "run_alone", "run_packed", "run_schedule", "worst"]
+
+# A model, or the virtual stages that a rank holds of it (`build_chunks`).
+Model = nn.Module | Sequence[nn.Module]
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,8 @@ class Result:
     main: loss of every token [T], 0 on padding.
     mtp: per MTP layer, loss of every token [T], 0 where the rolled loss mask does not count it.
     logged: what the release logs per MTP layer [K], before any reduction over ranks.
-    grads: gradient of every trainable weight that got one, shards of this rank where weights are sharded.
+    grads: gradient of every trainable weight that got one, shards of this rank where weights are sharded; of a list of
+    virtual stages their names begin with the stage's number. "decoder_input" is the gradient of what was given so.
     On pipeline stages other than the last only `grads` is filled.
     """
 
@@ -34,33 +38,48 @@ class Result:
     grads: dict[str, Tensor]
 
 
-def run_packed(model: nn.Module, row: PackedRow, *, per_token_loss: bool = False, loss_mask: bool = True) -> Result:
+def run_packed(
+    model: Model,
+    row: PackedRow,
+    *,
+    per_token_loss: bool = False,
+    loss_mask: bool = True,
+    decoder_input: Tensor | None = None,
+) -> Result:
     """Train one step on the packed row, as a trainer would.
 
     per_token_loss: config.calculate_per_token_loss, and a main loss that is a sum instead of a mean.
     loss_mask: False passes none to the model, and counts every token that is not padding.
+    decoder_input: [T, 1, h], embeddings of the whole row that the first stage gets in place of its own, as
+        vision-language trainers pass them. Each rank gets its share.
 
     Whatever the release raises (0.12 to 0.15: AssertionError for packing with MTP) comes through.
     """
-    view = _RankView(model, row, loss_mask)
-    with _step(model, per_token_loss) as losses, _Pipeline(model) as pipeline:
+    chunks = _chunks(model)
+    view = _RankView(chunks[-1], row, loss_mask)
+    with _step(chunks, per_token_loss) as losses, _Pipeline(chunks) as pipeline:
+        embeddings = _Embeddings(chunks[0], decoder_input)
         pipeline.forward(
             input_ids=row.input_ids[:, view.index],
-            position_ids=row.position_ids[:, view.index],
-            attention_mask=None,
-            labels=row.labels[:, view.index],
-            loss_mask=view.mask.unsqueeze(0) if loss_mask else None,
-            packed_seq_params=row.packed_seq_params(),
+            decoder_input=embeddings.take(view.index),
+            **_inputs(row, view, loss_mask),
         )
         per_token = [loss.squeeze(0) for loss in losses]
         total = None
         if per_token:
             total = _main_loss(per_token[-1], view.mask, per_token_loss)
         pipeline.backward(total)
-        return _result(model, per_token, view, _logged_losses())
+        return _result(chunks, per_token, view, _logged_losses(), embeddings)
 
 
-def run_alone(model: nn.Module, row: PackedRow, *, per_token_loss: bool = False, loss_mask: bool = True) -> Result:
+def run_alone(
+    model: Model,
+    row: PackedRow,
+    *,
+    per_token_loss: bool = False,
+    loss_mask: bool = True,
+    decoder_input: Tensor | None = None,
+) -> Result:
     """The truth for `run_packed`: a pass for each sequence, one loss over the whole row, one backward.
 
     The release computes the per-token losses of every unpacked sequence [1, n]; the rest is spelled out here:
@@ -70,11 +89,13 @@ def run_alone(model: nn.Module, row: PackedRow, *, per_token_loss: bool = False,
     context parallelism needs lengths that divide is padding added at the end; causal attention never sees it.
     Auxiliary losses of a mixture of experts are not per token and have no part in this: switch them off.
     """
-    view = _RankView(model, row, loss_mask)
-    config: Any = model.config
+    chunks = _chunks(model)
+    view = _RankView(chunks[-1], row, loss_mask)
+    config: Any = chunks[-1].config
     depth = config.mtp_num_layers or 0
     # Per-token mode keeps the release from dividing by zero tokens; its own MTP losses are scaled to nothing.
-    with _step(model, per_token_loss=True, mtp_scale=0.0) as losses, _Pipeline(model) as pipeline:
+    with _step(chunks, per_token_loss=True, mtp_scale=0.0) as losses, _Pipeline(chunks) as pipeline:
+        embeddings = _Embeddings(chunks[0], decoder_input)
         placed = [torch.zeros(len(view.index)) for _ in range(depth + 1)]
         for piece in view.pieces:
             losses.clear()
@@ -82,6 +103,7 @@ def run_alone(model: nn.Module, row: PackedRow, *, per_token_loss: bool = False,
                 input_ids=piece.take(row.input_ids),
                 position_ids=piece.take(row.position_ids),
                 attention_mask=None,
+                decoder_input=embeddings.take(piece.places),
                 labels=piece.take(row.labels),
                 loss_mask=piece.take(row.loss_mask),
             )
@@ -96,7 +118,67 @@ def run_alone(model: nn.Module, row: PackedRow, *, per_token_loss: bool = False,
                 total = total + factor[k] * average
             logged = torch.stack(averages).detach() if averages else logged
         pipeline.backward(total)
-        return _result(model, placed if losses else [], view, logged)
+        return _result(chunks, placed if losses else [], view, logged, embeddings)
+
+
+def run_schedule(
+    model: Model, rows: Sequence[PackedRow], *, per_token_loss: bool = False, loss_mask: bool = True
+) -> Result:
+    """Train one step on the packed rows as microbatches, by the schedule that the release chooses for the layout.
+
+    That is 1F1B under pipeline parallelism, the interleaved one for a list of virtual stages. Rows may have different
+    lengths, except for virtual stages on two ranks, where no release can tell messages about shapes apart.
+
+    Losses are those of the rows one behind another, `logged` is their sum, and gradients are divided by the number of
+    rows, or with per_token_loss by nothing: the release does all that, but for the mean or sum over a row.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    chunks = _chunks(model)
+    views = [_RankView(chunks[-1], row, loss_mask) for row in rows]
+
+    def forward_step(batches: Iterator[tuple[PackedRow, _RankView]], chunk: Any) -> tuple[Tensor, Any]:
+        row, view = next(batches)
+        output = chunk(input_ids=row.input_ids[:, view.index], **_inputs(row, view, loss_mask))
+
+        def loss_of(per_token: Tensor) -> tuple[Any, ...]:
+            loss = _main_loss(per_token.squeeze(0), view.mask, per_token_loss)
+            count = (view.mask.sum().int(),) if per_token_loss else ()
+            return (loss, *count, {"loss": loss.detach()})
+
+        return output, loss_of
+
+    # From 0.16 sizes are arguments, which may be left out.
+    schedule = get_forward_backward_func()
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
+    batches = [iter(list(zip(rows, views, strict=True))) for _ in chunks]
+    with _step(chunks, per_token_loss) as losses, contextlib.ExitStack() as undo:
+        settings = {"variable_seq_lengths": len({row.total for row in rows}) > 1}
+        if virtual:
+            # With two ranks each is before and behind the other: only so do messages of both kinds not get mixed up.
+            settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+        for config in _configs(chunks):
+            for name, value in settings.items():
+                undo.callback(setattr, config, name, getattr(config, name))
+                setattr(config, name, value)
+        schedule(
+            forward_step_func=forward_step,
+            data_iterator=batches if virtual else batches[0],
+            model=chunks if virtual else chunks[0],
+            num_microbatches=len(rows),
+            seq_length=max(row.total for row in rows),
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        each = len(losses) // len(rows)
+        results = [
+            _result(chunks, [loss.squeeze(0) for loss in losses[i * each : (i + 1) * each]], view, torch.zeros(0))
+            for i, view in enumerate(views)
+        ]
+        mtp = [torch.cat(layer) for layer in zip(*(result.mtp for result in results), strict=True)]
+        main = torch.cat([result.main for result in results])
+        return Result(main=main, mtp=mtp, logged=_logged_losses(), grads=results[0].grads)
 
 
 def differences(a: Result, b: Result) -> dict[str, float]:
@@ -248,39 +330,103 @@ def _logged_losses() -> Tensor:
     return torch.zeros(0) if logged is None else logged.detach().clone()
 
 
-def _result(model: nn.Module, losses: Sequence[Tensor], view: _RankView, logged: Tensor) -> Result:
+def _result(
+    chunks: Sequence[nn.Module],
+    losses: Sequence[Tensor],
+    view: _RankView,
+    logged: Tensor,
+    embeddings: _Embeddings | None = None,
+) -> Result:
     """Losses are in the order the release asks for them: MTP layers first, the main loss last."""
     *mtp, main = [loss.detach() for loss in losses] or [torch.zeros(0)]
     return Result(
         main=main.where(view.valid, torch.zeros(())) if losses else main,
         mtp=[loss.where(view.rolled_mask(k + 1) > 0, torch.zeros(())) for k, loss in enumerate(mtp)],
         logged=logged,
-        grads=_gradients(model),
+        grads={**_gradients(chunks), **(embeddings.gradient() if embeddings else {})},
     )
 
 
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
+def _gradients(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
     """A copy of every gradient.
 
     Under sequence parallelism a rank's gradient of a replicated weight covers its part of the tokens, another
     part when sequences run alone: those are summed over ranks, as megatron does before a step.
     """
+    grads = {}
+    for number, chunk in enumerate(chunks):
+        prefix = f"{number}." if len(chunks) > 1 else ""
+        for name, weight in chunk.named_parameters():
+            if weight.grad is not None:
+                summed = getattr(weight, "sequence_parallel", False)
+                grads[prefix + name] = _over_shares(weight.grad) if summed else weight.grad.clone()
+    return grads
+
+
+def _over_shares(grad: Tensor) -> Tensor:
+    """The sum of a gradient over the ranks that sequence parallelism shares tokens out to."""
     from megatron.core import parallel_state
 
-    grads = {}
-    for name, weight in model.named_parameters():
-        if weight.grad is not None:
-            grads[name] = weight.grad.clone()
-            if getattr(weight, "sequence_parallel", False):
-                dist.all_reduce(grads[name], group=parallel_state.get_tensor_model_parallel_group())
-    return grads
+    summed = grad.clone()
+    dist.all_reduce(summed, group=parallel_state.get_tensor_model_parallel_group())
+    return summed
+
+
+# ---- what the model is given
+
+
+def _inputs(row: PackedRow, view: _RankView, loss_mask: bool) -> dict[str, Any]:
+    """All that a model is given of a packed row, but for its tokens."""
+    return {
+        "position_ids": row.position_ids[:, view.index],
+        "attention_mask": None,
+        "labels": row.labels[:, view.index],
+        "loss_mask": view.mask.unsqueeze(0) if loss_mask else None,
+        "packed_seq_params": row.packed_seq_params(),
+    }
+
+
+class _Embeddings:
+    """Embeddings [T, 1, h] that are given instead of tokens; a copy of them that collects their gradient."""
+
+    def __init__(self, model: Any, given: Tensor | None) -> None:
+        self.leaf = None if given is None else given.detach().clone().requires_grad_()
+        self.shared = model.config.sequence_parallel
+
+    def take(self, places: Tensor) -> Tensor | None:
+        """[places, 1, h] on this rank, zero where a place is -1; under sequence parallelism its share of them."""
+        if self.leaf is None:
+            return None
+        kept = (places >= 0).view(-1, 1, 1)
+        taken = torch.where(kept, self.leaf[places.clamp(min=0)], 0)
+        if self.shared:
+            from megatron.core import parallel_state
+
+            ranks = parallel_state.get_tensor_model_parallel_world_size()
+            taken = taken.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
+        return taken
+
+    def gradient(self) -> dict[str, Tensor]:
+        if self.leaf is None or self.leaf.grad is None:
+            return {}
+        return {"decoder_input": _over_shares(self.leaf.grad) if self.shared else self.leaf.grad.clone()}
 
 
 # ---- one training step
 
 
+def _chunks(model: Model) -> Sequence[Any]:
+    """The virtual stages of this rank, in order; a model by itself is the only one."""
+    return [model] if isinstance(model, nn.Module) else list(model)
+
+
+def _configs(chunks: Sequence[nn.Module]) -> list[Any]:
+    """Every config that any module holds, once: some are copies."""
+    return list({id(m.config): m.config for chunk in chunks for m in chunk.modules() if hasattr(m, "config")}.values())
+
+
 @contextlib.contextmanager
-def _step(model: Any, per_token_loss: bool, mtp_scale: float = 1.0) -> Iterator[list[Tensor]]:
+def _step(chunks: Sequence[Any], per_token_loss: bool, mtp_scale: float = 1.0) -> Iterator[list[Tensor]]:
     """Clean gradients and tracker, options set, all put back on exit.
 
     Yields a list that collects every per-token loss [1, n] with its graph.
@@ -288,6 +434,7 @@ def _step(model: Any, per_token_loss: bool, mtp_scale: float = 1.0) -> Iterator[
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 
     losses: list[Tensor] = []
+    model = chunks[-1]
     compute = model.compute_language_model_loss
 
     def recording(*args: Any, **kwargs: Any) -> Tensor:
@@ -296,8 +443,7 @@ def _step(model: Any, per_token_loss: bool, mtp_scale: float = 1.0) -> Iterator[
         return loss
 
     with contextlib.ExitStack() as undo:
-        configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-        for config in configs.values():
+        for config in _configs(chunks):
             undo.callback(setattr, config, "calculate_per_token_loss", config.calculate_per_token_loss)
             config.calculate_per_token_loss = per_token_loss
         undo.callback(
@@ -312,28 +458,30 @@ def _step(model: Any, per_token_loss: bool, mtp_scale: float = 1.0) -> Iterator[
         else:
             undo.callback(setattr, model, "compute_language_model_loss", previous)
         model.compute_language_model_loss = recording
-        model.zero_grad(set_to_none=True)
-        undo.callback(model.zero_grad, set_to_none=True)
+        for chunk in chunks:
+            chunk.zero_grad(set_to_none=True)
+            undo.callback(chunk.zero_grad, set_to_none=True)
         yield losses
 
 
 class _Pipeline:
-    """Forward and backward of this rank's pipeline stage: hidden states go on, their gradients come back.
+    """Forward and backward of this rank's pipeline stages: hidden states go on, their gradients come back.
 
-    With one stage it only runs the model. Passes run all forward, then all backward, in the same order on
-    each stage.
+    With one stage it only runs the model. Passes run all forward, then all backward, in the same order on each stage.
+    After the last rank comes the first one with its next virtual stage.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, chunks: Sequence[Any]) -> None:
         from megatron.core import parallel_state
 
-        self.model = model
-        self.first = parallel_state.is_pipeline_first_stage()
-        self.last = parallel_state.is_pipeline_last_stage()
-        self.previous = None if self.first else parallel_state.get_pipeline_model_parallel_prev_rank()
-        self.next = None if self.last else parallel_state.get_pipeline_model_parallel_next_rank()
-        self.received: list[Tensor] = []
-        self.sent: list[Tensor] = []
+        self.chunks = chunks
+        self.first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+        self.last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        if not (self.first and self.last):
+            self.previous = parallel_state.get_pipeline_model_parallel_prev_rank()
+            self.next = parallel_state.get_pipeline_model_parallel_next_rank()
+        self.received: list[list[Tensor]] = [[] for _ in chunks]
+        self.sent: list[list[Tensor]] = [[] for _ in chunks]
 
     def __enter__(self) -> _Pipeline:
         return self
@@ -342,33 +490,56 @@ class _Pipeline:
         self.received.clear()
         self.sent.clear()
 
-    def forward(self, *, input_ids: Tensor, **inputs: Any) -> None:
-        """input_ids: [1, n]."""
-        if not self.first:
-            config = self.model.config
-            tokens = input_ids.shape[1]
-            if config.sequence_parallel:
-                tokens //= config.tensor_model_parallel_size
-            hidden = torch.empty(tokens, 1, config.hidden_size, dtype=config.params_dtype)
-            dist.recv(hidden, self.previous)
-            self.received.append(hidden.requires_grad_())
-            self.model.set_input_tensor(hidden)
-        output = self.model(input_ids=input_ids, **inputs)
-        if not self.last:
-            dist.send(output.detach().contiguous(), self.next)
-            self.sent.append(output)
+    def forward(self, *, decoder_input: Tensor | None = None, **inputs: Any) -> None:
+        """input_ids: [1, n]. decoder_input is for the first stage only."""
+        for number, chunk in enumerate(self.chunks):
+            _enter_chunk(number, len(self.chunks))
+            extra = {}
+            if self.first and number == 0:
+                extra = {} if decoder_input is None else {"decoder_input": decoder_input}
+            else:
+                hidden = self._receive(chunk.config.params_dtype)
+                self.received[number].append(hidden)
+                chunk.set_input_tensor(hidden)
+            output = chunk(**inputs, **extra)
+            if not self._ends(number):
+                # MTP layers add their states, so that the next stage cannot know the shape by itself.
+                dist.send(torch.tensor(output.shape), self.next)
+                dist.send(output.detach().contiguous(), self.next)
+                self.sent[number].append(output)
 
     def backward(self, total: Tensor | None) -> None:
         """total: the scalar loss on the last stage."""
-        if self.last:
-            assert total is not None, "the model computed no loss: compute_language_model_loss was not called"
-            total.backward()
-        else:
-            grads = [torch.empty_like(output) for output in self.sent]
-            for grad in grads:
-                dist.recv(grad, self.next)
-            if any(output.requires_grad for output in self.sent):
-                torch.autograd.backward(self.sent, grads)
-        for hidden in self.received:
-            assert hidden.grad is not None
-            dist.send(hidden.grad, self.previous)
+        for number in reversed(range(len(self.chunks))):
+            _enter_chunk(number, len(self.chunks))
+            if self._ends(number):
+                assert total is not None, "the model computed no loss: compute_language_model_loss was not called"
+                total.backward()
+            else:
+                sent = self.sent[number]
+                grads = [torch.empty_like(output) for output in sent]
+                for grad in grads:
+                    dist.recv(grad, self.next)
+                if any(output.requires_grad for output in sent):
+                    torch.autograd.backward(sent, grads)
+            for hidden in self.received[number]:
+                assert hidden.grad is not None
+                dist.send(hidden.grad, self.previous)
+
+    def _ends(self, number: int) -> bool:
+        return self.last and number == len(self.chunks) - 1
+
+    def _receive(self, dtype: torch.dtype) -> Tensor:
+        shape = torch.empty(3, dtype=torch.int64)
+        dist.recv(shape, self.previous)
+        hidden = torch.empty(shape.tolist(), dtype=dtype)
+        dist.recv(hidden, self.previous)
+        return hidden.requires_grad_()
+
+
+def _enter_chunk(number: int, chunks: int) -> None:
+    """Up to 0.12 a model asks parallel_state which virtual stage it is."""
+    from megatron.core import parallel_state
+
+    if chunks > 1:
+        parallel_state.set_virtual_pipeline_model_parallel_rank(number)

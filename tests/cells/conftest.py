@@ -1,4 +1,4 @@
-"""Fixtures of the release cells: the megatron-core on PYTHONPATH, on CPU, here or in two forked ranks."""
+"""Fixtures of the release cells: the megatron-core on PYTHONPATH, on CPU, here or in two or four forked ranks."""
 
 from importlib.util import find_spec
 
@@ -25,4 +25,11 @@ def on_cpu():
 def ranks2():
     """Two gloo ranks, forked on first use."""
     with testing.Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def ranks4():
+    """Four gloo ranks, forked on first use."""
+    with testing.Ranks(4) as ranks:
         yield ranks
