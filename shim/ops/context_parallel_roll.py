@@ -10,34 +10,50 @@ and those of its tails to the next one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shim.ops.packed_roll import lengths_on
+from shim.ops.packed_roll import Mask, RollIndex, lengths_on, mask_of_runs, roll_with, slot_of
 
 __all__ = ["PARTITIONS", "RankRollIndex", "rank_roll_index", "roll_on_rank"]
 
 PARTITIONS = ("sequence", "row")
 
 
-class RankRollIndex(NamedTuple):
-    """What a rank needs to roll its share of a row, t = T / cp tokens in n pieces (sequences, or the row as one).
+class Edge(NamedTuple):
+    """What crosses to and from one neighbour, one token for each of n pieces (sequences, or the row as one).
 
-    continues, in_sequence, valid: [t], as in shim.ops.packed_roll.RollIndex, for the tokens of this rank.
-    source: int64 [t], where the next token of the row is found among (own t tokens, n received from the next rank, n
-        received from the previous one).
-    fronts, tails: int64 [n], the first tokens of this rank's chunks.
+    sent: [n], the places of the tokens that the neighbour gets. places: [n], where those go that come from it, on top
+    of zero. arrives: which of them continue a sequence here.
     """
 
-    continues: Tensor
-    in_sequence: Tensor
-    valid: Tensor
-    source: Tensor
-    fronts: Tensor
-    tails: Tensor
+    sent: Tensor
+    places: Tensor
+    arrives: Mask
+
+
+class RankRollIndex(RollIndex):
+    """What a rank needs to roll its share of a row, t = T / cp tokens.
+
+    mask, in_sequence, valid: as in shim.ops.packed_roll.RollIndex, for the tokens of this rank; a token whose next is
+    on another rank is not in the mask. following, preceding: the edges to the next and the previous rank, None at the
+    ends.
+    """
+
+    def __init__(
+        self,
+        mask: Mask,
+        places: Callable[[], tuple[Tensor, Tensor]],
+        following: Edge | None,
+        preceding: Edge | None,
+    ) -> None:
+        super().__init__(mask, places)
+        self.following = following
+        self.preceding = preceding
 
 
 def _require(condition: Tensor, message: str) -> None:
@@ -60,54 +76,87 @@ def rank_roll_index(
 ) -> RankRollIndex:
     """The index of rank `rank` of `ranks` for its share of `length` = T / ranks tokens.
 
-    cu_seqlens, cu_seqlens_padded: integer [N + 1], global, as in shim.ops.packed_roll. No host read, and a number of
-    kernels that does not depend on N. ValueError (on CUDA a device-side assertion) where a slot cannot be shared out
-    evenly; ValueError for an unknown partition.
+    cu_seqlens, cu_seqlens_padded: int32 or int64 [N + 1], global, as in shim.ops.packed_roll. No host read on CUDA,
+    and a number of kernels that does not depend on N. ValueError (on CUDA a device-side assertion) where a slot cannot
+    be shared out evenly; ValueError for an unknown partition.
     """
     if partition not in PARTITIONS:
         raise ValueError(f"partition is {partition!r}; it must be one of {', '.join(PARTITIONS)}")
     device = torch.device(device)
     cu, slots = lengths_on(device, cu_seqlens, cu_seqlens_padded)
-    here = torch.arange(length, device=device, dtype=cu.dtype)
+    lengths = cu[1:] - cu[:-1]
+    # Of each piece: where it begins here, how long its chunks are, and the places in it that have a successor. The row
+    # as one piece has numbers where sequences have tensors [n].
+    start: Any
+    front: Any
+    tail: Any
     if partition == "row":
-        starts = torch.tensor([0, length], device=device, dtype=cu.dtype)
-        piece = torch.zeros_like(here)
+        start, front, tail = 0, (length + 1) // 2, length // 2
+        begin, end = slots[:-1], slots[:-1] + (lengths - 1).clamp_(min=0)
     else:
         _require((slots % ranks == 0).all(), f"every slot of a packed row must be a multiple of the {ranks} ranks")
         starts = torch.div(slots, ranks, rounding_mode="floor")
-        piece = torch.bucketize(here, starts[1:], right=True).clamp_(max=starts.numel() - 2)
-    share = starts[1:] - starts[:-1]
-    front = torch.div(share + 1, 2, rounding_mode="floor")  # an odd share has the longer front, as torch.chunk cuts it
-    tail = share - front
-    offset, f, t = here - starts[piece], front[piece], tail[piece]
-    in_front = offset < f
-    at = torch.where(in_front, rank * f + offset, ranks * f + (ranks - 1 - rank) * t + offset - f)  # in the piece
-    if partition == "row":
-        slot = torch.bucketize(at, slots[1:], right=True).clamp_(max=slots.numel() - 2)
-        at = at - slots[slot]
-    else:
-        slot = piece
-    # What lies behind the last slot is no token, on whichever rank.
-    ends = torch.where(here < starts[-1], (cu[1:] - cu[:-1])[slot], 0)
-    n = share.numel()
-    behind_front = (starts[:-1] + front)[piece] if rank == ranks - 1 else length + piece
-    source = torch.where(in_front & (offset + 1 == f), behind_front, here + 1)
-    source = torch.where(~in_front & (offset + 1 == f + t), length + n + piece, source).clamp_(max=length + 2 * n - 1)
-    last = max(length - 1, 0)
-    fronts, tails = starts[:-1].clamp(max=last), (starts[:-1] + front).clamp(max=last)
-    return RankRollIndex(at + 1 < ends, at, at < ends, source.long(), fronts.long(), tails.long())
+        start, share = starts[:-1], starts[1:] - starts[:-1]
+        front = (share + 1) >> 1  # an odd share has the longer front, as torch.chunk cuts it
+        tail = share - front
+        begin, end = None, lengths - 1
+    chunks = (  # where they begin here, where in the piece, and how long they are
+        (start, rank * front, front),
+        (start + front, ranks * front + (ranks - 1 - rank) * tail, tail),
+    )
+    run_starts, run_ends = [], []
+    for number, (here, there, size) in enumerate(chunks):
+        # What follows a chunk's last token comes from another rank, but for the last front: it is its own tail.
+        inner = size if number == 0 and rank == ranks - 1 else size - 1
+        run_ends.append((end - there).clamp_(max=inner).clamp_(min=0).add_(here))
+        run_starts.append(here if begin is None else (begin - there).clamp_(max=inner).clamp_(min=0).add_(here))
+    mask = mask_of_runs(torch.cat(run_starts), torch.cat(run_ends), length)
+
+    def on_rank(place: Any) -> Tensor:
+        if isinstance(place, int):
+            place = torch.full((1,), place, device=device, dtype=cu.dtype)
+        return place.clamp(min=0, max=max(length - 1, 0))
+
+    def edge(sent: int, received: int) -> Edge:
+        here, there, size = chunks[received]
+        arrives = end - there >= size
+        if begin is not None:
+            arrives = (arrives & (begin - there < size)).any(0, keepdim=True)
+        return Edge(on_rank(chunks[sent][0]), on_rank(here + size - 1), Mask(arrives.to(torch.int8).neg_()))
+
+    def places() -> tuple[Tensor, Tensor]:
+        positions = torch.arange(length, device=device, dtype=cu.dtype)
+        (_, of_front, _), (_, of_tail, _) = chunks
+        if partition == "row":
+            at = positions + torch.where(positions < front, of_front, of_tail - front)
+            slot = slot_of(at, slots)
+            at = at - slots[slot]
+            return at, at < lengths[slot]
+        slot = slot_of(positions, starts)
+        offset, f = positions - start[slot], front[slot]
+        at = offset + torch.where(offset < f, of_front[slot], of_tail[slot] - f)
+        # What lies behind the last slot is no token, on whichever rank.
+        return at, at < torch.where(positions < starts[-1], lengths[slot], 0)
+
+    # The first tokens of fronts go to the previous rank and those of tails to the next; a front is followed by what
+    # comes from the next rank and a tail by what comes from the previous.
+    following = edge(sent=1, received=0) if rank < ranks - 1 else None
+    preceding = edge(sent=0, received=1) if rank > 0 else None
+    return RankRollIndex(mask, places, following, preceding)
 
 
-def _swap(to_previous: Tensor, to_next: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-    """Send one tensor to each neighbour and return (from the next rank, from the previous); zeros at the ends."""
-    from_next, from_previous = torch.zeros_like(to_previous), torch.zeros_like(to_next)
+def _swap(to_previous: Tensor | None, to_next: Tensor | None, group: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Send a tensor to each neighbour there is and return (from the next rank, from the previous)."""
     ranks = dist.get_process_group_ranks(group)
     me = dist.get_rank(group)
+    from_next = from_previous = None
     messages = []
-    if me > 0:
+    if to_previous is not None:
+        to_previous, from_previous = to_previous.contiguous(), torch.empty_like(to_previous)
         messages.append(dist.P2POp(dist.isend, to_previous, ranks[me - 1], group))
         messages.append(dist.P2POp(dist.irecv, from_previous, ranks[me - 1], group))
-    if me < len(ranks) - 1:
+    if to_next is not None:
+        to_next, from_next = to_next.contiguous(), torch.empty_like(to_next)
         messages.append(dist.P2POp(dist.irecv, from_next, ranks[me + 1], group))
         messages.append(dist.P2POp(dist.isend, to_next, ranks[me + 1], group))
     for request in dist.batch_isend_irecv(messages) if messages else ():
@@ -117,14 +166,14 @@ def _swap(to_previous: Tensor, to_next: Tensor, group: Any) -> tuple[Tensor, Ten
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, to_previous: Tensor, to_next: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, to_previous: Tensor | None, to_next: Tensor | None, group: Any) -> Any:
         ctx.group = group
-        return _swap(to_previous.contiguous(), to_next.contiguous(), group)
+        return _swap(to_previous, to_next, group)
 
     @staticmethod
-    def backward(ctx: Any, from_next: Tensor, from_previous: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, from_next: Tensor | None, from_previous: Tensor | None) -> Any:  # type: ignore[override]
         # What came from a rank goes back to it: its next neighbour's gradient is that of what was sent to it.
-        of_next, of_previous = _swap(from_previous.contiguous(), from_next.contiguous(), ctx.group)
+        of_next, of_previous = _swap(from_previous, from_next, ctx.group)
         return of_previous, of_next, None
 
 
@@ -137,11 +186,13 @@ def roll_on_rank(tensor: Tensor, index: RankRollIndex, dim: int, group: Any) -> 
     if tensor.size(dim) == 0:
         return tensor.clone()
     # Neither bool nor the eight-bit floats travel everywhere; as bytes they do.
-    as_bytes = tensor.element_size() == 1 and tensor.dtype is not torch.uint8
-    given = tensor.view(torch.uint8) if as_bytes else tensor
-    received = _Exchange.apply(given.index_select(dim, index.fronts), given.index_select(dim, index.tails), group)
-    shape = [1] * given.dim()
-    shape[dim] = given.size(dim)
-    rolled = torch.cat([given, *received], dim).index_select(dim, index.source)
-    rolled = rolled.masked_fill_(~index.continues.view(shape), 0)
-    return rolled.view(tensor.dtype) if as_bytes else rolled
+    given = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+    edges = index.following, index.preceding
+    to_next, to_previous = (None if edge is None else given.index_select(dim, edge.sent) for edge in edges)
+    received = _Exchange.apply(to_previous, to_next, group)
+    rolled = roll_with(given, index, dim)
+    for edge, values in zip(edges, received):
+        if edge is not None:
+            # Added, because an empty piece has no place of its own: it adds zero to another's.
+            rolled.index_add_(dim, edge.places, edge.arrives.clear_(values, dim))
+    return rolled.view(tensor.dtype) if given is not tensor else rolled
