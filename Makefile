@@ -4,6 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 RELEASE ?= 0.16.1
+LAYOUT_RELEASES ?= 0.13.1,0.15.3,0.16.1,0.19.2
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help env demo test lint unit unit-pythons helpers cells matrix bench docs pins wheel clean
@@ -38,12 +39,16 @@ unit-pythons: env  ## the same on every other Python there is
 helpers: env  ## shim.testing, shim.ops, and the engine with torch
 	$(BIN)/python -m pytest -q -n 2 tests/testing tests/ops tests/engine/test_with_torch.py
 
-cells: env  ## real megatron-core, one process per release, one release per set of bodies
+# One release per set of bodies; layouts of up to four ranks on a few of them and one cell at a time, because
+# more processes than cores only wait for each other.
+cells: env  ## real megatron-core, one process per release
 	$(BIN)/python -m shim.testing.cells --everyday -- -q tests/cells
+	$(BIN)/python -m shim.testing.cells --releases $(LAYOUT_RELEASES) --jobs 1 -- -q tests/layouts
 	$(BIN)/python -m shim.testing.cells --releases 0.15.3,0.16.1 -- -q tests/examples
 
 matrix: env  ## the same on all 19 releases, in every order of imports
-	SHIM_TEST_ALL_ORDERS=1 $(BIN)/python -m shim.testing.cells --all -- -q tests/cells
+	SHIM_TEST_ALL_ORDERS=1 $(BIN)/python -m shim.testing.cells --all -- -q tests/cells tests/examples
+	$(BIN)/python -m shim.testing.cells --all --jobs 1 -- -q tests/layouts
 
 bench: env  ## all benchmarks, as ratios
 	$(BIN)/python benchmarks/startup.py

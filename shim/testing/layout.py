@@ -124,6 +124,8 @@ def layout_initialised(layout: Layout, seed: int = 123) -> Iterator[Layout]:
                 virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
                 context_parallel_size=layout.cp,
             )
+        # A rank that frees its groups while another still connects them makes that one fail.
+        dist.barrier()
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed)
         yield layout
