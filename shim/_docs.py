@@ -67,7 +67,8 @@ def catalogue(matrix: Matrix) -> str:
                 continue
             variant = entry.variants[rule.variant]
             lines.append(f"| {ranges} | {rule.variant} | {_names(variant.targets)} | {_names(variant.reads)} |")
-        lines += ["", *[f"- {reference}" for reference in entry.references], f"- Delete when: {entry.delete_when}.", ""]
+        lines += ["", *[f"- Option `{name}`, by default `{value}`" for name, value in (entry.options or {}).items()]]
+        lines += [*[f"- {reference}" for reference in entry.references], f"- Delete when: {entry.delete_when}.", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

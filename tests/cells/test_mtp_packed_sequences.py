@@ -332,7 +332,8 @@ def test_torch_compile_takes_a_whole_mtp_layer_in_one_graph(applied, one_rank, m
     """With the packed row and all that shim wires in. Stock warns inside its layers, which breaks its own graphs."""
     monkeypatch.setattr(warnings, "warn", lambda *args, **kwargs: None)
     model, row = build(), row_of(*PADDED)
-    layer, states = model.mtp.layers[0], torch.randn(row.total, 1, model.config.hidden_size)
+    layer = model.mtp.layers[0]
+    states = torch.randn(row.total, 1, model.config.hidden_size, requires_grad=True)
     inputs = {"hidden_states": states, "attention_mask": None, "packed_seq_params": row.packed_seq_params()}
     if VERSION < (0, 14):
         inputs["decoder_input"] = states.flip(0)
