@@ -247,10 +247,11 @@ def test_one_pass_over_the_modules(world, monkeypatch):
 
 def test_cycles_leave_nothing_behind(patched_world):
     """300 times apply and revert grow nothing that the engine keeps."""
+    from shim import _api
     from shim._engine import STATE
 
     before = patched_world.snapshot()
-    plan = shim._api._make_plan({})
+    plan = _api._make_plan({})
     sizes = []
     for _ in range(300):
         shim._engine.adopt(plan)
