@@ -129,20 +129,19 @@ def on_rank(layout, model, cases):
         return worst_over(cases, sequence_parallel=layout.sequence_parallel, **model)
 
 
-# Sequence parallelism shares rows out evenly, so their lengths are even.
+# Sequence parallelism shares rows out evenly, so their lengths are even. Each model meets each row with one of the
+# options and another model with the next, so that all pairs occur.
 EVEN_ROWS = [((6, 8, 4), 1), ((5, 7, 4), 4), ((1, 6, 2), 4)]
+TP_MODELS = [(1, "rope", False), (2, "learned_absolute", False), (2, "rope", True), (1, "learned_absolute", True)]
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=2, sequence_parallel=True)], ids=str)
-@pytest.mark.parametrize(
-    ("layers", "position", "lora"),
-    [(1, "rope", False), (2, "learned_absolute", False), (2, "rope", True), (1, "learned_absolute", True)],
-)
-def test_packed_equals_alone_under_tensor_parallelism(ranks2, layout, layers, position, lora):
+@pytest.mark.parametrize("number", range(len(TP_MODELS)), ids=map(str, TP_MODELS))
+def test_packed_equals_alone_under_tensor_parallelism(ranks2, layout, number):
+    layers, position, lora = TP_MODELS[number]
     model = {"mtp_num_layers": layers, "position_embedding_type": position, "lora": lora}
-    for rank, (value, case) in enumerate(
-        ranks2.run(on_rank, layout, model, list(itertools.product(EVEN_ROWS, OPTIONS)))
-    ):
+    cases = [(row, OPTIONS[(number + i) % len(OPTIONS)]) for i, row in enumerate(EVEN_ROWS)]
+    for rank, (value, case) in enumerate(ranks2.run(on_rank, layout, model, cases)):
         assert value <= WITHIN_LAYOUT, (rank, case)
 
 
