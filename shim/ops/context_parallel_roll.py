@@ -189,7 +189,9 @@ def roll_on_rank(tensor: Tensor, index: RankRollIndex, dim: int, group: Any) -> 
     given = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
     edges = index.following, index.preceding
     to_next, to_previous = (None if edge is None else given.index_select(dim, edge.sent) for edge in edges)
-    received = _Exchange.apply(to_previous, to_next, group)
+    # Tokens, labels and masks have no gradient, and need not pay for autograd.
+    exchange = _Exchange.apply if tensor.requires_grad else _swap
+    received = exchange(to_previous, to_next, group)
     rolled = roll_with(given, index, dim)
     for edge, values in zip(edges, received):
         if edge is not None:
