@@ -42,13 +42,13 @@ helpers: env  ## shim.testing, shim.ops, and the engine with torch
 # One release per set of bodies; layouts of up to four ranks on a few of them and one cell at a time, because
 # more processes than cores only wait for each other.
 cells: env  ## real megatron-core, one process per release
-	$(BIN)/python -m shim.testing.cells --everyday -- -q -p no:warnings tests/cells
-	$(BIN)/python -m shim.testing.cells --releases $(LAYOUT_RELEASES) --jobs 1 -- -q -p no:warnings tests/layouts
+	$(BIN)/python -m shim.testing.cells --everyday -- -q -p no:warnings tests/cells --ignore tests/cells/layouts
+	$(BIN)/python -m shim.testing.cells --releases $(LAYOUT_RELEASES) --jobs 1 -- -q -p no:warnings tests/cells/layouts
 	$(BIN)/python -m shim.testing.cells --releases 0.15.3,0.16.1 -- -q -p no:warnings tests/examples
 
 matrix: env  ## the same on all 19 releases, in every order of imports
-	SHIM_TEST_ALL_ORDERS=1 $(BIN)/python -m shim.testing.cells --all -- -q -p no:warnings tests/cells tests/examples
-	$(BIN)/python -m shim.testing.cells --all --jobs 1 -- -q -p no:warnings tests/layouts
+	SHIM_TEST_ALL_ORDERS=1 $(BIN)/python -m shim.testing.cells --all -- -q -p no:warnings tests/cells tests/examples --ignore tests/cells/layouts
+	$(BIN)/python -m shim.testing.cells --all --jobs 1 -- -q -p no:warnings tests/cells/layouts
 
 bench: env  ## all benchmarks, as ratios
 	$(BIN)/python benchmarks/startup.py
