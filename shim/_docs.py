@@ -36,8 +36,8 @@ def _cell(entry: PatchEntry, distribution: str, release: str) -> str:
 
 
 def support_table(matrix: Matrix) -> str:
-    """A Markdown table: patches down, minor releases across; neighbours that say the same share a column."""
-    lines: list[str] = []
+    """A Markdown table for each distribution: patches down, releases across; those that say the same share a column."""
+    tables: list[str] = []
     for distribution, releases in support(matrix).items():
         columns: list[tuple[str, str, dict[str, str]]] = []
         for release, row in releases.items():
@@ -47,10 +47,10 @@ def support_table(matrix: Matrix) -> str:
                 columns.append((release, release, row))
         ids = [id for id, entry in matrix.patches.items() if entry.distribution == distribution]
         heads = [first if first == last else f"{first} - {last}" for first, last, _ in columns]
-        lines.append(f"| {distribution} | " + " | ".join(heads) + " |")
-        lines.append("|---" * (len(heads) + 1) + "|")
+        lines = [f"| {distribution} | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
         lines += [f"| {id} | " + " | ".join(row[id] for _, _, row in columns) + " |" for id in ids]
-    return "\n".join(lines)
+        tables.append("\n".join(lines))
+    return "\n\n".join(tables)
 
 
 def catalogue(matrix: Matrix) -> str:
