@@ -54,6 +54,14 @@ def step_of(row: Any, **fields: Any) -> Scope:
     return Scope(row=row, indices={}, **fields)
 
 
+def take_handed(given: Any) -> Any:
+    """The row that was given, else the one the MTP layer hands on, once."""
+    if given is not None:
+        return given
+    handed, STEP.handed = STEP.handed, None
+    return handed
+
+
 def is_parallel(group: Any) -> bool:
     return group is not None and group.size() > 1
 

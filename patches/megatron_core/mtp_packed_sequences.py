@@ -38,6 +38,8 @@ from torch import Tensor, ones_like
 
 from shim._errors import ShimError
 from shim.ops.context_parallel_roll import PARTITIONS
+from shim.patches._arguments import Function, add_parameters, argument, replacing
+from shim.patches.megatron_core._mtp_checkpoint import checkpointed_forward, has_layout, layers_on_earlier_stages
 from shim.patches.megatron_core._packed_step import (
     STEP,
     GlobalNormaliser,
@@ -48,6 +50,7 @@ from shim.patches.megatron_core._packed_step import (
     roll_row,
     roll_unpacked_on_rank,
     step_of,
+    take_handed,
     unpacked_index,
     whole_row,
 )
@@ -59,29 +62,6 @@ HYBRID = "megatron.core.models.hybrid.hybrid_model:HybridModel."  # its name fro
 TRANSFORMER_LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer."
 
 Options = Mapping[str, Any]
-Function = Callable[..., Any]
-
-
-def _parameter(function: Function, name: str) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Any]:
-    """A getter for the argument `name` of a call of `function`, however it was passed."""
-    position = list(inspect.signature(function).parameters).index(name)
-
-    def get(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return args[position] if len(args) > position else kwargs.get(name)
-
-    return get
-
-
-def _replacing(function: Function, name: str) -> Callable[[tuple[Any, ...], dict[str, Any], Any], tuple]:
-    """A function that returns the arguments of a call of `function` with another value for `name`."""
-    position = list(inspect.signature(function).parameters).index(name)
-
-    def put(args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if len(args) > position:
-            return (*args[:position], value, *args[position + 1 :]), kwargs
-        return args, {**kwargs, name: value}
-
-    return put
 
 
 # The roll
@@ -121,7 +101,7 @@ def _roll_tensor(original: Function, options: Options) -> Function:
 
         return _rolled(tensor, roll)
 
-    _add_parameters(roll_tensor, original, "cp_group", "packed_seq_params")
+    add_parameters(roll_tensor, original, "cp_group", "packed_seq_params")
     return roll_tensor
 
 
@@ -170,8 +150,8 @@ def _context_parallel_group() -> Any:
 
 def _block_forward(original: Function, options: Options) -> Function:
     """0.12 and 0.13: the block rolls everything and computes the loss."""
-    row_of, labels_of = _parameter(original, "packed_seq_params"), _parameter(original, "labels")
-    states_of, with_mask = _parameter(original, "hidden_states"), _with_mask(original, options)
+    row_of, labels_of = argument(original, "packed_seq_params"), argument(original, "labels")
+    states_of, with_mask = argument(original, "hidden_states"), _with_mask(original, options)
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -190,7 +170,7 @@ def _block_forward(original: Function, options: Options) -> Function:
 
 def _with_mask(original: Function, options: Options) -> Callable[..., tuple[Any, Any, Any]]:
     """Arguments of a call with a loss mask of our own where none was given, and the normaliser that knows the mask."""
-    mask_of, put_mask = _parameter(original, "loss_mask"), _replacing(original, "loss_mask")
+    mask_of, put_mask = argument(original, "loss_mask"), replacing(original, "loss_mask")
 
     def prepare(args: Any, kwargs: Any, config: Any, like: Tensor, row: Any, group: Any, **kind: Any) -> Any:
         mask = mask_of(args, kwargs)
@@ -208,9 +188,9 @@ def _with_mask(original: Function, options: Options) -> Callable[..., tuple[Any,
 
 def _postprocess_without_labels(original: Function, options: Options) -> Function:
     """0.14 to 0.16: the model computes the loss. labels=None gives logits, without MTP."""
-    row_of, labels_of = _parameter(original, "packed_seq_params"), _parameter(original, "labels")
-    states_of, put_states = _parameter(original, "hidden_states"), _replacing(original, "hidden_states")
-    mtp_of, put_mtp = _parameter(original, "mtp_in_postprocess"), _replacing(original, "mtp_in_postprocess")
+    row_of, labels_of = argument(original, "packed_seq_params"), argument(original, "labels")
+    states_of, put_states = argument(original, "hidden_states"), replacing(original, "hidden_states")
+    mtp_of, put_mtp = argument(original, "mtp_in_postprocess"), replacing(original, "mtp_in_postprocess")
     with_mask = _with_mask(original, options)
 
     @functools.wraps(original)
@@ -236,17 +216,9 @@ def _postprocess_without_labels(original: Function, options: Options) -> Functio
 
 def _mtp_layers_before(model: Any, here: bool) -> int:
     """How many MTP layers earlier pipeline stages ran (possible from 0.16)."""
-    if not here:
-        return model.config.mtp_num_layers if not model.mtp_process and _has_layout(model.config) else 0
-    if not _has_layout(model.config):
-        return 0
-    from megatron.core.transformer.multi_token_prediction import get_mtp_layer_offset
-
-    return get_mtp_layer_offset(model.config, getattr(model, "vp_stage", None))
-
-
-def _has_layout(config: Any) -> bool:
-    return getattr(config, "pipeline_model_parallel_layout", None) is not None
+    if here:
+        return layers_on_earlier_stages(model.config, getattr(model, "vp_stage", None))
+    return 0 if model.mtp_process or not has_layout(model.config) else model.config.mtp_num_layers
 
 
 def _without_mtp(model: Any) -> Any:
@@ -262,7 +234,7 @@ def _without_mtp(model: Any) -> Any:
 
 def _model_step(original: Function, options: Options) -> Function:
     """From 0.17: keeps the index of the row for all rolls of the step."""
-    row_of = _parameter(original, "packed_seq_params")
+    row_of = argument(original, "packed_seq_params")
 
     @functools.wraps(original)
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -275,10 +247,10 @@ def _model_step(original: Function, options: Options) -> Function:
 def _process_mtp_loss(original: Function, options: Options) -> Function:
     """From 0.17: without a loss mask, all valid tokens count, and padding does not."""
     known = inspect.signature(original).parameters
-    row_of, group_from = _parameter(original, "packed_seq_params"), _parameter(original, "cp_group")
-    config_of, labels_of = _parameter(original, "config"), _parameter(original, "labels")
-    ids_of = _parameter(original, "input_ids") if "input_ids" in known else lambda args, kwargs: None
-    put_row, with_mask = _replacing(original, "packed_seq_params"), _with_mask(original, options)
+    row_of, group_from = argument(original, "packed_seq_params"), argument(original, "cp_group")
+    config_of, labels_of = argument(original, "config"), argument(original, "labels")
+    ids_of = argument(original, "input_ids") if "input_ids" in known else lambda args, kwargs: None
+    put_row, with_mask = replacing(original, "packed_seq_params"), _with_mask(original, options)
 
     @functools.wraps(original)
     def process_mtp_loss(*args: Any, **kwargs: Any) -> Any:
@@ -305,7 +277,7 @@ def _process_mtp_loss(original: Function, options: Options) -> Function:
 
 def _layer_forward(original: Function, options: Options) -> Function:
     """0.12 to 0.15: the layer refuses rows, so it is told of none, and its transformer layer is handed the row."""
-    row_of, put_row = _parameter(original, "packed_seq_params"), _replacing(original, "packed_seq_params")
+    row_of, put_row = argument(original, "packed_seq_params"), replacing(original, "packed_seq_params")
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -326,21 +298,13 @@ def _layer_forward(original: Function, options: Options) -> Function:
     return forward
 
 
-def _take_handed(given: Any) -> Any:
-    """The row that was given, else the one the MTP layer hands on, once."""
-    if given is not None:
-        return given
-    handed, STEP.handed = STEP.handed, None
-    return handed
-
-
 def _transformer_layer_forward(original: Function, options: Options) -> Function:
     """0.12 and 0.13: the first transformer layer that runs inside an MTP layer takes the row."""
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if STEP.handed is not None:
-            kwargs["packed_seq_params"] = _take_handed(kwargs.get("packed_seq_params"))
+            kwargs["packed_seq_params"] = take_handed(kwargs.get("packed_seq_params"))
         return original(self, *args, **kwargs)
 
     return forward
@@ -348,7 +312,7 @@ def _transformer_layer_forward(original: Function, options: Options) -> Function
 
 def _proj_and_transformer_layer(original: Function, options: Options) -> Function:
     """0.14 and 0.15: hands the row to the transformer layer."""
-    row_of, put_row = _parameter(original, "packed_seq_params"), _replacing(original, "packed_seq_params")
+    row_of, put_row = argument(original, "packed_seq_params"), replacing(original, "packed_seq_params")
 
     @functools.wraps(original)
     def _proj_and_transformer_layer(*args: Any, **kwargs: Any) -> Any:
@@ -361,73 +325,30 @@ def _proj_and_transformer_layer(original: Function, options: Options) -> Functio
                     f"{type(layer).__qualname__}, and the packed row would be gone when the layer runs again. Remedy: "
                     "call the method of MultiTokenPredictionLayer there, or pass packed_seq_params on."
                 )
-            args, kwargs = put_row(args, kwargs, _take_handed(row_of(args, kwargs)))
+            args, kwargs = put_row(args, kwargs, take_handed(row_of(args, kwargs)))
         return original(*args, **kwargs)
 
     return _proj_and_transformer_layer
 
 
 def _checkpointed_forward(original: Function, options: Options) -> Function:
-    """0.14 to 0.18: recomputes an MTP layer of a packed row, the row and all that has no gradient in the closure.
+    """0.14 to 0.18: recomputes an MTP layer of a packed row; one that is not packed is mtp-recompute's business."""
+    packed = checkpointed_forward(original)
 
-    Method block does not recompute MTP layers, as upstream from 0.16; rows train all the same.
-    """
-    takes_function = "forward_func" in inspect.signature(original).parameters
-
-    @functools.wraps(original)
+    @functools.wraps(packed)
     def _checkpointed_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        row = _take_handed(kwargs.get("packed_seq_params"))
+        row = take_handed(kwargs.get("packed_seq_params"))
         if row is None:
             return original(self, *args, **kwargs)
-        if takes_function and args:
-            function, args = args[0], args[1:]
-        else:
-            function = kwargs.pop("forward_func", None) or self._proj_and_transformer_layer
-        kept = {**kwargs, "packed_seq_params": row}
-        saved = {name: kept.pop(name) for name in list(kept) if _is_saved(name, kept[name])}
+        return packed(self, *args, **{**kwargs, "packed_seq_params": row})
 
-        def run(*values: Any, **named: Any) -> Any:
-            return function(*args, **dict(zip(saved, values)), **named, **kept)
-
-        if self.config.recompute_method == "block":
-            return run(**saved)
-        if self.config.fp8:
-            if takes_function:
-                return original(self, run, **saved)
-            if kwargs.get("padding_mask") is None:
-                kwargs.pop("padding_mask", None)
-            return original(self, *args, **kwargs)
-        if self.config.recompute_method != "uniform":
-            return original(self, *([function] if takes_function else []), *args, **kwargs)
-        from megatron.core import tensor_parallel
-
-        return tensor_parallel.checkpoint(run, self.config.distribute_saved_activations, *saved.values())
-
-    if not takes_function:
-        _add_parameters(_checkpointed_forward, original, "padding_mask")
     return _checkpointed_forward
-
-
-def _is_saved(name: str, value: Any) -> bool:
-    """Whether a checkpoint has to save this input: the activations always, anything else for its gradient."""
-    return isinstance(value, Tensor) and (name in ("hidden_states", "decoder_input") or value.requires_grad)
-
-
-def _add_parameters(wrapper: Any, original: Function, *names: str) -> None:
-    """Give the wrapper upstream's signature and, behind it, parameters that a later release has."""
-    signature = inspect.signature(original)
-    added = [
-        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
-        for name in names
-        if name not in signature.parameters
-    ]
-    wrapper.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *added])
 
 
 def _get_embeddings(original: Function, options: Options) -> Function:
     """From 0.18: padding stays padding for the router, where a plain roll would call it tokens."""
-    row_of, mask_of = _parameter(original, "packed_seq_params"), _parameter(original, "padding_mask")
-    put_mask = _replacing(original, "padding_mask")
+    row_of, mask_of = argument(original, "packed_seq_params"), argument(original, "padding_mask")
+    put_mask = replacing(original, "padding_mask")
 
     @functools.wraps(original)
     def _get_embeddings(*args: Any, **kwargs: Any) -> Any:

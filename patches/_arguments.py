@@ -1,0 +1,42 @@
+"""Arguments of upstream functions, read and replaced by name, however a call passes them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Function = Callable[..., Any]
+
+
+def argument(function: Function, name: str) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Any]:
+    """A getter for the argument `name` of a call of `function`, however it was passed."""
+    position = list(inspect.signature(function).parameters).index(name)
+
+    def get(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return args[position] if len(args) > position else kwargs.get(name)
+
+    return get
+
+
+def replacing(function: Function, name: str) -> Callable[[tuple[Any, ...], dict[str, Any], Any], tuple]:
+    """A function that returns the arguments of a call of `function` with another value for `name`."""
+    position = list(inspect.signature(function).parameters).index(name)
+
+    def put(args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if len(args) > position:
+            return (*args[:position], value, *args[position + 1 :]), kwargs
+        return args, {**kwargs, name: value}
+
+    return put
+
+
+def add_parameters(wrapper: Any, original: Function, *names: str) -> None:
+    """Give the wrapper upstream's signature and, behind it, parameters that a later release has."""
+    signature = inspect.signature(original)
+    added = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+        for name in names
+        if name not in signature.parameters
+    ]
+    wrapper.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *added])

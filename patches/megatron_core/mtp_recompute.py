@@ -1,0 +1,105 @@
+"""Full activation recompute of multi-token prediction layers.
+
+What is wrong with recompute_granularity="full", since when:
+- 0.12, 0.13: MTP layers are never recomputed; they keep all activations.
+- 0.14 to 0.19: recompute_num_layers above 1 raises an AssertionError, although it is about chunks of the decoder.
+- 0.14, 0.15: method block raises a NameError, because warnings is not imported; 0.16 to 0.19 do not recompute then.
+- 0.14 to 0.17: packed rows raise a TypeError, because a checkpoint is given packed_seq_params as if it were a tensor.
+- 0.18: every step raises a TypeError about padding_mask.
+- frozen base weights: where no input requires a gradient, adapters in the MTP layer are silently not trained (up to
+  0.18; 0.19 makes hidden_states require one).
+- FP8: up to 0.17 the checkpoint gets its tensors by name, which its graph does not see, and with delayed scaling no
+  context is entered around it. 0.12 asks the layer for an attribute it has not, and knows delayed scaling only.
+- FP4 (0.15 and later): MTP layers run unquantized, with and without recompute.
+
+The rule: uniform recomputes every MTP layer as a chunk of its own, block the first recompute_num_layers of them,
+counted within the MTP block. The checkpoint saves hidden_states, decoder_input and what else requires a gradient; all
+the rest is in the recomputed function. Contexts are those of TransformerBlock: with delayed scaling one around the
+checkpoint, and inside, in forward and in recompute, one for the layer. Losses and gradients are those without
+recompute, to the bit.
+
+Upstream: Megatron-LM issues 6760 and 7452 (the group given to the checkpoint); block and recompute_num_layers are open.
+Delete when upstream recomputes MTP layers under both methods, and the releases before that are not supported.
+
+Where a release gives the layer a tensor-parallel group (0.17 and later), the checkpoint gets that one. A hybrid MTP
+layer recomputes the layers of its own stack as well (0.18 and later, upstream), inside the chunk. With one layer for
+all depths (mtp_use_repeated_layer) that layer is number 0 each time.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shim.patches._arguments import Function
+from shim.patches.megatron_core._mtp_checkpoint import checkpointed, checkpointed_forward
+
+LAYER = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer."
+
+
+def _forward(original: Function, quantizes: bool) -> Function:
+    """0.12 and 0.13: the whole layer is what a checkpoint can be put around."""
+    signature = inspect.signature(original)
+    run = original if quantizes else _quantized_as_the_decoder(original)
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (self.training and self.config.recompute_granularity == "full"):
+            return run(self, *args, **kwargs)
+        arguments = dict(signature.bind(self, *args, **kwargs).arguments)
+        return checkpointed(self, functools.partial(run, arguments.pop("self")), arguments)
+
+    return forward
+
+
+def _quantized_as_the_decoder(original: Function) -> Function:
+    """0.12: the FP8 context of the decoder's layers in the place of the layer's own."""
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.config.fp8:
+            return original(self, *args, **kwargs)
+        from megatron.core.fp8_utils import get_fp8_context
+
+        # A shallow copy, told of no FP8; parameters and submodules are the layer's own.
+        view = copy.copy(self)
+        view.config = copy.copy(self.config)
+        view.config.fp8 = None
+        with get_fp8_context(self.config):
+            return original(view, *args, **kwargs)
+
+    return forward
+
+
+def _proj_and_transformer_layer(original: Function) -> Function:
+    """From 0.15: FP4, as the decoder's layers have it; FP8 upstream enters itself."""
+
+    @functools.wraps(original)
+    def _proj_and_transformer_layer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.config.fp8 or not self.config.fp4:
+            return original(self, *args, **kwargs)
+        from megatron.core.fp4_utils import get_fp4_context
+
+        with get_fp4_context(self.config):
+            return original(self, *args, **kwargs)
+
+    return _proj_and_transformer_layer
+
+
+BINDINGS: dict[str, dict[str, Callable[[Function], Function]]] = {
+    "layer": {LAYER + "forward": functools.partial(_forward, quantizes=False)},  # 0.12
+    "quantized": {LAYER + "forward": functools.partial(_forward, quantizes=True)},  # 0.13
+    "function": {LAYER + "_checkpointed_forward": checkpointed_forward},  # 0.14
+    "fp4": {  # from 0.15
+        LAYER + "_checkpointed_forward": checkpointed_forward,
+        LAYER + "_proj_and_transformer_layer": _proj_and_transformer_layer,
+    },
+}
+
+
+def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
+    """The factories of a variant: target -> function from upstream's object to the one that takes its place."""
+    return BINDINGS[variant]
