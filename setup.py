@@ -31,7 +31,14 @@ if __name__ == "__main__":
         license="Apache-2.0",
         python_requires=">=3.10",
         package_dir={"shim": "shim", "shim.patches": "patches"},
-        packages=["shim", "shim.ops", "shim.testing", "shim.patches", "shim.patches.megatron_core"],
+        packages=[
+            "shim",
+            "shim.ops",
+            "shim.testing",
+            "shim.patches",
+            "shim.patches.megatron_core",
+            "shim.patches.transformer_engine",
+        ],
         package_data={"shim": ["py.typed"]},
         install_requires=["packaging>=23.2", "PyYAML>=6.0"],
         extras_require={

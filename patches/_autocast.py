@@ -1,0 +1,93 @@
+"""The FP8/FP4 autocast state of Transformer Engine, taken in a forward pass and entered again in its recompute.
+
+Only names that every release from 2.1 has are used, but for `autocast`, which took the place of `fp8_autocast` in 2.9.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Autocast(NamedTuple):
+    """What an autocast region says: whether it quantizes or calibrates, by which recipe, reducing amax over whom."""
+
+    enabled: bool
+    calibrating: bool
+    recipe: Any
+    group: Any
+
+
+def active_autocast() -> Autocast | None:
+    """The region this call is in; None outside of any, or in one that is switched off."""
+    # Asked of modules that are loaded: a process without Transformer Engine is in no region of its.
+    loaded = (sys.modules.get(f"transformer_engine.pytorch.{name}") for name in ("quantization", "fp8"))
+    manager = next((module.FP8GlobalStateManager for module in loaded if module is not None), None)
+    if manager is None or not (manager.is_fp8_enabled() or manager.is_fp8_calibration()):
+        return None
+    enabled, calibrating = manager.is_fp8_enabled(), manager.is_fp8_calibration()
+    return Autocast(enabled, calibrating, manager.get_fp8_recipe(), manager.get_fp8_group())
+
+
+def _region(state: Autocast) -> AbstractContextManager[Any]:
+    from transformer_engine import pytorch as te
+
+    enabled, calibrating, recipe, group = state
+    if hasattr(te, "autocast"):
+        return te.autocast(enabled=enabled, calibrating=calibrating, recipe=recipe, amax_reduction_group=group)
+    return te.fp8_autocast(enabled=enabled, calibrating=calibrating, fp8_recipe=recipe, fp8_group=group)
+
+
+@contextmanager
+def entered(state: Autocast) -> Iterator[None]:
+    """The region `state` anew, whatever region the caller is in."""
+    region = _region(state)
+    region.__enter__()
+    try:
+        yield
+    finally:
+        # Leaving the outermost region with gradients enabled reduces amax and updates scales, which the region of
+        # the forward pass has done already: once more, from the same values, would move them on.
+        with torch.no_grad():
+            region.__exit__(None, None, None)
+
+
+def _tracked(recompute_phase: bool) -> AbstractContextManager[Any]:
+    """Makes Transformer Engine keep the scales of the forward pass, and take them in the recompute."""
+    from transformer_engine.pytorch.distributed import activation_recompute_forward
+
+    return activation_recompute_forward(activation_recompute=True, recompute_phase=recompute_phase)
+
+
+def _in_tracked_region() -> bool:
+    from transformer_engine.pytorch import distributed
+
+    return distributed.is_fp8_activation_recompute_enabled() or distributed.in_fp8_activation_recompute_phase()
+
+
+def remembering(function: Callable[..., Any], track: bool) -> Callable[..., Any]:
+    """`function` of a checkpoint, which from its second call on runs in the autocast region of now.
+
+    It is `function` itself where no region is active. With `track`, delayed scaling takes the scales of the first call
+    again in the second; a checkpoint inside another that tracks, or one of Transformer Engine's own, does not need it.
+    """
+    state = active_autocast()
+    if state is None:
+        return function
+    tracked = track and state.enabled and not _in_tracked_region()
+    first = True
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal first
+        if first:
+            first = False
+            with _tracked(recompute_phase=False) if tracked else nullcontext():
+                return function(*args, **kwargs)
+        with entered(state), _tracked(recompute_phase=True) if tracked else nullcontext():
+            return function(*args, **kwargs)
+
+    return run
