@@ -15,6 +15,7 @@ from shim import testing
 from shim.testing import Layout, oracle
 
 ID = "mtp-packed-sequences"
+PATCHES = [ID, "mtp-recompute"]  # the sequences alone are recomputed as well, and they are not packed
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
 WITHIN_LAYOUT, ACROSS_LAYOUTS = 1e-6, 5e-6
 PER_TOKEN = [False, True]
@@ -31,7 +32,7 @@ repeats_layers = pytest.mark.skipif(VERSION < (0, 17), reason="mtp_use_repeated_
 @contextlib.contextmanager
 def shimmed(layout):
     """A rank's surroundings: CPU substitutions, the patch, the layout."""
-    with testing.megatron_on_cpu(), shim.patched(only=[ID], require=[ID]), testing.layout_initialised(layout):
+    with testing.megatron_on_cpu(), shim.patched(only=PATCHES, require=PATCHES), testing.layout_initialised(layout):
         yield
 
 
@@ -92,8 +93,6 @@ def test_packed_equals_alone_over_stages_and_shards(ranks4, layout):
 
 def test_packed_equals_alone_over_stages_under_recompute(ranks2):
     """Full recompute on every stage: the row is there when the MTP layer runs for the second time."""
-    if VERSION == (0, 18):
-        pytest.skip("0.18 cannot recompute the oracle's unpacked rows: mtp-recompute's part")
     assert_packed_equals_alone(ranks2.run(stages_in_rank, Layout(pp=2), ROWS, {"mtp_num_layers": 1, **UNIFORM}))
 
 
@@ -155,8 +154,6 @@ def test_1f1b_trains_packed_rows_as_alone(ranks2, microbatches):
 
 def test_1f1b_recomputes_packed_rows_as_alone(ranks2):
     """Backward of one row runs between the forwards of others; what it computes again is its own row."""
-    if VERSION == (0, 18):
-        pytest.skip("0.18 cannot recompute the oracle's unpacked rows: mtp-recompute's part")
     model = {"mtp_num_layers": 1, **UNIFORM}
     assert_packed_equals_alone(ranks2.run(scheduled_in_rank, Layout(pp=2), UNEVEN, model))
 
@@ -283,8 +280,6 @@ def test_the_hybrid_model_of_a_stock_release_ignores_padding():
 @pytest.mark.parametrize("recompute", [{}, UNIFORM], ids=["", "recompute"])
 def test_packed_equals_alone_with_one_layer_for_all_depths(depths, recompute):
     """mtp_use_repeated_layer: one set of weights, `depths` rolls."""
-    if recompute and VERSION == (0, 18):
-        pytest.skip("0.18 cannot recompute the oracle's unpacked rows: mtp-recompute's part")
     with shimmed(Layout()):
         model = testing.build_gpt(mtp_num_layers=depths, mtp_use_repeated_layer=True, **recompute)
         assert len(model.mtp.layers) == 1

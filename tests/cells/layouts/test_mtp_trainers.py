@@ -51,6 +51,7 @@ from shim import testing
 from shim.testing import Layout
 
 ID = "mtp-packed-sequences"
+PATCHES = [ID, "mtp-recompute"]  # the sequences alone are recomputed as well, and they are not packed
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
 WITHIN_LAYOUT = 1e-6
 UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -63,7 +64,7 @@ has_embeddings_step = pytest.mark.skipif(VERSION < (0, 14), reason="the layer ha
 
 @pytest.fixture
 def applied():
-    with shim.patched(only=[ID], require=[ID]):
+    with shim.patched(only=PATCHES, require=PATCHES):
         yield
 
 
@@ -90,11 +91,6 @@ def worst_over(model, rows=ROWS, per_token=(False,), **options):
         if not value <= found[0]:  # NaN is not smaller than anything
             found = (value, (lengths, align, per_token_loss, difference))
     return found
-
-
-def recomputes(recompute):
-    if recompute and VERSION == (0, 18):
-        pytest.skip("0.18 cannot recompute the oracle's unpacked rows: mtp-recompute's part")
 
 
 # ---- a subclass with a loss of its own
@@ -184,7 +180,6 @@ def bridged(**options):
 def test_a_subclass_with_its_own_loss_is_served(applied, one_rank, layers, recompute):
     """It overrides the layer's forward and embeddings and the model's loss; roll_tensor and the checkpointing it calls
     follow the row that it passes to them."""
-    recomputes(recompute)
     model = bridged(mtp_num_layers=layers, **recompute)
     value, case = worst_over(model)
     assert value <= WITHIN_LAYOUT, case
