@@ -1,6 +1,6 @@
-"""Public test helpers: real megatron-core on CPU, gloo ranks, the truth about packed rows, release cells.
+"""Public test helpers: real megatron-core on CPU, gloo ranks, the truth about packed rows, TE, release cells.
 
-In a trainer's own CI, with any release from 0.12 on the path, no GPU and no Transformer Engine:
+In a trainer's own CI, with any release from 0.12 on the path, no GPU and no Transformer Engine needed:
 
     from shim import testing
 
@@ -13,8 +13,9 @@ In a trainer's own CI, with any release from 0.12 on the path, no GPU and no Tra
         assert testing.worst(testing.differences(packed, alone)) < 1e-6
 
 `Ranks(2).run(function)` does the same under tensor, sequence, context or pipeline parallelism, and
-`python -m shim.testing.cells --all -- tests` on every release. Importing this package imports neither torch
-nor megatron.
+`python -m shim.testing.cells --all -- tests` on every release. `transformer_engine_on_cpu()` adds Transformer
+Engine's real Python layer: its FP8 contexts, not its kernels. Importing this package imports neither torch nor
+megatron.
 """
 
 from __future__ import annotations
@@ -24,20 +25,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .attention import CPUCoreAttention
-    from .cells import EVERYDAY, run_cells
+    from .cells import ALL_PAIRS, EVERYDAY, EVERYDAY_PAIRS, run_cells
     from .cpu import megatron_on_cpu
+    from .fp8 import Fp8Event, Fp8State, fp8_state, record_fp8_events
     from .layout import Layout, layout_initialised
     from .model import add_lora, build_chunks, build_gpt, build_hybrid, release
     from .oracle import Result, differences, run_alone, run_packed, run_schedule, worst
     from .packing import PackedRow, pack, random_sequences
     from .ranks import RankError, Ranks
-    from .releases import RELEASES, FetchError, cache_dir, environment, fetch
+    from .releases import RELEASES, TE_RELEASES, FetchError, cache_dir, environment, fetch
+    from .transformer_engine import CompiledOpError, te_cuda_stand_ins, transformer_engine_on_cpu
 
 __all__ = [
+    "ALL_PAIRS",
     "EVERYDAY",
+    "EVERYDAY_PAIRS",
     "RELEASES",
+    "TE_RELEASES",
     "CPUCoreAttention",
+    "CompiledOpError",
     "FetchError",
+    "Fp8Event",
+    "Fp8State",
     "Layout",
     "PackedRow",
     "RankError",
@@ -51,28 +60,34 @@ __all__ = [
     "differences",
     "environment",
     "fetch",
+    "fp8_state",
     "layout_initialised",
     "megatron_on_cpu",
     "pack",
     "random_sequences",
+    "record_fp8_events",
     "release",
     "run_alone",
     "run_cells",
     "run_packed",
     "run_schedule",
+    "te_cuda_stand_ins",
+    "transformer_engine_on_cpu",
     "worst",
 ]
 
 _MODULES = {
     "attention": ("CPUCoreAttention",),
-    "cells": ("EVERYDAY", "run_cells"),
+    "cells": ("ALL_PAIRS", "EVERYDAY", "EVERYDAY_PAIRS", "run_cells"),
     "cpu": ("megatron_on_cpu",),
+    "fp8": ("Fp8Event", "Fp8State", "fp8_state", "record_fp8_events"),
     "layout": ("Layout", "layout_initialised"),
     "model": ("add_lora", "build_chunks", "build_gpt", "build_hybrid", "release"),
     "oracle": ("Result", "differences", "run_alone", "run_packed", "run_schedule", "worst"),
     "packing": ("PackedRow", "pack", "random_sequences"),
     "ranks": ("RankError", "Ranks"),
-    "releases": ("RELEASES", "FetchError", "cache_dir", "environment", "fetch"),
+    "releases": ("RELEASES", "TE_RELEASES", "FetchError", "cache_dir", "environment", "fetch"),
+    "transformer_engine": ("CompiledOpError", "te_cuda_stand_ins", "transformer_engine_on_cpu"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

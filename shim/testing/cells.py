@@ -1,4 +1,8 @@
-"""Test cells: the same pytest run against one release after another, each in a process of its own."""
+"""Test cells: the same pytest run against one release after another, each in a process of its own.
+
+A cell is named after what it runs on: "0.15.3" is a release of megatron-core, "0.15.3+2.9.0" is that with a release
+of Transformer Engine (its Python sources, see `transformer_engine_on_cpu`), "+2.9.0" is Transformer Engine alone.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,32 @@ from pathlib import Path
 
 from .releases import RELEASES, FetchError, cache_dir, environment, fetch
 
-__all__ = ["EVERYDAY", "run_cells"]
+__all__ = ["ALL_PAIRS", "EVERYDAY", "EVERYDAY_PAIRS", "run_cells"]
 
 # One release for every set of target bodies that differ.
 EVERYDAY = ("0.12.0", "0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
+
+EVERYDAY_PAIRS = ("0.12.3+2.1.0", "0.13.1+2.5.0", "0.15.3+2.9.0", "0.16.1+2.12.0", "0.18.2+2.16.1", "0.19.2+2.20.2")
+
+# Transformer Engine just before and just after each of its moves; then pairs that users run.
+_TE_TURNS = (
+    "2.1.0",
+    "2.3.0",
+    "2.7.0",
+    "2.8.0",
+    "2.9.0",
+    "2.10.0",
+    "2.12.0",
+    "2.15.0",
+    "2.16.1",
+    "2.18.0",
+    "2.19.0",
+    "2.20.2",
+)
+_IN_USE = ("0.13.0+2.2.0", "0.16.0+2.16.1", "0.17.1+2.14.1", "0.18.0+2.16.1", "0.19.0+2.16.0")
+ALL_PAIRS = tuple(
+    dict.fromkeys([*(f"{release}+{te}" for release in EVERYDAY for te in _TE_TURNS), *EVERYDAY_PAIRS, *_IN_USE])
+)
 
 _TAIL = 40  # lines of a failing cell's log that are printed
 _NO_TESTS = 5  # pytest's exit status when it ran none
@@ -25,20 +51,21 @@ _NO_TESTS = 5  # pytest's exit status when it ran none
 
 @dataclass(frozen=True)
 class _Outcome:
-    release: str
+    cell: str
     result: str  # "passed", "failed", "no test ran", "not fetched"
     cases: int
     seconds: float
     log: Path
 
     def __str__(self) -> str:
-        return f"{self.release:<8} {self.result:<12} {self.cases:4d} cases  {self.seconds:6.1f} s"
+        return f"{self.cell:<14} {self.result:<12} {self.cases:4d} cases  {self.seconds:6.1f} s"
 
 
-def run_cells(releases: Sequence[str], pytest_args: Sequence[str], jobs: int = 2, log_dir: Path | None = None) -> int:
-    """Run `pytest <pytest_args>` once per release, `jobs` at a time, and print one line per cell as it ends.
+def run_cells(cells: Sequence[str], pytest_args: Sequence[str], jobs: int = 2, log_dir: Path | None = None) -> int:
+    """Run `pytest <pytest_args>` once per cell, `jobs` at a time, and print one line per cell as it ends.
 
-    Output goes to <log_dir>/<release>.log (by default below the cache); the end of a failing cell's log is
+    A cell is "0.15.3" (megatron-core), "0.15.3+2.9.0" (with Transformer Engine) or "+2.9.0" (that alone).
+    Output goes to <log_dir>/<cell>.log (by default below the cache); the end of a failing cell's log is
     printed. Returns 0 when every cell passed, 1 when one failed, could not be fetched, or ran no test. A cell
     whose tests were all skipped ran none.
     """
@@ -46,29 +73,36 @@ def run_cells(releases: Sequence[str], pytest_args: Sequence[str], jobs: int = 2
     logs.mkdir(parents=True, exist_ok=True)
     failed = []
     with ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
-        cells = [pool.submit(_run_cell, release, pytest_args, logs / f"{release}.log") for release in releases]
-        for cell in as_completed(cells):
-            outcome = cell.result()
+        running = [pool.submit(_run_cell, cell, pytest_args, logs / f"{cell}.log") for cell in cells]
+        for done in as_completed(running):
+            outcome = done.result()
             print(outcome, flush=True)
             if outcome.result != "passed":
                 failed.append(outcome)
     for outcome in failed:
-        print(f"\n---- {outcome.release}: {outcome.result}; all of it in {outcome.log}")
+        print(f"\n---- {outcome.cell}: {outcome.result}; all of it in {outcome.log}")
         print("\n".join(outcome.log.read_text(errors="replace").splitlines()[-_TAIL:]), flush=True)
-    return 1 if failed or not releases else 0
+    return 1 if failed or not cells else 0
 
 
-def _run_cell(release: str, pytest_args: Sequence[str], log: Path) -> _Outcome:
+def _fetch(cell: str) -> list[Path]:
+    """The directories of what a cell runs on."""
+    core, _, engine = cell.partition("+")
+    found = [fetch(core)] if core else []
+    return [*found, fetch(engine, "transformer-engine")] if engine else found
+
+
+def _run_cell(cell: str, pytest_args: Sequence[str], log: Path) -> _Outcome:
     started = time.monotonic()
     try:
-        directory = fetch(release)
+        directories = _fetch(cell)
     except FetchError as error:
         log.write_text(f"{error}\n")
-        return _Outcome(release, "not fetched", 0, time.monotonic() - started, log)
+        return _Outcome(cell, "not fetched", 0, time.monotonic() - started, log)
     with log.open("w") as output:
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *pytest_args],
-            env=environment(directory),
+            env=environment(directories),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -77,7 +111,7 @@ def _run_cell(release: str, pytest_args: Sequence[str], log: Path) -> _Outcome:
     result = "passed" if done.returncode == 0 else "failed"
     if done.returncode == _NO_TESTS or (done.returncode == 0 and cases == 0):
         result = "no test ran"
-    return _Outcome(release, result, cases, time.monotonic() - started, log)
+    return _Outcome(cell, result, cases, time.monotonic() - started, log)
 
 
 def _cases(output: str) -> int:
@@ -88,7 +122,7 @@ def _cases(output: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """python -m shim.testing.cells [--releases A,B | --all | --everyday] [--jobs N] -- <pytest args>"""
+    """python -m shim.testing.cells [--releases A,B | --all | --everyday | --all-pairs | ...] -- <pytest args>"""
     arguments = list(sys.argv[1:] if argv is None else argv)
     own, pytest_args = arguments, []
     if "--" in arguments:
@@ -96,16 +130,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         own, pytest_args = arguments[:split], arguments[split + 1 :]
     parser = argparse.ArgumentParser(prog="python -m shim.testing.cells", description=__doc__)
     chosen = parser.add_mutually_exclusive_group()
-    chosen.add_argument("--releases", metavar="A,B", help="these releases of megatron-core")
+    chosen.add_argument("--releases", metavar="A,B", help="these cells: 0.15.3, 0.15.3+2.9.0, +2.9.0")
     chosen.add_argument("--all", action="store_true", help="every supported release")
     chosen.add_argument("--everyday", action="store_true", help="one release per set of bodies (the default)")
+    chosen.add_argument("--all-pairs", action="store_true", help="with Transformer Engine, around each of its turns")
+    chosen.add_argument("--everyday-pairs", action="store_true", help="with Transformer Engine, a few pairs")
     parser.add_argument("--jobs", type=int, default=2, help="cells at once (default 2)")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="where the logs go")
     options = parser.parse_args(own)
-    releases: Sequence[str] = RELEASES if options.all else EVERYDAY
-    if options.releases:
-        releases = [release.strip() for release in options.releases.split(",")]
-    return run_cells(releases, pytest_args, options.jobs, options.logs)
+    cells: Sequence[str] = EVERYDAY
+    if options.all:
+        cells = RELEASES
+    elif options.all_pairs:
+        cells = ALL_PAIRS
+    elif options.everyday_pairs:
+        cells = EVERYDAY_PAIRS
+    elif options.releases:
+        cells = [cell.strip() for cell in options.releases.split(",")]
+    return run_cells(cells, pytest_args, options.jobs, options.logs)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Real megatron-core releases on disk: fetched once, unpacked side by side, ready for PYTHONPATH."""
+"""Real releases of megatron-core and Transformer Engine on disk: fetched once, unpacked side by side."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["RELEASES", "FetchError", "cache_dir", "environment", "fetch"]
+__all__ = ["RELEASES", "TE_RELEASES", "FetchError", "cache_dir", "environment", "fetch"]
 
 RELEASES = (
     "0.12.0",
@@ -33,6 +33,34 @@ RELEASES = (
     "0.18.2",
     "0.19.0",
     "0.19.2",
+)
+
+# Transformer Engine; the distribution is transformer-engine, whose wheel holds all Python sources.
+TE_RELEASES = (
+    "2.1.0",
+    "2.2.0",
+    "2.3.0",
+    "2.4.0",
+    "2.5.0",
+    "2.6.0",
+    "2.6.0.post1",
+    "2.7.0",
+    "2.8.0",
+    "2.9.0",
+    "2.10.0",
+    "2.11.0",
+    "2.12.0",
+    "2.13.0",
+    "2.14.0",
+    "2.14.1",
+    "2.15.0",
+    "2.16.0",
+    "2.16.1",
+    "2.17.0",
+    "2.17.1",
+    "2.18.0",
+    "2.19.0",
+    "2.20.2",
 )
 
 # Written last into an unpacked release; a directory without it is not complete.
@@ -117,13 +145,17 @@ def _publish(unpacked: Path, target: Path) -> None:
                     raise
 
 
-def environment(release_dir: Path | str, base_env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Environment for a subprocess that imports the release in `release_dir` before any other.
+def environment(
+    release_dirs: Path | str | Sequence[Path | str], base_env: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Environment for a subprocess that imports the release in `release_dirs` before any other.
 
-    `base_env` defaults to this process's environment. One thread per process, since cells run side by side.
+    Several directories hold one distribution each, for instance megatron-core and Transformer Engine. `base_env`
+    defaults to this process's environment. One thread per process, since cells run side by side.
     """
     env = dict(os.environ if base_env is None else base_env)
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(release_dir), env.get("PYTHONPATH", "")]))
+    first = [release_dirs] if isinstance(release_dirs, (str, Path)) else release_dirs
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [*map(str, first), env.get("PYTHONPATH", "")]))
     env["OMP_NUM_THREADS"] = "1"
     env["NO_VCS_VERSION"] = "1"  # from 0.18 the version would name the git revision of whatever tree it is in
     env.pop("PYTHONDONTWRITEBYTECODE", None)  # compiling megatron anew costs seconds per process

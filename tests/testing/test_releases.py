@@ -35,7 +35,8 @@ def pip(monkeypatch):
             into = Path(command[command.index("--dest") + 1])
             into.mkdir(parents=True)
             name, _, version = command[-1].partition("==")
-            write_wheel(into / f"{name.replace('-', '_')}-{version}-py3-none-any.whl", version)
+            package = "fake_engine" if name == "transformer-engine" else "fake_core"
+            write_wheel(into / f"{name.replace('-', '_')}-{version}-py3-none-any.whl", version, package)
             return subprocess.CompletedProcess(command, 0, "", "")
 
     stand_in = Pip()
@@ -44,15 +45,31 @@ def pip(monkeypatch):
     return stand_in
 
 
-def write_wheel(path, version):
+def write_wheel(path, version, package="fake_core"):
     with zipfile.ZipFile(path, "w") as wheel:
-        wheel.writestr("fake_core/__init__.py", f"VERSION = {version!r}\n")
+        wheel.writestr(f"{package}/__init__.py", f"VERSION = {version!r}\n")
 
 
 def test_the_supported_releases_are_nineteen_and_sorted():
     numbers = [tuple(map(int, release.split("."))) for release in releases.RELEASES]
     assert len(numbers) == 19 and numbers == sorted(set(numbers))
     assert set(cells.EVERYDAY) <= set(releases.RELEASES)
+
+
+def test_the_engines_are_twenty_four_and_sorted():
+    def number(release):
+        return tuple(int(part.removeprefix("post")) for part in release.split("."))
+
+    assert len(releases.TE_RELEASES) == 24
+    assert list(releases.TE_RELEASES) == sorted(set(releases.TE_RELEASES), key=number)
+
+
+def test_pairs_are_of_supported_releases():
+    assert set(cells.EVERYDAY_PAIRS) < set(cells.ALL_PAIRS)
+    assert len(cells.ALL_PAIRS) == len(set(cells.ALL_PAIRS)) == 9 * 12 + 6
+    for pair in cells.ALL_PAIRS:
+        core, engine = pair.split("+")
+        assert core in releases.RELEASES and engine in releases.TE_RELEASES
 
 
 def test_the_cache_follows_the_environment(monkeypatch, tmp_path):
@@ -91,6 +108,20 @@ def test_a_wheel_put_there_by_hand_needs_no_network(pip, cache):
     assert not pip.calls
 
 
+def test_a_release_is_not_taken_for_its_post_release(pip, cache):
+    wheels = cache / "transformer-engine" / "wheels"
+    wheels.mkdir(parents=True)
+    for version in ("2.6.0.post1", "2.6.0"):
+        write_wheel(wheels / f"transformer_engine-{version}-py3-none-any.whl", version, "fake_engine")
+    for version in ("2.6.0", "2.6.0.post1"):
+        found = fetch(version, "transformer-engine") / "fake_engine" / "__init__.py"
+        assert found.read_text() == f"VERSION = '{version}'\n"
+    (wheels / "transformer_engine-2.6.0-py3-none-any.whl").unlink()
+    (cache / "transformer-engine" / "2.6.0" / ".complete").unlink()
+    fetch("2.6.0", "transformer-engine")
+    assert pip.calls[0][-1] == "transformer-engine==2.6.0"
+
+
 def test_a_failed_download_says_what_to_do_and_leaves_nothing(pip, cache):
     pip.fails = True
     with pytest.raises(FetchError, match="no matching distribution") as caught:
@@ -117,6 +148,8 @@ def test_the_environment_of_a_cell():
     assert env["PYTHONPATH"].split(":") == ["/release", "/before"]
     assert env["OMP_NUM_THREADS"] == "1" and env["NO_VCS_VERSION"] == "1" and env["HOME"] == "/home"
     assert "PYTHONDONTWRITEBYTECODE" not in env and "PYTHONDONTWRITEBYTECODE" in base
+    env = environment([Path("/core"), "/engine"], base)
+    assert env["PYTHONPATH"].split(":") == ["/core", "/engine", "/before"]
 
 
 def test_importing_the_package_imports_no_torch():
@@ -166,3 +199,52 @@ def test_a_cell_that_cannot_be_fetched_fails_with_the_reason(pip, cell, capsys):
     pip.fails = True
     assert cells.run_cells(["0.14.0"], cell) == 1
     assert "no matching distribution" in capsys.readouterr().out
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Passes where exactly the parts of the cell's name can be imported."""
+    file = tmp_path / "test_pair.py"
+    file.write_text(PAIR)
+    return ["-q", "-p", "no:cacheprovider", str(file)]
+
+
+PAIR = """
+from importlib import import_module
+from importlib.util import find_spec
+def test_found():
+    found = {name: import_module(name).VERSION for name in ("fake_core", "fake_engine") if find_spec(name)}
+    raise AssertionError(f"found {found}")
+"""
+
+
+@pytest.mark.parametrize(
+    "cell, found",
+    [
+        ("0.15.3", {"fake_core": "0.15.3"}),
+        ("0.15.3+2.9.0", {"fake_core": "0.15.3", "fake_engine": "2.9.0"}),
+        ("+2.6.0.post1", {"fake_engine": "2.6.0.post1"}),
+    ],
+)
+def test_a_cell_runs_on_what_its_name_says(pip, pair, capsys, tmp_path, cell, found):
+    assert cells.main(["--releases", cell, "--logs", str(tmp_path / "logs"), "--", *pair]) == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith(cell) and f"found {found}" in printed
+    assert (tmp_path / "logs" / f"{cell}.log").exists()
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ([], cells.EVERYDAY),
+        (["--everyday"], cells.EVERYDAY),
+        (["--all"], releases.RELEASES),
+        (["--everyday-pairs"], cells.EVERYDAY_PAIRS),
+        (["--all-pairs"], cells.ALL_PAIRS),
+    ],
+)
+def test_the_options_choose_the_cells(monkeypatch, options, expected):
+    ran = []
+    monkeypatch.setattr(cells, "run_cells", lambda chosen, *_: ran.append(tuple(chosen)) or 0)
+    assert cells.main([*options, "--", "tests"]) == 0
+    assert ran == [expected]
