@@ -73,7 +73,8 @@ def remembering(function: Callable[..., Any], track: bool) -> Callable[..., Any]
     """`function` of a checkpoint, which from its second call on runs in the autocast region of now.
 
     It is `function` itself where no region is active. With `track`, delayed scaling takes the scales of the first call
-    again in the second; a checkpoint inside another that tracks, or one of Transformer Engine's own, does not need it.
+    again in the second, so there must be a second one; a checkpoint inside another that tracks, or one of Transformer
+    Engine's own, does not need it.
     """
     state = active_autocast()
     if state is None:

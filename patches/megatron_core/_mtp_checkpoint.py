@@ -148,7 +148,7 @@ def _checkpoint(layer: Any, run: Callable[..., Any], values: list[Any]) -> Any:
         return tensor_parallel.checkpoint(run, config.distribute_saved_activations, *values)
     from megatron.core.extensions.transformer_engine import te_checkpoint
 
-    if "context_mask" in inspect.signature(te_checkpoint).parameters:
+    if not hasattr(layer, "_checkpointed_forward"):
         values = values + [None] * (5 - len(values))  # 0.12 takes exactly five inputs; `run` needs no more than it has
     track = tensor_parallel.random.get_cuda_rng_tracker
     with _outer_context(config):

@@ -32,27 +32,42 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from shim.patches._arguments import Function
-from shim.patches._autocast import remembering
+from shim.patches._autocast import active_autocast, remembering
 
 RANDOM = "megatron.core.tensor_parallel.random:"
 BLOCK = "megatron.core.transformer.transformer_block:TransformerBlock."
 
 
+def _checkpoint(original: Function) -> Function:
+    """Without gradients there is no recompute, so nothing is kept for one: the next one would take it for its own."""
+
+    @functools.wraps(original)
+    def checkpoint(function: Function, distribute_saved_activations: bool, *args: Any) -> Any:
+        if not torch.is_grad_enabled() and active_autocast() is not None:
+            return function(*args)
+        return original(function, distribute_saved_activations, *args)
+
+    return checkpoint
+
+
 def _checkpoint_function_forward(original: Function) -> Function:
     @functools.wraps(original)
     def forward(ctx: Any, run_function: Function, *args: Any, **kwargs: Any) -> Any:
-        return original(ctx, remembering(run_function, track=True), *args, **kwargs)
+        return original(ctx, remembering(run_function, track=any(ctx.needs_input_grad)), *args, **kwargs)
 
     return forward
 
 
-def _checkpoint(original: Function) -> Function:
+def _checkpoint_without_output(original: Function) -> Function:
     """CheckpointWithoutOutput of 0.12; later ones restore the region themselves."""
 
     @functools.wraps(original)
-    def checkpoint(self: Any, run_function: Function, *args: Any, **kwargs: Any) -> Any:
-        return original(self, remembering(run_function, track=True), *args, **kwargs)
+    def checkpoint(self: Any, run_function: Function, *args: Any) -> Any:
+        recomputes = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        return original(self, remembering(run_function, track=recomputes), *args)
 
     return checkpoint
 
@@ -110,17 +125,20 @@ def _in_its_region(layer: Any) -> Function:
 
 BINDINGS: dict[str, dict[str, Callable[[Function], Function]]] = {
     "block": {  # 0.12
+        RANDOM + "checkpoint": _checkpoint,
         RANDOM + "CheckpointFunction.forward": _checkpoint_function_forward,
-        RANDOM + "CheckpointWithoutOutput.checkpoint": _checkpoint,
+        RANDOM + "CheckpointWithoutOutput.checkpoint": _checkpoint_without_output,
         RANDOM + "CheckpointWithoutOutput._recompute": _recompute,
         BLOCK + "_checkpointed_forward": _block_checkpointed_forward,
     },
     "unguarded": {  # 0.13 to 0.15
+        RANDOM + "checkpoint": _checkpoint,
         RANDOM + "CheckpointFunction.forward": _checkpoint_function_forward,
         RANDOM + "CheckpointWithoutOutput.__init__": _init,
         RANDOM + "CheckpointWithoutOutput._recompute": _recompute,
     },
     "guarded": {  # from 0.16
+        RANDOM + "checkpoint": _checkpoint,
         RANDOM + "CheckpointFunction.forward": _checkpoint_function_forward,
         RANDOM + "CheckpointWithoutOutput.__init__": _init,
     },
