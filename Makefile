@@ -7,7 +7,7 @@ RELEASE ?= 0.16.1
 LAYOUT_RELEASES ?= 0.13.1,0.15.3,0.16.1,0.19.2
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test lint unit unit-pythons helpers cells matrix bench docs pins wheel clean
+.PHONY: help env demo test lint unit unit-pythons helpers cells matrix gpu bench docs pins wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -44,11 +44,16 @@ helpers: env  ## shim.testing, shim.ops, and the engine with torch
 cells: env  ## real megatron-core, one process per release
 	$(BIN)/python -m shim.testing.cells --everyday -- -q -p no:warnings tests/cells --ignore tests/cells/layouts
 	$(BIN)/python -m shim.testing.cells --releases $(LAYOUT_RELEASES) --jobs 1 -- -q -p no:warnings tests/cells/layouts
+	$(BIN)/python -m shim.testing.cells --everyday-pairs -- -q -p no:warnings tests/pairs
 	$(BIN)/python -m shim.testing.cells --releases 0.15.3,0.16.1 -- -q -p no:warnings tests/examples
 
-matrix: env  ## the same on all 19 releases, in every order of imports
+matrix: env  ## the same on all 19 releases, in every order of imports, and on all pairs with Transformer Engine
 	SHIM_TEST_ALL_ORDERS=1 $(BIN)/python -m shim.testing.cells --all -- -q -p no:warnings tests/cells tests/examples --ignore tests/cells/layouts
 	$(BIN)/python -m shim.testing.cells --all --jobs 1 -- -q -p no:warnings tests/cells/layouts
+	$(BIN)/python -m shim.testing.cells --all-pairs -- -q -p no:warnings tests/pairs
+
+gpu:  ## FP8 and FP4 numerics, where $(PYTHON) has torch, megatron-core and Transformer Engine with an NVIDIA GPU
+	$(PYTHON) -m pytest -q -rs -m gpu tests/gpu
 
 bench: env  ## all benchmarks, as ratios
 	$(BIN)/python benchmarks/startup.py
