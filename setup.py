@@ -39,7 +39,7 @@ if __name__ == "__main__":
             "shim.patches.megatron_core",
             "shim.patches.transformer_engine",
         ],
-        package_data={"shim": ["py.typed"]},
+        package_data={"shim": ["py.typed", "wanted_names.json", "_run/sitecustomize.py"]},
         install_requires=["packaging>=23.2", "PyYAML>=6.0"],
         extras_require={
             "torch": ["torch>=2.6"],

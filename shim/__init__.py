@@ -17,10 +17,11 @@ TYPE_CHECKING = False  # as type checkers read it; importing typing would be mos
 if TYPE_CHECKING:
     from typing import Any
 
-    from shim._api import apply, check, explain, patched, plan, revert, status
+    from shim._api import apply, check, check_resume, checkpoint_state, explain, patched, plan, revert, status
     from shim._errors import BindError, MatrixError, NotMetError, OptionError, ShimError
     from shim._plan import Plan
     from shim._report import Report
+    from shim._workers import ray_runtime_env, run_environment
 
 __version__ = "0.1.0"
 
@@ -34,15 +35,33 @@ __all__ = [
     "ShimError",
     "apply",
     "check",
+    "check_resume",
+    "checkpoint_state",
     "explain",
     "patched",
     "plan",
+    "ray_runtime_env",
     "revert",
+    "run_environment",
     "status",
 ]
 
 _HOMES = {
-    **dict.fromkeys(("apply", "check", "explain", "patched", "plan", "revert", "status"), "shim._api"),
+    **dict.fromkeys(
+        (
+            "apply",
+            "check",
+            "check_resume",
+            "checkpoint_state",
+            "explain",
+            "patched",
+            "plan",
+            "revert",
+            "status",
+        ),
+        "shim._api",
+    ),
+    **dict.fromkeys(("ray_runtime_env", "run_environment"), "shim._workers"),
     **dict.fromkeys(("BindError", "MatrixError", "NotMetError", "OptionError", "ShimError"), "shim._errors"),
     "Plan": "shim._plan",
     "Report": "shim._report",

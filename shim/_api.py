@@ -16,11 +16,22 @@ from shim._explain import explanation
 from shim._matrix import load_matrix
 from shim._options import Options, matrix_argument, resolve
 from shim._plan import Plan, make_plan
-from shim._ranks import is_rank_zero, ranks_that_differ
+from shim._ranks import NOTHING, is_rank_zero, ranks_that_differ
 from shim._report import PatchReport, Report
+from shim._resume import differs, state_of
 from shim._verify import read_report, shadows_in
 
-__all__ = ["apply", "check", "explain", "patched", "plan", "revert", "status"]
+__all__ = [
+    "apply",
+    "check",
+    "check_resume",
+    "checkpoint_state",
+    "explain",
+    "patched",
+    "plan",
+    "revert",
+    "status",
+]
 
 log = logging.getLogger("shim")
 
@@ -138,9 +149,8 @@ def check(model: Any = None, group: Any = None) -> Report:
     _engine.catch_up(_engine.STATE)
     current = _engine.STATE.plan
     # Before anything raises: a rank that does not take part would leave the others waiting.
-    differing = ranks_that_differ("nothing applied" if current is None else current.digest, group)
-    if current is None:
-        raise OptionError("nothing was applied in this process; call shim.apply() before shim.check()")
+    differing = ranks_that_differ(*_identity(current), group)
+    current = _in_force("check")
     with _engine.STATE.lock:
         report = read_report(current, _engine.STATE.binder, _engine.STATE.failed)
         shadows = list(shadows_in(model, current, _engine.STATE.binder)) if model is not None else []
@@ -166,6 +176,15 @@ def check(model: Any = None, group: Any = None) -> Report:
     return report
 
 
+def _identity(current: Plan | None) -> tuple[str, dict[str, str]]:
+    """What ranks compare: the digest, and for every patch what of it goes into the digest."""
+    if current is None:
+        return NOTHING, {}
+    return current.digest, {
+        id: repr((d.variant, sorted(d.fingerprints.items()))) if d.wanted else "" for id, d in current.decisions.items()
+    }
+
+
 def _judge(report: Report, options: Options) -> None:
     for patch in report.patches.values():
         if not _amiss(patch):
@@ -180,6 +199,37 @@ def _amiss(patch: PatchReport) -> bool:
     return patch.state in ("pending", "shadowed", "conflict", "failed") or (
         patch.state == "drifted" and patch.kind == "correctness"
     )
+
+
+def checkpoint_state() -> dict[str, Any]:
+    """Return what a training checkpoint should keep about the patches in force: plain data, less than a few kB.
+
+    Raises OptionError where nothing was applied in this process.
+    """
+    return state_of(_in_force("checkpoint_state"))
+
+
+def check_resume(saved: Mapping[str, Any] | str | None) -> bool:
+    """Say whether what a checkpoint was trained with is in force again; a WARNING names every difference.
+
+    saved: what `checkpoint_state` gave, or a ``report.digest``; None where the checkpoint has neither, which is a
+    difference. Raises OptionError where nothing was applied.
+    """
+    found = differs(saved, _in_force("check_resume"))
+    if found:
+        log.warning(
+            "the checkpoint was trained with other patches than are in force now: %s. Remedy: install what it was "
+            "trained with, or go on if the change is meant.",
+            found,
+        )
+    return not found
+
+
+def _in_force(caller: str) -> Plan:
+    current = _engine.STATE.plan
+    if current is None:
+        raise OptionError(f"nothing was applied in this process; call shim.apply() before shim.{caller}()")
+    return current
 
 
 def explain(id: str) -> str:

@@ -1,4 +1,4 @@
-"""The command `shim`: status, plan, explain, doctor, matrix, pin; each with --json.
+"""The command `shim`: status, plan, explain, doctor, matrix, audit, pin, run; each with --json.
 
 Exit codes: 0 fine, 1 something asked for is not met, 2 wrong usage.
 """
@@ -9,9 +9,10 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from shim._errors import MatrixError, OptionError, ShimError
+from shim._errors import MatrixError, NotMetError, OptionError, ShimError
 
 __all__ = ["main"]
 
@@ -38,13 +39,22 @@ def _selection(arguments: argparse.Namespace) -> dict[str, Any]:
     return chosen
 
 
+def _held(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The same with --lock, of commands that are held to one."""
+    if arguments.lock == "":
+        raise OptionError("--lock is empty; name a file")
+    return {**_selection(arguments), **({"lock": arguments.lock} if arguments.lock else {})}
+
+
 def _plan(arguments: argparse.Namespace) -> int:
     from shim._api import plan
+    from shim._lock import enforce_lock
     from shim._plan import enforce
 
-    made = plan(**_selection(arguments))
+    made = plan(**_held(arguments))
     _print(made.to_dict(), str(made), arguments.json)
     enforce(made)
+    enforce_lock(made)
     return OK
 
 
@@ -55,8 +65,8 @@ def _status(arguments: argparse.Namespace) -> int:
     from shim._api import apply, plan, revert, status
     from shim._fingerprint import split_target
 
-    made = plan(**_selection(arguments))
-    apply(**_selection(arguments))
+    made = plan(**_held(arguments))
+    apply(**_held(arguments))
     for module in dict.fromkeys(split_target(t)[0] for d in made.decisions.values() if d.wanted for t in d.targets):
         try:
             importlib.import_module(module)
@@ -88,37 +98,81 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return OK if not found["problems"] else NOT_MET
 
 
+def _run(arguments: argparse.Namespace) -> int:
+    from shim._workers import run
+
+    command = arguments.command_line[1:] if arguments.command_line[:1] == ["--"] else arguments.command_line
+    if not command:
+        raise OptionError("shim run needs a command behind --, for instance: shim run -- torchrun train.py")
+    run(command, **_held(arguments))
+    raise AssertionError("exec returned")
+
+
 def _matrix(arguments: argparse.Namespace) -> int:
     from shim._docs import support, support_table
     from shim._matrix import load_matrix
     from shim._options import matrix_argument
 
     matrix = load_matrix(matrix_argument(arguments.matrix))
+    if (arguments.pairs or arguments.range) and not (arguments.cells or arguments.github):
+        raise OptionError("--pairs and --range belong to --cells or --github")
+    if arguments.cells or arguments.github:
+        from shim._ci import cells
+
+        found = cells(matrix, arguments.range, pairs=arguments.pairs)
+        print(json.dumps({"include": found} if arguments.github else found, indent=None if arguments.github else 2))
+        return OK
     _print(support(matrix), support_table(matrix), arguments.json)
     return OK
 
 
-def _pin(arguments: argparse.Namespace) -> int:
+def _audit(arguments: argparse.Namespace) -> int:
+    from shim._audit import as_markdown, as_text, audit
     from shim._matrix import load_matrix
     from shim._options import matrix_argument
-    from shim._pin import measure, render, write
+    from shim._trees import open_tree
+
+    matrix = load_matrix(matrix_argument(arguments.matrix))
+    found = audit(matrix, open_tree(arguments.target, _fetch), _fetch)
+    text = as_markdown(found) if arguments.markdown else as_text(found)
+    _print(found.to_dict(), text, arguments.json)
+    return OK if found.clean else NOT_MET
+
+
+def _fetch(distribution: str, release: str) -> Path:
+    """A release from the cache, else downloaded, which is said on standard error."""
     from shim.testing.releases import FetchError, fetch
+
+    try:
+        return fetch(release, distribution, lambda line: print(line, file=sys.stderr))
+    except FetchError as error:
+        raise NotMetError(str(error)) from None
+
+
+def _pin(arguments: argparse.Namespace) -> int:
+    if arguments.lock is not None:
+        return _lock(arguments)
+    if _selection(arguments).keys() - {"matrix"}:
+        raise OptionError("pins are of all patches; a selection belongs to --lock FILE")
+    from shim._matrix import load_matrix, matrix_path
+    from shim._options import matrix_argument
+    from shim._pin import measure, render, write
+    from shim._wanted import FILE, measure_names, render_names
 
     matrix = load_matrix(matrix_argument(arguments.matrix), pins=False)
 
     def say(distribution: str, release: str) -> None:
         print(f"{distribution} {release}", file=sys.stderr)
 
-    try:
-        pins = measure(matrix, lambda distribution, release: fetch(release, distribution), say)
-    except FetchError as error:
-        print(f"shim: {error}", file=sys.stderr)
-        return NOT_MET
-    text = render(pins)
-    releases = {name: list(found) for name, found in pins.items()}
+    text = render(measure(matrix, _fetch, say))
+    releases = {name: list(found) for name, found in matrix.supported.items()}
+    names = None
+    if Path(matrix.path).absolute() == matrix_path():  # the list of names ships with that one
+        trees = {name: [(r, _fetch(name, r)) for r in found] for name, found in releases.items()}
+        names = render_names(measure_names(trees["megatron-core"], trees["transformer-engine"]))
     if arguments.check:
-        with open(matrix.path, encoding="utf-8") as file:
-            stale = not file.read().endswith(text)
+        stale = not Path(matrix.path).read_text("utf-8").endswith(text)
+        stale = stale or (names is not None and FILE.read_text("utf-8") != names)
         _print(
             {"stale": stale, "releases": releases},
             "pins are stale; run shim pin" if stale else "pins are current",
@@ -126,9 +180,38 @@ def _pin(arguments: argparse.Namespace) -> int:
         )
         return NOT_MET if stale else OK
     changed = write(matrix.path, text)
+    if names is not None and FILE.read_text("utf-8") != names:
+        FILE.write_text(names, "utf-8")
+        changed = True
     what = "pins written to" if changed else "pins were current in"
     _print({"changed": changed, "matrix": matrix.path, "releases": releases}, f"{what} {matrix.path}", arguments.json)
     return OK
+
+
+def _lock(arguments: argparse.Namespace) -> int:
+    from shim._api import plan
+    from shim._lock import locked, write_lock
+
+    if not arguments.lock:
+        raise OptionError("--lock is empty; name a file")
+    made = plan(**_selection(arguments))
+    write_lock(arguments.lock, made)
+    _print(locked(made), f"wrote {arguments.lock}: digest {made.digest}", arguments.json)
+    return OK
+
+
+def _add_selection(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--only", help="patch ids, separated by commas")
+    sub.add_argument("--exclude", help="patch ids")
+    sub.add_argument("--require", help="patch ids that have to be applicable, else exit 1")
+    sub.add_argument("--strict", action="store_true", help="exit 1 where a correctness patch has drifted")
+    sub.add_argument("--on-drift", choices=("skip", "error", "apply"), help="what to do with unknown bodies")
+    sub.add_argument("--matrix", help="another version_matrix.yaml")
+
+
+def _add_held(sub: argparse.ArgumentParser) -> None:
+    _add_selection(sub)
+    sub.add_argument("--lock", metavar="FILE", help="exit 1 where what is here differs from this lock")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -150,18 +233,32 @@ def _parser() -> argparse.ArgumentParser:
         command("status", _status, "apply here, import the targets, read back, and print the state of every patch"),
         command("plan", _plan, "print what apply() would do here and why; imports neither torch nor megatron"),
     ):
-        sub.add_argument("--only", help="patch ids, separated by commas")
-        sub.add_argument("--exclude", help="patch ids")
-        sub.add_argument("--require", help="patch ids that have to be applicable, else exit 1")
-        sub.add_argument("--strict", action="store_true", help="exit 1 where a correctness patch has drifted")
-        sub.add_argument("--on-drift", choices=("skip", "error", "apply"), help="what to do with unknown bodies")
-        sub.add_argument("--matrix", help="another version_matrix.yaml")
+        _add_held(sub)
     command("explain", _explain, "say what a patch is for and what was decided about it here").add_argument("id")
     command("doctor", _doctor, "print what an issue report needs: versions, places, plan, surroundings")
-    command("matrix", _matrix, "check the matrix and print which release gets which patch").add_argument("--matrix")
+    matrix = command("matrix", _matrix, "check the matrix and print which release gets which patch")
+    matrix.add_argument("--matrix", help="another version_matrix.yaml")
+    matrix.add_argument("--cells", action="store_true", help="print the releases a trainer should test, as JSON")
+    matrix.add_argument(
+        "--github", action="store_true", help="the same as the matrix of a GitHub workflow, in one line"
+    )
+    matrix.add_argument("--range", metavar="SPEC", help='only these releases of megatron-core, as ">=0.16"')
+    matrix.add_argument("--pairs", action="store_true", help="each with the releases of Transformer Engine as well")
+    run = command(
+        "run", _run, "run a command in which every Python process applies shim: shim run -- torchrun train.py"
+    )
+    _add_held(run)
+    run.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND")
     pin = command("pin", _pin, "fingerprint all supported releases from their wheels and write the pins")
-    pin.add_argument("--matrix", help="the version_matrix.yaml to write")
+    _add_selection(pin)
     pin.add_argument("--check", action="store_true", help="only say whether the pins are current")
+    pin.add_argument("--lock", metavar="FILE", help="write a lock of what is installed here instead")
+    audit = command(
+        "audit", _audit, "say what a release, wheel or source tree means for every patch, without running it"
+    )
+    audit.add_argument("target", help="megatron-core==X, transformer-engine==X, a wheel file, or a directory")
+    audit.add_argument("--markdown", action="store_true", help="print Markdown for a pull request")
+    audit.add_argument("--matrix", help="another version_matrix.yaml")
     return parser
 
 

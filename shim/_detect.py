@@ -19,7 +19,7 @@ from shim._errors import SourceError
 from shim._sources import Sources
 from shim._versions import parse_version
 
-__all__ = ["DISTRIBUTIONS", "Environment", "Installed", "detect"]
+__all__ = ["DISTRIBUTIONS", "VERSION_FILE_LIMIT", "Environment", "Installed", "detect", "version_in_package_info"]
 
 VERSION_FILE_LIMIT = 100_000  # bytes; the largest real one has 3 kB
 
@@ -83,7 +83,7 @@ def _constants(text: str) -> dict[str, object]:
     found: dict[str, object] = {}
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return found
     for node in tree.body:
         if isinstance(node, ast.AnnAssign) and node.value is not None:
@@ -100,7 +100,12 @@ def _constants(text: str) -> dict[str, object]:
 
 
 def _megatron_core_version(package: Path) -> str | None:
-    found = _constants(_read(package / "package_info.py") or "")
+    return version_in_package_info(_read(package / "package_info.py") or "")
+
+
+def version_in_package_info(text: str) -> str | None:
+    """The version that megatron-core's package_info.py spells out in parts; None where it does not."""
+    found = _constants(text)
     numbers = [found.get(name) for name in ("MAJOR", "MINOR", "PATCH")]
     if not all(type(number) is int and number < 10**6 for number in numbers):
         return None

@@ -17,6 +17,7 @@ from shim._errors import BindError, NotMetError, ShimError
 from shim._fingerprint import split_target
 from shim._foreign import foreign_on
 from shim._hook import ImportHook, is_initialising
+from shim._lock import enforce_lock
 from shim._plan import Decision, Plan, enforce
 
 __all__ = ["STATE", "adopt", "catch_up", "with_conflicts"]
@@ -184,6 +185,8 @@ def _settle(state: _State, imported: Imported | None = None) -> None:
     while True:
         with state.lock:
             plan = state.plan
+            # Asked before anything is looked at: what another thread imports meanwhile is still to be bound.
+            loaded = {name for name in state.modules if state.binder.loaded(name) is not None}
         try:
             if plan is not None:
                 _load_factories(state, plan)
@@ -196,7 +199,7 @@ def _settle(state: _State, imported: Imported | None = None) -> None:
                     _say(state, plan)
                 for item in state.binder.commit(_layers(state, plan) if plan is not None else {}, imported):
                     log.warning("%s since shim bound it; it is left alone", item)
-                state.late = frozenset(name for name in state.modules if state.binder.loaded(name) is None)
+                state.late = state.modules - loaded
                 if plan is not None:
                     _enforce_required(plan, imported)
             break
@@ -279,14 +282,15 @@ def adopt(wanted: Plan | None) -> None:
             wanted = with_conflicts(state, wanted)
         _say(state, wanted)
         enforce(wanted)
-    with state.lock:
-        before, failed = state.plan, dict(state.failed)
-        state.adjust(wanted)
-        state.adoptions += 1
-        mine = state.adoptions
-        state.failed.clear()
-        _watch_imports(state)
+        enforce_lock(wanted)
+    before, failed, mine = state.plan, dict(state.failed), -1
     try:
+        with state.lock:
+            before, failed = state.plan, dict(state.failed)
+            mine = state.adoptions = state.adoptions + 1
+            state.adjust(wanted)
+            state.failed.clear()
+            _watch_imports(state)
         _settle(state)
     except BaseException:
         with state.lock:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from shim._errors import SourceError
 from shim._sources import Sources
 
-__all__ = ["Definition", "definitions", "fingerprint", "fingerprint_of", "signature_part", "split_target"]
+__all__ = ["Definition", "blocks", "definitions", "fingerprint", "fingerprint_of", "signature_part", "split_target"]
 
 # Fields without meaning for the program, or filled differently by different Python versions.
 SKIPPED_FIELDS = frozenset({"ctx", "kind", "type_comment", "type_ignores"})
@@ -50,7 +50,7 @@ def split_target(target: str) -> tuple[str, str]:
     return module, qualname
 
 
-def _blocks(statement: ast.stmt) -> Iterator[tuple[Guard, Sequence[ast.stmt]]]:
+def blocks(statement: ast.stmt) -> Iterator[tuple[Guard, Sequence[ast.stmt]]]:
     """The statement lists inside a compound statement that does not open a scope, each with its guard."""
     if isinstance(statement, ast.If):
         yield ("if", statement.test), statement.body
@@ -91,7 +91,7 @@ def _find(body: Sequence[ast.stmt], name: str, guards: tuple[Guard, ...]) -> Ite
     for statement in body:
         if _binds(statement, name):
             yield Definition(statement, guards)
-        for guard, block in _blocks(statement):
+        for guard, block in blocks(statement):
             yield from _find(block, name, (*guards, guard))
 
 

@@ -107,4 +107,5 @@ class ImportHook:
 
     def remove(self) -> None:
         if self in sys.meta_path:
-            sys.meta_path.remove(self)  # type: ignore[arg-type]
+            # A new list: from that which another thread is going through, for an import, a finder would be skipped.
+            sys.meta_path = [finder for finder in sys.meta_path if finder is not self]

@@ -33,6 +33,7 @@ class Options:
     on_drift: str = "skip"
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     disabled: bool = False
+    lock: str | None = None
 
     def for_patch(self, id: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
         return {**defaults, **self.options.get(id, {})}
@@ -84,8 +85,8 @@ def resolve(
     """
     known = list(matrix.patches)
     environ = os.environ
-    if lock is not None or environ.get(PREFIX + "LOCK"):
-        raise OptionError("this release of shim has no lock files; pass no lock and unset MEGATRON_SHIM_LOCK")
+    if lock is None:
+        lock = environ.get(PREFIX + "LOCK") or None
     if only is None and environ.get(PREFIX + "ONLY"):
         only = _words(environ[PREFIX + "ONLY"]) or None
     if not require and environ.get(PREFIX + "REQUIRE"):
@@ -121,4 +122,5 @@ def resolve(
         on_drift=on_drift,
         options=given,
         disabled=_flag(PREFIX + "DISABLE", environ.get(PREFIX + "DISABLE", "")),
+        lock=None if lock is None else os.fspath(lock),
     )

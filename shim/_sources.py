@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import io
 import os
 import sys
+import tokenize
 import warnings
 from collections.abc import Iterable
 from importlib.machinery import ModuleSpec
@@ -13,10 +15,12 @@ from pathlib import Path
 
 from shim._errors import SourceError
 
-__all__ = ["Sources", "find_spec", "is_ours", "search_path"]
+__all__ = ["MAX_SOURCE_BYTES", "Sources", "find_spec", "is_ours", "search_path"]
 
 # Parsing costs time and memory in proportion; the largest file of any release is below 400 kB.
-MAX_SOURCE_BYTES = 8_000_000
+MAX_SOURCE_BYTES = 1_000_000
+# What sources are written in. A file can name other codecs, some of which unpack it or take quadratic time.
+ENCODINGS = ("utf-8", "utf-8-sig", "ascii", "iso-8859-1", "cp1252")
 
 
 def is_ours(finder: object) -> bool:
@@ -97,7 +101,7 @@ class Sources:
             relative = Path(*module.split("."))
             for root in self._roots:
                 for candidate in (root / relative.with_suffix(".py"), root / relative / "__init__.py"):
-                    if candidate.is_file():
+                    if os.path.isfile(candidate):  # Path.is_file raises where it may not look, or the name is too long
                         return str(candidate)
             return None
         loaded = sys.modules.get(module)
@@ -125,19 +129,33 @@ class Sources:
         return found
 
     def _parse(self, module: str) -> ast.Module:
+        text = self.text(module)
+        try:
+            with warnings.catch_warnings():  # about "\d" and the like: they are upstream's, and no error under -W error
+                warnings.simplefilter("ignore")
+                return ast.parse(text)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise SourceError(f"{self.path(module)} cannot be parsed: {error}") from None
+
+    def text(self, module: str) -> str:
+        """The source of `module`; SourceError says why there is none."""
         path = self.path(module)
         if path is None:
             raise SourceError(f"there is no module {module}")
         if not path.endswith(".py"):
             raise SourceError(f"{path} is not Python source, so the body of {module} cannot be known")
         try:
-            if os.path.getsize(path) > MAX_SOURCE_BYTES:
-                raise SourceError(f"{path} is larger than {MAX_SOURCE_BYTES} bytes")
-            text = decode_source(Path(path).read_bytes())
-            with warnings.catch_warnings():  # about "\d" and the like: they are upstream's, and no error under -W error
-                warnings.simplefilter("ignore")
-                return ast.parse(text)
+            content = self._bytes(path)
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
+            if encoding not in ENCODINGS:
+                raise SourceError(f"{path} is encoded in {encoding[:40]!r}, which is not read")
+            return decode_source(content)
         except OSError as error:
             raise SourceError(f"{path} cannot be read: {error}") from None
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise SourceError(f"{path} cannot be parsed: {error}") from None
+        except (SyntaxError, ValueError) as error:
+            raise SourceError(f"{path} cannot be decoded: {error}") from None
+
+    def _bytes(self, path: str) -> bytes:
+        if os.path.getsize(path) > MAX_SOURCE_BYTES:
+            raise SourceError(f"{path} is larger than {MAX_SOURCE_BYTES} bytes")
+        return Path(path).read_bytes()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -104,8 +105,11 @@ def fetch(release: str, distribution: str = "megatron-core", progress: Callable[
             kept.parent.mkdir(exist_ok=True)
             wheel = wheel.replace(kept)
         unpacked = scratch / "unpacked"
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(unpacked)
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(unpacked)
+        except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+            raise FetchError(f"{wheel} is damaged: {error}. Delete it, and it will be downloaded again.") from None
         (unpacked / _COMPLETE).touch()
         _publish(unpacked, target)
     return target
@@ -118,7 +122,8 @@ def _cached_wheel(wheels: Path, distribution: str, release: str) -> Path | None:
 
 
 def _download(distribution: str, release: str, into: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    # -I: from within a tree that is audited, -m would run a pip.py that lies there.
+    command = [sys.executable, "-I", "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     command += ["--no-deps", "--ignore-requires-python", "--only-binary", ":all:"]
     command += ["--dest", str(into), f"{distribution}=={release}"]
     done = subprocess.run(command, capture_output=True, text=True)

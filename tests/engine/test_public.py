@@ -2,13 +2,11 @@
 
 import logging
 import sys
-import types
 
 import pytest
 from fake_world import same
 
 import shim
-from shim import _ranks
 
 CORE = "megatron.core."
 
@@ -205,67 +203,3 @@ def test_check_names_overriding_classes_and_instances(patched_world):
     shim.apply(require=["count"])
     with pytest.raises(shim.NotMetError, match="shadowed"):
         shim.check(FakeModel(Mine()))
-
-
-class FakeDistributed(types.ModuleType):
-    """torch.distributed as this rank sees it: the digests of the others are given."""
-
-    def __init__(self, rank, others, initialised=True):
-        super().__init__("torch.distributed")
-        self.rank, self.others, self.gathered = rank, others, []
-        self.is_available = lambda: True
-        self.is_initialized = lambda: initialised
-        self.get_rank = lambda group=None: rank
-        self.get_world_size = lambda group=None: len(others) + 1
-
-    def all_gather_object(self, found, mine, group=None):
-        self.gathered.append((mine, group))
-        found[:] = [*self.others[: self.rank], mine, *self.others[self.rank :]]
-
-
-@pytest.fixture
-def distributed(monkeypatch):
-    def install(*args, **kwargs):
-        torch = types.ModuleType("torch")
-        torch.distributed = FakeDistributed(*args, **kwargs)
-        monkeypatch.setitem(sys.modules, "torch", torch)
-        return torch.distributed
-
-    return install
-
-
-def test_ranks_are_compared_with_one_collective(distributed):
-    """Ranks gather one digest each; who differs from the first is named."""
-    fake = distributed(1, ["a", "a"])
-    assert _ranks.ranks_that_differ("a", group="g") == ""
-    assert fake.gathered == [("a", "g")]
-    assert "rank 1 has b" in _ranks.ranks_that_differ("b")
-    assert not _ranks.is_rank_zero()
-    distributed(0, [])
-    assert _ranks.ranks_that_differ("a") == ""
-    assert _ranks.is_rank_zero()
-
-
-def test_without_initialised_ranks_nothing_is_gathered(distributed, monkeypatch):
-    """Where torch.distributed is not initialised, RANK says who speaks."""
-    fake = distributed(1, ["b"], initialised=False)
-    assert _ranks.ranks_that_differ("a") == ""
-    assert fake.gathered == []
-    monkeypatch.setenv("RANK", "1")
-    assert not _ranks.is_rank_zero()
-
-
-def test_check_compares_before_it_raises(patched_world, distributed):
-    """A rank on which check() raises takes part in the collective all the same, so that no other rank waits for it;
-    ranks that differ are a NotMetError."""
-    fake = distributed(0, ["something else"])
-    with pytest.raises(shim.OptionError):
-        shim.check()
-    assert len(fake.gathered) == 1
-    shim.apply(require=["count"])
-    with pytest.raises(shim.NotMetError, match="pending"):
-        shim.check()
-    assert len(fake.gathered) == 2
-    patched_world.snapshot()
-    with pytest.raises(shim.NotMetError, match="rank 1 has something else"):
-        shim.check()

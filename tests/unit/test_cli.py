@@ -1,11 +1,14 @@
-"""The command `shim`: what it prints, its JSON keys, and its exit codes 0 (fine), 1 (not met), 2 (wrong usage)."""
+"""The command `shim`: what it prints, its JSON keys, and its exit codes 0 (fine), 1 (not met), 2 (wrong usage).
+
+`audit`, locks and the cells of `matrix` have tests of their own: test_audit.py, test_lock.py, test_ci_cells.py.
+"""
 
 import json
 import re
 import sys
 
 import pytest
-from unit_helpers import BROKEN, FIXED, REPOSITORY, output_of, write_file
+from unit_helpers import BROKEN, FIXED, MATRIX, REPOSITORY, megatron, output_of, write_file
 
 from shim import __version__
 from shim._cli import main
@@ -104,6 +107,12 @@ def test_plan_exits_with_1_where_something_asked_for_is_not_met(shim, world, arg
         ["explain", "gone"],
         ["matrix", "--matrix", "/gone.yaml"],
         ["status", "--exclude", "gone"],
+        ["status", "--lock", "/gone.lock"],
+        ["pin", "--lock", "/gone/shim.lock"],
+        ["audit", "/gone"],
+        ["audit", "numpy==1.0"],
+        ["matrix", "--cells", "--range", ">=x"],
+        ["run"],
     ],
 )
 def test_what_cannot_be_understood_exits_with_2(shim, arguments):
@@ -113,7 +122,9 @@ def test_what_cannot_be_understood_exits_with_2(shim, arguments):
     assert re.fullmatch(r"shim: [^\n]+\n", err)
 
 
-@pytest.mark.parametrize("arguments", [[], ["gone"], ["plan", "--gone"], ["explain"], ["plan", "--on-drift", "raise"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["gone"], ["plan", "--gone"], ["explain"], ["audit"], ["plan", "--on-drift", "raise"]]
+)
 def test_wrong_usage_exits_with_2(arguments, capsys):
     """argparse says how it is used."""
     with pytest.raises(SystemExit) as caught:
@@ -232,7 +243,7 @@ def test_matrix_prints_the_table_of_support(shim):
 @pytest.fixture
 def fetched(world, monkeypatch):
     """`shim pin` finds the fake releases instead of downloading real ones."""
-    monkeypatch.setattr("shim.testing.releases.fetch", lambda release, _: world.root / "releases" / release)
+    monkeypatch.setattr("shim.testing.releases.fetch", lambda release, *_: world.root / "releases" / release)
 
 
 def test_pin_writes_what_it_measures(shim, world, fetched):
@@ -249,11 +260,53 @@ def test_pin_writes_what_it_measures(shim, world, fetched):
     assert shim("pin", "--check")[1] == "pins are current\n"
 
 
+@pytest.fixture
+def shipped(world, fetched, monkeypatch):
+    """The matrix of the fake world is the one that ships, with a fake Transformer Engine in it, and a list of names
+    beside it."""
+    megatron(world.root / "releases/0.18.0", "0.18.0", {"te.py": "from transformer_engine.pytorch import Linear\n"})
+    write_file(world.root / "releases/2.1.0/transformer_engine/pytorch/__init__.py", "class Linear: pass\n")
+    monkeypatch.setattr("shim._matrix.matrix_path", lambda: world.matrix)
+    monkeypatch.setattr("shim._matrix._module_exists", lambda module, shipped: True)
+    monkeypatch.setattr("shim._wanted.FILE", world.root / "wanted_names.json")
+    (world.root / "wanted_names.json").write_text("{}\n")
+    world.pin(MATRIX.replace("\n\npatches", '\n  transformer-engine: ["2.1.0"]\n\npatches', 1))
+    return world.root / "wanted_names.json"
+
+
+def test_pin_of_the_shipped_matrix_writes_the_wanted_names_too(shim, world, shipped):
+    """They come from the same wheels; what `shim audit` says of a Transformer Engine rests on them."""
+    code, out, _ = shim("pin", "--check", "--json")
+    assert (code, json.loads(out)["stale"]) == (1, True)
+    assert json.loads(shim("pin", "--json")[1])["changed"] is True
+    name = "transformer_engine.pytorch:Linear"
+    assert json.loads(shipped.read_text()) == {name: {"wanted_by": ["0.18.0"], "in": ["2.1.0"]}}
+    assert shim("pin", "--check")[0] == 0
+    assert json.loads(shim("pin", "--json")[1])["changed"] is False
+
+
+def test_pin_of_another_matrix_leaves_the_wanted_names_alone(shim, world, fetched, tmp_path, monkeypatch):
+    """They belong to the releases of the shipped one."""
+    monkeypatch.setattr("shim._wanted.FILE", tmp_path / "gone.json")
+    assert shim("pin")[0] == 0
+    assert not (tmp_path / "gone.json").exists()
+
+
+def test_status_is_held_to_a_lock(shim, world, importable, tmp_path):
+    """As apply() is."""
+    assert shim("pin", "--lock", str(tmp_path / "shim.lock"))[0] == 0
+    assert shim("status", "--lock", str(tmp_path / "shim.lock"))[0] == 0
+    world.install(BROKEN, "0.16.1")
+    (world.site / "megatron/core/__init__.py").write_text("")
+    code, out, err = shim("status", "--lock", str(tmp_path / "shim.lock"))
+    assert (code, out) == (1, "") and "0.16.0 in the lock, 0.16.1 here" in err
+
+
 def test_a_release_that_cannot_be_fetched_is_not_met(shim, monkeypatch):
     """Offline, for one; pip's words are passed on."""
     from shim.testing.releases import FetchError
 
-    def fetch(release, distribution):
+    def fetch(release, distribution, progress):
         raise FetchError("could not download")
 
     monkeypatch.setattr("shim.testing.releases.fetch", fetch)
@@ -265,3 +318,29 @@ def test_python_m_shim_is_the_command():
     """For source trees, which have no console script."""
     said = output_of("import runpy, sys; sys.argv = ['shim', '--version']; runpy.run_module('shim', {}, '__main__')")
     assert said == f"megatron-shim {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["pin", "--lock", ""], "--lock is empty"),
+        (["plan", "--lock", ""], "--lock is empty"),
+        (["pin", "--only", "roll-fix"], "a selection belongs to --lock"),
+        (["matrix", "--pairs"], "belong to --cells or --github"),
+        (["matrix", "--range", ">=0.16"], "belong to --cells or --github"),
+    ],
+)
+def test_options_that_would_have_no_effect_are_wrong_usage(shim, arguments, said):
+    """Also what an unset variable of a script leaves behind."""
+    code, out, err = shim(*arguments)
+    assert (code, out) == (2, "") and said in err
+
+
+def test_a_lock_can_be_of_a_selection(shim, tmp_path):
+    """As the trainer applies it."""
+    lock = str(tmp_path / "shim.lock")
+    assert shim("pin", "--lock", lock, "--exclude", "roll-fix")[0] == 0
+    assert "roll-fix" not in json.loads((tmp_path / "shim.lock").read_text())["patches"]
+    assert shim("plan", "--lock", lock, "--exclude", "roll-fix")[0] == 0
+    code, _, err = shim("plan", "--lock", lock)
+    assert code == 1 and "roll-fix: not applied in the lock, applied" in err

@@ -88,8 +88,8 @@ def test_our_own_finder_takes_no_part(monkeypatch):
     ("content", "why"),
     [
         (b"def f(:\n", "cannot be parsed"),
-        (b"x = '\xff'\n", "cannot be parsed"),
-        (b"# -*- coding: no-such-codec -*-\n", "cannot be parsed"),
+        (b"x = '\xff'\n", "cannot be decoded"),
+        (b"# -*- coding: no-such-codec -*-\n", "cannot be decoded"),
         (b"x = 1\0\n", "cannot be parsed"),
         (b"(" * 100_000, "cannot be parsed"),
         (b"-" * 200_000 + b"1", "cannot be parsed"),

@@ -1,0 +1,378 @@
+"""A lock holds a process to what was locked: each difference is an error with both sides, and nothing is applied."""
+
+import json
+import os
+import re
+import sys
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from unit_helpers import BROKEN, FIXED, REWORKED, megatron, metadata, write_file
+
+import shim
+from shim._cli import main
+from shim._errors import NotMetError, OptionError
+from shim._lock import MAX_BYTES, differences, enforce_lock, locked, read_lock, write_lock
+
+PATCH = '''
+    """What is wrong: rolls."""
+
+    def bindings(variant, options):
+        def wrap(original):
+            def roll(x, shift=-1):
+                return original(x, shift)
+            return roll
+
+        def wrap_forward(original):
+            def forward(self, x):
+                return original(self, x)
+            return forward
+
+        rolls = {"megatron.core.roll:roll": wrap}
+        forwards = {"megatron.core.roll:Layer.forward": wrap_forward}
+        return {"old": {**rolls, **forwards}, "new": rolls, "only": forwards}[variant]
+'''
+HELPER = "megatron.core.roll:helper"
+
+
+@pytest.fixture
+def held(world, monkeypatch):
+    """A world in which shim can apply, and the path of a lock of it."""
+    write_file(world.own / "trainer_patches" / "roll_fix.py", PATCH)
+    monkeypatch.setenv("MEGATRON_SHIM_MATRIX", str(world.matrix))
+    world.install(BROKEN)
+    (world.site / "megatron/core/__init__.py").write_text("")
+    world.lock = world.root / "shim.lock"
+    write_lock(world.lock, world.plan())
+    yield world
+    for name in [name for name in os.environ if name.startswith("MEGATRON_SHIM_") and not name.endswith("MATRIX")]:
+        monkeypatch.delenv(name)
+    shim.revert()
+
+
+def active(report):
+    """What is applied, or will be as soon as its target is imported."""
+    return tuple(id for id, patch in report.patches.items() if patch.state in ("applied", "pending"))
+
+
+def edit(path, change):
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def test_a_lock_holds_releases_variants_bodies_and_options(held):
+    """As JSON that a review can read, in a stable order."""
+    found = json.loads(held.lock.read_text())
+    assert list(found) == ["digest", "format", "patches", "releases"]
+    assert found["releases"] == {"megatron-core": "0.16.0", "megatron-shim": shim.__version__}
+    assert found["digest"] == held.plan().digest
+    assert found["patches"]["faster-forward"]["options"] == {"pages": 4}
+    assert found["patches"]["roll-fix"]["variant"] == "old"
+    assert set(found["patches"]["roll-fix"]["fingerprints"]) >= {HELPER}
+    before = held.lock.read_text()
+    write_lock(held.lock, held.plan())
+    assert held.lock.read_text() == before and before.endswith("}\n")
+
+
+def test_what_was_locked_applies(held):
+    """By argument, by variable, and by a relative path."""
+    assert active(shim.apply(lock=held.lock)) == ("roll-fix", "faster-forward")
+    assert active(shim.apply(lock=os.path.relpath(held.lock))) == ("roll-fix", "faster-forward")
+    os.environ["MEGATRON_SHIM_LOCK"] = str(held.lock)
+    assert active(shim.apply()) == ("roll-fix", "faster-forward")
+
+
+def version(world):
+    world.install(BROKEN, "0.16.1")
+
+
+def body(world):
+    world.install(BROKEN.replace("return x\n", "return x * 2\n", 1))
+
+
+def variant(world):
+    world.install(REWORKED)
+
+
+def upstream(world):
+    world.install(FIXED)
+
+
+def added(world):
+    edit(world.lock, lambda lock: lock["patches"].pop("faster-forward"))
+
+
+def removed(world):
+    edit(world.lock, lambda lock: lock["patches"].update(gone=dict(lock["patches"]["roll-fix"])))
+
+
+def option(world):
+    edit(world.lock, lambda lock: lock["patches"]["faster-forward"]["options"].update(pages=8))
+
+
+def missing_option(world):
+    edit(world.lock, lambda lock: lock["patches"]["faster-forward"]["options"].clear())
+
+
+def other_distribution(world):
+    metadata(world.site, "2.9.0", "transformer-engine")
+    write_file(world.site / "transformer_engine/__init__.py", "raise RuntimeError\n")
+
+
+def digest(world):
+    edit(world.lock, lambda lock: lock.update(digest="0" * 16))
+
+
+@pytest.mark.parametrize(
+    ("change", "both_sides"),
+    [
+        (version, "megatron-core: 0.16.0 in the lock, 0.16.1 here"),
+        (body, "roll-fix: applied (variant old) in the lock, not applied here"),
+        (variant, "roll-fix: variant: old in the lock, new here"),
+        (variant, r"re:roll-fix: body of megatron\.core\.roll:roll: [0-9a-f.]{25} in the lock, [0-9a-f.]{25} here"),
+        (variant, r"re:roll-fix: body of megatron\.core\.roll:Layer\.forward: [0-9a-f.]{25} in the lock, none here"),
+        (upstream, "roll-fix: applied (variant old) in the lock, not applied here"),
+        (added, "faster-forward: not applied in the lock, applied (variant only) here"),
+        (removed, "gone: applied (variant old) in the lock, not applied here"),
+        (option, "faster-forward: option pages: 8 in the lock, 4 here"),
+        (missing_option, "faster-forward: option pages: none in the lock, 4 here"),
+        (other_distribution, "transformer-engine: not installed in the lock, 2.9.0 here"),
+        (digest, "digest: 0000000000000000 in the lock, "),
+    ],
+)
+def test_every_difference_shows_both_sides_and_nothing_is_applied(held, change, both_sides):
+    """By apply(), by plan on the command line, and without a trace in the process."""
+    change(held)
+    before, modules = list(sys.meta_path), set(sys.modules)
+    with pytest.raises(NotMetError) as caught:
+        shim.apply(lock=held.lock)
+    said = str(caught.value)
+    assert re.search(both_sides[3:], said) if both_sides.startswith("re:") else both_sides in said
+    assert str(held.lock) in said and "Nothing was applied." in said and "Remedy: " in said
+    assert sys.meta_path == before and active(shim.status()) == ()
+    assert not [name for name in set(sys.modules) - modules if name.startswith(("megatron", "trainer_patches"))]
+
+
+def test_all_differences_are_named_at_once(held):
+    """Nobody wants to find them one after the other."""
+    option(held)
+    version(held)
+    added(held)
+    edit(held.lock, lambda lock: lock["patches"].update(gone=lock["patches"]["roll-fix"]))
+    with pytest.raises(NotMetError) as caught:
+        shim.apply(lock=held.lock)
+    assert len(str(caught.value).split("; ")) == 3
+
+
+def test_options_of_the_caller_count(held):
+    """They change what is applied, so the lock says what they are; in whatever form JSON gives them back."""
+    for value in (4, 8, (1, 2), {"a": [None]}, held.root):
+        asked = {"faster-forward": {"pages": value}}
+        write_lock(held.lock, held.plan(options=asked))
+        enforce_lock(held.plan(options=asked, lock=held.lock))
+    with pytest.raises(NotMetError, match=r"option pages: .* in the lock, 4 here"):
+        shim.apply(lock=held.lock)
+
+
+def test_selection_counts(held):
+    """A patch that is left out is a difference, whoever left it out."""
+    for arguments in ({"exclude": "roll-fix"}, {"only": "faster-forward"}, {"kinds": "performance"}):
+        with pytest.raises(NotMetError, match=r"roll-fix: applied \(variant old\) in the lock, not applied here"):
+            shim.apply(lock=held.lock, **arguments)
+    os.environ["MEGATRON_SHIM_EXCLUDE"] = "roll-fix"
+    with pytest.raises(NotMetError, match="not applied here"):
+        shim.apply(lock=held.lock)
+
+
+def test_disable_wins(held):
+    """Whoever runs the job can turn everything off; the lock of what is not applied is not even read."""
+    held.lock.write_text("broken")
+    os.environ["MEGATRON_SHIM_DISABLE"] = "1"
+    assert active(shim.apply(lock=held.lock)) == ()
+
+
+def test_the_argument_beats_the_variable(held):
+    """A trainer that names a lock means that one."""
+    os.environ["MEGATRON_SHIM_LOCK"] = "/gone.lock"
+    assert active(shim.apply(lock=held.lock))
+    with pytest.raises(OptionError, match=r"there is no lock /gone\.lock"):
+        shim.apply()
+    os.environ["MEGATRON_SHIM_LOCK"] = ""
+    assert active(shim.apply())  # as if unset
+
+
+def test_a_second_apply_that_differs_leaves_the_first_in_force(held):
+    """An error changes nothing."""
+    import importlib
+
+    shim.apply()
+    roll = importlib.import_module("megatron.core.roll")
+    bound = roll.roll
+    option(held)
+    with pytest.raises(NotMetError):
+        shim.apply(lock=held.lock)
+    assert active(shim.status()) == ("roll-fix", "faster-forward") and roll.roll is bound
+
+
+def test_patched_and_plan_take_a_lock(held):
+    """plan() only says; patched() is held to it as apply() is."""
+    added(held)
+    assert shim.plan(lock=held.lock)["faster-forward"].action == "apply"
+    with pytest.raises(NotMetError), shim.patched(lock=held.lock):
+        pass
+    assert active(shim.status()) == ()
+
+
+# Files that are no locks
+
+
+def valid(world, **changes):
+    return json.dumps({**locked(world.plan()), **changes})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "cannot be read"),
+        ("{", "cannot be read"),
+        ("\0", "cannot be read"),
+        (b"\xff\xfe{}", "cannot be read|is not a lock"),
+        ("[" * 200_000, "cannot be read"),
+        ('{"a":' * 200_000, "cannot be read"),
+        ("9" * 10_000, "cannot be read|is not a lock"),
+        (b" " * (MAX_BYTES + 1), "is larger than"),
+        ("null", "is not a lock of format 1"),
+        ("[]", "is not a lock"),
+        ('"text"', "is not a lock"),
+        ("{}", "is not a lock"),
+        ("supported: {}\npatches: {}\n", "cannot be read"),
+        ({"format": 2}, "is not a lock of format 1"),
+        ({"format": None}, "is not a lock"),
+        ({"digest": 1}, "is not a lock"),
+        ({"releases": []}, "is not a lock"),
+        ({"patches": []}, "is not a lock"),
+        ({"patches": {"roll-fix": []}}, "is not a lock"),
+        ({"patches": {"roll-fix": {"fingerprints": {}}}}, "is not a lock"),
+        ({"patches": {"roll-fix": {"options": {}, "fingerprints": "all"}}}, "is not a lock"),
+    ],
+)
+def test_what_is_no_lock_is_an_error_with_the_remedy(held, content, message, capsys):
+    """Corrupted, huge, or of something else: OptionError, and exit 2 on the command line."""
+    if isinstance(content, dict):
+        content = valid(held, **content)
+    held.lock.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(OptionError, match=message) as caught:
+        shim.apply(lock=held.lock)
+    assert str(held.lock) in str(caught.value) and "`shim pin --lock FILE`" in str(caught.value)
+    assert active(shim.status()) == ()
+    assert main(["plan", "--json", "--lock", str(held.lock)]) == 2
+    assert "Remedy: write it anew" in capsys.readouterr().err
+
+
+def test_places_that_are_no_files_are_errors(held, tmp_path):
+    """A directory, a pipe nobody writes to, a device, a loop of links."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    for place in ("gone", ".", "pipe", "loop", "/dev/zero", "a\0b", "x" * 5000):
+        with pytest.raises(OptionError, match=r"there is no lock|cannot be read"):
+            shim.apply(lock=tmp_path / place if place != "." else tmp_path)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_content_is_a_lock_or_an_error(held, data):
+    """Fuzz: other values at random places, cut and spliced text; never an exception of another kind."""
+    if not hasattr(held, "here"):
+        held.here = locked(held.plan())
+    here, content = held.here, json.loads(json.dumps(held.here))
+    place = content
+    while isinstance(place, dict) and place and data.draw(st.booleans()):
+        parent, key = place, data.draw(st.sampled_from(sorted(place)))
+        place = parent[key]
+        if not isinstance(place, dict) or data.draw(st.booleans()):
+            parent[key] = data.draw(JSON)
+            break
+    text = json.dumps(content)
+    if data.draw(st.booleans()):
+        start, end = data.draw(st.integers(0, len(text))), data.draw(st.integers(0, len(text)))
+        text = text[:start] + data.draw(st.text(max_size=5)) + text[end:]
+    held.lock.write_bytes(text.encode("utf-8", "surrogatepass"))
+    try:
+        found = differences(read_lock(held.lock), here)
+    except OptionError as error:
+        assert str(held.lock) in str(error)
+        return
+    assert all(" in the lock, " in line and line.endswith(" here") for line in found)
+    assert found or json.loads(json.dumps(here)) == read_lock(held.lock) or "digest" in text
+
+
+# Writing
+
+
+def test_a_lock_is_written_whole_or_not_at_all(held, monkeypatch):
+    """What was there before stays, and no scratch file does."""
+    before = held.lock.read_text()
+
+    def fail(source, target):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("shim._lock.os.replace", fail)
+    with pytest.raises(OptionError, match="cannot be written: no space left"):
+        write_lock(held.lock, held.plan(exclude="roll-fix"))
+    assert held.lock.read_text() == before
+    assert [path.name for path in held.root.iterdir() if "shim.lock" in path.name] == ["shim.lock"]
+
+
+@pytest.mark.parametrize("place", ["gone/shim.lock", ".", "", "x" * 300])
+def test_a_place_that_cannot_be_written_is_an_error(held, place, monkeypatch):
+    """Exit 2 on the command line, not a traceback."""
+    monkeypatch.chdir(held.root)
+    with pytest.raises(OptionError, match="cannot be written"):
+        write_lock(place, held.plan())
+    assert not [path.name for path in held.root.iterdir() if path.name.startswith(".")]
+
+
+def test_the_command_writes_what_apply_is_held_to(held, capsys):
+    """`shim pin --lock` downloads nothing and leaves the matrix alone."""
+    text = held.matrix.read_text()
+    held.lock.unlink()
+    assert main(["pin", "--lock", str(held.lock)]) == 0
+    assert capsys.readouterr().out == f"wrote {held.lock}: digest {held.plan().digest}\n"
+    assert main(["pin", "--json", "--lock", str(held.lock)]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(held.lock.read_text())
+    assert held.matrix.read_text() == text
+    assert active(shim.apply(lock=held.lock))
+    assert main(["plan", "--lock", str(held.lock)]) == 0
+    capsys.readouterr()
+    version(held)
+    assert main(["plan", "--json", "--lock", str(held.lock)]) == 1
+    said = capsys.readouterr()
+    assert json.loads(said.out)["patches"] and "0.16.0 in the lock, 0.16.1 here" in said.err
+
+
+def test_a_release_without_a_version_is_locked_as_such(held):
+    """A bare source tree; its bodies are what counts."""
+    megatron(held.site, None)
+    (held.site / "megatron/core/package_info.py").unlink()
+    (held.site / "megatron/core/__init__.py").write_text("")
+    write_lock(held.lock, held.plan())
+    assert read_lock(held.lock)["releases"]["megatron-core"] is None
+    assert active(shim.apply(lock=held.lock))
+
+
+def test_nothing_is_locked_while_everything_is_switched_off(held, monkeypatch):
+    """An empty lock would hold the next process to nothing."""
+    before = held.lock.read_text()
+    monkeypatch.setenv("MEGATRON_SHIM_DISABLE", "1")
+    with pytest.raises(OptionError, match="MEGATRON_SHIM_DISABLE is set"):
+        write_lock(held.lock, held.plan())
+    assert held.lock.read_text() == before
