@@ -55,8 +55,14 @@ matrix: env  ## the same on all 19 releases, in every order of imports, and on a
 gpu:  ## FP8 and FP4 numerics, where $(PYTHON) has torch, megatron-core and Transformer Engine with an NVIDIA GPU
 	$(PYTHON) -m pytest -q -rs -m gpu tests/gpu
 
+.PHONY: integration
+integration: env  ## shim in workers of a real Ray, which is installed for it
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check ray
+	$(BIN)/python -m pytest -q tests/integration
+
 bench: env  ## all benchmarks, as ratios
 	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/workers.py
 	$(BIN)/python benchmarks/packed_roll.py
 
 docs: env  ## write the generated parts of README.md and docs/

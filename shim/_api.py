@@ -177,11 +177,12 @@ def check(model: Any = None, group: Any = None) -> Report:
 
 
 def _identity(current: Plan | None) -> tuple[str, dict[str, str]]:
-    """What ranks compare: the digest, and for every patch what of it goes into the digest."""
+    """What ranks compare: the digest, and for every patch what of it goes into the digest, and its options."""
     if current is None:
         return NOTHING, {}
     return current.digest, {
-        id: repr((d.variant, sorted(d.fingerprints.items()))) if d.wanted else "" for id, d in current.decisions.items()
+        id: repr((d.variant, sorted(d.fingerprints.items()), sorted(d.options.items()))) if d.wanted else ""
+        for id, d in current.decisions.items()
     }
 
 

@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlparse
 from packaging.version import Version
 
 from shim._errors import SourceError
-from shim._sources import Sources
+from shim._sources import Sources, parse
 from shim._versions import parse_version
 
 __all__ = ["DISTRIBUTIONS", "VERSION_FILE_LIMIT", "Environment", "Installed", "detect", "version_in_package_info"]
@@ -82,7 +82,7 @@ def _constants(text: str) -> dict[str, object]:
     """Literal assignments at the top level of a version file; nothing of it is run."""
     found: dict[str, object] = {}
     try:
-        tree = ast.parse(text)
+        tree = parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return found
     for node in tree.body:

@@ -40,6 +40,13 @@ def examine() -> dict[str, Any]:
         problems.append(str(error))
     if sys.flags.optimize:
         problems.append("python -O strips upstream's assertions, which guard against wrong results: run without -O")
+    deaf = {"isolated": "-I", "ignore_environment": "-E", "no_site": "-S"}
+    flags = [flag for name, flag in deaf.items() if getattr(sys.flags, name)]
+    if flags:
+        problems.append(
+            f"python {flags[0]} does not notice `shim run`, nor variables with -I or -E: leave it out, or call "
+            "shim.apply() in the program"
+        )
     return {
         "shim": {
             "version": shim.__version__,

@@ -6,6 +6,7 @@ import ast
 import io
 import os
 import sys
+import threading
 import tokenize
 import warnings
 from collections.abc import Iterable
@@ -15,12 +16,23 @@ from pathlib import Path
 
 from shim._errors import SourceError
 
-__all__ = ["MAX_SOURCE_BYTES", "Sources", "find_spec", "is_ours", "search_path"]
+__all__ = ["MAX_SOURCE_BYTES", "Sources", "find_spec", "is_ours", "parse", "search_path"]
 
 # Parsing costs time and memory in proportion; the largest file of any release is below 400 kB.
 MAX_SOURCE_BYTES = 1_000_000
 # What sources are written in. A file can name other codecs, some of which unpack it or take quadratic time.
 ENCODINGS = ("utf-8", "utf-8-sig", "ascii", "iso-8859-1", "cp1252")
+
+# Of the whole process: what catch_warnings changes and puts back, and the depth at which ast.parse builds its nodes,
+# which is counted wrongly where two threads build at once (SystemError, seen on Python 3.11).
+PARSING = threading.Lock()
+
+
+def parse(text: str) -> ast.Module:
+    """The syntax tree of `text`, without its warnings: they are upstream's, and no error under -W error."""
+    with PARSING, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(text)
 
 
 def is_ours(finder: object) -> bool:
@@ -129,11 +141,8 @@ class Sources:
         return found
 
     def _parse(self, module: str) -> ast.Module:
-        text = self.text(module)
         try:
-            with warnings.catch_warnings():  # about "\d" and the like: they are upstream's, and no error under -W error
-                warnings.simplefilter("ignore")
-                return ast.parse(text)
+            return parse(self.text(module))
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise SourceError(f"{self.path(module)} cannot be parsed: {error}") from None
 

@@ -344,3 +344,12 @@ def test_a_lock_can_be_of_a_selection(shim, tmp_path):
     assert shim("plan", "--lock", lock, "--exclude", "roll-fix")[0] == 0
     code, _, err = shim("plan", "--lock", lock)
     assert code == 1 and "roll-fix: not applied in the lock, applied" in err
+
+
+@pytest.mark.parametrize("flag", ["-E", "-I"])
+def test_doctor_says_what_a_python_does_not_notice(flag):
+    """`shim run` cannot reach it, and whoever wonders why asks the doctor."""
+    paths = [str(REPOSITORY), *(path for path in sys.path if "site-packages" in path)]
+    code = f"import sys; sys.path[:0] = {paths!r}; from shim._doctor import examine; print(examine()['problems'])"
+    assert "does not notice `shim run`" in output_of(code, flags=(flag,))
+    assert "does not notice" not in output_of(code)

@@ -1,0 +1,448 @@
+"""Threads, interrupts, many cycles, read-only trees and python -O: each in a process of its own, with a time limit."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from fake_world import World
+
+import shim
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+HEAD = """
+    import gc, importlib, sys, threading, time
+    import shim
+    from shim import _engine
+    from fake_world import World, same
+
+    CORE = "megatron.core."
+
+
+    def snapshot():
+        return World.snapshot(None)
+
+
+    def finders():
+        return [f for f in sys.meta_path if getattr(f, "is_shim_finder", False)]
+
+
+    def search_less():
+        "Look for aliases in the fake world only, which is what takes the time of a cycle."
+        from shim import _bind
+        search = _bind.find_aliases
+        names = lambda: [n for n in sys.modules if n.startswith("megatron")]
+        _bind.find_aliases = lambda values, among=None: search(values, names() if among is None else among)
+
+
+    def expect(truth, *what):  # an assert that python -O keeps
+        if not truth:
+            raise SystemExit(f"not so: {what}")
+    """
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """The fake world with two patches of several targets each, for other processes."""
+    world = World(tmp_path / "tree")
+    world.patch("count", ["megatron.core.ops:double", "megatron.core.layers:Layer.forward"])
+    world.patch("more", ["megatron.core.ops:halve", "megatron.core.layers:Layer.make", "megatron.core.ops:double"])
+    return world
+
+
+def run(code, tree, *flags, timeout=100, **variables):
+    environ = {n: v for n, v in os.environ.items() if not n.startswith(("MEGATRON_SHIM_", "PYTHON"))}
+    environ |= {
+        "PYTHONPATH": os.pathsep.join(map(str, (tree.root, REPOSITORY, Path(__file__).parent))),
+        "MEGATRON_SHIM_MATRIX": str(tree.matrix),
+        **variables,
+    }
+    # A deadlock shows where it is, and ends.
+    limit = f"import faulthandler; faulthandler.dump_traceback_later({timeout - 10}, exit=True)\n"
+    code = limit + dedent(HEAD) + dedent(code)
+    command = [sys.executable, *flags, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=timeout)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-9000:]
+    return done.stdout
+
+
+def test_threads_that_apply_revert_plan_and_import_at_once(tree):
+    """No deadlock, no error, and the last revert gives back the very objects; what is imported while a plan is in
+    force for good is patched."""
+    run(
+        """
+        import random
+        NAMES = [CORE + n for n in ("ops", "layers", "users", "other")]
+        errors, stop = [], time.monotonic() + 4
+        sys.setswitchinterval(1e-5)
+
+        def worker(seed, *actions):
+            choose = random.Random(seed).choice
+            try:
+                while time.monotonic() < stop:
+                    choose(actions)()
+            except BaseException as error:
+                import traceback
+                errors.append(traceback.format_exc())
+
+        def fetch():
+            for name in NAMES:
+                try:
+                    importlib.import_module(name)
+                except KeyError:  # importlib's own, where another thread has dropped the module meanwhile
+                    pass
+
+        def drop():
+            name = random.choice(NAMES[2:])
+            sys.modules.pop(name, None)
+
+        def reload():
+            try:
+                importlib.reload(importlib.import_module(CORE + "users"))
+            except (ImportError, KeyError):  # as above
+                pass
+
+        def within():
+            with shim.patched(only=["more"]):
+                shim.status()
+
+        work = [
+            (shim.apply, lambda: shim.apply(exclude=["count"])),
+            (shim.revert, shim.status),
+            (shim.plan, shim.status, shim.apply),
+            (within, shim.apply, lambda: shim.explain("count")),
+            (fetch, drop),
+            (fetch, reload),
+        ]
+        threads = [threading.Thread(target=worker, args=(n, *w), daemon=True) for n, w in enumerate(work)]
+        [t.start() for t in threads]
+        [t.join(60) for t in threads]
+        expect(not any(t.is_alive() for t in threads), "a thread hangs")
+        expect(not errors, errors[:1])
+        fetch()
+        shim.revert()
+        before = snapshot()
+        expect(not finders(), "finders")
+        for key, value in before.items():
+            value = getattr(value, "__func__", value)
+            expect(getattr(getattr(value, "__code__", None), "co_name", "") != "wrapper", key, value)
+        expect(sys.modules[CORE + "ops"].double(2) == 4, "double")
+        shim.apply()
+        expect(shim.status().applied == ("count", "more"), str(shim.status()))
+        shim.revert()
+        expect(same(before, snapshot()) == [], same(before, snapshot()))
+        """,
+        tree,
+        timeout=90,
+    )
+
+
+def test_threads_that_plan_leave_the_filters_of_warnings_alone(tree):
+    """Sources are parsed without warnings; the filters for that are the process's own, and are put back."""
+    run(
+        """
+        import warnings
+        before = list(warnings.filters)
+        sys.setswitchinterval(1e-6)
+        def work():
+            for _ in range(150):
+                shim.plan()
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        [t.start() for t in threads]
+        [t.join(60) for t in threads]
+        expect(warnings.filters == before, warnings.filters[:2])
+        """,
+        tree,
+    )
+
+
+def test_what_is_imported_while_threads_apply_is_patched_or_not_but_never_half(tree):
+    """Fresh processes' worth of imports: apply() in one thread, the first import of the targets in others."""
+    run(
+        """
+        sys.setswitchinterval(1e-6)
+        for turn in range(60):
+            for name in [n for n in sys.modules if n.startswith("megatron")]:
+                del sys.modules[name]
+            start, errors = threading.Barrier(4), []
+            def go(action):
+                start.wait()
+                try:
+                    action()
+                except BaseException as error:
+                    errors.append(repr(error))
+            names = ("ops", "layers", "users")
+            actions = [shim.apply, *(lambda n=n: importlib.import_module(CORE + n) for n in names)]
+            threads = [threading.Thread(target=go, args=(a,), daemon=True) for a in actions]
+            [t.start() for t in threads]
+            [t.join(30) for t in threads]
+            expect(not any(t.is_alive() for t in threads), "a thread hangs")
+            expect(not errors, turn, errors)
+            report = shim.status()
+            expect(report.applied == ("count", "more"), turn, str(report))
+            expect(sys.modules[CORE + "users"].twice(2) == ("more", ("count", 4)), turn)
+            shim.revert()
+            expect(sys.modules[CORE + "users"].twice(2) == 4, turn)
+        """,
+        tree,
+    )
+
+
+def test_a_thousand_cycles_leave_nothing_behind(tree):
+    """Neither objects nor memory nor finders nor entries of the journal grow; the objects are the same at the end."""
+    out = run(
+        """
+        import tracemalloc
+        search_less()
+        before = snapshot()
+        def cycle():
+            shim.apply()
+            shim.revert()
+        for _ in range(20):
+            cycle()
+        def sizes():
+            state = _engine.STATE
+            b = state.binder
+            return [len(x) for x in (b.chains, b.slots, b.lost, b.executed, b._ours, state.said, state.failed,
+                                     state.factories, sys.meta_path, sys.modules)]
+        def measure():
+            gc.collect()
+            return len(gc.get_objects()), tracemalloc.get_traced_memory()[0], sizes()
+        def grown(cycles):
+            before = measure()
+            for _ in range(cycles):
+                cycle()
+            after = measure()
+            expect(after[2] == before[2], before[2], after[2])
+            return after[0] - before[0], after[1] - before[1]
+        objects, _ = grown(1000)
+        expect(objects < 100, objects, "objects")
+        tracemalloc.start()
+        cycle()
+        _, memory = grown(40)
+        expect(memory < 40_000, memory, "bytes")
+        print(objects, "objects,", memory, "bytes")
+        expect(same(before, snapshot()) == [], same(before, snapshot()))
+        """,
+        tree,
+    )
+    print(out)
+
+
+# Interrupts
+
+INTERRUPTED = """
+    import os
+    search_less()
+    TARGETS = {
+        "count": [CORE + "ops:double", CORE + "layers:Layer.forward"],
+        "more": [CORE + "ops:halve", CORE + "layers:Layer.make", CORE + "ops:double"],
+    }
+    FILES = {os.path.join(os.path.dirname(shim.__file__), f"{n}.py") for n in ("_engine", "_bind", "_hook", "_api")}
+    for name in ("ops", "layers", "users", "other"):
+        importlib.import_module(CORE + name)
+    ORIGINALS = snapshot()
+
+
+    class Interrupt:
+        "Raises KeyboardInterrupt at the n-th event within shim's engine."
+        def __init__(self, at):
+            self.left = at
+        def trace(self, frame, event, argument):
+            if frame.f_code.co_filename not in FILES:
+                return None
+            if event in EVENTS:
+                self.left -= 1
+                if self.left == 0:
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+            return self.trace
+
+
+    def bound(value):
+        seen = []
+        while value is not None:
+            value = getattr(value, "__func__", value)
+            if "wrapper" in getattr(getattr(value, "__code__", None), "co_name", ""):
+                seen.append(value.__globals__["ID"])
+            value = getattr(value, "__wrapped__", None)
+        return seen
+
+
+    def whole(when):
+        "Every patch is bound on all of its targets or on none of them, and status() says which."
+        on = {}
+        for id, targets in TARGETS.items():
+            found = {id in bound(World.get(None, t.removeprefix(CORE))) for t in targets}
+            expect(len(found) == 1, when, id, "is half applied")
+            on[id] = found.pop()
+        users = World.get(None, "users:twice")
+        expect(bound(users) == bound(World.get(None, "ops:double")), when, "an alias is left behind")
+        return on
+
+
+    def back(when):
+        shim.revert()
+        expect(same(ORIGINALS, snapshot()) == [], when, same(ORIGINALS, snapshot()))
+        expect(not finders(), when, "a finder is left")
+
+
+    def sweep(name, before, action, stride):
+        at, hits = 1, 0
+        while True:
+            before()
+            interrupt = Interrupt(at)
+            sys.settrace(interrupt.trace)
+            try:
+                action()
+                done = True
+            except KeyboardInterrupt:
+                done = False
+            finally:
+                sys.settrace(None)
+            when = (name, at)
+            on = whole(when)
+            report = shim.status()
+            said = {id: report[id].state for id in TARGETS}
+            for id, state in said.items():
+                expect((state == "applied") == on[id], when, said, on)
+            back(when)
+            if interrupt.left > 0:
+                expect(done, when)
+                break
+            hits += 1
+            at += stride
+        shim.apply()
+        expect(all(whole(name).values()), name, "cannot be applied any more")
+        back(name)
+        print(name, hits, "interrupts")
+    """
+
+
+@pytest.mark.parametrize(("events", "stride"), [(("call", "return"), 3), (("line",), 7)])
+def test_an_interrupt_anywhere_leaves_nothing_half_applied(tree, events, stride):
+    """KeyboardInterrupt at every third call or return, or seventh line, of the engine in turn, within apply, revert and
+    a change of the plan: every patch is on all its targets or on none, status() is right, and revert() gives everything
+    back."""
+    out = run(
+        f"EVENTS = {events!r}\n"
+        + dedent(INTERRUPTED)
+        + dedent(f"""
+        nothing = lambda: None
+        sweep("apply", nothing, shim.apply, {stride})
+        sweep("revert", shim.apply, shim.revert, {stride})
+        sweep("change", lambda: shim.apply(only=["count"]), lambda: shim.apply(only=["more"]), {stride})
+        """),
+        tree,
+    )
+    counts = [int(line.split()[1]) for line in out.splitlines()]
+    assert len(counts) == 3 and min(counts) > 40, out
+
+
+def test_an_interrupted_import_is_no_import(tree):
+    """KeyboardInterrupt while a target is bound within its import: the next import binds it as a whole."""
+    out = run(
+        "EVENTS = ('call', 'return')\n"
+        + dedent(INTERRUPTED)
+        + dedent("""
+        at, hits = 1, 0
+        while True:
+            for name in [n for n in sys.modules if n.startswith(CORE)]:
+                del sys.modules[name]
+            shim.apply()
+            interrupt = Interrupt(at)
+            sys.settrace(interrupt.trace)
+            try:
+                importlib.import_module(CORE + "users")
+            except KeyboardInterrupt:
+                hits += 1
+            finally:
+                sys.settrace(None)
+            for name in ("users", "layers", "other"):
+                importlib.import_module(CORE + name)
+            expect(all(whole(at).values()), at)
+            expect(sys.modules[CORE + "users"].twice(2) == ("more", ("count", 4)), at)
+            shim.revert()
+            expect(not any(whole(at).values()), at)
+            if interrupt.left > 0:
+                break
+            at += 2
+        print(hits)
+        """),
+        tree,
+    )
+    assert int(out) > 40
+
+
+# Surroundings
+
+USE = """
+    from megatron.core.ops import double, halve
+    shim.apply(require=["count"])
+    from megatron.core.layers import Layer
+    expect(double(2) == ("more", ("count", 4)), double(2))
+    expect(Layer().forward(1) == ("count", 2))
+    expect(shim.check().applied == ("count", "more"))
+    expect(shim.explain("count"))
+    shim.revert()
+    expect(double(2) == 4 and not finders())
+    with shim.patched():
+        expect(halve(2) == ("more", 1))
+    """
+
+
+def test_nothing_is_written(tree):
+    """In site-packages that cannot be written to, everything works: each attempt to write anywhere is refused."""
+    refuse = """
+        import os
+        tried = []
+
+        def refuse(event, arguments):
+            writing = event in ("os.mkdir", "os.rename", "os.remove", "os.truncate", "os.link", "os.symlink")
+            if event == "open":
+                path, mode, flags = arguments
+                writing = bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+            if writing:
+                tried.append(str(arguments[0]))
+                raise PermissionError(13, "read-only", str(arguments[0]))
+
+        sys.addaudithook(refuse)
+        """
+    # What Python itself tries to write is its byte code.
+    judge = 'expect(not [path for path in tried if "__pycache__" not in path], tried)'
+    run(dedent(refuse) + dedent(USE) + judge, tree)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere; test_nothing_is_written refuses it by a hook")
+def test_a_read_only_tree(tree):
+    """The same with permissions of the file system."""
+    directories = [tree.root, *(path for path in tree.root.rglob("*") if path.is_dir())]
+    for directory in directories:
+        directory.chmod(0o555)
+    try:
+        run(USE, tree)
+    finally:
+        for directory in directories:
+            directory.chmod(0o755)
+
+
+@pytest.mark.parametrize("flag", ["-O", "-OO"])
+def test_an_optimised_python(tree, flag):
+    """Without assertions and docstrings everything works, on fingerprints that were taken with them; doctor says so."""
+    run(USE, tree, flag)
+    out = run("from shim._doctor import examine; print(*examine()['problems'], sep='\\n')", tree, flag)
+    assert "python -O" in out
+
+
+def test_a_revert_hides_no_finder_from_an_import_under_way(patched_world):
+    """Python goes through sys.meta_path itself, while another thread takes the hook out: none may be skipped."""
+    shim.apply()
+    others = [finder for finder in sys.meta_path if not getattr(finder, "is_shim_finder", False)]
+    seen = []
+    for finder in sys.meta_path:
+        seen.append(finder)
+        shim.revert()
+    assert [finder for finder in others if finder not in seen] == []
+    assert sys.meta_path == others

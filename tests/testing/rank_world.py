@@ -1,0 +1,62 @@
+"""What the ranks of test_check_on_ranks.py run: functions at the top level of a module, so that they can be pickled."""
+
+import importlib
+import os
+
+import torch.distributed as dist
+
+import shim
+
+
+def _check(group=None):
+    try:
+        return shim.check(group=group).digest
+    except shim.ShimError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def start(root):
+    """Make the fake tree at `root` importable."""
+    import sys
+
+    sys.path.insert(0, root)
+    os.environ["MEGATRON_SHIM_MATRIX"] = os.path.join(root, "matrix.yaml")
+
+
+def with_excludes(*by_rank):
+    rank = dist.get_rank()
+    shim.apply(exclude=by_rank[rank])
+    try:
+        return _check()
+    finally:
+        shim.revert()
+
+
+def with_modules(*by_rank):
+    """As pipeline stages have it: the same plan, other modules imported."""
+    shim.apply()
+    for name in by_rank[dist.get_rank()]:
+        importlib.import_module(name)
+    try:
+        return _check(), shim.status()["count"].state
+    finally:
+        shim.revert()
+
+
+def without_apply(lazy):
+    if dist.get_rank() != lazy:
+        shim.apply()
+    try:
+        return _check()
+    finally:
+        shim.revert()
+
+
+def in_subgroup(members, odd):
+    """Only `odd` excludes a patch; every rank checks with the group of `members`."""
+    group = dist.new_group(members)
+    shim.apply(exclude=["count"] if dist.get_rank() == odd else [])
+    try:
+        return _check(group)
+    finally:
+        shim.revert()

@@ -1,0 +1,65 @@
+"""check() on real gloo ranks: every rank learns which rank differs, and in which patch."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1] / "engine")]
+
+import rank_world  # noqa: E402
+from fake_world import World  # noqa: E402
+
+from shim.testing import Ranks  # noqa: E402
+
+CORE = "megatron.core."
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """Three ranks with a fake megatron-core, and two patches for it."""
+    world = World(tmp_path_factory.mktemp("world"))
+    world.patch("count", [CORE + "ops:double"])
+    world.patch("more", [CORE + "other:other"])
+    with Ranks(3) as pool:
+        pool.run(rank_world.start, str(world.root))
+        yield pool
+
+
+def test_other_excludes_are_an_error_on_every_rank_that_names_rank_and_patch(ranks):
+    found = ranks.run(rank_world.with_excludes, [], ["more"], [])
+    assert len(found) == 3
+    for text in found:
+        assert text.startswith("NotMetError: ranks disagree")
+        assert "rank 1 differs in more (against rank 0)" in text and "rank 2" not in text and "count" not in text
+
+
+def test_several_ranks_are_named(ranks):
+    for text in ranks.run(rank_world.with_excludes, ["count"], ["more"], []):
+        assert "rank 1 differs in count, more; rank 2 differs in count (against rank 0)" in text
+
+
+def test_ranks_with_the_same_plan_agree_whatever_they_have_imported(ranks):
+    """One has imported the target, one another module, one nothing."""
+    found = ranks.run(rank_world.with_modules, [CORE + "ops"], [CORE + "layers"], [])
+    assert len({digest for digest, _ in found}) == 1 and "Error" not in found[0][0]
+    assert [state for _, state in found] == ["applied", "pending", "pending"]
+
+
+def test_a_rank_that_has_applied_nothing(ranks):
+    """It says so itself; the others learn which it is."""
+    found = ranks.run(rank_world.without_apply, 2)
+    assert found[2].startswith("OptionError")
+    for text in found[:2]:
+        assert "rank 2 differs in whether anything was applied at all" in text
+
+
+def test_in_a_subgroup_only_its_members_are_compared(ranks):
+    """Ranks are named as the world counts them; who is not a member is asked nothing."""
+    found = ranks.run(rank_world.in_subgroup, [1, 2], 2)
+    assert "NotMetError" not in found[0]
+    for text in found[1:]:
+        assert "rank 2 differs in count (against rank 1)" in text
+    assert not [text for text in ranks.run(rank_world.in_subgroup, [0, 1], 2) if "Error" in text]
