@@ -46,23 +46,9 @@ __all__ = [
     "status",
 ]
 
-_HOMES = {
-    **dict.fromkeys(
-        (
-            "apply",
-            "check",
-            "check_resume",
-            "checkpoint_state",
-            "explain",
-            "patched",
-            "plan",
-            "revert",
-            "status",
-        ),
-        "shim._api",
-    ),
-    **dict.fromkeys(("ray_runtime_env", "run_environment"), "shim._workers"),
+_HOMES = {  # all others of __all__ are in shim._api
     **dict.fromkeys(("BindError", "MatrixError", "NotMetError", "OptionError", "ShimError"), "shim._errors"),
+    **dict.fromkeys(("ray_runtime_env", "run_environment"), "shim._workers"),
     "Plan": "shim._plan",
     "Report": "shim._report",
 }
@@ -75,12 +61,11 @@ del _top
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
+    if name not in __all__:
         raise AttributeError(f"module 'shim' has no attribute {name!r}")
     import importlib
 
-    value = globals()[name] = getattr(importlib.import_module(home), name)
+    value = globals()[name] = getattr(importlib.import_module(_HOMES.get(name, "shim._api")), name)
     return value
 
 

@@ -127,7 +127,8 @@ def _matrix(arguments: argparse.Namespace) -> int:
 
 
 def _audit(arguments: argparse.Namespace) -> int:
-    from shim._audit import as_markdown, as_text, audit
+    from shim._audit import audit
+    from shim._audit_report import as_markdown, as_text
     from shim._matrix import load_matrix
     from shim._options import matrix_argument
     from shim._trees import open_tree

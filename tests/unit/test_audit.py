@@ -9,7 +9,8 @@ import pytest
 from unit_helpers import BROKEN, FIXED, MATRIX, REWORKED, megatron, metadata, write_file
 
 from shim import _wanted
-from shim._audit import VERDICTS, Difference, as_markdown, as_text, audit
+from shim._audit import VERDICTS, Difference, audit
+from shim._audit_report import as_markdown, as_text
 from shim._cli import main
 from shim._errors import NotMetError, OptionError
 from shim._matrix import load_matrix
@@ -470,7 +471,7 @@ def test_no_line_of_a_diff_closes_its_fence(examine, world):
 
 def test_markdown_shows_names_as_they_are():
     """`__init__` in a reason is no bold text."""
-    from shim._audit import _cell
+    from shim._audit_report import _cell
 
     assert _cell("Layer.__init__ is\ngone") == r"Layer.\_\_init\_\_ is gone"
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from unit_helpers import BROKEN, MATRIX, REPOSITORY, megatron, write_file
 
 from shim import _wanted
-from shim._audit import as_markdown, as_text, audit
+from shim._audit import audit
+from shim._audit_report import as_markdown, as_text
 from shim._cli import main
 from shim._errors import MatrixError, OptionError, SourceError
 from shim._matrix import load_matrix
