@@ -39,10 +39,12 @@ repeats_layers = pytest.mark.skipif(VERSION < (0, 17), reason="mtp_use_repeated_
 
 @pytest.fixture(scope="module")
 def applied():
-    """Once for all tests of this module that want it, which therefore are behind those that want anything else."""
-    with shim.patched(only=[PACKED, ID], require=[ID]) as report:
+    """The patches on one rank, once for all tests of this module that want them: setting up a rank for each would take
+    longer than the tests. All others, and those that fork ranks, come first."""
+    with testing.megatron_on_cpu(), shim.patched(only=[PACKED, ID], require=[ID]) as report:
         assert report[ID].state == "applied", str(report)
-        yield report
+        with testing.layout_initialised(Layout()):
+            yield report
 
 
 @pytest.fixture
@@ -289,13 +291,13 @@ def test_recompute_changes_no_bit_under_tensor_parallelism(ranks2, layout):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
-def test_recompute_changes_no_bit(applied, one_rank, case):
+def test_recompute_changes_no_bit(applied, case):
     """Losses, logged losses and all gradients, with dropout, too: what is run again draws the same numbers."""
     assert not same_in_all([case])
 
 
 @of_each_method
-def test_random_states_go_on_as_without_recompute(applied, one_rank, method):
+def test_random_states_go_on_as_without_recompute(applied, method):
     """The step after the next draws the same numbers, because backward leaves the random states alone."""
     states = []
     for chosen in (None, method):
@@ -306,7 +308,7 @@ def test_random_states_go_on_as_without_recompute(applied, one_rank, method):
 
 
 @pytest.mark.parametrize("options", [{"per_token_loss": True}, {"loss_mask": False}], ids=str)
-def test_recompute_changes_no_bit_of_other_losses(applied, one_rank, options):
+def test_recompute_changes_no_bit_of_other_losses(applied, options):
     row = row_of("padded")
     assert equal_bits(train(build(), row, **options), train(build("uniform 1"), row, **options))
 
@@ -314,7 +316,7 @@ def test_recompute_changes_no_bit_of_other_losses(applied, one_rank, options):
 @has_hybrid_mtp
 @pytest.mark.parametrize("method", ["uniform 1", "uniform 2", "block 1"])
 @pytest.mark.parametrize("pattern", ["*-*-/*-/*-", "**/*"])
-def test_recompute_changes_no_bit_of_the_hybrid_model(applied, one_rank, pattern, method):
+def test_recompute_changes_no_bit_of_the_hybrid_model(applied, pattern, method):
     for kind in ROWS:
         results = [
             train(testing.build_hybrid(pattern, hidden_dropout=0.1, **options), row_of(kind))
@@ -326,7 +328,7 @@ def test_recompute_changes_no_bit_of_the_hybrid_model(applied, one_rank, pattern
 @repeats_layers
 @pytest.mark.parametrize("depths", [1, 2])
 @of_each_method
-def test_recompute_changes_no_bit_with_one_layer_for_all_depths(applied, one_rank, depths, method):
+def test_recompute_changes_no_bit_with_one_layer_for_all_depths(applied, depths, method):
     """The layer is number 0 at every depth: block recomputes it each time."""
     again = build(method, depths, dropout=0.1, mtp_use_repeated_layer=True)
     calls = calls_of(again)
@@ -340,7 +342,7 @@ def test_recompute_changes_no_bit_with_one_layer_for_all_depths(applied, one_ran
 
 @pytest.mark.parametrize("kind", ROWS)
 @of_each_method
-def test_layers_are_recomputed(applied, one_rank, method, kind):
+def test_layers_are_recomputed(applied, method, kind):
     """Forward without gradients, once more with them in backward; in training only."""
     model = build(method)
     calls = calls_of(model)
@@ -352,7 +354,7 @@ def test_layers_are_recomputed(applied, one_rank, method, kind):
     assert calls == [[True], [True]]
 
 
-def test_nothing_is_recomputed_unless_asked_for(applied, one_rank):
+def test_nothing_is_recomputed_unless_asked_for(applied):
     selective = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     for options in ({}, selective):
         model = build(**options)
@@ -397,7 +399,7 @@ def bytes_saved(method, kind):
 
 
 @pytest.mark.parametrize("kind", ["unpacked", "padded"])
-def test_less_is_saved_for_backward(applied, one_rank, kind):
+def test_less_is_saved_for_backward(applied, kind):
     """Within the MTP layers alone, so that what the decoder saves plays no part: their two inputs and token ids."""
     none, uniform, block1, block2 = (bytes_saved(m, kind) for m in (None, "uniform 1", "block 1", "block 2"))
     assert uniform == block2 and block1 == [uniform[0], none[1]]
@@ -431,7 +433,7 @@ def checkpoint_inputs(layer, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ROWS)
-def test_a_checkpoint_is_given_two_tensors(applied, one_rank, monkeypatch, kind):
+def test_a_checkpoint_is_given_two_tensors(applied, monkeypatch, kind):
     """hidden_states and decoder_input; rows, masks and rotary tables have no gradient and are in the function."""
     model, embedded = build("uniform 1", layers=1), []
     model.embedding.register_forward_hook(lambda module, inputs, output: embedded.append(output.detach()))
@@ -457,7 +459,7 @@ def output_of(layer, inputs):
     return output if isinstance(output, torch.Tensor) else output[0]
 
 
-def test_other_tensors_are_given_for_their_gradient(applied, one_rank, monkeypatch):
+def test_other_tensors_are_given_for_their_gradient(applied, monkeypatch):
     """A rotary table that is trained gets the gradient it has without recompute; a mask beside it stays outside."""
     gradients = []
     for method in (None, "uniform 1"):
@@ -478,7 +480,7 @@ def test_other_tensors_are_given_for_their_gradient(applied, one_rank, monkeypat
 
 
 @pytest.mark.parametrize("method", ["uniform 1", "block 1"])
-def test_without_gradients_nothing_is_saved(applied, one_rank, method):
+def test_without_gradients_nothing_is_saved(applied, method):
     """A layer in training mode under no_grad, as when a reference is computed: the same output."""
     model, plain = build(method, layers=1), build(layers=1)
     with torch.no_grad():
@@ -487,7 +489,7 @@ def test_without_gradients_nothing_is_saved(applied, one_rank, method):
         assert torch.equal(output, output_of(plain.mtp.layers[0], layer_inputs(plain)))
 
 
-def test_an_unknown_method_is_refused(applied, one_rank):
+def test_an_unknown_method_is_refused(applied):
     model = build("uniform 1", layers=1)
     layer = model.mtp.layers[0]
     layer.config = copy.copy(layer.config)
@@ -524,7 +526,7 @@ FROZEN = [
 
 
 @pytest.mark.parametrize("case", FROZEN, ids=lambda case: "-".join(map(str, case.values())))
-def test_frozen_weights_change_nothing(applied, one_rank, case):
+def test_frozen_weights_change_nothing(applied, case):
     """Also where no input of a layer requires a gradient, where nothing in a layer does, and where neither does."""
     part, method, embedded, row = case["part"], case["method"], case["embedded"], row_of(case["row"])
     plain = train(trained_parts(part, None, embedded, dropout=0.1), row)
@@ -535,20 +537,21 @@ def test_frozen_weights_change_nothing(applied, one_rank, case):
 
 
 @pytest.mark.parametrize("method", ["uniform 1", "block 1"])
-def test_inputs_without_gradient_train_the_layer(applied, one_rank, method):
+def test_inputs_without_gradient_train_the_layer(applied, method):
     """The layer by itself: adapters inside get the very same gradients, and the caller's tensor stays a constant."""
     gradients = []
     for chosen in (None, method):
         model = trained_parts("mtp", chosen, layers=1)
         layer, inputs = model.mtp.layers[0], layer_inputs(model)
         output_of(layer, inputs).square().sum().backward()
-        assert not inputs["hidden_states"].requires_grad and inputs["hidden_states"].grad is None
+        if VERSION < (0, 19):  # which makes this very tensor require one, with recompute and without
+            assert not inputs["hidden_states"].requires_grad and inputs["hidden_states"].grad is None
         gradients.append([weight.grad for weight in layer.parameters() if weight.requires_grad])
     assert gradients[0] and all(map(torch.equal, *gradients))
 
 
 @pytest.mark.parametrize("method", ["uniform 1", "block 1"])
-def test_a_layer_in_which_nothing_is_trained_gives_its_output(applied, one_rank, method):
+def test_a_layer_in_which_nothing_is_trained_gives_its_output(applied, method):
     outputs = []
     for chosen in (None, method):
         model = trained_parts("head", chosen, layers=1)
@@ -610,7 +613,7 @@ def subclassed(layer_class, method, **options):
 @has_checkpointed_forward
 @pytest.mark.parametrize("layer_class", [ByKeyword, ByPosition, ByName])
 @of_each_method
-def test_a_subclass_may_pass_its_own_function(applied, one_rank, method, layer_class):
+def test_a_subclass_may_pass_its_own_function(applied, method, layer_class):
     """On every release, also where upstream's method no longer has a parameter for it."""
     for kind in ROWS if VERSION >= (0, 16) else ["unpacked"]:
         model = subclassed(layer_class, method, dropout=0.1)
@@ -622,7 +625,7 @@ def test_a_subclass_may_pass_its_own_function(applied, one_rank, method, layer_c
 
 @has_checkpointed_forward
 @pytest.mark.parametrize("by_position", [False, True])
-def test_a_subclass_of_a_later_release_passes_no_function(applied, one_rank, by_position):
+def test_a_subclass_of_a_later_release_passes_no_function(applied, by_position):
     """From 0.18 the tensors come first."""
     if VERSION < (0, 18):
         pytest.skip("up to 0.17 the function comes first")
@@ -662,7 +665,7 @@ def failing_at(model, call):
 
 @pytest.mark.parametrize("call", [1, 2], ids=["forward", "recompute"])
 @pytest.mark.parametrize("method", ["uniform 1", "block 1"])
-def test_an_exception_comes_through_and_leaves_nothing_behind(applied, one_rank, method, call):
+def test_an_exception_comes_through_and_leaves_nothing_behind(applied, method, call):
     """The next step draws the numbers, and gives the bits, that it has without recompute: not seeded again, so that
     a random state left forked would show."""
     row, results = row_of("padded"), []
@@ -683,7 +686,7 @@ def test_an_exception_comes_through_and_leaves_nothing_behind(applied, one_rank,
 
 
 @pytest.mark.parametrize(("part", "backend"), [("mlp", "eager"), ("projection", "eager"), ("projection", "aot_eager")])
-def test_compiled_parts_are_recomputed(applied, one_rank, part, backend):
+def test_compiled_parts_are_recomputed(applied, part, backend):
     """The projection, or a part of the transformer layer (the whole takes ten seconds to compile), in place: to the
     bit what they give without recompute."""
     row, results, calls = row_of("padded"), [], []
