@@ -64,6 +64,7 @@ bench: env  ## all benchmarks, as ratios
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/workers.py
 	$(BIN)/python benchmarks/packed_roll.py
+	$(BIN)/python benchmarks/logprob.py
 
 docs: env  ## write the generated parts of README.md and docs/
 	$(BIN)/python -m shim._docs

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shim.ops._checks import require
 from shim.ops.packed_roll import Mask, RollIndex, lengths_on, mask_of_runs, roll_with, slot_of
 
 __all__ = ["PARTITIONS", "RankRollIndex", "rank_roll_index", "roll_on_rank"]
@@ -56,15 +57,6 @@ class RankRollIndex(RollIndex):
         self.preceding = preceding
 
 
-def _require(condition: Tensor, message: str) -> None:
-    """Raise where `condition` (bool, 0-dimensional) is false: at once on CPU, by a device-side assertion on CUDA,
-    because reading it back would make the host wait."""
-    if condition.device.type == "cuda":
-        torch._assert_async(condition, message)
-    elif not bool(condition):
-        raise ValueError(message)
-
-
 def rank_roll_index(
     cu_seqlens: Tensor,
     cu_seqlens_padded: Tensor | None,
@@ -94,7 +86,7 @@ def rank_roll_index(
         start, front, tail = 0, (length + 1) // 2, length // 2
         begin, end = slots[:-1], slots[:-1] + (lengths - 1).clamp_(min=0)
     else:
-        _require((slots % ranks == 0).all(), f"every slot of a packed row must be a multiple of the {ranks} ranks")
+        require((slots % ranks == 0).all(), f"every slot of a packed row must be a multiple of the {ranks} ranks")
         starts = torch.div(slots, ranks, rounding_mode="floor")
         start, share = starts[:-1], starts[1:] - starts[:-1]
         front = (share + 1) >> 1  # an odd share has the longer front, as torch.chunk cuts it

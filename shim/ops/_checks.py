@@ -1,0 +1,17 @@
+"""What values have to be, checked without making the host wait for a device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["require"]
+
+
+def require(condition: Tensor, message: str) -> None:
+    """Raise where `condition` (bool, 0-dimensional) is false: at once on CPU, by a device-side assertion on CUDA,
+    because reading it back would make the host wait."""
+    if condition.device.type == "cuda":
+        torch._assert_async(condition, message)
+    elif not bool(condition):
+        raise ValueError(message)

@@ -1,0 +1,250 @@
+"""What both forms of the log-probabilities share: their options, the one exchange between ranks, and the formulas."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shim.ops import _logprob_chunks as chunks
+from shim.ops._checks import require
+from shim.ops._logprob_chunks import BITS, LOG2E, SUM, TARGET, TOP, TOTAL, RowGradient, Scale
+
+__all__ = [
+    "Learned",
+    "Options",
+    "checked_options",
+    "differentiable_once",
+    "exchanged",
+    "ignored_rows",
+    "places",
+    "results",
+    "row_gradient",
+]
+
+_COLLECTIVES = ("all_gather", "all_reduce")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Options(NamedTuple):
+    """What the autograd functions need to know besides tensors; `checked_options` makes them."""
+
+    group: Any
+    ranks: int
+    rank: int
+    temperature: float
+    entropy: bool | str
+    smoothing: float
+    ignore_index: int | None
+    scratch_bytes: int | None
+    chunk_size: int | None
+    inplace: bool
+    collective: str
+
+
+def checked_options(
+    columns: int,
+    values: Tensor,
+    target: Tensor,
+    group: Any,
+    temperature: float | Tensor,
+    entropy: bool | str,
+    label_smoothing: float,
+    ignore_index: int | None,
+    scratch_bytes: int | None,
+    chunk_size: int | None,
+    inplace: bool,
+    collective: str,
+) -> tuple[Options, Tensor | None]:
+    """The options and the temperature of each token (None if it is a number), or ValueError.
+
+    columns: of the vocabulary on this rank. values: the tensor whose leading dimensions are the tokens.
+    """
+    if values.dtype not in _DTYPES:
+        raise ValueError(f"logits are {values.dtype}; they must be one of {', '.join(map(str, _DTYPES))}")
+    if target.shape != values.shape[:-1]:
+        raise ValueError(f"target has the shape {list(target.shape)}, not {list(values.shape[:-1])}")
+    # Narrower integers would wrap the numbers that they are compared with.
+    if target.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"target is {target.dtype}; it must be torch.int64 or torch.int32")
+    if target.device != values.device:
+        raise ValueError(f"target is on {target.device}, the logits on {values.device}")
+    if columns == 0:
+        raise ValueError("the vocabulary has no entries")
+    if entropy not in (False, True, "no_grad"):
+        raise ValueError(f"entropy is {entropy!r}; it must be False, True or 'no_grad'")
+    if collective not in _COLLECTIVES:
+        raise ValueError(f"collective is {collective!r}; it must be one of {', '.join(_COLLECTIVES)}")
+    for name, value in (("scratch_bytes", scratch_bytes), ("chunk_size", chunk_size)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; it must be positive")
+    ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    vocabulary = columns * ranks
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing is {label_smoothing}; it must be in [0, 1)")
+    if label_smoothing and vocabulary == 1:
+        raise ValueError("label_smoothing needs a vocabulary of two")
+    per_token = None
+    if isinstance(temperature, Tensor):
+        if temperature.requires_grad:
+            raise ValueError("temperature gets no gradient: detach it")
+        dtype = chunks.accumulates_in(values.dtype)
+        per_token = temperature.to(values.device, dtype, non_blocking=True).expand(target.shape)
+        require(((per_token > 0) & (per_token < math.inf)).all(), "temperature must be positive and finite")
+        temperature = 1.0
+    elif not 0 < temperature < math.inf:
+        raise ValueError(f"temperature is {temperature}; it must be positive and finite")
+    inside = (target >= 0) & (target < vocabulary)
+    if ignore_index is not None:
+        inside |= target == ignore_index
+    require(inside.all(), f"a target is outside of the vocabulary of {vocabulary} (and not {ignore_index})")
+    options = Options(
+        group,
+        ranks,
+        rank,
+        float(temperature),
+        entropy,
+        float(label_smoothing),
+        ignore_index,
+        scratch_bytes,
+        chunk_size,
+        inplace,
+        collective,
+    )
+    return options, per_token
+
+
+class Learned(NamedTuple):
+    """What backward needs to know of the rows, each [T]. entropy: None where it gets no gradient."""
+
+    top: Tensor
+    total: Tensor
+    entropy: Tensor | None
+
+
+def exchanged(stats: Tensor, scale: Scale, options: Options) -> Tensor:
+    """The statistics [K, T] over all ranks from those of this one: the one point where ranks meet in forward."""
+    if options.ranks == 1:
+        return stats
+    entropy = bool(options.entropy)
+    if options.collective == "all_gather":
+        parts = stats.new_empty(options.ranks * stats.size(0), stats.size(1))
+        dist.all_gather_into_tensor(parts, stats, group=options.group)
+        return chunks.combine(parts.view(options.ranks, *stats.shape), scale, entropy)
+    top = stats[TOP].clone()
+    dist.all_reduce(top, dist.ReduceOp.MAX, group=options.group)
+    stats = chunks.rescaled(stats, top, scale, entropy)
+    dist.all_reduce(stats[SUM:], group=options.group)
+    stats[TOP] = top
+    return stats
+
+
+def results(
+    stats: Tensor, ignored: Tensor | None, temperature: float | Tensor, columns: int, options: Options
+) -> tuple[tuple[Tensor, Tensor | None, Tensor], Learned]:
+    """(logprob, entropy, logsumexp), each [T], from the statistics over all ranks, and what backward needs."""
+    top, total = stats[TOP], stats[SUM]
+    log_total = total.log()
+    # Both are relative to the largest entry, which for large logits is what keeps their digits.
+    logprob = (stats[TARGET] - top) / temperature - log_total
+    if options.smoothing:
+        vocabulary = columns * options.ranks
+        a = options.smoothing * vocabulary / (vocabulary - 1)
+        logprob = (1 - a) * logprob + a * ((stats[TOTAL] / vocabulary - top) / temperature - log_total)
+    entropy = log_total - stats[BITS] / total / LOG2E if options.entropy else None
+    logsumexp = top / temperature + log_total
+    if ignored is not None:
+        logprob, logsumexp = torch.where(ignored, 0, logprob), torch.where(ignored, 0, logsumexp)
+        entropy = None if entropy is None else torch.where(ignored, 0, entropy)
+    learned = Learned(top.clone(), total.clone(), entropy if options.entropy is True else None)
+    return (logprob, entropy, logsumexp), learned
+
+
+def row_gradient(
+    learned: Learned,
+    of_results: Sequence[Tensor | None],
+    ignored: Tensor | None,
+    temperature: float | Tensor,
+    columns: int,
+    options: Options,
+) -> RowGradient:
+    """The gradient of each row by its parts, from those of logprob, entropy and logsumexp, [T] each (None: zero)."""
+    top, total, entropy = learned
+    of_logprob, of_entropy, of_logsumexp = of_results
+    by_p = at_target = torch.zeros_like(top)
+    slope = everywhere = None
+    if of_logprob is not None:
+        of_logprob = of_logprob / temperature
+        by_p, at_target = by_p - of_logprob, of_logprob
+        if options.smoothing:
+            vocabulary = columns * options.ranks
+            a = options.smoothing * vocabulary / (vocabulary - 1)
+            at_target, everywhere = (1 - a) * of_logprob, of_logprob * (a / vocabulary)
+    if of_logsumexp is not None:
+        by_p = by_p + of_logsumexp / temperature
+    if of_entropy is not None and entropy is not None:
+        of_entropy = of_entropy / temperature
+        by_p = by_p - of_entropy * (entropy - total.log())
+        slope = -of_entropy / LOG2E / total
+    factor = by_p / total
+    if ignored is not None:
+        factor, at_target = torch.where(ignored, 0, factor), torch.where(ignored, 0, at_target)
+        slope = None if slope is None else torch.where(ignored, 0, slope)
+        everywhere = None if everywhere is None else torch.where(ignored, 0, everywhere)
+    return RowGradient(top, factor, slope, everywhere, at_target)
+
+
+def places(target: Tensor, ignored: Tensor | None, start: int, columns: int) -> Tensor:
+    """[T]: which of the columns from `start` on is the target, -1 for none."""
+    place = target.to(torch.int64) - start
+    outside = (place < 0) | (place >= columns)
+    if ignored is not None:
+        outside |= ignored
+    return place.masked_fill_(outside, -1)
+
+
+def ignored_rows(target: Tensor, ignore_index: int | None) -> Tensor | None:
+    if ignore_index is None:
+        return None
+    ignored = target == ignore_index
+    # Where the host may look, a call without such tokens is spared the checks.
+    return ignored if ignored.device.type != "cpu" or bool(ignored.any()) else None
+
+
+class _Once(torch.autograd.Function):
+    """apply(gradient, what it depends on ...) -> the gradient, whose own gradient is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *_: Tensor | None) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise RuntimeError("the log-probabilities of tokens can be differentiated once, not twice")
+
+
+_Gradients = tuple[Tensor | None, ...]
+
+
+def differentiable_once(backward: Callable[..., tuple[_Gradients, Sequence[Tensor]]]) -> Callable[..., _Gradients]:
+    """Make a function's backward of one that returns its gradients and the inputs they depend on; a second derivative
+    is then an error.
+
+    torch's once_differentiable lets the gradient pass as a constant where the incoming one does not require a gradient,
+    and a gradient penalty then lacks a term.
+    """
+
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, *of_results: Tensor | None) -> _Gradients:
+        with torch.no_grad():
+            gradients, inputs = backward(ctx, *of_results)
+        if not torch.is_grad_enabled():
+            return gradients
+        return tuple(None if value is None else _Once.apply(value, *inputs, *of_results) for value in gradients)
+
+    return wrapper

@@ -1,0 +1,304 @@
+"""Log-probability, entropy and log-sum-exp of each token, from logits whose vocabulary is cut over ranks.
+
+With x the logits over the temperature, V the global vocabulary and p = softmax(x) over all of it:
+
+    logsumexp = log(sum_j exp(x_j))
+    logprob   = x_target - logsumexp
+    entropy   = logsumexp - sum_j p_j x_j
+    d logprob / d x_j = [j = target] - p_j;   d entropy / d x_j = -p_j (log p_j + entropy);   d logsumexp / d x_j = p_j
+
+Label smoothing e gives the target the weight 1 - e and each other entry e / (V - 1), as megatron-core has it:
+with a = e V / (V - 1), logprob becomes (1 - a) logprob + a mean_j(x_j - logsumexp).
+
+Forward, each rank reduces its columns to 3 to 5 numbers per token and the ranks exchange those, once; backward needs
+only the logits and what was learned of each row, so no rank asks another. Neither makes a temporary of the size of
+the logits, and the one gradient has their dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import os
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shim.ops import _logprob_chunks as chunks
+from shim.ops._logprob_chunks import LOG2E
+from shim.ops._logprob_linear import LinearTokenLogprobs
+from shim.ops._logprob_rows import (
+    Learned,
+    Options,
+    checked_options,
+    differentiable_once,
+    exchanged,
+    ignored_rows,
+    places,
+    results,
+    row_gradient,
+)
+
+__all__ = ["TokenLogprobs", "linear_token_logprobs", "token_logprobs"]
+
+
+class TokenLogprobs(NamedTuple):
+    """Of each token, in fp32 (fp64 for fp64 logits), 0 where it is ignored; `entropy` is None unless asked for."""
+
+    logprob: Tensor
+    entropy: Tensor | None
+    logsumexp: Tensor
+
+
+def token_logprobs(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    tp_group: Any = None,
+    temperature: float | Tensor = 1.0,
+    entropy: bool | Literal["no_grad"] = False,
+    label_smoothing: float = 0.0,
+    ignore_index: int | None = -100,
+    scratch_bytes: int | None = None,
+    chunk_size: int | None = None,
+    inplace_backward: bool = False,
+    collective: str = "all_gather",
+) -> TokenLogprobs:
+    """The log-probability of each target, its log-sum-exp and, if asked for, its entropy. All are differentiable.
+
+    logits: [..., V / ranks] in fp32, bf16, fp16 or fp64, any strides; this rank's share of the vocabulary, which is cut
+    evenly and in order of the ranks. They are saved for backward by reference.
+    target: int64 or int32 [...], places in the global vocabulary. Every rank passes the same.
+    tp_group: the ranks that share the vocabulary; None where one has all of it.
+    temperature: divides the logits; a positive number, or a tensor that broadcasts to [...]. It gets no gradient.
+    entropy: "no_grad" computes it without a gradient.
+    label_smoothing: see the module; it changes `logprob` alone.
+    ignore_index: tokens with this target have results of 0 and a gradient of exactly 0, whatever their logits are;
+    None ignores none.
+    scratch_bytes: how much memory a pass may use for its temporaries, at least that for one token; by default 4 MiB on
+    CPU (it stays in the cache), 128 MiB elsewhere. chunk_size: the number of tokens that are worked on at once
+    instead. The results do not depend on either. Kernels (see below) need no scratch.
+    inplace_backward: write the gradient over the logits, which then no longer hold logits for whoever reads them after
+    backward. Another operation that needs them in its own backward, or a second backward of this one, is a RuntimeError
+    rather than a wrong gradient. Logits that overlap themselves, or whose rows no single stride reaches, get a gradient
+    of their own. Logits that are a leaf, or a view of one, are a ValueError.
+    collective: "all_gather", one of 3 to 5 numbers per token, or "all_reduce", two: of 1 number per token, then of the
+    others. Backward has none.
+
+    A row that is -inf throughout gives NaN, as torch.log_softmax has it. ValueError for arguments that do not fit, and
+    for a target outside the vocabulary or a temperature tensor that is not positive; the last two are device-side
+    assertions on CUDA, so that the host does not wait. Differentiable once. On CUDA each pass is one Triton kernel
+    where Triton can be imported; TRITON_INTERPRET=1 runs the same kernels on CPU. torch.compile of the caller breaks
+    its graph here.
+    """
+    given = (logits, target, tp_group, temperature, entropy, label_smoothing, ignore_index)
+    how = (scratch_bytes, chunk_size, inplace_backward, collective)
+    if torch.compiler.is_compiling():
+        return _outside_graph(*given, *how)
+    return _token_logprobs(*given, *how)
+
+
+def linear_token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    tp_group: Any = None,
+    temperature: float | Tensor = 1.0,
+    entropy: bool | Literal["no_grad"] = False,
+    label_smoothing: float = 0.0,
+    ignore_index: int | None = -100,
+    scratch_bytes: int | None = None,
+    chunk_size: int | None = None,
+    inplace_backward: bool = False,
+    collective: str = "all_gather",
+    sum_hidden_grad: bool = True,
+) -> TokenLogprobs:
+    """token_logprobs of ``hidden @ weight.T + bias``, whose logits exist a tile at a time and never as a whole.
+
+    hidden: [..., H], the same on every rank. weight: [V / ranks, H] and bias: [V / ranks], this rank's share, in the
+    dtype of hidden. The logits are rounded to that dtype, as the product alone would leave them. All three get a
+    gradient where they require one.
+    scratch_bytes: for a tile of tokens times up to 4096 columns; by default 16 MiB on CPU, 256 MiB elsewhere.
+    chunk_size: the tokens of a tile instead. For bf16 and fp16, sums over tiles are kept in fp32: [T, H], and as many
+    rows of the weight as a tile has columns.
+    sum_hidden_grad: each rank finds its part of the gradient of hidden; they are summed by one all-reduce in backward,
+    the only one. False leaves the part, for callers who sum themselves (behind megatron-core's
+    copy_to_tensor_model_parallel_region, or a gather of sequence-parallel shards).
+    inplace_backward: nothing to write over; accepted so that both functions take the same options.
+
+    The others, the result and the errors are those of token_logprobs. Backward computes the logits again.
+    """
+    given = (hidden, weight, bias, target, sum_hidden_grad, tp_group, temperature, entropy, label_smoothing)
+    how = (ignore_index, scratch_bytes, chunk_size, inplace_backward, collective)
+    if torch.compiler.is_compiling():
+        return _linear_outside_graph(*given, *how)
+    return _linear_token_logprobs(*given, *how)
+
+
+def _token_logprobs(
+    logits: Tensor, target: Tensor, group: Any, temperature: float | Tensor, *options: Any
+) -> TokenLogprobs:
+    if logits.dim() == 0:
+        raise ValueError("logits must have a vocabulary dimension")
+    checked, per_token = checked_options(logits.shape[-1], logits, target, group, temperature, *options)
+    memory = logits._base if logits._is_view() else logits
+    if checked.inplace and memory is not None and memory.is_leaf and memory.requires_grad:
+        raise ValueError("inplace_backward would write a leaf's gradient over the leaf: use it on computed logits")
+    logprob, entropy, logsumexp = _TokenLogprobs.apply(logits, target, per_token, checked)
+    return TokenLogprobs(logprob, entropy, logsumexp)
+
+
+def _linear_token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    sum_hidden_grad: bool,
+    group: Any,
+    temperature: float | Tensor,
+    *options: Any,
+) -> TokenLogprobs:
+    if hidden.dim() == 0 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(f"hidden {list(hidden.shape)} and weight {list(weight.shape)} must be [..., H] and [V, H]")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias has the shape {list(bias.shape)}, not {list(weight.shape[:1])}")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and (tensor.dtype, tensor.device) != (hidden.dtype, hidden.device):
+            raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, hidden {hidden.dtype} on {hidden.device}")
+    checked, per_token = checked_options(weight.shape[0], hidden, target, group, temperature, *options)
+    found = LinearTokenLogprobs.apply(hidden, weight, bias, target, per_token, sum_hidden_grad, checked)
+    return TokenLogprobs(*found)
+
+
+# torch.compile cannot trace what reads values (the checks on CPU) or writes over its input; imports dynamo when called.
+_outside_graph = torch._disable_dynamo(_token_logprobs)
+_linear_outside_graph = torch._disable_dynamo(_linear_token_logprobs)
+
+
+class Rows:
+    """How a tensor [..., V] is looked at as [T, V] without copying it: leading dimensions in order of their strides."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        leading = range(tensor.dim() - 1)
+        self.order = sorted(leading, key=lambda dim: tensor.stride(dim), reverse=True)
+        self.sizes = [tensor.size(dim) for dim in self.order]
+        self.back = sorted(leading, key=lambda place: self.order[place])
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """[..., V] as [T, V]; a view where one stride reaches all rows, else a copy."""
+        return tensor.permute(*self.order, -1).reshape(math.prod(self.sizes), tensor.size(-1))
+
+    def flat(self, tensor: Tensor) -> Tensor:
+        """[...] as [T], contiguous."""
+        return tensor.permute(self.order).reshape(-1).contiguous()
+
+    def restored(self, flat: Tensor) -> Tensor:
+        """[T] or [T, V] in the shape of the tensor."""
+        behind = range(len(self.sizes), len(self.sizes) + flat.dim() - 1)
+        return flat.view([*self.sizes, *flat.shape[1:]]).permute([*self.back, *behind])
+
+
+@functools.cache
+def _kernels() -> ModuleType | None:
+    try:
+        return importlib.import_module("shim.ops._logprob_triton")
+    except ImportError:
+        return None
+
+
+def _passes(x: Tensor) -> ModuleType:
+    """The module that has `statistics` and `gradient` for x."""
+    if x.dtype != torch.float64 and (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+        return _kernels() or chunks
+    return chunks
+
+
+def _can_be_overwritten(rows: Tensor, original: Tensor) -> bool:
+    """Whether [T, V] is the memory of `original`, each entry at a place of its own."""
+    if rows.numel() == 0 or rows.data_ptr() != original.data_ptr():
+        return False
+    sizes = sorted((stride, size) for stride, size in zip(rows.stride(), rows.shape) if size > 1)
+    reach = 0
+    for stride, size in sizes:
+        if stride <= reach:
+            return False
+        reach += stride * (size - 1)
+    return True
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """apply(logits, target, temperature [...] or None, options) -> logprob, entropy or None, logsumexp."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, per_token: Tensor | None, options: Options
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        rows = Rows(logits)
+        x, aim = rows.of(logits), rows.flat(target)
+        columns = x.size(1)
+        ignored = ignored_rows(aim, options.ignore_index)
+        temperature = options.temperature if per_token is None else rows.flat(per_token)
+        scale = LOG2E / temperature
+        stats = _passes(x).statistics(
+            x,
+            places(aim, ignored, options.rank * columns, columns),
+            scale,
+            entropy=bool(options.entropy),
+            total=options.smoothing > 0,
+            ignored=ignored,
+            scratch_bytes=options.scratch_bytes,
+            chunk_size=options.chunk_size,
+        )
+        stats = exchanged(stats, scale, options)
+        (logprob, entropy, logsumexp), learned = results(stats, ignored, temperature, columns, options)
+        ctx.options = options
+        ctx.save_for_backward(logits, target, per_token, *learned)
+        ctx.version = (logits.data_ptr(), logits._version) if ctx.needs_input_grad[0] else None
+        ctx.overwrote = False
+        ctx.set_materialize_grads(False)
+        if entropy is not None:
+            entropy = rows.restored(entropy)
+            if options.entropy == "no_grad":
+                ctx.mark_non_differentiable(entropy)
+        return rows.restored(logprob), entropy, rows.restored(logsumexp)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *of_results: Tensor | None) -> Any:
+        options: Options = ctx.options
+        if ctx.overwrote:
+            raise RuntimeError(
+                "a second backward through token_logprobs(inplace_backward=True): its logits hold the gradient by now"
+            )
+        logits, target, per_token, *learned = ctx.saved_tensors
+        if (logits.data_ptr(), logits._version) != ctx.version and logits.data_ptr() == ctx.version[0]:
+            # Autograd looks too, but not where hooks for saved tensors are at work.
+            raise RuntimeError("the logits of token_logprobs were modified by an inplace operation before its backward")
+        rows = Rows(logits)
+        x, aim = rows.of(logits.detach()), rows.flat(target)
+        columns = x.size(1)
+        ignored = ignored_rows(aim, options.ignore_index)
+        temperature = options.temperature if per_token is None else rows.flat(per_token)
+        grads = [None if value is None else rows.flat(value) for value in of_results]
+        row = row_gradient(Learned(*learned), grads, ignored, temperature, columns, options)
+        ctx.overwrote = options.inplace and _can_be_overwritten(x, logits)
+        if ctx.overwrote:
+            # Before anything is written, so that whoever else saved them sees it, whichever way it is written.
+            torch.autograd.graph.increment_version(logits)
+        out = x if ctx.overwrote else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        _passes(x).gradient(
+            x,
+            out,
+            places(aim, ignored, options.rank * columns, columns),
+            LOG2E / temperature,
+            row,
+            ignored=ignored,
+            scratch_bytes=options.scratch_bytes,
+            chunk_size=options.chunk_size,
+        )
+        return (rows.restored(out), None, None, None), (logits,)

@@ -1,0 +1,71 @@
+"""The kernels: the tests of the chunks once more in Triton's interpreter, and that they compile for a device."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+TOP = Path(__file__).resolve().parent.parent.parent
+
+COMPILE = """
+import re, sys
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from shim.ops import _logprob_triton as kernels
+
+TYPES = {"place": "*i64", "ignored": "*i8", "scale": "fp32"}
+for kernel in (kernels._statistics_kernel, kernels._gradient_kernel):
+    for every in (False, True):
+        constants, signature, aligned = {"BLOCK": 4096, "column_stride": 1, "out_column_stride": 1}, {}, {}
+        constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+        for place, name in enumerate(kernel.arg_names):
+            if name in constants or name.isupper():
+                constants.setdefault(name, every)
+                signature[name] = "constexpr"
+                continue
+            integer = name in ("tokens", "columns", "row_stride", "out_row_stride")
+            signature[name] = TYPES.get(name, "i32" if integer else "*bf16" if name in ("x", "out") else "*fp32")
+            if name != "scale":
+                aligned[place,] = [["tt.divisibility", 16]]
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+        ptx = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"]
+        print(kernel.__name__, *sorted(set(re.findall(r"(?:ld|st)\\.global\\S*v4\\S*|cvt\\.\\S*bf16\\.f32", ptx))))
+"""
+
+
+def run(*command, **environment):
+    paths = os.pathsep.join([str(TOP), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(
+        [sys.executable, *command], env=environment, cwd=TOP, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_in_the_interpreter_they_pass_the_tests_of_the_chunks():
+    # The interpreter decides at the import of Triton, and copies what kernels are given: no measure of memory.
+    chosen = "not peak and not measure and not compiled and not arguments and not same_bits_every and not saved_are"
+    done = run(
+        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, "tests/ops/test_logprob.py"),
+        TRITON_INTERPRET="1",
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 90
+
+
+def test_they_compile_for_a_device_with_wide_loads_and_rounding_to_nearest(tmp_path):
+    done = run("-W", "ignore", "-c", COMPILE, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    if "0 active drivers" in done.stderr or "No module named 'triton.backends" in done.stderr:
+        pytest.skip("this Triton has no compiler for NVIDIA devices")
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4
+    for line in lines:
+        assert "ld.global.v4.b32" in line
+        if line.startswith("_gradient_kernel"):
+            assert "st.global.v4.b32" in line and "cvt.rn.bf16" in line
