@@ -19,3 +19,18 @@ def on_cpu():
     """CUDA entry points of both substituted for the duration of the test."""
     with testing.megatron_on_cpu(), testing.te_cuda_stand_ins():
         yield
+
+
+def pytest_collection_modifyitems(items):
+    """What no pair of these releases can do, whatever is patched."""
+    from importlib.metadata import version
+
+    core, engine = (tuple(map(int, version(n).split(".")[:2])) for n in ("megatron-core", "transformer-engine"))
+    builds = ("test_mtp_quantized_recompute", "test_decoder_layers", "test_first_and_last_layers")
+    for item in items:
+        if core == (0, 17) and (2, 5) <= engine <= (2, 9) and any(name in item.nodeid for name in builds):
+            item.add_marker(
+                pytest.mark.skip(reason="0.17 asks TE for an offload option of 2.10: no model can be built")
+            )
+        if engine == (2, 1) and "test_stock_does_not_train_mtp_layers" in item.nodeid:
+            item.add_marker(pytest.mark.skip(reason="TE 2.1 refuses the bound method that stock passes to it"))
