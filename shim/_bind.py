@@ -134,8 +134,8 @@ class Binder:
         self.slots: dict[Key, Slot] = {}
         self.lost: dict[Key, Lost] = {}
         self.executed: set[str] = set()  # modules whose code has run to the end, though their import is not over
-        # What shim has ever put on a target, on duty or off, with what was there before.
-        self._ours: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        # What shim has ever put on a target, on duty or off, with that target and what was there before.
+        self._ours: weakref.WeakKeyDictionary[Any, tuple[str, Any]] = weakref.WeakKeyDictionary()
 
     # What is there
 
@@ -174,7 +174,7 @@ class Binder:
         inner = unwrap(value)
         if not isinstance(inner, (types.FunctionType, type)) or inner not in self._ours:
             return value
-        base = self._ours[inner]
+        base = self._ours[inner][1]
         return base if type(base) is type(value) else rewrap(value, unwrap(base))
 
     def renew(self, module: types.ModuleType) -> None:
@@ -211,6 +211,8 @@ class Binder:
         journal: list[tuple[Any, str, Any]] = []
         try:
             self._regain()
+            if imported is None:
+                self._adopt_returned()
             changes = [
                 self._build(chain, layers)
                 for chain, layers in self._open({**dict.fromkeys(self.chains, ()), **wanted})
@@ -237,6 +239,19 @@ class Binder:
             del self.lost[key]
             self.slots[key] = replace(lost.slot, written=current)
             self.chains.pop(lost.slot.target, None)  # what came back may be an older wrapper
+
+    def _adopt_returned(self) -> None:
+        """Govern places to which somebody gave back a wrapper of ours that is off duty by now.
+
+        A module imported while shim was bound took the wrapper as its own; whoever patched it there meanwhile kept
+        the wrapper beyond the revert that would have found it. Costs nothing where no such wrapper is alive.
+        """
+        on_duty = {id(unwrap(chain.top)) for chain in self.chains.values()}
+        for owner, name, raw in find_aliases([inner for inner in list(self._ours) if id(inner) not in on_duty]):
+            key = (id(owner), name)
+            if key not in self.slots and key not in self.lost:
+                target, base = self._ours[unwrap(raw)]
+                self.slots[key] = Slot(owner, name, rewrap(raw, unwrap(base)), raw, target)
 
     def _open(self, wanted: Mapping[str, tuple[Layer, ...]]) -> Iterator[tuple[Chain, tuple[Layer, ...]]]:
         for target, layers in wanted.items():
@@ -379,7 +394,7 @@ class Binder:
         self.chains[chain.target] = after
         inner = unwrap(after.top)
         if isinstance(inner, (types.FunctionType, type)) and inner is not unwrap(chain.base) and not after.borrowed:
-            self._ours[inner] = chain.base
+            self._ours[inner] = chain.target, chain.base
 
     # Reading
 
