@@ -130,8 +130,9 @@ def audit(matrix: Matrix, tree: Tree, fetch: Fetch) -> Audit:
 def _finding(entry: PatchEntry, found: Match, tree: Tree, known: _Known) -> Finding:
     installed = tree.environment.installed[entry.distribution]
     sources, version = tree.environment.sources, installed.version
-    if found.state == "out-of-range" and known.in_newest(entry) and known.newer(entry, version):
-        return _without_targets(entry, entry.variants[known.in_newest(entry)], tree)
+    newest = known.in_newest(entry)
+    if found.state == "out-of-range" and newest and known.newer(entry, version):
+        return _without_targets(entry, entry.variants[newest], tree)
     if found.state != "drifted":
         return Finding(entry.id, entry.kind, entry.distribution, found.state, found.reason, found.variant)
     variant = entry.variants[found.variant or ""]

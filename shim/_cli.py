@@ -48,13 +48,11 @@ def _held(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _plan(arguments: argparse.Namespace) -> int:
     from shim._api import plan
-    from shim._lock import enforce_lock
     from shim._plan import enforce
 
     made = plan(**_held(arguments))
     _print(made.to_dict(), str(made), arguments.json)
     enforce(made)
-    enforce_lock(made)
     return OK
 
 

@@ -17,7 +17,6 @@ from shim._errors import BindError, NotMetError, ShimError
 from shim._fingerprint import split_target
 from shim._foreign import foreign_on
 from shim._hook import ImportHook, is_initialising
-from shim._lock import enforce_lock
 from shim._plan import Decision, Plan, enforce
 
 __all__ = ["STATE", "adopt", "catch_up", "with_conflicts"]
@@ -282,7 +281,6 @@ def adopt(wanted: Plan | None) -> None:
             wanted = with_conflicts(state, wanted)
         _say(state, wanted)
         enforce(wanted)
-        enforce_lock(wanted)
     before, failed, mine = state.plan, dict(state.failed), -1
     try:
         with state.lock:

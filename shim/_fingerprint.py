@@ -14,7 +14,16 @@ from collections.abc import Iterator, Sequence
 from shim._errors import SourceError
 from shim._sources import Sources
 
-__all__ = ["Definition", "blocks", "definitions", "fingerprint", "fingerprint_of", "signature_part", "split_target"]
+__all__ = [
+    "Definition",
+    "blocks",
+    "definitions",
+    "fingerprint",
+    "fingerprint_of",
+    "names_bound_by",
+    "signature_part",
+    "split_target",
+]
 
 # Fields without meaning for the program, or filled differently by different Python versions.
 SKIPPED_FIELDS = frozenset({"ctx", "kind", "type_comment", "type_ignores"})
@@ -74,22 +83,21 @@ def blocks(statement: ast.stmt) -> Iterator[tuple[Guard, Sequence[ast.stmt]]]:
             yield ("case", [statement.subject, case.pattern, case.guard]), case.body
 
 
-def _binds(statement: ast.stmt, name: str) -> bool:
+def names_bound_by(statement: ast.stmt) -> Iterator[str]:
+    """The names that a statement itself gives a value, those in its blocks not counted."""
     if isinstance(statement, (*FunctionNode, ast.ClassDef)):
-        return statement.name == name
-    if isinstance(statement, ast.Assign):
-        names = [n for target in statement.targets for n in ast.walk(target) if isinstance(n, ast.Name)]
-        return any(n.id == name and isinstance(n.ctx, ast.Store) for n in names)
-    if isinstance(statement, (ast.AnnAssign, ast.AugAssign)):
-        return isinstance(statement.target, ast.Name) and statement.target.id == name
-    if isinstance(statement, (ast.Import, ast.ImportFrom)):
-        return any((alias.asname or alias.name.partition(".")[0]) == name for alias in statement.names)
-    return False
+        yield statement.name
+    elif isinstance(statement, (ast.Import, ast.ImportFrom)):
+        yield from (alias.asname or alias.name.partition(".")[0] for alias in statement.names)
+    elif isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        for target in targets:
+            yield from (n.id for n in ast.walk(target) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
 
 
 def _find(body: Sequence[ast.stmt], name: str, guards: tuple[Guard, ...]) -> Iterator[Definition]:
     for statement in body:
-        if _binds(statement, name):
+        if name in names_bound_by(statement):
             yield Definition(statement, guards)
         for guard, block in blocks(statement):
             yield from _find(block, name, (*guards, guard))

@@ -7,11 +7,13 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shim import __version__
 from shim._errors import NotMetError, OptionError
-from shim._plan import Plan
+
+if TYPE_CHECKING:
+    from shim._plan import Plan
 
 __all__ = ["differences", "enforce_lock", "locked", "read_lock", "write_lock"]
 

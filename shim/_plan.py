@@ -10,6 +10,7 @@ from typing import Any
 
 from shim._detect import Environment
 from shim._errors import NotMetError
+from shim._lock import enforce_lock
 from shim._match import Match, match
 from shim._matrix import Matrix, PatchEntry
 from shim._options import Options
@@ -165,7 +166,7 @@ def _unmet(plan: Plan, decision: Decision) -> str:
 
 
 def enforce(plan: Plan) -> None:
-    """Raise NotMetError where `require`, `strict` or ``on_drift="error"`` is not met by the plan."""
+    """Raise NotMetError where `require`, `strict`, ``on_drift="error"`` or the lock is not met by the plan."""
     for decision in plan.decisions.values():
         met = decision.wanted or decision.action == "upstream"
         if met or plan.options.disabled:
@@ -178,3 +179,4 @@ def enforce(plan: Plan) -> None:
         amiss = decision.action in ("drifted", "conflict")
         if amiss and plan.options.strict and decision.kind == "correctness":
             raise NotMetError(f"strict, and {what}")
+    enforce_lock(plan)

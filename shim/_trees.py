@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from packaging.utils import canonicalize_name
+
 from shim._detect import DISTRIBUTIONS, VERSION_FILE_LIMIT, Environment, Installed, version_in_package_info
 from shim._errors import OptionError, SourceError
 from shim._sources import Sources
@@ -40,7 +42,7 @@ def open_tree(target: str, fetch: Fetch) -> Tree:
     """
     named = REQUIREMENT.fullmatch(target)
     if named:
-        distribution = _normalised(named[1])
+        distribution = canonicalize_name(named[1])
         if distribution not in AUDITED:
             raise OptionError(f"{named[1]} is not audited; known are {', '.join(AUDITED)}")
         if parse_version(named[2]) is None:
@@ -105,7 +107,7 @@ def _tree(name: str, place: str, sources: Sources, metadata: Mapping[str, str], 
         package = DISTRIBUTIONS[distribution].package
         if sources.path(package) is None:
             continue
-        texts = [text for info, text in metadata.items() if _normalised(info.partition("-")[0]) == distribution]
+        texts = [text for info, text in metadata.items() if canonicalize_name(info.partition("-")[0]) == distribution]
         version, origin = next(filter(None, map(_stated_version, texts)), None), "distribution metadata"
         if version is None:
             version, origin = _written_version(package, sources) or written or None, "version file"
@@ -120,10 +122,6 @@ def _tree(name: str, place: str, sources: Sources, metadata: Mapping[str, str], 
 def _printable(version: str | None) -> str | None:
     """What a tree calls its version goes into reports: no line ends, no control characters, no thousands of digits."""
     return "".join(filter(str.isprintable, version or ""))[:VERSION_LIMIT] or None
-
-
-def _normalised(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _stated_version(metadata: str) -> str | None:

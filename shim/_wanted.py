@@ -17,7 +17,7 @@ from typing import Any
 from packaging.version import Version
 
 from shim._errors import SourceError
-from shim._fingerprint import blocks, split_target
+from shim._fingerprint import blocks, names_bound_by, split_target
 from shim._sources import Sources
 
 __all__ = ["FILE", "LostName", "lost_names", "measure_names", "render_names"]
@@ -151,23 +151,12 @@ def _looked_through(tree: ast.Module | ast.ClassDef) -> _Module:
     bodies: list[Sequence[ast.stmt]] = [tree.body]
     while bodies:
         for statement in bodies.pop():
-            for name in _bound_by(statement):
+            for name in names_bound_by(statement):
                 found.bound.setdefault(name, []).append(statement)
             if isinstance(statement, ast.ImportFrom) and statement.names[0].name == "*":
                 found.stars.append(statement)
             bodies += [body for _, body in blocks(statement)]
     return found
-
-
-def _bound_by(statement: ast.stmt) -> Iterator[str]:
-    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-        yield statement.name
-    elif isinstance(statement, (ast.Import, ast.ImportFrom)):
-        yield from (alias.asname or alias.name.partition(".")[0] for alias in statement.names)
-    elif isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
-        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        for target in targets:
-            yield from (n.id for n in ast.walk(target) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
 
 
 def _absolute(sources: Sources, module: str, node: ast.ImportFrom) -> str | None:
