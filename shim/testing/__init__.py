@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .attention import CPUCoreAttention
     from .cells import ALL_PAIRS, EVERYDAY, EVERYDAY_PAIRS, run_cells
     from .cpu import megatron_on_cpu
+    from .footprint import Footprint
     from .fp8 import Fp8Event, Fp8State, fp8_state, record_fp8_events
     from .layout import Layout, layout_initialised
     from .model import add_lora, build_chunks, build_gpt, build_hybrid, release
@@ -45,6 +46,7 @@ __all__ = [
     "CPUCoreAttention",
     "CompiledOpError",
     "FetchError",
+    "Footprint",
     "Fp8Event",
     "Fp8State",
     "Layout",
@@ -80,6 +82,7 @@ _MODULES = {
     "attention": ("CPUCoreAttention",),
     "cells": ("ALL_PAIRS", "EVERYDAY", "EVERYDAY_PAIRS", "run_cells"),
     "cpu": ("megatron_on_cpu",),
+    "footprint": ("Footprint",),
     "fp8": ("Fp8Event", "Fp8State", "fp8_state", "record_fp8_events"),
     "layout": ("Layout", "layout_initialised"),
     "model": ("add_lora", "build_chunks", "build_gpt", "build_hybrid", "release"),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 from shim.ops import _logprob_linear  # noqa: E402
 from shim.ops.logprob import linear_token_logprobs, token_logprobs  # noqa: E402
+from shim.testing import Footprint  # noqa: E402
 
 IGNORED = -100
 
@@ -178,12 +179,12 @@ def test_inside_a_compiled_caller(backend):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_peak_memory_is_the_gradients_and_the_scratch(dtype, monkeypatch, Peak):
+def test_peak_memory_is_the_gradients_and_the_scratch(dtype, monkeypatch):
     tokens, width, vocabulary, scratch = 256, 32, 8192, 1 << 18
     monkeypatch.setattr(_logprob_linear, "_COLUMNS", 512)
     hidden, weight, _, target, _ = sample([tokens], width, vocabulary, dtype)
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
-    with Peak() as peak:
+    with Footprint() as footprint:
         found = linear_token_logprobs(*leaves, target, entropy=True, scratch_bytes=scratch)
         gradients = torch.autograd.grad(found.logprob.sum() + found.entropy.sum(), leaves)
         del gradients
@@ -192,4 +193,4 @@ def test_peak_memory_is_the_gradients_and_the_scratch(dtype, monkeypatch, Peak):
     of_hidden = hidden.numel() * (4 if dtype == torch.float32 else 6)
     low = 0 if dtype == torch.float32 else 512 * width * (4 + 2)  # the rows of the weight of one tile, and a product
     small = 4 * 40 * 8 * tokens
-    assert of_weight < peak.most <= of_weight + of_hidden + scratch + low + small < logits / 2
+    assert of_weight < footprint.peak_bytes <= of_weight + of_hidden + scratch + low + small < logits / 2

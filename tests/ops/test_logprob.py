@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from shim.ops import logprob  # noqa: E402
 from shim.ops.logprob import TokenLogprobs, token_logprobs  # noqa: E402
+from shim.testing import Footprint  # noqa: E402
 
 # test_logprob_triton.py runs this file once more like this: with the kernels.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -311,12 +312,12 @@ def test_arguments_that_do_not_fit_are_errors(change, message):
 # Memory
 
 
-def peak_of_step(Peak, function, logits, target):
+def peak_of_step(function, logits, target):
     """Bytes beyond the logits at the peak of forward and backward, gradient included."""
     computed = logits.detach().requires_grad_() * 1
-    with Peak() as peak:
+    with Footprint() as footprint:
         torch.autograd.grad(function(computed, target), computed)
-    return peak.most
+    return footprint.peak_bytes
 
 
 @pytest.mark.parametrize("entropy", [False, True])
@@ -324,7 +325,7 @@ def peak_of_step(Peak, function, logits, target):
     "dtype, inplace, share",
     [("bfloat16", False, 0.5), ("bfloat16", True, 0), ("float32", False, 1), ("float32", True, 0)],
 )
-def test_peak_memory_is_one_gradient_and_the_scratch(dtype, inplace, share, entropy, Peak):
+def test_peak_memory_is_one_gradient_and_the_scratch(dtype, inplace, share, entropy):
     tokens, vocabulary, scratch = 128, 4096, 1 << 17
     logits, target, _ = sample(tokens, vocabulary, dtype=getattr(torch, dtype))
 
@@ -334,12 +335,12 @@ def test_peak_memory_is_one_gradient_and_the_scratch(dtype, inplace, share, entr
 
     unit = 4 * tokens * vocabulary
     per_token = 40 * 8 * tokens  # numbers for each token: the statistics, the targets and what is made of them
-    assert unit * share < peak_of_step(Peak, loss, logits, target) <= unit * share + scratch + per_token
+    assert unit * share < peak_of_step(loss, logits, target) <= unit * share + scratch + per_token
 
 
-def test_the_measure_sees_what_a_plain_formula_takes(Peak):
+def test_the_measure_sees_what_a_plain_formula_takes():
     logits, target, _ = sample(128, 4096, ignored=False)
-    plain = peak_of_step(Peak, lambda x, t: x.log_softmax(-1).gather(-1, t.unsqueeze(-1)).sum(), logits, target)
+    plain = peak_of_step(lambda x, t: x.log_softmax(-1).gather(-1, t.unsqueeze(-1)).sum(), logits, target)
     assert plain >= 2 * 4 * logits.numel()
 
 

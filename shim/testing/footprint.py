@@ -1,0 +1,57 @@
+"""What a step takes on any device: the largest number of bytes held at one time, and the collectives it called."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+__all__ = ["Footprint"]
+
+
+class Footprint(TorchDispatchMode):
+    """Watches every operation below autograd inside the context, those of backward too.
+
+        with testing.Footprint() as footprint:
+            loss(logits, target).backward()
+        footprint.peak_bytes    # the most that storages made inside held at one time
+        footprint.collectives   # {"allreduce_": 3}, by the names of torch's c10d operations
+
+    A storage counts from the operation that returns it until it is freed. What was there before does not count, nor do
+    temporaries inside of one operation or of compiled code.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self.collectives: Counter[str] = Counter()
+        self._held = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        namespace, _, name = function._schema.name.partition("::")
+        if namespace == "c10d":
+            self.collectives[name] += 1
+        given = {value.untyped_storage()._cdata for value in tree_iter((args, kwargs)) if torch.is_tensor(value)}
+        found = function(*args, **(kwargs or {}))
+        for value in tree_iter(found):
+            if torch.is_tensor(value) and value.untyped_storage()._cdata not in self._known | given:
+                self._count(value.untyped_storage())
+        return found
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        self._known.add(storage._cdata)
+        self._held += storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self._held)
+        weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
+
+    def _freed(self, storage: int, size: int) -> None:
+        self._known.discard(storage)
+        self._held -= size
