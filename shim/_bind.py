@@ -38,6 +38,7 @@ class Layer:
     patch: str
     target: str
     factory: Factory = field(compare=False)
+    added: bool = False  # upstream lacks the name: `inner` is MISSING, and the factory makes what stands in the class
     content: object = None  # variant and options of the patch: where they differ, the chain is built anew
 
 
@@ -151,8 +152,8 @@ class Binder:
         initialising = getattr(namespace_of(module).get("__spec__"), "_initializing", False)
         return None if initialising and name not in self.executed else module
 
-    def resolve(self, target: str) -> tuple[Any, str, Any]:
-        """Owner, name and value of a target whose module is loaded; BindError where it is gone."""
+    def resolve(self, target: str, added: bool = False) -> tuple[Any, str, Any]:
+        """Owner, name and value of a target whose module is loaded; BindError where it is gone, but for `added`."""
         module_name, qualname = split_target(target)
         owner: Any = self.loaded(module_name)
         if owner is None:
@@ -165,7 +166,7 @@ class Binder:
         value = namespace_of(owner).get(name, MISSING)
         if value is MISSING and isinstance(owner, type):
             value = next((namespace_of(c)[name] for c in owner.__mro__[1:] if name in namespace_of(c)), MISSING)
-        if value is MISSING:
+        if value is MISSING and not added:
             raise BindError(f"{target} is gone from the installed release")
         return owner, name, value
 
@@ -257,7 +258,7 @@ class Binder:
         for target, layers in wanted.items():
             chain = self.chains.get(target)
             if chain is None and layers and self.loaded(split_target(target)[0]) is not None:
-                owner, name, value = self.resolve(target)
+                owner, name, value = self.resolve(target, layers[0].added)
                 base = self.beneath(value)
                 self.lost.pop((id(owner), name), None)  # what is there now has been looked at: it is not foreign
                 # What stands on a class further up is that class's own.
@@ -273,13 +274,14 @@ class Binder:
             except Exception as error:
                 message = f"{layer.target}: {type(error).__name__}: {error}"
                 raise BindError(message, layer.patch) from error
-            problem = misfit(outer, inner)
+            problem = "" if inner is MISSING else misfit(outer, inner)
             if problem:
                 raise BindError(f"{layer.target} would no longer take the calls it took: {problem}", layer.patch)
             inner = outer
         top = rewrap(chain.base, inner) if layers else chain.base
-        # Asked now, because once bound under upstream's name a wrapper is found by that name too.
-        borrowed = inner is not unwrap(chain.base) and _found_by_name(inner)
+        # Asked now, because once bound under upstream's name a wrapper is found by that name too. What takes an added
+        # name from us has nothing to go back to.
+        borrowed = chain.base is MISSING or (inner is not unwrap(chain.base) and _found_by_name(inner))
         return chain, replace(chain, layers=layers, top=top, borrowed=borrowed)
 
     def _keep_pairs(self, changes: Iterable[Change]) -> None:
@@ -362,7 +364,11 @@ class Binder:
             self.slots[key] = slot
             self._restore(slot, journal)
             return
-        value = rewrap(chain.base if current is MISSING else current, unwrap(after.top))
+        value = (
+            after.top
+            if chain.base is MISSING
+            else rewrap(chain.base if current is MISSING else current, unwrap(after.top))
+        )
         slot = self.slots[key] = replace(slot, written=value)
         self._write(slot, value, current, journal, after.layers[-1].patch)
 

@@ -12,10 +12,10 @@ from types import ModuleType
 from typing import Any
 
 from shim._aliases import namespace_of, unwrap
-from shim._bind import LAZY, Binder, Imported, Layer
+from shim._bind import LAZY, MISSING, Binder, Imported, Layer
 from shim._errors import BindError, NotMetError, ShimError
 from shim._fingerprint import split_target
-from shim._foreign import foreign_on
+from shim._foreign import describe, foreign_on
 from shim._hook import ImportHook, is_initialising
 from shim._plan import Decision, Plan, enforce
 
@@ -140,7 +140,7 @@ def _layers(state: _State, plan: Plan) -> dict[str, tuple[Layer, ...]]:
         if not decision.wanted or decision.id in state.failed or factories is None:
             continue
         for target in decision.targets:
-            layer = Layer(decision.id, target, factories[target], content)
+            layer = Layer(decision.id, target, factories[target], target in decision.added, content)
             wanted[target] = (*wanted.get(target, ()), layer)
     return wanted
 
@@ -152,9 +152,13 @@ def _conflict(state: _State, decision: Decision, plan: Plan) -> str:
         if target in binder.chains or binder.loaded(split_target(target)[0]) is None:
             continue
         try:
-            value = binder.resolve(target)[2]
+            value = binder.resolve(target, target in decision.added)[2]
         except BindError as error:
             return str(error)
+        if target in decision.added:
+            if value is not MISSING:
+                return f"{target}, which the release lacks, holds {describe(unwrap(value))}"
+            continue
         variant = plan.matrix.patches[decision.id].variants[decision.variant or ""]
         body = variant.inherits(target) or target
         found = foreign_on(body, unwrap(binder.beneath(value)), plan.environment.sources)

@@ -42,7 +42,8 @@ def explanation(plan: Plan, id: str) -> str:
     for variant in entry.variants.values():
         lines.append(f"Variant {variant.name}:")
         for target in variant.targets:
-            lines.append(f"  binds {target}" + (" where it is imported" if target in variant.optional else ""))
+            verb = "adds" if target in variant.added else "binds"
+            lines.append(f"  {verb} {target}" + (" where it is imported" if target in variant.optional else ""))
         lines += [f"  relies on {read}" for read in variant.reads]
     if entry.options:
         lines.append("Options: " + ", ".join(f"{name}={value!r}" for name, value in entry.options.items()))

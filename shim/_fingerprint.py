@@ -15,6 +15,7 @@ from shim._errors import SourceError
 from shim._sources import Sources
 
 __all__ = [
+    "ABSENT",
     "Definition",
     "blocks",
     "definitions",
@@ -27,6 +28,8 @@ __all__ = [
 
 # Fields without meaning for the program, or filled differently by different Python versions.
 SKIPPED_FIELDS = frozenset({"ctx", "kind", "type_comment", "type_ignores"})
+
+ABSENT = "absent"  # the fingerprint of a name that is not there, as a patch that adds it needs it
 
 Guard = tuple[str, object]
 FunctionNode = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -207,13 +210,17 @@ def signature_part(value: str) -> str:
     return value.rpartition(".")[2]
 
 
-def fingerprint(sources: Sources, target: str, inherits: str | None = None) -> str:
+def fingerprint(sources: Sources, target: str, inherits: str | None = None, added: bool = False) -> str:
     """Fingerprint of ``"package.module:Qualified.name"``; SourceError where it is gone or cannot be read.
 
     `inherits` is the definition that a class inherits under the name `target`; the fingerprint is then that of the
-    inherited one, and a class that has come to define the name itself is a SourceError.
+    inherited one, and a class that has come to define the name itself is a SourceError. With `added` it must not be
+    there, while its module and class are, and the fingerprint is ABSENT.
     """
     try:
+        if added:
+            _still_absent(sources, target)
+            return ABSENT
         if inherits is not None:
             _still_inherited(sources, target, inherits)
         module, qualname = split_target(inherits or target)
@@ -223,6 +230,15 @@ def fingerprint(sources: Sources, target: str, inherits: str | None = None) -> s
         return fingerprint_of(found, qualname)
     except RecursionError:
         raise SourceError(f"{target} is nested too deeply to be read") from None
+
+
+def _still_absent(sources: Sources, target: str) -> None:
+    module, qualname = split_target(target)
+    tree, owner = sources.tree(module), qualname.rpartition(".")[0]
+    if owner and not definitions(tree, owner):
+        raise SourceError(f"{module} has no class {owner}")
+    if definitions(tree, qualname):
+        raise SourceError(f"{module} has a {qualname} of its own by now")
 
 
 def _still_inherited(sources: Sources, target: str, inherits: str) -> None:

@@ -44,19 +44,20 @@ class _Bodies:
             for target, value in pin.fingerprints.items():
                 bodies.setdefault(target, set()).add(value)
         self.problems: dict[str, str] = {}
-        self._found: dict[tuple[str, str | None], str] = {}
+        self._found: dict[tuple[str, str | None, bool], str] = {}
 
-    def found(self, target: str, inherits: str | None = None) -> str:
-        if (target, inherits) not in self._found:
+    def found(self, target: str, inherits: str | None = None, added: bool = False) -> str:
+        key = (target, inherits, added)
+        if key not in self._found:
             try:
-                self._found[target, inherits] = fingerprint(self.environment.sources, target, inherits)
+                self._found[key] = fingerprint(self.environment.sources, target, inherits, added)
             except SourceError as error:
                 self.problems[target] = str(error)
-                self._found[target, inherits] = GONE
-        return self._found[target, inherits]
+                self._found[key] = GONE
+        return self._found[key]
 
     def of(self, variant: Variant) -> dict[str, str]:
-        return {target: self.found(target, variant.inherits(target)) for target in variant.bodies}
+        return {t: self.found(t, variant.inherits(t), t in variant.added) for t in variant.bodies}
 
     def unknown(self, name: str, bodies: Mapping[str, str]) -> dict[str, str]:
         """The bodies that no pinned release with this variant has, each with the reason."""
@@ -88,9 +89,10 @@ def _beyond(entry: PatchEntry, versions: Mapping[str, Version], matrix: Matrix) 
 
 def match(entry: PatchEntry, environment: Environment, matrix: Matrix) -> Match:
     """Return which variant of `entry` the installed sources call for, and why."""
-    installed = environment.installed.get(entry.distribution)
-    if installed is None:
-        return Match("not-installed", f"{entry.distribution} is not installed")
+    for name in (entry.distribution, *entry.needs):
+        if name not in environment.installed:
+            return Match("not-installed", f"{name} is not installed")
+    installed = environment.installed[entry.distribution]
     versions = {n: i.version for n, i in environment.installed.items() if i.version is not None}
     release = f"{entry.distribution} {installed.raw or 'of unknown version'}"
     bodies = _Bodies(entry, environment, matrix)

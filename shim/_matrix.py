@@ -14,7 +14,9 @@ import yaml
 from packaging.version import Version
 
 from shim._coverage import check_coverage
-from shim._sources import find_spec
+from shim._errors import MatrixError
+from shim._fingerprint import ABSENT, fingerprint
+from shim._sources import Sources, find_spec
 from shim._versions import in_range
 from shim._yaml import Reader, compose
 
@@ -23,7 +25,7 @@ __all__ = ["CHANGES", "KINDS", "Matrix", "PatchEntry", "Pin", "Rule", "Variant",
 KINDS = ("correctness", "compat", "performance", "feature")
 CHANGES = ("nothing", "rounding", "values")
 DISTRIBUTIONS = ("megatron-core", "transformer-engine", "torch")
-FINGERPRINT = re.compile(r"[0-9a-f]{16}\.([0-9a-f]{8}|-)")
+FINGERPRINT = re.compile(r"[0-9a-f]{16}\.([0-9a-f]{8}|-)|" + ABSENT)
 PATCH_ID = re.compile(r"[A-Za-z0-9_-]+")  # environment variables list them, with commas and spaces between
 PACKAGE = Path(__file__).resolve().parent
 
@@ -44,7 +46,8 @@ class Variant:
     """One way a patch is wired: the targets it binds and the bodies it relies on, as ``module:qualname``.
 
     `inherited` maps a target that is bound on a subclass to the definition it inherits. `optional` targets are bound
-    like all others, but not waited for: their modules are imported only by those who use them.
+    like all others, but not waited for: their modules are imported only by those who use them. `added` targets are
+    names that the releases lack: their factories get MISSING, and revert() takes them away.
     """
 
     name: str
@@ -52,6 +55,7 @@ class Variant:
     reads: tuple[str, ...] = ()
     inherited: Mapping[str, str] = None  # type: ignore[assignment]
     optional: frozenset[str] = frozenset()
+    added: frozenset[str] = frozenset()
 
     @property
     def bodies(self) -> tuple[str, ...]:
@@ -61,6 +65,10 @@ class Variant:
     def inherits(self, target: str) -> str | None:
         """The definition that `target` inherits, and whose body counts for it; None where it has its own."""
         return (self.inherited or {}).get(target)
+
+    def fingerprint(self, sources: Sources, target: str) -> str:
+        """Of one of `bodies` in `sources`; SourceError where it is not what the variant takes it for."""
+        return fingerprint(sources, target, self.inherits(target), target in self.added)
 
 
 @dataclass(frozen=True)
@@ -105,6 +113,21 @@ class PatchEntry:
 
     def rule_for(self, versions: Mapping[str, Version]) -> Rule | None:
         return next((rule for rule in self.rules if rule.holds(versions)), None)
+
+    def pinned_rule(self, version: Version) -> Rule | None:
+        """What a release of the patch's own distribution is pinned with, whatever else is installed beside it."""
+        here = self.distribution
+        own = [r for r in self.rules if here not in r.ranges or in_range(version, r.ranges[here])]
+        variants = {rule.variant for rule in own} - {None}
+        if len(variants) > 1:
+            what = f"{self.id}: {', '.join(sorted(map(str, variants)))} are all variants of {here} {version}"
+            raise MatrixError(f"{what}; what else is installed may only decide between one variant and none")
+        return next((rule for rule in own if rule.variant), next(iter(own), None))
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The distributions that every rule speaks of: without one of them there is nothing to patch."""
+        return tuple(name for name in DISTRIBUTIONS if all(name in rule.ranges for rule in self.rules))
 
     def possible(self, variant: str, versions: Mapping[str, Version]) -> bool:
         """Whether a rule gives `variant` on some release of the distribution, beside what else is installed."""
@@ -153,7 +176,7 @@ PATCH_KEYS = {
     "options": False,
 }
 VARIANT_KEYS = {"targets": True, "reads": False}
-TARGET_KEYS = {"target": True, "inherits": False, "optional": False}
+TARGET_KEYS = {"target": True, "inherits": False, "optional": False, "added": False}
 RULE_KEYS = {**dict.fromkeys(DISTRIBUTIONS, False), "note": False}
 PIN_KEYS = {"variant": True, "fingerprints": True}
 
@@ -162,26 +185,29 @@ def _variant(read: Reader, name: str, node: yaml.Node) -> Variant:
     entries = read.mapping(node, f"variant {name}", VARIANT_KEYS)
     targets: list[str] = []
     inherited: dict[str, str] = {}
-    optional: set[str] = set()
+    flags: dict[str, set[str]] = {"optional": set(), "added": set()}
     for item in read.sequence(entries["targets"], f"targets of {name}"):
         if isinstance(item, yaml.MappingNode):
             given = read.mapping(item, "a target", TARGET_KEYS)
             target = read.target(given["target"], "target")
             if "inherits" in given:
                 inherited[target] = read.target(given["inherits"], "inherits")
-            if "optional" in given and read.flag(given["optional"], "optional"):
-                optional.add(target)
+            for flag in flags.keys() & given.keys():
+                if read.flag(given[flag], flag):
+                    flags[flag].add(target)
+            if target in inherited and target in flags["added"]:
+                raise read.fail(item, f"target {target} cannot be both inherited and added")
         else:
             target = read.target(item, "a target")
         if target in targets:
             raise read.fail(item, f"target {target} stands twice in variant {name}")
         targets.append(target)
-    if set(targets) <= optional:
+    if set(targets) <= flags["optional"]:
         raise read.fail(node, f"variant {name} has no target" + (" that is not optional" if targets else ""))
     reads = entries.get("reads")
     items = [] if reads is None else read.sequence(reads, f"reads of {name}")
     relied = tuple(read.target(i, "a read") for i in items)
-    return Variant(name, tuple(targets), relied, inherited, frozenset(optional))
+    return Variant(name, tuple(targets), relied, inherited, *map(frozenset, flags.values()))
 
 
 def _rules(read: Reader, node: yaml.Node, variants: Mapping[str, Variant] | None) -> list[Rule]:

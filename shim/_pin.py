@@ -36,7 +36,7 @@ def _or_none(sources: Sources, target: str) -> str | None:
 
 def _measure(entry: PatchEntry, distribution: str, release: str, sources: Sources) -> Pin | None:
     version = parse_version(release)
-    rule = None if version is None else entry.rule_for({distribution: version})
+    rule = None if version is None else entry.pinned_rule(version)
     if rule is None:
         return None
     if rule.variant is None:
@@ -44,7 +44,7 @@ def _measure(entry: PatchEntry, distribution: str, release: str, sources: Source
         return Pin(None, found) if found else None
     variant = entry.variants[rule.variant]
     try:
-        return Pin(variant.name, {t: fingerprint(sources, t, variant.inherits(t)) for t in variant.bodies})
+        return Pin(variant.name, {t: variant.fingerprint(sources, t) for t in variant.bodies})
     except SourceError as error:
         raise MatrixError(
             f"{entry.id}: the rules give variant {variant.name} to {distribution} {release}, but {error}. "
@@ -80,7 +80,7 @@ def stale(matrix: Matrix) -> list[str]:
             for entry in matrix.patches.values():
                 if entry.distribution != distribution:
                     continue
-                rule = entry.rule_for({distribution: Version(release)})
+                rule = entry.pinned_rule(Version(release))
                 pin = pins.get(entry.id)
                 wanted = None if rule is None else rule.variant
                 if wanted is not None and pin is None:

@@ -32,6 +32,7 @@ class Decision:
     options: Mapping[str, Any] = field(default_factory=dict)
     remedy: str = ""
     optional: frozenset[str] = frozenset()  # targets that are bound, but not waited for
+    added: frozenset[str] = frozenset()  # targets that upstream lacks
 
     @property
     def wanted(self) -> bool:
@@ -141,6 +142,7 @@ def _decide(entry: PatchEntry, environment: Environment, options: Options, matri
         options.for_patch(entry.id, entry.options or {}),
         remedy,
         variant.optional if variant else frozenset(),
+        variant.added if variant else frozenset(),
     )
 
 

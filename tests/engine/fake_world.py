@@ -10,7 +10,7 @@ import types
 from pathlib import Path
 
 from shim import _engine
-from shim._fingerprint import fingerprint
+from shim._fingerprint import ABSENT, fingerprint
 from shim._sources import Sources
 
 MODULES = {
@@ -81,6 +81,8 @@ MODULES = {
         """,
 }
 
+ADDED = object()  # in the place of what a target inherits: the release lacks it
+
 # A wrapper that says which patch it is from: 2 becomes (id, 2).
 WRAPPER = """
     import functools
@@ -148,7 +150,8 @@ class World:
         return f"megatron.core.{name}"
 
     def patch(self, id: str, targets, source: str = WRAPPER, *, kind="correctness", options=None, pins=None) -> None:
-        """Add a patch. `targets` are targets, or pairs of a target and what it inherits; `source` is its module."""
+        """Add a patch. `targets` are targets, or pairs of a target and what it inherits, or ADDED; `source` is its
+        module."""
         self.patches[id] = {"targets": targets, "kind": kind, "options": options or {}, "pins": pins or {}}
         names = [t if isinstance(t, str) else t[0] for t in targets]
         head = f"ID = {id!r}\nTARGETS = {names!r}\n"
@@ -180,7 +183,10 @@ class World:
                 lines.append(f"          - {{target: {name}, inherits: {inherits}}}".replace("target: ", "target: "))
                 if inherits is None:
                     lines[-1] = f"          - {name}"
-                value = patch["pins"].get(name) or fingerprint(sources, inherits or name)
+                if inherits is ADDED:
+                    lines[-1] = f"          - {{target: {name}, added: true}}"
+                found = ABSENT if inherits is ADDED else fingerprint(sources, inherits or name)
+                value = patch["pins"].get(name) or found
                 pins.append(f'          {name}: "{value}"')
             lines += ["    applies:", '      - {megatron-core: ">=9.9.0.dev0,<10.0.0.dev0", variant: only}']
             lines += ["    delete_when: never"]

@@ -215,6 +215,41 @@ def test_bodies_do_not_overrule_the_version_of_another_distribution(world):
     assert match(matrix.patches["roll-fix"], detect(), matrix).state == "apply"
 
 
+BESIDE = MATRIX.replace(
+    '{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", variant: old}',
+    '{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", torch: ">=2.dev0", variant: old}',
+).replace(
+    '{megatron-core: ">=0.18.0.dev0,<0.19.0.dev0", note: mended in 0.18}',
+    '{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", torch: "<2.dev0", note: torch 1 needs nothing}\n'
+    '      - {megatron-core: ">=0.18.0.dev0,<0.19.0.dev0", torch: ">=0.dev0"}',
+).replace('<0.18.0.dev0", variant: new}', '<0.18.0.dev0", torch: ">=0.dev0", variant: new}')
+
+
+def test_what_every_rule_needs_beside_its_distribution_has_to_be_installed(world):
+    """Pins are those of its own distribution, whatever is installed beside it."""
+    world.pin(BESIDE)
+    world.install(BROKEN)
+    matrix = load_matrix(world.matrix, check_ranges=False)
+    assert matrix.patches["roll-fix"].needs == ("megatron-core", "torch")
+    found = match(matrix.patches["roll-fix"], detect(), matrix)
+    assert (found.state, found.reason) == ("not-installed", "torch is not installed")
+    for version, state in (("2.9.0", "apply"), ("1.9.0", "upstream")):
+        write_file(world.own / "torch/__init__.py", "")
+        write_file(world.own / "torch/version.py", f"__version__ = {version!r}\n")
+        assert match(matrix.patches["roll-fix"], detect(), matrix).state == state
+
+
+def test_what_else_is_installed_does_not_choose_between_variants(world):
+    """A release has one set of pins for each patch."""
+    text = MATRIX.replace(
+        '{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", variant: old}',
+        '{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", torch: ">=2.dev0", variant: old}\n'
+        '      - {megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", torch: "<2.dev0", variant: new}',
+    )
+    with pytest.raises(MatrixError, match="new, old are all variants of megatron-core 0.16.0"):
+        world.pin(text)
+
+
 INHERITED = MATRIX.replace(
     'targets: ["megatron.core.roll:roll"]',
     'targets: ["megatron.core.roll:roll", {target: "megatron.core.roll:Special.forward", '
