@@ -102,7 +102,9 @@ def checked_options(
     inside = (target >= 0) & (target < vocabulary)
     if ignore_index is not None:
         inside |= target == ignore_index
-    require(inside.all(), f"a target is outside of the vocabulary of {vocabulary} (and not {ignore_index})")
+    where = f"of {vocabulary} on {ranks} rank{'s' * (ranks > 1)}"
+    hint = "" if ranks > 1 else "; is tp_group missing?"
+    require(inside.all(), f"a target is outside of the vocabulary {where} (and not {ignore_index}){hint}")
     options = Options(
         group,
         ranks,

@@ -72,12 +72,12 @@ def token_logprobs(
     logits: [..., V / ranks] in fp32, bf16, fp16 or fp64, any strides; this rank's share of the vocabulary, which is cut
     evenly and in order of the ranks. They are saved for backward by reference.
     target: int64 or int32 [...], places in the global vocabulary. Every rank passes the same.
-    tp_group: the ranks that share the vocabulary; None where one has all of it.
+    tp_group: the ranks that share the vocabulary; None where one has all of it. Forgotten, a share passes for the whole.
     temperature: divides the logits; a positive number, or a tensor that broadcasts to [...]. It gets no gradient.
     entropy: "no_grad" computes it without a gradient.
     label_smoothing: see the module; it changes `logprob` alone.
     ignore_index: tokens with this target have results of 0 and a gradient of exactly 0, whatever their logits are;
-    None ignores none.
+    None ignores none. A loss made of ratios or means still has to leave them out: 0 stands for a probability of 1.
     scratch_bytes: how much memory a pass may use for its temporaries, at least that for one token; by default 4 MiB on
     CPU (it stays in the cache), 128 MiB elsewhere. chunk_size: the number of tokens that are worked on at once
     instead. The results do not depend on either. Kernels (see below) need no scratch.
