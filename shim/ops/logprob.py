@@ -72,7 +72,7 @@ def token_logprobs(
     logits: [..., V / ranks] in fp32, bf16, fp16 or fp64, any strides; this rank's share of the vocabulary, which is cut
     evenly and in order of the ranks. They are saved for backward by reference.
     target: int64 or int32 [...], places in the global vocabulary. Every rank passes the same.
-    tp_group: the ranks that share the vocabulary; None where one has all of it. Forgotten, a share passes for the whole.
+    tp_group: the ranks that share the vocabulary; None where one has all of it. Without, a share passes for the whole.
     temperature: divides the logits; a positive number, or a tensor that broadcasts to [...]. It gets no gradient.
     entropy: "no_grad" computes it without a gradient.
     label_smoothing: see the module; it changes `logprob` alone.

@@ -215,14 +215,18 @@ def test_bodies_do_not_overrule_the_version_of_another_distribution(world):
     assert match(matrix.patches["roll-fix"], detect(), matrix).state == "apply"
 
 
-BESIDE = MATRIX.replace(
-    '{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", variant: old}',
-    '{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", torch: ">=2.dev0", variant: old}',
-).replace(
-    '{megatron-core: ">=0.18.0.dev0,<0.19.0.dev0", note: mended in 0.18}',
-    '{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", torch: "<2.dev0", note: torch 1 needs nothing}\n'
-    '      - {megatron-core: ">=0.18.0.dev0,<0.19.0.dev0", torch: ">=0.dev0"}',
-).replace('<0.18.0.dev0", variant: new}', '<0.18.0.dev0", torch: ">=0.dev0", variant: new}')
+BESIDE = (
+    MATRIX.replace(
+        '{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", variant: old}',
+        '{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", torch: ">=2.dev0", variant: old}',
+    )
+    .replace(
+        '{megatron-core: ">=0.18.0.dev0,<0.19.0.dev0", note: mended in 0.18}',
+        '{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", torch: "<2.dev0", note: torch 1 needs nothing}\n'
+        '      - {megatron-core: ">=0.18.0.dev0,<0.19.0.dev0", torch: ">=0.dev0"}',
+    )
+    .replace('<0.18.0.dev0", variant: new}', '<0.18.0.dev0", torch: ">=0.dev0", variant: new}')
+)
 
 
 def test_what_every_rule_needs_beside_its_distribution_has_to_be_installed(world):
@@ -246,7 +250,7 @@ def test_what_else_is_installed_does_not_choose_between_variants(world):
         '{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", torch: ">=2.dev0", variant: old}\n'
         '      - {megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", torch: "<2.dev0", variant: new}',
     )
-    with pytest.raises(MatrixError, match="new, old are all variants of megatron-core 0.16.0"):
+    with pytest.raises(MatrixError, match="new, old are all variants of megatron-core"):
         world.pin(text)
 
 
