@@ -38,7 +38,7 @@ class Layer:
     patch: str
     target: str
     factory: Factory = field(compare=False)
-    added: bool = False  # upstream lacks the name: `inner` is MISSING, and the factory makes what stands in the class
+    added: bool = False  # upstream may lack the name: `inner` is MISSING then, and the factory makes what stands there
     content: object = None  # variant and options of the patch: where they differ, the chain is built anew
 
 
@@ -137,6 +137,7 @@ class Binder:
         self.executed: set[str] = set()  # modules whose code has run to the end, though their import is not over
         # What shim has ever put on a target, on duty or off, with that target and what was there before.
         self._ours: weakref.WeakKeyDictionary[Any, tuple[str, Any]] = weakref.WeakKeyDictionary()
+        self._added: weakref.WeakSet[Any] = weakref.WeakSet()  # what shim has put where nothing was
 
     # What is there
 
@@ -173,7 +174,11 @@ class Binder:
     def beneath(self, value: Any) -> Any:
         """`value`, or where it is ours what was there before it."""
         inner = unwrap(value)
-        if not isinstance(inner, (types.FunctionType, type)) or inner not in self._ours:
+        if not isinstance(inner, (types.FunctionType, type)):
+            return value
+        if inner in self._added:
+            return None  # what upstream's guarded import of it would have left
+        if inner not in self._ours:
             return value
         base = self._ours[inner][1]
         return base if type(base) is type(value) else rewrap(value, unwrap(base))
@@ -399,7 +404,11 @@ class Binder:
             return
         self.chains[chain.target] = after
         inner = unwrap(after.top)
-        if isinstance(inner, (types.FunctionType, type)) and inner is not unwrap(chain.base) and not after.borrowed:
+        if not isinstance(inner, (types.FunctionType, type)):
+            return
+        if chain.base is MISSING:
+            self._added.add(inner)
+        elif inner is not unwrap(chain.base) and not after.borrowed:
             self._ours[inner] = chain.target, chain.base
 
     # Reading

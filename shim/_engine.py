@@ -14,7 +14,7 @@ from typing import Any
 from shim._aliases import namespace_of, unwrap
 from shim._bind import LAZY, MISSING, Binder, Imported, Layer
 from shim._errors import BindError, NotMetError, ShimError
-from shim._fingerprint import split_target
+from shim._fingerprint import ABSENT, split_target
 from shim._foreign import describe, foreign_on
 from shim._hook import ImportHook, is_initialising
 from shim._plan import Decision, Plan, enforce
@@ -155,10 +155,10 @@ def _conflict(state: _State, decision: Decision, plan: Plan) -> str:
             value = binder.resolve(target, target in decision.added)[2]
         except BindError as error:
             return str(error)
-        if target in decision.added:
-            if value is not MISSING:
-                return f"{target}, which the release lacks, holds {describe(unwrap(value))}"
+        if value is MISSING:
             continue
+        if decision.fingerprints.get(target) == ABSENT:
+            return f"{target}, which the release lacks, holds {describe(unwrap(value))}"
         variant = plan.matrix.patches[decision.id].variants[decision.variant or ""]
         body = variant.inherits(target) or target
         found = foreign_on(body, unwrap(binder.beneath(value)), plan.environment.sources)

@@ -214,31 +214,22 @@ def fingerprint(sources: Sources, target: str, inherits: str | None = None, adde
     """Fingerprint of ``"package.module:Qualified.name"``; SourceError where it is gone or cannot be read.
 
     `inherits` is the definition that a class inherits under the name `target`; the fingerprint is then that of the
-    inherited one, and a class that has come to define the name itself is a SourceError. With `added` it must not be
-    there, while its module and class are, and the fingerprint is ABSENT.
+    inherited one, and a class that has come to define the name itself is a SourceError. With `added` the name may be
+    missing from its module or class, and the fingerprint is ABSENT then.
     """
     try:
-        if added:
-            _still_absent(sources, target)
-            return ABSENT
         if inherits is not None:
             _still_inherited(sources, target, inherits)
         module, qualname = split_target(inherits or target)
         found = definitions(sources.tree(module), qualname)
+        owner = qualname.rpartition(".")[0]
+        if not found and added and (not owner or definitions(sources.tree(module), owner)):
+            return ABSENT
         if not found:
             raise SourceError(f"{module} has no {qualname}")
         return fingerprint_of(found, qualname)
     except RecursionError:
         raise SourceError(f"{target} is nested too deeply to be read") from None
-
-
-def _still_absent(sources: Sources, target: str) -> None:
-    module, qualname = split_target(target)
-    tree, owner = sources.tree(module), qualname.rpartition(".")[0]
-    if owner and not definitions(tree, owner):
-        raise SourceError(f"{module} has no class {owner}")
-    if definitions(tree, qualname):
-        raise SourceError(f"{module} has a {qualname} of its own by now")
 
 
 def _still_inherited(sources: Sources, target: str, inherits: str) -> None:

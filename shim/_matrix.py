@@ -47,7 +47,8 @@ class Variant:
 
     `inherited` maps a target that is bound on a subclass to the definition it inherits. `optional` targets are bound
     like all others, but not waited for: their modules are imported only by those who use them. `added` targets are
-    names that the releases lack: their factories get MISSING, and revert() takes them away.
+    names that releases lack, or define only where something else is installed: their factories get MISSING where there
+    is nothing, and revert() takes away what they gave.
     """
 
     name: str

@@ -23,11 +23,20 @@ __all__ = ["ALL_PAIRS", "EVERYDAY", "EVERYDAY_PAIRS", "run_cells"]
 # One release for every set of target bodies that differ.
 EVERYDAY = ("0.12.0", "0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
 
-EVERYDAY_PAIRS = ("0.12.3+2.1.0", "0.13.1+2.5.0", "0.15.3+2.9.0", "0.16.1+2.12.0", "0.18.2+2.16.1", "0.19.2+2.20.2")
+EVERYDAY_PAIRS = (
+    "0.12.0+2.10.0",
+    "0.12.3+2.1.0",
+    "0.13.1+2.5.0",
+    "0.15.3+2.9.0",
+    "0.16.1+2.12.0",
+    "0.18.2+2.16.1",
+    "0.19.2+2.20.2",
+)
 
 # Transformer Engine just before and just after each of its moves; then pairs that users run.
 _TE_TURNS = (
     "2.1.0",
+    "2.2.0",
     "2.3.0",
     "2.7.0",
     "2.8.0",
@@ -40,7 +49,7 @@ _TE_TURNS = (
     "2.19.0",
     "2.20.2",
 )
-_IN_USE = ("0.13.0+2.2.0", "0.16.0+2.16.1", "0.17.1+2.14.1", "0.18.0+2.16.1", "0.19.0+2.16.0")
+_IN_USE = ("0.16.0+2.16.1", "0.17.1+2.14.1", "0.18.0+2.16.1", "0.19.0+2.16.0")
 ALL_PAIRS = tuple(
     dict.fromkeys([*(f"{release}+{te}" for release in EVERYDAY for te in _TE_TURNS), *EVERYDAY_PAIRS, *_IN_USE])
 )

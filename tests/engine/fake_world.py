@@ -10,7 +10,7 @@ import types
 from pathlib import Path
 
 from shim import _engine
-from shim._fingerprint import ABSENT, fingerprint
+from shim._fingerprint import fingerprint
 from shim._sources import Sources
 
 MODULES = {
@@ -185,8 +185,10 @@ class World:
                     lines[-1] = f"          - {name}"
                 if inherits is ADDED:
                     lines[-1] = f"          - {{target: {name}, added: true}}"
-                found = ABSENT if inherits is ADDED else fingerprint(sources, inherits or name)
-                value = patch["pins"].get(name) or found
+                added = inherits is ADDED
+                value = patch["pins"].get(name) or fingerprint(
+                    sources, name if added else inherits or name, None, added
+                )
                 pins.append(f'          {name}: "{value}"')
             lines += ["    applies:", '      - {megatron-core: ">=9.9.0.dev0,<10.0.0.dev0", variant: only}']
             lines += ["    delete_when: never"]

@@ -65,12 +65,40 @@ def test_a_release_that_has_it_by_now_is_drifted(adding):
     adding.module("ops", "def double(x, scale=2):\n    return x\n\n\ndef triple(x):\n    return x\n")
     decision = shim.plan()["p"]
     assert decision.action == "drifted"
-    assert "has a triple of its own by now" in decision.reason
+    assert "megatron.core.ops:triple: its body is not that of any pinned release" in decision.reason
+
+
+def test_a_target_that_imported_an_added_name_goes_back_to_what_its_guard_leaves(world):
+    """A module guards its import of a name that shim adds: after revert() it holds None, as it would have."""
+    world.module("taker", "try:\n    from megatron.core.ops import triple\nexcept ImportError:\n    triple = None\n")
+    world.patch("p", [(CORE + "ops:triple", ADDED), CORE + "taker:triple"], SOURCE)
+    shim.apply()
+    assert world.get("taker:triple")(2) == ("p", 6, "None")
+    assert shim.status()["p"].state == "applied"
+    shim.revert()
+    assert world.get("taker:triple") is None
+    assert world.get("ops:triple") == "missing"
+
+
+@pytest.mark.parametrize("defined", [True, False])
+def test_a_name_that_only_some_installations_have(world, defined):
+    """Where upstream's try block has failed the factory gets nothing, else what is there."""
+    guarded = "try:\n    import {}\n\n    def maybe(x):\n        return x\n\nexcept ImportError:\n    pass\n"
+    world.module("gated", guarded.format("sys" if defined else "no_such_module"))
+    source = SOURCE.replace(
+        "def plain(missing):", "def plain(missing):\n        if callable(missing): return missing\n"
+    )
+    world.patch("p", [(CORE + "gated:maybe", ADDED)], source)
+    before = world.get("gated:maybe")
+    assert shim.apply()["p"].state == "applied"
+    assert world.get("gated:maybe")(2) == (2 if defined else ("p", 6, "MISSING"))
+    shim.revert()
+    assert world.get("gated:maybe") is before
 
 
 def test_a_class_that_is_gone_is_drifted(adding):
     adding.module("layers", "Layer = 1\n".replace("Layer", "Other"))
-    assert "has no class Layer" in shim.plan()["p"].reason
+    assert "has no Layer.name" in shim.plan()["p"].reason
 
 
 def test_what_somebody_else_put_there_is_left_alone(adding):

@@ -1,0 +1,216 @@
+"""Patches te-moved-symbols and te-skip-weight-update: what a pair of releases loses, and that it is there again."""
+
+import importlib
+import inspect
+import json
+import subprocess
+import sys
+
+import megatron.core.models.gpt.gpt_layer_specs
+import megatron.core.transformer.moe.moe_utils  # noqa: F401
+import pytest
+import torch
+import transformer_engine
+from transformer_engine.pytorch import cpp_extensions
+from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
+import shim
+from shim import testing
+from shim.testing import Layout
+
+ID, SKIP = "te-moved-symbols", "te-skip-weight-update"
+MCORE = tuple(int(part) for part in testing.release().split(".")[:3])
+TE = tuple(int(part) for part in transformer_engine.__version__.split(".")[:2])
+
+EXTENSIONS = "megatron.core.extensions.transformer_engine"
+ROPE = "megatron.core.models.common.embeddings.rope_utils"
+SPLIT = [(EXTENSIONS, "SplitAlongDim"), ("megatron.core.transformer.attention", "SplitAlongDim")]
+FUSED_ROPE = [(m, "fused_apply_rotary_pos_emb" + end) for m in (EXTENSIONS, ROPE) for end in ("", "_thd")]
+GEMM = [(EXTENSIONS, "te_general_gemm"), ("megatron.core.transformer.moe.moe_utils", "te_general_gemm")]
+PLACES = [*SPLIT, *FUSED_ROPE, *GEMM]
+
+ROPE_MOVED_IN = (2, 2) if MCORE == (0, 12, 0) else (2, 3)
+moved_rope = MCORE < (0, 13) and TE >= ROPE_MOVED_IN
+LOST = {
+    f"{module}:{name}"
+    for places, lost in (
+        (SPLIT, TE >= (2, 3)),
+        (FUSED_ROPE, moved_rope),
+        (GEMM, (0, 13) <= MCORE < (0, 17) and TE >= (2, 10)),
+    )
+    for module, name in places
+    if lost
+}
+NEEDED_FROM = (2, 2) if MCORE < (0, 13) else (2, 3)
+APPLIES = TE >= NEEDED_FROM
+
+needs_it = pytest.mark.skipif(not APPLIES, reason="no name has moved in this pair")
+
+
+def absent():
+    """Places where megatron-core holds nothing or None, of those that the release knows."""
+    found = {f"{module}:{name}" for module, name in PLACES if not there(module, name)}
+    return found - {f"{module}:{name}" for module, name in GEMM if MCORE < (0, 13)}
+
+
+def there(module, name):
+    return getattr(importlib.import_module(module), name, None) is not None
+
+
+def snapshot():
+    return {place: vars(importlib.import_module(place[0])).get(place[1], "missing") for place in PLACES}
+
+
+def test_stock_has_lost_what_has_moved():
+    """Without a word: the modules were imported without an error."""
+    assert absent() == LOST
+
+
+def test_everything_is_there_again_after_megatron_was_imported():
+    before = snapshot()
+    with shim.patched(only=[ID]) as report:
+        assert report[ID].state == ("applied" if APPLIES else "upstream"), str(report)
+        assert absent() == set()
+        assert shim.status()[ID].state == report[ID].state
+    after = snapshot()
+    assert all(before[place] is after[place] for place in PLACES)
+
+
+EARLY = """
+import importlib, json, sys
+from shim import testing
+testing.transformer_engine_on_cpu()
+import shim
+places = json.loads(sys.argv[1])
+
+def absent():
+    found = []
+    for module, name in places:
+        if getattr(importlib.import_module(module), name, None) is None:
+            found.append(module + ":" + name)
+    return found
+
+shim.apply(only=["te-moved-symbols"])
+import megatron.core.models.gpt.gpt_layer_specs
+applied = absent()
+state = shim.status()["te-moved-symbols"].state
+shim.revert()
+print(json.dumps([applied, state, absent()]))
+"""
+
+
+@needs_it
+def test_everything_is_there_where_megatron_is_imported_after_apply():
+    """In a process of its own; revert() leaves what stock would have had."""
+    places = [place for place in PLACES if MCORE >= (0, 13) or place not in GEMM]
+    done = subprocess.run([sys.executable, "-c", EARLY, json.dumps(places)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    applied, state, reverted = json.loads(done.stdout.splitlines()[-1])
+    assert (applied, state) == ([], "applied")
+    assert set(reverted) == LOST
+
+
+@pytest.mark.skipif(TE < (2, 3), reason="stock has it")
+def test_attention_splits_by_it_and_trains_the_same():
+    """Every layer splits its QKV through it, and no bit of losses and gradients changes."""
+    calls = []
+
+    def step():
+        model = testing.build_gpt(mtp_num_layers=None)
+        return testing.run_packed(model, testing.pack(testing.random_sequences([5, 7, 4])))
+
+    with testing.layout_initialised(Layout()):
+        if MCORE[:2] == (0, 17) and TE < (2, 10):
+            pytest.skip("0.17 asks TE for an offload option of 2.10: no model can be built")
+        stock = step()
+        with shim.patched(only=[ID], require=[ID]):
+            attention = importlib.import_module("megatron.core.transformer.attention")
+            split = attention.SplitAlongDim
+            attention.SplitAlongDim = lambda *args: calls.append(args) or split(*args)
+            try:
+                mine = step()
+            finally:
+                attention.SplitAlongDim = split
+    assert len(calls) == 2
+    assert all(torch.equal(stock.grads[name], mine.grads[name]) for name in stock.grads)
+    assert torch.equal(stock.main, mine.main)
+
+
+@pytest.mark.skipif(not moved_rope, reason="this pair has fused RoPE")
+def test_fused_rope_is_called_as_this_engine_takes_it(monkeypatch):
+    """A stand-in for TE's function, which ends in a CUDA kernel, binds the arguments to the real signature."""
+    home = "attention" if TE < (2, 3) else "attention.rope"
+    module = importlib.import_module(f"transformer_engine.pytorch.{home}")
+    real, calls = inspect.signature(module.apply_rotary_pos_emb), []
+
+    def stand_in(*args, **kwargs):
+        calls.append(dict(real.bind(*args, **kwargs).arguments))
+        return args[0]
+
+    stand_in.__signature__ = real
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", stand_in)
+    t, freqs, cu_seqlens = torch.ones(4, 1, 2, 8), torch.ones(4, 1, 1, 8), torch.tensor([0, 4])
+    with shim.patched(only=[ID], require=[ID]):
+        rope = importlib.import_module(ROPE)
+        rope.fused_apply_rotary_pos_emb(t, freqs, transpose_output_memory=True)
+        rope.fused_apply_rotary_pos_emb_thd(t[:, 0], cu_seqlens, freqs, cp_size=2, cp_rank=1)
+        if TE >= (2, 3):
+            importlib.import_module(EXTENSIONS).fused_apply_rotary_pos_emb(t, freqs, interleaved=True)
+        else:
+            with pytest.raises(ValueError, match=r"from 2\.3 on"):
+                rope.fused_apply_rotary_pos_emb(t, freqs, interleaved=True)
+    plain, packed, *interleaved = calls
+    assert (plain["tensor_format"], plain["fused"], plain.get("start_positions")) == ("sbhd", True, None)
+    assert (packed["tensor_format"], packed["fused"], packed["cp_size"], packed["cp_rank"]) == ("thd", True, 2, 1)
+    assert packed["cu_seqlens"] is cu_seqlens and packed.get("start_positions") is None
+    assert [call["interleaved"] for call in interleaved] == [True] * (TE >= (2, 3))
+
+
+@pytest.mark.skipif(not (0, 12, 1) <= MCORE < (0, 13) or TE != (2, 2), reason="0.12.1 to 0.12.3 with TE 2.2")
+def test_an_argument_that_came_with_the_next_release_is_not_passed(monkeypatch):
+    """Stock passes `interleaved`, which TE 2.2 does not know: a TypeError for all fused RoPE."""
+    rope, t = importlib.import_module(ROPE), torch.ones(4, 1, 2, 8)
+    with pytest.raises(TypeError, match="interleaved"):
+        rope.fused_apply_rotary_pos_emb(t, t)
+    with shim.patched(only=[ID], require=[ID]), pytest.raises(testing.CompiledOpError):
+        rope.fused_apply_rotary_pos_emb(t, t)
+
+
+@pytest.mark.skipif(not (0, 13) <= MCORE < (0, 17) or TE < (2, 10), reason="this pair has its general_gemm")
+def test_general_gemm_is_called_as_this_engine_takes_it(monkeypatch):
+    """A stand-in for TE's function, which ends in a CUDA kernel, binds the arguments to the real signature."""
+    real, calls = inspect.signature(cpp_extensions.general_gemm), []
+
+    def stand_in(*args, **kwargs):
+        calls.append(dict(real.bind(*args, **kwargs).arguments))
+
+    monkeypatch.setattr(cpp_extensions, "general_gemm", stand_in)
+    a, b = torch.ones(2, 3), torch.ones(4, 3)
+    with shim.patched(only=[ID], require=[ID]):
+        moe = importlib.import_module(GEMM[1][0])
+        moe.te_general_gemm(a, b, torch.float32, layout="NT", bias=a, grad=True)
+    (call,) = calls
+    assert (call["A"], call["B"], call["bias"]) == (a, b, a)
+    assert (call["out_dtype"], call["layout"], call["grad"]) == (torch.float32, "NT", True)
+    assert not set(call) & {"workspace"}
+
+
+lacks_the_method = TE in ((2, 15), (2, 16))
+
+
+def test_the_flag_of_weight_updates_can_be_set():
+    """megatron-core calls the method when it captures and replays CUDA graphs."""
+    name = "set_skip_fp8_weight_update_tensor"
+    assert hasattr(FP8GlobalStateManager, name) != lacks_the_method
+    with shim.patched(only=[SKIP]) as report:
+        assert report[SKIP].state == ("applied" if lacks_the_method else "upstream"), str(report)
+        if not lacks_the_method:
+            return
+        FP8GlobalStateManager.set_skip_fp8_weight_update_tensor(True)
+        flag = FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor
+        assert (flag.dtype, flag.tolist()) == (torch.float32, [1.0])
+        FP8GlobalStateManager.set_skip_fp8_weight_update_tensor(False)
+        assert FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor is flag
+        assert flag.tolist() == [0.0]
+        FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor = None
+    assert not hasattr(FP8GlobalStateManager, name)
