@@ -19,7 +19,7 @@ from shim._plan import Plan, make_plan
 from shim._ranks import NOTHING, is_rank_zero, ranks_that_differ
 from shim._report import PatchReport, Report
 from shim._resume import differs, state_of
-from shim._verify import read_report, shadows_in
+from shim._verify import problems_in, read_report, shadows_in
 
 __all__ = [
     "apply",
@@ -140,10 +140,11 @@ def check(model: Any = None, group: Any = None) -> Report:
     """Verify that everything wanted is active, on `model` itself, and on every rank of `group`.
 
     model: a torch module, or an iterable of them (virtual pipeline chunks). A subclass or an instance that overrides
-    a patched method makes the patch ``shadowed``. group: a torch.distributed process group, or None for the default
-    one where torch.distributed is initialised; it gathers one short digest per rank.
+    a patched method makes the patch ``shadowed``; where something else keeps it from its effect on this model, as a
+    variable that had to be set earlier, it is ``inactive``. group: a torch.distributed process group, or None for the
+    default one where torch.distributed is initialised; it gathers one short digest per rank.
 
-    Pending, shadowed and conflicting correctness patches are warnings; NotMetError where the patch is required, or
+    Pending, inactive, shadowed and conflicting patches are warnings; NotMetError where the patch is required, or
     with strict, and where ranks differ. Logs one INFO line on rank 0.
     """
     _engine.catch_up(_engine.STATE)
@@ -155,6 +156,9 @@ def check(model: Any = None, group: Any = None) -> Report:
         report = read_report(current, _engine.STATE.binder, _engine.STATE.failed)
         shadows = list(shadows_in(model, current, _engine.STATE.binder)) if model is not None else []
     patches = dict(report.patches)
+    for id, what, remedy in problems_in(model, current) if model is not None else ():
+        if patches[id].state == "applied":
+            patches[id] = replace(patches[id], state="inactive", reason=what, remedy=remedy)
     for id, target, what in shadows:
         if patches[id].state in ("applied", "pending"):
             patches[id] = replace(
@@ -197,7 +201,7 @@ def _judge(report: Report, options: Options) -> None:
 
 
 def _amiss(patch: PatchReport) -> bool:
-    return patch.state in ("pending", "shadowed", "conflict", "failed") or (
+    return patch.state in ("pending", "inactive", "shadowed", "conflict", "failed") or (
         patch.state == "drifted" and patch.kind == "correctness"
     )
 

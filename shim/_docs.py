@@ -24,15 +24,13 @@ def support(matrix: Matrix) -> dict[str, dict[str, dict[str, str]]]:
             row = table.setdefault(distribution, {}).setdefault(release, {})
             for id, entry in matrix.patches.items():
                 if entry.distribution == distribution:
-                    row[id] = _cell(entry, distribution, release)
+                    row[id] = _cell(entry, release)
     return table
 
 
-def _cell(entry: PatchEntry, distribution: str, release: str) -> str:
-    for rule in entry.rules:
-        if rule.holds({distribution: Version(release)}):
-            return rule.variant or "upstream"
-    return "-"
+def _cell(entry: PatchEntry, release: str) -> str:
+    rule = entry.pinned_rule(Version(release))
+    return "-" if rule is None else rule.variant or "upstream"
 
 
 def support_table(matrix: Matrix) -> str:

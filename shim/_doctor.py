@@ -14,6 +14,7 @@ from shim._detect import detect
 from shim._errors import ShimError
 from shim._matrix import matrix_path
 from shim._options import VARIABLES, matrix_argument
+from shim._variables import concerning
 
 __all__ = ["as_text", "examine"]
 
@@ -21,10 +22,11 @@ OTHER_VARIABLES = ("PYTHONPATH", "PYTHONOPTIMIZE", "NVTE_CPU_OFFLOAD_V1", "NVTE_
 
 
 def examine() -> dict[str, Any]:
-    """A dictionary with stable keys; `problems` holds what is wrong, each with a remedy."""
+    """A dictionary with stable keys; `problems` holds what is wrong, `notes` what some models need."""
     environment = detect()
     problems = [f"{i.distribution}: {text}" for i in environment.installed.values() for text in i.problems]
     decisions: dict[str, Any] = {}
+    notes: list[str] = []
     digest = None
     try:
         made = plan()
@@ -35,6 +37,12 @@ def examine() -> dict[str, Any]:
             f"{d.id} is {d.action}: {d.reason}. Remedy: {d.remedy}"
             for d in made.decisions.values()
             if d.kind == "correctness" and d.action in ("drifted", "conflict")
+        ]
+        notes = [
+            f"{id}: {variable} is not set, so {variable.without}. Remedy: set it for the process, or call "
+            f"shim.apply(options={ {id: {variable.option: True}} }) before {variable.before} is imported"
+            for id, variable in concerning(made)
+            if os.environ.get(variable.name) != variable.value
         ]
     except ShimError as error:
         problems.append(str(error))
@@ -59,6 +67,7 @@ def examine() -> dict[str, Any]:
         "import_hooks": [_finder(finder) for finder in sys.meta_path],
         "digest": digest,
         "plan": decisions,
+        "notes": notes,
         "problems": problems,
     }
 
@@ -90,6 +99,7 @@ def as_text(found: dict[str, Any]) -> str:
     for id, d in found["plan"].items():
         cells = [id, d["action"], d["variant"] or "", d["reason"]]
         lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+    lines += ["", "Notes:", *(f"- {note}" for note in found["notes"])] if found["notes"] else []
     lines += ["", "Problems:" if found["problems"] else "No problems found."]
     lines += [f"- {problem}" for problem in found["problems"]]
     return "\n".join(lines)

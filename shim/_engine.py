@@ -6,7 +6,7 @@ import importlib
 import logging
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -18,6 +18,7 @@ from shim._fingerprint import ABSENT, split_target
 from shim._foreign import describe, foreign_on
 from shim._hook import ImportHook, is_initialising
 from shim._plan import Decision, Plan, enforce
+from shim._variables import Variables
 
 __all__ = ["STATE", "adopt", "catch_up", "with_conflicts"]
 
@@ -46,6 +47,7 @@ class _State:
         self.factories: dict[_Content, Mapping[str, Any]] = {}
         self.failed: dict[str, str] = {}
         self.said: set[str] = set()
+        self.variables = Variables()
         self.hook = ImportHook(self.wants, self.after_import)
 
     def adjust(self, plan: Plan | None) -> None:
@@ -54,6 +56,13 @@ class _State:
         self.modules = frozenset() if plan is None else frozenset(_target_modules(plan))
         self.patches = frozenset() if plan is None else frozenset(e.module for e in plan.matrix.patches.values())
         self.late = frozenset(name for name in self.modules if self.binder.loaded(name) is None)
+        self.warn_once(self.variables.settle(plan))
+
+    def warn_once(self, texts: Iterable[str]) -> None:
+        for text in texts:
+            if text not in self.said and len(self.said) < _SAID_LIMIT:
+                self.said.add(text)
+                log.warning("%s", text)
 
     # What the import hook calls
 
@@ -232,12 +241,11 @@ def _enforce_required(plan: Plan, imported: Imported | None) -> None:
 
 def _say(state: _State, plan: Plan) -> None:
     """Warn once about every correctness patch that cannot be applied."""
-    for decision in plan.decisions.values():
-        if decision.kind == "correctness" and decision.action in ("drifted", "conflict"):
-            text = f"{decision.id} is not applied ({decision.action}): {decision.reason}. Remedy: {decision.remedy}."
-            if text not in state.said and len(state.said) < _SAID_LIMIT:
-                state.said.add(text)
-                log.warning("%s", text)
+    state.warn_once(
+        f"{decision.id} is not applied ({decision.action}): {decision.reason}. Remedy: {decision.remedy}."
+        for decision in plan.decisions.values()
+        if decision.kind == "correctness" and decision.action in ("drifted", "conflict")
+    )
 
 
 def _is_lazy(module: object) -> bool:

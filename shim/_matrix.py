@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,18 @@ from shim._sources import Sources, find_spec
 from shim._versions import in_range
 from shim._yaml import Reader, compose
 
-__all__ = ["CHANGES", "KINDS", "Matrix", "PatchEntry", "Pin", "Rule", "Variant", "load_matrix", "matrix_path"]
+__all__ = [
+    "CHANGES",
+    "KINDS",
+    "Matrix",
+    "PatchEntry",
+    "Pin",
+    "Rule",
+    "Variable",
+    "Variant",
+    "load_matrix",
+    "matrix_path",
+]
 
 KINDS = ("correctness", "compat", "performance", "feature")
 CHANGES = ("nothing", "rounding", "values")
@@ -88,6 +99,28 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class Variable:
+    """An environment variable that only counts if it is set before a package is imported.
+
+    `ranges` says for which releases, all that are named; `option` is the patch's option that has shim set it, and
+    `without` what goes wrong where it is not set.
+    """
+
+    name: str
+    value: str
+    before: str
+    option: str
+    without: str
+    ranges: Mapping[str, str]
+
+    def concerns(self, versions: Mapping[str, Version]) -> bool:
+        return all(name in versions and in_range(versions[name], spec) for name, spec in self.ranges.items())
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.value}"
+
+
+@dataclass(frozen=True)
 class Pin:
     """What `shim pin` measured for one patch on one release: the variant (None: upstream) and its fingerprints."""
 
@@ -110,6 +143,7 @@ class PatchEntry:
     references: tuple[str, ...] = ()
     delete_when: str = ""
     options: Mapping[str, Any] = None  # type: ignore[assignment]
+    variables: tuple[Variable, ...] = ()
     line: int = 0
 
     def rule_for(self, versions: Mapping[str, Version]) -> Rule | None:
@@ -175,7 +209,9 @@ PATCH_KEYS = {
     "references": False,
     "delete_when": True,
     "options": False,
+    "variables": False,
 }
+VARIABLE_KEYS = {**dict.fromkeys(("value", "before", "option", "without"), True), **dict.fromkeys(DISTRIBUTIONS, False)}
 VARIANT_KEYS = {"targets": True, "reads": False}
 TARGET_KEYS = {"target": True, "inherits": False, "optional": False, "added": False}
 RULE_KEYS = {**dict.fromkeys(DISTRIBUTIONS, False), "note": False}
@@ -209,6 +245,15 @@ def _variant(read: Reader, name: str, node: yaml.Node) -> Variant:
     items = [] if reads is None else read.sequence(reads, f"reads of {name}")
     relied = tuple(read.target(i, "a read") for i in items)
     return Variant(name, tuple(targets), relied, inherited, *map(frozenset, flags.values()))
+
+
+def _variables(read: Reader, node: yaml.Node, options: Iterable[str]) -> Iterator[Variable]:
+    for name, item in read.mapping(node, "variables").items():
+        given = read.mapping(item, f"variable {name}", VARIABLE_KEYS)
+        option = read.text(given["option"], "option", tuple(options))
+        value, before, without = (read.text(given[key], key) for key in ("value", "before", "without"))
+        ranges = {d: read.range(given[d], d) for d in DISTRIBUTIONS if d in given}
+        yield Variable(name, value, before, option, without, ranges)
 
 
 def _rules(read: Reader, node: yaml.Node, variants: Mapping[str, Variant] | None) -> list[Rule]:
@@ -290,6 +335,7 @@ def _patch(read: Reader, id: str, node: yaml.Node, module_exists: Callable[[str]
         references=read.texts(entries["references"], "references") if "references" in entries else (),
         delete_when=read.text(entries["delete_when"], "delete_when"),
         options={name: read.scalar(value, name) for name, value in options.items()},
+        variables=tuple(_variables(read, entries["variables"], options)) if "variables" in entries else (),
         line=node.start_mark.line,
     )
 

@@ -12,7 +12,7 @@ from shim._fingerprint import split_target
 from shim._plan import Decision, Plan
 from shim._report import PatchReport, Report
 
-__all__ = ["read_report", "shadows_in"]
+__all__ = ["problems_in", "read_report", "shadows_in"]
 
 
 def _state(decision: Decision, binder: Binder, failed: Mapping[str, str]) -> PatchReport:
@@ -70,6 +70,16 @@ def _shadow(module: Any, owner: type, name: str, expected: Any) -> str:
     if holder is not None and holder is not owner and unwrap(namespace_of(holder)[name]) is not expected:
         return f"{holder.__module__}.{holder.__qualname__} ({_file_of(holder)}) overrides {name}"
     return ""
+
+
+def problems_in(model: Any, plan: Plan) -> Iterator[tuple[str, str, str]]:
+    """(patch, what keeps it from having its effect on `model`, remedy), as the patch modules themselves see it."""
+    models = [model] if hasattr(model, "modules") else list(model)
+    for decision in plan.decisions.values():
+        module = sys.modules.get(plan.matrix.patches[decision.id].module) if decision.wanted else None
+        find = namespace_of(module).get("problems") if module is not None else None
+        for what, remedy in find(models) if find is not None else ():
+            yield decision.id, what, remedy
 
 
 def shadows_in(model: Any, plan: Plan, binder: Binder) -> Iterator[tuple[str, str, str]]:

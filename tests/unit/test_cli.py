@@ -193,7 +193,7 @@ def test_explain_as_json(shim):
     assert "Options: pages=4" in found["text"]
 
 
-DOCTOR_KEYS = {"shim", "python", "installed", "variables", "import_hooks", "digest", "plan", "problems"}
+DOCTOR_KEYS = {"shim", "python", "installed", "variables", "import_hooks", "digest", "plan", "notes", "problems"}
 
 
 def test_doctor_as_json(shim, world):

@@ -1,0 +1,127 @@
+"""The flag by which Transformer Engine knows of fine-grained activation offloading, and an argument of 0.17.
+
+What is wrong:
+- 0.16 to 0.19 set CPUOffloadEnabled when they enter a region and clear it when they leave it, whatever it was before:
+  an inner region, or one inside somebody else's, ends the outer one early.
+- 0.17 passes Transformer Engine 2.5 to 2.9 retain_pinned_cpu_buffers, which came with 2.10: no GPTModel can be built.
+- With Transformer Engine 2.10 and later the flag only counts where NVTE_CPU_OFFLOAD_V1=1 was set before its import.
+  Without it Transformer Engine takes nothing for offloaded and marks no weight to stay (2.15; 0.19 heeds the mark), so
+  that weights, above all quantised ones, are offloaded too.
+
+What the patch does: a region gives back what it found, under exceptions too; 0.17 keeps the argument from those that
+do not know it, as 0.18 does. The option set_variable has shim.apply() set the variable, where it comes before the
+import of Transformer Engine; shim.check(model) and `shim doctor` say where it is missing.
+
+Upstream: 0.18 (the argument). Delete when the flag is restored upstream.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from shim.patches._arguments import Function
+
+MANAGER = "megatron.core.pipeline_parallel.fine_grained_activation_offload:PipelineOffloadManager."
+EXTENSIONS = "megatron.core.extensions.transformer_engine"
+CONTEXT = EXTENSIONS + ":get_cpu_offload_context"
+
+
+class _Regions(threading.local):
+    """What was found on entering each region that this thread is in: the manager, the flag, and the manager's own."""
+
+    def __init__(self) -> None:
+        self.entered: list[tuple[Any, Any, bool]] = []
+
+
+_REGIONS = _Regions()
+
+
+def _engine() -> Any:
+    """Transformer Engine's module that has the flag, as megatron-core knows it."""
+    return getattr(sys.modules[EXTENSIONS], "cpu_offload", None)
+
+
+def _enter(original: Function) -> Function:
+    @functools.wraps(original)
+    def __enter__(self: Any) -> Any:
+        engine = _engine()
+        found = (self, getattr(engine, "CPUOffloadEnabled", None), getattr(self, "inside_context", False))
+        try:
+            result = original(self)
+        except BaseException:
+            _restore(found)
+            raise
+        _REGIONS.entered.append(found)
+        return result
+
+    return __enter__
+
+
+def _exit(original: Function) -> Function:
+    @functools.wraps(original)
+    def __exit__(self: Any, *args: Any) -> Any:
+        # A region entered before apply() has left nothing here.
+        found = _REGIONS.entered.pop() if _REGIONS.entered and _REGIONS.entered[-1][0] is self else None
+        try:
+            return original(self, *args)
+        finally:
+            if found is not None:
+                _restore(found)
+
+    return __exit__
+
+
+def _restore(found: tuple[Any, Any, bool]) -> None:
+    manager, flag, inside = found
+    engine = _engine()
+    if engine is not None and flag is not None:
+        engine.CPUOffloadEnabled = flag
+    manager.inside_context = inside
+
+
+def _context(original: Function) -> Function:
+    inner = getattr(sys.modules[EXTENSIONS], "_get_cpu_offload_context", None)
+    known = set() if inner is None else set(inspect.signature(inner).parameters)
+    if inner is None or "double_buffering" not in known or "retain_pinned_cpu_buffers" in known:
+        return original
+
+    @functools.wraps(original)
+    def get_cpu_offload_context(
+        enabled: bool,
+        num_layers: int,
+        model_layers: int,
+        activation_offloading: bool,
+        weight_offloading: bool,
+        double_buffering: bool,
+        retain_pinned_cpu_buffers: bool,
+    ) -> Any:
+        return inner(enabled, num_layers, model_layers, activation_offloading, weight_offloading, double_buffering)
+
+    return get_cpu_offload_context
+
+
+def problems(models: Iterable[Any]) -> Iterator[tuple[str, str]]:
+    """What keeps the flag from having its effect on these models, and the remedy; for shim.check()."""
+    engine = sys.modules.get("transformer_engine.pytorch.cpu_offload")
+    if getattr(engine, "NVTE_CPU_OFFLOAD_V1", True):  # before 2.10 there is no such choice
+        return
+    asked = "shim.apply(options={'te-cpu-offload': {'set_variable': True}})"
+    remedy = f"set NVTE_CPU_OFFLOAD_V1=1 for the process, or call {asked} before Transformer Engine is imported"
+    configs = [getattr(module, "config", None) for model in models for module in model.modules()]
+    if any(getattr(config, "fine_grained_activation_offloading", False) for config in configs):
+        what = "fine_grained_activation_offloading is set, but Transformer Engine was imported without"
+        yield f"{what} NVTE_CPU_OFFLOAD_V1=1 and takes nothing for offloaded: weights are offloaded too", remedy
+    if any(getattr(c, "cpu_offloading", False) and getattr(c, "cpu_offloading_weights", False) for c in configs):
+        what = "cpu_offloading_weights has no effect, because Transformer Engine was imported without"
+        yield f"{what} NVTE_CPU_OFFLOAD_V1=1", remedy
+
+
+def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
+    """The factories of a variant: target -> function from upstream's object to the one that takes its place."""
+    flag = {MANAGER + "__enter__": _enter, MANAGER + "__exit__": _exit}
+    return {**flag, CONTEXT: _context} if variant == "context" else flag
