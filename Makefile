@@ -52,7 +52,7 @@ matrix: env  ## the same on all 19 releases, in every order of imports, and on a
 	$(BIN)/python -m shim.testing.cells --all --jobs 1 -- -q -p no:warnings tests/cells/layouts
 	$(BIN)/python -m shim.testing.cells --all-pairs -- -q -p no:warnings tests/pairs
 
-gpu:  ## FP8 and FP4 numerics, where $(PYTHON) has torch, megatron-core and Transformer Engine with an NVIDIA GPU
+gpu:  ## FP8, FP4 and fused rotations, where $(PYTHON) has torch, megatron-core and Transformer Engine with an NVIDIA GPU
 	$(PYTHON) -m pytest -q -rs -m gpu tests/gpu
 
 .PHONY: integration
@@ -64,6 +64,7 @@ bench: env  ## all benchmarks, as ratios
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/workers.py
 	$(BIN)/python benchmarks/packed_roll.py
+	$(BIN)/python benchmarks/rope_thd.py
 	$(BIN)/python benchmarks/logprob.py
 
 docs: env  ## write the generated parts of README.md and docs/

@@ -10,11 +10,14 @@ Function = Callable[..., Any]
 
 
 def argument(function: Function, name: str) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Any]:
-    """A getter for the argument `name` of a call of `function`, however it was passed."""
-    position = list(inspect.signature(function).parameters).index(name)
+    """A getter for the argument `name` of a call of `function`, however it was passed; its default where it was not."""
+    parameters = inspect.signature(function).parameters
+    position, default = list(parameters).index(name), parameters[name].default
+    if default is inspect.Parameter.empty:
+        default = None
 
     def get(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return args[position] if len(args) > position else kwargs.get(name)
+        return args[position] if len(args) > position else kwargs.get(name, default)
 
     return get
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from shim._api import apply, check, check_resume, checkpoint_state, explain, patched, plan, revert, status
+    from shim._config_override import config_override
     from shim._errors import BindError, MatrixError, NotMetError, OptionError, ShimError
     from shim._plan import Plan
     from shim._report import Report
@@ -37,6 +38,7 @@ __all__ = [
     "check",
     "check_resume",
     "checkpoint_state",
+    "config_override",
     "explain",
     "patched",
     "plan",
@@ -49,6 +51,7 @@ __all__ = [
 _HOMES = {  # all others of __all__ are in shim._api
     **dict.fromkeys(("BindError", "MatrixError", "NotMetError", "OptionError", "ShimError"), "shim._errors"),
     **dict.fromkeys(("ray_runtime_env", "run_environment"), "shim._workers"),
+    "config_override": "shim._config_override",
     "Plan": "shim._plan",
     "Report": "shim._report",
 }

@@ -1,0 +1,399 @@
+"""rope-fusion: a fused call is told all that it is asked for, or not made; packed rows are rotated without a loop."""
+
+import contextlib
+import sys
+import threading
+import types
+import warnings
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings import rope_utils, yarn_rotary_pos_embedding
+from megatron.core.transformer import TransformerConfig, attention
+
+import shim
+from shim import testing
+
+ID = "rope-fusion"
+RELEASE = tuple(int(part) for part in testing.release().split(".")[:3])
+MINOR = RELEASE[:2]
+HEADS, WIDTH, ROTARY = 2, 12, 8
+LENGTHS = (4, 8, 12)  # multiples of four, so that two ranks can cut each by zigzag
+TOKENS = sum(LENGTHS)
+# The first release that is right, by format and by what is asked for beside a plain rotation; None: none of them.
+RIGHT_FROM = {
+    ("unpacked", "interleaved"): (0, 12, 1),
+    ("unpacked", "mscale"): (0, 16, 0),
+    ("unpacked", "mla"): (0, 19, 0),
+    ("packed", "interleaved"): (0, 17, 0),
+    ("packed", "mscale"): None,
+    ("packed", "mla"): None,
+    ("packed", "row per token"): None,
+}
+# One row per token is what the unfused function takes from 0.15; before, fused and unfused agree.
+IS_RIGHT = {key: bool(first and first <= RELEASE) for key, first in RIGHT_FROM.items()}
+IS_RIGHT["packed", "row per token"] = MINOR < (0, 15)
+CASES = list(IS_RIGHT)
+STOCK = {name: getattr(rope_utils, name) for name in ("apply_rotary_pos_emb", "_apply_rotary_pos_emb_thd")}
+
+of_each_case = pytest.mark.parametrize("case", CASES, ids=" ".join)
+has_fused_qkv = pytest.mark.skipif(MINOR < (0, 15), reason="fused_single_qkv_rope came with 0.15")
+has_fused_mla = pytest.mark.skipif(MINOR < (0, 13), reason="fused MLA came with 0.13")
+
+
+class Group:
+    """A context-parallel group of one process's imagination."""
+
+    def __init__(self, ranks=1, rank=0):
+        self._ranks, self._rank = ranks, rank
+
+    def size(self):
+        return self._ranks
+
+    def rank(self):
+        return self._rank
+
+
+@pytest.fixture(scope="module")
+def applied():
+    """The patch, once for all tests of this module that want it: binding it for each would take longer than they do."""
+    with shim.patched(only=[ID], require=[ID]) as report:
+        assert report[ID].state == "applied", str(report)
+        yield report
+
+
+@pytest.fixture
+def stock():
+    """Without the patch, in whatever order tests run; these come first, because switching it off takes a while."""
+    is_stock = rope_utils.apply_rotary_pos_emb is STOCK["apply_rotary_pos_emb"]
+    with contextlib.nullcontext() if is_stock else shim.patched(exclude=[ID]):
+        assert rope_utils.apply_rotary_pos_emb is STOCK["apply_rotary_pos_emb"]
+        yield
+
+
+@pytest.fixture
+def on_rank(monkeypatch):
+    """A function that says which rank of how many this is, and gives the argument that tells upstream."""
+
+    def tell(ranks=1, rank=0):
+        monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: ranks)
+        monkeypatch.setattr(parallel_state, "get_context_parallel_rank", lambda: rank)
+        return {} if MINOR < (0, 13) else {"cp_group": Group(ranks, rank)}
+
+    return tell
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Stand-ins for the fused functions: they do what the kernels do with what they are given, and record that."""
+    given = []
+
+    def fused(t, freqs, transpose_output_memory=False, interleaved=False):
+        given.append(("unpacked", interleaved))
+        return rope_utils._apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved=interleaved)
+
+    def fused_thd(t, cu_seqlens, freqs, cp_size=1, cp_rank=0, interleaved=False):
+        given.append(("packed", interleaved))
+        lengths = cu_seqlens.diff().tolist()
+        rows = torch.tensor([row for length in lengths for row in rows_of(length, cp_size, cp_rank)])
+        return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs[rows], rotary_interleaved=interleaved)[:, 0]
+
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", fused)
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", fused_thd)
+    monkeypatch.setattr(rope_utils, "is_te_min_version", lambda *_, **__: True, raising=False)
+    if (0, 12, 1) <= RELEASE < (0, 14, 0):  # imported from there where the rotation is interleaved
+        extension = types.ModuleType("megatron.core.extensions.transformer_engine")
+        extension.fused_apply_rotary_pos_emb = fused
+        monkeypatch.setitem(sys.modules, extension.__name__, extension)
+    return given
+
+
+def rows_of(length, ranks, rank):
+    """The positions of a sequence that a rank holds, told piece by piece."""
+    if ranks == 1:
+        return list(range(length))
+    half = length // (2 * ranks)
+    return [*range(rank * half, (rank + 1) * half), *range(length - (rank + 1) * half, length - rank * half)]
+
+
+def config_of(ask="nothing"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = TransformerConfig(num_layers=1, hidden_size=HEADS * WIDTH, num_attention_heads=HEADS)
+    # As trainers do it: what the constructor would refuse is set behind it.
+    config.apply_rope_fusion = True
+    config.rotary_interleaved = ask == "interleaved"
+    config.multi_latent_attention = ask == "mla"
+    return config
+
+
+def table(rows):
+    return torch.randn(rows, 1, 1, ROTARY, generator=torch.Generator().manual_seed(rows))
+
+
+def offsets(lengths=LENGTHS):
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def call_of(case, on_rank, ranks=1, rank=0):
+    """Arguments of apply_rotary_pos_emb, without the config."""
+    form, ask = case
+    given = on_rank(ranks, rank)
+    generator = torch.Generator().manual_seed(1)
+    if form == "unpacked":
+        given |= {"t": torch.randn(TOKENS, 2, HEADS, WIDTH, generator=generator), "freqs": table(TOKENS)}
+    else:
+        given |= {"t": torch.randn(TOKENS // ranks, HEADS, WIDTH, generator=generator), "cu_seqlens": offsets()}
+        given["freqs"] = table(TOKENS if ask == "row per token" else max(LENGTHS) + 3)
+    if ask == "mscale":
+        given["mscale"] = 1.25
+    if ask == "mla" and MINOR >= (0, 19):
+        given["mla_rotary_interleaved"] = True
+    return given
+
+
+def unfused(config, given):
+    plain = config_of()
+    plain.__dict__.update(config.__dict__, apply_rope_fusion=False)
+    return STOCK["apply_rotary_pos_emb"](config=plain, **given)
+
+
+@pytest.fixture
+def qkv_calls(monkeypatch):
+    """A stand-in for the function behind fused_single_qkv_rope: it rotates as it is told, and records the call."""
+    calls = []
+
+    def fused(qkv, q_freqs, k_freqs, sizes, tensor_format="sbhd", start_positions=None, interleaved=False):
+        calls.append(interleaved)
+        query, key, value = (part.reshape(*qkv.shape[:2], -1, sizes[-1]) for part in torch.split(qkv, sizes, dim=-1))
+        rotate = rope_utils._apply_rotary_pos_emb_bshd
+        return rotate(query, q_freqs, interleaved), rotate(key, k_freqs, interleaved), value
+
+    monkeypatch.setattr(attention, "apply_fused_qkv_rotary_pos_emb", fused, raising=False)
+    monkeypatch.setattr(attention, "HAVE_FUSED_QKV_ROPE", True, raising=False)
+    return calls
+
+
+def output_of_attention(ask, fused):
+    with testing.layout_initialised(testing.Layout()):
+        fields = {"rotary_interleaved": True} if ask == "interleaved" else {}
+        model = testing.build_gpt(mtp_num_layers=None, num_layers=1, **fields)
+        if ask == "yarn":
+            config = model.config
+            config.yarn_rotary_scaling_factor, config.yarn_mscale, config.yarn_mscale_all_dim = 40.0, 1.0, 0.0
+            factor = yarn_rotary_pos_embedding._yarn_get_concentration_factor_from_config(config)
+            model.decoder.layers[0].self_attention._yarn_concentration_factor = factor  # as later releases keep it
+        model.config.fused_single_qkv_rope = fused
+        inputs = {"input_ids": torch.arange(16)[None], "position_ids": torch.arange(16)[None]}
+        return model(**inputs, attention_mask=None).detach()
+
+
+def mla_tables(rank):
+    """For each of some lengths, whether fused MLA is given the table of the unfused path."""
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+
+    yarn = YarnRotaryEmbedding(8, original_max_position_embeddings=32)
+    yarn.cp_group = Group(2, rank)  # 0.13 gives it to the wrong parameter
+    for length in (48, 16, 64, 8, 16):
+        cos, sin = yarn.get_cached_cos_sin(length, dtype=torch.float32)
+        freqs, mscale = yarn(length)
+        yield torch.equal(cos, freqs.cos() * mscale) and torch.equal(sin, freqs.sin() * mscale)
+
+
+@of_each_case
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_stock_ignores_what_it_is_asked(case, ranks, kernels, on_rank, stock):
+    """The table of the patch, measured: the kernel is called, and its result is not the one asked for."""
+    given, config = call_of(case, on_rank, ranks, ranks - 1), config_of(case[1])
+    result = rope_utils.apply_rotary_pos_emb(config=config, **given)
+    is_right = torch.allclose(result, unfused(config, given), atol=1e-5)
+    assert is_right == IS_RIGHT[case]
+    assert is_right or kernels
+
+
+@has_fused_mla
+@pytest.mark.parametrize("rank", [0, 1])
+def test_stock_gives_fused_mla_a_part_of_a_longer_table(rank, stock):
+    """Right only where the sequence is the longest so far."""
+    assert list(mla_tables(rank)) == [True, False, True, False, False]
+
+
+@has_fused_qkv
+@pytest.mark.parametrize("ask", ["nothing", "interleaved", "yarn"])
+def test_fused_single_qkv_rope_ignores_what_it_is_asked(ask, qkv_calls):
+    """Not covered, as the patch says: where this fails, upstream has mended it."""
+    fused, plain = (output_of_attention(ask, fused) for fused in (True, False))
+    assert torch.allclose(fused, plain, atol=1e-6) == (ask == "nothing") and qkv_calls == [False]
+
+
+@of_each_case
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_such_a_call_is_not_fused(case, ranks, kernels, on_rank, applied):
+    """Bit for bit the unfused result, and the kernel is not called; where stock is right, it is called as before."""
+    given, config = call_of(case, on_rank, ranks, ranks - 1), config_of(case[1])
+    before = dict(vars(config))
+    result = rope_utils.apply_rotary_pos_emb(config=config, **given)
+    assert vars(config) == before
+    if IS_RIGHT[case]:
+        calls = list(kernels)
+        assert torch.equal(result, STOCK["apply_rotary_pos_emb"](config=config, **given)) and kernels == 2 * calls
+    else:
+        assert torch.equal(result, unfused(config, given)) and kernels == []
+
+
+@pytest.mark.parametrize("form", ["unpacked", "packed"])
+def test_a_plain_call_stays_fused(form, kernels, on_rank, applied):
+    """What the kernels can do, they do; and a row with one sequence needs no row per token."""
+    config = config_of()
+    given = call_of((form, "nothing"), on_rank)
+    assert torch.allclose(rope_utils.apply_rotary_pos_emb(config=config, **given), unfused(config, given), atol=1e-5)
+    if form == "packed":
+        given |= {"cu_seqlens": offsets([TOKENS]), "freqs": table(TOKENS)}
+        rope_utils.apply_rotary_pos_emb(config=config, **given)
+    assert kernels == [(form, False)] * (1 if form == "unpacked" else 2)
+
+
+@pytest.mark.parametrize("case", [("unpacked", "interleaved"), ("packed", "mscale")], ids=" ".join)
+def test_a_missing_kernel_is_upstreams_error(case, monkeypatch, on_rank, applied):
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", None)
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", None)
+    with pytest.raises((AssertionError, ImportError), match="not available"):
+        rope_utils.apply_rotary_pos_emb(config=config_of(case[1]), **call_of(case, on_rank))
+
+
+def test_the_shared_config_never_changes(kernels, on_rank, applied, monkeypatch):
+    """Not even during the call, as another thread sees it."""
+    config, seen = config_of("mscale"), []
+    upstream = rope_utils._apply_rotary_pos_emb_bshd
+
+    def looking(*args, **kwargs):
+        thread = threading.Thread(target=lambda: seen.append(config.apply_rope_fusion))
+        thread.start()
+        thread.join()
+        return upstream(*args, **kwargs)
+
+    monkeypatch.setattr(rope_utils, "_apply_rotary_pos_emb_bshd", looking)
+    rope_utils.apply_rotary_pos_emb(config=config, **call_of(("packed", "mscale"), on_rank))
+    assert seen == [True] and kernels == []
+
+
+def test_an_exception_leaves_the_config_alone(kernels, on_rank, applied):
+    config = config_of("mscale")
+    given = call_of(("packed", "mscale"), on_rank) | {"cu_seqlens": offsets([TOKENS, 1])}
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        rope_utils.apply_rotary_pos_emb(config=config, **given)
+    assert config.apply_rope_fusion is True
+
+
+def test_aliases_are_rebound_and_restored(applied):
+    """Attention took the function by name."""
+    names = [rope_utils, attention]
+    assert all(module.apply_rotary_pos_emb is not STOCK["apply_rotary_pos_emb"] for module in names)
+    with shim.patched(exclude=[ID]):
+        assert all(module.apply_rotary_pos_emb is STOCK["apply_rotary_pos_emb"] for module in names)
+        assert rope_utils._apply_rotary_pos_emb_thd is STOCK["_apply_rotary_pos_emb_thd"]
+
+
+# Packed rows, unfused
+
+FLAG = "mla_rotary_interleaved" if MINOR >= (0, 19) else "multi_latent_attention"
+HOW = {"plain": {}, "interleaved": {"rotary_interleaved": True}, "mla": {FLAG: True}, "mscale": {"mscale": 1.25}}
+
+
+def rotated(function, t, cu_seqlens, freqs, weights, **how):
+    t = t.clone().requires_grad_()
+    result = function(t, cu_seqlens, freqs, **how)
+    (result * weights).sum().backward()
+    return result, t.grad
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("rows", ["positions", "tokens"])
+def test_packed_rows_keep_every_bit(how, dtype, rows, on_rank, applied):
+    """Forward and backward, on one, two and four ranks, with sequences of no length."""
+    # With no length and interleaving, releases that rotate each sequence raise.
+    lengths = (8, 16, 24) if how == "interleaved" else (8, 0, 16, 24, 0)
+    freqs = table(sum(lengths) if rows == "tokens" else 29)
+    for ranks, rank in ((1, 0), (2, 0), (2, 1), (4, 0), (4, 3)):
+        generator = torch.Generator().manual_seed(rank)
+        t = torch.randn(sum(lengths) // ranks, HEADS, WIDTH, generator=generator).to(dtype)
+        weights = torch.randn(t.shape, generator=generator).to(dtype)
+        given = (t, offsets(lengths), freqs, weights)
+        keywords = HOW[how] | on_rank(ranks, rank)
+        mine, theirs = (
+            rotated(f, *given, **keywords)
+            for f in (rope_utils._apply_rotary_pos_emb_thd, STOCK["_apply_rotary_pos_emb_thd"])
+        )
+        assert all(map(torch.equal, mine, theirs)), (ranks, rank)
+
+
+@pytest.mark.parametrize("lengths", [(4, 8), (TOKENS, 1), (TOKENS - 1,)], ids=["padding", "too long", "short"])
+def test_offsets_that_do_not_fit_are_an_error(lengths, on_rank, applied):
+    """As stock has it, which raises where it splits the row."""
+    given = (torch.randn(TOKENS, HEADS, WIDTH), offsets(lengths), table(TOKENS + 1))
+    for function in STOCK["_apply_rotary_pos_emb_thd"], rope_utils._apply_rotary_pos_emb_thd:
+        with pytest.raises((ValueError, RuntimeError)):
+            function(*given, **on_rank())
+
+
+def test_a_table_that_is_too_short_is_an_error(on_rank, applied):
+    given = (torch.randn(TOKENS, HEADS, WIDTH), offsets(), table(max(LENGTHS) - 1))
+    for function in STOCK["_apply_rotary_pos_emb_thd"], rope_utils._apply_rotary_pos_emb_thd:
+        with pytest.raises((IndexError, RuntimeError)):
+            function(*given, **on_rank())
+
+
+@pytest.mark.skipif(MINOR < (0, 13), reason="0.12 has no argument cp_group")
+def test_the_group_is_asked_for(applied):
+    with pytest.raises(ValueError, match="cp_group"):
+        rope_utils._apply_rotary_pos_emb_thd(torch.randn(TOKENS, HEADS, WIDTH), offsets(), table(TOKENS))
+
+
+def test_the_decision_compiles_in_one_graph(kernels, on_rank, applied):
+    ask = "mla" if MINOR < (0, 19) else "nothing"  # in 0.19 nothing is left to decide for unpacked rows
+    config, given = config_of(ask), call_of(("unpacked", ask), on_rank)
+    compiled = torch.compile(rope_utils.apply_rotary_pos_emb, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(config=config, **given), unfused(config, given))
+    assert len(kernels) == (ask == "nothing")
+
+
+# Fused MLA
+
+
+@has_fused_mla
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_table_of_fused_mla_is_that_of_its_own_length(rank, applied):
+    assert list(mla_tables(rank)) == [True] * 5
+
+
+# Whole models
+
+
+def gradients(fused, ask="interleaved", **recompute):
+    """Of a model on a packed row; `fused` also where what is asked for would be ignored."""
+    with testing.layout_initialised(testing.Layout()):
+        model = testing.build_gpt(mtp_num_layers=None, **recompute)
+        model.config.rotary_interleaved = ask == "interleaved"
+        model.config.apply_rope_fusion = fused
+        result = testing.run_packed(model, testing.pack(testing.random_sequences((6, 8, 4)), align=2))
+        assert model.config.apply_rope_fusion is fused
+        return result.grads
+
+
+def equal(ours, theirs):
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+@pytest.mark.parametrize("recompute", [{}, FULL], ids=["kept", "recomputed"])
+def test_a_model_trains_as_without_fusion(recompute, kernels, applied):
+    """In the recompute of full activation recompute too."""
+    if IS_RIGHT["packed", "interleaved"]:
+        assert all(torch.allclose(*pair, atol=1e-6) for pair in zip(*(gradients(f).values() for f in (True, False))))
+        assert kernels
+    else:
+        assert equal(gradients(True, **recompute), gradients(False)) and kernels == []
