@@ -39,7 +39,15 @@ if __name__ == "__main__":
             "shim.patches.megatron_core",
             "shim.patches.transformer_engine",
         ],
-        package_data={"shim": ["py.typed", "wanted_names.json", "_run/sitecustomize.py"]},
+        package_data={
+            "shim": [
+                "py.typed",
+                "wanted_names.json",
+                "lost_names.json",
+                "te_remedies.json",
+                "_run/sitecustomize.py",
+            ]
+        },
         install_requires=["packaging>=23.2", "PyYAML>=6.0"],
         extras_require={
             "torch": ["torch>=2.6"],

@@ -156,7 +156,6 @@ def _pin(arguments: argparse.Namespace) -> int:
     from shim._matrix import load_matrix, matrix_path
     from shim._options import matrix_argument
     from shim._pin import measure, render, write
-    from shim._wanted import FILE, measure_names, render_names
 
     matrix = load_matrix(matrix_argument(arguments.matrix), pins=False)
 
@@ -165,13 +164,12 @@ def _pin(arguments: argparse.Namespace) -> int:
 
     text = render(measure(matrix, _fetch, say))
     releases = {name: list(found) for name, found in matrix.supported.items()}
-    names = None
-    if Path(matrix.path).absolute() == matrix_path():  # the list of names ships with that one
-        trees = {name: [(r, _fetch(name, r)) for r in found] for name, found in releases.items()}
-        names = render_names(measure_names(trees["megatron-core"], trees["transformer-engine"]))
+    tables: dict[Path, str] = {}
+    if Path(matrix.path).absolute() == matrix_path():  # the lists of names ship with that one
+        tables = _tables_of_names(releases)
     if arguments.check:
         stale = not Path(matrix.path).read_text("utf-8").endswith(text)
-        stale = stale or (names is not None and FILE.read_text("utf-8") != names)
+        stale = stale or any(file.read_text("utf-8") != names for file, names in tables.items())
         _print(
             {"stale": stale, "releases": releases},
             "pins are stale; run shim pin" if stale else "pins are current",
@@ -179,12 +177,30 @@ def _pin(arguments: argparse.Namespace) -> int:
         )
         return NOT_MET if stale else OK
     changed = write(matrix.path, text)
-    if names is not None and FILE.read_text("utf-8") != names:
-        FILE.write_text(names, "utf-8")
-        changed = True
+    for file, names in tables.items():
+        if not file.exists() or file.read_text("utf-8") != names:
+            file.write_text(names, "utf-8")
+            changed = True
     what = "pins written to" if changed else "pins were current in"
     _print({"changed": changed, "matrix": matrix.path, "releases": releases}, f"{what} {matrix.path}", arguments.json)
     return OK
+
+
+def _tables_of_names(releases: dict[str, list[str]]) -> dict[Path, str]:
+    """What megatron-core imports of Transformer Engine, and what is lost where that is not there."""
+    from shim import _features, _wanted
+    from shim._losses import MORE_ENGINES, measure_losses, render_losses
+
+    print("what megatron-core wants of Transformer Engine, pair by pair", file=sys.stderr)
+    megatrons, engines = (
+        [(release, _fetch(name, release)) for release in releases[name]]
+        for name in (_features.MEGATRON, _features.ENGINE)
+    )
+    more = [(release, _fetch(_features.ENGINE, release)) for release in MORE_ENGINES]
+    return {
+        _wanted.FILE: _wanted.render_names(_wanted.measure_names(megatrons, engines)),
+        _features.FILE: render_losses(measure_losses(megatrons, [*more, *engines])),
+    }
 
 
 def _lock(arguments: argparse.Namespace) -> int:

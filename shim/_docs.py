@@ -1,4 +1,4 @@
-"""Documents generated from the matrix: the table of support, and the catalogue of patches."""
+"""Documents generated from the matrix and the tables: support, the catalogue of patches, Transformer Engine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from packaging.version import Version
 
+from shim._docs_features import feature_page
 from shim._explain import patch_docstring
 from shim._matrix import Matrix, PatchEntry
 
@@ -84,7 +85,7 @@ def replace_between(text: str, content: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write README.md's table and docs/patches.md; with --check only say whether they are current (exit 1 if not)."""
+    """Write README.md's table and two pages of docs/; with --check only say whether they are current (exit 1)."""
     import sys
     from pathlib import Path
 
@@ -96,6 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     wanted: dict[Path, Any] = {
         readme: replace_between(readme.read_text("utf-8"), support_table(matrix)),
         Path(top, "docs", "patches.md"): catalogue(matrix),
+        Path(top, "docs", "transformer-engine.md"): feature_page(),
     }
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text("utf-8") != text]
     for path in stale:

@@ -12,6 +12,7 @@ import shim
 from shim._api import plan
 from shim._detect import detect
 from shim._errors import ShimError
+from shim._features import LostFeature, lost_features
 from shim._matrix import matrix_path
 from shim._options import VARIABLES, matrix_argument
 from shim._variables import concerning
@@ -27,12 +28,15 @@ def examine() -> dict[str, Any]:
     problems = [f"{i.distribution}: {text}" for i in environment.installed.values() for text in i.problems]
     decisions: dict[str, Any] = {}
     notes: list[str] = []
+    lost: tuple[LostFeature, ...] | None = None
     digest = None
     try:
         made = plan()
         digest = made.digest
         for id, d in made.decisions.items():
             decisions[id] = {"action": d.action, "variant": d.variant, "reason": d.reason}
+        # A pair that nobody measured is looked through here, where a second does not matter.
+        lost = lost_features(environment, made.decisions, read_sources=True)
         problems += [
             f"{d.id} is {d.action}: {d.reason}. Remedy: {d.remedy}"
             for d in made.decisions.values()
@@ -68,6 +72,7 @@ def examine() -> dict[str, Any]:
         "digest": digest,
         "plan": decisions,
         "notes": notes,
+        "lost_features": None if lost is None else [feature.to_dict() for feature in lost],
         "problems": problems,
     }
 
@@ -100,6 +105,18 @@ def as_text(found: dict[str, Any]) -> str:
         cells = [id, d["action"], d["variant"] or "", d["reason"]]
         lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
     lines += ["", "Notes:", *(f"- {note}" for note in found["notes"])] if found["notes"] else []
+    lines += _lost_as_text(found)
     lines += ["", "Problems:" if found["problems"] else "No problems found."]
     lines += [f"- {problem}" for problem in found["problems"]]
     return "\n".join(lines)
+
+
+def _lost_as_text(found: dict[str, Any]) -> list[str]:
+    lost = found["lost_features"]
+    if lost is None and {"megatron-core", "transformer-engine"} <= found["installed"].keys():
+        return ["", "What megatron-core does not get from Transformer Engine cannot be told: a version is not known."]
+    if not lost:
+        return []
+    lines = ["", "What this megatron-core does not get from this Transformer Engine:", ""]
+    lines += ["| name | lost | remedy |", "|---|---|---|"]
+    return lines + [f"| `{feature['name']}` | {feature['lost']} | {feature['outcome']} |" for feature in lost]

@@ -6,10 +6,12 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from shim._detect import Environment
 from shim._errors import NotMetError
+from shim._features import LostFeature, lost_features, pair_is_known
 from shim._lock import enforce_lock
 from shim._match import Match, match
 from shim._matrix import Matrix, PatchEntry
@@ -74,11 +76,26 @@ class Plan:
     def digest(self) -> str:
         return digest_of(self)
 
+    @cached_property
+    def lost_features(self) -> tuple[LostFeature, ...]:
+        """What the installed megatron-core does not get from the installed Transformer Engine, mended or not.
+
+        Looked up by version when it is first asked for; empty where `pair_is_known` is not true.
+        """
+        return lost_features(self.environment, self.decisions) or ()
+
+    @property
+    def pair_is_known(self) -> bool | None:
+        """Whether it was measured what this pair of releases loses; None where one of them is not installed."""
+        return pair_is_known(self.environment)
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "digest": self.digest,
             "environment": self.environment.to_dict(),
             "patches": {id: decision.to_dict() for id, decision in self.decisions.items()},
+            "pair_is_known": self.pair_is_known,
+            "lost_features": [feature.to_dict() for feature in self.lost_features],
         }
 
     def __str__(self) -> str:
@@ -91,6 +108,12 @@ class Plan:
             lines.append(f"  {decision.action:<13} {decision.id}{variant}: {decision.reason}")
             if decision.remedy:
                 lines.append(f"  {'':<13} remedy: {decision.remedy}")
+        if self.lost_features:
+            lines.append("What this megatron-core does not get from this Transformer Engine:")
+        for feature in self.lost_features:
+            lines.append(f"  {feature.verdict:<13} {feature}")
+        if self.pair_is_known is False:
+            lines.append("What this pair of releases loses was not measured; shim doctor looks through its sources.")
         return "\n".join(lines)
 
 

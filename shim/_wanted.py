@@ -20,7 +20,19 @@ from shim._errors import SourceError
 from shim._fingerprint import blocks, names_bound_by, split_target
 from shim._sources import Sources
 
-__all__ = ["FILE", "LostName", "lost_names", "measure_names", "render_names"]
+__all__ = [
+    "ENGINE",
+    "FILE",
+    "LostName",
+    "Names",
+    "absolute_origin",
+    "as_target",
+    "dotted",
+    "lost_names",
+    "measure_names",
+    "render_names",
+    "wanted_names",
+]
 
 FILE = Path(__file__).with_name("wanted_names.json")
 ENGINE = "transformer_engine"
@@ -57,7 +69,7 @@ class LostName:
 
 
 @lru_cache(maxsize=1)
-def _wanted() -> Mapping[str, Mapping[str, list[str]]]:
+def wanted_names() -> Mapping[str, Mapping[str, list[str]]]:
     return json.loads(FILE.read_text("utf-8"))
 
 
@@ -70,7 +82,7 @@ def lost_names(sources: Sources, version: Version | None, supported: Iterable[st
     releases = sorted(supported, key=Version)
     before = [release for release in releases if version is None or Version(release) < version]
     lost = []
-    for name, found in _wanted().items():
+    for name, found in wanted_names().items():
         if names.has(name):
             continue
         wanted, seen = found["wanted_by"], found["in"]
@@ -140,7 +152,7 @@ class Names:
         return True
 
     def _passes(self, module: str, node: ast.ImportFrom, name: str, seen: set[str]) -> bool:
-        origin = _absolute(self._sources, module, node)
+        origin = absolute_origin(self._sources, module, node)
         if len(seen) > CHAIN_LIMIT or origin is None or not origin.startswith(ENGINE + "."):
             return True  # cannot be told, of the compiled extension, or of somebody else
         return self._has(f"{origin}:{name}", seen)
@@ -159,7 +171,7 @@ def _looked_through(tree: ast.Module | ast.ClassDef) -> _Module:
     return found
 
 
-def _absolute(sources: Sources, module: str, node: ast.ImportFrom) -> str | None:
+def absolute_origin(sources: Sources, module: str, node: ast.ImportFrom) -> str | None:
     """The module an import is from, as seen from `module`."""
     if not node.level:
         return node.module
@@ -208,23 +220,23 @@ def _names_imported_in(tree: ast.Module) -> Iterator[str]:
             mine = [alias for alias in node.names if alias.name.split(".")[0] == ENGINE]
             aliases |= {alias.asname or ENGINE: alias.name if alias.asname else ENGINE for alias in mine}
     for node in ast.walk(tree):
-        parts = _dotted(node) if isinstance(node, ast.Attribute) else []
+        parts = dotted(node) if isinstance(node, ast.Attribute) else []
         if parts and parts[0] in aliases:
-            yield _as_target([*aliases[parts[0]].split("."), *parts[1:]])
+            yield as_target([*aliases[parts[0]].split("."), *parts[1:]])
 
 
-def _as_target(parts: list[str]) -> str:
+def as_target(parts: list[str]) -> str:
     """``module:name``, or ``module:Class.name``: what is written large is no module."""
     large = (i for i, part in enumerate(parts) if part.lstrip("_")[:1].isupper())
     split = next(large, len(parts) - 1)
     return f"{'.'.join(parts[:split])}:{'.'.join(parts[split : split + 2])}"
 
 
-def _dotted(node: ast.expr) -> list[str]:
+def dotted(node: ast.expr) -> list[str]:
     if isinstance(node, ast.Name):
         return [node.id]
     if isinstance(node, ast.Attribute):
-        before = _dotted(node.value)
+        before = dotted(node.value)
         return [*before, node.attr] if before else []
     return []
 

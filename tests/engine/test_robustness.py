@@ -221,7 +221,8 @@ def test_a_thousand_cycles_leave_nothing_behind(tree):
         expect(objects < 100, objects, "objects")
         tracemalloc.start()
         cycle()
-        _, memory = grown(40)
+        # The least of three: Python's table of interned strings, say, may double in one of them, and that is 1 MB.
+        memory = min(grown(40)[1] for _ in range(3))
         expect(memory < 40_000, memory, "bytes")
         print(objects, "objects,", memory, "bytes")
         expect(same(before, snapshot()) == [], same(before, snapshot()))

@@ -505,7 +505,7 @@ def engine(world, examine, tmp_path, monkeypatch):
         (world.root / "releases" / release).mkdir()
     world.pin(MATRIX.replace("\n\npatches", '\n  transformer-engine: ["2.1.0", "2.2.0", "2.3.0"]\n\npatches', 1))
     names = {name: {"wanted_by": ["0.16.0", "0.18.0"], "in": found} for name, found in WANTED.items()}
-    monkeypatch.setattr(_wanted, "_wanted", lambda: names)
+    monkeypatch.setattr(_wanted, "wanted_names", lambda: names)
 
     def run(version, files):
         root = tmp_path / "te"
@@ -545,7 +545,7 @@ def test_clean_is_about_what_is_new(engine, version, clean, newly):
 def test_a_member_is_lost_with_its_class(engine, monkeypatch):
     """One line for both; a class that is there can still have lost the member."""
     names = {f"transformer_engine.m:{name}": {"wanted_by": ["0.16.0"], "in": []} for name in ("C.f", "C", "D", "D.f")}
-    monkeypatch.setattr(_wanted, "_wanted", lambda: names)
+    monkeypatch.setattr(_wanted, "wanted_names", lambda: names)
     found = engine("2.3.0", {"m.py": "class D: pass\n"})
     assert [name.name.partition(":")[2] for name in found.lost] == ["C", "D.f"]
 

@@ -70,7 +70,7 @@ def test_plan_as_json_has_the_documented_keys(shim):
     code, out, _ = shim("plan", "--json")
     found = json.loads(out)
     assert code == 0
-    assert set(found) == {"digest", "environment", "patches"}
+    assert set(found) == {"digest", "environment", "patches", "pair_is_known", "lost_features"}
     assert found["patches"]["roll-fix"]["action"] == "apply"
 
 
@@ -193,7 +193,18 @@ def test_explain_as_json(shim):
     assert "Options: pages=4" in found["text"]
 
 
-DOCTOR_KEYS = {"shim", "python", "installed", "variables", "import_hooks", "digest", "plan", "notes", "problems"}
+DOCTOR_KEYS = {
+    "shim",
+    "python",
+    "installed",
+    "variables",
+    "import_hooks",
+    "digest",
+    "plan",
+    "notes",
+    "problems",
+    "lost_features",
+}
 
 
 def test_doctor_as_json(shim, world):
@@ -269,6 +280,9 @@ def shipped(world, fetched, monkeypatch):
     monkeypatch.setattr("shim._matrix.matrix_path", lambda: world.matrix)
     monkeypatch.setattr("shim._matrix._module_exists", lambda module, shipped: True)
     monkeypatch.setattr("shim._wanted.FILE", world.root / "wanted_names.json")
+    monkeypatch.setattr("shim._features.FILE", world.root / "lost_names.json")
+    monkeypatch.setattr("shim._losses.MORE_ENGINES", ())
+    (world.root / "lost_names.json").write_text("{}\n")
     (world.root / "wanted_names.json").write_text("{}\n")
     world.pin(MATRIX.replace("\n\npatches", '\n  transformer-engine: ["2.1.0"]\n\npatches', 1))
     return world.root / "wanted_names.json"
@@ -281,6 +295,8 @@ def test_pin_of_the_shipped_matrix_writes_the_wanted_names_too(shim, world, ship
     assert json.loads(shim("pin", "--json")[1])["changed"] is True
     name = "transformer_engine.pytorch:Linear"
     assert json.loads(shipped.read_text()) == {name: {"wanted_by": ["0.18.0"], "in": ["2.1.0"]}}
+    lost = json.loads(shipped.with_name("lost_names.json").read_text())
+    assert (lost["transformer-engine"], lost["losses"]) == (["2.1.0"], [])
     assert shim("pin", "--check")[0] == 0
     assert json.loads(shim("pin", "--json")[1])["changed"] is False
 

@@ -384,7 +384,7 @@ def test_damaged_wheels_give_a_verdict_or_are_no_wheels(examine, wheel, data):
 def engine(tmp_path, monkeypatch):
     """Names that a hostile Transformer Engine lacks."""
     names = ["transformer_engine.pytorch:Linear", "transformer_engine.pytorch:Linear.forward"]
-    monkeypatch.setattr(_wanted, "_wanted", lambda: {name: {"wanted_by": ["0.16.0"], "in": []} for name in names})
+    monkeypatch.setattr(_wanted, "wanted_names", lambda: {name: {"wanted_by": ["0.16.0"], "in": []} for name in names})
     root = tmp_path / "te"
     write_file(root / "transformer_engine/__init__.py", "")
 

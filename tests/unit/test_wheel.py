@@ -51,6 +51,7 @@ def test_the_wheel_holds_matrix_and_patches_inside_the_package(wheel):
         names = {name for name in archive.namelist() if not name.partition("/")[0].endswith(".dist-info")}
         assert archive.read("shim/version_matrix.yaml") == (REPOSITORY / "version_matrix.yaml").read_bytes()
     wanted = {"shim/version_matrix.yaml", "shim/py.typed", "shim/wanted_names.json"}
+    wanted |= {"shim/lost_names.json", "shim/te_remedies.json"}
     for directory, into in (("shim", "shim"), ("patches", "shim/patches")):
         for file in (REPOSITORY / directory).rglob("*.py"):
             wanted.add(f"{into}/{file.relative_to(REPOSITORY / directory).as_posix()}")
