@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shim._aliases import find_aliases, namespace_of, rewrap, unwrap
+from shim._aliases import find_aliases, is_initialising, namespace_of, rewrap, unwrap
 from shim._errors import BindError
 from shim._fingerprint import split_target
 from shim._fits import misfit
@@ -135,6 +135,7 @@ class Binder:
         self.slots: dict[Key, Slot] = {}
         self.lost: dict[Key, Lost] = {}
         self.executed: set[str] = set()  # modules whose code has run to the end, though their import is not over
+        self._unfinished: set[str] = set()  # modules that were half imported when aliases were looked for
         # What shim has ever put on a target, on duty or off, with that target and what was there before.
         self._ours: weakref.WeakKeyDictionary[Any, tuple[str, Any]] = weakref.WeakKeyDictionary()
         self._added: weakref.WeakSet[Any] = weakref.WeakSet()  # what shim has put where nothing was
@@ -150,8 +151,7 @@ class Binder:
         # From Python 3.12 on a lazy module is still one while its code runs.
         if issubclass(type(module), LAZY) and name not in self.executed:
             return None
-        initialising = getattr(namespace_of(module).get("__spec__"), "_initializing", False)
-        return None if initialising and name not in self.executed else module
+        return None if is_initialising(module) and name not in self.executed else module
 
     def resolve(self, target: str, added: bool = False) -> tuple[Any, str, Any]:
         """Owner, name and value of a target whose module is loaded; BindError where it is gone, but for `added`."""
@@ -202,6 +202,11 @@ class Binder:
     def abandon(self, name: str) -> None:
         """Take everything off a module whose import fails and which is about to leave sys.modules."""
         self.commit({t: chain.layers for t, chain in self.chains.items() if split_target(t)[0] != name})
+
+    def overdue(self) -> set[str]:
+        """Modules whose import is over that was not when aliases were looked for: a name that they had read by then,
+        and not stored yet, was out of sight."""
+        return {name for name in self._unfinished if not is_initialising(sys.modules.get(name))}
 
     # Transactions
 
@@ -338,6 +343,25 @@ class Binder:
         for owner, name, raw in found:
             chain, after = old[id(unwrap(raw))]
             self._put(owner, name, chain, after, journal)
+        self._put_late(changes, journal)
+
+    def _put_late(self, changes: Iterable[Change], journal: list[Any]) -> None:
+        """Write to what modules that are overdue have of upstream's objects, also where a chain stays as it is."""
+        changed = {chain.target: (chain, after) for chain, after in changes}
+        overdue = self.overdue()
+        if changed:
+            self._unfinished |= {name for name, module in list(sys.modules.items()) if is_initialising(module)}
+        self._unfinished -= overdue
+        governed: dict[int, tuple[Any, Change]] = {}
+        for target, chain in ({**self.chains, **{t: c for t, (c, _) in changed.items()}} if overdue else {}).items():
+            before, after = changed.get(target, (chain, chain))
+            slot, inner = self.slots.get(chain.key), unwrap(chain.base)
+            # What stands on a class further up is that class's own.
+            own = slot is not None and slot.original is not MISSING
+            if after.layers and callable(inner) and own and not after.borrowed:
+                governed[id(inner)] = inner, (before, after)
+        for owner, name, raw in find_aliases([inner for inner, _ in governed.values()], overdue):
+            self._put(owner, name, *governed[id(unwrap(raw))][1], journal)
 
     def _is_borrowed(self, chain: Chain) -> bool:
         """Whether `top` belongs to others: to a class further up, or to wherever a factory took it from."""

@@ -11,12 +11,12 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-from shim._aliases import namespace_of, unwrap
+from shim._aliases import is_initialising, namespace_of, unwrap
 from shim._bind import LAZY, MISSING, Binder, Imported, Layer
 from shim._errors import BindError, NotMetError, ShimError
 from shim._fingerprint import ABSENT, split_target
 from shim._foreign import describe, foreign_on
-from shim._hook import ImportHook, is_initialising
+from shim._hook import ImportHook
 from shim._plan import Decision, Plan, enforce
 from shim._variables import Variables
 
@@ -267,11 +267,13 @@ def _wait_for_imports(plan: Plan) -> None:
 
 
 def catch_up(state: _State) -> None:
-    """Bind target modules that were half imported at apply(), or that came in past the hook."""
+    """Bind target modules that were half imported at apply(), or that came in past the hook, and look for aliases in
+    modules that were half imported when they were looked for."""
     with state.lock:
         ready = {name for name in state.late if state.binder.loaded(name) is not None}
         state.late -= ready
-    if ready:
+        overdue = state.binder.overdue()
+    if ready or overdue:
         _settle(state)
 
 

@@ -10,10 +10,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from shim._aliases import namespace_of
+from shim._aliases import is_initialising, namespace_of
 from shim._sources import is_ours
 
-__all__ = ["ImportHook", "is_initialising"]
+__all__ = ["ImportHook"]
 
 
 class _HookedLoader(Loader):
@@ -53,13 +53,6 @@ class _HookedLoader(Loader):
 
 def _is_lazy(module: ModuleType) -> bool:
     return issubclass(type(module), importlib.util._LazyModule)  # type: ignore[attr-defined]
-
-
-def is_initialising(module: object) -> bool:
-    """Whether the import of a module is not over yet."""
-    if not issubclass(type(module), ModuleType):
-        return False
-    return bool(getattr(namespace_of(module).get("__spec__"), "_initializing", False))
 
 
 class ImportHook:

@@ -5,6 +5,7 @@ import importlib.util
 import sys
 import threading
 import time
+import types
 
 import pytest
 from fake_world import same
@@ -302,3 +303,31 @@ def test_a_circular_importer_takes_the_patched_function(world):
     assert world.get("second:Holder.call") is world.get("first:f")
     shim.revert()
     assert world.get("second:taken")(1) == 1
+
+
+def test_a_name_that_was_read_before_and_stored_after_is_found_when_the_import_is_over(world, monkeypatch):
+    """A thread imports a module and stands between reading upstream's function and storing it while apply() looks for
+    aliases: the next look from shim binds it."""
+    reads, goes_on = threading.Event(), threading.Event()
+    monkeypatch.setitem(sys.modules, "between", types.SimpleNamespace(wait=lambda: (reads.set(), goes_on.wait(30))))
+    world.module(
+        "slow",
+        """
+        import sys
+        from megatron.core import ops
+
+        kept = (lambda found: (sys.modules["between"].wait(), found)[1])(ops.double)
+        """,
+    )
+    world.patch("p", [CORE + "ops:double"])
+    original = world.get("ops:double")
+    thread = threading.Thread(target=lambda: world.get("slow:kept"))
+    thread.start()
+    reads.wait(30)
+    shim.apply()
+    goes_on.set()
+    thread.join(30)
+    assert shim.status()["p"].state == "applied"
+    assert world.get("slow:kept") is world.get("ops:double") is not original
+    shim.revert()
+    assert world.get("slow:kept") is world.get("ops:double") is original

@@ -182,9 +182,9 @@ def test_what_is_imported_while_threads_apply_is_patched_or_not_but_never_half(t
             expect(not errors, turn, errors)
             report = shim.status()
             expect(report.applied == ("count", "more"), turn, str(report))
-            expect(sys.modules[CORE + "users"].twice(2) == ("more", ("count", 4)), turn)
+            expect(sys.modules[CORE + "users"].twice(2) == ("more", ("count", 4)), turn, "patched")
             shim.revert()
-            expect(sys.modules[CORE + "users"].twice(2) == 4, turn)
+            expect(sys.modules[CORE + "users"].twice(2) == 4, turn, "reverted")
         """,
         tree,
     )
