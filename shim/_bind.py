@@ -38,6 +38,7 @@ class Layer:
     patch: str
     target: str
     factory: Factory = field(compare=False)
+    alone: bool = False  # upstream's object is another module's own, which holds it under other names in its own right
     added: bool = False  # upstream may lack the name: `inner` is MISSING then, and the factory makes what stands there
     content: object = None  # variant and options of the patch: where they differ, the chain is built anew
 
@@ -88,6 +89,7 @@ class Chain:
     base: Any  # as in the owner's dictionary, or as inherited
     top: Any  # what stands on the target now, as in the dictionary
     layers: tuple[Layer, ...] = ()
+    alone: bool = False  # others hold `base` in their own right
     borrowed: bool = False  # others hold `top` in their own right, so that its further places are not ours to rebind
 
     @property
@@ -272,7 +274,8 @@ class Binder:
                 base = self.beneath(value)
                 self.lost.pop((id(owner), name), None)  # what is there now has been looked at: it is not foreign
                 # What stands on a class further up is that class's own.
-                chain = Chain(target, owner, name, base, value if name in namespace_of(owner) else base)
+                top = value if name in namespace_of(owner) else base
+                chain = Chain(target, owner, name, base, top, alone=layers[0].alone)
             if chain is not None:
                 yield chain, layers
 
@@ -323,7 +326,7 @@ class Binder:
             self._put(chain.owner, chain.name, chain, after, journal)
             inner = unwrap(chain.top)
             # Constants are not known by identity.
-            if callable(inner) and not self._is_borrowed(chain):
+            if callable(inner) and not self._is_borrowed(chain) and not (chain.alone and chain.top is chain.base):
                 old[id(inner)] = (chain, after)
                 (near if imported is not None and self._is_new(chain, imported[0]) else far).append(inner)
         by_target = {chain.target: (chain, after) for chain, after in changes}
@@ -358,7 +361,7 @@ class Binder:
             slot, inner = self.slots.get(chain.key), unwrap(chain.base)
             # What stands on a class further up is that class's own.
             own = slot is not None and slot.original is not MISSING
-            if after.layers and callable(inner) and own and not after.borrowed:
+            if after.layers and callable(inner) and own and not after.borrowed and not chain.alone:
                 governed[id(inner)] = inner, (before, after)
         for owner, name, raw in find_aliases([inner for inner, _ in governed.values()], overdue):
             self._put(owner, name, *governed[id(unwrap(raw))][1], journal)

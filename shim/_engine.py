@@ -149,7 +149,8 @@ def _layers(state: _State, plan: Plan) -> dict[str, tuple[Layer, ...]]:
         if not decision.wanted or decision.id in state.failed or factories is None:
             continue
         for target in decision.targets:
-            layer = Layer(decision.id, target, factories[target], target in decision.added, content)
+            flags = {"alone": target in decision.alone, "added": target in decision.added}
+            layer = Layer(decision.id, target, factories[target], content=content, **flags)
             wanted[target] = (*wanted.get(target, ()), layer)
     return wanted
 

@@ -59,7 +59,8 @@ class Variant:
     `inherited` maps a target that is bound on a subclass to the definition it inherits. `optional` targets are bound
     like all others, but not waited for: their modules are imported only by those who use them. `added` targets are
     names that releases lack, or define only where something else is installed: their factories get MISSING where there
-    is nothing, and revert() takes away what they gave.
+    is nothing, and revert() takes away what they gave. `alone` targets hold what upstream has elsewhere for others too:
+    they are bound under this name and no other.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Variant:
     inherited: Mapping[str, str] = None  # type: ignore[assignment]
     optional: frozenset[str] = frozenset()
     added: frozenset[str] = frozenset()
+    alone: frozenset[str] = frozenset()
 
     @property
     def bodies(self) -> tuple[str, ...]:
@@ -213,7 +215,7 @@ PATCH_KEYS = {
 }
 VARIABLE_KEYS = {**dict.fromkeys(("value", "before", "option", "without"), True), **dict.fromkeys(DISTRIBUTIONS, False)}
 VARIANT_KEYS = {"targets": True, "reads": False}
-TARGET_KEYS = {"target": True, "inherits": False, "optional": False, "added": False}
+TARGET_KEYS = {"target": True, "inherits": False, "optional": False, "added": False, "alone": False}
 RULE_KEYS = {**dict.fromkeys(DISTRIBUTIONS, False), "note": False}
 PIN_KEYS = {"variant": True, "fingerprints": True}
 
@@ -222,7 +224,7 @@ def _variant(read: Reader, name: str, node: yaml.Node) -> Variant:
     entries = read.mapping(node, f"variant {name}", VARIANT_KEYS)
     targets: list[str] = []
     inherited: dict[str, str] = {}
-    flags: dict[str, set[str]] = {"optional": set(), "added": set()}
+    flags: dict[str, set[str]] = {"optional": set(), "added": set(), "alone": set()}
     for item in read.sequence(entries["targets"], f"targets of {name}"):
         if isinstance(item, yaml.MappingNode):
             given = read.mapping(item, "a target", TARGET_KEYS)

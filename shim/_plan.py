@@ -34,7 +34,8 @@ class Decision:
     options: Mapping[str, Any] = field(default_factory=dict)
     remedy: str = ""
     optional: frozenset[str] = frozenset()  # targets that are bound, but not waited for
-    added: frozenset[str] = frozenset()  # targets that upstream lacks
+    added: frozenset[str] = frozenset()  # targets that upstream may lack
+    alone: frozenset[str] = frozenset()  # targets whose aliases are not theirs
 
     @property
     def wanted(self) -> bool:
@@ -166,6 +167,7 @@ def _decide(entry: PatchEntry, environment: Environment, options: Options, matri
         remedy,
         variant.optional if variant else frozenset(),
         variant.added if variant else frozenset(),
+        variant.alone if variant else frozenset(),
     )
 
 

@@ -9,11 +9,17 @@ off without a word.
 - get_workspace, and the argument `workspace` of general_gemm (gone with 2.10): 0.13 to 0.16 have no te_general_gemm,
   and the router's product is torch's.
 
+- multi_tensor_scale_tensor (from 2.14 on): for want of this one, 0.17 to 0.19 use none of its neighbours, and without
+  Apex the norm of the gradients and their clipping are loops with a host read for every parameter.
+- get_dummy_wgrad (from 2.3 on): 0.14 to 0.19 take Transformer Engine for absent in their own linear layers, allocate a
+  placeholder for every fused gradient, and refuse CPU offloading.
+
 What the patch does: where megatron-core holds None or nothing under such a name, it gets a function that calls the name
-at its new place, with that place's arguments. What works is left alone. Modules imported before apply() are mended
+at its new place, with that place's arguments; the neighbours that are there; a placeholder that is made once. What
+works is left alone. Modules imported before apply() are mended
 as well.
 
-Upstream: 0.13 (RoPE), 0.17 (workspace), main (SplitAlongDim). Delete with the releases before.
+Upstream: 0.13 (RoPE), 0.17 (workspace). Delete with the releases, of both, that disagree.
 
 docs/transformer-engine.md has the names that cannot be had, because the installed Transformer Engine has not got what
 they stand for.
@@ -27,12 +33,15 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, dtype
 
 EXTENSIONS = "megatron.core.extensions.transformer_engine:"
 ROPE = "megatron.core.models.common.embeddings.rope_utils:"
 ATTENTION = "megatron.core.transformer.attention:"
 MOE = "megatron.core.transformer.moe.moe_utils:"
+LAYERS = "megatron.core.tensor_parallel.layers:"
+CLIP = "megatron.core.optimizer.clip_grads:"
 
 log = logging.getLogger("shim")
 
@@ -117,6 +126,62 @@ def _general_gemm(original: Any) -> Any:
     return te_general_gemm
 
 
+def _neighbour(original: Any, name: str) -> Any:
+    """Transformer Engine's function, where megatron-core has its own loop."""
+    return _moved(name, "optimizers") if original.__module__ == "megatron.core.utils" else None
+
+
+# Their arguments have the names that the loops give them.
+
+
+def _applier(original: Any) -> Any:
+    found = _neighbour(original, "multi_tensor_applier")
+
+    def multi_tensor_applier(op: Any, noop_flag_buffer: Any, tensor_lists: Any, *args: Any) -> Any:
+        return found(op, noop_flag_buffer, tensor_lists, *args)
+
+    return original if found is None else multi_tensor_applier
+
+
+def _l2_norm(original: Any) -> Any:
+    found = _neighbour(original, "multi_tensor_l2norm")
+
+    def multi_tensor_l2norm(chunk_size: int, noop_flag: Any, tensor_lists: Any, per_tensor: bool, *args: Any) -> Any:
+        return found(chunk_size, noop_flag, tensor_lists, per_tensor, *args)
+
+    return original if found is None else multi_tensor_l2norm
+
+
+def _scale(original: Any) -> Any:
+    found = _neighbour(original, "multi_tensor_scale")
+
+    def multi_tensor_scale(chunk_size: int, noop_flag: Any, tensor_lists: Any, scale: float) -> Any:
+        return found(chunk_size, noop_flag, tensor_lists, scale)
+
+    return original if found is None else multi_tensor_scale
+
+
+def _have_te(original: Any) -> Any:
+    # What the flag stands for in this module is the placeholder below, and what layers themselves do.
+    return original or "transformer_engine.pytorch" in sys.modules
+
+
+def _dummy_wgrad(original: Any) -> Any:
+    if callable(original) or "transformer_engine.pytorch" not in sys.modules:
+        return original
+    made: dict[tuple[tuple[int, ...], dtype], Tensor] = {}
+
+    def get_dummy_wgrad(shape: list[int], dtype: dtype, zero: bool = False) -> Tensor:
+        key = (tuple(shape), dtype)
+        if key not in made:
+            made[key] = torch.empty(shape, dtype=dtype, device=torch.cuda.current_device(), requires_grad=False)
+        if zero:
+            made[key].zero_()
+        return made[key].detach()
+
+    return get_dummy_wgrad
+
+
 _SPLIT = {EXTENSIONS + "SplitAlongDim": _split_along_dim, ATTENTION + "SplitAlongDim": _split_along_dim}
 _FUSED_ROPE = {
     place + name: factory
@@ -124,7 +189,18 @@ _FUSED_ROPE = {
     for name, factory in (("fused_apply_rotary_pos_emb", _rope), ("fused_apply_rotary_pos_emb_thd", _packed_rope))
 }
 _GEMM = {EXTENSIONS + "te_general_gemm": _general_gemm, MOE + "te_general_gemm": _general_gemm}
-_VARIANTS = {"rope": {**_SPLIT, **_FUSED_ROPE}, "gemm": {**_SPLIT, **_GEMM}, "split": _SPLIT}
+_WGRAD = {LAYERS + "HAVE_TE": _have_te, LAYERS + "get_dummy_wgrad": _dummy_wgrad}
+_NORM = {
+    CLIP + "multi_tensor_applier": _applier,
+    CLIP + "l2_norm_impl": _l2_norm,
+    CLIP + "multi_tensor_scale_impl": _scale,
+}
+_VARIANTS: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "rope": {**_SPLIT, **_FUSED_ROPE},
+    "gemm": {**_SPLIT, **_GEMM},
+    "wgrad": {**_SPLIT, **_GEMM, **_WGRAD},
+    "norm": {**_SPLIT, **_WGRAD, **_NORM},
+}
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Any], Any]]:

@@ -81,6 +81,7 @@ MODULES = {
         """,
 }
 
+ALONE = object()  # in the place of what a target inherits: bound under this name and no other
 ADDED = object()  # in the place of what a target inherits: the release lacks it
 
 # A wrapper that says which patch it is from: 2 becomes (id, 2).
@@ -183,12 +184,13 @@ class World:
                 lines.append(f"          - {{target: {name}, inherits: {inherits}}}".replace("target: ", "target: "))
                 if inherits is None:
                     lines[-1] = f"          - {name}"
+                if inherits is ALONE:
+                    lines[-1] = f"          - {{target: {name}, alone: true}}"
                 if inherits is ADDED:
                     lines[-1] = f"          - {{target: {name}, added: true}}"
-                added = inherits is ADDED
-                value = patch["pins"].get(name) or fingerprint(
-                    sources, name if added else inherits or name, None, added
-                )
+                inherited = inherits if isinstance(inherits, str) else None
+                found = fingerprint(sources, inherited or name, None, inherits is ADDED)
+                value = patch["pins"].get(name) or found
                 pins.append(f'          {name}: "{value}"')
             lines += ["    applies:", '      - {megatron-core: ">=9.9.0.dev0,<10.0.0.dev0", variant: only}']
             lines += ["    delete_when: never"]

@@ -5,7 +5,7 @@ import inspect
 import pickle
 
 import pytest
-from fake_world import same
+from fake_world import ALONE, same
 
 import shim
 
@@ -261,3 +261,16 @@ def test_cycles_leave_nothing_behind(patched_world):
         sizes.append([len(item) for item in kept])
     assert sizes[5] == sizes[-1]
     assert same(before, patched_world.snapshot()) == []
+
+
+def test_what_is_another_modules_is_bound_under_this_name_alone(world):
+    """Upstream has put its own general function under a target's name: that function stays what it is elsewhere."""
+    world.module("chosen", "from megatron.core.ops import double as impl\n")
+    world.patch("p", [(CORE + "chosen:impl", ALONE)])
+    original = world.get("ops:double")
+    assert world.get("chosen:impl") is original
+    shim.apply()
+    assert world.get("chosen:impl")(2) == ("p", 4)
+    assert world.get("ops:double") is original is world.get("users:double")
+    shim.revert()
+    assert world.get("chosen:impl") is original

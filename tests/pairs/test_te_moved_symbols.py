@@ -27,7 +27,9 @@ ROPE = "megatron.core.models.common.embeddings.rope_utils"
 SPLIT = [(EXTENSIONS, "SplitAlongDim"), ("megatron.core.transformer.attention", "SplitAlongDim")]
 FUSED_ROPE = [(m, "fused_apply_rotary_pos_emb" + end) for m in (EXTENSIONS, ROPE) for end in ("", "_thd")]
 GEMM = [(EXTENSIONS, "te_general_gemm"), ("megatron.core.transformer.moe.moe_utils", "te_general_gemm")]
-PLACES = [*SPLIT, *FUSED_ROPE, *GEMM]
+LAYERS, CLIP = "megatron.core.tensor_parallel.layers", "megatron.core.optimizer.clip_grads"
+WGRAD = [(LAYERS, "get_dummy_wgrad")]
+PLACES = [*SPLIT, *FUSED_ROPE, *GEMM, *WGRAD]
 
 ROPE_MOVED_IN = (2, 2) if MCORE == (0, 12, 0) else (2, 3)
 moved_rope = MCORE < (0, 13) and TE >= ROPE_MOVED_IN
@@ -37,12 +39,20 @@ LOST = {
         (SPLIT, TE >= (2, 3)),
         (FUSED_ROPE, moved_rope),
         (GEMM, (0, 13) <= MCORE < (0, 17) and TE >= (2, 10)),
+        (WGRAD, MCORE >= (0, 14) and TE < (2, 3)),
     )
     for module, name in places
     if lost
 }
 NEEDED_FROM = (2, 2) if MCORE < (0, 13) else (2, 3)
-APPLIES = TE >= NEEDED_FROM
+APPLIES = TE >= NEEDED_FROM or MCORE >= (0, 14)
+
+# Places that the release has at all.
+KNOWN = {
+    f"{module}:{name}"
+    for module, name in PLACES
+    if not ((module, name) in GEMM and MCORE < (0, 13)) and not ((module, name) in WGRAD and MCORE < (0, 14))
+}
 
 needs_it = pytest.mark.skipif(not APPLIES, reason="no name has moved in this pair")
 
@@ -50,7 +60,7 @@ needs_it = pytest.mark.skipif(not APPLIES, reason="no name has moved in this pai
 def absent():
     """Places where megatron-core holds nothing or None, of those that the release knows."""
     found = {f"{module}:{name}" for module, name in PLACES if not there(module, name)}
-    return found - {f"{module}:{name}" for module, name in GEMM if MCORE < (0, 13)}
+    return found & KNOWN
 
 
 def there(module, name):
@@ -102,7 +112,7 @@ print(json.dumps([applied, state, absent()]))
 @needs_it
 def test_everything_is_there_where_megatron_is_imported_after_apply():
     """In a process of its own; revert() leaves what stock would have had."""
-    places = [place for place in PLACES if MCORE >= (0, 13) or place not in GEMM]
+    places = [place.split(":") for place in sorted(KNOWN)]
     done = subprocess.run([sys.executable, "-c", EARLY, json.dumps(places)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     applied, state, reverted = json.loads(done.stdout.splitlines()[-1])
@@ -193,6 +203,57 @@ def test_general_gemm_is_called_as_this_engine_takes_it(monkeypatch):
     assert (call["A"], call["B"], call["bias"]) == (a, b, a)
     assert (call["out_dtype"], call["layout"], call["grad"]) == (torch.float32, "NT", True)
     assert not set(call) & {"workspace"}
+
+
+@pytest.mark.skipif(MCORE < (0, 14) or TE >= (2, 3), reason="this pair has get_dummy_wgrad")
+def test_a_placeholder_of_a_gradient_is_made_once():
+    layers = importlib.import_module(LAYERS)
+    assert not layers.HAVE_TE
+    with shim.patched(only=[ID], require=[ID]):
+        assert layers.HAVE_TE
+        first = layers.get_dummy_wgrad([2, 3], torch.bfloat16, zero=True)
+        assert (first.shape, first.dtype, first.abs().sum()) == ((2, 3), torch.bfloat16, 0)
+        assert layers.get_dummy_wgrad([2, 3], torch.bfloat16).data_ptr() == first.data_ptr()
+        assert layers.get_dummy_wgrad([3, 2], torch.bfloat16).data_ptr() != first.data_ptr()
+        assert layers.get_dummy_wgrad([2, 3], torch.float32).dtype == torch.float32
+    assert not layers.HAVE_TE and not hasattr(layers, "get_dummy_wgrad")
+
+
+@pytest.mark.skipif(MCORE < (0, 17), reason="earlier releases import what every Transformer Engine has")
+def test_the_norm_of_gradients_is_that_of_transformer_engine(monkeypatch):
+    """One missing name takes none of its neighbours with it. The kernels are stand-ins that ask for their arguments."""
+    clip = importlib.import_module(CLIP)
+    lost = TE < (2, 14)
+    local = importlib.import_module("megatron.core.utils").local_multi_tensor_applier
+    assert (clip.multi_tensor_applier is local) == lost
+    if not lost:
+        return
+    optimizers, calls = importlib.import_module("transformer_engine.pytorch.optimizers"), []
+
+    def norm(chunk_size, noop_flag, tensor_lists, per_tensor):
+        calls.append("norm")
+        return torch.stack([t.norm() for t in tensor_lists[0]]).norm().view(1), None
+
+    def scale(chunk_size, noop_flag, tensor_lists, factor):
+        calls.append("scale")
+        for source, target in zip(*tensor_lists, strict=True):
+            target.copy_(source * factor)
+
+    monkeypatch.setattr(optimizers, "multi_tensor_l2norm", norm)
+    monkeypatch.setattr(optimizers, "multi_tensor_scale", scale)
+    monkeypatch.setattr(torch.Tensor, "type", lambda self: "torch.cuda.FloatTensor")
+    weights = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(4))]
+    for weight in weights:
+        weight.grad = torch.full_like(weight, 2.0)
+    with testing.layout_initialised(Layout()), shim.patched(only=[ID], require=[ID]):
+        assert importlib.import_module("megatron.core.utils").local_multi_tensor_applier is local
+        group = importlib.import_module("megatron.core.parallel_state").get_data_parallel_group()
+        total = clip.get_grad_norm_fp32([weight.grad for weight in weights], grad_stats_parallel_group=group)
+        assert total == pytest.approx(28**0.5)
+        clip.clip_grad_by_total_norm_fp32(weights, 1.0, total)
+    assert calls == ["norm", "scale"]
+    assert weights[0].grad[0] == pytest.approx(2 / 28**0.5, rel=1e-5)
+    assert clip.multi_tensor_applier is local
 
 
 lacks_the_method = TE in ((2, 15), (2, 16))
