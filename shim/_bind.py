@@ -6,7 +6,7 @@ import importlib.util
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -317,8 +317,13 @@ class Binder:
         self.lost[slot.key] = Lost(slot, why, partner)
         self.slots.pop(slot.key, None)
 
-    def _write_all(self, changes: Iterable[Change], journal: list[Any], imported: Imported | None) -> None:
+    def _write_all(self, changes: Sequence[Change], journal: list[Any], imported: Imported | None) -> None:
         """First the targets and all places known, then the aliases, so that an import meanwhile takes no old one."""
+        # Before anything is looked at: what is over by the end of this may have been looked at too early.
+        overdue = self.overdue()
+        self._unfinished -= overdue
+        if changes:
+            self._unfinished |= {name for name, module in list(sys.modules.items()) if is_initialising(module)}
         old: dict[int, Change] = {}
         near: list[Any] = []
         far: list[Any] = []
@@ -346,15 +351,11 @@ class Binder:
         for owner, name, raw in found:
             chain, after = old[id(unwrap(raw))]
             self._put(owner, name, chain, after, journal)
-        self._put_late(changes, journal)
+        self._put_late(changes, overdue, journal)
 
-    def _put_late(self, changes: Iterable[Change], journal: list[Any]) -> None:
+    def _put_late(self, changes: Iterable[Change], overdue: set[str], journal: list[Any]) -> None:
         """Write to what modules that are overdue have of upstream's objects, also where a chain stays as it is."""
         changed = {chain.target: (chain, after) for chain, after in changes}
-        overdue = self.overdue()
-        if changed:
-            self._unfinished |= {name for name, module in list(sys.modules.items()) if is_initialising(module)}
-        self._unfinished -= overdue
         governed: dict[int, tuple[Any, Change]] = {}
         for target, chain in ({**self.chains, **{t: c for t, (c, _) in changed.items()}} if overdue else {}).items():
             before, after = changed.get(target, (chain, chain))
