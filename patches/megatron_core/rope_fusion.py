@@ -7,10 +7,12 @@ What is wrong, since when. With apply_rope_fusion, these arguments never reach t
 | rotary_interleaved | 0.12.0 | 0.12 to 0.16 |
 | mscale (YaRN) | 0.12 to 0.15 | 0.12 to 0.19 |
 | interleaving of MLA (config.multi_latent_attention; an argument in 0.19) | 0.12 to 0.18 | 0.12 to 0.19 |
-| a table with one row per packed token, with or without context parallelism | - | 0.15 to 0.19 |
+| a table with one row per packed token, with or without context parallelism | - | 0.12 to 0.19 |
 
 The last one: the kernel counts positions from the start of each sequence, the unfused function takes the row of the
-token where the table has as many rows as the whole row has tokens (multimodal embeddings). Up to 0.14 both count.
+token where the table has as many rows as the whole row has tokens (multimodal embeddings), from 0.15 on. Up to 0.14 it
+counts too, and only the first sequence is right; there the patch takes the row of the token where in such a table every
+sequence begins with the row that the first one begins with.
 
 - Fused MLA under context parallelism (0.13 to 0.19): the table of an unpacked row is a slice of the longest one so far,
   cut short, so that any shorter sequence gets positions of other ranks.
@@ -132,8 +134,9 @@ def _cp_size(original: Function) -> Callable[[tuple[Any, ...], dict[str, Any]], 
     return get
 
 
-def _apply_rotary_pos_emb_thd(original: Function, row_per_token: bool) -> Function:
-    """`row_per_token`: whether this release takes a table as long as the row for one with a row per token."""
+def _apply_rotary_pos_emb_thd(original: Function, row_per_token: bool | None) -> Function:
+    """`row_per_token`: True where this release takes a table as long as the row for one with a row per token, None where
+    it is to do so only for a table that says so itself."""
     names = list(inspect.signature(original).parameters)
     upstream = vars(sys.modules[ROPE[:-1]])
 
@@ -172,7 +175,7 @@ def _get_cached_cos_sin(original: Function) -> Function:
     return get_cached_cos_sin
 
 
-def _bindings(unpacked: set[str], packed: set[str], row_per_token: bool = True) -> dict[str, Any]:
+def _bindings(unpacked: set[str], packed: set[str], row_per_token: bool | None = True) -> dict[str, Any]:
     told = {"unpacked": frozenset(unpacked), "packed": frozenset(packed)}
     return {
         ROPE + "apply_rotary_pos_emb": functools.partial(_apply_rotary_pos_emb, **told),
@@ -183,9 +186,9 @@ def _bindings(unpacked: set[str], packed: set[str], row_per_token: bool = True) 
 FUSED_MLA = {YARN + "get_cached_cos_sin": _get_cached_cos_sin}
 
 BINDINGS: dict[str, dict[str, Callable[[Function], Function]]] = {
-    "plain": _bindings({INTERLEAVED, MSCALE, MLA}, {INTERLEAVED, MSCALE, MLA}, False),  # 0.12.0
-    "interleaved": _bindings({MSCALE, MLA}, {INTERLEAVED, MSCALE, MLA}, False),  # 0.12.1 to 0.12.3
-    "mla": {**_bindings({MSCALE, MLA}, {INTERLEAVED, MSCALE, MLA}, False), **FUSED_MLA},  # 0.13, 0.14
+    "plain": _bindings({INTERLEAVED, MSCALE, MLA}, {INTERLEAVED, MSCALE, MLA, PER_TOKEN}, None),  # 0.12.0
+    "interleaved": _bindings({MSCALE, MLA}, {INTERLEAVED, MSCALE, MLA, PER_TOKEN}, None),  # 0.12.1 to 0.12.3
+    "mla": {**_bindings({MSCALE, MLA}, {INTERLEAVED, MSCALE, MLA, PER_TOKEN}, None), **FUSED_MLA},  # 0.13, 0.14
     "table": {**_bindings({MSCALE, MLA}, {INTERLEAVED, MSCALE, MLA, PER_TOKEN}), **FUSED_MLA},  # 0.15
     "mscale": {**_bindings({MLA}, {INTERLEAVED, MSCALE, MLA, PER_TOKEN}), **FUSED_MLA},  # 0.16
     "packed": {**_bindings({MLA}, {MSCALE, MLA, PER_TOKEN}), **FUSED_MLA},  # 0.17, 0.18

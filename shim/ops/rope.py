@@ -78,18 +78,28 @@ def thd_freqs(
     *,
     cp_size: int = 1,
     cp_rank: int = 0,
-    row_per_token: bool = True,
+    row_per_token: bool | None = True,
 ) -> Tensor:
     """The row of `freqs` for each of the T = `tokens` tokens that this rank holds of a packed row: [T, ...].
 
     freqs: [positions, ...], any dtype, one row per position of a sequence. With `row_per_token`, a table of as many
-    rows as the whole row has tokens (``freqs.size(0) == cu_seqlens[-1]``) has one row per token instead, which is
-    decided on the device. cu_seqlens, cp_size, cp_rank: as in thd_places. ValueError as there; a table that is too
-    short is an IndexError, on CUDA a device-side assertion. Differentiable with regard to freqs (backward).
+    rows as the whole row has tokens (``freqs.size(0) == cu_seqlens[-1]``) has one row per token instead; with None,
+    only where every sequence begins with the row that the first one begins with, as a table of positions does not.
+    Both are decided on the device. cu_seqlens, cp_size, cp_rank: as in thd_places. ValueError as there; a table that is
+    too short is an IndexError, on CUDA a device-side assertion. Differentiable with regard to freqs (backward).
     """
     rows, sequence, starts = _placed(cu_seqlens, tokens, freqs.device, cp_size, cp_rank)
-    if row_per_token:
+    if row_per_token is not False:
         # Multiplied by the answer, because reading it would make the host wait.
         is_so = cu_seqlens[-1].to(freqs.device, non_blocking=True) == freqs.size(0)
+        if row_per_token is None:
+            is_so &= _begin_alike(freqs, starts)
         rows += (starts * is_so).index_select(0, sequence)
     return freqs.index_select(0, rows)
+
+
+def _begin_alike(freqs: Tensor, starts: Tensor) -> Tensor:
+    """Whether the rows of `freqs` at `starts` [N] are all the first one; those behind the end do not count."""
+    last = freqs.size(0) - 1
+    same = (freqs.detach().index_select(0, starts.clamp(max=last)) == freqs.detach()[:1]).flatten(1).all(1)
+    return (same | (starts > last)).all()

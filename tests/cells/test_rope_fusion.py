@@ -31,7 +31,8 @@ RIGHT_FROM = {
     ("packed", "mla"): None,
     ("packed", "row per token"): None,
 }
-# One row per token is what the unfused function takes from 0.15; before, fused and unfused agree.
+# One row per token is what the unfused function takes from 0.15; before, fused and unfused agree about these tables, in
+# which no row says that a sequence begins with it. They are made unfused all the same, because it is not read.
 IS_RIGHT = {key: bool(first and first <= RELEASE) for key, first in RIGHT_FROM.items()}
 IS_RIGHT["packed", "row per token"] = MINOR < (0, 15)
 CASES = list(IS_RIGHT)
@@ -235,7 +236,7 @@ def test_such_a_call_is_not_fused(case, ranks, kernels, on_rank, applied):
     before = dict(vars(config))
     result = rope_utils.apply_rotary_pos_emb(config=config, **given)
     assert vars(config) == before
-    if IS_RIGHT[case]:
+    if IS_RIGHT[case] and case != ("packed", "row per token"):
         calls = list(kernels)
         assert torch.equal(result, STOCK["apply_rotary_pos_emb"](config=config, **given)) and kernels == 2 * calls
     else:

@@ -54,6 +54,19 @@ def test_a_table_as_long_as_the_row_has_a_row_per_token(units, where, row_per_to
     assert torch.equal(found, freqs[rows])
 
 
+@pytest.mark.parametrize("lengths", [(3, 2, 4), (3, 0, 2, 4), (9,), (3, 6, 0)])
+def test_a_table_can_say_itself_that_it_has_a_row_per_token(lengths):
+    """Every sequence begins with the row that the first one begins with; those without tokens begin with any."""
+    by_position = torch.randn(9, 1, 1, 4)
+    freqs = torch.cat([by_position[:length] for length in lengths])
+    found = thd_freqs(freqs, offsets(lengths), 9, row_per_token=None)
+    assert torch.equal(found, freqs)
+    assert torch.equal(thd_freqs(by_position, offsets(lengths), 9, row_per_token=None), found)
+    longer = torch.cat([freqs, freqs])
+    found = thd_freqs(longer, offsets(lengths), 9, row_per_token=None)
+    assert torch.equal(found, longer[[place for length in lengths for place in range(length)]])
+
+
 def test_any_other_table_has_a_row_per_position():
     freqs = torch.randn(9, 1, 1, 4)
     assert torch.equal(thd_freqs(freqs, offsets([3, 5]), 8), freqs[[0, 1, 2, 0, 1, 2, 3, 4]])

@@ -82,7 +82,7 @@ def test_all_of_it_arrives_or_nothing_does(form, ask, ranks, arrived, monkeypatc
         assert torch.equal(result, rope_utils.apply_rotary_pos_emb(config=config, **given))
         return
     (options,) = arrived
-    assert ask in ("nothing", "interleaved") or (ask == "row per token" and (MINOR < (0, 15) or form == "unpacked"))
+    assert ask in ("nothing", "interleaved") or (ask == "row per token" and form == "unpacked")
     assert options.get("interleaved", False) == (ask == "interleaved") and options["fused"] is True
     if form == "packed":
         assert (options["cp_size"], options["cp_rank"]) == (ranks, rank) and options["cu_seqlens"] is not None
