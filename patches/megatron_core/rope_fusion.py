@@ -135,8 +135,8 @@ def _cp_size(original: Function) -> Callable[[tuple[Any, ...], dict[str, Any]], 
 
 
 def _apply_rotary_pos_emb_thd(original: Function, row_per_token: bool | None) -> Function:
-    """`row_per_token`: True where this release takes a table as long as the row for one with a row per token, None where
-    it is to do so only for a table that says so itself."""
+    """`row_per_token`: True where this release takes a table as long as the row for one with a row per token, and None
+    where it is to do so only for a table that says so itself."""
     names = list(inspect.signature(original).parameters)
     upstream = vars(sys.modules[ROPE[:-1]])
 
