@@ -516,7 +516,10 @@ assert shim.status()["mtp-packed-sequences"].targets[late[0]] == "bound"
 def test_the_pins_are_those_of_this_release():
     """Stale pins fail here: what the plan reads from the installed sources is what `shim pin` wrote."""
     plan = shim.plan()
+    # What the pins of a release say beside another distribution is looked at where that is installed too.
+    here = {id for id in plan if plan[id].action != "not-installed"}
     pins = plan.matrix.pins["megatron-core"][testing.release()]
+    pins = {id: pin for id, pin in pins.items() if id in here and pin.variant}
     assert pins.keys() == {id for id in plan if plan[id].wanted}
     for id, pin in pins.items():
         assert (plan[id].variant, plan[id].fingerprints) == (pin.variant, pin.fingerprints)

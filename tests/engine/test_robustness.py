@@ -190,6 +190,7 @@ def test_what_is_imported_while_threads_apply_is_patched_or_not_but_never_half(t
     )
 
 
+@pytest.mark.growth
 def test_a_thousand_cycles_leave_nothing_behind(tree):
     """Neither objects nor memory nor finders nor entries of the journal grow; the objects are the same at the end."""
     out = run(
