@@ -8,7 +8,6 @@ off without a word.
   0.12.1 to 0.12.3 pass it an argument that came with 2.3: TypeError.
 - get_workspace, and the argument `workspace` of general_gemm (gone with 2.10): 0.13 to 0.16 have no te_general_gemm,
   and the router's product is torch's.
-
 - multi_tensor_scale_tensor (from 2.14 on): for want of this one, 0.17 to 0.19 use none of its neighbours, and without
   Apex the norm of the gradients and their clipping are loops with a host read for every parameter.
 - get_dummy_wgrad (from 2.3 on): 0.14 to 0.19 take Transformer Engine for absent in their own linear layers, allocate a
@@ -16,8 +15,7 @@ off without a word.
 
 What the patch does: where megatron-core holds None or nothing under such a name, it gets a function that calls the name
 at its new place, with that place's arguments; the neighbours that are there; a placeholder that is made once. What
-works is left alone. Modules imported before apply() are mended
-as well.
+works is left alone. Modules imported before apply() are mended as well.
 
 Upstream: 0.13 (RoPE), 0.17 (workspace). Delete with the releases, of both, that disagree.
 
