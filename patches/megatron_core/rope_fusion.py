@@ -22,7 +22,7 @@ The patch: such a call is made unfused, by upstream's own function with a shallo
 config that others read is never written. Where a fused call is wanted and the fused function is missing, upstream's
 error stays. Fused MLA gets a table of its own sequence length. Unfused packed rows are rotated as one, by upstream's
 function for unpacked ones, with the row of the table gathered for each token (shim.ops.rope): the same bits, forward
-and backward.
+and backward. Large rows go in a few pieces, so that temporaries stay as small as a loop over sequences has them.
 
 Not covered:
 - fused_single_qkv_rope (0.15 to 0.19) ignores rotary_interleaved and the factor of YaRN. Attention.forward decides on
@@ -31,8 +31,6 @@ Not covered:
 - Other reads of config.apply_rope_fusion in multi_latent_attention and absorbed_mla: their kernels interleave, have the
   factor of YaRN in the table, and are given the offsets and, from 0.14, the ranks. In 0.13 packed rows of MLA under
   context parallelism are wrong unfused too. DSA forbids fusion; it and dynamic_context call apply_rotary_pos_emb.
-- The memory that a loop over sequences (0.12 to 0.14, 0.19) saves while it rotates many short ones: temporaries have
-  the size of the row, as in 0.15 to 0.18.
 - Automodel issue 1439 (a wrong loss, fused, with context parallelism): Automodel calls Transformer Engine itself, and
   the cause is open. With what megatron-core hands over (unpacked: the rank's slice of the table; packed: the whole
   table, size and rank), positions are those of the unfused function.
@@ -51,11 +49,16 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from shim.ops.rope import thd_freqs
 from shim.patches._arguments import Function, argument, replacing
 
 ROPE = "megatron.core.models.common.embeddings.rope_utils:"
 YARN = "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding."
+
+# Rotating takes three temporaries of the size of what it rotates.
+PIECES, PIECE_BYTES = 8, 16 << 20
 
 INTERLEAVED, MSCALE, MLA, PER_TOKEN = "rotary_interleaved", "mscale", "interleaving of MLA", "a row per token"
 
@@ -154,7 +157,14 @@ def _apply_rotary_pos_emb_thd(original: Function, row_per_token: bool | None) ->
             cp_size, cp_rank = state.get_context_parallel_world_size(), state.get_context_parallel_rank()
         rows = thd_freqs(freqs, cu_seqlens, t.size(0), cp_size=cp_size, cp_rank=cp_rank, row_per_token=row_per_token)
         # What is left of the arguments says how to rotate, in upstream's own words for both formats.
-        return upstream["_apply_rotary_pos_emb_bshd"](t.unsqueeze(1), rows, **given).squeeze(1)
+        rotate = functools.partial(upstream["_apply_rotary_pos_emb_bshd"], **given)
+        pieces = min(PIECES, t.numel() * t.element_size() // PIECE_BYTES)
+        if pieces < 2:
+            return rotate(t.unsqueeze(1), rows).squeeze(1)
+        size = -(-t.size(0) // pieces)
+        # split, not slices: the gradient of a slice is as large as the whole.
+        together = zip(t.unsqueeze(1).split(size), rows.split(size), strict=True)
+        return torch.cat([rotate(*piece) for piece in together]).squeeze(1)
 
     return _apply_rotary_pos_emb_thd
 

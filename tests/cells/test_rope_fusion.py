@@ -312,8 +312,11 @@ def rotated(function, t, cu_seqlens, freqs, weights, **how):
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("rows", ["positions", "tokens"])
-def test_packed_rows_keep_every_bit(how, dtype, rows, on_rank, applied):
-    """Forward and backward, on one, two and four ranks, with sequences of no length."""
+@pytest.mark.parametrize("large", [False, True], ids=["", "in pieces"])
+def test_packed_rows_keep_every_bit(how, dtype, rows, large, on_rank, applied, monkeypatch):
+    """Forward and backward, on one, two and four ranks, with sequences of no length; large rows go in pieces."""
+    if large:
+        monkeypatch.setattr(sys.modules["shim.patches.megatron_core.rope_fusion"], "PIECE_BYTES", 64)
     # With no length and interleaving, releases that rotate each sequence raise.
     lengths = (8, 16, 24) if how == "interleaved" else (8, 0, 16, 24, 0)
     freqs = table(sum(lengths) if rows == "tokens" else 29)
@@ -328,6 +331,19 @@ def test_packed_rows_keep_every_bit(how, dtype, rows, on_rank, applied):
             for f in (rope_utils._apply_rotary_pos_emb_thd, STOCK["_apply_rotary_pos_emb_thd"])
         )
         assert all(map(torch.equal, mine, theirs)), (ranks, rank)
+
+
+def test_large_packed_rows_take_no_more_memory_than_stock(on_rank, applied, monkeypatch):
+    """Forward and backward together, in which a loop over many sequences holds little at a time."""
+    monkeypatch.setattr(sys.modules["shim.patches.megatron_core.rope_fusion"], "PIECE_BYTES", 1024)
+    peaks = []
+    for function in rope_utils._apply_rotary_pos_emb_thd, STOCK["_apply_rotary_pos_emb_thd"]:
+        t = torch.randn(1024, HEADS, WIDTH).requires_grad_() * 1
+        with testing.Footprint() as footprint:
+            result = function(t, offsets([64] * 16), table(65), **on_rank())
+            torch.autograd.grad(result, t, torch.ones_like(result))
+        peaks.append(footprint.peak_bytes / (t.numel() * t.element_size()))
+    assert peaks[0] <= peaks[1] + 0.1
 
 
 @pytest.mark.parametrize("lengths", [(4, 8), (TOKENS, 1), (TOKENS - 1,)], ids=["padding", "too long", "short"])
