@@ -6,7 +6,7 @@ import importlib
 import logging
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -40,7 +40,7 @@ class _State:
         self.binder = Binder()
         self.plan: Plan | None = None  # None: nothing is wanted
         self.last: Plan | None = None  # the last one that was wanted
-        self.patches: frozenset[str] = frozenset()  # patch modules of the plan
+        self.patches: frozenset[str] = frozenset()  # patch modules of the plan, and the packages they are in
         self.modules: frozenset[str] = frozenset()  # modules of the targets of the plan
         self.late: frozenset[str] = frozenset()  # those among them that no commit has seen loaded yet
         self.adoptions = 0  # how often a plan was made the current one
@@ -54,7 +54,7 @@ class _State:
         self.plan = plan
         self.last = plan or self.last
         self.modules = frozenset() if plan is None else frozenset(_target_modules(plan))
-        self.patches = frozenset() if plan is None else frozenset(e.module for e in plan.matrix.patches.values())
+        self.patches = frozenset() if plan is None else frozenset(_patch_modules(plan))
         self.late = frozenset(name for name in self.modules if self.binder.loaded(name) is None)
         self.warn_once(self.variables.settle(plan))
 
@@ -69,8 +69,8 @@ class _State:
     def wants(self, module: str) -> bool:
         # Asked for every import of the process, so without the lock, and with no more work than this.
         # Not while a patch module is being found: catching up may import that very module, and load it twice.
-        if not sys.modules.keys().isdisjoint(self.late) and module not in self.patches:
-            catch_up(self)
+        if not sys.modules.keys().isdisjoint(self.late) and module not in self.patches and not catch_up_here(self):
+            return True  # what is left is done when this module has run
         return module in self.modules
 
     def after_import(self, module: ModuleType, meanwhile: Sequence[str]) -> None:
@@ -104,6 +104,12 @@ def _target_modules(plan: Plan) -> set[str]:
     return {split_target(target)[0] for d in concerned for target in d.targets}
 
 
+def _patch_modules(plan: Plan) -> Iterator[str]:
+    for entry in plan.matrix.patches.values():
+        parts = entry.module.split(".")
+        yield from (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+
+
 def _modules_of(decision: Decision) -> set[str]:
     return {split_target(target)[0] for target in decision.targets}
 
@@ -115,14 +121,19 @@ def _content(decision: Decision) -> _Content:
 # Binding
 
 
+def _without_factories(state: _State, plan: Plan) -> Iterator[Decision]:
+    """The patches that are needed now and whose modules have not been asked for their factories."""
+    for decision in plan.decisions.values():
+        if not decision.wanted or _content(decision) in state.factories or decision.id in state.failed:
+            continue
+        if any(state.binder.loaded(module) for module in _modules_of(decision)):
+            yield decision
+
+
 def _load_factories(state: _State, plan: Plan) -> None:
     """Import the patch modules that are needed now. Called without the lock: an import may wait for another thread."""
-    for decision in plan.decisions.values():
+    for decision in _without_factories(state, plan):
         content = _content(decision)
-        if not decision.wanted or content in state.factories or decision.id in state.failed:
-            continue
-        if not any(state.binder.loaded(module) for module in _modules_of(decision)):
-            continue
         entry = plan.matrix.patches[decision.id]
         try:
             module = importlib.import_module(entry.module)
@@ -276,6 +287,16 @@ def catch_up(state: _State) -> None:
         overdue = state.binder.overdue()
     if ready or overdue:
         _settle(state)
+
+
+def catch_up_here(state: _State) -> bool:
+    """Catch up within the search for a module, if nothing has to be imported for it: importlib holds a lock of the
+    whole process there, and whoever imports a patch module meanwhile waits for that one. Returns whether it could."""
+    plan = state.plan
+    if plan is not None and any(True for _ in _without_factories(state, plan)):
+        return False
+    catch_up(state)
+    return True
 
 
 def _watch_imports(state: _State) -> None:

@@ -82,7 +82,8 @@ class ImportHook:
                 continue
             spec = look(name, path, target)
             if spec is not None:
-                if spec.loader is not None and hasattr(spec.loader, "exec_module"):
+                # Built-in and frozen modules have a class for a loader, and run no code that could be waited for.
+                if hasattr(spec.loader, "exec_module") and not isinstance(spec.loader, type):
                     spec.loader = _HookedLoader(spec.loader, self)
                 return spec
         return None

@@ -1,5 +1,6 @@
 """Modules that are imported after apply(): lazily, again, by several threads, or past the hook."""
 
+import _imp
 import importlib
 import importlib.util
 import sys
@@ -331,3 +332,25 @@ def test_a_name_that_was_read_before_and_stored_after_is_found_when_the_import_i
     assert world.get("slow:kept") is world.get("ops:double") is not original
     shim.revert()
     assert world.get("slow:kept") is world.get("ops:double") is original
+
+
+def test_patch_modules_are_not_imported_within_the_search_for_a_module(world, monkeypatch):
+    """There importlib holds a lock of the whole process, for which another thread that imports the same patch module
+    waits: what came in past the hook is bound when the module that is searched for has run."""
+    world.patch("p", [CORE + "ops:double"])
+    shim.apply()
+    held, real = [], importlib.import_module
+
+    def watching(name, *args):
+        if name.startswith("fake_patches"):
+            held.append(_imp.lock_held())
+        return real(name, *args)
+
+    monkeypatch.setattr(importlib, "import_module", watching)
+    hooks = [finder for finder in sys.meta_path if getattr(finder, "is_shim_finder", False)]
+    sys.meta_path[:] = [finder for finder in sys.meta_path if finder not in hooks]
+    world.get("ops:double")
+    sys.meta_path[:0] = hooks
+    world.get("other:other")
+    assert held == [False]
+    assert world.get("ops:double")(2) == ("p", 4)
