@@ -31,6 +31,12 @@ _SAID_LIMIT = 1000
 _Content = tuple[str, "str | None", str, tuple[str, ...]]
 
 
+class _Loading(threading.local):
+    """Whether this thread is importing patch modules, whose own imports are no occasion to import others of them."""
+
+    active = False
+
+
 class _State:
     """All that shim remembers in a process. Whoever reads or changes it holds `lock`, and imports nothing meanwhile:
     another thread may hold an import lock and wait for this one."""
@@ -48,6 +54,7 @@ class _State:
         self.failed: dict[str, str] = {}
         self.said: set[str] = set()
         self.variables = Variables()
+        self.loading = _Loading()
         self.hook = ImportHook(self.wants, self.after_import)
 
     def adjust(self, plan: Plan | None) -> None:
@@ -69,9 +76,10 @@ class _State:
     def wants(self, module: str) -> bool:
         # Asked for every import of the process, so without the lock, and with no more work than this.
         # Not while a patch module is being found: catching up may import that very module, and load it twice.
-        if not sys.modules.keys().isdisjoint(self.late) and module not in self.patches and not catch_up_here(self):
-            return True  # what is left is done when this module has run
-        return module in self.modules
+        if sys.modules.keys().isdisjoint(self.late) or self.loading.active or module in self.patches:
+            return module in self.modules
+        # What cannot be done here is done when this module has run.
+        return not catch_up_here(self) or module in self.modules
 
     def after_import(self, module: ModuleType, meanwhile: Sequence[str]) -> None:
         name = namespace_of(module)["__name__"]
@@ -135,6 +143,7 @@ def _load_factories(state: _State, plan: Plan) -> None:
     for decision in _without_factories(state, plan):
         content = _content(decision)
         entry = plan.matrix.patches[decision.id]
+        outer, state.loading.active = state.loading.active, True
         try:
             module = importlib.import_module(entry.module)
             if is_initialising(module):
@@ -144,6 +153,8 @@ def _load_factories(state: _State, plan: Plan) -> None:
         except Exception as error:
             what = f"{decision.id} cannot be loaded from {entry.module}: {type(error).__name__}: {error}"
             raise BindError(what, decision.id) from error
+        finally:
+            state.loading.active = outer
         if set(factories) != set(decision.targets):
             odd = ", ".join(sorted(set(factories) ^ set(decision.targets)))
             what = f"matrix and {entry.module} disagree about the targets of {decision.variant}: {odd}"

@@ -354,3 +354,28 @@ def test_patch_modules_are_not_imported_within_the_search_for_a_module(world, mo
     world.get("other:other")
     assert held == [False]
     assert world.get("ops:double")(2) == ("p", 4)
+
+
+def test_what_a_patch_module_imports_does_not_bring_in_other_patch_modules(world):
+    """Two of them share a helper, which itself imports something, while a target that came in past the hook waits."""
+    helper = world.root / "fake_patches" / "helper.py"
+    helper.write_text(
+        "import functools\nimport fake_patches.deeper\n\n\ndef wrap(original):\n    @functools.wraps(original)\n"
+        "    def wrapper(*args, **kwargs):\n        return original(*args, **kwargs)\n\n    return wrapper\n"
+    )
+    (world.root / "fake_patches" / "deeper.py").write_text("")
+    source = """
+        from fake_patches.helper import wrap
+
+        def bindings(variant, options):
+            return dict.fromkeys(TARGETS, wrap)
+        """
+    world.patch("p", [CORE + "ops:halve"], source)
+    world.patch("q", [CORE + "other:other"], source)
+    shim.apply()
+    hooks = [finder for finder in sys.meta_path if getattr(finder, "is_shim_finder", False)]
+    sys.meta_path[:] = [finder for finder in sys.meta_path if finder not in hooks]
+    world.get("ops:halve"), world.get("other:other")
+    sys.meta_path[:0] = hooks
+    world.get("users:twice")
+    assert shim.status().applied == ("p", "q")
