@@ -1,10 +1,15 @@
 """Fixtures of the release cells: the megatron-core on PYTHONPATH, on CPU, here or in two or four forked ranks."""
 
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 from shim import testing
+
+# For recompute_cases, here and in layouts.
+sys.path.insert(0, str(Path(__file__).parent))
 
 # Without a release nothing here can run; run_cells takes a cell without tests for a failure.
 if find_spec("megatron") is None or find_spec("torch") is None:

@@ -8,33 +8,12 @@ import re
 import sys
 
 import pytest
-from unit_helpers import BROKEN, FIXED, MATRIX, REPOSITORY, megatron, output_of, write_file
+from unit_helpers import BROKEN, FIXED, MATRIX, PATCH, REPOSITORY, megatron, output_of, write_file
 
 from shim import __version__
 from shim._cli import main
 
 EDITED = BROKEN.replace("return helper(x)", "return helper(x) + 1")
-PATCH = '''
-    """What is wrong: rolls."""
-
-    def bindings(variant, options):
-        def wrap(original):
-            def roll(x, shift=-1):
-                return original(x, shift)
-            return roll
-
-        def wrap_forward(original):
-            def forward(self, x):
-                return original(self, x)
-            return forward
-
-        targets = {"megatron.core.roll:roll": wrap}
-        if variant in ("old", "only"):
-            targets["megatron.core.roll:Layer.forward"] = wrap_forward
-        if variant == "only":
-            del targets["megatron.core.roll:roll"]
-        return targets
-'''
 
 
 @pytest.fixture

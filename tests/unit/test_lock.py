@@ -8,31 +8,13 @@ import sys
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from unit_helpers import BROKEN, FIXED, REWORKED, megatron, metadata, write_file
+from unit_helpers import BROKEN, FIXED, PATCH, REWORKED, megatron, metadata, write_file
 
 import shim
 from shim._cli import main
 from shim._errors import NotMetError, OptionError
 from shim._lock import MAX_BYTES, differences, enforce_lock, locked, read_lock, write_lock
 
-PATCH = '''
-    """What is wrong: rolls."""
-
-    def bindings(variant, options):
-        def wrap(original):
-            def roll(x, shift=-1):
-                return original(x, shift)
-            return roll
-
-        def wrap_forward(original):
-            def forward(self, x):
-                return original(self, x)
-            return forward
-
-        rolls = {"megatron.core.roll:roll": wrap}
-        forwards = {"megatron.core.roll:Layer.forward": wrap_forward}
-        return {"old": {**rolls, **forwards}, "new": rolls, "only": forwards}[variant]
-'''
 HELPER = "megatron.core.roll:helper"
 
 

@@ -4,8 +4,7 @@ import json
 import logging
 
 import pytest
-from test_lock import PATCH
-from unit_helpers import BROKEN, write_file
+from unit_helpers import BROKEN, PATCH, write_file
 
 import shim
 from shim._lock import locked

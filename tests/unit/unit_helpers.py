@@ -112,6 +112,26 @@ FIXED = """
             return roll(x, dims=0)
 """
 SOURCES = {"0.16.0": BROKEN, "0.17.0": REWORKED, "0.18.0": FIXED}
+# A patch module for the targets of MATRIX.
+PATCH = '''
+    """What is wrong: rolls."""
+
+    def bindings(variant, options):
+        def wrap(original):
+            def roll(x, shift=-1):
+                return original(x, shift)
+            return roll
+
+        def wrap_forward(original):
+            def forward(self, x):
+                return original(self, x)
+            return forward
+
+        rolls = {"megatron.core.roll:roll": wrap}
+        forwards = {"megatron.core.roll:Layer.forward": wrap_forward}
+        return {"old": {**rolls, **forwards}, "new": rolls, "only": forwards}[variant]
+'''
+
 MATRIX = """\
 supported:
   megatron-core: ["0.16.0", "0.17.0", "0.18.0"]

@@ -5,12 +5,13 @@ sequence parallelism by themselves are in test_mtp_recompute.
 """
 
 import contextlib
-import itertools
 from functools import partial
 
 import pytest
+import recompute_cases
 import torch
 from megatron.core import tensor_parallel
+from recompute_cases import METHODS, RECOMPUTED, all_pairs
 
 import shim
 from shim import testing
@@ -18,16 +19,6 @@ from shim.testing import Layout
 
 ID, PACKED = "mtp-recompute", "mtp-packed-sequences"
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
-METHODS = {
-    f"{method} {layers}": {
-        "recompute_granularity": "full",
-        "recompute_method": method,
-        "recompute_num_layers": layers,
-    }
-    for method, layers in itertools.product(("uniform", "block"), (1, 2))
-}
-# Which of two MTP layers are recomputed.
-RECOMPUTED = {"uniform 1": [1, 1], "uniform 2": [1, 1], "block 1": [1, 0], "block 2": [1, 1]}
 # Lengths and alignment that context parallelism can share out; None is one sequence without packed_seq_params.
 ROWS = {"unpacked": ((16,), None), "plain": ((8, 16, 8), 1), "padded": ((5, 13, 3), 8)}
 CP2, TP2, PP2 = Layout(cp=2), Layout(tp=2), Layout(pp=2)
@@ -35,35 +26,7 @@ CP2, TP2, PP2 = Layout(cp=2), Layout(tp=2), Layout(pp=2)
 puts_mtp_anywhere = pytest.mark.skipif(VERSION < (0, 16), reason="MTP is on the last stage only before 0.16")
 
 
-class Unpacked(testing.PackedRow):
-    """A row of one sequence that the model gets without packed_seq_params."""
-
-    def packed_seq_params(self):
-        return None
-
-
-def row_of(kind):
-    lengths, align = ROWS[kind]
-    row = testing.pack(testing.random_sequences(lengths), align=align or 1)
-    return row if align else Unpacked(**vars(row))
-
-
-def all_pairs(**factors):
-    """Few cases in which every two values of every two factors meet."""
-    sizes = [range(len(values)) for values in factors.values()]
-    missing = set().union(*(_pairs(case) for case in itertools.product(*sizes)))
-    cases = []
-    while missing:
-        best = max(itertools.product(*sizes), key=lambda case: len(_pairs(case) & missing))
-        missing -= _pairs(best)
-        cases.append({name: list(factors[name])[place] for name, place in zip(factors, best)})
-    return cases
-
-
-def _pairs(case):
-    return set(itertools.combinations(enumerate(case), 2))
-
-
+row_of = partial(recompute_cases.row_of, ROWS)
 CASES = all_pairs(method=METHODS, row=ROWS, layers=(1, 2), dropout=(0.0, 0.1), lora=(False, True))
 
 
