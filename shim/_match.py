@@ -98,11 +98,13 @@ def match(entry: PatchEntry, environment: Environment, matrix: Matrix) -> Match:
     bodies = _Bodies(entry, environment, matrix)
     rule = entry.rule_for(versions)
     candidate = None if rule is None or rule.variant is None else entry.variants[rule.variant]
+    note = f" ({rule.note})" if rule is not None and rule.note else ""
 
     if candidate is not None:
         found = bodies.of(candidate)
         if bodies.all_known(candidate.name, found):
-            return Match("apply", f"{release} needs it; all {len(found)} bodies are known", candidate.name, found)
+            reason = f"{release} needs it{note}; all {len(found)} bodies are known"
+            return Match("apply", reason, candidate.name, found)
     # A known body decides even where the version says otherwise or says nothing: nightlies, commits, vendor forks.
     for variant in entry.variants.values():
         if variant is candidate or not entry.possible(variant.name, versions):
@@ -113,10 +115,11 @@ def match(entry: PatchEntry, environment: Environment, matrix: Matrix) -> Match:
             return Match("apply", reason, variant.name, found)
     for pinned, pin in matrix.known(entry.id):
         if pin.variant is None and all(bodies.found(target) == value for target, value in pin.fingerprints.items()):
-            reason = f"{release} has it: its bodies are those of {pinned}, which needs no patch"
+            reason = f"{release} needs no patch: its bodies are those of {pinned}"
+            reason += note if candidate is None else ""
             return Match("upstream", reason, None, pin.fingerprints)
     if rule is not None and rule.variant is None:
-        return Match("upstream", f"{release} has it already" + (f" ({rule.note})" if rule.note else ""))
+        return Match("upstream", f"{release} has it already{note}")
     if candidate is None:
         names = [t for v in entry.variants.values() for t in v.targets]
         if not _beyond(entry, versions, matrix) or all(bodies.found(target) == GONE for target in names):

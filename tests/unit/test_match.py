@@ -55,6 +55,16 @@ def test_a_known_body_decides_under_a_vendor_string(world):
     assert (found.state, found.variant) == ("apply", "old")
 
 
+def test_what_a_rule_has_to_say_is_in_the_reason(world):
+    """For instance what a backport gains there."""
+    rule = "variant: old}"
+    assert rule in world.matrix.read_text()
+    world.matrix.write_text(world.matrix.read_text().replace(rule, "variant: old, note: half of it}"))
+    assert "megatron-core 0.16.0 needs it (half of it); all" in roll(world.install(BROKEN, "0.16.0")).reason
+    assert "half" not in roll(world.install(REWORKED, "0.17.0")).reason
+    assert "are those of 0.18.0 (mended in 0.18)" in roll(world.install(FIXED, "0.18.0")).reason
+
+
 @pytest.mark.parametrize("version", ["0.20.0.dev0", "0.16.0", "0.18.0", None])
 def test_the_bodies_of_a_release_that_has_the_fix_mean_upstream(world, version):
     """Whatever the version says: a backport to an older vendor release is recognised."""
