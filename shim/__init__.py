@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from shim._api import apply, check, check_resume, checkpoint_state, explain, patched, plan, revert, status
     from shim._config_override import config_override
-    from shim._errors import BindError, MatrixError, NotMetError, OptionError, ShimError
+    from shim._errors import BindError, MatrixError, NotMetError, OptionError, ShimError, StandInError
     from shim._plan import Plan
     from shim._report import Report
     from shim._workers import ray_runtime_env, run_environment
@@ -34,6 +34,7 @@ __all__ = [
     "Plan",
     "Report",
     "ShimError",
+    "StandInError",
     "apply",
     "check",
     "check_resume",
@@ -49,7 +50,9 @@ __all__ = [
 ]
 
 _HOMES = {  # all others of __all__ are in shim._api
-    **dict.fromkeys(("BindError", "MatrixError", "NotMetError", "OptionError", "ShimError"), "shim._errors"),
+    **dict.fromkeys(
+        ("BindError", "MatrixError", "NotMetError", "OptionError", "ShimError", "StandInError"), "shim._errors"
+    ),
     **dict.fromkeys(("ray_runtime_env", "run_environment"), "shim._workers"),
     "config_override": "shim._config_override",
     "Plan": "shim._plan",

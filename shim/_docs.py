@@ -67,12 +67,19 @@ def catalogue(matrix: Matrix) -> str:
             variant = entry.variants[rule.variant]
             lines.append(f"| {ranges} | {rule.variant} | {_names(variant.targets)} | {_names(variant.reads)} |")
         lines += ["", *[f"- Option `{name}`, by default `{value}`" for name, value in (entry.options or {}).items()]]
+        lines += [
+            f"- Where `{s.package}` is missing, imported without it: {_codes(s.modules)}" for s in entry.stand_ins
+        ]
         lines += [*[f"- {reference}" for reference in entry.references], f"- Delete when: {entry.delete_when}.", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def _names(targets: Iterable[str]) -> str:
-    return ", ".join(f"`{target.partition(':')[2]}`" for target in targets)
+    return _codes(target.partition(":")[2] for target in targets)
+
+
+def _codes(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def replace_between(text: str, content: str) -> str:

@@ -18,6 +18,7 @@ from shim._fingerprint import ABSENT, split_target
 from shim._foreign import describe, foreign_on
 from shim._hook import ImportHook
 from shim._plan import Decision, Plan, enforce
+from shim._stand_ins import StandIns
 from shim._variables import Variables
 
 __all__ = ["STATE", "adopt", "catch_up", "with_conflicts"]
@@ -48,20 +49,24 @@ class _State:
         self.last: Plan | None = None  # the last one that was wanted
         self.patches: frozenset[str] = frozenset()  # patch modules of the plan, and the packages they are in
         self.modules: frozenset[str] = frozenset()  # modules of the targets of the plan
-        self.late: frozenset[str] = frozenset()  # those among them that no commit has seen loaded yet
+        self.watched: frozenset[str] = frozenset()  # those, and modules that may run with a stand-in for a package
+        self.late: frozenset[str] = frozenset()  # those of `modules` that no commit has seen loaded yet
         self.adoptions = 0  # how often a plan was made the current one
         self.factories: dict[_Content, Mapping[str, Any]] = {}
         self.failed: dict[str, str] = {}
         self.said: set[str] = set()
         self.variables = Variables()
+        self.stand_ins = StandIns()
         self.loading = _Loading()
-        self.hook = ImportHook(self.wants, self.after_import)
+        self.hook = ImportHook(self.wants, self.before_import, self.after_import)
 
     def adjust(self, plan: Plan | None) -> None:
         self.plan = plan
         self.last = plan or self.last
         self.modules = frozenset() if plan is None else frozenset(_target_modules(plan))
         self.patches = frozenset() if plan is None else frozenset(_patch_modules(plan))
+        self.stand_ins.settle(plan)
+        self.watched = self.modules.union(self.stand_ins.modules)
         self.late = frozenset(name for name in self.modules if self.binder.loaded(name) is None)
         self.warn_once(self.variables.settle(plan))
 
@@ -77,9 +82,14 @@ class _State:
         # Asked for every import of the process, so without the lock, and with no more work than this.
         # Not while a patch module is being found: catching up may import that very module, and load it twice.
         if sys.modules.keys().isdisjoint(self.late) or self.loading.active or module in self.patches:
-            return module in self.modules
+            return module in self.watched
         # What cannot be done here is done when this module has run.
-        return not catch_up_here(self) or module in self.modules
+        return not catch_up_here(self) or module in self.watched
+
+    def before_import(self, module: ModuleType) -> None:
+        missing = self.stand_ins.missing(namespace_of(module)["__name__"])
+        with self.lock:
+            self.stand_ins.give(module, missing)
 
     def after_import(self, module: ModuleType, meanwhile: Sequence[str]) -> None:
         name = namespace_of(module)["__name__"]
@@ -311,9 +321,9 @@ def catch_up_here(state: _State) -> bool:
 
 
 def _watch_imports(state: _State) -> None:
-    if state.modules:
+    if state.watched:
         state.hook.install()
-    for name in state.modules:
+    for name in state.watched:
         module = sys.modules.get(name)
         if module is not None and _is_lazy(module):
             state.hook.adopt_lazy(module)
@@ -349,5 +359,5 @@ def adopt(wanted: Plan | None) -> None:
         raise
     finally:
         with state.lock:
-            if not state.modules:
+            if not state.watched:
                 state.hook.remove()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["BindError", "MatrixError", "NotMetError", "OptionError", "ShimError", "SourceError"]
+__all__ = ["BindError", "MatrixError", "NotMetError", "OptionError", "ShimError", "SourceError", "StandInError"]
 
 
 class ShimError(Exception):
@@ -27,6 +27,10 @@ class SourceError(ShimError):
 
 class NotMetError(ShimError):
     """Something that was required (``require``, ``strict``, ``on_drift="error"``) is not met."""
+
+
+class StandInError(ShimError, RuntimeError):
+    """Something was used that needs a package which is missing, and for which shim has put a stand-in."""
 
 
 class BindError(ShimError):

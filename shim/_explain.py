@@ -45,6 +45,8 @@ def explanation(plan: Plan, id: str) -> str:
             verb = "adds" if target in variant.added else "binds"
             lines.append(f"  {verb} {target}" + (" where it is imported" if target in variant.optional else ""))
         lines += [f"  relies on {read}" for read in variant.reads]
+    for item in entry.stand_ins:
+        lines.append(f"Where {item.package} is missing, imported without it: {', '.join(item.modules)}")
     if entry.options:
         lines.append("Options: " + ", ".join(f"{name}={value!r}" for name, value in entry.options.items()))
     lines += [f"Upstream: {reference}" for reference in entry.references]

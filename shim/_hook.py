@@ -1,4 +1,4 @@
-"""The import hook: lets the engine act right after the code of a target module has run, within its import."""
+"""The import hook: lets the engine act right before and right after the code of a module runs, within its import."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ class _HookedLoader(Loader):
         module.__loader__ = self._loader
         known = set(sys.modules)
         was_lazy = _is_lazy(module)
+        if not isinstance(self._loader, importlib.util.LazyLoader):  # which runs no code yet
+            self._hook.before(module)
         self._loader.exec_module(module)
         if _is_lazy(module) and not was_lazy:
             # The loader was importlib.util.LazyLoader: no code has run yet, and an attribute read would run it.
@@ -58,7 +60,8 @@ def _is_lazy(module: ModuleType) -> bool:
 class ImportHook:
     """A finder in front of sys.meta_path that wraps the loader of modules `wants(name)` is true of.
 
-    `after(module, names)` runs just after the module's code, `names` being the modules that were imported meanwhile.
+    `before(module)` runs just before the module's code, also where it is run again or in a copy somebody loads for
+    himself. `after(module, names)` runs just after it, `names` being the modules that were imported meanwhile.
     An exception in `after` makes the import raise, each time: importlib takes the module out of sys.modules and never
     binds it in its parent.
     """
@@ -68,9 +71,11 @@ class ImportHook:
     def __init__(
         self,
         wants: Callable[[str], bool],
+        before: Callable[[ModuleType], None],
         after: Callable[[ModuleType, Sequence[str]], None],
     ) -> None:
         self.wants = wants
+        self.before = before
         self.after = after
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:

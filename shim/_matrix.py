@@ -27,6 +27,7 @@ __all__ = [
     "PatchEntry",
     "Pin",
     "Rule",
+    "StandIn",
     "Variable",
     "Variant",
     "load_matrix",
@@ -123,6 +124,14 @@ class Variable:
 
 
 @dataclass(frozen=True)
+class StandIn:
+    """A top-level package that may be missing, and the modules whose code may run without it."""
+
+    package: str
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Pin:
     """What `shim pin` measured for one patch on one release: the variant (None: upstream) and its fingerprints."""
 
@@ -146,6 +155,7 @@ class PatchEntry:
     delete_when: str = ""
     options: Mapping[str, Any] = None  # type: ignore[assignment]
     variables: tuple[Variable, ...] = ()
+    stand_ins: tuple[StandIn, ...] = ()
     line: int = 0
 
     def rule_for(self, versions: Mapping[str, Version]) -> Rule | None:
@@ -212,6 +222,7 @@ PATCH_KEYS = {
     "delete_when": True,
     "options": False,
     "variables": False,
+    "stand_ins": False,
 }
 VARIABLE_KEYS = {**dict.fromkeys(("value", "before", "option", "without"), True), **dict.fromkeys(DISTRIBUTIONS, False)}
 VARIANT_KEYS = {"targets": True, "reads": False}
@@ -256,6 +267,25 @@ def _variables(read: Reader, node: yaml.Node, options: Iterable[str]) -> Iterato
         value, before, without = (read.text(given[key], key) for key in ("value", "before", "without"))
         ranges = {d: read.range(given[d], d) for d in DISTRIBUTIONS if d in given}
         yield Variable(name, value, before, option, without, ranges)
+
+
+def _stand_ins(read: Reader, node: yaml.Node) -> Iterator[StandIn]:
+    for package, items in read.mapping(node, "stand_ins").items():
+        if not package.isidentifier():
+            raise read.fail(items, f"{package!r} is not the name of a top-level package")
+        modules: list[str] = []
+        for item in read.sequence(items, f"modules that may run without {package}"):
+            module = read.text(item, "a module")
+            if not all(name.isidentifier() for name in module.split(".")):
+                raise read.fail(item, f"{module!r} is not the name of a module")
+            if module.partition(".")[0] == package:
+                raise read.fail(item, f"{module} is missing itself where {package} is")
+            if module in modules:
+                raise read.fail(item, f"module {module} stands twice for {package}")
+            modules.append(module)
+        if not modules:
+            raise read.fail(items, f"no module is named that may run without {package}")
+        yield StandIn(package, tuple(modules))
 
 
 def _rules(read: Reader, node: yaml.Node, variants: Mapping[str, Variant] | None) -> list[Rule]:
@@ -338,6 +368,7 @@ def _patch(read: Reader, id: str, node: yaml.Node, module_exists: Callable[[str]
         delete_when=read.text(entries["delete_when"], "delete_when"),
         options={name: read.scalar(value, name) for name, value in options.items()},
         variables=tuple(_variables(read, entries["variables"], options)) if "variables" in entries else (),
+        stand_ins=tuple(_stand_ins(read, entries["stand_ins"])) if "stand_ins" in entries else (),
         line=node.start_mark.line,
     )
 

@@ -21,7 +21,11 @@ from shim import testing
 from shim._hook import ImportHook
 
 seen = {"hooked": []}
-hook = ImportHook(lambda name: name.startswith("transformer_engine"), lambda *_: seen["hooked"].append(_[0].__name__))
+hook = ImportHook(
+    wants=lambda name: name.startswith("transformer_engine"),
+    before=lambda module: None,
+    after=lambda *_: seen["hooked"].append(_[0].__name__),
+)
 from_file = importlib.util.spec_from_file_location
 if "hook-first" in sys.argv:
     hook.install()

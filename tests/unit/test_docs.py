@@ -4,7 +4,7 @@ import pytest
 from unit_helpers import REPOSITORY
 
 from shim import _docs
-from shim._explain import patch_docstring
+from shim._explain import explanation, patch_docstring
 from shim._matrix import load_matrix
 
 
@@ -48,6 +48,17 @@ def test_the_catalogue_says_of_every_patch_what_a_reader_needs():
         header = patch_docstring(entry)
         assert header and header in text
         assert "cannot be read" not in header
+
+
+def test_packages_that_may_be_missing_are_named(world):
+    """In the catalogue and by `shim explain`."""
+    text = world.matrix.read_text()
+    keys = "stand_ins: {kernels: [megatron.core.roll, megatron.core.sort]}\n    delete_when: upstream does so"
+    world.matrix.write_text(text.replace("delete_when: upstream does so", keys))
+    line = "- Where `kernels` is missing, imported without it: `megatron.core.roll`, `megatron.core.sort`\n"
+    assert line in _docs.catalogue(load_matrix(world.matrix))
+    line = "\nWhere kernels is missing, imported without it: megatron.core.roll, megatron.core.sort\n"
+    assert line in explanation(world.plan(), "faster-forward")
 
 
 def test_the_table_of_support_merges_neighbours(world):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from unit_helpers import MATRIX, output_of, write_file
 
 from shim._errors import MatrixError
-from shim._matrix import load_matrix, matrix_path
+from shim._matrix import StandIn, load_matrix, matrix_path
 
 
 @pytest.fixture
@@ -42,6 +42,15 @@ def test_the_matrix_of_these_tests_is_valid(world):
     assert matrix.patches["faster-forward"].options == {"pages": 4}
     assert list(matrix.pins["megatron-core"]) == ["0.16.0", "0.17.0", "0.18.0"]
     assert all(set(pins) == set(matrix.patches) for pins in matrix.pins["megatron-core"].values())
+
+
+def test_stand_ins_are_read(world):
+    """Packages that may be missing, with the modules that may run without them; a patch may have none."""
+    text, _ = changed("    changes: values", "    changes: values\n    stand_ins: {kernels: [a.b, c], other: [a.b]}")
+    world.matrix.write_text(text)
+    patches = load_matrix(world.matrix).patches
+    assert patches["roll-fix"].stand_ins == (StandIn("kernels", ("a.b", "c")), StandIn("other", ("a.b",)))
+    assert patches["faster-forward"].stand_ins == ()
 
 
 def test_the_shipped_matrix_is_valid():
@@ -89,6 +98,25 @@ def test_the_shipped_matrix_names_only_patches_of_shim(tmp_path, monkeypatch, co
         ("options: {pages: 4}", "options: {pages: 2020-13-45}", "pages"),
         ("options: {pages: 4}", "options: {pages: 2020-12-24}", "pages must be"),
         ("options: {pages: 4}", "options: 4", "must be a mapping"),
+        # stand-ins
+        ("    changes: values", "    changes: values\n    stand_ins: [kernels]", "stand_ins must be a mapping"),
+        ("    changes: values", "    changes: values\n    stand_ins: {kernels: a.b}", "must be a list"),
+        ("    changes: values", "    changes: values\n    stand_ins: {kernels: []}", "no module is named"),
+        ("    changes: values", "    changes: values\n    stand_ins: {kernels: [3]}", "a module must be text"),
+        ("    changes: values", "    changes: values\n    stand_ins: {kernels: ['a..b']}", "'a..b' is not the name of"),
+        ("    changes: values", "    changes: values\n    stand_ins: {kernels: ['a:b']}", "'a:b' is not the name of"),
+        ("    changes: values", "    changes: values\n    stand_ins: {kernels: [a, a]}", "a stands twice for kernels"),
+        (
+            "    changes: values",
+            "    changes: values\n    stand_ins: {a.b: [c]}",
+            "'a.b' is not the name of a top-level",
+        ),
+        ("    changes: values", "    changes: values\n    stand_ins: {a: [a.b]}", "a.b is missing itself where a is"),
+        (
+            "    changes: values",
+            "    changes: values\n    stand_ins: {a: [c], a: [d]}",
+            "duplicate key 'a' in stand_ins",
+        ),
         # modules, targets, variants
         ("module: trainer_patches.roll_fix", "module: trainer_patches.gone", "there is no module"),
         ("module: trainer_patches.roll_fix", "module: shim.patches.gone", "there is no module"),
