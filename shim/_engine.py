@@ -244,6 +244,9 @@ def _settle(state: _State, imported: Imported | None = None) -> None:
                     _say(state, plan)
                 for item in state.binder.commit(_layers(state, plan) if plan is not None else {}, imported):
                     log.warning("%s since shim bound it; it is left alone", item)
+                # What a patch holds, such as buffers, ends with it.
+                needed = set() if plan is None else {_content(d) for d in plan.decisions.values() if d.wanted}
+                state.factories = {content: f for content, f in state.factories.items() if content in needed}
                 state.late = state.modules - loaded
                 if plan is not None:
                     _enforce_required(plan, imported)

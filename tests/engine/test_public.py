@@ -1,5 +1,6 @@
 """The public functions: what they say, raise and adjust to."""
 
+import gc
 import logging
 import sys
 
@@ -203,3 +204,58 @@ def test_check_names_overriding_classes_and_instances(patched_world):
     shim.apply(require=["count"])
     with pytest.raises(shim.NotMetError, match="shadowed"):
         shim.check(FakeModel(Mine()))
+
+
+HOLDS = """
+    import functools, weakref
+
+    HELD = []
+
+
+    class Buffer:
+        pass
+
+
+    def wrap(original, buffer):
+        return functools.wraps(original)(lambda *args, **kwargs: (buffer, original(*args, **kwargs)))
+
+
+    def bindings(variant, options):
+        buffer = Buffer()
+        HELD.append(weakref.ref(buffer))
+        return {target: functools.partial(wrap, buffer=buffer) for target in TARGETS}
+    """
+
+
+def test_what_a_patch_holds_ends_with_it(world):
+    """Buffers in the closures of its functions, too; another patch that is applied or taken off is nothing to it."""
+    world.patch("holds", [CORE + "ops:double"], HOLDS)
+    world.patch("other", [CORE + "ops:halve"])
+    world.get("ops:double")
+    shim.apply()
+    (held,) = sys.modules["fake_patches.holds"].HELD
+    shim.apply(exclude=["other"])
+    shim.apply()
+    gc.collect()
+    assert world.get("ops:double")(2)[0] is held()
+    shim.revert()
+    gc.collect()
+    assert held() is None
+
+
+def test_a_feature_that_nobody_switched_on_is_no_warning(world, caplog):
+    """Its state says so, and where it is required it is an error."""
+
+    class Model:
+        def modules(self):
+            return [self]
+
+    world.patch("wish", [CORE + "ops:double"], kind="feature")
+    world.get("ops:double")
+    shim.apply()
+    sys.modules["fake_patches.wish"].problems = lambda models: [("the flag is off", "switch it on")]
+    assert shim.check(Model())["wish"].state == "inactive"
+    assert warnings_in(caplog) == []
+    shim.apply(require=["wish"])
+    with pytest.raises(shim.NotMetError, match="the flag is off"):
+        shim.check(Model())
