@@ -1,14 +1,19 @@
 """Algorithms on tensors, usable without megatron: the packed roll, on one rank and over ranks; log-probabilities; the
-rows of a rotary table for packed tokens."""
+rows of a rotary table for packed tokens; pages for saved activations."""
 
 from shim.ops.context_parallel_roll import RankRollIndex, rank_roll_index, roll_on_rank
 from shim.ops.logprob import TokenLogprobs, linear_token_logprobs, token_logprobs
 from shim.ops.packed_roll import RollIndex, packed_roll, roll_index, roll_with
+from shim.ops.paged_stash import PagedStash, PoolUse, StashOverflowError, StashStatistics
 from shim.ops.rope import TokenPlaces, thd_freqs, thd_places
 
 __all__ = [
+    "PagedStash",
+    "PoolUse",
     "RankRollIndex",
     "RollIndex",
+    "StashOverflowError",
+    "StashStatistics",
     "TokenLogprobs",
     "TokenPlaces",
     "linear_token_logprobs",

@@ -1,5 +1,9 @@
-"""Tests on a real GPU with a real Transformer Engine; anywhere else they are collected, and skipped with a reason."""
+"""Tests on a real GPU, most with a real Transformer Engine; elsewhere they are collected, and skipped with a reason.
 
+Those that need torch and Triton only are marked gpu(engine=False).
+"""
+
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -9,13 +13,16 @@ import pytest
 ENGINE, EXTENSION = "transformer_engine", "transformer_engine_torch"
 
 
-def _missing() -> str | None:
-    """What keeps these tests from running here."""
-    for name in ("torch", "megatron", ENGINE):
+@cache
+def _missing(engine: bool) -> str | None:
+    """What keeps tests with or without Transformer Engine from running here."""
+    for name in ("torch", "megatron", ENGINE) if engine else ("torch", "triton"):
         if find_spec(name) is None:
             return f"{name} is not installed"
     if not import_module("torch").cuda.is_available():
         return "no CUDA device"
+    if not engine:
+        return None
     try:
         import_module(f"{ENGINE}.pytorch")
         extension = import_module(EXTENSION)
@@ -30,11 +37,10 @@ def _missing() -> str | None:
     return None
 
 
-MISSING = _missing()
-
-
 def pytest_collection_modifyitems(items):
     # Called with the items of all directories.
     for item in items:
-        if MISSING and item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason=MISSING))
+        marker = item.get_closest_marker("gpu")
+        missing = marker and _missing(marker.kwargs.get("engine", True))
+        if missing:
+            item.add_marker(pytest.mark.skip(reason=missing))

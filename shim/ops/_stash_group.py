@@ -1,0 +1,221 @@
+"""One forward pass under a stash: which of the tensors that autograd saved in it are stashed, and which stay."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shim.ops._saved_tensors import HOOKED, foreign_hooks_active, now, saved_since
+from shim.ops._stash_pool import BITS
+from shim.ops._stash_rows import ValidRows, valid_rows
+from shim.ops._stashed_tensor import StashedTensor
+
+if TYPE_CHECKING:
+    from shim.ops.paged_stash import PagedStash
+
+__all__ = ["StashGroup", "tensors_in"]
+
+# A narrower row is not worth its place in the list of pages, which takes that many bytes.
+NARROWEST = 16
+
+
+class StashGroup:
+    """One forward: enter it, run the forward, leave it, and commit its output."""
+
+    def __init__(
+        self,
+        stash: PagedStash,
+        rows: int,
+        valid: Tensor | int | None,
+        expected: int,
+        inputs: Collection[Tensor],
+        weights: Collection[Tensor],
+        block_of: Callable[[Tensor], int | None] | None,
+    ) -> None:
+        self._stash, self._rows, self._valid, self._expected = stash, rows, valid, expected
+        self._inputs, self._block_of = inputs, block_of
+        self._weights = {_address(weight) for weight in weights}
+        self._weight_sizes = {weight.numel() for weight in weights}
+        self._weight_shapes = {shape for weight in weights for shape in _shapes_of(weight)}
+        self._start: int | None = None
+
+    def __enter__(self) -> StashGroup:
+        self._start = None
+        stash = self._stash
+        stash.settle()
+        if not torch.is_grad_enabled():
+            return self
+        if torch._C._current_graph_task_id() != -1:
+            stash.skip("it is recomputed in backward, which uses it at once")
+        elif foreign_hooks_active():
+            stash.skip(HOOKED)
+        else:
+            self._start = now()
+        return self
+
+    def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
+        if kind is not None:
+            self._start = None  # there is no output, and nothing to commit
+
+    def commit(self, output: Any) -> None:
+        """Stash what was saved on the way to `output`, a tensor or a nest of tuples, lists and dicts of tensors."""
+        start, self._start = self._start, None
+        if start is None:
+            return
+        outputs = list(tensors_in(output))
+        device = next((one.device for one in outputs if one.grad_fn is not None), None)
+        chosen: dict[tuple[Any, ...], _Chosen] = {}
+        for slot, tensor, reason in saved_since(outputs, start, self._inputs):
+            span = reason if tensor is None else self._choose(tensor, device)
+            if isinstance(span, str):
+                self._stash.skip(span)
+            if tensor is None or not isinstance(span, _Span):
+                continue
+            # The same memory saved twice is stashed once.
+            memory = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
+            chosen.setdefault((*memory, tensor.dtype), _Chosen(tensor, span, [])).slots.append(slot)
+        if chosen and device is not None:
+            self._store(list(chosen.values()), device)
+
+    def _store(self, chosen: list[_Chosen], device: torch.device) -> None:
+        stash = self._stash
+        rows = valid_rows(self._rows, self._valid, device)
+        decides = stash.overflow == "keep" and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+        flags = torch.zeros(len(chosen), dtype=torch.int64, device=device)
+        records = []
+        for number, (tensor, span, slots) in enumerate(chosen):
+            flag, of_tensor = flags[number : number + 1], span.of(rows)
+            pool = stash.pool_for(tensor, tensor.numel() // of_tensor.rows)
+            # A pool without any pages has not got its size yet.
+            kept = decides or not (pool.pages or pool.host_pages)
+            expected = math.ceil(self._expected * of_tensor.rows / self._rows)
+            record = StashedTensor(tensor, of_tensor, pool, flag, expected=expected, kept=kept)
+            records.append(weakref.ref(record))
+            for slot in slots:
+                try:
+                    slot.register_hooks(lambda _, record=record: record, StashedTensor.restore)
+                except RuntimeError:  # an older torch does not tell before that there are hooks
+                    stash.skip(HOOKED)
+        stash.count_offered(len(chosen))
+        chosen.clear()  # the originals end here, or with their record
+        if decides:
+            stash.await_flags(records, flags)
+
+    def _choose(self, tensor: Tensor, device: torch.device | None) -> _Span | str | None:
+        """Which rows a tensor has, or why it stays; None where it stays because that is what it is there for."""
+        if isinstance(tensor, torch.nn.Parameter):
+            return None  # a weight, as is to be expected
+        if type(tensor) is not Tensor or tensor.layout != torch.strided:
+            return f"it is a {type(tensor).__name__} of layout {tensor.layout}"
+        if tensor.untyped_storage().data_ptr() in self._weights:
+            return None
+        if tensor.device != device:
+            return f"it is on {tensor.device}, and the output on {device}"
+        block = None if self._block_of is None else self._block_of(tensor)
+        span = self._rows_of(tensor) if block is None else _Span(0, self._rows, block)
+        if span is None:
+            return "its first dimension is not that of the rows"
+        if tensor.element_size() not in BITS or tensor.is_complex():
+            return f"its dtype is {tensor.dtype}"
+        if block is None and not _has_rows_of_values(tensor):
+            return f"its dtype is {tensor.dtype}: indices, or quantized data whose rows could be others"
+        if block is None and tensor.numel() // tensor.shape[0] * tensor.element_size() < NARROWEST:
+            return f"its rows have less than {NARROWEST} bytes"
+        if tensor.untyped_storage().nbytes() == 0:
+            return "its memory was given up and will be recomputed"
+        if block is None and self._rows > 1 and self._rows in tensor.shape[1:]:
+            return "another dimension is as large, so that its rows could be columns"
+        if block is None and tuple(tensor.shape) in self._weight_shapes:
+            return "it has the shape of a weight, so that it could be a copy of one"
+        if tensor.is_neg() or _overlaps(tensor):
+            return "its elements share memory, or are stored negated"
+        if block is not None and (tensor.numel() == 0 or self._rows % block or tensor.numel() % (self._rows // block)):
+            return "its size, or its blocks, do not fit the number of rows"
+        if block not in (None, 1) and not self._first_rows():
+            return "it has one row for a block of rows, and the valid rows are not the first ones"
+        return span
+
+    def _rows_of(self, tensor: Tensor) -> _Span | None:
+        if tensor.dim() < 2 or tensor.numel() == 0:
+            return None
+        if tensor.shape[0] == self._rows:
+            return _Span(0, self._rows, 1)
+        # What a product for each expert saves: rows of the memory of all of them, which could be their weights' memory.
+        width = tensor.numel() // tensor.shape[0]
+        memory = tensor.untyped_storage().nbytes() // tensor.element_size()
+        whole = memory == self._rows * width and memory not in self._weight_sizes
+        if whole and tensor.is_contiguous() and tensor.storage_offset() % width == 0:
+            return _Span(tensor.storage_offset() // width, tensor.shape[0], 1)
+        return None
+
+    def _first_rows(self) -> bool:
+        valid = self._valid
+        return not isinstance(valid, Tensor) or (valid.dtype != torch.bool and valid.numel() == 1)
+
+
+class _Span(NamedTuple):
+    """The rows that a tensor has: so many from the first on, or one for each block of them."""
+
+    first: int
+    rows: int
+    block: int
+
+    def of(self, rows: ValidRows) -> ValidRows:
+        if self.block > 1:
+            return rows.blocks_of(self.block)
+        return rows if self.rows == rows.rows else rows.part(self.first, self.rows)
+
+
+class _Chosen(NamedTuple):
+    """A tensor to be stashed, and where autograd has saved it."""
+
+    tensor: Tensor
+    span: _Span
+    slots: list[Any]
+
+
+def _address(weight: Tensor) -> int | None:
+    try:
+        return weight.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # a quantized or sparse one has several, or none
+        return None
+
+
+def _shapes_of(weight: Tensor) -> Iterator[tuple[int, ...]]:
+    """The shapes that a copy of a weight may have: its own, transposed, and with two neighbouring dimensions as one."""
+    shape = tuple(weight.shape)
+    for place in range(len(shape) - 2):
+        merged = (*shape[:place], shape[place] * shape[place + 1], *shape[place + 2 :])
+        yield from (merged, merged[::-1])
+    yield from (shape, shape[::-1])
+
+
+def _has_rows_of_values(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.bool or (tensor.is_floating_point() and tensor.element_size() > 1)
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether two elements may lie at the same place, as those of an expanded tensor do."""
+    last = 0  # the place of the last element of the dimensions so far
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= last:
+            return True
+        last += stride * max(size - 1, 0)
+    return False
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """The tensors in a nest of tuples, lists and dicts."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for item in output.values():
+            yield from tensors_in(item)
+    elif isinstance(output, (tuple, list)):
+        for item in output:
+            yield from tensors_in(item)

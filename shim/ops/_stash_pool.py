@@ -1,0 +1,195 @@
+"""A buffer of pages for rows of one dtype and width, and the ring of free pages, all on the device."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from shim.ops import _stash_eager
+from shim.ops._stash_eager import HEAD, HOST_HEAD, HOST_TAIL, MOST_WANTED, STATES, TAIL
+from shim.ops._stash_rows import ValidRows
+
+__all__ = ["PagePool", "backend_for", "bits_of"]
+
+# Copied as whole numbers: every bit stays, and eight-bit floats, which torch can hardly index, are like any other.
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """The same memory as whole numbers of the same size."""
+    return tensor.view(BITS[tensor.element_size()])
+
+
+def backend_for(name: str | None, device: torch.device) -> ModuleType:
+    """The module that works on pages: Triton's on a GPU if it is there, unless one is asked for by name."""
+    if name == "eager" or (name is None and device.type != "cuda"):
+        return _stash_eager
+    try:
+        from shim.ops import _stash_triton
+    except ModuleNotFoundError as error:
+        if name is None and error.name == "triton":
+            return _stash_eager
+        raise
+    _stash_triton.check_device(device)
+    return _stash_triton
+
+
+class PagePool:
+    """`pages` pages of `page_size` rows of `width` elements on `device`, and `host_pages` more in pinned memory.
+
+    Free pages are a ring of page ids: taken at its head, given back at its tail. Whoever holds pages gives them back by
+    `give_back`, at any time and from any thread, also from a finaliser that runs in the middle of another call.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        width: int,
+        page_size: int,
+        pages: int,
+        host_pages: int,
+        device: torch.device,
+        backend: ModuleType,
+    ) -> None:
+        if host_pages and device.type == "cuda" and backend is _stash_eager:
+            raise ValueError(
+                "torch cannot index pinned memory from a GPU: a host pool needs Triton; pip install triton"
+            )
+        self.dtype, self.width, self.page_size = dtype, width, page_size
+        self.device, self.backend = device, backend
+        self.captured = False
+        # What the host knows without asking the device: tensors in the pool, and pages that those take with all their
+        # rows, or with as many rows as are to be expected of them.
+        self.live = self.full = self.expected = self.most_full = self.most_expected = 0
+        self.outgrown = False
+        self._lock = threading.Lock()
+        self._dropped: deque[tuple[Tensor, Tensor, Tensor, int]] = deque()
+        self._stream: torch.cuda.Stream | None = None
+        with torch.inference_mode(False):
+            self.state = torch.zeros(STATES, dtype=torch.int64, device=device)
+        self.pages = self.host_pages = 0
+        self.allocate_pages(pages, host_pages)
+
+    @torch.inference_mode(False)  # what is made in inference mode could not be changed outside of it
+    def allocate_pages(self, pages: int, host_pages: int) -> bool:
+        """Begin anew with so many pages; False, and nothing happens, where something lives in the pool."""
+        with self._lock:
+            if self.live:
+                return False
+            self._follow()
+            if self.host_pages and self._stream is not None:
+                self._stream.synchronize()  # who pinned the memory does not know which kernels still use it
+            # The old memory goes before the new one comes; without any, the pool is one that has not got its size.
+            self.pages = self.host_pages = 0
+            self.data = self.host_data = torch.empty(0)
+            self.data = self._buffer(pages, self.device)
+            pinned = self.device.type == "cuda"
+            self.host_data = self._buffer(host_pages, torch.device("cpu"), pinned) if host_pages else self.data[:0]
+            self.ring = torch.arange(pages + 1, device=self.device)
+            self.host_ring = torch.arange(host_pages + 1, device=self.device)
+            for head, tail, size in (HEAD, TAIL, pages), (HOST_HEAD, HOST_TAIL, host_pages):
+                self.state[head].zero_()  # what was counted so far stays
+                self.state[tail].fill_(size)
+            self.pages, self.host_pages, self.outgrown = pages, host_pages, False
+        return True
+
+    def _buffer(self, pages: int, device: torch.device, pinned: bool = False) -> Tensor:
+        rows = pages * self.page_size + 2
+        element = BITS[torch.empty(0, dtype=self.dtype).element_size()]
+        data = torch.empty(rows, self.width, dtype=element, device=device, pin_memory=pinned)
+        data[self.zero_row(pages)].zero_()
+        return data
+
+    def zero_row(self, pages: int) -> int:
+        return pages * self.page_size
+
+    def unused_row(self, pages: int) -> int:
+        return pages * self.page_size + 1
+
+    @property
+    def nbytes(self) -> int:
+        """Memory on the device, in bytes, with the ring and the state."""
+        return sum(t.numel() * t.element_size() for t in (self.data, self.ring, self.host_ring, self.state))
+
+    @property
+    def host_nbytes(self) -> int:
+        return self.host_data.numel() * self.host_data.element_size()
+
+    def most_wanted(self) -> int:
+        """The most pages that were ever wanted at once. Waits for the device."""
+        return int(self.current_state()[MOST_WANTED])
+
+    def current_state(self) -> Tensor:
+        """The state, to be read on the current stream."""
+        with self._lock:
+            self._follow()
+        return self.state
+
+    def store(
+        self, tensor: Tensor, rows: ValidRows, pages: Tensor, where: Tensor, *, expected: int, kept: bool
+    ) -> None:
+        """Take pages for the valid rows of `tensor` [rows, width] and copy them there, as far as there are any.
+
+        expected: how many pages that probably takes. kept: see the backend's `allocate`.
+        """
+        with self._lock:
+            self._follow()
+            self.backend.allocate(self, rows.count, pages, where, kept)
+            if self.pages or self.host_pages:
+                self.backend.store(self, tensor, rows, pages, where)
+            self._count(1, pages.numel(), expected)
+        self._release_dropped()
+
+    def _count(self, tensors: int, full: int, expected: int) -> None:
+        self.live += tensors
+        self.full += full
+        self.expected += expected
+        self.outgrown |= self.expected > self.most_expected
+        self.most_full = max(self.most_full, self.full)
+        self.most_expected = max(self.most_expected, self.expected)
+
+    def load(self, out: Tensor, rows: ValidRows, pages: Tensor, where: Tensor) -> None:
+        with self._lock:
+            self._follow()
+            self.backend.load(self, out, rows, pages, where)
+        self._release_dropped()
+
+    def give_back(self, count: Tensor, pages: Tensor, where: Tensor, expected: int) -> None:
+        """Give back what a `store` took; to be called once for each."""
+        self._dropped.append((count, pages, where, expected))
+        self._release_dropped()
+
+    def _release_dropped(self) -> None:
+        # A finaliser may run within store() or load() of the same thread: then the lock is taken, and whoever has it
+        # looks here again when he is done.
+        while self._dropped and self._lock.acquire(blocking=False):
+            try:
+                self._follow()
+                while self._dropped:
+                    count, pages, where, expected = self._dropped.popleft()
+                    if self._stream is not None:  # which may not be the one that they were made on
+                        for tensor in (count, pages, where):
+                            tensor.record_stream(self._stream)
+                    self.backend.release(self, count, pages, where)
+                    self._count(-1, -pages.numel(), -expected)
+            finally:
+                self._lock.release()
+
+    def _follow(self) -> None:
+        """Let the current stream wait for the one that used the pool last; within one stream that is nothing.
+
+        A replay of a CUDA graph is not seen here: use the pool on the stream that replays, or synchronise.
+        """
+        if self.device.type != "cuda":
+            return
+        current = torch.cuda.current_stream(self.device)
+        capturing = torch.cuda.is_current_stream_capturing()
+        # A capture begins synchronised, and may not wait for what is outside of it.
+        if self._stream is not None and current != self._stream and not capturing:
+            current.wait_stream(self._stream)
+        self._stream = current
+        self.captured |= capturing
