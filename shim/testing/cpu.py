@@ -23,6 +23,12 @@ class Substitution(NamedTuple):
     reason: str
 
 
+class _NoEvent:
+    """An event that has happened."""
+
+    def synchronize(self) -> None: ...
+
+
 class _NoStream:
     """A stream that has nothing to order: CPU kernels run when they are called."""
 
@@ -33,6 +39,9 @@ class _NoStream:
     def wait_stream(self, stream: Any) -> None: ...
 
     def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> _NoEvent:
+        return _NoEvent()
 
 
 def _cpu_device() -> torch.device:

@@ -20,6 +20,7 @@ class Footprint(TorchDispatchMode):
         with testing.Footprint() as footprint:
             loss(logits, target).backward()
         footprint.peak_bytes    # the most that storages made inside held at one time
+        footprint.held_bytes    # that they hold now
         footprint.collectives   # {"allreduce_": 3}, by the names of torch's c10d operations
 
     A storage counts from the operation that returns it until it is freed. What was there before does not count, nor do
@@ -30,7 +31,7 @@ class Footprint(TorchDispatchMode):
         super().__init__()
         self.peak_bytes = 0
         self.collectives: Counter[str] = Counter()
-        self._held = 0
+        self.held_bytes = 0
         self._known: set[int] = set()
 
     def __torch_dispatch__(
@@ -48,10 +49,10 @@ class Footprint(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         self._known.add(storage._cdata)
-        self._held += storage.nbytes()
-        self.peak_bytes = max(self.peak_bytes, self._held)
+        self.held_bytes += storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
 
     def _freed(self, storage: int, size: int) -> None:
         self._known.discard(storage)
-        self._held -= size
+        self.held_bytes -= size

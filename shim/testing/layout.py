@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -19,6 +20,7 @@ class Layout:
     """How a model is spread over ranks: sizes of tensor, context and pipeline parallelism.
 
     vp: virtual stages that every pipeline rank holds, for the interleaved schedule.
+    ep: over how many ranks experts are spread; those are replicas, or context-parallel, as far as the rest goes.
     """
 
     tp: int = 1
@@ -26,6 +28,7 @@ class Layout:
     cp: int = 1
     pp: int = 1
     vp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
         if self.sequence_parallel and self.tp == 1:
@@ -36,10 +39,10 @@ class Layout:
     @property
     def world(self) -> int:
         """Ranks that one replica of the model takes."""
-        return self.tp * self.cp * self.pp
+        return self.tp * self.pp * math.lcm(self.cp, self.ep)
 
     def __str__(self) -> str:
-        sizes = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "vp": self.vp}
+        sizes = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "vp": self.vp, "ep": self.ep}
         parts = [f"{name}{size}" for name, size in sizes.items() if size > 1]
         if self.sequence_parallel:
             parts.insert(1, "sp")
@@ -123,6 +126,7 @@ def layout_initialised(layout: Layout, seed: int = 123) -> Iterator[Layout]:
                 pipeline_model_parallel_size=layout.pp,
                 virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
                 context_parallel_size=layout.cp,
+                expert_model_parallel_size=layout.ep,
             )
         # A rank that frees its groups while another still connects them makes that one fail.
         dist.barrier()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
@@ -197,6 +198,7 @@ def _config(**overrides: Any) -> Any:
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "virtual_pipeline_model_parallel_size": parallel_state.get_virtual_pipeline_model_parallel_world_size(),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
     }
     return TransformerConfig(**{**_SMALL_CONFIG, **layout, **overrides})
 
@@ -228,8 +230,13 @@ def _seed_weights(model: Any, seed: int, shared_output: bool) -> None:
 
 
 def _global_names(model: Any, shared_output: bool) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter with a name that neither the release nor the pipeline stage changes."""
+    """Every parameter with a name that neither the release, nor the pipeline stage, nor the expert's rank changes."""
+    from megatron.core import parallel_state
+
+    experts = (model.config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
+    first = experts * parallel_state.get_expert_model_parallel_rank()
     for name, weight in model.named_parameters():
+        name = re.sub(r"(?<=\.local_experts\.)\d+", lambda local: str(int(local[0]) + first), name)
         name = name.replace(".mtp_model_layer.", ".transformer_layer.")  # renamed in 0.17
         if name.startswith("decoder.layers."):
             local, rest = name.removeprefix("decoder.layers.").split(".", 1)
