@@ -1,0 +1,306 @@
+"""A paged stash for the activations of experts that cannot corrupt: shim.ops.PagedStash.
+
+What is wrong with upstream's (0.18, 0.19):
+- It records the pipeline schedule in its first iteration and asserts it from then on: evaluation before training,
+  another number of microbatches, a microbatch after the 999th, and an exception in an expert all end in AssertionError.
+- One overflow makes all that was stashed before useless. Only PagedStashRunner looks for it; in any other loop the
+  gradients are silently wrong. The buffer is sized in tokens, although it is spent in pages.
+- Tensors without Transformer Engine's marks are not stashed, without a word.
+- The runner repeats a step with other random numbers, and leaves the stash on in layers with a config of their own.
+- Pipeline schedules cannot be imported without triton.
+
+What the patch does: upstream's functions and flags stay, and lead to a stash in which every saved tensor owns its
+pages and its flag. No order of microbatches is expected. On overflow the original is kept (option overflow), and where
+that is not possible, because a CUDA graph is captured, PagedStashRunner repeats the step, or an error comes before
+gradients are used. Experts without the fused operations are stashed too, where their buffers have rows to spare.
+
+0.12.1 to 0.17: the same, as a backport. Those releases have no oversized buffers but with
+moe_pad_expert_input_to_capacity; without it, only a host pool gains anything, and forward passes are left alone. The
+flags are read from the config where somebody has put them there, else from the options. Experts of 0.12.0 are not given
+the router's probabilities, so that nobody could tell which rows are padding.
+
+Upstream: Megatron-LM #2690, #4247; the toggling on a rerun #6419. Delete when upstream's stash has these properties.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shim.ops.paged_stash import StashStatistics
+from shim.patches._arguments import Function, argument
+from shim.patches.megatron_core._expert_stash import ExpertStash
+
+EXPERTS = "megatron.core.transformer.moe.experts:"
+MLP = "megatron.core.transformer.mlp:MLP.forward"
+GROUPED = EXPERTS + "GroupedMLP.forward"
+TE_GROUPED = EXPERTS + "TEGroupedMLP.forward"
+FUSED = EXPERTS + "TEGroupedMLP._fused_forward"
+STASH = "megatron.core.transformer.moe.paged_stash:"
+FINALIZE = "megatron.core.distributed.finalize_model_grads:finalize_model_grads"
+GRAPH = "megatron.core.full_cuda_graph:FullCudaGraphWrapper.__call__"
+
+Factory = Callable[..., Function]  # of upstream's function and the stash
+
+_STASHES: weakref.WeakSet[ExpertStash] = weakref.WeakSet()
+
+
+def statistics() -> StashStatistics:
+    """What has become of the saved tensors of experts, since the patch was applied. Waits for the device."""
+    found = [stash.statistics() for stash in list(_STASHES)]
+    skipped: Counter[str] = Counter()
+    for one in found:
+        skipped.update(one.skipped)
+    return StashStatistics(
+        stashed=sum(one.stashed for one in found),
+        spilled=sum(one.spilled for one in found),
+        kept=sum(one.kept for one in found),
+        lost=sum(one.lost for one in found),
+        skipped=dict(skipped),
+        pools=tuple(pool for one in found for pool in one.pools),
+    )
+
+
+# Experts without the fused operations
+
+
+def _grouped(original: Function, stash: ExpertStash) -> Function:
+    hidden = argument(original, "permuted_local_hidden_states")
+    probs = argument(original, "permuted_probs")
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = (self, *args)
+        if not stash.wanted(self.config) or getattr(self, "_with_fused_impl", False):
+            return original(*call, **kwargs)
+        run = functools.partial(original, *call, **kwargs)
+        return stash.run(run, self, hidden(call, kwargs), probs(call, kwargs))
+
+    return forward
+
+
+def _mlp(original: Function, stash: ExpertStash) -> Function:
+    """Only SequentialMLP gives an MLP the probabilities of its tokens."""
+    hidden, scale = argument(original, "hidden_states"), argument(original, "per_token_scale")
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = (self, *args)
+        probs = scale(call, kwargs)
+        if probs is None or not stash.wanted(self.config):
+            return original(*call, **kwargs)
+        return stash.run(functools.partial(original, *call, **kwargs), self, hidden(call, kwargs), probs)
+
+    return forward
+
+
+# Upstream's functions
+
+
+def _fused_forward(original: Function, stash: ExpertStash) -> Function:
+    @functools.wraps(original)
+    def _fused_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outer = stash.enter_module(self)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            stash.leave_module(outer)
+
+    return _fused_forward
+
+
+def _group_start(original: Function, stash: ExpertStash) -> Function:
+    @functools.wraps(original)
+    def paged_stash_group_start(tensor: Tensor) -> Tensor:
+        stash.begin(tensor)
+        return tensor
+
+    return paged_stash_group_start
+
+
+def _context(original: Function, stash: ExpertStash) -> Function:
+    @functools.wraps(original)
+    def get_paged_stash_context(
+        name: str | None = None,
+        max_num_tokens: int | None = None,
+        num_tokens_tensor: Tensor | None = None,
+        avg_num_tokens: int | None = None,
+    ) -> Any:
+        return stash.open(max_num_tokens, num_tokens_tensor, avg_num_tokens)
+
+    return get_paged_stash_context
+
+
+def _group_commit(original: Function, stash: ExpertStash) -> Function:
+    @functools.wraps(original)
+    def paged_stash_group_commit(tensor: Tensor, name: str | None = None) -> Tensor:
+        stash.commit(tensor)
+        return tensor
+
+    return paged_stash_group_commit
+
+
+def _chunk(original: Function, stash: ExpertStash) -> Function:
+    @functools.wraps(original)
+    def paged_stash_init_chunk_handler(vp_size: int | None, vp_stage: int | None) -> None:
+        """No order of chunks is expected."""
+
+    return paged_stash_init_chunk_handler
+
+
+def _reset(original: Function, stash: ExpertStash) -> Function:
+    @functools.wraps(original)
+    def paged_stash_reset(enabled: bool = True, config: Any = None) -> None:
+        stash.step_begins(enabled, config)
+
+    return paged_stash_reset
+
+
+def _overflow(original: Function, stash: ExpertStash) -> Function:
+    @functools.wraps(original)
+    def check_paged_stash_overflow() -> Tensor:
+        return stash.overflowed()
+
+    return check_paged_stash_overflow
+
+
+def _host_spill(original: Function, stash: ExpertStash) -> Function:
+    @functools.wraps(original)
+    def check_paged_stash_host_spill() -> Tensor:
+        return stash.spilled()
+
+    return check_paged_stash_host_spill
+
+
+def _release(original: Function, stash: ExpertStash) -> Function:
+    @functools.wraps(original)
+    def release_stash_buffers(self: Any) -> None:
+        original(self)
+        stash.release()
+
+    return release_stash_buffers
+
+
+# The runner that repeats a step
+
+
+def _runner(original: Function, stash: ExpertStash) -> Function:
+    @functools.wraps(original)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outer, stash.random_state = stash.random_state, _random_state()
+        stash.runners += 1
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            stash.runners -= 1
+            stash.random_state, stash.rerunning = outer, False
+
+    return __call__
+
+
+def _prepare_for_rerun(original: Function, stash: ExpertStash) -> Function:
+    @functools.wraps(original)
+    def prepare_for_rerun(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        stash.forget_overflow()
+        stash.rerunning = True  # whatever a layer's own config says
+        if stash.random_state is not None:
+            stash.random_state()
+        return result
+
+    return prepare_for_rerun
+
+
+def _random_state() -> Callable[[], None]:
+    """Remember all random numbers to come; returns what brings them back.
+
+    States are copied, and generators of CUDA graphs stay the objects that the graphs know.
+    """
+    from megatron.core.tensor_parallel import random
+
+    cpu = torch.get_rng_state()
+    device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    tracked = {
+        name: (state, state.get_state() if isinstance(state, torch.Generator) else state.clone())
+        for name, state in random.get_cuda_rng_tracker().get_states().items()
+    }
+
+    def restore() -> None:
+        torch.set_rng_state(cpu)
+        if device is not None:
+            torch.cuda.set_rng_state(device)
+        for state, value in tracked.values():
+            if isinstance(state, torch.Generator):
+                state.set_state(value)
+        states = {n: state if isinstance(state, torch.Generator) else value for n, (state, value) in tracked.items()}
+        random.get_cuda_rng_tracker().set_states(states)
+
+    return restore
+
+
+# Before gradients are used
+
+
+def _finalize(original: Function, stash: ExpertStash) -> Function:
+    @functools.wraps(original)
+    def finalize_model_grads(*args: Any, **kwargs: Any) -> Any:
+        stash.step_ends()
+        return original(*args, **kwargs)
+
+    return finalize_model_grads
+
+
+def _graph(original: Function, stash: ExpertStash) -> Function:
+    @functools.wraps(original)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        stash.step_ends()  # what is replayed calls nothing
+        return result
+
+    return __call__
+
+
+EVERYWHERE: dict[str, Factory] = {MLP: _mlp, TE_GROUPED: _grouped, FINALIZE: _finalize}
+UPSTREAM: dict[str, Factory] = {
+    FUSED: _fused_forward,
+    GRAPH: _graph,
+    STASH + "paged_stash_group_start": _group_start,
+    STASH + "get_paged_stash_context": _context,
+    STASH + "paged_stash_group_commit": _group_commit,
+    STASH + "paged_stash_init_chunk_handler": _chunk,
+    STASH + "paged_stash_reset": _reset,
+    STASH + "check_paged_stash_overflow": _overflow,
+    STASH + "check_paged_stash_host_spill": _host_spill,
+    STASH + "PagedStashManager.release_stash_buffers": _release,
+    STASH + "PagedStashRunner.__call__": _runner,
+    STASH + "PagedStashRunner.prepare_for_rerun": _prepare_for_rerun,
+}
+VARIANTS: dict[str, dict[str, Factory]] = {
+    "grouped": {**EVERYWHERE, GROUPED: _grouped},
+    "experts": EVERYWHERE,
+    "manager": {**EVERYWHERE, **UPSTREAM},
+}
+
+
+def problems(models: Iterable[Any]) -> Iterator[tuple[str, str]]:
+    """Why nothing is stashed in these models, for shim.check()."""
+    configs = [getattr(module, "config", None) for model in models for module in model.modules()]
+    configs = [config for config in configs if getattr(config, "num_moe_experts", None)]
+    remedy = "set it in the config, or by shim.apply(options={'paged-stash': {'moe_paged_stash': True}})"
+    if not configs:
+        yield "the model has no experts", "none is needed"
+    elif not any(stash.settings(config).enabled for stash in list(_STASHES) for config in configs):
+        yield "moe_paged_stash is not set", remedy
+
+
+def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
+    """The factories of a variant: target -> function from upstream's object to the one that takes its place."""
+    stash = ExpertStash(options)
+    _STASHES.add(stash)
+    return {target: functools.partial(factory, stash=stash) for target, factory in VARIANTS[variant].items()}
