@@ -1,0 +1,685 @@
+"""What saved activations of experts take in memory, and what it takes to put them away and back: stock autograd,
+megatron-core's paged stash (0.18, 0.19) and shim's, side by side.
+
+    python benchmarks/paged_stash.py [--release 0.19.2] [--release-dir DIR] [--quick]
+
+Bytes are counted, not timed. A stack of gated experts computes in buffers of a fixed number of rows, of which only the
+first ones hold tokens, another number in each microbatch: from 0.8 to 1.2 times rows / capacity. All three do the same
+schedule with the same tokens, and have to find the same gradients, bit for bit. The second iteration is counted, when
+both stashes have buffers; upstream's are given the pages that shim's had to have, as those of its own sizing can be too
+few. A dispatch mode sees every storage that is made from the first iteration on, and its end:
+
+    held       the most between two passes over a microbatch: saved tensors, pools, rings, lists of pages, flags, counts
+    limit      the tokens alone: sum of tokens * width over the same saved tensors
+    used       pages in use when most were, over the limit then
+    spare      the most that used pages were beyond the tokens, in pages for each saved tensor
+    restored   the most that was restored at one time, over the saved tensors of one layer
+    peak       the most at any time, in a pass too
+
+Weights and their gradients were there before. Nothing inside a kernel is seen, for neither of the two: upstream's need
+a GPU and are done by torch operations of the same effect, and shim's eager backend stands for its kernels.
+
+On a GPU shim drops an original when the host has seen that its pages were filled. The second table sets by hand how
+many layers the host is ahead by then. Upstream drops the originals of a layer when the next one begins.
+
+Operations, launches of kernels, and bytes moved are those of one layer with three saved tensors, beyond the layer's
+own; Triton's are interpreted, and not timed. Times are CPU time of one tensor, put away and restored by shim's eager
+backend, over clone() and copy_() back, medians of turns in the same run. Where there is an NVIDIA GPU, one more table:
+the same with the kernels of both, and the tokens' bytes per second as a share of what a copy on the device reaches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+TOP = str(Path(__file__).resolve().parent.parent)
+sys.path.insert(0, TOP)
+
+import logprob  # noqa: E402
+
+from shim.testing import FetchError, Footprint, environment, fetch, megatron_on_cpu  # noqa: E402
+
+RELEASE = "0.19.2"
+ROWS, HIDDEN, FFN, LAYERS, MICROBATCHES = 1024, 256, 128, 4, 8
+WIDTHS = HIDDEN, 2 * FFN, FFN  # what one layer saves: its input, the product of fc1, the input of fc2
+LAYER = ROWS * sum(WIDTHS) * 4  # bytes
+SCHEDULES = {"1F1B": 4, "all forward": MICROBATCHES}  # microbatches in flight
+CAPACITIES = 1.0, 1.5, 2.0
+PAGE_SIZES = 1, 16, 64, 256
+AHEAD = 0, 1, 2, 4
+MIB = 1 << 20
+ON_CPU, ON_GPU = (1, 4, 16, 64), (16, 64, 256, 1024)  # MiB of a tensor
+COLUMNS, PAGE_SIZE, WIDE = 1024, 64, 4096  # width on CPU; page size of what is timed; width on a GPU
+HELD_LIMIT = 1.01  # shim's over upstream's, at most
+UPSTREAM = "megatron.core.transformer.moe.paged_stash"
+logprob.INDEXING += ("index_copy_",)
+logprob.OVERWRITING += ("index_copy_",)
+
+
+class Watching(Footprint):
+    """A footprint that also knows what is held now, how much of it was restored, and what is done outside kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = self.launches = self.traffic = self.restored = self.most_restored = 0
+        self._in_kernel = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._in_kernel:
+            return function(*args, **(kwargs or {}))
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        name = function.overloadpacket.__name__
+        if not function.is_view and not name.startswith(("empty", "new_empty", "detach", "lift_fresh")):
+            self.operations += 1
+        self.traffic += sum(size for size, _ in logprob.moved(function, args, kwargs or {}, result))
+        return result
+
+    @contextlib.contextmanager
+    def kernel(self) -> Iterator[None]:
+        self.launches += 1
+        self._in_kernel = True
+        try:
+            yield
+        finally:
+            self._in_kernel = False
+
+    def note_restored(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._restore(storage.nbytes())
+        weakref.finalize(storage, self._restore, -storage.nbytes())
+
+    def _restore(self, size: int) -> None:
+        self.restored += size
+        self.most_restored = max(self.most_restored, self.restored)
+
+    def work(self) -> tuple[int, int, int]:
+        return self.operations, self.launches, self.traffic
+
+    def forget_peaks(self) -> None:
+        self.peak_bytes, self.most_restored = self.held_bytes, self.restored
+
+
+# The model
+
+
+class GatedExperts(torch.autograd.Function):
+    """silu(x @ w1) * (x @ w1) @ w2 of the first `count` rows: like a grouped product, it reads no other row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int, w1: Tensor, w2: Tensor) -> Tensor:
+        product, gated = x.new_empty(ROWS, 2 * FFN), x.new_empty(ROWS, FFN)
+        torch.mm(x[:count], w1, out=product[:count])
+        gate, up = product[:count].chunk(2, -1)
+        torch.mul(torch.nn.functional.silu(gate), up, out=gated[:count])
+        output = torch.zeros_like(x)  # another layer may have more tokens
+        torch.mm(gated[:count], w2, out=output[:count])
+        for saved in (x, product, gated):
+            saved.grouped_tensor_scale_inv = False  # Transformer Engine's mark, without which upstream stashes nothing
+        ctx.save_for_backward(x, product, gated, w1, w2)
+        ctx.count = count
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, product, gated, w1, w2 = ctx.saved_tensors
+        x, product, gated, grad = (tensor[: ctx.count] for tensor in (x, product, gated, grad))
+        gate, up = product.chunk(2, -1)
+        grad_gated = grad @ w2.t()
+        grad_gate = torch.ops.aten.silu_backward(grad_gated * up, gate)
+        grad_product = torch.cat([grad_gate, grad_gated * torch.nn.functional.silu(gate)], -1)
+        grad_x = x.new_zeros(ROWS, HIDDEN)
+        torch.mm(grad_product, w1.t(), out=grad_x[: ctx.count])
+        return grad_x, None, x.t() @ grad_product, gated.t() @ grad
+
+
+class Experts(torch.nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.w1 = torch.nn.Parameter(torch.randn(HIDDEN, 2 * FFN) / HIDDEN**0.5)
+        self.w2 = torch.nn.Parameter(torch.randn(FFN, HIDDEN) / FFN**0.5)
+
+    def forward(self, x: Tensor, count: int) -> Tensor:
+        return GatedExperts.apply(x, count, self.w1, self.w2)
+
+
+def build(config: Any) -> list[Experts]:
+    torch.manual_seed(0)
+    layers = [Experts(config) for _ in range(LAYERS)]
+    for layer in layers:
+        for weight in layer.parameters():
+            weight.grad = torch.zeros_like(weight)
+    return layers
+
+
+def settings(page_size: int) -> Any:
+    """What both read. Negative: as many pages as there were tokens for."""
+    return SimpleNamespace(
+        moe_paged_stash=True,
+        moe_paged_stash_page_size=page_size,
+        moe_paged_stash_buffer_size_factor_cuda=-1.0,
+        moe_paged_stash_buffer_size_factor_cpu=0.0,
+    )
+
+
+# The three
+
+
+class Stock:
+    """Autograd keeps the buffers."""
+
+    def begin(self) -> None: ...
+
+    def microbatch(self) -> None: ...
+
+    def layer(self, experts: Experts, x: Tensor, count: int, expected: int) -> Tensor:
+        return experts(x, count)
+
+    def close(self) -> None: ...
+
+
+class Shim(Stock):
+    """What the patch does with upstream's calls. It needs no megatron-core."""
+
+    def __init__(
+        self, config: Any, watching: Watching, ahead: int = 0, backend: str | None = None, masked: bool = False
+    ) -> None:
+        from shim.ops import _stash_eager
+        from shim.ops import paged_stash as ops
+        from shim.patches.megatron_core._expert_stash import ExpertStash
+
+        self.config, self.watching = config, watching
+        self.stash = ExpertStash({**vars(config), "overflow": "keep"})
+        self.masked = masked
+        self._undo = contextlib.ExitStack()
+        inner = self.stash._get(self.stash.settings(config))
+        inner.backend = backend
+        if ahead:
+            # The flags of a layer are known when so many more are on their way.
+            late = lambda _: len(inner._unsettled) > ahead  # noqa: E731
+            self._replace(ops._Unsettled, "is_known", late)
+        if backend is None:
+            for name in ("allocate", "store", "load", "release"):
+                self._replace(_stash_eager, name, self._kernel(getattr(_stash_eager, name), name == "load"))
+
+    def _replace(self, owner: Any, name: str, new: Any) -> None:
+        self._undo.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, new)
+
+    def _kernel(self, function: Callable[..., Any], restores: bool) -> Callable[..., Any]:
+        def launch(pool: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if restores:
+                self.watching.note_restored(tensor)
+            with self.watching.kernel():
+                return function(pool, tensor, *args, **kwargs)
+
+        return launch
+
+    def begin(self) -> None:
+        self.stash.step_begins(True, self.config)
+
+    def layer(self, experts: Experts, x: Tensor, count: int, expected: int) -> Tensor:
+        outer = self.stash.enter_module(experts)
+        valid = torch.arange(ROWS) < count if self.masked else torch.tensor(count)
+        with self.stash.open(ROWS, valid, expected):
+            output = experts(x, count)
+        self.stash.commit(output)
+        self.stash.leave_module(outer)
+        return output
+
+    def pools(self) -> list[Any]:
+        return [pool for pool in self.stash._stash.pools.values() if pool.pages]
+
+    def wanted_bytes(self) -> int:
+        return sum(use.wanted * use.page_size * use.width * 4 for use in self.stash.statistics().pools)
+
+    def close(self) -> None:
+        self._undo.close()
+
+
+class Upstream(Stock):
+    """megatron-core's manager. factor: of the tokens that there were, so that it gets the pages that it should have."""
+
+    def __init__(self, config: Any, watching: Watching, factor: float = 1.0) -> None:
+        self.module = import_module(UPSTREAM)
+        self.module.PagedStashManager.STASH_MGR = None
+        self.config, self.watching = config, watching
+        config.moe_paged_stash_buffer_size_factor_cuda = -factor
+
+    def begin(self) -> None:
+        self.module.paged_stash_reset(enabled=True, config=self.config)
+
+    def microbatch(self) -> None:
+        self.module.paged_stash_init_chunk_handler(None, None)
+
+    def layer(self, experts: Experts, x: Tensor, count: int, expected: int) -> Tensor:
+        x = self.module.paged_stash_group_start(x)
+        with self.module.get_paged_stash_context(
+            name="experts", max_num_tokens=ROWS, num_tokens_tensor=torch.tensor(count), avg_num_tokens=expected
+        ):
+            output = experts(x, count)
+        return self.module.paged_stash_group_commit(output, name="experts")
+
+    def check(self) -> None:
+        assert not self.module.check_paged_stash_overflow(), "upstream's buffers overflowed"
+
+
+def take_pages(
+    src: Tensor, data: Tensor, host: Tensor, count: Tensor, free: Tensor, *others: Any, **sizes: int
+) -> None:
+    """Upstream's kernel that stores, by torch."""
+    _, head, tail, capacity, record, overflow, _, _, new_head = others
+    page_size, width, tokens, first = sizes["PAGE_SIZE"], sizes["HIDDEN_SIZE"], int(count), int(head[0])
+    need = -(-tokens // page_size)
+    new_head.copy_(head)
+    if overflow or int(tail[0]) - first < need:
+        overflow.fill_(1)
+        return
+    record[:need] = free[(first + torch.arange(need)) % capacity[0]]
+    data[rows_of(record, tokens, page_size)] = src.view(-1, width)[:tokens]
+    new_head[0] += need
+
+
+def return_pages(
+    data: Tensor, host: Tensor, dst: Tensor, count: Tensor, record: Tensor, *others: Any, **sizes: int
+) -> None:
+    """Upstream's kernel that loads, by torch."""
+    _, overflow, free, _, tail, capacity, new_tail = others
+    page_size, width, tokens, last = sizes["PAGE_SIZE"], sizes["HIDDEN_SIZE"], int(count), int(tail[0])
+    new_tail.copy_(tail)
+    if overflow:
+        return
+    need = -(-tokens // page_size)
+    dst.view(-1, width)[:tokens] = data[rows_of(record, tokens, page_size)]
+    free[(last + torch.arange(need)) % capacity[0]] = record[:need]
+    new_tail[0] += need
+
+
+def rows_of(record: Tensor, tokens: int, page_size: int) -> Tensor:
+    token = torch.arange(tokens)
+    return record[token // page_size] * page_size + token % page_size
+
+
+@contextlib.contextmanager
+def kernels_on_cpu(watching: Watching) -> Iterator[None]:
+    """Kernels are interpreted, upstream's done by the functions above, all counted and not looked into."""
+    try:
+        from triton.runtime.interpreter import InterpretedFunction
+    except ImportError:
+        yield
+        return
+    by_torch = {"paged_stash_copy_kernel": take_pages, "paged_stash_pop_kernel": return_pages}
+    run = InterpretedFunction.run
+
+    def launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        stand_in = by_torch.get(self.fn.__name__.lstrip("_"))
+        if stand_in is return_pages:
+            watching.note_restored(args[2])
+        with watching.kernel(), torch.no_grad():
+            if stand_in is None:
+                return run(self, *args, grid=grid, warmup=warmup, **kwargs)
+            return stand_in(*args, **kwargs)
+
+    InterpretedFunction.run = launch
+    try:
+        with megatron_on_cpu() if missing_upstream() is None else contextlib.nullcontext():
+            yield
+    finally:
+        InterpretedFunction.run = run
+
+
+def missing_upstream() -> str | None:
+    try:
+        import_module(UPSTREAM)
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+# Bytes
+
+
+def token_counts(capacity: float) -> list[list[int]]:
+    """Of each microbatch, in each layer."""
+    chosen = random.Random(0)
+    return [
+        [min(ROWS, int(ROWS / capacity * chosen.uniform(0.8, 1.2))) for _ in range(LAYERS)] for _ in range(MICROBATCHES)
+    ]
+
+
+def schedule(in_flight: int) -> Iterator[tuple[str, int]]:
+    for forward in range(MICROBATCHES + in_flight - 1):
+        if forward < MICROBATCHES:
+            yield "forward", forward
+        if forward >= in_flight - 1:
+            yield "backward", forward - in_flight + 1
+
+
+class Bytes(NamedTuple):
+    """Of one iteration. used and spare are nothing without shim's pools; work: operations, launches of kernels and
+    bytes that operations move, in each kind of step."""
+
+    held: int
+    restored: int
+    peak: int
+    limit: int
+    used: int
+    spare: float
+    work: dict[str, list[int]]
+
+
+def iterate(
+    side: Any, layers: list[Experts], counts: list[list[int]], capacity: float, in_flight: int, watching: Any
+) -> Bytes:
+    """One iteration, under `watching`."""
+    held = limit = used = 0
+    spare = 0.0
+    anchor = torch.zeros(1, requires_grad=True)
+    losses: dict[int, Tensor] = {}
+    watching.forget_peaks()
+    side.begin()
+    work = {"forward": [0, 0, 0], "backward": [0, 0, 0]}
+    for step, number in schedule(in_flight):
+        before = watching.work()
+        if step == "forward":
+            side.microbatch()
+            x = torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(number)) + anchor
+            for experts, count in zip(layers, counts[number]):
+                x = side.layer(experts, x, count, int(ROWS / capacity))
+            losses[number] = x.sum()  # saves nothing
+            del x
+        else:
+            losses.pop(number).backward()
+        work[step] = [sum(parts) for parts in zip(work[step], watching.work(), (-part for part in before))]
+        held = max(held, watching.held_bytes)
+        tokens = sum(sum(counts[number]) for number in losses)
+        limit = max(limit, tokens * sum(WIDTHS) * 4)
+        if isinstance(side, Shim):
+            wanted = side.wanted_bytes()
+            used = max(used, wanted)
+            page = side.config.moe_paged_stash_page_size * sum(WIDTHS) * 4
+            if losses:
+                spare = max(spare, (wanted - tokens * sum(WIDTHS) * 4) / page / (LAYERS * len(losses)))
+    return Bytes(held, watching.most_restored, watching.peak_bytes, limit, used, spare, work)
+
+
+def second_iteration(make: Callable[[Any, Watching], Any], page_size: int, capacity: float, in_flight: int) -> Any:
+    """(bytes of the second iteration, its gradients, the side)."""
+    config = settings(page_size)
+    layers = build(config)
+    watching = Watching()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(kernels_on_cpu(watching))
+        side = make(config, watching)
+        stack.callback(side.close)
+        stack.enter_context(watching)
+        for _ in range(2):
+            for experts in layers:
+                experts.w1.grad.zero_(), experts.w2.grad.zero_()
+            found = iterate(side, layers, token_counts(capacity), capacity, in_flight, watching)
+        if isinstance(side, Upstream):
+            side.check()
+    return found, [weight.grad for experts in layers for weight in experts.parameters()], side
+
+
+def enough_for_upstream(side: Shim, capacity: float, in_flight: int) -> float:
+    """The factor by which upstream's buffers have as many pages as the pools of `side`."""
+    tokens = [sum(counts) for counts in token_counts(capacity)]
+    most = max(sum(tokens[first : first + in_flight]) for first in range(MICROBATCHES - in_flight + 1))
+    pages = max(pool.pages for pool in side.pools() if pool.width == FFN)
+    return (pages * side.config.moe_paged_stash_page_size + 0.5) / most
+
+
+def compare_bytes(quick: bool, upstream: bool, verdicts: list[str]) -> None:
+    print(f"\n{LAYERS} layers of {ROWS} rows, {MICROBATCHES} microbatches; float32, saved widths {WIDTHS}")
+    print(f"{'':37}{'held / stock':>22}{'used /':>8}{'':7}{'restored':>16}{'peak / stock':>16}")
+    heads = ("schedule", 12), ("capacity", 9), ("page", 5), ("stock MiB", 11), ("limit", 7), ("shim", 7), ("upstr.", 8)
+    others = ("limit", 8), ("spare", 7), ("shim", 8), ("upstr.", 8), ("shim", 8), ("upstr.", 8)
+    print("".join(f"{head:>{width}}" for head, width in (*heads, *others)))
+    for name, in_flight in SCHEDULES.items():
+        for capacity in CAPACITIES[::2] if quick else CAPACITIES:
+            stock, right, _ = second_iteration(lambda *_: Stock(), 1, capacity, in_flight)
+            for page_size in PAGE_SIZES[1::2] if quick else PAGE_SIZES:
+                mine, gradients, side = second_iteration(Shim, page_size, capacity, in_flight)
+                title = f"{name}, capacity {capacity}, pages of {page_size}"
+                kept = side.stash.statistics().kept - LAYERS * MICROBATCHES * len(WIDTHS)  # of the first iteration
+                theirs, their_gradients = None, right
+                if upstream:
+                    factor = enough_for_upstream(side, capacity, in_flight)
+                    theirs, their_gradients, _ = second_iteration(
+                        lambda config, watching, factor=factor: Upstream(config, watching, factor),
+                        page_size,
+                        capacity,
+                        in_flight,
+                    )
+                cells = [
+                    f"{name:>12}{capacity:9}{page_size:5}{stock.held / MIB:11.1f}{mine.limit / stock.held:7.2f}",
+                    f"{mine.held / stock.held:7.3f}{over(theirs and theirs.held, stock.held):>8}",
+                    f"{mine.used / mine.limit:8.3f}{mine.spare:7.2f}",
+                    f"{mine.restored / LAYER:8.2f}{over(theirs and theirs.restored, LAYER, 2):>8}",
+                    f"{mine.peak / stock.peak:8.2f}{over(theirs and theirs.peak, stock.peak, 2):>8}",
+                ]
+                print("".join(cells), flush=True)
+                if kept or mine.spare >= 1:
+                    verdicts.append(f"{title}: {kept} originals kept, {mine.spare:.2f} pages beyond the tokens")
+                if theirs is not None and mine.held > HELD_LIMIT * theirs.held:
+                    verdicts.append(f"{title}: holds more than upstream")
+                for other, found in ("shim", gradients), ("upstream", their_gradients):
+                    if not all(map(torch.equal, found, right)):
+                        verdicts.append(f"{title}: other gradients with {other}")
+    page_size, capacity, in_flight = PAGE_SIZE, 2.0, SCHEDULES["1F1B"]
+    print(f"\nheld / stock, 1F1B, capacity {capacity}, pages of {page_size}")
+    stock, _, _ = second_iteration(lambda *_: Stock(), page_size, capacity, in_flight)
+    others = {f"the host {ahead} layers ahead": {"ahead": ahead} for ahead in AHEAD}
+    for name, options in {**others, "rows by a mask": {"masked": True}}.items():
+        found, _, _ = second_iteration(lambda *a, o=options: Shim(*a, **o), page_size, capacity, in_flight)
+        print(f"{name:<24}{found.held / stock.held:7.3f}", flush=True)
+
+
+def over(found: float | None, base: float, digits: int = 3) -> str:
+    return "-" if found is None else f"{found / base:.{digits}f}"
+
+
+# Operations
+
+
+def compare_operations(upstream: bool) -> None:
+    """Of a layer amid others, beyond those of the layer itself."""
+    capacity, in_flight = 2.0, SCHEDULES["1F1B"]
+    sides: dict[str, Callable[[Any, Watching], Any]] = {"shim, eager": lambda *a: Shim(*a, backend="eager")}
+    if has_triton_backend():
+        sides["shim, triton"] = lambda *a: Shim(*a, backend="triton")
+    if upstream:
+        sides["upstream"] = lambda *a: Upstream(*a, factor=factor)
+    stock, _, _ = second_iteration(lambda *_: Stock(), PAGE_SIZE, capacity, in_flight)
+    passes = LAYERS * MICROBATCHES
+    tokens = sum(map(sum, token_counts(capacity))) * sum(WIDTHS) * 4
+    print(f"\nOne layer with {len(WIDTHS)} saved tensors, 1F1B, capacity {capacity}, pages of {PAGE_SIZE}")
+    print(f"{'':14}{'operations + launches':>24}{'bytes / tokens saved':>24}{'peak / stock':>15}")
+    print(f"{'':14}{'forward':>12}{'backward':>12}{'forward':>12}{'backward':>12}")
+    for name, make in sides.items():
+        found, _, side = second_iteration(make, PAGE_SIZE, capacity, in_flight)
+        if isinstance(side, Shim):
+            factor = enough_for_upstream(side, capacity, in_flight)
+        launched, moved = [], []
+        for step in "forward", "backward":
+            more = [(mine - base) / passes for mine, base in zip(found.work[step], stock.work[step])]
+            launched.append(f"{more[0]:.1f} + {more[1]:.0f}")
+            # What kernels move has to be said: the tokens, and from shim's zeros for the other rows that are restored.
+            zeros = capacity * ROWS / capacity / (tokens / passes / sum(WIDTHS) / 4)
+            by_kernels = 0.0 if not more[1] else 1 + zeros if "shim" in name and step == "backward" else 2.0
+            moved.append(more[2] * passes / tokens + by_kernels)
+        cells = [f"{part:>12}" for part in launched] + [f"{part:12.2f}" for part in moved]
+        print(f"{name:<14}{''.join(cells)}{found.peak / stock.peak:15.2f}", flush=True)
+
+
+def has_triton_backend() -> bool:
+    try:
+        import_module("shim.ops._stash_triton")
+    except ImportError as error:
+        print(f"\nNo Triton backend here ({error}).")
+        return False
+    return True
+
+
+# Time
+
+
+def round_trips(tensor: Tensor, tokens: int, upstream: bool) -> dict[str, Callable[[], Tensor]]:
+    """name -> what puts a tensor [rows, width] away and brings it back; "copy" copies it once."""
+    from shim.ops._stash_pool import PagePool, backend_for
+    from shim.ops._stash_rows import valid_rows
+    from shim.ops._stashed_tensor import StashedTensor
+
+    device, (rows, width) = tensor.device, tensor.shape
+    pages = -(-tokens // PAGE_SIZE)
+    pool = PagePool(tensor.dtype, width, PAGE_SIZE, pages, 0, device, backend_for(None, device))
+    count = torch.tensor([tokens], device=device)
+    mask = torch.zeros(rows, dtype=torch.bool, device=device)
+    mask[torch.randperm(rows, device=device)[:tokens]] = True
+    back = torch.empty_like(tensor)
+
+    def through_pages(valid: Tensor) -> Tensor:
+        where = torch.zeros(1, dtype=torch.int64, device=device)
+        of_it = valid_rows(rows, valid, device)
+        record = StashedTensor(tensor, of_it, pool, where, expected=tokens, kept=False)
+        restored = record.restore()
+        record.release()
+        return restored
+
+    found = {
+        "copy": lambda: back.copy_(tensor),
+        "clone": lambda: back.copy_(tensor.clone()),
+        "prefix": lambda: through_pages(count),
+        "mask": lambda: through_pages(mask),
+    }
+    if upstream:
+        module = import_module(UPSTREAM)
+        flags = torch.zeros(2, 1, dtype=torch.int64, device=device)
+        buffer = module.PagedStashBuffer(tokens, width, PAGE_SIZE, device, *flags, tensor.dtype)
+
+        def through_buffer() -> Tensor:
+            paged = module.PagedTensor(
+                tensor, num_tokens_tensor=count, max_num_tokens=rows, hidden_size=width, page_size=PAGE_SIZE
+            )
+            paged.offload_to_stash(buffer)
+            paged._tensor = torch.empty_like(tensor)
+            paged.reload_from_stash(buffer)
+            return paged._tensor
+
+        found["upstream"] = through_buffer
+    for name, work in found.items():
+        valid = mask if name == "mask" else slice(tokens)
+        assert torch.equal(work()[valid], tensor[valid]), f"{name} brings back something else"
+    return found
+
+
+def seconds(work: Callable[[], Any], device: str) -> float:
+    if device == "cpu":
+        start = time.process_time()
+        work()
+        return time.process_time() - start
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def compare_times(device: str, sizes: tuple[int, ...], repeats: int, upstream: bool) -> None:
+    """Time over clone's; on a GPU also the tokens' bytes per second, read and written twice, over those of a copy."""
+    dtype, width = (torch.float32, COLUMNS) if device == "cpu" else (torch.bfloat16, WIDE)
+    where = "CPU" if device == "cpu" else torch.cuda.get_device_name()
+    print(
+        f"\nOne tensor of {dtype} [rows, {width}] put away and brought back on {where}: time over clone() and copy_()"
+    )
+    for size in sizes:
+        rows = size * MIB // width // dtype.itemsize
+        tensor = torch.randn(rows, width, device=device).to(dtype)
+        for capacity in 1.0, 2.0:
+            tokens = int(rows / capacity)
+            works = round_trips(tensor, tokens, upstream)
+            turns = [{name: seconds(work, device) for name, work in works.items()} for _ in range(repeats)]
+            taken = {name: statistics.median(turn[name] for turn in turns) for name in works}
+            cells = [f"{size:6} MiB, capacity {capacity}: clone {taken['clone'] * 1e3:8.3f} ms"]
+            for name in list(works)[2:]:
+                share = 2 * tokens / rows * taken["copy"] / taken[name]
+                cells.append(f"{name} {taken[name] / taken['clone']:5.2f}" + (f" ({share:.0%})" * (device != "cpu")))
+            print(", ".join(cells), flush=True)
+    if device != "cpu":
+        print("In brackets: the share of a copy's bandwidth on the device.")
+
+
+# In the processes that have the release on their path
+
+
+def measure(release: str, device: str, quick: bool) -> int:
+    import shim.ops.paged_stash
+
+    assert shim.ops.paged_stash.__file__.startswith(TOP)
+    torch.set_num_threads(1)
+    missing = missing_upstream()
+    if device == "cuda":
+        compare_times(device, ON_GPU[:2] if quick else ON_GPU, 20, missing is None)
+        return 0
+    print(f"megatron-core {release}, " * (missing is None) + f"torch {torch.__version__}, 1 thread")
+    if missing is not None:
+        print(f"no stash of megatron-core here ({missing}): shim against stock autograd and clone alone")
+    verdicts: list[str] = []
+    compare_bytes(quick, missing is None, verdicts)
+    compare_operations(missing is None)
+    compare_times(device, ON_CPU[:2] if quick else ON_CPU, 7 if quick else 15, False)
+    print("\n" + ("\n".join(f"MISSED: {verdict}" for verdict in verdicts) or "All demands are met."))
+    return 1 if verdicts else 0
+
+
+# In the process that is started by hand
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description="Saved activations of experts in memory: stock, upstream's stash, shim's."
+    )
+    parser.add_argument("--release", default=RELEASE, help="the stash came with 0.18")
+    parser.add_argument("--release-dir", help="an unpacked megatron-core of that release; default: fetched")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and turns")
+    parser.add_argument("--measure", choices=("cpu", "cuda"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        return measure(arguments.release, arguments.measure, arguments.quick)
+    environ = {**os.environ, "PYTHONPATH": TOP, "PYTHONWARNINGS": "ignore", **logprob.ALLOCATOR}
+    try:
+        directory = arguments.release_dir or fetch(arguments.release, progress=print)
+        environ = environment(directory, environ)
+    except FetchError as error:
+        print(error)
+    command = [sys.executable, __file__, "--release", arguments.release, *["--quick"] * arguments.quick, "--measure"]
+    # Kernels are interpreted, or replaced; a GPU would be in the way of both.
+    interpreted = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    code = subprocess.run([*command, "cpu"], env={**environ, **interpreted}).returncode
+    if not torch.cuda.is_available():
+        print("\nno GPU: not measured")
+        return code
+    return subprocess.run([*command, "cuda"], env=environ).returncode or code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
