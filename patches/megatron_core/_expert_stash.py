@@ -19,6 +19,7 @@ __all__ = ["ExpertStash", "Settings"]
 
 FLAGS = "moe_paged_stash", "moe_paged_stash_page_size"
 FACTORS = "moe_paged_stash_buffer_size_factor_cuda", "moe_paged_stash_buffer_size_factor_cpu"
+POLICIES = "keep", "spill", "raise"
 EXACT = "the experts' buffers have no spare rows (no moe_pad_expert_input_to_capacity), and there is no host pool"
 
 
@@ -45,6 +46,8 @@ class ExpertStash:
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
+        if options["overflow"] not in POLICIES:
+            raise OptionError(f"option overflow is {options['overflow']!r}; it must be one of {', '.join(POLICIES)}")
         self.options = options
         self.enabled = True  # by upstream's reset: not while evaluating
         self.rerunning = False
@@ -97,7 +100,7 @@ class ExpertStash:
         if not reason and (probs.numel() != rows or hidden.dim() != 2):
             reason = f"probabilities {tuple(probs.shape)} are not those of rows {tuple(hidden.shape)}"
         if reason:
-            self._get(settings).skip(reason)
+            (self._stash or self._get(settings)).skip(reason)
             return forward()
         padded = config.moe_pad_expert_input_to_capacity
         valid = probs.detach().reshape(rows) != 0 if padded else None
@@ -188,7 +191,8 @@ class ExpertStash:
 
     def _get(self, settings: Settings) -> PagedStash:
         stash = self._stash
-        if stash is None or stash.page_size != settings.page_size:
+        # Layers may differ in their configs. They share a stash, and the first one of a step decides about its pages.
+        if stash is None or (stash.page_size != settings.page_size and not stash.live):
             with self._lock:
                 self._stash = stash = PagedStash(page_size=settings.page_size, overflow=_policy(self.options, settings))
         return stash
@@ -214,12 +218,10 @@ def _pages(pool: PagePool, settings: Settings) -> tuple[int, int]:
 
 def _policy(options: Mapping[str, Any], settings: Settings) -> str:
     """The stash's own: it learns of its host pool when it gets its sizes, so that "spill" is "raise" to it."""
-    overflow = options["overflow"]
-    if overflow not in ("keep", "spill", "raise"):
-        raise OptionError(f"paged-stash: option overflow is {overflow!r}; it must be 'keep', 'spill' or 'raise'")
+    overflow = str(options["overflow"])
     if overflow == "spill" and not settings.host_factor:
         raise OptionError(f"paged-stash: overflow='spill' needs a host pool: set {FACTORS[1]} to other than 0")
-    return "raise" if overflow == "spill" else str(overflow)
+    return "raise" if overflow == "spill" else overflow
 
 
 def _cannot_gain(config: Any, settings: Settings) -> str:

@@ -10,6 +10,7 @@ import weakref
 from functools import reduce
 from importlib import import_module
 from types import SimpleNamespace
+from unittest import mock
 
 import megatron.core.transformer.moe.experts as upstream_experts
 import moe_cases as cases
@@ -105,6 +106,13 @@ def test_buffers_have_rows_without_a_token_and_tokens_are_dropped(factor, topk):
 
 
 OPTIONS = {"moe_paged_stash": True, "moe_paged_stash_page_size": 5, "moe_paged_stash_buffer_size_factor_cuda": -1.0}
+
+
+@if_there_is_a_patch
+def test_an_overflow_that_is_not_possible_is_an_error():
+    with pytest.raises(shim.ShimError, match="overflow is 'drop'; it must be one of keep, spill, raise"):
+        shim.apply(only=[ID], options={ID: {"overflow": "drop"}})
+    shim.revert()
 
 
 @if_there_is_a_patch
@@ -407,6 +415,29 @@ def test_without_the_flag_nothing_happens(applied, caplog):
         found = statistics()
         assert (found.stashed, found.kept, found.pools, found.skipped) == (0, 0, (), {})
     assert not warnings_in(caplog)
+
+
+@pytest.mark.skipif(cases.VERSION < (0, 16), reason="fine-grained offloading came with 0.16")
+def test_together_with_fine_grained_offloading_of_other_modules(applied, monkeypatch):
+    """Upstream's real manager, with stand-ins for CUDA's events and for Transformer Engine's flag."""
+    offload = import_module("megatron.core.pipeline_parallel.fine_grained_activation_offload")
+    extensions = import_module("megatron.core.extensions.transformer_engine")
+    monkeypatch.setattr(extensions, "cpu_offload", SimpleNamespace(CPUOffloadEnabled=False))
+    monkeypatch.setattr(torch.cuda, "Event", mock.MagicMock())
+    monkeypatch.setattr(torch.cuda, "nvtx", mock.MagicMock())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    offloaded = mock.Mock(wraps=offload.ChunkOffloadHandler.bulk_offload_group)
+    bulk = lambda *args: offloaded(*args)  # noqa: E731  a function, so that it is a method
+    monkeypatch.setattr(offload.ChunkOffloadHandler, "bulk_offload_group", bulk)
+    norms = {"offload_modules": ["attn_norm", "mlp_norm"], "min_offloaded_tensor_size": 0}
+    model = build(num_layers=3, transformer_impl="transformer_engine", fine_grained_activation_offloading=True, **norms)
+    plain = build(num_layers=3)
+    expected = [train(plain, number, microbatches=1) for number in range(3)]
+    with stashing(model):
+        for number in range(3):
+            offload.FineGrainedActivationOffloadingInterface.reset()
+            assert train(model, number, microbatches=1) == expected[number]
+        assert offloaded.called and statistics().stashed > 0
 
 
 # Grouped experts
