@@ -315,6 +315,22 @@ def test_the_rerun_draws_the_same_random_numbers(one_rank, applied):
     assert numbers_of_two_tries() == (True, True)
 
 
+def skip_a_layer(model):
+    """In the third iteration."""
+    assert right(model, (5, 3)) and right(model, (5, 3))
+    model[0].layers = model[0].layers[:1]
+    return right(model, (5, 3))
+
+
+def test_stock_fails_when_a_layer_is_skipped():
+    with pytest.raises(AssertionError, match="schedule"):
+        skip_a_layer(build())
+
+
+def test_a_layer_may_be_skipped(applied):
+    assert skip_a_layer(build())
+
+
 def use_partly(model):
     """The experts alone, as where only they are captured: nobody has told the stash of chunks and microbatches."""
     stash.paged_stash_reset(enabled=True, config=settings())
