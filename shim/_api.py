@@ -192,7 +192,7 @@ def _identity(current: Plan | None) -> tuple[str, dict[str, str]]:
 
 def _judge(report: Report, options: Options) -> None:
     for patch in report.patches.values():
-        if not _amiss(patch) and not (patch.state == "inactive" and patch.id in options.require):
+        if not _amiss(patch, patch.id in options.require):
             continue
         text = f"{patch.id} is {patch.state}: {patch.reason}." + (f" Remedy: {patch.remedy}." if patch.remedy else "")
         if patch.id in options.require or (options.strict and patch.kind == "correctness"):
@@ -200,9 +200,9 @@ def _judge(report: Report, options: Options) -> None:
         log.warning("%s", text)
 
 
-def _amiss(patch: PatchReport) -> bool:
+def _amiss(patch: PatchReport, required: bool) -> bool:
     if patch.state == "inactive":
-        return patch.kind != "feature"  # which nobody may have wanted
+        return required or patch.kind != "feature"  # which nobody may have wanted
     return patch.state in ("pending", "shadowed", "conflict", "failed") or (
         patch.state == "drifted" and patch.kind == "correctness"
     )

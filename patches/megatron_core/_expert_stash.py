@@ -12,30 +12,24 @@ import torch
 from torch import Tensor
 
 from shim._errors import OptionError
-from shim.ops._stash_pool import PagePool
-from shim.ops.paged_stash import PagedStash, StashGroup, StashStatistics, weights_of
+from shim.ops._stash_pool import PagePool, capturing
+from shim.ops.paged_stash import OVERFLOW, PagedStash, StashGroup, StashStatistics, weights_of
 
 __all__ = ["ExpertStash", "Settings"]
 
-FLAGS = "moe_paged_stash", "moe_paged_stash_page_size"
-FACTORS = "moe_paged_stash_buffer_size_factor_cuda", "moe_paged_stash_buffer_size_factor_cpu"
-POLICIES = "keep", "spill", "raise"
+FLAG = "moe_paged_stash"
+HOST_FACTOR = "moe_paged_stash_buffer_size_factor_cpu"
+SIZES = "moe_paged_stash_page_size", "moe_paged_stash_buffer_size_factor_cuda", HOST_FACTOR
 EXACT = "the experts' buffers have no spare rows (no moe_pad_expert_input_to_capacity), and there is no host pool"
 
 
 class Settings(NamedTuple):
-    """What a config, and options where it has no such field, ask for. Factors are upstream's: a positive one is of
-    the rows to be expected, a negative one of the most that there were."""
+    """The sizes that a config, and options where it has no such field, ask for. Factors are upstream's: a positive one
+    is of the rows to be expected, a negative one of the most that there were."""
 
-    enabled: bool
     page_size: int
     factor: float
     host_factor: float
-
-    @classmethod
-    def of(cls, config: Any, options: Mapping[str, Any]) -> Settings:
-        enabled, *others = (getattr(config, name, options[name]) for name in (*FLAGS, *FACTORS))
-        return cls(bool(enabled or options[FLAGS[0]]), *others)
 
 
 class ExpertStash:
@@ -46,8 +40,8 @@ class ExpertStash:
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        if options["overflow"] not in POLICIES:
-            raise OptionError(f"option overflow is {options['overflow']!r}; it must be one of {', '.join(POLICIES)}")
+        if options["overflow"] not in OVERFLOW:
+            raise OptionError(f"option overflow is {options['overflow']!r}; it must be one of {', '.join(OVERFLOW)}")
         self.options = options
         self.enabled = True  # by upstream's reset: not while evaluating
         self.rerunning = False
@@ -63,12 +57,14 @@ class ExpertStash:
     # One forward
 
     def settings(self, config: Any) -> Settings:
-        return Settings.of(config, self.options)
+        return Settings(*(getattr(config, name, self.options[name]) for name in SIZES))
+
+    def asked(self, config: Any) -> bool:
+        return bool(getattr(config, FLAG, False) or self.options[FLAG])
 
     def wanted(self, config: Any) -> bool:
         """Whether a forward under this config is to be stashed: cheap, since all experts ask."""
-        flag = getattr(config, FLAGS[0], False) or self.options[FLAGS[0]]
-        return bool(flag) and self.usable() and torch.is_grad_enabled()
+        return self.asked(config) and self.usable() and torch.is_grad_enabled()
 
     def usable(self) -> bool:
         return self.enabled and not self.rerunning and not torch.compiler.is_compiling()
@@ -155,11 +151,12 @@ class ExpertStash:
     def step_ends(self) -> None:
         """Before gradients are used: an error where tensors were lost, unless a runner is there to repeat the step."""
         stash = self._stash
-        if stash is None or self.runners or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        if stash is None or self.runners or capturing():
             return
         if stash.may_lose:
             stash.check()
-        stash.warn_if_idle()
+        else:
+            stash.warn_if_idle()
 
     def overflowed(self) -> Tensor:
         """bool [1], on the device: whether tensors were lost since the last check."""
@@ -199,7 +196,7 @@ class ExpertStash:
 
     def _size(self, stash: PagedStash, settings: Settings) -> None:
         stash.warn_if_idle()
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if capturing():
             return
         if settings != self._sized_by:
             self._sized_by = settings
@@ -220,7 +217,7 @@ def _policy(options: Mapping[str, Any], settings: Settings) -> str:
     """The stash's own: it learns of its host pool when it gets its sizes, so that "spill" is "raise" to it."""
     overflow = str(options["overflow"])
     if overflow == "spill" and not settings.host_factor:
-        raise OptionError(f"paged-stash: overflow='spill' needs a host pool: set {FACTORS[1]} to other than 0")
+        raise OptionError(f"paged-stash: overflow='spill' needs a host pool: set {HOST_FACTOR} to other than 0")
     return "raise" if overflow == "spill" else overflow
 
 

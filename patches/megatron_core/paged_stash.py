@@ -295,7 +295,7 @@ def problems(models: Iterable[Any]) -> Iterator[tuple[str, str]]:
     remedy = "set it in the config, or by shim.apply(options={'paged-stash': {'moe_paged_stash': True}})"
     if not configs:
         yield "the model has no experts", "none is needed"
-    elif not any(stash.settings(config).enabled for stash in list(_STASHES) for config in configs):
+    elif not any(stash.asked(config) for stash in list(_STASHES) for config in configs):
         yield "moe_paged_stash is not set", remedy
 
 

@@ -24,8 +24,19 @@ SINGULAR = "its backward divides by it, and rows that are not valid come back as
 PREFIX = "_raw_saved_"
 PYTHON_NAMES = {"_raw_saved_tensors": "saved_tensors"}
 # Nodes whose backward has a pole at zero.
-POLES = tuple(
-    "Acosh Atan2 Digamma Div LinalgVectorNorm Lgamma Log Norm Polygamma Pow Prod Sqrt".split()  # noqa: SIM905
+POLES = (
+    "Acosh",
+    "Atan2",
+    "Digamma",
+    "Div",
+    "LinalgVectorNorm",
+    "Lgamma",
+    "Log",
+    "Norm",
+    "Polygamma",
+    "Pow",
+    "Prod",
+    "Sqrt",
 )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shim.ops._saved_tensors import HOOKED, foreign_hooks_active, now, saved_since
-from shim.ops._stash_pool import BITS
+from shim.ops._stash_pool import BITS, capturing
 from shim.ops._stash_rows import ValidRows, valid_rows
 from shim.ops._stashed_tensor import StashedTensor
 
@@ -38,10 +38,7 @@ class StashGroup:
         block_of: Callable[[Tensor], int | None] | None,
     ) -> None:
         self._stash, self._rows, self._valid, self._expected = stash, rows, valid, expected
-        self._inputs, self._block_of = inputs, block_of
-        self._weights = {_address(weight) for weight in weights}
-        self._weight_sizes = {weight.numel() for weight in weights}
-        self._weight_shapes = {shape for weight in weights for shape in _shapes_of(weight)}
+        self._inputs, self._weights, self._block_of = inputs, weights, block_of
         self._start: int | None = None
 
     def __enter__(self) -> StashGroup:
@@ -69,9 +66,10 @@ class StashGroup:
             return
         outputs = list(tensors_in(output))
         device = next((one.device for one in outputs if one.grad_fn is not None), None)
+        weights = _Weights.of(self._weights)
         chosen: dict[tuple[Any, ...], _Chosen] = {}
         for slot, tensor, reason in saved_since(outputs, start, self._inputs):
-            span = reason if tensor is None else self._choose(tensor, device)
+            span = reason if tensor is None else self._choose(tensor, device, weights)
             if isinstance(span, str):
                 self._stash.skip(span)
             if tensor is None or not isinstance(span, _Span):
@@ -85,7 +83,7 @@ class StashGroup:
     def _store(self, chosen: list[_Chosen], device: torch.device) -> None:
         stash = self._stash
         rows = valid_rows(self._rows, self._valid, device)
-        decides = stash.overflow == "keep" and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+        decides = stash.overflow == "keep" and not (device.type == "cuda" and capturing())
         flags = torch.zeros(len(chosen), dtype=torch.int64, device=device)
         records = []
         for number, (tensor, span, slots) in enumerate(chosen):
@@ -106,18 +104,18 @@ class StashGroup:
         if decides:
             stash.await_flags(records, flags)
 
-    def _choose(self, tensor: Tensor, device: torch.device | None) -> _Span | str | None:
+    def _choose(self, tensor: Tensor, device: torch.device | None, weights: _Weights) -> _Span | str | None:
         """Which rows a tensor has, or why it stays; None where it stays because that is what it is there for."""
         if isinstance(tensor, torch.nn.Parameter):
             return None  # a weight, as is to be expected
         if type(tensor) is not Tensor or tensor.layout != torch.strided:
             return f"it is a {type(tensor).__name__} of layout {tensor.layout}"
-        if tensor.untyped_storage().data_ptr() in self._weights:
+        if tensor.untyped_storage().data_ptr() in weights.addresses:
             return None
         if tensor.device != device:
             return f"it is on {tensor.device}, and the output on {device}"
         block = None if self._block_of is None else self._block_of(tensor)
-        span = self._rows_of(tensor) if block is None else _Span(0, self._rows, block)
+        span = self._rows_of(tensor, weights) if block is None else _Span(0, self._rows, block)
         if span is None:
             return "its first dimension is not that of the rows"
         if tensor.element_size() not in BITS or tensor.is_complex():
@@ -130,7 +128,7 @@ class StashGroup:
             return "its memory was given up and will be recomputed"
         if block is None and self._rows > 1 and self._rows in tensor.shape[1:]:
             return "another dimension is as large, so that its rows could be columns"
-        if block is None and tuple(tensor.shape) in self._weight_shapes:
+        if block is None and tuple(tensor.shape) in weights.shapes:
             return "it has the shape of a weight, so that it could be a copy of one"
         if tensor.is_neg() or _overlaps(tensor):
             return "its elements share memory, or are stored negated"
@@ -140,7 +138,7 @@ class StashGroup:
             return "it has one row for a block of rows, and the valid rows are not the first ones"
         return span
 
-    def _rows_of(self, tensor: Tensor) -> _Span | None:
+    def _rows_of(self, tensor: Tensor, weights: _Weights) -> _Span | None:
         if tensor.dim() < 2 or tensor.numel() == 0:
             return None
         if tensor.shape[0] == self._rows:
@@ -148,7 +146,7 @@ class StashGroup:
         # What a product for each expert saves: rows of the memory of all of them, which could be their weights' memory.
         width = tensor.numel() // tensor.shape[0]
         memory = tensor.untyped_storage().nbytes() // tensor.element_size()
-        whole = memory == self._rows * width and memory not in self._weight_sizes
+        whole = memory == self._rows * width and memory not in weights.sizes
         if whole and tensor.is_contiguous() and tensor.storage_offset() % width == 0:
             return _Span(tensor.storage_offset() // width, tensor.shape[0], 1)
         return None
@@ -177,6 +175,19 @@ class _Chosen(NamedTuple):
     tensor: Tensor
     span: _Span
     slots: list[Any]
+
+
+class _Weights(NamedTuple):
+    """How weights, and what could be copies of them, are known: where they lie, their sizes, their shapes."""
+
+    addresses: set[int | None]
+    sizes: set[int]
+    shapes: set[tuple[int, ...]]
+
+    @classmethod
+    def of(cls, weights: Collection[Tensor]) -> _Weights:
+        shapes = {shape for weight in weights for shape in _shapes_of(weight)}
+        return cls({_address(weight) for weight in weights}, {weight.numel() for weight in weights}, shapes)
 
 
 def _address(weight: Tensor) -> int | None:

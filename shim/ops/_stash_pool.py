@@ -13,7 +13,7 @@ from shim.ops import _stash_eager
 from shim.ops._stash_eager import HEAD, HOST_HEAD, HOST_TAIL, MOST_WANTED, STATES, TAIL
 from shim.ops._stash_rows import ValidRows
 
-__all__ = ["PagePool", "backend_for", "bits_of"]
+__all__ = ["PagePool", "backend_for", "bits_of", "capturing"]
 
 # Copied as whole numbers: every bit stays, and eight-bit floats, which torch can hardly index, are like any other.
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -22,6 +22,11 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def bits_of(tensor: Tensor) -> Tensor:
     """The same memory as whole numbers of the same size."""
     return tensor.view(BITS[tensor.element_size()])
+
+
+def capturing() -> bool:
+    """Whether what the current stream is given goes into a CUDA graph: then the host cannot decide or wait."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def backend_for(name: str | None, device: torch.device) -> ModuleType:
@@ -99,8 +104,7 @@ class PagePool:
 
     def _buffer(self, pages: int, device: torch.device, pinned: bool = False) -> Tensor:
         rows = pages * self.page_size + 2
-        element = BITS[torch.empty(0, dtype=self.dtype).element_size()]
-        data = torch.empty(rows, self.width, dtype=element, device=device, pin_memory=pinned)
+        data = torch.empty(rows, self.width, dtype=BITS[self.dtype.itemsize], device=device, pin_memory=pinned)
         data[self.zero_row(pages)].zero_()
         return data
 
@@ -187,9 +191,9 @@ class PagePool:
         if self.device.type != "cuda":
             return
         current = torch.cuda.current_stream(self.device)
-        capturing = torch.cuda.is_current_stream_capturing()
+        in_graph = capturing()
         # A capture begins synchronised, and may not wait for what is outside of it.
-        if self._stream is not None and current != self._stream and not capturing:
+        if self._stream is not None and current != self._stream and not in_graph:
             current.wait_stream(self._stream)
         self._stream = current
-        self.captured |= capturing
+        self.captured |= in_graph

@@ -21,10 +21,10 @@ from torch import Tensor
 from shim._errors import ShimError
 from shim.ops._stash_eager import KEPT, LOST, MOST_WANTED, SPILLED, STASHED, WANTED
 from shim.ops._stash_group import StashGroup, tensors_in
-from shim.ops._stash_pool import PagePool, backend_for
+from shim.ops._stash_pool import PagePool, backend_for, capturing
 from shim.ops._stashed_tensor import StashedTensor
 
-__all__ = ["PagedStash", "PoolUse", "StashOverflowError", "StashStatistics", "weights_of"]
+__all__ = ["OVERFLOW", "PagedStash", "PoolUse", "StashOverflowError", "StashStatistics", "weights_of"]
 
 log = logging.getLogger("shim")
 
@@ -169,7 +169,7 @@ class PagedStash:
         key = (tensor.device, tensor.dtype, width)
         with self._lock:
             if key not in self.pools:
-                if tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                if tensor.device.type == "cuda" and capturing():
                     raise RuntimeError(
                         f"the paged stash has no pool for {tensor.dtype} with rows of {width} yet, and can make none "
                         "while a CUDA graph is captured: run the same step once before"
@@ -199,7 +199,7 @@ class PagedStash:
         Waits for nothing, unless the host is further ahead of the device than AHEAD forward passes. Originals of all of
         those would be more memory than without a stash, and the device has enough to do meanwhile.
         """
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if capturing():
             return  # events may not be looked at
         with self._lock:
             done = []
