@@ -114,13 +114,14 @@ def count(work: Callable[[], Any], rolls: int) -> Counts:
     return Counts(*(total / rolls for total in found.values()))
 
 
-def seconds(work: Callable[[], Any], device: str) -> float:
+def seconds(work: Callable[[], Any], device: str, clock: Callable[[], float] = time.perf_counter) -> float:
+    """What `work` takes: by the clock on CPU, by events on a GPU."""
     import torch
 
     if device == "cpu":
-        start = time.perf_counter()
+        start = clock()
         work()
-        return time.perf_counter() - start
+        return clock() - start
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     begin.record()

@@ -52,6 +52,7 @@ TOP = str(Path(__file__).resolve().parent.parent)
 sys.path.insert(0, TOP)
 
 import logprob  # noqa: E402
+from packed_roll import seconds  # noqa: E402
 
 from shim.testing import FetchError, Footprint, environment, fetch, megatron_on_cpu  # noqa: E402
 
@@ -590,20 +591,6 @@ def round_trips(tensor: Tensor, tokens: int, upstream: bool) -> dict[str, Callab
     return found
 
 
-def seconds(work: Callable[[], Any], device: str) -> float:
-    if device == "cpu":
-        start = time.process_time()
-        work()
-        return time.process_time() - start
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    begin.record()
-    work()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3
-
-
 def compare_times(device: str, sizes: tuple[int, ...], repeats: int, upstream: bool) -> None:
     """Time over clone's; on a GPU also the tokens' bytes per second, read and written twice, over those of a copy."""
     dtype, width = (torch.float32, COLUMNS) if device == "cpu" else (torch.bfloat16, WIDE)
@@ -617,7 +604,9 @@ def compare_times(device: str, sizes: tuple[int, ...], repeats: int, upstream: b
         for capacity in 1.0, 2.0:
             tokens = int(rows / capacity)
             works = round_trips(tensor, tokens, upstream)
-            turns = [{name: seconds(work, device) for name, work in works.items()} for _ in range(repeats)]
+            turns = [
+                {name: seconds(work, device, time.process_time) for name, work in works.items()} for _ in range(repeats)
+            ]
             taken = {name: statistics.median(turn[name] for turn in turns) for name in works}
             cells = [f"{size:6} MiB, capacity {capacity}: clone {taken['clone'] * 1e3:8.3f} ms"]
             for name in list(works)[2:]:

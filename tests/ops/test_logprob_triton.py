@@ -1,17 +1,11 @@
 """The kernels: the tests of the chunks once more in Triton's interpreter, and that they compile for a device."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")
-
-TOP = Path(__file__).resolve().parent.parent.parent
 
 COMPILE = """
 import re, sys
@@ -39,18 +33,10 @@ for kernel in (kernels._statistics_kernel, kernels._gradient_kernel):
 """
 
 
-def run(*command, **environment):
-    paths = os.pathsep.join([str(TOP), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(
-        [sys.executable, *command], env=environment, cwd=TOP, capture_output=True, text=True, timeout=300
-    )
-
-
-def test_in_the_interpreter_they_pass_the_tests_of_the_chunks():
+def test_in_the_interpreter_they_pass_the_tests_of_the_chunks(run_python):
     # The interpreter decides at the import of Triton, and copies what kernels are given: no measure of memory.
     chosen = "not peak and not measure and not compiled and not arguments and not same_bits_every and not saved_are"
-    done = run(
+    done = run_python(
         *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, "tests/ops/test_logprob.py"),
         TRITON_INTERPRET="1",
     )
@@ -58,12 +44,8 @@ def test_in_the_interpreter_they_pass_the_tests_of_the_chunks():
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 90
 
 
-def test_they_compile_for_a_device_with_wide_loads_and_rounding_to_nearest(tmp_path):
-    done = run("-W", "ignore", "-c", COMPILE, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
-    if "0 active drivers" in done.stderr or "No module named 'triton.backends" in done.stderr:
-        pytest.skip("this Triton has no compiler for NVIDIA devices")
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = done.stdout.splitlines()
+def test_they_compile_for_a_device_with_wide_loads_and_rounding_to_nearest(lines_of_compiling):
+    lines = lines_of_compiling(COMPILE)
     assert len(lines) == 4
     for line in lines:
         assert "ld.global.v4.b32" in line

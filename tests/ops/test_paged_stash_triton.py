@@ -1,17 +1,11 @@
 """The kernels of the paged stash: their tests in Triton's interpreter, and that they compile for a device."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")
-
-TOP = Path(__file__).resolve().parent.parent.parent
 
 COMPILE = """
 import re
@@ -52,36 +46,24 @@ _stash_triton.check_device(torch.device("cpu"))
 """
 
 
-def run(*command, **environment):
-    paths = os.pathsep.join([str(TOP), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(
-        [sys.executable, *command], env=environment, cwd=TOP, capture_output=True, text=True, timeout=300
-    )
-
-
-def test_in_the_interpreter_they_do_as_the_reference_does():
+def test_in_the_interpreter_they_do_as_the_reference_does(run_python):
     # The interpreter decides at the import of Triton.
-    done = run(
+    done = run_python(
         *("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/ops/paged_stash_kernels.py"), TRITON_INTERPRET="1"
     )
     assert done.returncode == 0, done.stdout[-5000:]
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 40
 
 
-def test_they_compile_for_a_device_and_copy_sixteen_bytes_at_a_time(tmp_path):
-    done = run("-W", "ignore", "-c", COMPILE, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
-    if "0 active drivers" in done.stderr or "No module named 'triton.backends" in done.stderr:
-        pytest.skip("this Triton has no compiler for NVIDIA devices")
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [line for line in done.stdout.splitlines() if line.startswith("words")]
+def test_they_compile_for_a_device_and_copy_sixteen_bytes_at_a_time(lines_of_compiling):
+    lines = [line for line in lines_of_compiling(COMPILE) if line.startswith("words")]
     assert len(lines) == 4
     for line in lines:
         for access in ("ld", "st"):
             assert re.search(access + r"\.global\S*\.v(2\.[bu]64|4\.[bu]32)", line), line
 
 
-def test_on_cpu_they_need_the_interpreter_and_say_so():
-    done = run("-W", "ignore", "-c", ON_CPU, TRITON_INTERPRET="0")
+def test_on_cpu_they_need_the_interpreter_and_say_so(run_python):
+    done = run_python("-W", "ignore", "-c", ON_CPU, TRITON_INTERPRET="0")
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("RuntimeError") and "TRITON_INTERPRET=1" in last, done.stderr
