@@ -33,21 +33,22 @@ lint: env
 unit: env  ## the engine, without torch
 	$(BIN)/python -m pytest -q -n 2 tests/unit tests/engine --ignore tests/engine/test_with_torch.py
 
-unit-pythons: env  ## the same on every other Python there is
+unit-pythons: env  ## what can differ there, on every other Python there is
 	PYTHON=$(BIN)/python sh tests/other_pythons.sh
 
 helpers: env  ## shim.testing, shim.ops, and the engine with torch
 	$(BIN)/python -m pytest -q -n 2 tests/testing tests/ops tests/engine/test_with_torch.py
 
-# One release per set of bodies; layouts of up to four ranks on a few of them and one cell at a time, because
+# One release per set of bodies, and a patch's own tests once per variant (make matrix: on all); layouts of up to four ranks on a few of them and one cell at a time, because
 # more processes than cores only wait for each other.
 cells: env  ## real megatron-core, one process per release
-	$(BIN)/python -m shim.testing.cells --everyday -- -q -p no:warnings tests/cells --ignore tests/cells/layouts
+	SHIM_TEST_ONCE_PER_VARIANT=1 $(BIN)/python -m shim.testing.cells --everyday -- -q -p no:warnings tests/cells --ignore tests/cells/layouts
 	$(BIN)/python -m shim.testing.cells --releases $(LAYOUT_RELEASES) --jobs 1 -- -q -p no:warnings tests/cells/layouts
 	$(BIN)/python -m shim.testing.cells --everyday-pairs -- -q -p no:warnings tests/pairs
 	$(BIN)/python -m shim.testing.cells --releases 0.15.3,0.16.1 -- -q -p no:warnings tests/examples
 
 matrix: env  ## the same on all 19 releases, in every order of imports, and on all pairs with Transformer Engine
+	PYTHON=$(BIN)/python SHIM_TEST_EVERY_FILE=1 sh tests/other_pythons.sh
 	SHIM_TEST_ALL_ORDERS=1 $(BIN)/python -m shim.testing.cells --all -- -q -p no:warnings tests/cells tests/examples --ignore tests/cells/layouts
 	$(BIN)/python -m shim.testing.cells --all --jobs 1 -- -q -p no:warnings tests/cells/layouts
 	$(BIN)/python -m shim.testing.cells --all-pairs -- -q -p no:warnings tests/pairs

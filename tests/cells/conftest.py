@@ -1,12 +1,16 @@
 """Fixtures of the release cells: the megatron-core on PYTHONPATH, on CPU, here or in two or four forked ranks."""
 
+import functools
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from shim import testing
+from shim._matrix import load_matrix
 
 # For recompute_cases, here and in layouts.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -17,6 +21,28 @@ if find_spec("megatron") is None or find_spec("torch") is None:
 else:
     # Before any rank is forked: ranks inherit what is imported by then.
     import megatron.core.models.gpt.gpt_model  # noqa: F401
+
+
+@functools.cache
+def _newest_of_each_variant():
+    """Patch id -> for each of its variants (None: the release is right by itself) the newest release that gets it."""
+    matrix = load_matrix()
+    newest = {id: {} for id in matrix.patches}
+    for release in sorted(matrix.pins["megatron-core"], key=Version):
+        for id, pin in matrix.pins["megatron-core"][release].items():
+            newest[id][pin.variant] = release
+    return {id: set(releases.values()) for id, releases in newest.items()}
+
+
+def pytest_ignore_collect(collection_path):
+    """With SHIM_TEST_ONCE_PER_VARIANT=1 a patch's own tests, which are named after it, run once per variant: on the
+    newest release that gets it. Everything else runs on every release."""
+    if os.environ.get("SHIM_TEST_ONCE_PER_VARIANT") != "1" or collection_path.suffix != ".py":
+        return None
+    name = collection_path.stem.removeprefix("test_").replace("_", "-")
+    newest = _newest_of_each_variant()
+    patch = max((id for id in newest if name == id or name.startswith(f"{id}-")), key=len, default=None)
+    return True if newest.get(patch) and testing.release() not in newest[patch] else None
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,78 @@
+"""All patches together, as a trainer gets them by `shim.apply()`, on a real release: stock's training is not
+touched, and revert leaves nothing."""
+
+import pytest
+import torch
+
+import shim
+from shim import testing
+from shim._bind import MISSING
+from shim._engine import STATE
+from shim.testing import Layout
+
+IN_FORCE = ("applied", "upstream", "inactive", "excluded", "not-installed")
+ROUNDS = "chunked-logprob"
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+# What stock does right on every release, so that every bit must stay.
+MODELS = {
+    "plain": {"mtp_num_layers": None},
+    "recompute": {"mtp_num_layers": None, **FULL},
+    "learned": {"mtp_num_layers": None, "position_embedding_type": "learned_absolute"},
+    "mtp": {"mtp_num_layers": 1},
+}
+
+
+def trained(options):
+    """Losses of three steps of SGD, all parameters after them, and the model."""
+    torch.manual_seed(0)
+    model = testing.build_gpt(**options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tokens = torch.randint(0, 64, (2, 13), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(12).expand(2, 12)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(tokens[:, :12], positions, None, labels=tokens[:, 1:], loss_mask=torch.ones(2, 12)).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses), [parameter.detach().clone() for parameter in model.parameters()], model
+
+
+@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
+def test_stock_training_is_what_it_was_under_all_patches(options):
+    """Bit for bit but for chunked-logprob, which computes the same cross entropy in another order."""
+    with testing.layout_initialised(Layout()):
+        losses, parameters, _ = trained(options)
+        with shim.patched(exclude=[ROUNDS]) as report:
+            assert report.applied and all(report[id].state in IN_FORCE for id in report), str(report)
+            found_losses, found_parameters, _ = trained(options)
+        assert torch.equal(losses, found_losses)
+        assert all(map(torch.equal, parameters, found_parameters))
+        with shim.patched() as report:
+            found_losses, found_parameters, model = trained(options)
+            assert report[ROUNDS].state == "applied"
+            assert all(shim.check(model)[id].state in IN_FORCE for id in report)
+    torch.testing.assert_close(found_losses, losses, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found_parameters, parameters, rtol=1e-6, atol=1e-6)
+
+
+def test_what_is_reverted_was_never_there():
+    before = shim.plan()
+    targets = {
+        t: STATE.binder.resolve(t, added=True) for d in before.decisions.values() for t in d.targets if loaded(t)
+    }
+    shim.apply()
+    try:
+        written = {slot.target for slot in STATE.binder.slots.values()}
+        assert written <= set(targets) and written
+    finally:
+        shim.revert()
+    for target, (owner, name, value) in targets.items():
+        assert STATE.binder.resolve(target, added=True)[2] is value, f"{owner}.{name}"
+        assert value is not MISSING or name not in vars(owner)
+    assert not STATE.binder.slots and not STATE.binder.chains
+
+
+def loaded(target):
+    return STATE.binder.loaded(target.partition(":")[0]) is not None
