@@ -1,4 +1,7 @@
-"""Build of megatron-shim: the patches and the matrix lie beside the package in the tree, and inside it in the wheel."""
+"""Build of megatron-shim: the patches and the matrix lie beside the package in the tree, and inside it in the wheel.
+
+What lies in the tree and in no package is named in MANIFEST.in, for the source distribution.
+"""
 
 import re
 import shutil
@@ -9,6 +12,13 @@ from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "shim" / "__init__.py").read_text("utf-8"), re.M).group(1)
+PROJECT = "https://github.com/megatron-shim/megatron-shim"
+
+
+def readme():
+    """README.md for a package index, where links relative to this tree would lead nowhere."""
+    text = (HERE / "README.md").read_text("utf-8")
+    return re.sub(r"\]\((?!https?:|#)([^)]+)\)", rf"]({PROJECT}/blob/main/\1)", text)
 
 
 class BuildWithMatrix(build_py):
@@ -26,9 +36,23 @@ if __name__ == "__main__":
         name="megatron-shim",
         version=VERSION,
         description="Fixes and backports for megatron-core and Transformer Engine releases, applied in memory",
-        long_description=(HERE / "README.md").read_text("utf-8"),
+        long_description=readme(),
         long_description_content_type="text/markdown",
         license="Apache-2.0",
+        url=PROJECT,
+        project_urls={
+            "Documentation": f"{PROJECT}/tree/main/docs",
+            "Changelog": f"{PROJECT}/blob/main/CHANGELOG.md",
+            "Issues": f"{PROJECT}/issues",
+        },
+        keywords=["megatron-core", "transformer-engine", "fine-tuning", "monkey-patch", "compatibility"],
+        classifiers=[
+            "Intended Audience :: Developers",
+            "Operating System :: POSIX :: Linux",
+            "Programming Language :: Python :: 3",
+            *(f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)),
+            "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        ],
         python_requires=">=3.10",
         package_dir={"shim": "shim", "shim.patches": "patches"},
         packages=[
@@ -56,7 +80,8 @@ if __name__ == "__main__":
             "triton": ["triton"],
             "test": ["pytest", "pytest-xdist", "hypothesis"],
         },
-        entry_points={"console_scripts": ["shim = shim._cli:main"]},
+        # Another package is called shim on the index, and installs a command of that name.
+        entry_points={"console_scripts": ["shim = shim._cli:main", "megatron-shim = shim._cli:main"]},
         cmdclass={"build_py": BuildWithMatrix},
         zip_safe=False,
     )

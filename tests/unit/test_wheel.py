@@ -1,8 +1,14 @@
-"""The built wheel holds everything it needs, and works where there is no torch."""
+"""The wheel and the source distribution hold everything they need, and work where there is no torch.
+
+`make test` runs this on every Python there is (tests/other_pythons.sh).
+"""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,25 +29,85 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """Built from a copy of the tree, offline, with the setuptools that is there."""
-    where = tmp_path_factory.mktemp("wheel")
-    names = ["setup.py", "pyproject.toml", "README.md", "LICENSE", "version_matrix.yaml", "shim", "patches"]
-    (where / "tree").mkdir()
-    for name in names:
-        # A build writes into its tree; shared trees must not see that.
-        subprocess.run(["cp", "-R", str(REPOSITORY / name), str(where / "tree" / name)], check=True)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
+def pip(*arguments):
+    """pip of this Python, offline, with the setuptools that is there."""
     done = subprocess.run(
-        [*command, "--disable-pip-version-check", "--wheel-dir", str(where), str(where / "tree")],
+        [sys.executable, "-m", "pip", *arguments[:1], "--quiet", "--disable-pip-version-check", *arguments[1:]],
         capture_output=True,
         text=True,
         env={**os.environ, "PIP_NO_INPUT": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+OFFLINE = ("--no-index", "--no-deps", "--no-build-isolation")
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A copy without what git ignores: a build writes into its tree, and must not find what lies around in this one."""
+    where = tmp_path_factory.mktemp("tree")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=REPOSITORY, capture_output=True
+    )
+    if listed.returncode == 0:
+        names = [name for name in listed.stdout.decode().split("\0") if name and (REPOSITORY / name).exists()]
+    else:  # itself unpacked from a source distribution
+        names = ["setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "version_matrix.yaml"]
+        names += [str(p.relative_to(REPOSITORY)) for d in ("shim", "patches") for p in (REPOSITORY / d).rglob("*.*")]
+    for name in names:
+        (where / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(REPOSITORY / name, where / name)
+    return where
+
+
+@pytest.fixture(scope="module")
+def sdist(tree, tmp_path_factory):
+    """The source distribution of the tree, as a build frontend asks setuptools for it."""
+    where = tmp_path_factory.mktemp("sdist")
+    code = f"from setuptools import build_meta; build_meta.build_sdist({str(where)!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tree, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = where.glob("*.tar.gz")
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(tree, tmp_path_factory):
+    """The wheel of the tree."""
+    where = tmp_path_factory.mktemp("wheel")
+    pip("wheel", *OFFLINE, "--wheel-dir", str(where), str(tree))
     (built,) = where.glob("*.whl")
     return built
+
+
+@pytest.fixture(scope="module")
+def sdists_wheel(sdist, tmp_path_factory):
+    """What pip makes of the source distribution, where it is all that an index offers."""
+    where = tmp_path_factory.mktemp("sdists-wheel")
+    pip("wheel", *OFFLINE, "--wheel-dir", str(where), str(sdist))
+    (built,) = where.glob("*.whl")
+    return built
+
+
+def names_in(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def test_the_source_distribution_builds_the_same_wheel(sdists_wheel, wheel):
+    """The matrix, the patches, and the rest."""
+    assert sdists_wheel.name == wheel.name and names_in(sdists_wheel) == names_in(wheel)
+
+
+def test_the_source_distribution_has_tests_and_documents(sdist):
+    """Of the tree, and none of what building and testing leave in it."""
+    assert sdist.name == f"megatron_shim-{shim.__version__}.tar.gz"
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"version_matrix.yaml", "LICENSE", "CHANGELOG.md", "Makefile", "docs/cli.md", ".ci/run"} <= names
+    assert {"tests/unit/test_wheel.py", "tests/other_pythons.sh", "examples/demo.py"} <= names
+    assert not [name for name in names if "__pycache__" in name or name.endswith((".pyc", ".yaml.new"))]
 
 
 def test_the_wheel_holds_matrix_and_patches_inside_the_package(wheel):
@@ -67,38 +133,53 @@ def test_the_wheel_asks_for_packaging_and_pyyaml_only(wheel):
     assert sorted(part.partition(">")[0].lower() for part in asked) == ["packaging", "pyyaml"]
 
 
-def test_an_installed_wheel_plans_without_torch(wheel, tmp_path):
-    """In a bare environment that sees nothing but the wheel, packaging and PyYAML."""
+@pytest.fixture
+def bare(tmp_path):
+    """A fresh environment that sees packaging and PyYAML, and nothing else of this one: its Python and its packages."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True)
     python = tmp_path / "bare" / "bin" / "python"
-    site = subprocess.run(
-        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", site]
-    subprocess.run([*command, "--disable-pip-version-check", str(wheel)], check=True)
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip())
     for package in ("packaging", "yaml"):
         (location,) = find_spec(package).submodule_search_locations
-        Path(site, package).symlink_to(location)
+        (site / package).symlink_to(location)
+    return python, site
+
+
+@pytest.mark.parametrize("form", ["wheel", "sdists_wheel"])
+def test_what_is_installed_plans_without_torch(form, bare, tmp_path, request):
+    """By both names of the command, and as a module."""
+    python, site = bare
+    pip("install", *OFFLINE, "--target", str(site), str(request.getfixturevalue(form)))
     root = megatron(tmp_path / "release", "0.16.0")
     metadata(root, "0.16.0")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "MEGATRON_SHIM_"))}
-    for program in (["-m", "shim"], [str(Path(site, "bin", "shim"))]):
-        done = subprocess.run(
-            [python, *program, "plan"],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env={**environ, "PYTHONPATH": str(root)},
+
+    def run(*command, **variables):
+        return subprocess.run(
+            [python, *command], capture_output=True, text=True, cwd=tmp_path, env={**environ, **variables}
         )
+
+    for program in (["-m", "shim"], [site / "bin" / "shim"], [site / "bin" / "megatron-shim"]):
+        done = run(*program, "plan", PYTHONPATH=str(root))
         assert done.returncode == 0, done.stderr
         assert "megatron-core 0.16.0" in done.stdout and "torch" not in done.stdout
-        assert "drifted       mtp-packed-sequences" in done.stdout
+        assert "mtp-packed-sequences" in done.stdout
     code = (
         "import shim, sys; from shim._matrix import load_matrix, matrix_path; load_matrix(); shim.explain("
         "'mtp-packed-sequences'); print(shim.__file__, matrix_path()); assert 'torch' not in sys.modules"
     )
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environ)
+    done = run("-c", code)
     assert done.stdout.split() == [f"{site}/shim/__init__.py", f"{site}/shim/version_matrix.yaml"], done.stderr
+
+
+def test_the_index_gets_links_that_lead_somewhere(wheel):
+    """README's links are relative, for a checkout; a package index renders the text elsewhere."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        text = archive.read(name).decode()
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert links and all(link.startswith(("https://", "#")) for link in links), links
+    # Each leads to a file that is there.
+    paths = [link.partition("/blob/main/")[2].partition("#")[0] for link in links if "/blob/main/" in link]
+    assert "docs/patches.md" in paths and all((REPOSITORY / path).is_file() for path in paths)
