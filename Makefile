@@ -73,7 +73,7 @@ docs: env  ## write the generated parts of README.md and docs/
 	$(BIN)/python -m shim._docs
 
 pins: env  ## fingerprint all supported releases and write them into version_matrix.yaml
-	$(BIN)/python -m shim pin
+	$(BIN)/python -m shim pin --releases
 
 wheel: env
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .

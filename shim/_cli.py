@@ -1,4 +1,4 @@
-"""The command `shim`: status, plan, explain, doctor, matrix, audit, pin, run; each with --json.
+"""The command `shim`: list, status, plan, explain, doctor, matrix, audit, pin, run; each but run with --json.
 
 Exit codes: 0 fine, 1 something asked for is not met, 2 wrong usage.
 """
@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shim._errors import MatrixError, NotMetError, OptionError, ShimError
+
+if TYPE_CHECKING:
+    from shim._plan import Plan
 
 __all__ = ["main"]
 
@@ -20,7 +24,20 @@ OK, NOT_MET, USAGE = 0, 1, 2
 
 
 def _print(data: Any, text: str, as_json: bool) -> None:
-    print(json.dumps(data, indent=2, default=str) if as_json else text)
+    _say(json.dumps(data, indent=2, default=str) if as_json else text)
+
+
+def _say(text: str) -> None:
+    """Print to whoever still reads: `shim plan | head` gets its lines, and the exit code is what it is."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        _nobody_reads()
+
+
+def _nobody_reads() -> None:
+    # Else the interpreter tries again when it ends, and complains.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _selection(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -48,35 +65,63 @@ def _held(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _plan(arguments: argparse.Namespace) -> int:
     from shim._api import plan
+    from shim._overview import nothing_installed, plan_text
     from shim._plan import enforce
 
     made = plan(**_held(arguments))
-    _print(made.to_dict(), str(made), arguments.json)
+    _print(made.to_dict(), plan_text(made, arguments.verbose), arguments.json)
     enforce(made)
-    return OK
+    return NOT_MET if nothing_installed(made) else OK
 
 
 def _status(arguments: argparse.Namespace) -> int:
     """Applies in this process, imports the targets, reads back, reverts: what a trainer started here would get."""
-    import importlib
-
     from shim._api import apply, plan, revert, status
-    from shim._fingerprint import split_target
+    from shim._overview import nothing_installed, report_text
 
     made = plan(**_held(arguments))
+    missing = nothing_installed(made)
     apply(**_held(arguments))
-    for module in dict.fromkeys(split_target(t)[0] for d in made.decisions.values() if d.wanted for t in d.targets):
+    _import_targets(made, arguments.verbose)
+    report = status()
+    revert()
+    text = missing or report_text(report, arguments.verbose, pending_is_amiss=True)
+    _print(report.to_dict(), text, arguments.json)
+    amiss = ("pending", "drifted", "conflict", "failed", "shadowed")
+    return NOT_MET if missing or any(p.state in amiss for p in report.patches.values()) else OK
+
+
+def _import_targets(made: Plan, verbose: bool) -> None:
+    """Import every module that the plan patches; what upstream says meanwhile is shown where verbose."""
+    import contextlib
+    import importlib
+
+    from shim._fingerprint import split_target
+    from shim._progress import Progress, hushed
+
+    progress = Progress()
+    modules = list(dict.fromkeys(split_target(t)[0] for d in made.decisions.values() if d.wanted for t in d.targets))
+    for place, module in enumerate(modules, 1):
+        progress(f"importing {module} ({place} of {len(modules)})")
         try:
-            importlib.import_module(module)
+            with contextlib.nullcontext() if verbose else hushed():
+                importlib.import_module(module)
         except ShimError:
             raise
         except Exception as error:  # noqa: BLE001 - upstream's import fails with whatever it likes without a GPU
+            progress.done()
             print(f"shim: {module} cannot be imported here: {type(error).__name__}: {error}", file=sys.stderr)
-    report = status()
-    revert()
-    _print(report.to_dict(), str(report), arguments.json)
-    amiss = ("pending", "drifted", "conflict", "failed", "shadowed")
-    return NOT_MET if any(p.state in amiss for p in report.patches.values()) else OK
+    progress.done()
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    from shim._matrix import load_matrix
+    from shim._options import matrix_argument
+    from shim._overview import list_text, listed
+
+    matrix = load_matrix(matrix_argument(arguments.matrix))
+    _print(listed(matrix), list_text(matrix), arguments.json)
+    return OK
 
 
 def _explain(arguments: argparse.Namespace) -> int:
@@ -118,7 +163,7 @@ def _matrix(arguments: argparse.Namespace) -> int:
         from shim._ci import cells
 
         found = cells(matrix, arguments.range, pairs=arguments.pairs)
-        print(json.dumps({"include": found} if arguments.github else found, indent=None if arguments.github else 2))
+        _say(json.dumps({"include": found} if arguments.github else found, indent=None if arguments.github else 2))
         return OK
     _print(support(matrix), support_table(matrix), arguments.json)
     return OK
@@ -150,29 +195,50 @@ def _fetch(distribution: str, release: str) -> Path:
 
 def _pin(arguments: argparse.Namespace) -> int:
     if arguments.lock is not None:
+        if arguments.check or arguments.releases:
+            raise OptionError("--lock writes a lock of what is installed here; leave out --check and --releases")
         return _lock(arguments)
     if _selection(arguments).keys() - {"matrix"}:
         raise OptionError("pins are of all patches; a selection belongs to --lock FILE")
-    from shim._matrix import load_matrix, matrix_path
+    if not (arguments.check or arguments.releases):
+        raise OptionError(
+            "say what to pin. shim pin --lock FILE writes down what is installed here, which is what trainers want. "
+            "shim pin --releases is for developers of shim: it fetches every supported release and rewrites the pins "
+            "in version_matrix.yaml; shim pin --check fetches them too, and only says whether the pins are current."
+        )
+    from shim._matrix import PACKAGE, load_matrix, matrix_path
     from shim._options import matrix_argument
     from shim._pin import measure, render, write
+    from shim._progress import Progress
 
     matrix = load_matrix(matrix_argument(arguments.matrix), pins=False)
+    path = Path(matrix.path).absolute()
+    if arguments.releases and not arguments.check and PACKAGE in path.parents:
+        raise OptionError(
+            f"{path} is that of an installed shim, and would no longer be what was tested. Run shim pin --releases in "
+            "a source tree of shim, or with --matrix on a file of your own; for a job, shim pin --lock FILE is meant."
+        )
+    releases = {name: list(found) for name, found in matrix.supported.items()}
+    total, done, progress = sum(map(len, releases.values())), 0, Progress()
+    what = "compares them with" if arguments.check else "rewrites"
+    print(f"shim: fetches {total} releases, where the cache lacks them, and {what} the pins of {path}", file=sys.stderr)
 
     def say(distribution: str, release: str) -> None:
-        print(f"{distribution} {release}", file=sys.stderr)
+        nonlocal done
+        done += 1
+        progress(f"{distribution} {release} ({done} of {total})")
 
     text = render(measure(matrix, _fetch, say))
-    releases = {name: list(found) for name, found in matrix.supported.items()}
     tables: dict[Path, str] = {}
-    if Path(matrix.path).absolute() == matrix_path():  # the lists of names ship with that one
-        tables = _tables_of_names(releases)
+    if path == matrix_path():  # the lists of names ship with that one
+        tables = _tables_of_names(releases, progress)
+    progress.done()
     if arguments.check:
-        stale = not Path(matrix.path).read_text("utf-8").endswith(text)
+        stale = not path.read_text("utf-8").endswith(text)
         stale = stale or any(file.read_text("utf-8") != names for file, names in tables.items())
         _print(
             {"stale": stale, "releases": releases},
-            "pins are stale; run shim pin" if stale else "pins are current",
+            "pins are stale; run shim pin --releases" if stale else "pins are current",
             arguments.json,
         )
         return NOT_MET if stale else OK
@@ -186,30 +252,33 @@ def _pin(arguments: argparse.Namespace) -> int:
     return OK
 
 
-def _tables_of_names(releases: dict[str, list[str]]) -> dict[Path, str]:
+def _tables_of_names(releases: dict[str, list[str]], progress: Callable[[str], None]) -> dict[Path, str]:
     """What megatron-core imports of Transformer Engine, and what is lost where that is not there."""
     from shim import _features, _wanted
     from shim._losses import MORE_ENGINES, measure_losses, render_losses
 
-    print("what megatron-core wants of Transformer Engine, pair by pair", file=sys.stderr)
     megatrons, engines = (
         [(release, _fetch(name, release)) for release in releases[name]]
         for name in (_features.MEGATRON, _features.ENGINE)
     )
     more = [(release, _fetch(_features.ENGINE, release)) for release in MORE_ENGINES]
-    return {
-        _wanted.FILE: _wanted.render_names(_wanted.measure_names(megatrons, engines)),
-        _features.FILE: render_losses(measure_losses(megatrons, [*more, *engines])),
-    }
+    progress("names that megatron-core wants of Transformer Engine")
+    names = _wanted.render_names(_wanted.measure_names(megatrons, engines))
+    losses = render_losses(measure_losses(megatrons, [*more, *engines], progress))
+    return {_wanted.FILE: names, _features.FILE: losses}
 
 
 def _lock(arguments: argparse.Namespace) -> int:
     from shim._api import plan
     from shim._lock import locked, write_lock
+    from shim._overview import nothing_installed
 
     if not arguments.lock:
         raise OptionError("--lock is empty; name a file")
     made = plan(**_selection(arguments))
+    missing = nothing_installed(made)
+    if missing:
+        raise NotMetError(f"{missing} No lock was written.")
     write_lock(arguments.lock, made)
     _print(locked(made), f"wrote {arguments.lock}: digest {made.digest}", arguments.json)
     return OK
@@ -231,7 +300,9 @@ def _add_held(sub: argparse.ArgumentParser) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="shim", description="Fixes and backports for megatron-core and Transformer Engine, applied in memory."
+        prog="shim",
+        description="Fixes and backports for megatron-core and Transformer Engine, applied in memory.",
+        epilog="Begin with `shim plan`. The command is also called megatron-shim, and python -m shim.",
     )
     from shim import __version__
 
@@ -244,11 +315,14 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         return sub
 
+    listing = command("list", _list, "print all patches, each with what it does")
+    listing.add_argument("--matrix", help="another version_matrix.yaml")
     for sub in (
         command("status", _status, "apply here, import the targets, read back, and print the state of every patch"),
         command("plan", _plan, "print what apply() would do here and why; imports neither torch nor megatron"),
     ):
         _add_held(sub)
+        sub.add_argument("-v", "--verbose", action="store_true", help="with variant, targets and reason of every patch")
     command("explain", _explain, "say what a patch is for and what was decided about it here").add_argument("id")
     command("doctor", _doctor, "print what an issue report needs: versions, places, plan, surroundings")
     matrix = command("matrix", _matrix, "check the matrix and print which release gets which patch")
@@ -264,10 +338,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_held(run)
     run.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND")
-    pin = command("pin", _pin, "fingerprint all supported releases from their wheels and write the pins")
+    pin = command("pin", _pin, "write a lock of what is installed here (--lock); for developers of shim: the pins")
     _add_selection(pin)
-    pin.add_argument("--check", action="store_true", help="only say whether the pins are current")
-    pin.add_argument("--lock", metavar="FILE", help="write a lock of what is installed here instead")
+    pin.add_argument("--lock", metavar="FILE", help="write what is installed here, and what is applied to it")
+    pin.add_argument("--check", action="store_true", help="only say whether the pins are current; fetches all releases")
+    pin.add_argument(
+        "--releases", action="store_true", help="fetch all supported releases and write their pins into the matrix"
+    )
     audit = command(
         "audit", _audit, "say what a release, wheel or source tree means for every patch, without running it"
     )
@@ -279,6 +356,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (argparse itself exits with 2 on wrong usage)."""
+    try:
+        return _main(argv)
+    finally:
+        try:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except BrokenPipeError:
+            _nobody_reads()
+
+
+def _main(argv: Sequence[str] | None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return arguments.run(arguments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,12 @@ __all__ = ["MORE_ENGINES", "losses_here", "measure_losses", "render_losses"]
 MORE_ENGINES = ("1.11.0", "1.13.0")
 
 
-def measure_losses(megatrons: Iterable[tuple[str, Path]], engines: Iterable[tuple[str, Path]]) -> dict[str, Any]:
-    """What is lost with every pair of releases, each unpacked in a directory."""
+def measure_losses(
+    megatrons: Iterable[tuple[str, Path]],
+    engines: Iterable[tuple[str, Path]],
+    progress: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """What is lost with every pair of releases, each unpacked in a directory; `progress` hears what is next."""
     ordered = sorted(engines, key=lambda item: Version(item[0]))
     opened = [(release, Engine(Version(release), Sources([root]))) for release, root in ordered]
     wanted_by: dict[tuple[str, str, tuple[str, ...]], dict[str, list[str]]] = {}
@@ -30,6 +34,7 @@ def measure_losses(megatrons: Iterable[tuple[str, Path]], engines: Iterable[tupl
         releases.append(release)
         megatron = Megatron(Sources([root]), root / "megatron" / "core")
         for engine_release, engine in opened:
+            progress(f"what megatron-core {release} loses with transformer-engine {engine_release}")
             for key in _by_place(Pair(megatron, engine).losses()):
                 wanted_by.setdefault(key, {}).setdefault(release, []).append(engine_release)
     order = [release for release, _ in opened]

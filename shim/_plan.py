@@ -16,6 +16,7 @@ from shim._lock import enforce_lock
 from shim._match import Match, match
 from shim._matrix import Matrix, PatchEntry
 from shim._options import Options
+from shim._overview import plan_text
 
 __all__ = ["Decision", "Plan", "digest_of", "enforce", "make_plan"]
 
@@ -94,28 +95,16 @@ class Plan:
         return {
             "digest": self.digest,
             "environment": self.environment.to_dict(),
-            "patches": {id: decision.to_dict() for id, decision in self.decisions.items()},
+            "patches": {
+                id: {**decision.to_dict(), "summary": self.matrix.patches[id].summary}
+                for id, decision in self.decisions.items()
+            },
             "pair_is_known": self.pair_is_known,
             "lost_features": [feature.to_dict() for feature in self.lost_features],
         }
 
     def __str__(self) -> str:
-        lines = [f"plan {self.digest}"]
-        lines += [f"  {installed}" for installed in self.environment.installed.values()]
-        for installed in self.environment.installed.values():
-            lines += [f"  ! {installed.distribution}: {problem}" for problem in installed.problems]
-        for decision in self.decisions.values():
-            variant = f" [{decision.variant}]" if decision.wanted and decision.variant else ""
-            lines.append(f"  {decision.action:<13} {decision.id}{variant}: {decision.reason}")
-            if decision.remedy:
-                lines.append(f"  {'':<13} remedy: {decision.remedy}")
-        if self.lost_features:
-            lines.append("What this megatron-core does not get from this Transformer Engine:")
-        for feature in self.lost_features:
-            lines.append(f"  {feature.verdict:<13} {feature}")
-        if self.pair_is_known is False:
-            lines.append("What this pair of releases loses was not measured; shim doctor looks through its sources.")
-        return "\n".join(lines)
+        return plan_text(self)
 
 
 def digest_of(plan: Plan) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from shim._overview import report_text
+
 __all__ = ["STATES", "PatchReport", "Report"]
 
 STATES = (
@@ -35,10 +37,12 @@ class PatchReport:
     variant: str | None = None
     targets: Mapping[str, str] = field(default_factory=dict)
     remedy: str = ""
+    summary: str = ""  # what the patch does
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "kind": self.kind,
+            "summary": self.summary,
             "state": self.state,
             "reason": self.reason,
             "variant": self.variant,
@@ -93,11 +97,4 @@ class Report:
         }
 
     def __str__(self) -> str:
-        lines = [self.summary]
-        for patch in self.patches.values():
-            variant = f" [{patch.variant}]" if patch.variant else ""
-            lines.append(f"  {patch.state:<13} {patch.id}{variant}: {patch.reason}")
-            if patch.remedy:
-                lines.append(f"  {'':<13} remedy: {patch.remedy}")
-        lines += [f"  ! {item}" for item in self.lost]
-        return "\n".join(lines)
+        return report_text(self)

@@ -15,9 +15,9 @@ from shim._report import PatchReport, Report
 __all__ = ["problems_in", "read_report", "shadows_in"]
 
 
-def _state(decision: Decision, binder: Binder, failed: Mapping[str, str]) -> PatchReport:
+def _state(decision: Decision, summary: str, binder: Binder, failed: Mapping[str, str]) -> PatchReport:
     def report(state: str, reason: str, targets: Mapping[str, str] | None = None, remedy: str = "") -> PatchReport:
-        return PatchReport(decision.id, decision.kind, state, reason, decision.variant, targets or {}, remedy)
+        return PatchReport(decision.id, decision.kind, state, reason, decision.variant, targets or {}, remedy, summary)
 
     if not decision.wanted:
         targets = dict.fromkeys(decision.targets, decision.action)
@@ -48,7 +48,9 @@ def _state(decision: Decision, binder: Binder, failed: Mapping[str, str]) -> Pat
 def read_report(plan: Plan, binder: Binder, failed: Mapping[str, str]) -> Report:
     """The report of this moment: "applied" is only said of what was read back."""
     releases = {name: i.raw or "unknown" for name, i in plan.environment.installed.items()}
-    patches = {id: _state(decision, binder, failed) for id, decision in plan.decisions.items()}
+    patches = {
+        id: _state(decision, plan.matrix.patches[id].summary, binder, failed) for id, decision in plan.decisions.items()
+    }
     return Report(patches, plan.digest, releases, tuple(map(str, binder.lost_now())))
 
 

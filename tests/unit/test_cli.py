@@ -3,8 +3,11 @@
 `audit`, locks and the cells of `matrix` have tests of their own: test_audit.py, test_lock.py, test_ci_cells.py.
 """
 
+import io
 import json
+import os
 import re
+import subprocess
 import sys
 
 import pytest
@@ -12,6 +15,7 @@ from unit_helpers import BROKEN, FIXED, MATRIX, PATCH, REPOSITORY, megatron, out
 
 from shim import __version__
 from shim._cli import main
+from shim._progress import Progress
 
 EDITED = BROKEN.replace("return helper(x)", "return helper(x) + 1")
 
@@ -37,11 +41,152 @@ def importable(world):
     (world.site / "megatron/core/__init__.py").write_text("")
 
 
-def test_plan_prints_a_line_per_patch(shim):
-    """Text for people."""
+def test_plan_begins_with_a_headline_and_says_what_each_patch_does(shim):
+    """Text for people: what it means first; why, and on which targets, under -v."""
     code, out, err = shim("plan")
     assert (code, err) == (0, "")
-    assert "apply         roll-fix [old]: megatron-core 0.16.0 needs it" in out
+    assert out.startswith("2 to apply, 0 not needed here, 0 problems\n")
+    assert "\nTo apply:\n  roll-fix        rolls stay inside their sequence\n" in out
+    assert "are known" not in out
+    out = shim("plan", "-v")[1]
+    assert "variant old of megatron.core.roll:roll, megatron.core.roll:Layer.forward\n" in out
+    assert "megatron-core 0.16.0 needs it; all 3 bodies are known" in out
+
+
+def test_problems_come_first(shim, world):
+    """With reason and remedy, which the others do without."""
+    world.install(EDITED)
+    out = shim("plan")[1]
+    assert out.startswith("1 to apply, 0 not needed here, 1 problem\n")
+    assert out.index("Problems:\n  roll-fix") < out.index("To apply:\n  faster-forward")
+    assert "their sequence (drifted)\n      megatron-core 0.16.0 differs at megatron.core.roll:roll" in out
+    assert "\n      Remedy: update megatron-shim" in out
+
+
+def test_what_is_right_and_what_is_left_out_stand_apart(shim, world):
+    """Each group once; whoever excluded a patch is told what did."""
+    world.install(FIXED, "0.18.0")
+    out = shim("plan", "--exclude", "faster-forward")[1]
+    assert out.startswith("0 to apply, 1 left out, 1 not needed here, 0 problems\n")
+    assert "Not needed, because this release is right:\n  roll-fix" in out
+    assert "Left out: excluded by argument or MEGATRON_SHIM_EXCLUDE (faster-forward)." in out
+
+
+def test_features_are_not_mixed_with_mends(shim, world):
+    """They are bound, and do nothing until somebody switches them on."""
+    world.pin(MATRIX.replace("kind: performance", "kind: feature"))
+    world.install(BROKEN)
+    out = shim("plan")[1]
+    assert out.startswith("2 to apply,")
+    assert "To apply:\n  roll-fix" in out and "without effect until you use them" in out
+    assert out.index("until you use them") < out.index("faster-forward")
+
+
+@pytest.mark.parametrize("command", ["plan", "status"])
+def test_with_nothing_installed_there_is_nothing_to_patch(shim, world, command):
+    """Which is said, with the Python that was asked, and is no success; machines get what they always get."""
+    world.on_path(world.own)
+    code, out, _ = shim(command)
+    assert code == 1
+    assert out.startswith("Neither megatron-core nor transformer-engine is installed for " + sys.executable)
+    assert "Remedy: " in out and "roll-fix" not in out
+    code, out, _ = shim(command, "--json")
+    assert code == 1 and set(json.loads(out)["patches"]) == {"roll-fix", "faster-forward"}
+
+
+def test_nothing_installed_is_not_locked(shim, world, tmp_path):
+    """A job held to that would never start where megatron-core is."""
+    world.on_path(world.own)
+    code, out, err = shim("pin", "--lock", str(tmp_path / "shim.lock"))
+    assert (code, out) == (1, "") and "No lock was written" in err
+    assert not list(tmp_path.glob("*.lock"))
+
+
+def test_list_says_what_there_is(shim, world):
+    """Whatever is installed: all patches by kind, with their summaries and the releases that get them."""
+    world.on_path(world.own)
+    code, out, _ = shim("list")
+    assert code == 0 and out.startswith("2 patches")
+    assert "\ncorrectness:\n  roll-fix        rolls stay inside their sequence" in out
+    found = json.loads(shim("list", "--json")[1])
+    assert found["roll-fix"] == {
+        "kind": "correctness",
+        "summary": "rolls stay inside their sequence",
+        "changes": "values",
+        "distribution": "megatron-core",
+        "releases": "0.16.0 to 0.17.0",
+    }
+
+
+def run_shim(world, *arguments, **streams):
+    """The command in a process of its own, with the fake release."""
+    paths = [str(world.site), str(world.own)]
+    code = f"import sys; sys.path[:0] = {paths!r}; from shim._cli import main; sys.exit(main())"
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), "MEGATRON_SHIM_MATRIX": str(world.matrix)}
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], stderr=subprocess.PIPE, env=environ, **streams)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["plan"], 0), (["plan", "--require", "roll-fix"], 1), (["matrix", "--cells"], 0)],
+)
+def test_a_reader_that_has_gone_is_no_error(world, arguments, code):
+    """As `shim plan | head -1` has it: no traceback, and the exit code is what it is."""
+    world.install(EDITED)
+    read, write = os.pipe()
+    os.close(read)
+    with run_shim(world, *arguments, stdout=write) as process:
+        os.close(write)
+        err = process.communicate(timeout=60)[1].decode()
+    assert process.returncode == code
+    assert "Broken" not in err and "Traceback" not in err and "Exception" not in err
+    assert not code or "required, but roll-fix is drifted" in err
+
+
+NOISY = """
+import logging, sys, warnings
+warnings.warn("apex is missing")
+logging.getLogger("noise").warning("falls back")
+print("hello")
+"""
+
+
+def test_status_keeps_upstream_quiet(shim, world):
+    """What it prints, logs and warns about at import tells nothing of shim, and would break JSON; -v lets it speak."""
+    (world.site / "megatron/core/__init__.py").write_text(NOISY)
+    code, out, err = shim("status")
+    assert (code, err) == (0, "") and out.startswith("2 applied, 0 not needed here, 0 problems\n")
+
+
+def test_status_lets_upstream_speak_under_v(shim, world):
+    """To standard error and output, as it does anywhere."""
+    (world.site / "megatron/core/__init__.py").write_text(NOISY)
+    with pytest.warns(UserWarning, match="apex is missing"):
+        code, out, _ = shim("status", "-v")
+    assert code == 0 and "hello" in out
+
+
+def test_what_shim_itself_warns_of_is_not_hushed(shim, world, monkeypatch):
+    """It is about this process, whoever imported what."""
+    write_file(world.site / "megatron/core/__init__.py", "import logging; logging.getLogger('shim').warning('look')")
+    assert "look" in shim("status")[2]
+
+
+def test_progress_overwrites_itself_on_a_terminal_only():
+    """A log gets lines, and only where it would be silent for long."""
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal, log, slow = Terminal(), io.StringIO(), io.StringIO()
+    for stream, patience in ((terminal, 60), (log, 60), (slow, 0)):
+        progress = Progress(stream, patience)
+        progress("a long one")
+        progress("short")
+        progress.done()
+    assert terminal.getvalue() == "\ra long one\rshort     \r     \r"
+    assert (log.getvalue(), slow.getvalue()) == ("", "a long one\nshort\n")
 
 
 def test_plan_as_json_has_the_documented_keys(shim):
@@ -133,7 +278,8 @@ def test_status_applies_reads_back_and_reverts(shim, importable):
     assert code == 0, out
     assert set(found) == {"summary", "digest", "releases", "applied", "patches", "lost"}
     assert found["applied"] == ["roll-fix", "faster-forward"]
-    assert set(found["patches"]["roll-fix"]) == {"kind", "state", "reason", "variant", "targets", "remedy"}
+    keys = {"kind", "state", "reason", "variant", "targets", "remedy", "summary"}
+    assert set(found["patches"]["roll-fix"]) == keys
     assert found["patches"]["roll-fix"]["targets"]["megatron.core.roll:roll"] == "bound"
     roll = sys.modules["megatron.core.roll"].roll
     assert roll.__code__.co_filename.endswith("roll.py") and "trainer_patches" not in roll.__code__.co_filename
@@ -144,7 +290,7 @@ def test_status_exits_with_1_where_something_is_amiss(shim, world, importable):
     world.install(EDITED)
     (world.site / "megatron/core/__init__.py").write_text("")
     code, out, _ = shim("status")
-    assert code == 1 and "drifted       roll-fix" in out
+    assert code == 1 and "Problems:\n  roll-fix" in out
 
 
 def test_status_survives_a_package_that_cannot_be_imported(shim):
@@ -152,6 +298,7 @@ def test_status_survives_a_package_that_cannot_be_imported(shim):
     code, out, err = shim("status", "--json")
     assert code == 1
     assert json.loads(out)["patches"]["roll-fix"]["state"] == "pending"
+    assert "2 problems" in shim("status")[1]
     assert "megatron.core.roll cannot be imported here: RuntimeError: megatron.core was imported" in err
 
 
@@ -238,15 +385,15 @@ def fetched(world, monkeypatch):
 
 def test_pin_writes_what_it_measures(shim, world, fetched):
     """And says whether that changed anything."""
-    code, out, err = shim("pin", "--json")
+    code, out, err = shim("pin", "--releases", "--json")
     releases = {"megatron-core": ["0.16.0", "0.17.0", "0.18.0"]}
     assert (code, json.loads(out)) == (0, {"changed": False, "matrix": str(world.matrix), "releases": releases})
-    assert "megatron-core 0.17.0" in err
+    assert f"fetches 3 releases, where the cache lacks them, and rewrites the pins of {world.matrix}" in err
     assert shim("pin", "--check", "--json")[:1] == (0,)
     write_file(world.root / "releases/0.17.0/megatron/core/roll.py", EDITED)
     code, out, _ = shim("pin", "--check", "--json")
     assert (code, json.loads(out)) == (1, {"stale": True, "releases": releases})
-    assert json.loads(shim("pin", "--json")[1])["changed"] is True
+    assert json.loads(shim("pin", "--releases", "--json")[1])["changed"] is True
     assert shim("pin", "--check")[1] == "pins are current\n"
 
 
@@ -271,20 +418,29 @@ def test_pin_of_the_shipped_matrix_writes_the_wanted_names_too(shim, world, ship
     """They come from the same wheels; what `shim audit` says of a Transformer Engine rests on them."""
     code, out, _ = shim("pin", "--check", "--json")
     assert (code, json.loads(out)["stale"]) == (1, True)
-    assert json.loads(shim("pin", "--json")[1])["changed"] is True
+    assert json.loads(shim("pin", "--releases", "--json")[1])["changed"] is True
     name = "transformer_engine.pytorch:Linear"
     assert json.loads(shipped.read_text()) == {name: {"wanted_by": ["0.18.0"], "in": ["2.1.0"]}}
     lost = json.loads(shipped.with_name("lost_names.json").read_text())
     assert (lost["transformer-engine"], lost["losses"]) == (["2.1.0"], [])
     assert shim("pin", "--check")[0] == 0
-    assert json.loads(shim("pin", "--json")[1])["changed"] is False
+    assert json.loads(shim("pin", "--releases", "--json")[1])["changed"] is False
 
 
 def test_pin_of_another_matrix_leaves_the_wanted_names_alone(shim, world, fetched, tmp_path, monkeypatch):
     """They belong to the releases of the shipped one."""
     monkeypatch.setattr("shim._wanted.FILE", tmp_path / "gone.json")
-    assert shim("pin")[0] == 0
+    assert shim("pin", "--releases")[0] == 0
     assert not (tmp_path / "gone.json").exists()
+
+
+def test_pin_leaves_an_installed_matrix_alone(shim, world, fetched, monkeypatch):
+    """It is what was tested, and pip would not know of the change."""
+    monkeypatch.setattr("shim._matrix.PACKAGE", world.matrix.parent)
+    before = world.matrix.read_bytes()
+    code, out, err = shim("pin", "--releases")
+    assert (code, out) == (2, "") and "of an installed shim" in err
+    assert world.matrix.read_bytes() == before and shim("pin", "--check")[0] == 0
 
 
 def test_status_is_held_to_a_lock(shim, world, importable, tmp_path):
@@ -305,7 +461,7 @@ def test_a_release_that_cannot_be_fetched_is_not_met(shim, monkeypatch):
         raise FetchError("could not download")
 
     monkeypatch.setattr("shim.testing.releases.fetch", fetch)
-    code, _, err = shim("pin")
+    code, _, err = shim("pin", "--releases")
     assert code == 1 and "shim: could not download" in err
 
 
@@ -321,6 +477,8 @@ def test_python_m_shim_is_the_command():
         (["pin", "--lock", ""], "--lock is empty"),
         (["plan", "--lock", ""], "--lock is empty"),
         (["pin", "--only", "roll-fix"], "a selection belongs to --lock"),
+        (["pin"], "say what to pin"),
+        (["pin", "--lock", "x", "--check"], "leave out --check"),
         (["matrix", "--pairs"], "belong to --cells or --github"),
         (["matrix", "--range", ">=0.16"], "belong to --cells or --github"),
     ],
