@@ -1,25 +1,38 @@
-"""What an issue report needs, gathered without importing torch or megatron."""
+"""What an issue report needs, gathered without importing torch, megatron or a trainer."""
 
 from __future__ import annotations
 
 import os
 import platform
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import shim
+from shim import _others
 from shim._api import plan
 from shim._detect import detect
 from shim._errors import ShimError
 from shim._features import LostFeature, lost_features
 from shim._matrix import matrix_path
-from shim._options import VARIABLES, matrix_argument
+from shim._options import PREFIX, matrix_argument
+from shim._overview import nothing_installed
+from shim._surroundings import TRAINERS, machine, packages
 from shim._variables import concerning
+
+if TYPE_CHECKING:
+    from shim._plan import Plan
 
 __all__ = ["as_text", "examine"]
 
-OTHER_VARIABLES = ("PYTHONPATH", "PYTHONOPTIMIZE", "NVTE_CPU_OFFLOAD_V1", "NVTE_PROJECT_BUILDING")
+# What others read that changes what runs; values of all that begin so are shown.
+PREFIXES = (PREFIX, "NVTE_", "NCCL_", "TORCH_NCCL_", "MINDSPEED_", "PRIMUS_", "VERL_")
+OTHER_VARIABLES = (
+    *("PYTHONPATH", "PYTHONOPTIMIZE", "PYTHONSTARTUP", "LD_PRELOAD", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES"),
+    *("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
+    *("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE", "MEGATRON_LM_PATH"),
+)
 
 
 def examine() -> dict[str, Any]:
@@ -30,9 +43,13 @@ def examine() -> dict[str, Any]:
     notes: list[str] = []
     lost: tuple[LostFeature, ...] | None = None
     digest = None
+    known = packages()
+    others: list[dict[str, Any]] = []
     try:
         made = plan()
         digest = made.digest
+        others = _patches_of_others(made, known)
+        problems += filter(None, [nothing_installed(made)])
         for id, d in made.decisions.items():
             decisions[id] = {"action": d.action, "variant": d.variant, "reason": d.reason}
         # A pair that nobody measured is looked through here, where a second does not matter.
@@ -50,6 +67,9 @@ def examine() -> dict[str, Any]:
         ]
     except ShimError as error:
         problems.append(str(error))
+    torch = environment.installed.get("torch")
+    hardware = machine(torch.location if torch else None)
+    problems += filter(None, [hardware["problem"]])
     if sys.flags.optimize:
         problems.append("python -O strips upstream's assertions, which guard against wrong results: run without -O")
     deaf = {"isolated": "-I", "ignore_environment": "-E", "no_site": "-S"}
@@ -67,7 +87,10 @@ def examine() -> dict[str, Any]:
         },
         "python": {"version": platform.python_version(), "executable": sys.executable, "platform": _platform()},
         "installed": {name: i.to_dict() for name, i in environment.installed.items()},
-        "variables": {n: os.environ[n] for n in (*VARIABLES, *OTHER_VARIABLES) if n in os.environ},
+        "variables": {n: v for n, v in sorted(os.environ.items()) if n in OTHER_VARIABLES or n.startswith(PREFIXES)},
+        "machine": hardware,
+        "packages": known,
+        "others": others,
         "import_hooks": [_finder(finder) for finder in sys.meta_path],
         "digest": digest,
         "plan": decisions,
@@ -75,6 +98,25 @@ def examine() -> dict[str, Any]:
         "lost_features": None if lost is None else [feature.to_dict() for feature in lost],
         "problems": problems,
     }
+
+
+def _patches_of_others(made: Plan, known: Mapping[str, Mapping[str, str | None]]) -> list[dict[str, Any]]:
+    """Each with `target`, the `patches` of shim it concerns, `who`, `where`, and whether it is in force (`loaded`)."""
+    concerned: dict[str, list[str]] = {}
+    for d in made.decisions.values():
+        for target in dict.fromkeys([*d.targets, *(d.fingerprints if d.wanted else ())]):
+            concerned.setdefault(target, []).append(d.id)
+    found = [
+        {"target": target, "patches": concerned[target], "who": what, "where": "", "loaded": True}
+        for target, what in _others.loaded_foreign(made)
+    ]
+    for name, package in known.items():
+        if name in TRAINERS and package["location"]:
+            for target, where in _others.assignments_in(package["location"], concerned):
+                found.append(
+                    {"target": target, "patches": concerned[target], "who": name, "where": where, "loaded": False}
+                )
+    return found
 
 
 def _platform() -> str:
@@ -98,6 +140,10 @@ def as_text(found: dict[str, Any]) -> str:
     for name in ("megatron-core", "transformer-engine", "torch"):
         if name not in found["installed"]:
             lines.append(f"- {name}: not installed")
+    lines += _machine_as_text(found["machine"])
+    for name, package in found["packages"].items():
+        place = f" at `{package['location']}`" if package["location"] else ""
+        lines.append(f"- {name} {package['version'] or 'of unknown version'}{place}")
     lines += [f"- `{name}={value}`" for name, value in found["variables"].items()]
     lines.append(f"- import hooks: {', '.join(found['import_hooks'])}")
     lines += ["", "| patch | action | variant | reason |", "|---|---|---|---|"]
@@ -105,10 +151,32 @@ def as_text(found: dict[str, Any]) -> str:
         cells = [id, d["action"], d["variant"] or "", d["reason"]]
         lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
     lines += ["", "Notes:", *(f"- {note}" for note in found["notes"])] if found["notes"] else []
+    lines += _others_as_text(found["others"])
     lines += _lost_as_text(found)
     lines += ["", "Problems:" if found["problems"] else "No problems found."]
     lines += [f"- {problem}" for problem in found["problems"]]
     return "\n".join(lines)
+
+
+def _machine_as_text(machine: Mapping[str, Any]) -> list[str]:
+    gpus = [f"- GPU {place}: {gpu}" for place, gpu in enumerate(machine["gpus"])] or [
+        "- GPU: none that nvidia-smi shows"
+    ]
+    cuda = machine["cuda"]
+    versions = [f"torch built for {cuda['torch']}" if cuda["torch"] else "torch built without CUDA"]
+    versions += [f"toolkit {cuda['toolkit']}"] if cuda["toolkit"] else []
+    versions += [f"{name} {version}" for name, version in machine["libraries"].items()]
+    return [*gpus, f"- driver {machine['driver'] or 'unknown'}; {', '.join(versions)}"]
+
+
+def _others_as_text(others: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not others:
+        return []
+    lines = ["", "Others who replace what shim patches (those with a file, only if that code is run):", ""]
+    for other in others:
+        where = f" in {other['where']}" if other["where"] else ", which is loaded"
+        lines.append(f"- {other['who']}{where}: `{other['target']}` ({', '.join(other['patches'])})")
+    return lines
 
 
 def _lost_as_text(found: dict[str, Any]) -> list[str]:

@@ -151,22 +151,21 @@ def test_to_dict_has_the_documented_keys(world):
     assert set(found) == PLAN_KEYS
     assert set(found["environment"]) == {"python", "installed"}
     assert set(found["environment"]["installed"]["megatron-core"]) == INSTALLED_KEYS
-    assert set(found["patches"]["roll-fix"]) == DECISION_KEYS
+    assert set(found["patches"]["roll-fix"]) == {*DECISION_KEYS, "summary"}
 
 
 def test_the_text_has_one_line_per_patch_and_says_what_is_wrong(world):
-    """For people: digest, releases, problems, decisions, remedies."""
+    """For people: headline, releases, problems, patches, remedies, digest."""
     world.install(EDITED)
     world.on_path(world.site, world.root / "releases" / "0.18.0", world.own)
-    lines = str(world.plan()).splitlines()
-    assert lines[0].startswith("plan ")
+    plan = world.plan()
+    lines = str(plan).splitlines()
+    assert lines[0] == "1 to apply, 0 not needed here, 2 problems"  # the patch, and the copy
     assert any("megatron-core 0.16.0 (version file" in line for line in lines)
     assert any("! megatron-core: another copy" in line for line in lines)
-    assert [line.split()[:2] for line in lines if "-f" in line.split()[1]][:2] == [
-        ["drifted", "roll-fix:"],
-        ["apply", "faster-forward"],
-    ]
-    assert any(line.strip().startswith("remedy: update megatron-shim") for line in lines)
+    assert [line.split()[0] for line in lines if line.startswith(("  roll-fix", "  faster-forward"))] == [*plan]
+    assert any(line.strip().startswith("Remedy: update megatron-shim") for line in lines)
+    assert f"  plan {plan.digest}" in lines
 
 
 def test_patches_that_are_alike_in_all_but_their_id_differ_in_the_digest(world):
