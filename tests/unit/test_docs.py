@@ -1,4 +1,4 @@
-"""README's table and docs/patches.md are generated from the matrix and current."""
+"""README's table and the pages of docs/ that are generated from the matrix are current."""
 
 import pytest
 from unit_helpers import REPOSITORY
@@ -48,6 +48,18 @@ def test_the_catalogue_says_of_every_patch_what_a_reader_needs():
         header = patch_docstring(entry)
         assert header and header in text
         assert "cannot be read" not in header
+
+
+def test_readme_lists_every_patch_and_no_variants():
+    """Who reads it for the first time asks what is mended where; each id leads to its section."""
+    matrix = load_matrix()
+    readme = (REPOSITORY / "README.md").read_text("utf-8")
+    sections = (REPOSITORY / "docs" / "patches.md").read_text("utf-8")
+    for id, entry in matrix.patches.items():
+        assert f"| [{id}](docs/patches.md#{id}) | {entry.summary} | {entry.kind} |" in readme
+        assert f"\n## {id}\n" in sections
+    assert _docs.support_table(matrix) not in readme
+    assert _docs.support_table(matrix) in (REPOSITORY / "docs" / "releases.md").read_text("utf-8")
 
 
 def test_packages_that_may_be_missing_are_named(world):
