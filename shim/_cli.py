@@ -101,6 +101,7 @@ def _import_targets(made: Plan, verbose: bool) -> None:
 
     progress = Progress()
     modules = list(dict.fromkeys(split_target(t)[0] for d in made.decisions.values() if d.wanted for t in d.targets))
+    failures: dict[str, list[str]] = {}
     for place, module in enumerate(modules, 1):
         progress(f"importing {module} ({place} of {len(modules)})")
         try:
@@ -109,9 +110,11 @@ def _import_targets(made: Plan, verbose: bool) -> None:
         except ShimError:
             raise
         except Exception as error:  # noqa: BLE001 - upstream's import fails with whatever it likes without a GPU
-            progress.done()
-            print(f"shim: {module} cannot be imported here: {type(error).__name__}: {error}", file=sys.stderr)
+            failures.setdefault(f"{type(error).__name__}: {error}", []).append(module)
     progress.done()
+    for what, failed in failures.items():
+        first, more = failed[0], f" and {len(failed) - 1} more modules" if failed[1:] else ""
+        print(f"shim: {first}{more} cannot be imported here: {what}", file=sys.stderr)
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -367,7 +370,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help(sys.stderr)
+        return USAGE
+    arguments = parser.parse_args(argv)
     try:
         return arguments.run(arguments)
     except (OptionError, MatrixError) as error:

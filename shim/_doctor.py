@@ -163,7 +163,7 @@ def _machine_as_text(machine: Mapping[str, Any]) -> list[str]:
         "- GPU: none that nvidia-smi shows"
     ]
     cuda = machine["cuda"]
-    versions = [f"torch built for {cuda['torch']}" if cuda["torch"] else "torch built without CUDA"]
+    versions = [f"torch built for {cuda['torch']}" if cuda["torch"] else "no torch that is built for CUDA"]
     versions += [f"toolkit {cuda['toolkit']}"] if cuda["toolkit"] else []
     versions += [f"{name} {version}" for name, version in machine["libraries"].items()]
     return [*gpus, f"- driver {machine['driver'] or 'unknown'}; {', '.join(versions)}"]

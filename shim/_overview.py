@@ -34,7 +34,7 @@ class _Row:
 
 def _group(state: str, kind: str, pending_is_amiss: bool) -> str:
     if state == "pending":
-        return "amiss" if pending_is_amiss else "waiting"
+        return "stuck" if pending_is_amiss else "waiting"
     if state in AMISS or (state == "inactive" and kind != "feature"):
         return "amiss"
     if state in ("apply", "applied", "inactive"):
@@ -46,6 +46,7 @@ def _group(state: str, kind: str, pending_is_amiss: bool) -> str:
 
 _TITLES = {
     "amiss": "Problems:",
+    "stuck": "Not applied, because what they patch cannot be imported here:",
     "applied": "{Applied}:",
     "features": "Features {applied}, without effect until you use them (by a flag, an option or a call):",
     "waiting": "Waiting for the import of what they patch:",
@@ -63,7 +64,7 @@ def _headline(rows: Sequence[_Row], applied: str, more_problems: int = 0) -> str
     parts = [f"{count('applied', 'features')} {applied}"]
     others = {"waiting": "waiting for an import", "excluded": "left out", "out-of-range": "for other releases"}
     parts += [f"{count(group)} {what}" for group, what in others.items() if count(group)]
-    problems = count("amiss") + more_problems
+    problems = count("amiss", "stuck") + more_problems
     parts += [f"{count(*NOT_NEEDED)} not needed here", f"{problems} problem{'' if problems == 1 else 's'}"]
     return ", ".join(parts)
 
@@ -80,7 +81,7 @@ def _grouped(rows: Sequence[_Row], applied: str, verbose: bool) -> Iterable[str]
             yield f"  {row.id:<{width}}  {row.summary}{state}"
             if verbose and row.variant:
                 yield f"      variant {row.variant} of {', '.join(row.targets)}"
-            if verbose or group in ("amiss", "waiting"):
+            if verbose or group == "amiss":
                 yield f"      {row.reason}"
             if row.remedy:
                 yield f"      Remedy: {row.remedy}"
@@ -116,9 +117,10 @@ def plan_text(plan: Plan, verbose: bool = False) -> str:
     missing = nothing_installed(plan)
     lines = [missing] if missing else [_headline(rows, "to apply", len(problems))]
     lines += [f"  {i}" for i in installed]
-    lines += [*problems, f"  plan {plan.digest}"]
+    lines += problems
     if missing and not verbose:
         return "\n".join(lines)
+    lines.append(f"  plan {plan.digest}")
     lines += _grouped(rows, "to apply", verbose)
     if plan.lost_features:
         lines += ["", "What this megatron-core does not get from this Transformer Engine:"]

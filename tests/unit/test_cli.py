@@ -102,6 +102,16 @@ def test_nothing_installed_is_not_locked(shim, world, tmp_path):
     assert not list(tmp_path.glob("*.lock"))
 
 
+def test_a_report_before_the_imports_says_what_waits(shim, importable):
+    """As a trainer prints it that applies as early as it can: nothing is wrong yet."""
+    import shim as library
+
+    with library.patched() as report:
+        text = str(report)
+    assert text.startswith("0 applied, 2 waiting for an import, 0 not needed here, 0 problems\n")
+    assert "Waiting for the import of what they patch:\n  roll-fix        rolls stay" in text
+
+
 def test_list_says_what_there_is(shim, world):
     """Whatever is installed: all patches by kind, with their summaries and the releases that get them."""
     world.on_path(world.own)
@@ -247,7 +257,7 @@ def test_what_cannot_be_understood_exits_with_2(shim, arguments):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["gone"], ["plan", "--gone"], ["explain"], ["audit"], ["plan", "--on-drift", "raise"]]
+    "arguments", [["gone"], ["plan", "--gone"], ["explain"], ["audit"], ["plan", "--on-drift", "raise"]]
 )
 def test_wrong_usage_exits_with_2(arguments, capsys):
     """argparse says how it is used."""
@@ -255,6 +265,13 @@ def test_wrong_usage_exits_with_2(arguments, capsys):
         main(arguments)
     assert caught.value.code == 2
     assert "usage: shim" in capsys.readouterr().err
+
+
+def test_the_command_alone_says_what_it_can_do(shim):
+    """Which is still wrong usage, but what one types first."""
+    code, out, err = shim()
+    assert (code, out) == (2, "")
+    assert "usage: shim" in err and "Begin with `shim plan`" in err and "print all patches" in err
 
 
 def test_a_bad_variable_is_wrong_usage(shim, monkeypatch):
@@ -298,7 +315,8 @@ def test_status_survives_a_package_that_cannot_be_imported(shim):
     code, out, err = shim("status", "--json")
     assert code == 1
     assert json.loads(out)["patches"]["roll-fix"]["state"] == "pending"
-    assert "2 problems" in shim("status")[1]
+    out = shim("status")[1]
+    assert "2 problems" in out and "cannot be imported here:\n  roll-fix" in out and "waits for" not in out
     assert "megatron.core.roll cannot be imported here: RuntimeError: megatron.core was imported" in err
 
 

@@ -26,7 +26,7 @@ def test_check_says_what_is_stale_and_writes_nothing(tmp_path, monkeypatch, caps
     assert _docs.main([]) == 0
     assert _docs.main(["--check"]) == 0
     text = (tmp_path / "README.md").read_text()
-    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "\nold\n" not in text
 
 
 @pytest.mark.parametrize("text", ["", _docs.BEGIN, _docs.END, f"{_docs.END} {_docs.BEGIN}"])

@@ -32,7 +32,10 @@ def test_gpus_and_driver_are_told(here, tmp_path, monkeypatch):
     found = examine()
     assert found["machine"]["gpus"] == ["NVIDIA H100 80GB HBM3, 81559 MiB, 9.0"] * 2
     assert found["machine"]["driver"] == "570.86.15"
-    assert "- GPU 1: NVIDIA H100 80GB HBM3, 81559 MiB, 9.0\n- driver 570.86.15; torch built without" in as_text(found)
+    assert (
+        "- GPU 1: NVIDIA H100 80GB HBM3, 81559 MiB, 9.0\n- driver 570.86.15; no torch that is built for CUDA"
+        in as_text(found)
+    )
 
 
 @pytest.mark.parametrize(
