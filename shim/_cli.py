@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from shim._errors import MatrixError, NotMetError, OptionError, ShimError
 
@@ -32,12 +32,22 @@ def _say(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        _nobody_reads()
+        _nobody_reads(sys.stdout)
+    except OSError as error:  # a full disk, for one
+        _nobody_reads(sys.stdout)
+        raise NotMetError(f"standard output cannot be written: {error}") from None
 
 
-def _nobody_reads() -> None:
+def _complain(error: Exception) -> None:
+    try:
+        print(f"shim: {error}", file=sys.stderr)
+    except BrokenPipeError:
+        _nobody_reads(sys.stderr)
+
+
+def _nobody_reads(stream: TextIO) -> None:
     # Else the interpreter tries again when it ends, and complains.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _selection(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -366,7 +376,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if sys.stdout is not None:
                 sys.stdout.flush()
         except BrokenPipeError:
-            _nobody_reads()
+            _nobody_reads(sys.stdout)
 
 
 def _main(argv: Sequence[str] | None) -> int:
@@ -378,8 +388,8 @@ def _main(argv: Sequence[str] | None) -> int:
     try:
         return arguments.run(arguments)
     except (OptionError, MatrixError) as error:
-        print(f"shim: {error}", file=sys.stderr)
+        _complain(error)
         return USAGE
     except ShimError as error:
-        print(f"shim: {error}", file=sys.stderr)
+        _complain(error)
         return NOT_MET

@@ -133,7 +133,8 @@ def run_shim(world, *arguments, **streams):
     paths = [str(world.site), str(world.own)]
     code = f"import sys; sys.path[:0] = {paths!r}; from shim._cli import main; sys.exit(main())"
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), "MEGATRON_SHIM_MATRIX": str(world.matrix)}
-    return subprocess.Popen([sys.executable, "-c", code, *arguments], stderr=subprocess.PIPE, env=environ, **streams)
+    streams.setdefault("stderr", subprocess.PIPE)
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], env=environ, **streams)
 
 
 @pytest.mark.parametrize(
@@ -151,6 +152,25 @@ def test_a_reader_that_has_gone_is_no_error(world, arguments, code):
     assert process.returncode == code
     assert "Broken" not in err and "Traceback" not in err and "Exception" not in err
     assert not code or "required, but roll-fix is drifted" in err
+
+
+def test_a_reader_of_both_streams_that_has_gone_changes_no_exit_code(world):
+    """As `shim plan --only gone 2>&1 | head` has it."""
+    read, write = os.pipe()
+    os.close(read)
+    with run_shim(world, "plan", "--only", "gone", stdout=write, stderr=write) as process:
+        os.close(write)
+        assert process.wait(60) == 2
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_said_and_no_success(world):
+    """A lock or a report that was cut short must not look like one."""
+    world.install(BROKEN)
+    with open("/dev/full", "w") as full, run_shim(world, "plan", "--json", stdout=full) as process:
+        err = process.communicate(timeout=60)[1].decode()
+    assert process.returncode == 1
+    assert re.fullmatch(r"shim: standard output cannot be written: .*\n", err)
 
 
 NOISY = """
