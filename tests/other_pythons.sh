@@ -25,6 +25,7 @@ files="
     tests/unit/test_match.py
     tests/unit/test_hostile_trees.py
     tests/unit/test_run.py
+    tests/unit/test_wheel.py
     tests/unit/test_config_override.py
     tests/engine/test_imports.py
     tests/engine/test_import_orders.py
