@@ -1,249 +1,133 @@
-"""A field of a config with another value around a region, in the region's recompute too.
-
-This module holds state of the process: which fields are overridden now. Activation recompute runs in backward, often on
-another thread and after the override was left, so that neither the caller's frame nor a thread-local can say it.
-"""
+"""A field of a config with another value around a region, in the region's recompute too."""
 
 from __future__ import annotations
 
-import functools
-import inspect
+import logging
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
-from shim._errors import NotMetError, OptionError
+from shim._errors import OptionError
+from shim._override_recompute import Wanted, claimed, refuse_what_is_not_carried
+from shim._override_values import Held, held, same
 
-__all__ = ["carrying", "carrying_checkpoint", "config_override", "overridden"]
+__all__ = ["config_override"]
 
-_MISSING = object()
-
-
-class _Field:
-    """One field of one config while it is overridden: what it held before, and the values since, innermost last."""
-
-    def __init__(self, config: Any, name: str) -> None:
-        self.config, self.name = config, name
-        self.before = getattr(config, name)
-        # Where the class holds it, as it does a default, the config gets rid of its own again; a property is set back.
-        by_class = inspect.getattr_static(type(config), name, _MISSING)
-        own = name in getattr(config, "__dict__", {})
-        self.inherited = not own and by_class is not _MISSING and not hasattr(by_class, "__set__")
-        self.values: list[_Value] = []
-
-    @property
-    def key(self) -> tuple[int, str]:
-        return id(self.config), self.name
-
-    def write(self) -> None:
-        if not self.values and self.inherited:
-            delattr(self.config, self.name)
-        else:
-            setattr(self.config, self.name, self.values[-1].value if self.values else self.before)
-
-
-class _Value:
-    """One value of a field; compared by identity, because several regions may ask for the same."""
-
-    def __init__(self, value: Any, thread: int | None) -> None:
-        self.value, self.thread = value, thread
-
-
-class _Seen(NamedTuple):
-    """A field, and the value that a region saw when it was entered."""
-
-    config: Any
-    name: str
-    value: Any
-
-
-_fields: dict[tuple[int, str], _Field] = {}
-_lock = threading.RLock()
+logger = logging.getLogger("shim")
+_said: set[str] = set()  # so that a warning of every step is one
 
 
 @contextmanager
 def config_override(config: Any, **fields: Any) -> Iterator[None]:
     """`config` with other values for `fields` while the context is entered, and in every recompute of what ran in it.
 
-        with shim.config_override(model.config, apply_rope_fusion=False):
+        with shim.config_override(model, apply_rope_fusion=False):
             output = model(...)
         output.sum().backward()      # layers are recomputed with apply_rope_fusion=False
 
+    config: a config, a model, or a list of a model's chunks. Given a model, its config and the copies that its modules
+        hold (shared experts have one, and a sequential expert layer under padding, core attention, output layers) get
+        the values. A copy in which a field differs from the model's config keeps it, because upstream or the trainer
+        made it differ; a WARNING says which. Given a config, that object alone: modules with a copy do not follow.
+    fields: their values. What a module took out of its config when it was built is out of reach.
+
     The fields are written, because layers hold on to the config they were built with: all layers and all threads that
-    read this object see the values until the context is left. Two threads may ask for the same value at one time;
-    OptionError where they ask for different ones, and where `config` has no such field. Contexts nest, in one thread
-    with any values, and restore what was there before, also under exceptions; what cannot be written leaves nothing
-    written.
+    read this object see the values. What is assigned to a field inside of the context holds from then on, and until it
+    is left; leaving restores what was there on entry, under exceptions too. Contexts nest, in one thread with any
+    values. What cannot be written leaves nothing written; what cannot be restored raises, and leaves no more behind
+    than that value.
 
-    A recompute sees what its forward pass saw: the values of the contexts that were entered then, and the field as it
-    was before where it is overridden only now. That holds for the checkpoints of megatron-core and Transformer Engine
-    with the patches config-override and te-config-override applied, and for torch.utils.checkpoint entered inside the
-    context. NotMetError where one of these libraries is loaded and would not carry the values: the recompute would
-    silently run with others. A checkpoint of anybody else's does not see them; enter the context inside of the function
-    that it runs. The same goes for torch.compile: outside of a compiled function the context works as ever.
+    A recompute sees what its forward pass saw: the values that overridden fields had when the checkpoint was entered,
+    and fields as they were before all overrides where none was entered then. Afterwards the config holds again what it
+    held before the recompute. Lists, dicts and sets are copied for it; OptionError in backward where another object
+    was changed in place since. That holds for the checkpoints of megatron-core and Transformer Engine with the patches
+    config-override and te-config-override applied, and for torch.utils.checkpoint. NotMetError where one of these
+    libraries is loaded and would not carry the values: the recompute would silently run with others. A checkpoint of
+    anybody else's does not see them; enter the context inside of the function that it runs. The same goes for
+    torch.compile: outside of a compiled function the context works as ever.
+
+    Threads may ask for one value at one time, and backward may run on threads of autograd. OptionError, on entry or in
+    backward, where two threads need different values: overrides, recomputes of what ran under one, and recomputes that
+    another thread is in the middle of. A recompute needs a config that its function can reach (by attributes, items,
+    closures, and globals that are named), so that threads with a config of their own do not meet. A thread that runs
+    without either, on a config that others override or recompute with, sees their values.
+
+    OptionError where `config` has no such field, and for a model without a config.
     """
-    for name in fields:
-        if not hasattr(config, name):
-            raise OptionError(
-                f"config_override: {type(config).__name__} has no field {name!r}. Remedy: correct the name, or "
-                "leave the field out where the installed release does not have it."
-            )
-    _refuse_what_is_not_carried()
-    with _entered(config, fields, threading.get_ident()):
+    wanted = _wanted(config, fields)
+    refuse_what_is_not_carried()
+    with claimed(lambda: wanted):
         yield
 
 
-@contextmanager
-def _entered(config: Any, fields: Mapping[str, Any], thread: int | None) -> Iterator[None]:
-    """`thread`: whose wish it is; None in a recompute, for which whoever called backward waits."""
-    with ExitStack() as stack:
-        with _lock:
-            for name, value in fields.items():
-                stack.callback(_remove, *_add(config, name, _Value(value, thread)))
-        yield
+def _wanted(target: Any, fields: dict[str, Any]) -> list[Wanted]:
+    wanted: dict[tuple[int, str], Wanted] = {}
+    for config, copies in _configs(target):
+        for name, value in fields.items():
+            if not hasattr(config, name):
+                raise OptionError(
+                    f"config_override: {type(config).__name__} has no field {name!r}. Remedy: correct the name, or "
+                    "leave the field out where the installed release does not have it."
+                )
+            wanted[id(config), name] = Wanted(config, name, Held(value, True))
+            for where, other in copies.items():
+                if same(held(other, name).value, held(config, name).value):
+                    wanted[id(other), name] = Wanted(other, name, Held(value, True))
+                else:
+                    _say_that_it_keeps(where, name, held(other, name).value)
+    return list(wanted.values())
 
 
-def _add(config: Any, name: str, value: _Value) -> tuple[_Field, _Value]:
-    field = _fields.get((id(config), name)) or _Field(config, name)
-    for other in field.values:
-        elsewhere = value.thread is not None and other.thread not in (None, value.thread)
-        if elsewhere and other.value is not value.value and other.value != value.value:
-            raise OptionError(
-                f"config_override: another thread has set {name!r} of this {type(config).__name__} to {other.value!r}, "
-                f"and this one wants {value.value!r}. Remedy: give each of them a config of its own."
-            )
-    field.values.append(value)
-    try:
-        field.write()
-    except BaseException:
-        field.values.remove(value)
-        raise
-    _fields[field.key] = field
-    _carry_through_torch()
-    return field, value
-
-
-def _remove(field: _Field, value: _Value) -> None:
-    with _lock:
-        field.values.remove(value)
-        field.write()
-        if not field.values:
-            del _fields[field.key]
-            if not _fields:
-                _torch_as_before()
-
-
-# Recompute
-
-
-def carrying(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` of a checkpoint, which whenever it is called sees the values that overridden fields have now."""
-    seen: tuple[_Seen, ...] = ()
-    if _fields:
-        with _lock:
-            seen = tuple(_Seen(field.config, field.name, field.values[-1].value) for field in _fields.values())
-
-    @functools.wraps(function, updated=())
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not seen and not _fields:
-            return function(*args, **kwargs)
-        with _as_seen(seen):
-            return function(*args, **kwargs)
-
-    return run
-
-
-@contextmanager
-def _as_seen(seen: tuple[_Seen, ...]) -> Iterator[None]:
-    with ExitStack() as stack:
-        with _lock:
-            then = {(id(config), name) for config, name, _ in seen}
-            since = [_Seen(f.config, f.name, f.before) for key, f in _fields.items() if key not in then]
-            for config, name, value in (*seen, *since):
-                stack.enter_context(_entered(config, {name: value}, None))
-        yield
-
-
-def overridden() -> bool:
-    """Whether any field is, now."""
-    return bool(_fields)
-
-
-def carrying_checkpoint(original: Callable[..., Any], position: int) -> Callable[..., Any]:
-    """`original`, whose argument number `position` is a function to run again in backward, which gets to see the values
-    of its forward pass."""
-    name = list(inspect.signature(original).parameters)[position]
-
-    @functools.wraps(original)
-    def checkpoint(*args: Any, **kwargs: Any) -> Any:
-        if len(args) > position:
-            args = (*args[:position], carrying(args[position]), *args[position + 1 :])
-        else:
-            kwargs = {**kwargs, name: carrying(kwargs[name])}
-        return original(*args, **kwargs)
-
-    checkpoint._carries_config_overrides = True  # type: ignore[attr-defined]
-    return checkpoint
-
-
-class _Carrier(NamedTuple):
-    """Where a loaded library runs a function again, and the patch that carries the values there."""
-
-    module: str
-    path: tuple[str, ...]
-    patch: str
-
-
-_CARRIERS = (
-    _Carrier("megatron.core.tensor_parallel.random", ("CheckpointFunction", "forward"), "config-override"),
-    _Carrier("megatron.core.tensor_parallel.random", ("CheckpointWithoutOutput", "checkpoint"), "config-override"),
-    _Carrier("transformer_engine.pytorch.distributed", ("checkpoint",), "te-config-override"),
-)
-
-
-def _refuse_what_is_not_carried() -> None:
-    for module, path, patch in _CARRIERS:
-        found = sys.modules.get(module)
-        if found is None:
-            continue
-        # functools.wraps hands the mark on to the wrappers of other patches.
-        if not getattr(functools.reduce(getattr, path, found), "_carries_config_overrides", False):
-            raise NotMetError(
-                f"config_override: {module}:{'.'.join(path)} would recompute what runs in here with other values. "
-                f"Remedy: apply the patch {patch} (shim.apply()), or give the layers a config of their own."
-            )
-    torch_checkpoint = sys.modules.get("torch.utils.checkpoint")
-    if torch_checkpoint is not None and not hasattr(torch_checkpoint, GENERATOR):
-        raise NotMetError(
-            f"config_override: torch.utils.checkpoint of this torch has no {GENERATOR}, so that it would recompute "
-            "what runs in here with other values. Remedy: give the layers a config of their own."
-        )
-
-
-# torch.utils.checkpoint has no release of ours to pin: its two ways in are replaced only while something is overridden.
-
-GENERATOR = "_checkpoint_without_reentrant_generator"
-_torch: list[tuple[Any, str, Any, Any]] = []  # owner, name, what was there, what is there instead
-
-
-def _carry_through_torch() -> None:
-    module = sys.modules.get("torch.utils.checkpoint")
-    if module is None or _torch:
+def _configs(target: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """The config that is meant, for a model one of each chunk, and by place the other configs that its modules hold."""
+    torch = sys.modules.get("torch")
+    chunks = target if isinstance(target, (list, tuple)) else [target]
+    if torch is None or not chunks or not all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
+        yield target, {}
         return
-    forward = carrying_checkpoint(module.CheckpointFunction.forward, 1)
-    generator = carrying_checkpoint(getattr(module, GENERATOR), 0)
-    for owner, name, instead in (
-        (module.CheckpointFunction, "forward", staticmethod(forward)),
-        (module, GENERATOR, generator),
-    ):
-        _torch.append((owner, name, vars(owner)[name], instead))
-        setattr(owner, name, instead)
+    for chunk in chunks:
+        config = _config_of(chunk)
+        copies: dict[int, tuple[str, Any]] = {}
+        for path, module in chunk.named_modules():
+            for value in _held_by(module):
+                if value is not config and _of_its_kind(value, config):
+                    copies.setdefault(id(value), (path, value))
+        yield config, dict(copies.values())
 
 
-def _torch_as_before() -> None:
-    for owner, name, before, instead in _torch:
-        if vars(owner).get(name) is instead:  # someone else's replacement stays
-            setattr(owner, name, before)
-    _torch.clear()
+def _config_of(model: Any) -> Any:
+    """That of the model, which a wrapper (DDP, mixed precision) may not have."""
+    inner = model
+    while inner is not None:
+        if "config" in vars(inner):
+            return inner.config
+        inner = vars(inner).get("_modules", {}).get("module")
+    raise OptionError(
+        f"config_override: {type(model).__name__} has no config of its own. Remedy: give the config, or the module "
+        "inside that has one."
+    )
+
+
+def _held_by(module: Any) -> Iterator[Any]:
+    """What a module holds, and the configs of what it holds and is no module (token dispatchers)."""
+    for value in vars(module).values():
+        yield value
+        config = getattr(value, "__dict__", {}).get("config") if not isinstance(value, type) else None
+        if config is not None:
+            yield config
+
+
+def _of_its_kind(value: Any, config: Any) -> bool:
+    """Whether both are configs of one family, as the config of a heterogeneous model and those of its layers are."""
+    return any(kind is not object and kind in type(config).__mro__ for kind in type(value).__mro__)
+
+
+def _say_that_it_keeps(where: str, name: str, value: Any) -> None:
+    text = (
+        f"config_override: {where} has a config of its own in which {name!r} is {value!r}, and keeps it. Remedy: "
+        "override that config too, if it is to follow."
+    )
+    if text not in _said:
+        _said.add(text)
+        logger.warning(text)

@@ -75,6 +75,9 @@ def checkpointed(layer: Any, function: Callable[..., Any], arguments: Arguments)
     kept = {key: value for key, value in arguments.items() if key not in saved}
 
     def run(*values: Any) -> Any:
+        # Makes the layer one of the closure's own cells: trainers whose backward frees the inputs of checkpoints look
+        # for it there, because those of an MTP layer are still needed.
+        _ = layer
         return _differentiable(_call(function, {**kept, **dict(zip(saved, values))}))
 
     return _checkpoint(layer, run, list(saved.values()))

@@ -3,8 +3,9 @@
 What is missing (0.12 to 0.19): a trainer that sets a field of a config around a call, and sets it back, has the call
 recomputed in backward with the old value: the gradient is silently that of another function.
 
-The patch wraps the function that a checkpoint runs again, so that a recompute sees the values of shim.config_override
-that its forward pass saw. Nothing changes where none is entered.
+The patch says that this release's checkpoints keep the function that they run again where shim.config_override looks
+for it (shim/_override_recompute.py), which the fingerprints have shown, and changes nothing. While an override is
+entered, and only then, a checkpoint keeps its function together with the values of that moment.
 
 Covered: tensor_parallel.checkpoint, and all that calls it or CheckpointFunction; CheckpointWithoutOutput. te_checkpoint
 is covered by te-config-override.
@@ -14,19 +15,16 @@ Upstream: nothing of the kind. Delete with shim.config_override.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shim._config_override import carrying_checkpoint
+from shim._override_recompute import marked
 from shim.patches._arguments import Function
 
 RANDOM = "megatron.core.tensor_parallel.random:"
 
-# The function to run again comes behind the context of autograd, and behind the instance.
 BINDINGS: dict[str, Callable[[Function], Function]] = dict.fromkeys(
-    (RANDOM + "CheckpointFunction.forward", RANDOM + "CheckpointWithoutOutput.checkpoint"),
-    functools.partial(carrying_checkpoint, position=1),
+    (RANDOM + "CheckpointFunction.forward", RANDOM + "CheckpointWithoutOutput.checkpoint"), marked
 )
 
 

@@ -1,7 +1,9 @@
 """config-override on a real release: a recompute sees the config that its forward pass saw."""
 
 import contextlib
+import threading
 
+import moe_cases
 import pytest
 import torch
 from megatron.core.tensor_parallel import random
@@ -110,9 +112,129 @@ def test_an_override_holds_in_the_recompute(checkpoint, around_backward, applied
     assert gradient(checkpoint, shim.config_override, around_backward) == (10.0, [5.0, 5.0])
 
 
-def test_what_ran_outside_is_recomputed_without(applied):
+def no_override(config, factor):
+    return contextlib.nullcontext()
+
+
+@of_each_checkpoint
+def test_what_ran_outside_is_recomputed_without(checkpoint, applied):
     """Backward inside of an override does not reach into what ran before it."""
-    assert gradient(by_megatron, lambda config, factor: contextlib.nullcontext(), another_value) == (6.0, [3.0, 3.0])
+    assert gradient(checkpoint, no_override, another_value) == (6.0, [3.0, 3.0])
+
+
+@of_each_checkpoint
+def test_an_assignment_inside_holds_in_the_recompute(checkpoint, applied):
+    """And afterwards the config holds what was assigned last."""
+    config, x = Config(), torch.ones((), requires_grad=True)
+    with shim.config_override(config, factor=5.0):
+        config.factor = 7.0
+        result = checkpoint(lambda x: config.factor * x * x, x)
+        config.factor = 8.0
+        result.backward()
+        assert (x.grad.item(), config.factor) == (14.0, 8.0)
+    assert vars(config) == {} and config.factor == 3.0
+
+
+class Deep(torch.autograd.Function):
+    """Its backward runs `innermost` below so many backwards that autograd takes a thread of its own."""
+
+    @staticmethod
+    def forward(ctx, x, depth, innermost):
+        ctx.depth, ctx.innermost = depth, innermost
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.depth:
+            with torch.enable_grad():
+                Deep.apply(torch.ones((), requires_grad=True), ctx.depth - 1, ctx.innermost).backward()
+        else:
+            ctx.innermost()
+        return grad, None, None
+
+
+@of_each_checkpoint
+def test_a_thread_of_autograd_runs_for_its_caller(checkpoint, applied):
+    """As backward on a GPU does: the override of the thread that waits for it is none of another thread's."""
+    config, threads, x = Config(), [], torch.ones((), requires_grad=True)
+
+    def run(x):
+        threads.append(threading.get_ident())
+        return config.factor * x * x
+
+    outside = checkpoint(run, x)
+    deep = Deep.apply(torch.ones((), requires_grad=True), 70, outside.backward)
+    with shim.config_override(config, factor=9.0):
+        deep.backward()
+        assert config.factor == 9.0
+    assert threads[0] != threads[1] and x.grad.item() == 6.0
+
+
+@of_each_checkpoint
+def test_an_override_that_another_thread_enters_during_a_recompute_is_refused(checkpoint, applied):
+    config, x, inside, leave = Config(), torch.ones((), requires_grad=True), threading.Event(), threading.Event()
+
+    def run(x):
+        if torch.is_grad_enabled() and first:
+            inside.set()
+            assert leave.wait(10)
+        first.append(1)
+        return config.factor * x * x
+
+    first = []
+    result = checkpoint(run, x)
+    thread = threading.Thread(target=result.backward)
+    thread.start()
+    assert inside.wait(10)
+    try:
+        with pytest.raises(shim.OptionError, match="recomputing"), shim.config_override(config, factor=9.0):
+            raise AssertionError
+        with shim.config_override(Config(), factor=9.0):  # one of its own
+            pass
+    finally:
+        leave.set()
+        thread.join()
+    assert x.grad.item() == 6.0
+
+
+@of_each_checkpoint
+def test_a_recompute_that_another_thread_runs_during_an_override_is_refused(checkpoint, applied):
+    config, x, errors = Config(), torch.ones((), requires_grad=True), []
+    result = checkpoint(lambda x: config.factor * x * x, x)
+
+    def backward():
+        try:
+            result.backward()
+        except shim.OptionError as error:
+            errors.append(error)
+
+    with shim.config_override(config, factor=9.0):
+        thread = threading.Thread(target=backward)
+        thread.start()
+        thread.join()
+        assert errors and x.grad is None and config.factor == 9.0
+
+
+def test_tensors_are_compared_by_identity(applied):
+    """What == says of them is no answer; one that was changed in place is refused in the recompute."""
+    config, value, x = Config(), torch.tensor([2.0, 3.0]), torch.ones(2, requires_grad=True)
+    with shim.config_override(config, factor=value):
+        with shim.config_override(config, factor=torch.tensor([4.0, 5.0])):
+            result = by_megatron(lambda x: config.factor * x * x, x).sum()
+        changed = by_megatron(lambda x: config.factor * x * x, x).sum()
+    result.backward()
+    assert x.grad.tolist() == [8.0, 10.0] and config.factor == 3.0
+    value.add_(1.0)
+    with pytest.raises(shim.OptionError, match="changed in place"):
+        changed.backward()
+
+
+def test_checkpoints_keep_the_very_function(applied):
+    def run(x):
+        return 2 * x
+
+    result = by_megatron(run, torch.ones((), requires_grad=True))
+    assert result.grad_fn.run_function is run
 
 
 def test_without_the_patch_it_is_refused():
@@ -121,12 +243,11 @@ def test_without_the_patch_it_is_refused():
 
 
 def test_nothing_is_left_in_torch(applied):
-    forward, generator = torch.utils.checkpoint.CheckpointFunction.forward, "_checkpoint_without_reentrant_generator"
-    before = getattr(torch.utils.checkpoint, generator)
+    module = torch.utils.checkpoint
+    watched = ((module.CheckpointFunction._backward_cls, "run_function"), (module._CheckpointFrame, "recompute_fn"))
     with shim.config_override(Config(), factor=1.0):
-        assert torch.utils.checkpoint.CheckpointFunction.forward is not forward
-    assert torch.utils.checkpoint.CheckpointFunction.forward is forward
-    assert getattr(torch.utils.checkpoint, generator) is before
+        assert all(name in vars(owner) for owner, name in watched)
+    assert not any(name in vars(owner) for owner, name in watched)
 
 
 def gradients(override, **recompute):
@@ -148,3 +269,56 @@ def test_a_model_under_full_recompute(applied):
     plain = gradients(toggled)
     assert equal(gradients(shim.config_override, **FULL), plain)
     assert not equal(gradients(toggled, **FULL), plain)
+
+
+SHARED_EXPERTS = {**moe_cases.DROPLESS, "moe_shared_expert_intermediate_size": 24, "bias_activation_fusion": False}
+
+
+def configs_of(model):
+    """By place; shared experts have a copy on every release."""
+    found = {name: module.config for name, module in model.named_modules() if hasattr(module, "config")}
+    assert any(config is not model.config for config in found.values())
+    return found
+
+
+def test_a_model_given_its_copies_follow(applied):
+    """Given its config alone they do not: shared experts would run without what was asked for."""
+    model = moe_cases.build(**SHARED_EXPERTS)
+    for target in (model, [model], torch.nn.parallel.DataParallel(model)):
+        with shim.config_override(target, activation_func=torch.tanh):
+            assert {config.activation_func for config in configs_of(model).values()} == {torch.tanh}
+    with shim.config_override(model.config, activation_func=torch.tanh):
+        assert len({config.activation_func for config in configs_of(model).values()}) == 2
+    assert torch.tanh not in {config.activation_func for config in configs_of(model).values()}
+
+
+def test_a_copy_that_was_made_different_keeps_its_value_and_is_named(applied, caplog):
+    model = moe_cases.build(**SHARED_EXPERTS)
+    shared = [module for name, module in model.named_modules() if name.endswith("shared_experts")][0]
+    with shim.config_override(model, ffn_hidden_size=8):
+        assert model.config.ffn_hidden_size == 8 and shared.config.ffn_hidden_size == 24
+    assert "shared_experts" in caplog.text and "'ffn_hidden_size' is 24" in caplog.text
+
+
+def test_copies_follow_in_the_recompute(applied):
+    """Bit for bit the gradients of a model whose every config was set for good; its config alone gives others."""
+    field = "activation_func_clamp_value"
+    if not hasattr(moe_cases.build(**SHARED_EXPERTS).config, field):
+        pytest.skip("no field that shared experts read in every call")
+
+    def grads(override, **recompute):
+        model = moe_cases.build(**SHARED_EXPERTS, **recompute)
+        ids = torch.arange(12)[None]
+        with override(model):
+            output = model(input_ids=ids, position_ids=ids, attention_mask=None)
+        output.square().sum().backward()
+        return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+    def for_good(model):
+        for config in configs_of(model).values():
+            setattr(config, field, 0.01)
+        return contextlib.nullcontext()
+
+    plain = grads(for_good)
+    assert equal(grads(lambda model: shim.config_override(model, **{field: 0.01}), **FULL), plain)
+    assert not equal(grads(lambda model: shim.config_override(model.config, **{field: 0.01}), **FULL), plain)

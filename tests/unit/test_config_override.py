@@ -1,5 +1,6 @@
 """shim.config_override without torch: what it writes, puts back, refuses, and carries into a later call."""
 
+import contextlib
 import dataclasses
 import sys
 import threading
@@ -8,8 +9,8 @@ import types
 import pytest
 
 import shim
-from shim import _config_override
-from shim._config_override import carrying
+from shim import _override_recompute
+from shim._override_recompute import Place, carrying
 
 
 @dataclasses.dataclass
@@ -24,13 +25,30 @@ class Default:
     fusion = True
 
 
+class Checkpoint:
+    """A stand-in for what a library keeps of a checkpoint, in a place that is watched as theirs are."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def again(self):
+        return self.function()
+
+
 @pytest.fixture(autouse=True)
-def nothing_loaded(monkeypatch):
+def one_library(monkeypatch):
     """Where checkpoints of others are loaded, these tests would be about them."""
-    for name in {carrier.module for carrier in _config_override._CARRIERS} | {"torch.utils.checkpoint"}:
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    for place in _override_recompute.PLACES:
+        monkeypatch.delitem(sys.modules, place.module, raising=False)
+    place = Place(__name__, "Checkpoint", "function", "Checkpoint.again")
+    monkeypatch.setattr(_override_recompute, "PLACES", (*_override_recompute.PLACES, place))
     yield
-    assert _config_override._fields == {}
+    assert_nothing_is_left()
+
+
+def assert_nothing_is_left():
+    assert _override_recompute._claims == {} and _override_recompute._watched == []
+    assert "function" not in vars(Checkpoint)
 
 
 def test_values_hold_inside_and_are_restored():
@@ -162,7 +180,328 @@ def test_overlapping_threads_restore_what_was_there_before_both():
     assert config.fusion is True
 
 
+class Blocked:
+    """A function that another thread is inside of, from its second run on, until it is let go."""
+
+    def __init__(self, function):
+        self.function, self.inside, self.leave, self.runs = function, threading.Event(), threading.Event(), 0
+
+    def __call__(self):
+        first = self.function()
+        self.inside.set()
+        assert self.leave.wait(10)
+        return first, self.function()
+
+
+@contextlib.contextmanager
+def recomputing(checkpoint, blocked):
+    """Another thread is in the middle of it; at the end `found` holds what it returned."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(outcome(checkpoint.again)))
+    thread.start()
+    assert blocked.inside.wait(10)
+    try:
+        yield found
+    finally:
+        blocked.leave.set()
+        thread.join()
+
+
+def outcome(function):
+    try:
+        return function()
+    except Exception as error:
+        return error
+
+
+GLOBAL = Config()
+
+
+def of_a_global():
+    return GLOBAL.layers
+
+
+def test_an_override_does_not_leak_into_a_recompute_of_another_thread():
+    """Which keeps nothing, and has registered nothing: it is found on the stack of its thread."""
+    config = Config()
+    for chosen, function in ((config, lambda: config.layers), (GLOBAL, of_a_global)):
+        blocked = Blocked(function)
+        with recomputing(Checkpoint(blocked), blocked) as found:
+            with pytest.raises(shim.OptionError, match="recomputing"), shim.config_override(chosen, layers=9):
+                raise AssertionError
+            with shim.config_override(chosen, layers=2), shim.config_override(Config(), layers=9):
+                pass  # the same value, and another config
+        assert found == [(2, 2)]
+        with shim.config_override(chosen, layers=9):
+            pass
+
+
+def test_a_recompute_does_not_leak_into_an_override_of_another_thread():
+    """One from outside, and one from an override with another value."""
+    config = Config()
+    outside = Checkpoint(lambda: config.layers)
+    with shim.config_override(config, layers=3):
+        inside = Checkpoint(lambda: config.layers)
+    with shim.config_override(config, layers=9):
+        for checkpoint in (outside, inside):
+            error = in_thread(checkpoint.again)
+            assert isinstance(error, shim.OptionError) and config.layers == 9
+    assert in_thread(outside.again) == 2 and in_thread(inside.again) == 3
+
+
+def test_threads_with_configs_of_their_own_do_not_meet():
+    ours, theirs = Config(), Config()
+    outside = Checkpoint(lambda: theirs.layers)
+    with shim.config_override(ours, layers=9):
+        inside = in_thread(lambda: Checkpoint(lambda: theirs.layers))
+        assert in_thread(outside.again) == in_thread(inside.again) == 2
+    assert type(vars(inside)["function"]) is types.FunctionType
+
+
+def test_a_recompute_that_writes_does_not_leak_into_one_of_another_thread():
+    config = Config()
+    with shim.config_override(config, layers=3):
+        inside = Checkpoint(lambda: config.layers)
+    blocked = Blocked(lambda: config.layers)
+    with recomputing(Checkpoint(blocked), blocked) as found:
+        assert isinstance(outcome(inside.again), shim.OptionError)
+    assert found == [(2, 2)] and inside.again() == 3
+
+
+def test_another_thread_recomputes_what_ran_in_an_override_while_it_is_entered():
+    config = Config()
+    with shim.config_override(config, layers=3):
+        checkpoint = Checkpoint(lambda: config.layers)
+        assert in_thread(checkpoint.again) == 3
+
+
+class Uncomparable:
+    """As a tensor of two elements: what == gives is neither true nor false."""
+
+    def __eq__(self, other):
+        return self
+
+    def __bool__(self):
+        raise RuntimeError("ambiguous")
+
+
+def test_values_that_cannot_be_compared_are_different():
+    config, value = Config(), Uncomparable()
+
+    def entered(value):
+        with shim.config_override(config, layers=value):
+            return config.layers
+
+    with shim.config_override(config, layers=value):
+        assert in_thread(lambda: entered(value)) is value
+        assert isinstance(in_thread(lambda: entered(Uncomparable())), shim.OptionError)
+        assert entered(Uncomparable()) is not value
+
+
+def test_one_is_not_true():
+    config = Config(layers=1)
+    with shim.config_override(config, layers=1):
+        error = in_thread(lambda: shim.config_override(config, layers=True).__enter__())
+    assert isinstance(error, shim.OptionError)
+
+
+# What is assigned, and odd configs
+
+
+def test_an_assignment_holds_until_the_context_is_left():
+    config = Config()
+    with shim.config_override(config, layers=5):
+        config.layers = 7
+        checkpoint = Checkpoint(lambda: config.layers)
+        config.layers = 8
+        with shim.config_override(config, layers=6):
+            pass
+        assert checkpoint.again() == 7 and config.layers == 8
+    assert checkpoint.again() == 7 and config.layers == 2
+
+
+def test_an_inherited_field_that_was_deleted_is_inherited_again():
+    config = Default()
+    with shim.config_override(config, fusion=False):
+        del config.fusion
+        checkpoint = Checkpoint(lambda: config.fusion)
+    assert vars(config) == {} and checkpoint.again() is True
+
+
+def test_an_own_field_that_was_deleted_is_there_again():
+    config = Config()
+    with shim.config_override(config, layers=5):
+        del config.layers
+    assert vars(config) == vars(Config())
+
+
+class Proxy:
+    """Reads what it does not have from another object; what is written stays with it."""
+
+    def __init__(self, target):
+        self.__dict__["target"] = target
+
+    def __getattr__(self, name):
+        return getattr(self.target, name)
+
+
+class WritingProxy(Proxy):
+    def __setattr__(self, name, value):
+        setattr(self.target, name, value)
+
+
+@pytest.mark.parametrize("kind", [Proxy, WritingProxy])
+def test_a_proxy_is_as_before(kind):
+    target = Config()
+    config = kind(target)
+    with shim.config_override(config, layers=5):
+        checkpoint = Checkpoint(lambda: config.layers)
+        assert config.layers == 5
+    assert vars(config) == {"target": target} and target == Config()
+    assert checkpoint.again() == 5 and vars(config) == {"target": target} and target == Config()
+
+
+class Slotted:
+    __slots__ = ("layers",)
+
+
+def test_a_class_and_slots_are_as_before():
+    class Inheriting(Default):
+        layers = 2
+        helper = staticmethod(len)
+
+    slotted = Slotted()
+    slotted.layers = 2
+    before = dict(vars(Inheriting))
+    with shim.config_override(Inheriting, layers=5, fusion=False, helper=max), shim.config_override(slotted, layers=5):
+        checkpoint = Checkpoint(lambda: (Inheriting.layers, Inheriting.fusion, Inheriting.helper, slotted.layers))
+        assert checkpoint.again() == (5, False, max, 5)
+    assert dict(vars(Inheriting)) == before and slotted.layers == 2
+    assert checkpoint.again() == (5, False, max, 5)
+    assert dict(vars(Inheriting)) == before and slotted.layers == 2
+
+
+# Changes in place
+
+
+def test_a_container_that_is_changed_in_place_is_recomputed_as_it_was():
+    config = types.SimpleNamespace(modules=[])
+    with shim.config_override(config, modules=["mlp", {"of": ["moe"]}]):
+        value = config.modules
+        checkpoint = Checkpoint(lambda: repr(config.modules.append("seen") or config.modules))
+        before = checkpoint.again()
+        value[1]["of"].append("router")
+        value.append("attention")
+        assert checkpoint.again() == before == "['mlp', {'of': ['moe']}, 'seen']"
+        assert config.modules is value
+    assert checkpoint.again() == before and config.modules == []
+
+
+def test_an_object_that_is_changed_in_place_is_refused():
+    config, recipe = Config(), types.SimpleNamespace(margin=0, names=["a"])
+    with shim.config_override(config, layers=recipe):
+        checkpoint = Checkpoint(lambda: config.layers)
+        assert checkpoint.again() is recipe
+        for change in (lambda: recipe.names.append("b"), lambda: setattr(recipe, "margin", 1)):
+            checkpoint = Checkpoint(lambda: config.layers)
+            change()
+            with pytest.raises(shim.OptionError, match="changed in place"):
+                checkpoint.again()
+
+
+# Failures
+
+
+class Failing:
+    """A config of which one operation fails: the number that is said, from 1. `late` does its work first."""
+
+    def __init__(self, late):
+        vars(self).update(layers=2, fusion=True, _left=0, _late=late)
+
+    def _count(self, operation, *args):
+        vars(self)["_left"] -= 1
+        if self._left != 0 or self._late:
+            operation(self, *args)
+        if self._left == 0:
+            raise AttributeError("frozen")
+
+    def __setattr__(self, name, value):
+        self._count(object.__setattr__, name, value)
+
+    def fields(self):
+        return self.layers, self.fusion
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["instead", "after"])
+def test_a_failure_at_any_step_is_one_error_and_leaves_nothing(late):
+    """Of entering, of leaving, and of a recompute, whose writes come in this order; what came last is not restored."""
+    steps = 0
+    for number in range(1, 20):
+        config, sound = Failing(late), Config()
+        with shim.config_override(config, layers=3, fusion=False):
+            checkpoint = Checkpoint(lambda: config.fields())
+        assert config.fields() == (2, True)
+
+        vars(config)["_left"] = number
+        errors = [error for error in (outcome(checkpoint.again), outcome(lambda: entered_once(config))) if error]
+        failures = [error for error in errors if isinstance(error, AttributeError)]
+        assert len(failures) == (config._left <= 0), errors
+        assert_nothing_is_left()
+        steps += len(failures)
+
+        with shim.config_override(sound, layers=3):
+            again = Checkpoint(lambda: sound.layers)
+        assert again.again() == 3 and sound == Config()
+        if failures:
+            vars(config).update(layers=2, fusion=True)
+            assert checkpoint.again() == (3, False) and config.fields() == (2, True)
+    assert steps == 8
+
+
+def entered_once(config):
+    with shim.config_override(config, layers=4, fusion=None):
+        assert config.fields() == (4, None)
+
+
+def test_a_frozen_config_is_one_error_and_later_checkpoints_run():
+    config = Failing(False)
+    with pytest.raises(AttributeError, match="frozen"), shim.config_override(config, layers=3):
+        vars(config)["_left"] = 1
+    assert_nothing_is_left()
+    assert Checkpoint(lambda: "fine").again() == "fine"
+
+
+def test_places_that_cannot_be_watched_leave_nothing(monkeypatch):
+    place = Place(__name__, "Missing", "function", "Missing.again")
+    monkeypatch.setattr(_override_recompute, "PLACES", (*_override_recompute.PLACES, place))
+    config = Config()
+    monkeypatch.setattr("shim._config_override.refuse_what_is_not_carried", lambda: None)
+    with pytest.raises(AttributeError), shim.config_override(config, layers=3):
+        raise AssertionError
+    assert config == Config()
+
+
 # What is run again
+
+
+def test_nothing_is_kept_but_the_function_where_nothing_is_overridden():
+    def function():
+        return 1
+
+    checkpoint = Checkpoint(function)
+    assert checkpoint.function is function and carrying(function) is function
+    with shim.config_override(Config(), layers=3):
+        kept = checkpoint.function
+        assert kept is not function and kept() == 1
+    assert checkpoint.function is function
+
+
+def test_the_cells_of_a_function_are_seen_through_what_carries_it():
+    layer = object()
+    with shim.config_override(Config(), layers=3):
+        checkpoint = Checkpoint(lambda: layer)
+    assert layer in [cell.cell_contents for cell in checkpoint.function.__closure__]
+
 
 
 def test_a_function_sees_later_what_it_would_have_seen_now():
@@ -178,10 +517,10 @@ def test_a_function_sees_later_what_it_would_have_seen_now():
 
 def test_a_function_from_outside_does_not_see_what_is_overridden_since():
     config = Config()
-    run = carrying(lambda: config.fusion)
+    checkpoint = Checkpoint(lambda: config.fusion)
     with shim.config_override(config, fusion=False):
-        assert run() is True and config.fusion is False
-    assert run() is True
+        assert checkpoint.again() is True and config.fusion is False
+    assert checkpoint.again() is True
 
 
 def test_functions_nest_too():

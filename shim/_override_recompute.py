@@ -1,0 +1,303 @@
+"""Where libraries keep a function to run it again in backward, and what that function sees then.
+
+This module holds state of the process: which fields of which configs are claimed now, and by whom. Recompute runs in
+backward, often on another thread and after the override was left, so that no frame and no thread-local can say it.
+
+A claim is one wish for one field: an override's, or a recompute's that sees what its forward pass saw. The rules:
+
+1. A claim writes its value, and when it ends puts back what the field held when it began. One that ends below others
+   leaves that to the claim above it.
+2. Claims of one caller nest. One of another caller has to want the value that the field holds: else OptionError.
+3. A claim that changes a field is refused while another thread is inside of a recompute that reaches the config.
+4. While there are claims, and only then, the places where a checkpoint keeps its function are watched: what is kept is
+   kept with the values of that moment, and what was kept before runs with the fields as they were before all claims.
+
+Without a claim, checkpoints run as if this module were not there: they keep the very function that they are given.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+from shim._errors import NotMetError, OptionError
+from shim._override_threads import caller, mark_caller, reaches, recomputing_elsewhere
+from shim._override_values import MISSING, Captured, Held, held, put, same
+
+__all__ = ["carrying", "claimed", "marked", "refuse_what_is_not_carried"]
+
+MARK = "_carries_config_overrides"
+
+
+class Place(NamedTuple):
+    """A library's class whose instances keep a function in an attribute, and the function that runs it again.
+
+    `patch` has bound `bound`, and by that has seen that the release still does it this way; torch is asked itself.
+    """
+
+    module: str
+    holder: str
+    attribute: str
+    again: str
+    patch: str | None = None
+    bound: str = ""
+
+
+_MEGATRON, _TE = "megatron.core.tensor_parallel.random", "transformer_engine.pytorch.distributed"
+_TORCH = "torch.utils.checkpoint"
+_REENTRANT = ("run_function", "CheckpointFunction.backward")
+_UNPACK = ("recompute_fn", "_checkpoint_hook.__init__.unpack_hook")
+
+_OF_MEGATRON, _OF_TE = "config-override", "te-config-override"
+_WITHOUT_OUTPUT = ("run_function", "CheckpointWithoutOutput._recompute")
+
+PLACES = (
+    Place(_MEGATRON, "CheckpointFunction", *_REENTRANT, _OF_MEGATRON, "CheckpointFunction.forward"),
+    Place(_MEGATRON, "CheckpointWithoutOutput", *_WITHOUT_OUTPUT, _OF_MEGATRON, "CheckpointWithoutOutput.checkpoint"),
+    Place(_TE, "_CheckpointFunction", "run_function", "_CheckpointFunction.backward", _OF_TE, "checkpoint"),
+    Place(_TE, "_CheckpointFrame", *_UNPACK, _OF_TE, "checkpoint"),
+    Place(_TORCH, "CheckpointFunction", *_REENTRANT),
+    Place(_TORCH, "_CheckpointFrame", *_UNPACK),
+)
+
+
+class _Claim:
+    """One wish for one field of one config."""
+
+    def __init__(self, config: Any, name: str, thread: int) -> None:
+        self.config, self.name, self.caller = config, name, thread
+        self.before = held(config, name)
+
+
+class Wanted(NamedTuple):
+    """A value that a field is to have."""
+
+    config: Any
+    name: str
+    value: Held
+
+
+_claims: dict[tuple[int, str], list[_Claim]] = {}  # by field, the oldest first; a claim keeps its config alive
+_watched: list[tuple[type, str, Any, Any]] = []  # class, attribute, what stood there, what stands there instead
+_lock = threading.RLock()
+
+
+@contextmanager
+def claimed(wanted: Callable[[], Iterable[Wanted]]) -> Iterator[None]:
+    """The fields have the values that `wanted` says, all or none; it is asked when no claim can change any more."""
+    with ExitStack() as stack:
+        with _lock:
+            mark_caller()
+            for config, name, value in wanted():
+                stack.callback(_end, _begin(config, name, value))
+        yield
+
+
+def _begin(config: Any, name: str, wanted: Held) -> _Claim:
+    claim = _Claim(config, name, caller())
+    now = claim.before
+    changes = not same(now.value, wanted.value)
+    others = _claims.get((id(config), name), [])
+    if changes and any(other.caller != claim.caller for other in others):
+        raise OptionError(
+            f"config_override: another thread has set {name!r} of this {_kind(config)} to {now.value!r}, and this one "
+            f"wants {wanted.value!r}. Remedy: give each of them a config of its own."
+        )
+    _claims.setdefault((id(config), name), []).append(claim)
+    try:
+        _watch()
+        if changes and recomputing_elsewhere(set(_recomputing_codes()), config):
+            raise OptionError(
+                f"config_override: another thread is recomputing what can read {name!r} of this {_kind(config)}, and "
+                f"this one wants {wanted.value!r} in the place of {now.value!r}. Remedy: give each of them a config of "
+                "its own, or wait for the other's backward."
+            )
+        put(config, name, wanted)
+    except BaseException:
+        with ExitStack() as stack:  # forgotten also where a write was half done, and cannot be undone
+            stack.callback(_forget, claim)
+            put(config, name, now)
+        raise
+    return claim
+
+
+def _end(claim: _Claim) -> None:
+    with _lock, ExitStack() as stack:
+        above = _above(claim)
+        stack.callback(_forget, claim)
+        if above is None:
+            put(claim.config, claim.name, claim.before)
+        else:
+            above.before = claim.before
+
+
+def _above(claim: _Claim) -> _Claim | None:
+    claims = _claims[id(claim.config), claim.name]
+    return next(iter(claims[claims.index(claim) + 1 :]), None)
+
+
+def _forget(claim: _Claim) -> None:
+    key = id(claim.config), claim.name
+    _claims[key].remove(claim)
+    if not _claims[key]:
+        del _claims[key]
+    if not _claims:
+        _unwatch()
+
+
+def _kind(config: Any) -> str:
+    return config.__name__ if isinstance(config, type) else type(config).__name__
+
+
+# Recompute
+
+
+class _Carried:
+    """A function that sees, whenever it is called, what `seen` captured, and other claimed fields as if unclaimed."""
+
+    def __init__(self, function: Callable[..., Any], seen: tuple[Captured, ...]) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self.function, self.seen = function, seen
+
+    @property
+    def __closure__(self) -> tuple[types.CellType, ...]:
+        """Trainers look into the closure of what a checkpoint runs again, for a layer among its cells."""
+        return (types.CellType(self.function), *(getattr(self.function, "__closure__", None) or ()))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.seen and not _claims:
+            return self.function(*args, **kwargs)
+        with claimed(self._wanted):
+            return self.function(*args, **kwargs)
+
+    def _wanted(self) -> list[Wanted]:
+        then = {(id(one.config), one.name) for one in self.seen}
+        lowest = [claims[0] for claims in _concerning(self.function)]
+        since = [claim for claim in lowest if (id(claim.config), claim.name) not in then]
+        return [
+            *(Wanted(one.config, one.name, one.again()) for one in self.seen),
+            *(Wanted(claim.config, claim.name, claim.before) for claim in since),
+        ]
+
+
+def carrying(function: Any) -> Any:
+    """What a checkpoint keeps in the place of `function`: with the values that claimed fields have now, or itself."""
+    if not _claims or not callable(function) or isinstance(function, _Carried):
+        return function
+    with _lock:
+        seen = tuple(Captured(claims[0].config, claims[0].name) for claims in _concerning(function))
+    return _Carried(function, seen) if seen else function
+
+
+def _concerning(function: Any) -> list[list[_Claim]]:
+    """The claims by field that this caller has made, or that others made on a config that `function` reaches."""
+    ours = caller()
+    return [
+        claims
+        for claims in _claims.values()
+        if any(claim.caller == ours for claim in claims) or reaches([function], claims[0].config)
+    ]
+
+
+class _Kept:
+    """Stands for the attribute in which instances of a class keep the function."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            raise AttributeError(self.name)
+        try:
+            kept = vars(instance)[self.name]
+        except KeyError:
+            raise AttributeError(self.name) from None
+        return kept if isinstance(kept, _Carried) or not callable(kept) else _Carried(kept, ())
+
+    def __set__(self, instance: Any, function: Any) -> None:
+        vars(instance)[self.name] = carrying(function)
+
+    def __delete__(self, instance: Any) -> None:
+        del vars(instance)[self.name]
+
+
+def _watch() -> None:
+    for place in PLACES:
+        module = sys.modules.get(place.module)
+        if module is None:
+            continue
+        for holder in _holders(getattr(module, place.holder)):
+            if not isinstance(vars(holder).get(place.attribute), _Kept):
+                instead = _Kept(place.attribute)
+                _watched.append((holder, place.attribute, vars(holder).get(place.attribute, MISSING), instead))
+                setattr(holder, place.attribute, instead)
+
+
+def _holders(holder: Any) -> list[type]:
+    """The classes of the instances; for a function of autograd that of the contexts, one for each subclass."""
+    if not hasattr(holder, "_backward_cls"):
+        return [holder]
+    return [holder._backward_cls, *(kind for sub in holder.__subclasses__() for kind in _holders(sub))]
+
+
+def _unwatch() -> None:
+    while _watched:
+        holder, name, before, instead = _watched.pop()
+        if vars(holder).get(name) is instead:  # someone else's replacement stays
+            if before is MISSING:
+                delattr(holder, name)
+            else:
+                setattr(holder, name, before)
+
+
+def _recomputing_codes() -> Iterator[types.CodeType]:
+    for place in PLACES:
+        value: Any = sys.modules.get(place.module)
+        for part in place.again.split(".") if value is not None else ():
+            code = getattr(value, "__code__", None)
+            if code is not None:  # a function inside of a function
+                value = next((c for c in code.co_consts if getattr(c, "co_name", None) == part), None)
+            else:
+                value = getattr(value, part, None)
+        while value is not None:  # whoever replaced or wrapped it
+            code = value if isinstance(value, types.CodeType) else getattr(value, "__code__", None)
+            if code is not None:
+                yield code
+            value = getattr(value, "__wrapped__", None)
+
+
+def marked(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original`, by which a patch says that its release keeps the function where PLACES has it."""
+
+    @functools.wraps(original)
+    def checkpoint(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    setattr(checkpoint, MARK, True)  # functools.wraps hands it on to the wrappers of other patches
+    return checkpoint
+
+
+def refuse_what_is_not_carried() -> None:
+    """NotMetError where a loaded library would recompute with other values."""
+    for place in PLACES:
+        module = sys.modules.get(place.module)
+        if module is None:
+            continue
+        if place.patch is None:
+            carried, remedy = hasattr(module, place.holder), "give the layers a config of their own"
+        else:
+            found: Any = module
+            for part in place.bound.split("."):
+                found = getattr(found, part, None)
+            carried = getattr(found, MARK, False)
+            remedy = f"apply the patch {place.patch} (shim.apply()), or give the layers a config of their own"
+        if not carried:
+            raise NotMetError(
+                f"config_override: {place.module}:{place.bound or place.holder} would recompute what runs in here with "
+                f"other values. Remedy: {remedy}."
+            )
