@@ -100,7 +100,7 @@ def _config_of(model: Any) -> Any:
     """That of the model, which a wrapper (DDP, mixed precision) may not have."""
     inner = model
     while inner is not None:
-        if "config" in vars(inner):
+        if getattr(inner, "config", None) is not None:
             return inner.config
         inner = vars(inner).get("_modules", {}).get("module")
     raise OptionError(

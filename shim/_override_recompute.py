@@ -111,7 +111,8 @@ def _begin(config: Any, name: str, wanted: Held) -> _Claim:
     _claims.setdefault((id(config), name), []).append(claim)
     try:
         _watch()
-        if changes and recomputing_elsewhere(set(_recomputing_codes()), config):
+        codes = {code for place in PLACES for code in _recomputing(place)}
+        if changes and recomputing_elsewhere(codes, config, lambda frame: _captured(frame, config, name)):
             raise OptionError(
                 f"config_override: another thread is recomputing what can read {name!r} of this {_kind(config)}, and "
                 f"this one wants {wanted.value!r} in the place of {now.value!r}. Remedy: give each of them a config of "
@@ -134,6 +135,12 @@ def _end(claim: _Claim) -> None:
             put(claim.config, claim.name, claim.before)
         else:
             above.before = claim.before
+
+
+def _captured(frame: types.FrameType, config: Any, name: str) -> bool:
+    """Whether this is the call of a function that brings a value for the field: it claims that, or waits to do so."""
+    carried = frame.f_locals.get("self") if frame.f_code is _Carried.__call__.__code__ else None
+    return carried is not None and any(one.config is config and one.name == name for one in carried.seen)
 
 
 def _above(claim: _Claim) -> _Claim | None:
@@ -255,20 +262,27 @@ def _unwatch() -> None:
                 setattr(holder, name, before)
 
 
-def _recomputing_codes() -> Iterator[types.CodeType]:
-    for place in PLACES:
-        value: Any = sys.modules.get(place.module)
-        for part in place.again.split(".") if value is not None else ():
-            code = getattr(value, "__code__", None)
-            if code is not None:  # a function inside of a function
-                value = next((c for c in code.co_consts if getattr(c, "co_name", None) == part), None)
-            else:
-                value = getattr(value, part, None)
-        while value is not None:  # whoever replaced or wrapped it
-            code = value if isinstance(value, types.CodeType) else getattr(value, "__code__", None)
-            if code is not None:
-                yield code
-            value = getattr(value, "__wrapped__", None)
+def _recomputing(place: Place) -> Iterator[types.CodeType]:
+    """The code that runs the function again: upstream's, and that of whoever replaced or wrapped it."""
+    value: Any = sys.modules.get(place.module)
+    for part in place.again.split(".") if value is not None else ():
+        code = getattr(value, "__code__", None)
+        if code is not None:  # a function inside of a function
+            value = next((c for c in code.co_consts if getattr(c, "co_name", None) == part), None)
+        else:
+            value = getattr(value, part, None)
+    while value is not None:
+        code = value if isinstance(value, types.CodeType) else getattr(value, "__code__", None)
+        if code is not None:
+            yield code
+        value = getattr(value, "__wrapped__", None)
+
+
+def _keeps_as_expected(module: types.ModuleType, place: Place) -> bool:
+    """For a library without a patch that has seen its fingerprints: whether its class writes the attribute at all."""
+    holder = getattr(module, place.holder, None)
+    writers = (getattr(holder, name, None) for name in ("__init__", "forward"))
+    return any(place.attribute in getattr(getattr(one, "__code__", None), "co_names", ()) for one in writers)
 
 
 def marked(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -289,7 +303,7 @@ def refuse_what_is_not_carried() -> None:
         if module is None:
             continue
         if place.patch is None:
-            carried, remedy = hasattr(module, place.holder), "give the layers a config of their own"
+            carried, remedy = _keeps_as_expected(module, place), "give the layers a config of their own"
         else:
             found: Any = module
             for part in place.bound.split("."):

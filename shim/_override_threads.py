@@ -6,7 +6,7 @@ import gc
 import sys
 import threading
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 __all__ = ["caller", "mark_caller", "reaches", "recomputing_elsewhere"]
@@ -41,10 +41,13 @@ def mark_caller() -> None:
         state._stash_obj_in_tls(_KEY, threading.get_ident())
 
 
-def recomputing_elsewhere(codes: set[types.CodeType], config: Any) -> bool:
+def recomputing_elsewhere(
+    codes: set[types.CodeType], config: Any, settled: Callable[[types.FrameType], bool] = lambda frame: False
+) -> bool:
     """Whether another thread is inside of a function that one of `codes` runs again, and that reaches `config`.
 
-    Seen from the threads' stacks, so that checkpoints need not say anything while they run.
+    Seen from the threads' stacks, so that checkpoints need not say anything while they run. `settled` says of a frame
+    inside of the function whether that recompute has its own way to see a conflict.
     """
     torch = sys.modules.get("torch")
     backward = torch.autograd.backward.__code__ if torch is not None else None
@@ -52,12 +55,15 @@ def recomputing_elsewhere(codes: set[types.CodeType], config: Any) -> bool:
         if thread == threading.get_ident():
             continue
         above: list[types.FrameType] = []
+        inner = 0  # where the frames of the next recompute inside of this one end
         for frame in _stack(top):
             # With torch.autograd.backward above, the checkpoint has run its function and is at its gradients.
             over = above and above[-1].f_code is backward
             above.append(frame)
-            if frame.f_code in codes and not over and reaches(_locals(above), config):
-                return True
+            if frame.f_code in codes:
+                if not over and not any(map(settled, above[inner:])) and reaches(_locals(above), config):
+                    return True
+                inner = len(above)
     return False
 
 

@@ -4,12 +4,13 @@ import contextlib
 import dataclasses
 import sys
 import threading
+import time
 import types
 
 import pytest
 
 import shim
-from shim import _override_recompute
+from shim import _override_recompute, _override_threads
 from shim._override_recompute import Place, carrying
 
 
@@ -273,6 +274,28 @@ def test_another_thread_recomputes_what_ran_in_an_override_while_it_is_entered()
     with shim.config_override(config, layers=3):
         checkpoint = Checkpoint(lambda: config.layers)
         assert in_thread(checkpoint.again) == 3
+
+
+def test_a_recompute_that_waits_to_have_the_same_value_is_no_conflict():
+    config = Config()
+    with shim.config_override(config, layers=3):
+        checkpoint = Checkpoint(lambda: config.layers)
+    found, called = [], _override_recompute._Carried.__call__.__code__
+    with _override_recompute._lock:
+        thread = threading.Thread(target=lambda: found.append(outcome(checkpoint.again)))
+        thread.start()
+        while not any(frame.f_code is called for frame in _override_threads._stack(top_of(thread))):
+            time.sleep(0.001)
+        with shim.config_override(config, layers=3):
+            pass
+        with pytest.raises(shim.OptionError, match="recomputing"), shim.config_override(config, fusion=False):
+            raise AssertionError
+    thread.join()
+    assert found == [3] and config == Config()
+
+
+def top_of(thread):
+    return sys._current_frames().get(thread.ident)
 
 
 class Uncomparable:
@@ -554,5 +577,16 @@ def test_a_loaded_library_that_would_not_carry_them_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, random.__name__, random)
     config = Config()
     with pytest.raises(shim.NotMetError, match=r"apply the patch config-override"):
+        shim.config_override(config, fusion=False).__enter__()
+    assert config == Config()
+
+
+def test_a_torch_that_keeps_the_function_elsewhere_is_refused(monkeypatch):
+    """Torch's releases have no fingerprints here, so it is asked itself."""
+    torch_checkpoint = types.ModuleType("torch.utils.checkpoint")
+    torch_checkpoint.CheckpointFunction = type("CheckpointFunction", (), {"forward": staticmethod(lambda ctx, run: 0)})
+    monkeypatch.setitem(sys.modules, torch_checkpoint.__name__, torch_checkpoint)
+    config = Config()
+    with pytest.raises(shim.NotMetError, match=r"torch.utils.checkpoint:CheckpointFunction"):
         shim.config_override(config, fusion=False).__enter__()
     assert config == Config()
