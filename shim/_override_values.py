@@ -69,7 +69,7 @@ def same(one: Any, other: Any) -> bool:
         return False
     try:
         return bool(one == other)
-    except Exception:  # whatever __eq__ raises: the caller refuses what is not the same
+    except Exception:  # noqa: BLE001 - whatever __eq__ raises: the caller refuses what is not the same
         return False
 
 

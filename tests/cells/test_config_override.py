@@ -294,7 +294,7 @@ def test_a_model_given_its_copies_follow(applied):
 
 def test_a_copy_that_was_made_different_keeps_its_value_and_is_named(applied, caplog):
     model = moe_cases.build(**SHARED_EXPERTS)
-    shared = [module for name, module in model.named_modules() if name.endswith("shared_experts")][0]
+    shared = next(module for name, module in model.named_modules() if name.endswith("shared_experts"))
     with shim.config_override(model, ffn_hidden_size=8):
         assert model.config.ffn_hidden_size == 8 and shared.config.ffn_hidden_size == 24
     assert "shared_experts" in caplog.text and "'ffn_hidden_size' is 24" in caplog.text
