@@ -8,12 +8,13 @@ import difflib
 import itertools
 import zipfile
 from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from packaging.version import Version
 
+from shim._detect import DISTRIBUTIONS, Environment, Installed
 from shim._errors import ShimError, SourceError
 from shim._fingerprint import definitions, fingerprint, split_target
 from shim._match import Match, match
@@ -113,7 +114,7 @@ def audit(matrix: Matrix, tree: Tree, fetch: Fetch) -> Audit:
     installed = tree.environment.installed
     known = _Known(matrix, fetch)
     findings = tuple(
-        _finding(entry, match(entry, tree.environment, matrix), tree, known)
+        _finding(entry, match(entry, _beside_all(entry, tree.environment), matrix), tree, known)
         for entry in matrix.patches.values()
         if entry.distribution in installed
     )
@@ -125,6 +126,16 @@ def audit(matrix: Matrix, tree: Tree, fetch: Fetch) -> Audit:
         f"{i.distribution}: no readable version; judged by bodies alone" for i in installed.values() if not i.raw
     ]
     return Audit(tree, findings, lost, (*problems, *known.problems))
+
+
+def _beside_all(entry: PatchEntry, environment: Environment) -> Environment:
+    """What is audited, beside any release of what the rules of the patch speak of besides.
+
+    Only the tree is audited: whether Transformer Engine lies there too says nothing about megatron-core.
+    """
+    names = {name for rule in entry.rules for name in rule.ranges}
+    unknown = {name: Installed(name, DISTRIBUTIONS[name].package, "", origin="not audited") for name in sorted(names)}
+    return replace(environment, installed={**unknown, **environment.installed})
 
 
 def _finding(entry: PatchEntry, found: Match, tree: Tree, known: _Known) -> Finding:
@@ -142,7 +153,7 @@ def _finding(entry: PatchEntry, found: Match, tree: Tree, known: _Known) -> Find
         body = variant.inherits(target) or target
         text = _body(sources, body)
         gone = gone or (target in variant.targets and not (_there(sources, body) and _there(sources, _owner(target))))
-        nearest, diff = ("", ()) if text is None else known.nearest(entry, body, text, version)
+        nearest, diff = ("", ()) if text is None else known.nearest(entry, target, found, text, version)
         differences.append(Difference(target, target in variant.targets, why, nearest, diff))
     verdict = "gone" if gone else "drifted"
     return Finding(entry.id, entry.kind, entry.distribution, verdict, found.reason, found.variant, tuple(differences))
@@ -204,13 +215,20 @@ class _Known:
         return version is None or version > max(map(Version, supported), default=version)
 
     def nearest(
-        self, entry: PatchEntry, target: str, text: list[str], version: Version | None
+        self, entry: PatchEntry, target: str, found: Match, text: list[str], version: Version | None
     ) -> tuple[str, tuple[str, ...]]:
-        """The release with the known body most like `text`, and the diff from it; ("", ()) where none is at hand."""
+        """The release with the known body most like `text`, and the diff from it; ("", ()) where none is at hand.
+
+        A body that is known with another variant is compared with those of the variant found, from which it differs.
+        """
         best: tuple[float, str, list[str]] | None = None
-        for release in self._releases(entry, target, version)[:CANDIDATES]:
+        value = found.fingerprints[target]
+        elsewhere = any(pin.fingerprints.get(target) == value for _, pin in self._matrix.known(entry.id))
+        variants = {found.variant} if elsewhere else set(entry.variants)
+        for release in self._releases(entry, target, version, variants)[:CANDIDATES]:
             sources = self._open(entry.distribution, release)
-            known = None if sources is None else _body(sources, target)
+            body = entry.variants[found.variant or ""].inherits(target) or target
+            known = None if sources is None else _body(sources, body)
             if known is not None:
                 likeness = difflib.SequenceMatcher(None, known, text, autojunk=False).ratio()
                 if best is None or likeness > best[0]:
@@ -220,8 +238,10 @@ class _Known:
         lines = difflib.unified_diff(best[2], text, f"{entry.distribution} {best[1]}", "audited", "", "", 2, "")
         return best[1], tuple(_shortened(list(lines)))
 
-    def _releases(self, entry: PatchEntry, target: str, version: Version | None) -> list[str]:
-        """One release for every known body of `target`, those nearest to `version` first."""
+    def _releases(
+        self, entry: PatchEntry, target: str, version: Version | None, variants: Collection[str | None]
+    ) -> list[str]:
+        """One release for every body of `target` that is known with `variants`, those nearest to `version` first."""
         pinned = self._matrix.pins.get(entry.distribution, {})
         order = sorted(pinned, key=Version)
         place = len(order) if version is None else bisect_right([Version(release) for release in order], version)
@@ -229,7 +249,7 @@ class _Known:
         bodies: dict[str, str] = {}
         for _, release in ranked:
             pin = pinned[release].get(entry.id)
-            if pin is not None and pin.variant is not None and target in pin.fingerprints:
+            if pin is not None and pin.variant in variants and target in pin.fingerprints:
                 bodies.setdefault(pin.fingerprints[target], release)
         return list(bodies.values())
 

@@ -15,6 +15,7 @@ from urllib.parse import unquote, urlparse
 
 from packaging.version import Version
 
+from shim._archives import read_beginning
 from shim._errors import SourceError
 from shim._sources import Sources, parse
 from shim._versions import parse_version
@@ -71,11 +72,10 @@ class Environment:
 
 def _read(path: Path) -> str | None:
     try:
-        if path.stat().st_size > VERSION_FILE_LIMIT:
-            return None
-        return path.read_text("utf-8", "replace")
-    except OSError:
+        found = read_beginning(str(path), VERSION_FILE_LIMIT + 1)
+    except SourceError:
         return None
+    return found.decode("utf-8", "replace") if len(found) <= VERSION_FILE_LIMIT else None
 
 
 def _constants(text: str) -> dict[str, object]:
@@ -141,6 +141,9 @@ def _public(raw: str | None) -> str | None:
 
 
 def _same(a: Path, b: Path) -> bool:
+    # What lies in a zip is no file to the system; its path is all there is to compare.
+    if os.path.normpath(os.path.abspath(a)) == os.path.normpath(os.path.abspath(b)):
+        return True
     try:
         return os.path.samefile(a, b)
     except OSError:
@@ -180,13 +183,18 @@ def _other_copies(known: _Known, package: Path, parts: list[str]) -> dict[str, s
     return found
 
 
-def _location(sources: Sources, package: str) -> Path | None:
-    path = sources.path(package)
-    return None if path is None else Path(path).parent
+def _location(sources: Sources, known: _Known) -> Path | None:
+    path = sources.path(known.package)
+    if path is not None:
+        return Path(path).parent
+    # Without its __init__.py it is a namespace, which an import takes all the same. Any directory of that name is one,
+    # so it has to be known by its version file.
+    places = map(Path, sources.namespace(known.package))
+    return next((place for place in places if known.version_file(place) is not None), None)
 
 
 def _installed(distribution: str, known: _Known, sources: Sources) -> Installed | None:
-    package = _location(sources, known.package)
+    package = _location(sources, known)
     if package is None:
         return None
     parts = known.package.split(".")

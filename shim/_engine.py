@@ -275,10 +275,16 @@ def _enforce_required(plan: Plan, imported: Imported | None) -> None:
             raise NotMetError(f"required, but {id} is in conflict: {decision.reason}. Remedy: {decision.remedy}.")
 
 
+def _stays_wrong(plan: Plan, id: str) -> str:
+    entry = plan.matrix.patches[id]
+    return f"What stays wrong: {entry.without}. " if entry.without else f"What is missing: {entry.summary}. "
+
+
 def _say(state: _State, plan: Plan) -> None:
     """Warn once about every correctness patch that cannot be applied."""
     state.warn_once(
-        f"{decision.id} is not applied ({decision.action}): {decision.reason}. Remedy: {decision.remedy}."
+        f"{decision.id} is not applied ({decision.action}): {decision.reason}. {_stays_wrong(plan, decision.id)}"
+        f"Remedy: {decision.remedy}."
         for decision in plan.decisions.values()
         if decision.kind == "correctness" and decision.action in ("drifted", "conflict")
     )

@@ -22,7 +22,15 @@ class MatrixError(ShimError, ValueError):
 
 
 class SourceError(ShimError):
-    """A source file cannot be located, read, parsed, or lacks the definition asked for."""
+    """A source file cannot be located, read, parsed, or lacks the definition asked for.
+
+    `cause` is "missing" (no such module or definition), "bytecode" (there is no source), "damaged" (it cannot be
+    decoded or parsed), "unreadable" (the system refuses), or "changed" (it is there, but not as it was).
+    """
+
+    def __init__(self, message: str, cause: str = "unreadable") -> None:
+        super().__init__(message)
+        self.cause = cause
 
 
 class NotMetError(ShimError):

@@ -226,16 +226,17 @@ def fingerprint(sources: Sources, target: str, inherits: str | None = None, adde
         if not found and added and (not owner or definitions(sources.tree(module), owner)):
             return ABSENT
         if not found:
-            raise SourceError(f"{module} has no {qualname}")
+            raise SourceError(f"{module} has no {qualname}", "missing")
         return fingerprint_of(found, qualname)
     except RecursionError:
-        raise SourceError(f"{target} is nested too deeply to be read") from None
+        raise SourceError(f"{target} is nested too deeply to be read", "damaged") from None
 
 
 def _still_inherited(sources: Sources, target: str, inherits: str) -> None:
     module, qualname = split_target(target)
     tree, owner = sources.tree(module), qualname.rpartition(".")[0]
     if not owner or not definitions(tree, owner):
-        raise SourceError(f"{module} has no class {owner or qualname}")
+        raise SourceError(f"{module} has no class {owner or qualname}", "missing")
     if definitions(tree, qualname):
-        raise SourceError(f"{owner} has its own {qualname}, and no longer inherits {inherits}")
+        what = f"{owner} has its own {qualname}, and no longer inherits {inherits}"
+        raise SourceError(what, "changed")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,9 +95,9 @@ class Rule:
     note: str = ""
     line: int = 0
 
-    def holds(self, versions: Mapping[str, Version], but: str | None = None) -> bool:
-        """Whether all ranges hold; that over the distribution `but` does not count."""
-        ranges = [(name, spec) for name, spec in self.ranges.items() if name != but]
+    def holds(self, versions: Mapping[str, Version], but: Collection[str] = ()) -> bool:
+        """Whether all ranges hold; those over the distributions `but` do not count."""
+        ranges = [(name, spec) for name, spec in self.ranges.items() if name not in but]
         return all(name in versions and in_range(versions[name], spec) for name, spec in ranges)
 
 
@@ -152,14 +152,16 @@ class PatchEntry:
     variants: Mapping[str, Variant]
     rules: tuple[Rule, ...]
     references: tuple[str, ...] = ()
+    without: str = ""  # what goes wrong in a release that needs the patch and does not get it
     delete_when: str = ""
     options: Mapping[str, Any] = None  # type: ignore[assignment]
     variables: tuple[Variable, ...] = ()
     stand_ins: tuple[StandIn, ...] = ()
     line: int = 0
 
-    def rule_for(self, versions: Mapping[str, Version]) -> Rule | None:
-        return next((rule for rule in self.rules if rule.holds(versions)), None)
+    def rule_for(self, versions: Mapping[str, Version], but: Collection[str] = ()) -> Rule | None:
+        """The first rule that holds; see Rule.holds."""
+        return next((rule for rule in self.rules if rule.holds(versions, but)), None)
 
     def pinned_rule(self, version: Version) -> Rule | None:
         """What a release of the patch's own distribution is pinned with, whatever else is installed beside it."""
@@ -176,9 +178,10 @@ class PatchEntry:
         """The distributions that every rule speaks of: without one of them there is nothing to patch."""
         return tuple(name for name in DISTRIBUTIONS if all(name in rule.ranges for rule in self.rules))
 
-    def possible(self, variant: str, versions: Mapping[str, Version]) -> bool:
+    def possible(self, variant: str, versions: Mapping[str, Version], but: Collection[str] = ()) -> bool:
         """Whether a rule gives `variant` on some release of the distribution, beside what else is installed."""
-        return any(rule.variant == variant and rule.holds(versions, but=self.distribution) for rule in self.rules)
+        but = {self.distribution, *but}
+        return any(rule.variant == variant and rule.holds(versions, but) for rule in self.rules)
 
     @property
     def bodies(self) -> tuple[str, ...]:
@@ -211,6 +214,7 @@ class Matrix:
 TOP_KEYS = {"supported": True, "patches": True, "releases": False}
 PATCH_KEYS = {
     "summary": True,
+    "without": False,
     "kind": True,
     "changes": True,
     "distribution": True,
@@ -358,6 +362,7 @@ def _patch(read: Reader, id: str, node: yaml.Node, module_exists: Callable[[str]
     return PatchEntry(
         id=id,
         summary=read.text(entries["summary"], "summary"),
+        without=read.text(entries["without"], "without") if "without" in entries else "",
         kind=read.text(entries["kind"], "kind", KINDS),
         changes=read.text(entries["changes"], "changes", CHANGES),
         distribution=read.text(entries["distribution"], "distribution", DISTRIBUTIONS),

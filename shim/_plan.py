@@ -125,10 +125,25 @@ def _excluded(entry: PatchEntry, options: Options) -> str:
     return ""
 
 
-def _drift_remedy(entry: PatchEntry, found: Match) -> str:
-    update = f"update megatron-shim, or install a supported release of {entry.distribution}"
+def _drift_remedy(entry: PatchEntry, environment: Environment, matrix: Matrix, found: Match) -> str:
+    """What helps against the cause of a drift; see SourceError."""
+    installed = environment.installed[entry.distribution]
+    supported = matrix.supported.get(entry.distribution, ())
+    release = f"{entry.distribution} {installed.raw or ''}".rstrip()
+    if found.cause == "bytecode":
+        return f"install {release} with its sources (.py files): shim compares them before it patches"
+    if found.cause == "unreadable":
+        return f"let this process read the files of {release}"
+    if found.cause == "damaged":
+        python = environment.python
+        return f"reinstall {release}; if the file is whole, it is written for a newer Python than {python}: run that"
     fits = f", or apply it all the same with on_drift='apply' after reading shim explain {entry.id}"
-    return update + (fits if found.signatures_fit else "")
+    if installed.raw in supported:
+        remedy = f"reinstall {release}, because that is not how it was released"
+    else:
+        releases = f" ({supported[0]} to {supported[-1]})" if supported else ""
+        remedy = f"update megatron-shim, or install a supported release of {entry.distribution}{releases}"
+    return remedy + (fits if found.signatures_fit else "")
 
 
 def _decide(entry: PatchEntry, environment: Environment, options: Options, matrix: Matrix) -> Decision:
@@ -138,7 +153,7 @@ def _decide(entry: PatchEntry, environment: Environment, options: Options, matri
     found = match(entry, environment, matrix)
     action, reason, remedy = found.state, found.reason, ""
     if action == "drifted":
-        remedy = _drift_remedy(entry, found)
+        remedy = _drift_remedy(entry, environment, matrix, found)
         if options.on_drift == "apply" and found.signatures_fit:
             action, reason, remedy = "apply", f"applied to a body that is not known, as asked for: {reason}", ""
         elif options.on_drift == "apply":

@@ -14,6 +14,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import decode_source
 from pathlib import Path
 
+from shim._archives import read_beginning, source_of
 from shim._errors import SourceError
 
 __all__ = ["MAX_SOURCE_BYTES", "Sources", "find_spec", "is_ours", "parse", "search_path"]
@@ -44,6 +45,10 @@ def _locations(spec: ModuleSpec | None) -> list[str]:
     if spec is None or spec.submodule_search_locations is None:
         return []
     return list(spec.submodule_search_locations)
+
+
+def _origin(spec: ModuleSpec | None) -> str | None:
+    return spec.origin if spec is not None and spec.has_location else None
 
 
 def search_path(package: str) -> list[str]:
@@ -108,6 +113,14 @@ class Sources:
             self._paths[module] = self._locate(module)
         return self._paths[module]
 
+    def namespace(self, package: str) -> list[str]:
+        """The directories of `package` where it is a namespace, which has no file of its own; else none."""
+        if self.path(package) is not None:
+            return []
+        if self._roots is not None:
+            return [str(found) for root in self._roots if os.path.isdir(found := root.joinpath(*package.split(".")))]
+        return search_path(package)
+
     def _locate(self, module: str) -> str | None:
         if self._roots is not None:
             relative = Path(*module.split("."))
@@ -124,9 +137,8 @@ class Sources:
             except AttributeError:
                 return None
             spec = namespace.get("__spec__")
-            return namespace.get("__file__") or (spec.origin if spec is not None and spec.has_location else None)
-        spec = find_spec(module)
-        return spec.origin if spec is not None and spec.has_location else None
+            return source_of(namespace.get("__file__") or _origin(spec))
+        return source_of(_origin(find_spec(module)))
 
     def tree(self, module: str) -> ast.Module:
         """The syntax tree of `module`; SourceError says why there is none."""
@@ -144,27 +156,26 @@ class Sources:
         try:
             return parse(self.text(module))
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise SourceError(f"{self.path(module)} cannot be parsed: {error}") from None
+            raise SourceError(f"{self.path(module)} cannot be parsed: {error}", "damaged") from None
 
     def text(self, module: str) -> str:
         """The source of `module`; SourceError says why there is none."""
         path = self.path(module)
         if path is None:
-            raise SourceError(f"there is no module {module}")
+            raise SourceError(f"there is no module {module}", "missing")
         if not path.endswith(".py"):
-            raise SourceError(f"{path} is not Python source, so the body of {module} cannot be known")
+            raise SourceError(f"{path} is not Python source, so the body of {module} cannot be known", "bytecode")
         try:
             content = self._bytes(path)
             encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
             if encoding not in ENCODINGS:
-                raise SourceError(f"{path} is encoded in {encoding[:40]!r}, which is not read")
+                raise SourceError(f"{path} is encoded in {encoding[:40]!r}, which is not read", "damaged")
             return decode_source(content)
-        except OSError as error:
-            raise SourceError(f"{path} cannot be read: {error}") from None
         except (SyntaxError, ValueError) as error:
-            raise SourceError(f"{path} cannot be decoded: {error}") from None
+            raise SourceError(f"{path} cannot be decoded: {error}", "damaged") from None
 
     def _bytes(self, path: str) -> bytes:
-        if os.path.getsize(path) > MAX_SOURCE_BYTES:
-            raise SourceError(f"{path} is larger than {MAX_SOURCE_BYTES} bytes")
-        return Path(path).read_bytes()
+        found = read_beginning(path, MAX_SOURCE_BYTES + 1)
+        if len(found) > MAX_SOURCE_BYTES:
+            raise SourceError(f"{path} is larger than {MAX_SOURCE_BYTES} bytes", "damaged")
+        return found

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import struct
 import zipfile
-import zlib
 
+from shim._archives import DAMAGED, beginning_of_member
 from shim._errors import SourceError
 from shim._sources import MAX_SOURCE_BYTES, Sources
 
@@ -21,7 +20,7 @@ class WheelSources(Sources):
         self._wheel = os.fspath(wheel)
         try:
             self._archive = zipfile.ZipFile(wheel)
-        except (OSError, zipfile.BadZipFile, struct.error, ValueError, RuntimeError, OverflowError) as error:
+        except DAMAGED as error:
             raise SourceError(f"{self._wheel} is not a wheel: {error}") from None
         self._members = {info.filename: info for info in self._archive.infolist()}
 
@@ -33,19 +32,12 @@ class WheelSources(Sources):
         """The content of one member; SourceError where it is too large or damaged."""
         found = self.beginning(name, MAX_SOURCE_BYTES + 1)  # the size that the archive states need not be true
         if len(found) > MAX_SOURCE_BYTES:
-            raise SourceError(f"{name} in {self._wheel} is larger than {MAX_SOURCE_BYTES} bytes")
+            raise SourceError(f"{name} in {self._wheel} is larger than {MAX_SOURCE_BYTES} bytes", "damaged")
         return found
 
     def beginning(self, name: str, size: int) -> bytes:
         """The first `size` bytes of a member, for which no more than that is unpacked; SourceError where damaged."""
-        if self._members[name].compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            # zipfile unpacks whole blocks of the others, of which a few kB may stand for gigabytes.
-            raise SourceError(f"{name} in {self._wheel} is compressed as no wheel is")
-        try:
-            with self._archive.open(name) as file:
-                return file.read(size)
-        except (zipfile.BadZipFile, zlib.error, struct.error, OSError, RuntimeError, ValueError, EOFError) as error:
-            raise SourceError(f"{name} in {self._wheel} cannot be read: {error}") from None
+        return beginning_of_member(self._archive, name, size)
 
     def _locate(self, module: str) -> str | None:
         path = module.replace(".", "/")

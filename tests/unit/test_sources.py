@@ -1,5 +1,6 @@
 """Sources are located and read without importing anything, and whatever cannot be read is a SourceError."""
 
+import ast
 import sys
 import types
 import warnings
@@ -115,16 +116,19 @@ def test_a_file_that_is_gone_or_forbidden_is_a_source_error(on_path, tmp_path, m
         Sources().tree("gone_one")
 
 
-def test_extensions_and_archives_have_no_readable_body(on_path, tmp_path):
-    """Neither a compiled module nor one inside a zip file can be fingerprinted."""
+def test_byte_code_has_no_readable_body_and_a_zip_has(on_path, tmp_path):
+    """On disk and in a zip; beside its source, byte code in a zip is what an import takes, and the source is read."""
     (tmp_path / "compiled.pyc").write_bytes(b"")
     with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
-        archive.writestr("zipped.py", "x = 1\n")
+        for name in ("zipped.py", "both.py", "both.pyc", "alone.pyc"):
+            archive.writestr(name, "x = 1\n" if name.endswith(".py") else "")
     on_path(tmp_path, tmp_path / "archive.zip")
     with pytest.raises(SourceError, match="not Python source"):
         Sources().tree("compiled")
-    with pytest.raises(SourceError, match="cannot be read"):
-        Sources().tree("zipped")
+    with pytest.raises(SourceError, match="not Python source"):
+        Sources().tree("alone")
+    for name in ("zipped", "both"):
+        assert ast.unparse(Sources().tree(name)) == "x = 1"
     with pytest.raises(SourceError, match="no module"):
         Sources().tree("absent")
 
