@@ -243,14 +243,22 @@ class Binder:
             raise
         return [lost for key, lost in self.lost.items() if before[2].get(key) is not lost]
 
+    def given_back(self) -> bool:
+        """Whether the next transaction would govern a name again that was lost."""
+        return any(map(self._is_back, self.lost.values()))
+
+    def _is_back(self, lost: Lost) -> bool:
+        current = lost.slot.current()
+        ours = current is lost.slot.original or self.beneath(current) is not current
+        return lost.partner not in self.lost and ours
+
     def _regain(self) -> None:
         """Govern names again where whoever replaced them has put ours or upstream's object back."""
         for key, lost in sorted(self.lost.items(), key=lambda item: item[1].partner is not None):
-            current = lost.slot.current()
-            if lost.partner in self.lost or (current is not lost.slot.original and self.beneath(current) is current):
+            if not self._is_back(lost):
                 continue
             del self.lost[key]
-            self.slots[key] = replace(lost.slot, written=current)
+            self.slots[key] = replace(lost.slot, written=lost.slot.current())
             self.chains.pop(lost.slot.target, None)  # what came back may be an older wrapper
 
     def _adopt_returned(self) -> None:

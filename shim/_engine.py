@@ -210,14 +210,23 @@ def _conflict(state: _State, decision: Decision, plan: Plan) -> str:
 
 
 def with_conflicts(state: _State, plan: Plan) -> Plan:
-    """The plan with every patch turned to ``conflict`` whose target somebody else holds."""
-    decisions = dict(plan.decisions)
-    for id, decision in plan.decisions.items():
+    """The plan with every patch turned to ``conflict`` whose target somebody else holds, and back where nobody does."""
+    decisions = {id: decision.displaced or decision for id, decision in plan.decisions.items()}
+    for id, decision in list(decisions.items()):
         found = _conflict(state, decision, plan) if decision.wanted else ""
         if found:
             remedy = f"call shim.apply() before the other patch is made, or exclude {id}"
-            decisions[id] = replace(decision, action="conflict", reason=found, remedy=remedy)
+            decisions[id] = replace(decision, action="conflict", reason=found, remedy=remedy, displaced=decision)
     return plan if decisions == plan.decisions else replace(plan, decisions=decisions)
+
+
+def _end_conflicts(state: _State) -> None:
+    """Want again what a foreign object is gone from, before factories are loaded for what is wanted."""
+    plan = state.plan
+    if plan is not None and any(decision.displaced for decision in plan.decisions.values()):
+        current = with_conflicts(state, plan)
+        if current is not plan:
+            state.adjust(current)
 
 
 def _settle(state: _State, imported: Imported | None = None) -> None:
@@ -229,6 +238,7 @@ def _settle(state: _State, imported: Imported | None = None) -> None:
     first: BindError | None = None
     while True:
         with state.lock:
+            _end_conflicts(state)
             plan = state.plan
             # Asked before anything is looked at: what another thread imports meanwhile is still to be bound.
             loaded = {name for name in state.modules if state.binder.loaded(name) is not None}
@@ -309,13 +319,15 @@ def _wait_for_imports(plan: Plan) -> None:
 
 
 def catch_up(state: _State) -> None:
-    """Bind target modules that were half imported at apply(), or that came in past the hook, and look for aliases in
-    modules that were half imported when they were looked for."""
+    """Bind target modules that were half imported at apply(), or that came in past the hook, look for aliases in
+    modules that were half imported when they were looked for, and bind what a foreign object is gone from."""
     with state.lock:
         ready = {name for name in state.late if state.binder.loaded(name) is not None}
         state.late -= ready
         overdue = state.binder.overdue()
-    if ready or overdue:
+        plan = state.plan
+        cleared = plan is not None and (state.binder.given_back() or with_conflicts(state, plan) is not plan)
+    if ready or overdue or cleared:
         _settle(state)
 
 

@@ -37,6 +37,7 @@ class Decision:
     optional: frozenset[str] = frozenset()  # targets that are bound, but not waited for
     added: frozenset[str] = frozenset()  # targets that upstream may lack
     alone: frozenset[str] = frozenset()  # targets whose aliases are not theirs
+    displaced: Decision | None = field(default=None, repr=False, compare=False)  # what holds again without the conflict
 
     @property
     def wanted(self) -> bool:

@@ -220,3 +220,56 @@ def test_a_second_apply_with_a_foreign_patch_on_top_changes_nothing(world):
     before = world.snapshot()
     shim.apply()
     assert same(before, world.snapshot()) == []
+
+
+@pytest.mark.parametrize("way", ["status", "check", "plan"])
+def test_a_conflict_ends_with_its_cause(world, way):
+    """Where the foreign object is gone, the patch is applied, as apply() asked; nobody has to ask again."""
+    world.patch("p", [CORE + "ops:double", CORE + "other:other"])
+    world.patch("q", [CORE + "ops:halve"])
+    upstream = world.get("ops:double")
+    world.get("other:other")
+    before = world.snapshot()
+    foreign = theirs(upstream)
+    world.set("ops:double", foreign)
+    assert shim.apply()["p"].state == "conflict"
+    assert shim.status()["p"].state == "conflict" and world.get("ops:double") is foreign
+    world.set("ops:double", upstream)
+    if way == "plan":
+        assert shim.plan()["p"].action == "apply"
+    report = shim.check() if way == "check" else shim.status()
+    assert report["p"].state == "applied" and not report["p"].remedy
+    assert world.get("ops:double")(2) == ("p", 4)
+    shim.revert()
+    assert same(before, world.snapshot()) == []
+
+
+@pytest.mark.parametrize("asked_between", [False, True])
+def test_a_foreign_object_on_top_that_is_gone_again_is_no_conflict(world, asked_between):
+    """Whether shim has noticed it meanwhile or not."""
+    world.patch("p", [CORE + "ops:double"])
+    world.patch("q", [CORE + "other:other"])
+    before = world.snapshot()
+    shim.apply()
+    ours = world.get("ops:double")
+    world.set("ops:double", theirs(ours))
+    assert shim.status()["p"].state == "conflict"
+    if asked_between:
+        shim.apply(only=["p"])
+        assert shim.status()["p"].state == "conflict"
+    world.set("ops:double", ours)
+    report = shim.status()
+    assert (report["p"].state, report.lost) == ("applied", ())
+    shim.revert()
+    assert same(before, world.snapshot()) == []
+
+
+def test_a_new_conflict_with_another_cause_is_told(world):
+    """status() names who holds the target now, not who held it at apply()."""
+    world.patch("p", [CORE + "ops:double"])
+    upstream = world.get("ops:double")
+    world.set("ops:double", theirs(upstream))
+    shim.apply()
+    world.set("ops:double", functools.partial(upstream))
+    report = shim.status()
+    assert report["p"].state == "conflict" and "partial" in report["p"].reason
