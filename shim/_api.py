@@ -19,6 +19,7 @@ from shim._plan import Plan, make_plan
 from shim._ranks import NOTHING, is_rank_zero, ranks_that_differ
 from shim._report import PatchReport, Report
 from shim._resume import differs, state_of
+from shim._sources import Sources
 from shim._verify import problems_in, read_report, shadows_in
 
 __all__ = [
@@ -39,7 +40,8 @@ log = logging.getLogger("shim")
 def _make_plan(arguments: Mapping[str, Any]) -> Plan:
     arguments = dict(arguments)
     matrix = load_matrix(matrix_argument(arguments.pop("matrix", None)))
-    return make_plan(detect(), matrix, resolve(matrix, **arguments))
+    sources = _engine.STATE.sources = Sources(before=_engine.STATE.sources)
+    return make_plan(detect(sources), matrix, resolve(matrix, **arguments))
 
 
 def plan(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import struct
+import time
 import zipfile
 import zlib
 
 from shim._errors import SourceError
 
-__all__ = ["DAMAGED", "beginning_of_member", "read_beginning", "source_of"]
+__all__ = ["DAMAGED", "beginning_of_member", "read_beginning", "source_of", "stamp_of"]
 
+SETTLED_NS = 2_000_000_000  # the coarsest clock of a file system in use ticks every two seconds
 # zipimport knows no other, and of others zipfile unpacks whole blocks, of which a few kB may stand for gigabytes.
 METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error, OSError, RuntimeError, ValueError, EOFError, OverflowError)
@@ -54,6 +56,20 @@ def read_beginning(path: str, size: int) -> bytes:
         raise SourceError(f"{path} cannot be read: {error}", "unreadable") from None
     except DAMAGED as error:
         raise SourceError(f"{path} cannot be read: {error}", "damaged") from None
+
+
+def stamp_of(path: str) -> object:
+    """What is another as soon as the file at `path`, or the zip it lies in, may be another."""
+    found = _split(path)
+    try:
+        status = os.stat(path if found is None else found[0])
+    except OSError:
+        return object()
+    changed = max(status.st_mtime_ns, status.st_ctime_ns)
+    # The clock of a file system ticks slowly: what was written just now may be written again without a trace.
+    if changed > time.time_ns() - SETTLED_NS:
+        return object()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def beginning_of_member(archive: zipfile.ZipFile, name: str, size: int) -> bytes:

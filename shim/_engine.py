@@ -18,6 +18,7 @@ from shim._fingerprint import ABSENT, split_target
 from shim._foreign import describe, foreign_on
 from shim._hook import ImportHook
 from shim._plan import Decision, Plan, enforce
+from shim._sources import Sources
 from shim._stand_ins import StandIns
 from shim._variables import Variables
 
@@ -55,6 +56,7 @@ class _State:
         self.factories: dict[_Content, Mapping[str, Any]] = {}
         self.failed: dict[str, str] = {}
         self.said: set[str] = set()
+        self.sources: Sources | None = None  # of the last plan that was made, for the next one
         self.variables = Variables()
         self.stand_ins = StandIns()
         self.loading = _Loading()

@@ -8,6 +8,7 @@ leaves out docstrings, comments and positions.
 from __future__ import annotations
 
 import ast
+import copy
 import hashlib
 from collections.abc import Iterator, Sequence
 
@@ -22,6 +23,7 @@ __all__ = [
     "fingerprint",
     "fingerprint_of",
     "names_bound_by",
+    "outline",
     "signature_part",
     "split_target",
 ]
@@ -217,6 +219,30 @@ def fingerprint(sources: Sources, target: str, inherits: str | None = None, adde
     inherited one, and a class that has come to define the name itself is a SourceError. With `added` the name may be
     missing from its module or class, and the fingerprint is ABSENT then.
     """
+    modules = [split_target(name)[0] for name in (target, inherits) if name is not None]
+    key = (target, inherits, added)
+    return sources.remembered(key, modules, lambda: _fingerprint(sources, target, inherits, added))
+
+
+def outline(sources: Sources, module: str, qualname: str) -> list[Definition]:
+    """The definitions of a name without what is in them: kinds, places, decorators. SourceError as for trees."""
+    return sources.remembered(
+        (module, qualname), [module], lambda: _outlined(definitions(sources.tree(module), qualname))
+    )
+
+
+def _outlined(found: Sequence[Definition]) -> list[Definition]:
+    outlined = []
+    for definition in found:
+        node = copy.copy(definition.node)
+        for field in ("body", "args", "value"):
+            if field in node._fields:
+                setattr(node, field, [])
+        outlined.append(Definition(node, ()))
+    return outlined
+
+
+def _fingerprint(sources: Sources, target: str, inherits: str | None, added: bool) -> str:
     try:
         if inherits is not None:
             _still_inherited(sources, target, inherits)
@@ -227,6 +253,7 @@ def fingerprint(sources: Sources, target: str, inherits: str | None = None, adde
             return ABSENT
         if not found:
             raise SourceError(f"{module} has no {qualname}", "missing")
+        outline(sources, module, qualname)  # while the tree is at hand: whoever binds asks for it
         return fingerprint_of(found, qualname)
     except RecursionError:
         raise SourceError(f"{target} is nested too deeply to be read", "damaged") from None

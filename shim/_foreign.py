@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shim._errors import SourceError
-from shim._fingerprint import Definition, definitions, split_target
+from shim._fingerprint import Definition, outline, split_target
 from shim._sources import Sources
 
 __all__ = ["describe", "foreign_on"]
@@ -59,7 +59,7 @@ def foreign_on(target: str, value: Any, sources: Sources) -> str:
     module, qualname = split_target(target)
     try:
         path = sources.path(module)
-        found = definitions(sources.tree(module), qualname)
+        found = outline(sources, module, qualname)
     except SourceError:
         return ""
     nodes = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

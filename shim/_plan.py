@@ -179,6 +179,7 @@ def _decide(entry: PatchEntry, environment: Environment, options: Options, matri
 def make_plan(environment: Environment, matrix: Matrix, options: Options) -> Plan:
     """Decide about every patch of the matrix; imports and changes nothing."""
     decisions = {id: _decide(entry, environment, options, matrix) for id, entry in matrix.patches.items()}
+    environment.sources.forget_trees()
     return Plan(decisions, environment, options, matrix)
 
 

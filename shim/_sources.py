@@ -9,15 +9,20 @@ import sys
 import threading
 import tokenize
 import warnings
-from collections.abc import Iterable
+import zlib
+from collections.abc import Callable, Iterable
 from importlib.machinery import ModuleSpec
 from importlib.util import decode_source
 from pathlib import Path
+from typing import Any, TypeVar
 
-from shim._archives import read_beginning, source_of
+from shim._archives import read_beginning, source_of, stamp_of
 from shim._errors import SourceError
 
 __all__ = ["MAX_SOURCE_BYTES", "Sources", "find_spec", "is_ours", "parse", "search_path"]
+
+UNCOMPILED = (SyntaxError, ValueError, EOFError, zlib.error, RecursionError, MemoryError)
+T = TypeVar("T")
 
 # Parsing costs time and memory in proportion; the largest file of any release is below 400 kB.
 MAX_SOURCE_BYTES = 1_000_000
@@ -99,13 +104,43 @@ class Sources:
     """Sources of modules, each located, read and parsed at most once.
 
     `roots` replaces the search on sys.path: the modules are then those of the trees below these directories, which
-    is how releases are pinned and audited without being installed.
+    is how releases are pinned and audited without being installed. What was found out about files that are still as
+    they were is taken over from `before`.
     """
 
-    def __init__(self, roots: Iterable[str | os.PathLike[str]] | None = None) -> None:
+    def __init__(self, roots: Iterable[str | os.PathLike[str]] | None = None, before: Sources | None = None) -> None:
         self._roots = None if roots is None else [Path(root) for root in roots]
         self._trees: dict[str, ast.Module | SourceError] = {}
         self._paths: dict[str, str | None] = {}
+        self._stamps: dict[str, object] = {}
+        self._found: dict[object, tuple[list[object], Any]] = {} if before is None else dict(before._found)
+
+    def remembered(self, key: object, modules: Iterable[str], find: Callable[[], T]) -> T:
+        """What `find` returns, or the SourceError it raises: asked once, as long as the files of `modules` stay."""
+        stamps = [self._stamp(module) for module in modules]
+        held = self._found.get(key)
+        if held is None or held[0] != stamps:
+            found: Any
+            try:
+                found = find()
+            except SourceError as error:
+                found = SourceError(str(error), error.cause)
+            held = self._found[key] = stamps, found
+        if isinstance(held[1], SourceError):
+            # Not itself: a traceback holds the frames, and the trees in them.
+            raise SourceError(str(held[1]), held[1].cause)
+        return held[1]
+
+    def _stamp(self, module: str) -> object:
+        """What is another when the file of `module` is another, and as long as the file is too new to be sure."""
+        if module not in self._stamps:
+            path = self.path(module)
+            self._stamps[module] = None if path is None else (path, stamp_of(path))
+        return self._stamps[module]
+
+    def forget_trees(self) -> None:
+        """Let go of the syntax trees, which take a hundred times the room of what is remembered about them."""
+        self._trees.clear()
 
     def path(self, module: str) -> str | None:
         """The file of `module`, or None where there is none (not installed, a namespace, built in)."""
@@ -138,7 +173,10 @@ class Sources:
                 return None
             spec = namespace.get("__spec__")
             return source_of(namespace.get("__file__") or _origin(spec))
-        return source_of(_origin(find_spec(module)))
+        try:
+            return source_of(_origin(find_spec(module)))
+        except UNCOMPILED as error:  # to locate a module in a zip, zipimport compiles it
+            raise SourceError(f"{module} cannot be located: {error}", "damaged") from None
 
     def tree(self, module: str) -> ast.Module:
         """The syntax tree of `module`; SourceError says why there is none."""

@@ -82,7 +82,7 @@ EDITED = BROKEN.replace("return helper(x)", "return helper(x) + 1")
 @pytest.mark.parametrize(
     ("text", "version", "arguments", "action", "remedy"),
     [
-        (EDITED, "0.16.0", {}, "drifted", "update megatron-shim"),
+        (EDITED, "0.16.0", {}, "drifted", "reinstall megatron-core 0.16.0"),
         ("x = 1", "0.11.0", {}, "out-of-range", "install megatron-core 0.16.0 to 0.18.0"),
         (BROKEN, "0.16.0", {"exclude": "roll-fix"}, "excluded", "drop what excludes it"),
         (BROKEN, "0.16.0", {"kinds": "feature"}, "excluded", "drop what excludes it"),
@@ -164,7 +164,7 @@ def test_the_text_has_one_line_per_patch_and_says_what_is_wrong(world):
     assert any("megatron-core 0.16.0 (version file" in line for line in lines)
     assert any("! megatron-core: another copy" in line for line in lines)
     assert [line.split()[0] for line in lines if line.startswith(("  roll-fix", "  faster-forward"))] == [*plan]
-    assert any(line.strip().startswith("Remedy: update megatron-shim") for line in lines)
+    assert any(line.strip().startswith("Remedy: reinstall megatron-core 0.16.0") for line in lines)
     assert f"  plan {plan.digest}" in lines
 
 
