@@ -200,6 +200,30 @@ def test_of_releases_with_the_same_body_the_nearest_is_named(verdicts):
         assert differences.get(HELPER) == {"0.18.0": "0.17.0"}.get(nearest, nearest), version
 
 
+def test_a_body_of_another_release_is_compared_with_those_that_the_variant_has(verdicts):
+    """It is known where it comes from; what it lacks here is the question, and a diff from itself would be empty."""
+    [difference] = verdicts(BROKEN.replace("return roll(x)", "return roll(x, dims=0)"))["roll-fix"].differences
+    assert (difference.target, difference.nearest) == (FORWARD, "0.16.0")
+    assert difference.why == "its body is that of megatron-core 0.18.0, which needs no patch"
+    assert [line for line in difference.diff if line[0] in "+-"][2:] == [
+        "-    return roll(x)",
+        "+    return roll(x, dims=0)",
+    ]
+
+
+def test_a_rule_that_speaks_of_what_is_not_audited_has_a_verdict(world, verdicts):
+    """Only the tree is audited; what it will run beside is open."""
+    text = world.matrix.read_text()
+    for rule in ('<0.17.0.dev0", variant: old', '<0.18.0.dev0", variant: new', '<0.19.0.dev0", note: mended'):
+        assert rule in text
+        text = text.replace(rule, rule.replace('dev0"', 'dev0", torch: ">=0.dev0"'))
+    world.matrix.write_text(text)
+    assert verdicts(BROKEN)["roll-fix"].verdict == "apply"
+    assert "beside torch of unknown version" in verdicts.audit.findings[0].reason
+    assert verdicts(EDITED)["roll-fix"].verdict == "drifted"
+    assert verdicts.audit.to_dict() and as_text(verdicts.audit) and as_markdown(verdicts.audit)
+
+
 def test_a_change_of_the_guards_alone_is_shown(verdicts):
     """They count in the fingerprint, so a diff without them would be empty."""
     text = BROKEN.replace("def roll(x", "if FAST:\n      def roll(x").replace("return helper(x)", "  return helper(x)")
