@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shim._fits import takes
 from shim.patches._arguments import add_parameters
 from shim.patches.megatron_core._packed_step import take_handed
 
@@ -45,6 +47,10 @@ def checkpointed_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
     if not takes_function:
         add_parameters(_checkpointed_forward, original, "padding_mask")  # 0.18 passes one that it does not take
+        layer = vars(sys.modules[original.__module__])["MultiTokenPredictionLayer"]
+        takes(_checkpointed_forward, inspect.signature(layer._proj_and_transformer_layer).parameters)
+    else:
+        takes(_checkpointed_forward, ["forward_func"])
     return _checkpointed_forward
 
 

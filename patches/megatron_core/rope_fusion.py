@@ -51,6 +51,7 @@ from typing import Any
 
 import torch
 
+from shim._fits import takes
 from shim.ops.rope import thd_freqs
 from shim.patches._arguments import Function, argument, replacing
 
@@ -166,6 +167,8 @@ def _apply_rotary_pos_emb_thd(original: Function, row_per_token: bool | None) ->
         together = zip(t.unsqueeze(1).split(size), rows.split(size), strict=True)
         return torch.cat([rotate(*piece) for piece in together]).squeeze(1)
 
+    how = inspect.signature(upstream["_apply_rotary_pos_emb_bshd"]).parameters
+    takes(_apply_rotary_pos_emb_thd, {"t", "cu_seqlens", "freqs", "cp_group", *how})
     return _apply_rotary_pos_emb_thd
 
 

@@ -1,6 +1,8 @@
 """rope-fusion: a fused call is told all that it is asked for, or not made; packed rows are rotated without a loop."""
 
 import contextlib
+import functools
+import inspect
 import sys
 import threading
 import types
@@ -14,6 +16,8 @@ from megatron.core.transformer import TransformerConfig, attention
 
 import shim
 from shim import testing
+from shim._fits import misfit
+from shim.patches.megatron_core.rope_fusion import bindings
 
 ID = "rope-fusion"
 RELEASE = tuple(int(part) for part in testing.release().split(".")[:3])
@@ -360,6 +364,25 @@ def test_a_table_that_is_too_short_is_an_error(on_rank, applied):
     for function in STOCK["_apply_rotary_pos_emb_thd"], rope_utils._apply_rotary_pos_emb_thd:
         with pytest.raises((IndexError, RuntimeError)):
             function(*given, **on_rank())
+
+
+def test_a_release_with_an_argument_more_is_refused():
+    """A later one tells the rotation of packed rows their longest length: every row would be a TypeError."""
+    stock = STOCK["_apply_rotary_pos_emb_thd"]
+    signature = inspect.signature(stock)
+    added = inspect.Parameter("max_seqlen", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+
+    @functools.wraps(stock)
+    def later(*args, max_seqlen=None, **kwargs):
+        return stock(*args, **kwargs)
+
+    later.__signature__ = signature.replace(parameters=[*signature.parameters.values(), added])
+    factory = bindings(shim.plan()[ID].variant, {})[rope_utils.__name__ + ":_apply_rotary_pos_emb_thd"]
+    with pytest.raises(TypeError, match="max_seqlen"):
+        t = torch.randn(TOKENS, HEADS, WIDTH)
+        factory(later)(t, offsets(), table(TOKENS), max_seqlen=1, **({"cp_group": Group()} if MINOR > (0, 12) else {}))
+    assert misfit(factory(stock), stock) == ""
+    assert "max_seqlen" in misfit(factory(later), later)
 
 
 @pytest.mark.skipif(MINOR < (0, 13), reason="0.12 has no argument cp_group")
