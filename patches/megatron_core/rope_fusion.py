@@ -69,7 +69,7 @@ def _apply_rotary_pos_emb(original: Function, unpacked: frozenset[str], packed: 
     get = {name: argument(original, name) for name in ("t", "freqs", "config", "cu_seqlens", "mscale")}
     put_config = replacing(original, "config")
     upstream = vars(sys.modules[ROPE[:-1]])
-    cp_size_of, mla_of = _cp_size(original), _mla(original)
+    cp_size_of, mla_of = _cp_size(original, upstream), _mla(original)
 
     def wants_the_untold(args: tuple[Any, ...], kwargs: dict[str, Any], config: Any) -> bool:
         cu_seqlens = get["cu_seqlens"](args, kwargs)
@@ -123,17 +123,15 @@ def _mla(original: Function) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]
     return get
 
 
-def _cp_size(original: Function) -> Callable[[tuple[Any, ...], dict[str, Any]], int]:
-    """A getter for the number of context-parallel ranks of a call."""
-    from megatron.core import parallel_state
-
+def _cp_size(original: Function, upstream: dict[str, Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], int]:
+    """A getter for the number of context-parallel ranks of a call. `upstream`: the namespace of its module."""
     if "cp_group" not in inspect.signature(original).parameters:
-        return lambda args, kwargs: parallel_state.get_context_parallel_world_size()
+        return lambda args, kwargs: upstream["parallel_state"].get_context_parallel_world_size()
     group_of = argument(original, "cp_group")
 
     def get(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         group = group_of(args, kwargs)
-        return (parallel_state.get_context_parallel_group() if group is None else group).size()
+        return (upstream["parallel_state"].get_context_parallel_group() if group is None else group).size()
 
     return get
 

@@ -1,0 +1,61 @@
+"""What the factories of a patch do when they are run, seen from outside."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from shim._aliases import unwrap
+from shim._bind import Binder
+from shim._fingerprint import split_target
+from shim._plan import Plan
+
+__all__ = ["imports_of_factories"]
+
+
+def imports_of_factories(plan: Plan, id: str) -> list[str]:
+    """What the factories of patch `id` import on the installed releases: "target imports module", sorted.
+
+    The engine runs them under its lock. An import may wait for another thread's, also where the module is loaded, and
+    that thread may wait for the lock; so it must be empty. Modules of the standard library are not counted. Imports
+    the modules of all targets.
+    """
+    decision = plan[id]
+    module = importlib.import_module(plan.matrix.patches[id].module)
+    binder = Binder()
+    found: set[str] = set()
+    for target in decision.targets:
+        importlib.import_module(split_target(target)[0])
+    for target, factory in module.bindings(decision.variant, dict(decision.options)).items():
+        value = binder.resolve(target, target in decision.added)[2]
+        with _recorded() as names:
+            factory(unwrap(value))
+        found.update(f"{target} imports {name}" for name in names)
+    return sorted(found)
+
+
+@contextlib.contextmanager
+def _recorded() -> Iterator[list[str]]:
+    """Names of modules, other than the standard library's, that this thread asks for in any of the usual ways."""
+    names: list[str] = []
+    import_statement, import_module = builtins.__import__, importlib.import_module
+
+    def note(name: str) -> None:
+        if name.partition(".")[0] not in sys.stdlib_module_names:
+            names.append(name)
+
+    def statement(name: str, *args: Any, **kwargs: Any) -> Any:
+        note(name)
+        return import_statement(name, *args, **kwargs)
+
+    def function(name: str, package: str | None = None) -> Any:
+        note(name)
+        return import_module(name, package)
+
+    with mock.patch.object(builtins, "__import__", statement), mock.patch.object(importlib, "import_module", function):
+        yield names

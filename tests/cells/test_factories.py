@@ -1,0 +1,71 @@
+"""Factories run under the engine's lock: on the real release, none of them imports anything."""
+
+import os
+import subprocess
+import sys
+from textwrap import dedent
+
+import pytest
+
+import shim
+from shim import testing
+from shim.testing.factories import imports_of_factories
+
+PLAN = shim.plan()
+WANTED = [id for id, decision in PLAN.decisions.items() if decision.wanted]
+
+
+@pytest.mark.parametrize("id", WANTED)
+def test_factories_import_nothing(id):
+    """Not even what is loaded: while it is being imported elsewhere, an import waits for it."""
+    assert imports_of_factories(PLAN, id) == []
+
+
+# One thread imports megatron.core for the first time, and is behind rope_utils, but not at its end, while another
+# one applies.
+TWO_THREADS = dedent(
+    """
+    import sys, threading
+    from importlib.machinery import PathFinder
+    import torch, shim
+
+    NEXT = "megatron.core.models.common.embeddings.rotary_pos_embedding"
+    paused, applied = threading.Event(), threading.Event()
+
+    class Pause:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            spec = PathFinder.find_spec(name, path) if name == NEXT else None
+            if spec is not None:
+                run = spec.loader.exec_module
+                def exec_module(module):
+                    paused.set()
+                    in_time.append(applied.wait(30))
+                    if not in_time[0]:
+                        raise SystemExit("apply() waits for the import, which would wait for its lock")
+                    run(module)
+                spec.loader.exec_module = exec_module
+            return spec
+
+    def apply():
+        paused.wait()
+        shim.apply()
+        applied.set()
+
+    in_time = []
+    sys.meta_path.insert(0, Pause)
+    threading.Thread(target=apply, daemon=True).start()
+    import megatron.core
+    assert in_time == [True]
+    assert shim.status()["rope-fusion"].state == "applied", shim.status()
+    """
+)
+
+
+@pytest.mark.skipif(testing.release() != "0.16.1", reason="one release says it: starting a process takes seconds")
+def test_apply_while_another_thread_imports_megatron():
+    """Neither waits for the other."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-c", TWO_THREADS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,13 @@
+"""Factories run under the engine's lock: none of them imports anything, with Transformer Engine neither."""
+
+import pytest
+
+import shim
+from shim.testing.factories import imports_of_factories
+
+PLAN = shim.plan()
+
+
+@pytest.mark.parametrize("id", [id for id, decision in PLAN.decisions.items() if decision.wanted])
+def test_factories_import_nothing(id):
+    assert imports_of_factories(PLAN, id) == []
