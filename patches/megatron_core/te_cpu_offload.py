@@ -85,7 +85,8 @@ def _restore(found: tuple[Any, Any, bool]) -> None:
 
 
 def _context(original: Function) -> Function:
-    inner = getattr(sys.modules[EXTENSIONS], "_get_cpu_offload_context", None)
+    upstream = vars(sys.modules[EXTENSIONS])
+    inner = upstream.get("_get_cpu_offload_context")
     known = set() if inner is None else set(inspect.signature(inner).parameters)
     if inner is None or "double_buffering" not in known or "retain_pinned_cpu_buffers" in known:
         return original
@@ -100,7 +101,9 @@ def _context(original: Function) -> Function:
         double_buffering: bool,
         retain_pinned_cpu_buffers: bool,
     ) -> Any:
-        return inner(enabled, num_layers, model_layers, activation_offloading, weight_offloading, double_buffering)
+        return upstream["_get_cpu_offload_context"](
+            enabled, num_layers, model_layers, activation_offloading, weight_offloading, double_buffering
+        )
 
     return get_cpu_offload_context
 

@@ -34,6 +34,8 @@ from typing import Any
 import torch
 from torch import Tensor, dtype
 
+from shim._aliases import namespace_of
+
 EXTENSIONS = "megatron.core.extensions.transformer_engine:"
 ROPE = "megatron.core.models.common.embeddings.rope_utils:"
 ATTENTION = "megatron.core.transformer.attention:"
@@ -44,35 +46,39 @@ CLIP = "megatron.core.optimizer.clip_grads:"
 log = logging.getLogger("shim")
 
 
-def _moved(name: str, *modules: str) -> Any:
-    """The object where it is now; None, with a warning, where it has moved on."""
+def _home(name: str, *modules: str) -> Any:
+    """The module that has `name` now; None, with a warning, where it has moved on.
+
+    What is bound reads the name from there at each call: others replace it, as the batch-invariant mode of 0.16 does.
+    """
     # Importing is not for a factory; where Transformer Engine could not be imported there is nothing to give.
     if "transformer_engine.pytorch" not in sys.modules:
         return None
     for module in modules:
-        found = getattr(sys.modules.get(f"transformer_engine.pytorch.{module}"), name, None)
-        if found is not None:
-            return found
+        home = sys.modules.get(f"transformer_engine.pytorch.{module}")
+        # From the dictionary: an attribute read would import a lazy module.
+        if home is not None and namespace_of(home).get(name) is not None:
+            return home
     log.warning("te-moved-symbols: no %s in %s of Transformer Engine: a feature stays off", name, ", ".join(modules))
     return None
 
 
 def _split_along_dim(original: Any) -> Any:
-    split = None if callable(original) else _moved("SplitAlongDim", "utils")
-    if split is None:
+    home = None if callable(original) else _home("SplitAlongDim", "utils")
+    if home is None:
         return original
 
     def split_along_dim(*args: Any) -> tuple[Tensor, ...]:
-        return split.apply(*args)
+        return home.SplitAlongDim.apply(*args)
 
     return split_along_dim
 
 
 def _rope(original: Any) -> Any:
-    apply = _moved("apply_rotary_pos_emb", "attention.rope", "attention")
-    if apply is None:
+    home = _home("apply_rotary_pos_emb", "attention.rope", "attention")
+    if home is None:
         return original
-    interleaves = "interleaved" in inspect.signature(apply).parameters
+    interleaves = "interleaved" in inspect.signature(home.apply_rotary_pos_emb).parameters
     if callable(original) and (interleaves or original.__module__ + ":" != EXTENSIONS):
         return original
 
@@ -81,33 +87,33 @@ def _rope(original: Any) -> Any:
         t: Tensor, freqs: Tensor, transpose_output_memory: bool = False, interleaved: bool = False
     ) -> Tensor:
         if interleaves:
-            return apply(t, freqs, tensor_format="sbhd", interleaved=interleaved, fused=True)
+            return home.apply_rotary_pos_emb(t, freqs, tensor_format="sbhd", interleaved=interleaved, fused=True)
         if interleaved:
             raise ValueError(
                 "Transformer Engine has interleaved fused RoPE from 2.3 on: set apply_rope_fusion to False"
             )
-        return apply(t, freqs, tensor_format="sbhd", fused=True)
+        return home.apply_rotary_pos_emb(t, freqs, tensor_format="sbhd", fused=True)
 
     return fused_apply_rotary_pos_emb
 
 
 def _packed_rope(original: Any) -> Any:
-    apply = None if callable(original) else _moved("apply_rotary_pos_emb", "attention.rope", "attention")
-    if apply is None:
+    home = None if callable(original) else _home("apply_rotary_pos_emb", "attention.rope", "attention")
+    if home is None:
         return original
 
     def fused_apply_rotary_pos_emb_thd(
         t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0
     ) -> Tensor:
         where = {"cu_seqlens": cu_seqlens, "cp_size": cp_size, "cp_rank": cp_rank}
-        return apply(t, freqs, tensor_format="thd", fused=True, **where)
+        return home.apply_rotary_pos_emb(t, freqs, tensor_format="thd", fused=True, **where)
 
     return fused_apply_rotary_pos_emb_thd
 
 
 def _general_gemm(original: Any) -> Any:
-    gemm = None if callable(original) else _moved("general_gemm", "cpp_extensions")
-    if gemm is None:
+    home = None if callable(original) else _home("general_gemm", "cpp_extensions")
+    if home is None:
         return original
 
     def te_general_gemm(
@@ -119,44 +125,44 @@ def _general_gemm(original: Any) -> Any:
         bias: Tensor | None = None,
         grad: bool = False,
     ) -> Any:
-        return gemm(A, B, out_dtype=out_dtype, layout=layout, out=out, bias=bias, grad=grad)
+        return home.general_gemm(A, B, out_dtype=out_dtype, layout=layout, out=out, bias=bias, grad=grad)
 
     return te_general_gemm
 
 
 def _neighbour(original: Any, name: str) -> Any:
-    """Transformer Engine's function, where megatron-core has its own loop."""
-    return _moved(name, "optimizers") if original.__module__ == "megatron.core.utils" else None
+    """The module with Transformer Engine's function, where megatron-core has its own loop."""
+    return _home(name, "optimizers") if original.__module__ == "megatron.core.utils" else None
 
 
 # Their arguments have the names that the loops give them.
 
 
 def _applier(original: Any) -> Any:
-    found = _neighbour(original, "multi_tensor_applier")
+    home = _neighbour(original, "multi_tensor_applier")
 
     def multi_tensor_applier(op: Any, noop_flag_buffer: Any, tensor_lists: Any, *args: Any) -> Any:
-        return found(op, noop_flag_buffer, tensor_lists, *args)
+        return home.multi_tensor_applier(op, noop_flag_buffer, tensor_lists, *args)
 
-    return original if found is None else multi_tensor_applier
+    return original if home is None else multi_tensor_applier
 
 
 def _l2_norm(original: Any) -> Any:
-    found = _neighbour(original, "multi_tensor_l2norm")
+    home = _neighbour(original, "multi_tensor_l2norm")
 
     def multi_tensor_l2norm(chunk_size: int, noop_flag: Any, tensor_lists: Any, per_tensor: bool, *args: Any) -> Any:
-        return found(chunk_size, noop_flag, tensor_lists, per_tensor, *args)
+        return home.multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor, *args)
 
-    return original if found is None else multi_tensor_l2norm
+    return original if home is None else multi_tensor_l2norm
 
 
 def _scale(original: Any) -> Any:
-    found = _neighbour(original, "multi_tensor_scale")
+    home = _neighbour(original, "multi_tensor_scale")
 
     def multi_tensor_scale(chunk_size: int, noop_flag: Any, tensor_lists: Any, scale: float) -> Any:
-        return found(chunk_size, noop_flag, tensor_lists, scale)
+        return home.multi_tensor_scale(chunk_size, noop_flag, tensor_lists, scale)
 
-    return original if found is None else multi_tensor_scale
+    return original if home is None else multi_tensor_scale
 
 
 def _have_te(original: Any) -> Any:

@@ -129,6 +129,16 @@ def test_a_model_can_be_built():
             testing.run_packed(model, testing.pack(testing.random_sequences([5, 7, 4])))
 
 
+@pytest.mark.skipif(MCORE != (0, 17) or not (2, 5) <= TE < (2, 10), reason="the pairs whose call is adjusted")
+def test_the_function_beneath_is_read_at_each_call(monkeypatch):
+    """As upstream reads it; somebody may replace it behind apply()."""
+    calls = []
+    with shim.patched(only=[ID], require=[ID]):
+        monkeypatch.setattr(extensions, "_get_cpu_offload_context", lambda *args: calls.append(args))
+        extensions.get_cpu_offload_context(True, 1, 2, True, False, False, True)
+    assert calls == [(True, 1, 2, True, False, False)]
+
+
 # The variable
 
 

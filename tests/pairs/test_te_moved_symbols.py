@@ -157,10 +157,9 @@ def test_fused_rope_is_called_as_this_engine_takes_it(monkeypatch):
         calls.append(dict(real.bind(*args, **kwargs).arguments))
         return args[0]
 
-    stand_in.__signature__ = real
-    monkeypatch.setattr(module, "apply_rotary_pos_emb", stand_in)
     t, freqs, cu_seqlens = torch.ones(4, 1, 2, 8), torch.ones(4, 1, 1, 8), torch.tensor([0, 4])
     with shim.patched(only=[ID], require=[ID]):
+        monkeypatch.setattr(module, "apply_rotary_pos_emb", stand_in)  # behind apply(): it is read at each call
         rope = importlib.import_module(ROPE)
         rope.fused_apply_rotary_pos_emb(t, freqs, transpose_output_memory=True)
         rope.fused_apply_rotary_pos_emb_thd(t[:, 0], cu_seqlens, freqs, cp_size=2, cp_rank=1)
@@ -194,15 +193,54 @@ def test_general_gemm_is_called_as_this_engine_takes_it(monkeypatch):
     def stand_in(*args, **kwargs):
         calls.append(dict(real.bind(*args, **kwargs).arguments))
 
-    monkeypatch.setattr(cpp_extensions, "general_gemm", stand_in)
     a, b = torch.ones(2, 3), torch.ones(4, 3)
     with shim.patched(only=[ID], require=[ID]):
+        monkeypatch.setattr(cpp_extensions, "general_gemm", stand_in)  # behind apply(): it is read at each call
         moe = importlib.import_module(GEMM[1][0])
         moe.te_general_gemm(a, b, torch.float32, layout="NT", bias=a, grad=True)
     (call,) = calls
     assert (call["A"], call["B"], call["bias"]) == (a, b, a)
     assert (call["out_dtype"], call["layout"], call["grad"]) == (torch.float32, "NT", True)
     assert not set(call) & {"workspace"}
+
+
+@pytest.mark.skipif(MCORE[:2] != (0, 16) or TE < (2, 10), reason="0.16 with the batch-invariant mode, and TE 2.10")
+def test_the_router_follows_the_batch_invariant_mode(monkeypatch):
+    """Which replaces Transformer Engine's function when it is switched on, after apply(), and puts it back. Its
+    kernels need a GPU, so what is called instead is a stand-in under upstream's name."""
+    mode = importlib.import_module("megatron.core.transformer.custom_layers.batch_invariant_kernels")
+    moe, calls = importlib.import_module(GEMM[1][0]), []
+
+    def of_the_mode(weight, inp, dtype=None, layout="TN", bias=None, **_):
+        calls.append(layout)
+        return [(inp @ weight.T).to(dtype)]
+
+    monkeypatch.setattr(mode, "_te_general_gemm_patched", of_the_mode)
+    weight, inp = torch.randn(4, 8), torch.randn(3, 8)
+    with shim.patched(only=[ID], require=[ID]):
+        mode._te_patch_for_batch_invariant()
+        try:
+            found = moe.router_gating_linear(inp, weight, None, torch.float32)
+        finally:
+            mode._te_unpatch_for_batch_invariant()
+        assert calls == ["TN"] and torch.equal(found, inp @ weight.T)
+        with pytest.raises(testing.CompiledOpError):
+            moe.router_gating_linear(inp, weight, None, torch.float32)
+
+
+@needs_it
+@pytest.mark.skipif(TE < (2, 3), reason="stock has it")
+def test_the_split_is_read_at_each_call(monkeypatch):
+    utils, calls = importlib.import_module("transformer_engine.pytorch.utils"), []
+
+    class Other:
+        apply = staticmethod(lambda *args: calls.append(args))
+
+    with shim.patched(only=[ID], require=[ID]):
+        monkeypatch.setattr(utils, "SplitAlongDim", Other)
+        for module, name in SPLIT:
+            vars(importlib.import_module(module))[name](torch.ones(2), 0, [1, 1])
+    assert len(calls) == 2
 
 
 @pytest.mark.skipif(MCORE < (0, 14) or TE >= (2, 3), reason="this pair has get_dummy_wgrad")
@@ -239,19 +277,25 @@ def test_the_norm_of_gradients_is_that_of_transformer_engine(monkeypatch):
         for source, target in zip(*tensor_lists, strict=True):
             target.copy_(source * factor)
 
-    monkeypatch.setattr(optimizers, "multi_tensor_l2norm", norm)
-    monkeypatch.setattr(optimizers, "multi_tensor_scale", scale)
+    applier = optimizers.multi_tensor_applier
+
+    def counting(*args):
+        calls.append("applier")
+        return applier(*args)
+
     monkeypatch.setattr(torch.Tensor, "type", lambda self: "torch.cuda.FloatTensor")
     weights = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(4))]
     for weight in weights:
         weight.grad = torch.full_like(weight, 2.0)
     with testing.layout_initialised(Layout()), shim.patched(only=[ID], require=[ID]):
         assert importlib.import_module("megatron.core.utils").local_multi_tensor_applier is local
+        for name, stand_in in (("l2norm", norm), ("scale", scale), ("applier", counting)):
+            monkeypatch.setattr(optimizers, f"multi_tensor_{name}", stand_in)  # behind apply(): read at each call
         group = importlib.import_module("megatron.core.parallel_state").get_data_parallel_group()
         total = clip.get_grad_norm_fp32([weight.grad for weight in weights], grad_stats_parallel_group=group)
         assert total == pytest.approx(28**0.5)
         clip.clip_grad_by_total_norm_fp32(weights, 1.0, total)
-    assert calls == ["norm", "scale"]
+    assert calls == ["applier", "norm", "applier", "scale"]
     assert weights[0].grad[0] == pytest.approx(2 / 28**0.5, rel=1e-5)
     assert clip.multi_tensor_applier is local
 
