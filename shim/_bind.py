@@ -62,7 +62,7 @@ class Slot:
 
     def __str__(self) -> str:
         owner = self.owner
-        if isinstance(owner, type):
+        if issubclass(type(owner), type):
             return f"{owner.__module__}.{owner.__qualname__}.{self.name}"
         return f"{namespace_of(owner)['__name__']}.{self.name}"
 
@@ -164,7 +164,7 @@ class Binder:
         *path, name = qualname.split(".")
         for part in path:
             owner = namespace_of(owner).get(part, MISSING)
-            if not isinstance(owner, type):
+            if not issubclass(type(owner), type):  # a proxy passes for a class with isinstance
                 raise BindError(f"{target} is gone: {part} is not a class of the installed release")
         value = namespace_of(owner).get(name, MISSING)
         if value is MISSING and isinstance(owner, type):
@@ -176,7 +176,8 @@ class Binder:
     def beneath(self, value: Any) -> Any:
         """`value`, or where it is ours what was there before it."""
         inner = unwrap(value)
-        if not isinstance(inner, (types.FunctionType, type)):
+        # Asked of type(): a proxy passes for the function it wraps, and equals it too.
+        if not issubclass(type(inner), (types.FunctionType, type)):
             return value
         if inner in self._added:
             return None  # what upstream's guarded import of it would have left
@@ -440,7 +441,7 @@ class Binder:
             return
         self.chains[chain.target] = after
         inner = unwrap(after.top)
-        if not isinstance(inner, (types.FunctionType, type)):
+        if not issubclass(type(inner), (types.FunctionType, type)):
             return
         if chain.base is MISSING:
             self._added.add(inner)
