@@ -11,8 +11,8 @@ import tokenize
 import warnings
 import zlib
 from collections.abc import Callable, Iterable
-from importlib.machinery import ModuleSpec
-from importlib.util import decode_source
+from importlib.machinery import BuiltinImporter, FrozenImporter, ModuleSpec, PathFinder
+from importlib.util import decode_source, spec_from_file_location
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +28,8 @@ T = TypeVar("T")
 MAX_SOURCE_BYTES = 1_000_000
 # What sources are written in. A file can name other codecs, some of which unpack it or take quadratic time.
 ENCODINGS = ("utf-8", "utf-8-sig", "ascii", "iso-8859-1", "cp1252")
+
+PYTHONS_OWN = (BuiltinImporter, FrozenImporter, PathFinder)
 
 # Of the whole process: what catch_warnings changes and puts back, and the depth at which ast.parse builds its nodes,
 # which is counted wrongly where two threads build at once (SystemError, seen on Python 3.11).
@@ -74,8 +76,28 @@ def _nested_namespace(module: str, path: list[str]) -> ModuleSpec:
     return spec
 
 
-def find_spec(module: str) -> ModuleSpec | None:
-    """The spec an import of `module` would use; nothing is imported, no parent either."""
+def _editable(finder: Any, module: str) -> ModuleSpec | None:
+    """The spec of what ``pip install -e`` has mapped, read from the table of the finder that it has installed."""
+    cls = finder if issubclass(type(finder), type) else type(finder)
+    place = None
+    if cls.__module__.startswith("__editable__") and cls.__module__ in sys.modules:  # setuptools
+        place = vars(sys.modules[cls.__module__]).get("MAPPING", {}).get(module)
+    elif cls.__module__ == "editables.redirector":  # hatchling, pdm
+        place = vars(cls).get("_redirections", {}).get(module)
+    if place is None:
+        return None
+    candidates = (os.path.join(place, "__init__.py"), f"{place}.py", place)
+    file = next((candidate for candidate in candidates if os.path.isfile(candidate)), None)
+    return spec_from_file_location(module, file)
+
+
+def find_spec(module: str, *, everyone: bool = False) -> ModuleSpec | None:
+    """The spec an import of `module` would use; nothing is imported, no parent either.
+
+    Only Python's own finders are asked, and the tables of editable installations are read: others import what they are
+    asked for, or its parents, as post-import hooks do. `everyone`: ask them as well, where something is being imported
+    anyway.
+    """
     parent, _, _ = module.rpartition(".")
     path: list[str] | None = None
     if parent:
@@ -85,9 +107,12 @@ def find_spec(module: str) -> ModuleSpec | None:
     for finder in sys.meta_path:
         if is_ours(finder):
             continue
-        look = getattr(finder, "find_spec", None)
         try:
-            spec = None if look is None else look(module, path)
+            if everyone or any(finder is own for own in PYTHONS_OWN):
+                look = getattr(finder, "find_spec", None)
+                spec = None if look is None else look(module, path)
+            else:
+                spec = _editable(finder, module)
         except ImportError:  # a finder that forbids the module; an import would fail just so
             return None
         except KeyError:

@@ -30,10 +30,10 @@ __all__ = ["StandIns", "is_missing"]
 
 
 def is_missing(package: str) -> bool:
-    """Whether there is no such top-level package; a broken one is there. Nothing is imported."""
+    """Whether there is no such top-level package; a broken one is there. Asks all finders, as its import would."""
     if package in sys.modules:
         return sys.modules[package] is None  # which forbids its import
-    return find_spec(package) is None
+    return find_spec(package, everyone=True) is None
 
 
 def _is_dunder(name: str) -> bool:
