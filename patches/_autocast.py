@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shim.patches._fp8_scales import ForwardScales
+
 
 class Autocast(NamedTuple):
     """What an autocast region says: whether it quantizes or calibrates, by which recipe, reducing amax over whom."""
@@ -73,22 +75,31 @@ def remembering(function: Callable[..., Any], track: bool) -> Callable[..., Any]
     """`function` of a checkpoint, which from its second call on runs in the autocast region of now.
 
     It is `function` itself where no region is active. With `track`, delayed scaling takes the scales of the first call
-    again in the second, so there must be a second one; a checkpoint inside another that tracks, or one of Transformer
-    Engine's own, does not need it.
+    again in all later ones; a checkpoint of Transformer Engine's own does not need it. Without te-fp8-state, which
+    keeps the scales by checkpoint, they come from Transformer Engine's queues: there must be exactly one second call
+    then, in the order of the first ones, and a checkpoint inside of another one that tracks is not tracked.
     """
     state = active_autocast()
     if state is None:
         return function
-    tracked = track and state.enabled and not _in_tracked_region()
+    track = track and state.enabled
+    # Inside of a tracked region its flags are right for the first call already.
+    tracked = track and not _in_tracked_region()
+    scales = ForwardScales()
     first = True
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal first
+        if not track:
+            again, first = not first, False
+            with entered(state) if again else nullcontext():
+                return function(*args, **kwargs)
         if first:
             first = False
-            with _tracked(recompute_phase=False) if tracked else nullcontext():
+            with scales.recording(), _tracked(recompute_phase=False) if tracked else nullcontext():
                 return function(*args, **kwargs)
-        with entered(state), _tracked(recompute_phase=True) if tracked else nullcontext():
+        phase = _tracked(recompute_phase=True) if tracked or scales else nullcontext()
+        with entered(state), scales.replaying(), phase:
             return function(*args, **kwargs)
 
     return run

@@ -30,12 +30,14 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from shim.patches._arguments import Function
 from shim.patches._autocast import active_autocast, remembering
+from shim.patches._fp8_scales import ForwardScales
 
 RANDOM = "megatron.core.tensor_parallel.random:"
 BLOCK = "megatron.core.transformer.transformer_block:TransformerBlock."
@@ -96,6 +98,35 @@ def _recompute(original: Function) -> Function:
     return _recompute
 
 
+def _keeping_scales(original: Function) -> Function:
+    """CheckpointWithoutOutput from 0.13: the scales of its forward pass, with te-fp8-state."""
+
+    @functools.wraps(original)
+    def checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.fp8:
+            return original(self, *args, **kwargs)
+        self.forward_scales = ForwardScales()
+        with self.forward_scales.recording():
+            return original(self, *args, **kwargs)
+
+    return checkpoint
+
+
+def _with_its_scales(original: Function) -> Function:
+    @functools.wraps(original)
+    def _recompute(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # There is one recompute: the next call finds that, and returns.
+        scales = vars(self).pop("forward_scales", None)
+        with scales.replaying() if scales is not None else nullcontext():
+            return original(self, *args, **kwargs)
+
+    return _recompute
+
+
+def _guarded_with_its_scales(original: Function) -> Function:
+    return _with_its_scales(_recompute(original))
+
+
 def _block_checkpointed_forward(original: Function) -> Function:
     """0.12: each recomputed layer in the region that it has without recompute."""
 
@@ -135,12 +166,15 @@ BINDINGS: dict[str, dict[str, Callable[[Function], Function]]] = {
         RANDOM + "checkpoint": _checkpoint,
         RANDOM + "CheckpointFunction.forward": _checkpoint_function_forward,
         RANDOM + "CheckpointWithoutOutput.__init__": _init,
-        RANDOM + "CheckpointWithoutOutput._recompute": _recompute,
+        RANDOM + "CheckpointWithoutOutput.checkpoint": _keeping_scales,
+        RANDOM + "CheckpointWithoutOutput._recompute": _guarded_with_its_scales,
     },
     "guarded": {  # from 0.16
         RANDOM + "checkpoint": _checkpoint,
         RANDOM + "CheckpointFunction.forward": _checkpoint_function_forward,
         RANDOM + "CheckpointWithoutOutput.__init__": _init,
+        RANDOM + "CheckpointWithoutOutput.checkpoint": _keeping_scales,
+        RANDOM + "CheckpointWithoutOutput._recompute": _with_its_scales,
     },
 }
 

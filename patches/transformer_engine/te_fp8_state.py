@@ -8,14 +8,26 @@ What is wrong, since when:
 - 2.2 to 2.20, delayed scaling: leaving the restored region reduces amax over ranks and moves every amax history on,
   once for each recomputed chunk, although the region of the forward pass has done so. Histories forget earlier than
   amax_history_len says, scales differ from those without recompute, and each chunk costs a collective.
+- 2.1 to 2.20, delayed scaling: what a recompute takes again (scales, amax histories, whether the first module of the
+  region is to come) is in queues of the process, first in, first out. A recompute takes another forward pass's scales
+  where backward comes in another order (one layer for several depths of MTP, two microbatches) or where a forward pass
+  never ran backward; a second backward (retain_graph) finds none, nor does a module in evaluation mode (up to 2.19).
+- a checkpoint inside of another one ends the tracking of the outer one, and takes the scales of now in its recompute.
+- a recompute that raises leaves its modules with the scales of the forward pass.
 - entering a region that the GPU cannot do raises after the state was set, and leaves FP8 switched on for everything
   that comes. 2.7 looks first, but not for NVFP4 and not where no recipe is given.
 
-The rule: a recompute runs in the region of its forward pass and leaves scales and histories as they were; a region that
-cannot be entered leaves nothing behind.
+The rule: a recompute runs in the region of its forward pass, takes the scales that this forward pass had, and leaves
+scales and histories as they were; a region that cannot be entered leaves nothing behind. Every checkpoint keeps the
+scales of its own forward pass (_fp8_scales), so that they go when it goes.
 
 What megatron-core needs of `checkpoint` is the reentrant one; in 2.1 that with use_reentrant=False is left as it is.
 The region that `checkpoint` restores from 2.2 on has no amax group; in a recompute none is used.
+
+Not covered: operations of transformer_engine.pytorch.ops, which take no part in Transformer Engine's own bookkeeping
+either; LayerNormMLP(checkpoint=True), which recomputes itself and keeps its queue; the scales of gradients, which every
+recomputed module moves on (upstream). Attention in FP8 of a module in evaluation mode (2.8 to 2.19) keeps no scales:
+its recompute raises ScalesError.
 
 Upstream: open. Delete a variant when its releases are no longer supported, and the patch when leaving a region in a
 recompute reduces nothing and a failed entry restores the state.
@@ -24,15 +36,20 @@ recompute reduces nothing and a failed entry restores the state.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from shim.patches._arguments import Function
 from shim.patches._autocast import remembering
+from shim.patches._fp8_scales import ForwardScales, ScalesError, Within, own_queue, recording, replay
 
-CHECKPOINT = "transformer_engine.pytorch.distributed:_CheckpointFunction."
+DISTRIBUTED = "transformer_engine.pytorch.distributed:"
+CHECKPOINT = DISTRIBUTED + "_CheckpointFunction."
+MODULE = "transformer_engine.pytorch.module.base:TransformerEngineBaseModule."
 FP8 = "transformer_engine.pytorch.fp8:FP8GlobalStateManager."
 QUANTIZATION = "transformer_engine.pytorch.quantization:FP8GlobalStateManager."  # its place from 2.9
 
@@ -62,6 +79,171 @@ def _get_old_fp8_meta_tensors_for_recompute(original: Function) -> Function:
     return get_old_fp8_meta_tensors_for_recompute
 
 
+def _copy_forward_fp8_meta_tensors_for_recompute(original: Function) -> Function:
+    """What Transformer Engine would put into its queue goes to the checkpoints whose forward pass this is."""
+
+    @functools.wraps(original)
+    def copy_forward_fp8_meta_tensors_for_recompute(cls: Any, fp8_meta: dict[str, Any]) -> None:
+        checkpoints = recording()
+        if not checkpoints:
+            original(cls, fp8_meta)
+            return
+        with own_queue(cls, fp8_meta, []) as queue:
+            original(cls, fp8_meta)
+        for entry in queue:
+            for scales in checkpoints:
+                scales.keep(fp8_meta, entry)
+
+    return copy_forward_fp8_meta_tensors_for_recompute
+
+
+def _replayed(original: Function) -> Function:
+    """What Transformer Engine takes from its queue is what the forward pass of this checkpoint has left."""
+
+    @functools.wraps(original)
+    def get_old_fp8_meta_tensors_for_recompute(cls: Any, fp8_meta: dict[str, Any]) -> None:
+        from transformer_engine.pytorch.distributed import in_fp8_activation_recompute_phase
+
+        now = replay()
+        if now is None or not in_fp8_activation_recompute_phase():
+            return original(cls, fp8_meta)
+        entries = now.take(cls, fp8_meta)
+        # The forward pass of a checkpoint inside of this recompute.
+        for scales, entry in itertools.product(recording(), entries):
+            scales.keep(fp8_meta, entry)
+        try:
+            with own_queue(cls, fp8_meta, entries):
+                original(cls, fp8_meta)
+        except IndexError as error:
+            if entries:
+                raise
+            raise ScalesError(
+                "te-fp8-state: a module of Transformer Engine is recomputed under delayed scaling, and the forward "
+                "pass of this checkpoint has kept no scales for it. It must run as it did in the forward pass: the "
+                "same modules, as often, quantized as before. Attention in FP8 cannot be recomputed in evaluation mode"
+            ) from error
+
+    return get_old_fp8_meta_tensors_for_recompute
+
+
+def _init_fp8_metadata(original: Function) -> Function:
+    """Up to 2.19: a module in evaluation mode keeps its scales for a recompute too; one in training does so itself."""
+
+    @functools.wraps(original)
+    def init_fp8_metadata(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if not recording() or self.training or not self.fp8:
+            return
+        from transformer_engine.pytorch import distributed
+
+        if distributed.is_fp8_activation_recompute_enabled():
+            distributed.FP8GlobalStateManager.copy_forward_fp8_meta_tensors_for_recompute(self.fp8_meta)
+
+    return init_fp8_metadata
+
+
+def _checkpoint_forward(original: Function) -> Function:
+    @functools.wraps(original)
+    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        ctx.forward_scales = ForwardScales()
+        with ctx.forward_scales.recording():
+            return original(ctx, *args, **kwargs)
+
+    return forward
+
+
+def _checkpoint_backward(original: Function) -> Function:
+    @functools.wraps(original)
+    def backward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        scales = getattr(ctx, "forward_scales", None)  # none where the forward pass was before the patch
+        with scales.replaying() if scales is not None else nullcontext():
+            return original(ctx, *args, **kwargs)
+
+    return backward
+
+
+def _get_activation_recompute_contexts(original: Function) -> Function:
+    """The contexts of a checkpoint that is not reentrant: for its forward pass, and for its recomputes."""
+
+    @functools.wraps(original)
+    def get_activation_recompute_contexts(*args: Any, **kwargs: Any) -> Any:
+        forward, recompute = original(*args, **kwargs)
+        scales = ForwardScales()
+        return Within(scales.recording, forward), Within(scales.replaying, recompute)
+
+    return get_activation_recompute_contexts
+
+
+# The flags of a tracked region: until 2.18, and from 2.19.
+FLAGS = (
+    ("_FP8_ACTIVATION_RECOMPUTE_ENABLED", "_FP8_ACTIVATION_RECOMPUTE_PHASE"),
+    ("_IN_ACTIVATION_RECOMPUTE_REGION", "_ACTIVATION_RECOMPUTE_PHASE"),
+)
+
+
+def _region_enter(original: Function) -> Function:
+    """A tracked region keeps its flag of the first module itself; a forward pass inside of a recompute stays one."""
+
+    @functools.wraps(original)
+    def __enter__(self: Any) -> Any:
+        from transformer_engine.pytorch import distributed
+
+        found = {name: vars(distributed)[name] for names in FLAGS for name in names if name in vars(distributed)}
+        vars(self).setdefault("flags_found", []).append(found)
+        if not self.activation_recompute:
+            return original(self)
+        if not self.recompute_phase:
+            if distributed.in_fp8_activation_recompute_phase():
+                return None
+            (*_, scales) = recording() or (None,)
+            if scales is None or scales.is_first_module is not None:
+                return original(self)
+            with _own_flags([]) as flags:
+                original(self)
+            (scales.is_first_module,) = flags
+            return None
+        now = replay()
+        if now is None or now.entered:
+            return original(self)
+        now.entered = True
+        with _own_flags([now.scales.is_first_module]):
+            return original(self)
+
+    return __enter__
+
+
+@contextmanager
+def _own_flags(flags: list[Any]) -> Iterator[list[Any]]:
+    """While it is entered, Transformer Engine finds `flags` as the queue of those flags, and leaves its own alone."""
+    from transformer_engine.pytorch.distributed import FP8GlobalStateManager, activation_recompute_forward
+
+    if flags == [None]:  # the forward pass was in another one's region: it is as that region has left it
+        state = getattr(FP8GlobalStateManager, "quantization_state", None)  # from 2.15
+        flags = [FP8GlobalStateManager.IS_FIRST_FP8_MODULE if state is None else state.is_first_fp8_module]
+    queue = activation_recompute_forward._is_first_fp8_module
+    activation_recompute_forward._is_first_fp8_module = flags
+    try:
+        yield flags
+    finally:
+        activation_recompute_forward._is_first_fp8_module = queue
+
+
+def _region_exit(original: Function) -> Function:
+    """What is around a tracked region goes on being tracked when it ends."""
+
+    @functools.wraps(original)
+    def __exit__(self: Any, *exception: Any) -> Any:
+        from transformer_engine.pytorch import distributed
+
+        result = original(self, *exception)
+        found = vars(self).get("flags_found")
+        if found:  # not where it was entered before the patch
+            vars(distributed).update(found.pop())
+        return result
+
+    return __exit__
+
+
 def _autocast_enter(original: Function) -> Function:
     """A region that cannot be entered leaves nothing behind."""
 
@@ -88,7 +270,8 @@ def _autocast_exit(original: Function) -> Function:
     def autocast_exit(cls: Any, *args: Any, **kwargs: Any) -> None:
         from transformer_engine.pytorch.distributed import in_fp8_activation_recompute_phase
 
-        if not in_fp8_activation_recompute_phase():
+        # CheckpointWithoutOutput of megatron-core leaves its region when that phase is over.
+        if not in_fp8_activation_recompute_phase() and replay() is None:
             return original(cls, *args, **kwargs)
         with torch.no_grad():  # that is what it goes by
             return original(cls, *args, **kwargs)
@@ -98,17 +281,50 @@ def _autocast_exit(original: Function) -> Function:
 
 Bindings = dict[str, Callable[[Function], Function]]
 
-ENTER_AND_EXIT: Bindings = {FP8 + "fp8_autocast_enter": _autocast_enter, FP8 + "fp8_autocast_exit": _autocast_exit}
-KEEPS: Bindings = {FP8 + "get_old_fp8_meta_tensors_for_recompute": _get_old_fp8_meta_tensors_for_recompute}
+TRACKED: Bindings = {
+    CHECKPOINT + "forward": _checkpoint_forward,
+    CHECKPOINT + "backward": _checkpoint_backward,
+    DISTRIBUTED + "get_activation_recompute_contexts": _get_activation_recompute_contexts,
+    DISTRIBUTED + "activation_recompute_forward.__enter__": _region_enter,
+    DISTRIBUTED + "activation_recompute_forward.__exit__": _region_exit,
+}
+EVALUATION: Bindings = {MODULE + "init_fp8_metadata": _init_fp8_metadata}
+COPY, GET = "copy_forward_fp8_meta_tensors_for_recompute", "get_old_fp8_meta_tensors_for_recompute"
+UNTIL_2_8: Bindings = {
+    **TRACKED,
+    **EVALUATION,
+    FP8 + COPY: _copy_forward_fp8_meta_tensors_for_recompute,
+    FP8 + GET: _replayed,
+    FP8 + "fp8_autocast_enter": _autocast_enter,
+    FP8 + "fp8_autocast_exit": _autocast_exit,
+}
+FROM_2_9: Bindings = {
+    **TRACKED,
+    QUANTIZATION + COPY: _copy_forward_fp8_meta_tensors_for_recompute,
+    QUANTIZATION + GET: _replayed,
+    QUANTIZATION + "autocast_enter": _autocast_enter,
+    QUANTIZATION + "autocast_exit": _autocast_exit,
+}
+
+
+def _replayed_from_copies(original: Function) -> Function:
+    return _replayed(_get_old_fp8_meta_tensors_for_recompute(original))
+
+
+def _checkpoint_forward_in_its_region(original: Function) -> Function:
+    return _checkpoint_forward(_forward(original))
+
 
 BINDINGS: dict[str, Bindings] = {
-    "checkpoint": {CHECKPOINT + "forward": _forward, **KEEPS, **ENTER_AND_EXIT},  # 2.1
-    "references": {**KEEPS, **ENTER_AND_EXIT},  # 2.2, 2.3
-    "fp8_autocast": ENTER_AND_EXIT,  # 2.4 to 2.8
-    "autocast": {  # from 2.9
-        QUANTIZATION + "autocast_enter": _autocast_enter,
-        QUANTIZATION + "autocast_exit": _autocast_exit,
+    "checkpoint": {  # 2.1
+        **UNTIL_2_8,
+        CHECKPOINT + "forward": _checkpoint_forward_in_its_region,
+        FP8 + GET: _replayed_from_copies,
     },
+    "references": {**UNTIL_2_8, FP8 + GET: _replayed_from_copies},  # 2.2, 2.3
+    "fp8_autocast": UNTIL_2_8,  # 2.4 to 2.8
+    "autocast": {**FROM_2_9, **EVALUATION},  # 2.9 to 2.19
+    "evaluation": FROM_2_9,  # from 2.20
 }
 
 

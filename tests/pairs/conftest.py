@@ -1,10 +1,15 @@
 """Fixtures of the pair cells: the megatron-core and the Transformer Engine on PYTHONPATH, on CPU."""
 
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 from shim import testing
+
+# --import-mode=importlib puts no test directory on sys.path.
+sys.path.insert(0, str(Path(__file__).parent))
 
 # Without both nothing here can run; run_cells takes a cell without tests for a failure.
 if any(find_spec(name) is None for name in ("megatron", "transformer_engine", "torch")):

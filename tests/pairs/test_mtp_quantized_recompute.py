@@ -3,11 +3,13 @@
 import contextlib
 import functools
 from importlib.metadata import version
+from unittest import mock
 
 import megatron.core.extensions.transformer_engine as extensions
 import pytest
 import torch
 from megatron.core import parallel_state, tensor_parallel
+from scaled_module import Scaled, clean_state, delayed
 
 import shim
 from shim import testing
@@ -306,3 +308,42 @@ def test_stock_ignores_fp4(release, recompute):
         _, seen = trained(config)
         assert all(state.enabled for name in ("decoder 0", "decoder 1") for _, state in seen[name])
         assert not any(state.enabled for name in ("mtp 0", "mtp 1") for _, state in seen[name])
+
+
+# One layer for all depths
+
+
+class Rescaled(torch.nn.Module):
+    """What a layer of the model returns, times the scale of a module of Transformer Engine, which moves on."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.scaled = Scaled()
+        layer.mlp.register_forward_hook(lambda mlp, given, output: (self.scaled(output[0]), *output[1:]))
+
+
+@pytest.mark.skipif(VERSION < (0, 17), reason="mtp_use_repeated_layer came with 0.17")
+@pytest.mark.parametrize("patches", [[ID, PACKED, REGION], [ID, PACKED, REGION, TE_ID]], ids=["stock", "patched"])
+def test_depths_with_one_layer_take_their_own_scales(patches):
+    """Recomputes come in the order of backward, the last depth first: each of them in the scale of its forward pass.
+
+    Without te-fp8-state they take the scales in the order of the forward passes.
+    """
+
+    def step(config):
+        # A depth enters one region where it is recomputed and two where not: a short history would forget earlier.
+        recipe = delayed(length=64)
+        with clean_state(), mock.patch("megatron.core.fp8_utils.get_fp8_recipe", lambda _: recipe):
+            model = testing.build_gpt(mtp_num_layers=3, mtp_use_repeated_layer=True, **RECIPES["delayed"][0], **config)
+            (layer,) = model.mtp.layers
+            rescaled = Rescaled(inner_layer(layer))
+            result = testing.run_packed(model, ROWS["unpacked"])
+            scale, history = rescaled.scaled.state
+            assert len(set(history[:, 0].tolist())) > 3  # each depth has found another scale
+            return result, scale
+
+    with shim.patched(only=patches, require=patches):
+        (expected, scale), (found, same) = step({}), step(UNIFORM)
+    # Without it the recompute moves scales on, too.
+    assert (equal_bits(expected, found) and torch.equal(scale, same)) == (TE_ID in patches)
+    assert torch.equal(expected.main, found.main) and all(map(torch.equal, expected.mtp, found.mtp))

@@ -10,6 +10,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch import distributed
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 import shim
 from shim import testing
@@ -299,9 +300,15 @@ def test_training_goes_on_in_bf16_after_a_recipe_that_the_gpu_lacks(cleaned_up, 
 
 
 def test_revert_gives_back_the_same_objects():
-    owners = [distributed._CheckpointFunction, FP8GlobalStateManager]
+    owners = [
+        distributed,
+        distributed._CheckpointFunction,
+        distributed.activation_recompute_forward,
+        TransformerEngineBaseModule,
+        FP8GlobalStateManager,
+    ]
     before = [dict(vars(owner)) for owner in owners]
     with shim.patched(only=[ID]) as report:
         changed = [name for owner, was in zip(owners, before) for name in was if vars(owner)[name] is not was[name]]
-    assert len(changed) == len(report[ID].targets) == (4 if not RESTORES else 3 if TE < (2, 4) else 2)
+    assert len(changed) == len(report[ID].targets) == (10 if TE < (2, 20) else 9)
     assert all(vars(owner)[name] is value for owner, was in zip(owners, before) for name, value in was.items())
