@@ -13,11 +13,13 @@ recipe, group), and with delayed scaling takes the scales of the forward pass, a
 does. Nothing changes where no region was active. The region is kept in the recomputed function, so it is there also
 when a trainer has replaced CheckpointFunction.backward.
 
+With te-fp8-state the scales stay with the checkpoint, in whatever order and however often backward runs, also in a
+checkpoint inside of another one. Without it Transformer Engine hands them out first in, first out.
+
 Covered: tensor_parallel.checkpoint and all that calls it or CheckpointFunction (attention, MoE, MLP, TransformerBlock,
 recompute.py); CheckpointWithoutOutput; TransformerBlock of 0.12. Not covered, because they are right: te_checkpoint
 (on Transformer Engine 2.1 with te-fp8-state), and with it TransformerBlock and recompute.py under FP8 and FP4. Not
-covered, because they are others': torch.utils.checkpoint, and a checkpoint inside another one under delayed scaling,
-which Transformer Engine's own cannot do either. CheckpointWithoutOutput keeps its bookkeeping (`fp8` is set also where
+covered, because it is another's: torch.utils.checkpoint. CheckpointWithoutOutput keeps its bookkeeping (`fp8` is set also where
 the argument is False, on purpose: amax of layer norms and activations depends on it), and from 0.13 restores the recipe
 but not the group, as upstream has it.
 

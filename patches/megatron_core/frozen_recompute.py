@@ -9,7 +9,11 @@ yet and the block has weights to train. Trainers that make their embeddings requ
 
 Upstream: open. Delete when TransformerBlock does so itself.
 
-Not covered: single modules that are recomputed (recompute_granularity="selective") in front of the first adapter.
+Not covered: single modules that are recomputed (recompute_granularity="selective") in front of the first adapter. With
+tensor_parallel.checkpoint adapters inside of them are not trained; with CheckpointWithoutOutput
+(recompute_modules=["layernorm"] and others that drop their output) backward raises a TypeError, as in stock, because
+nothing was saved for the recompute. The remedy for both: let the embeddings require a gradient, by a hook on their
+output.
 """
 
 from __future__ import annotations
