@@ -83,7 +83,7 @@ def checked_options(
     for name, value in (("scratch_bytes", scratch_bytes), ("chunk_size", chunk_size)):
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}; it must be positive")
-    ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    ranks, rank = (1, 0) if group is None else _place_in(group)
     vocabulary = columns * ranks
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing is {label_smoothing}; it must be in [0, 1)")
@@ -119,6 +119,19 @@ def checked_options(
         collective,
     )
     return options, per_token
+
+
+def _place_in(group: Any) -> tuple[int, int]:
+    """(ranks, this one's number), of any object that has size() and rank().
+
+    Not asked of torch.distributed, which needs a default group even where no message is sent.
+    """
+    if not (hasattr(group, "size") and hasattr(group, "rank")):  # such as what torch gives to who is no member
+        raise ValueError(f"tp_group is {group!r}; it must have rank() and size(), and this process must be a member")
+    ranks, rank = group.size(), group.rank()
+    if not 0 <= rank < ranks:
+        raise ValueError(f"tp_group has no place for this process: it is rank {rank} of {ranks}")
+    return ranks, rank
 
 
 class Learned(NamedTuple):

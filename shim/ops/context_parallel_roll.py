@@ -139,9 +139,10 @@ def rank_roll_index(
 
 def _swap(to_previous: Tensor | None, to_next: Tensor | None, group: Any) -> tuple[Tensor | None, Tensor | None]:
     """Send a tensor to each neighbour there is and return (from the next rank, from the previous)."""
-    ranks = dist.get_process_group_ranks(group)
-    me = dist.get_rank(group)
     from_next = from_previous = None
+    if to_previous is None and to_next is None:
+        return from_next, from_previous
+    ranks, me = dist.get_process_group_ranks(group), group.rank()
     messages = []
     if to_previous is not None:
         to_previous, from_previous = to_previous.contiguous(), torch.empty_like(to_previous)
@@ -151,7 +152,7 @@ def _swap(to_previous: Tensor | None, to_next: Tensor | None, group: Any) -> tup
         to_next, from_next = to_next.contiguous(), torch.empty_like(to_next)
         messages.append(dist.P2POp(dist.irecv, from_next, ranks[me + 1], group))
         messages.append(dist.P2POp(dist.isend, to_next, ranks[me + 1], group))
-    for request in dist.batch_isend_irecv(messages) if messages else ():
+    for request in dist.batch_isend_irecv(messages):
         request.wait()
     return from_next, from_previous
 

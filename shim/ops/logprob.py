@@ -41,6 +41,7 @@ from shim.ops._logprob_rows import (
     results,
     row_gradient,
 )
+from shim.ops._saved_tensors import foreign_hooks_active
 
 __all__ = ["TokenLogprobs", "linear_token_logprobs", "token_logprobs"]
 
@@ -73,6 +74,7 @@ def token_logprobs(
     evenly and in order of the ranks. They are saved for backward by reference.
     target: int64 or int32 [...], places in the global vocabulary. Every rank passes the same.
     tp_group: the ranks that share the vocabulary; None where one has all of it. Without, a share passes for the whole.
+    Where it has one rank only, any object with rank() and size() will do.
     temperature: divides the logits; a positive number, or a tensor that broadcasts to [...]. It gets no gradient.
     entropy: "no_grad" computes it without a gradient.
     label_smoothing: see the module; it changes `logprob` alone.
@@ -83,8 +85,10 @@ def token_logprobs(
     instead. The results do not depend on either. Kernels (see below) need no scratch.
     inplace_backward: write the gradient over the logits, which then no longer hold logits for whoever reads them after
     backward. Another operation that needs them in its own backward, or a second backward of this one, is a RuntimeError
-    rather than a wrong gradient. Logits that overlap themselves, or whose rows no single stride reaches, get a gradient
-    of their own. Logits that are a leaf, or a view of one, are a ValueError.
+    rather than a wrong gradient. Logits get a gradient of their own where another tensor has their memory (views, what
+    detach() returns, results that autograd keeps; memory that NumPy or DLPack shares is not seen), where hooks keep
+    them, where they overlap themselves, and where no single stride reaches their rows. Logits that are a leaf, or a
+    view of one, are a ValueError.
     collective: "all_gather", one of 3 to 5 numbers per token, or "all_reduce", two: of 1 number per token, then of the
     others. Backward has none.
 
@@ -218,6 +222,17 @@ def _passes(x: Tensor) -> ModuleType:
     return chunks
 
 
+def _is_shared(tensor: Tensor) -> bool:
+    """Whether another tensor has the memory of this one, besides the one that it is a view of.
+
+    Autograd knows views. What a function of one's own returns by detach() it takes for new, be it the memory of a leaf,
+    of a cache, or of a CUDA graph; so does it with what nodes keep of their results.
+    """
+    count = getattr(torch._C, "_storage_Use_Count", None)  # an older torch lacks it, and cannot tell
+    memory = tensor.untyped_storage()
+    return count is None or count(memory._cdata) > 2 + tensor._is_view()  # `tensor`, `memory`
+
+
 def _can_be_overwritten(rows: Tensor, original: Tensor) -> bool:
     """Whether [T, V] is the memory of `original`, each entry at a place of its own."""
     if rows.numel() == 0 or rows.data_ptr() != original.data_ptr():
@@ -259,7 +274,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.options = options
         ctx.save_for_backward(logits, target, per_token, *learned)
         ctx.version = (logits.data_ptr(), logits._version) if ctx.needs_input_grad[0] else None
-        ctx.overwrote = False
+        ctx.hooked, ctx.overwrote = foreign_hooks_active(), False
         ctx.set_materialize_grads(False)
         if entropy is not None:
             entropy = rows.restored(entropy)
@@ -279,6 +294,9 @@ class _TokenLogprobs(torch.autograd.Function):
         if (logits.data_ptr(), logits._version) != ctx.version and logits.data_ptr() == ctx.version[0]:
             # Autograd looks too, but not where hooks for saved tensors are at work.
             raise RuntimeError("the logits of token_logprobs were modified by an inplace operation before its backward")
+        # Hooks may have kept the very tensor, for others too, whom autograd would not warn.
+        same = ctx.hooked and logits.data_ptr() == ctx.version[0]
+        inplace = options.inplace and not same and not _is_shared(logits)
         rows = Rows(logits)
         x, aim = rows.of(logits.detach()), rows.flat(target)
         columns = x.size(1)
@@ -286,7 +304,7 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature = options.temperature if per_token is None else rows.flat(per_token)
         grads = [None if value is None else rows.flat(value) for value in of_results]
         row = row_gradient(Learned(*learned), grads, ignored, temperature, columns, options)
-        ctx.overwrote = options.inplace and _can_be_overwritten(x, logits)
+        ctx.overwrote = inplace and _can_be_overwritten(x, logits)
         if ctx.overwrote:
             # Before anything is written, so that whoever else saved them sees it, whichever way it is written.
             torch.autograd.graph.increment_version(logits)

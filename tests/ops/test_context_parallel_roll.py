@@ -105,6 +105,13 @@ def test_one_message_to_each_neighbour_whatever_the_number_of_sequences():
             assert world.run(count_messages, 4, sequences) == [(1, 1), (2, 2), (2, 2), (1, 1)]
 
 
+def test_a_group_of_one_sends_nothing():
+    """Of whatever kind it is: torch.distributed is not asked."""
+    index = rank_roll_index(offsets([3, 5]), None, 8, "cpu", 0, 1)
+    row = torch.arange(8)
+    assert torch.equal(roll_on_rank(row, index, 0, object()), packed_roll(row, offsets([3, 5]), None))
+
+
 def test_slots_that_cannot_be_shared_out_are_an_error():
     with pytest.raises(ValueError, match="multiple of the 2 ranks"):
         rank_roll_index(offsets([3, 5]), None, 4, "cpu", 0, 2)

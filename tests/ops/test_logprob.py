@@ -309,6 +309,27 @@ def test_arguments_that_do_not_fit_are_errors(change, message):
         token_logprobs(**arguments)
 
 
+class OneOfOne:
+    """A group of a kind that torch.distributed does not know."""
+
+    rank, size = (lambda self: 0), (lambda self: 1)
+
+
+def test_a_group_is_asked_itself():
+    """No default group has to be there where no message is sent."""
+    logits, target, _ = sample(4, 6)
+    found = token_logprobs(logits, target, tp_group=OneOfOne(), entropy=True)
+    assert all(map(torch.equal, found, token_logprobs(logits, target, entropy=True)))
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_process_outside_of_the_group_is_an_error(rank):
+    group = type("Group", (), {"rank": lambda self: rank, "size": lambda self: 2})()
+    for given in (group, torch.distributed.GroupMember.NON_GROUP_MEMBER):
+        with pytest.raises(ValueError, match="tp_group"):
+            token_logprobs(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), tp_group=given)
+
+
 # Memory
 
 
@@ -468,16 +489,14 @@ USES = {
 }
 
 
-# Where hooks keep saved tensors, autograd does not look whether they were modified, and only this function does.
-@pytest.mark.parametrize(
-    "use, hooks", [(use, hooks) for use in USES for hooks in (False, True) if not hooks or use.startswith("the same")]
-)
+# Where hooks keep saved tensors, autograd does not look whether they were modified.
+@pytest.mark.parametrize("use, hooks", [(use, hooks) for use in USES for hooks in (False, True)])
 @pytest.mark.parametrize("order", ["before", "after", "separately before", "separately after"])
 def test_in_place_beside_another_use_of_the_logits(use, order, hooks):
     """Every order of the forwards and of the backwards gives the gradient that it gives out of place, or an error."""
     logits, target, _ = sample(5, 11)
 
-    def gradient(function):
+    def gradient(function, use):
         leaf = logits.clone().requires_grad_()
         computed = leaf * 1
         with saved_tensors_hooks(lambda x: x, lambda x: x) if hooks else torch.enable_grad():
@@ -490,9 +509,10 @@ def test_in_place_beside_another_use_of_the_logits(use, order, hooks):
             sum(losses).backward()
         return leaf.grad
 
-    expected = gradient(lambda x, t: token_logprobs(x, t, entropy=True)) if use != "the same in place" else None
+    out_of_place = "the same function" if use == "the same in place" else use
+    expected = gradient(lambda x, t: token_logprobs(x, t, entropy=True), out_of_place)
     try:
-        mine = gradient(in_place)
+        mine = gradient(in_place, use)
     except RuntimeError as error:
         assert "modified by an inplace operation" in str(error)
         outcome = "an error"
@@ -502,15 +522,15 @@ def test_in_place_beside_another_use_of_the_logits(use, order, hooks):
     # Autograd runs the latest forward first: only who is behind in that order needs the logits after they are gone.
     first = {"before": True, "after": False, "separately before": False, "separately after": True}[order]
     loses = first or use == "the same in place"
-    assert outcome == ("an error" if loses and use != "what saves nothing" else "right")
+    # Where a view is held, or hooks that keep what they are given, nothing is written over the logits.
+    written = use not in ("what saves nothing", "a view") and not hooks
+    assert outcome == ("an error" if loses and written else "right")
 
 
-@pytest.mark.parametrize("hooks", [False, True])
-def test_in_place_there_is_no_second_backward(hooks):
+def test_in_place_there_is_no_second_backward():
     logits, target, _ = sample(5, 11)
     computed = logits.requires_grad_() * 1
-    with saved_tensors_hooks(lambda x: x, lambda x: x) if hooks else torch.enable_grad():
-        loss = both(in_place(computed, target))
+    loss = both(in_place(computed, target))
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="second backward"):
         loss.backward()
@@ -524,11 +544,56 @@ def test_in_place_there_is_no_double_backward():
         gradient.sum().backward()
 
 
+class Alias(torch.autograd.Function):
+    """Returns the memory of its input, as a CUDA graph's or a cache's function does: to autograd it is no view."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+# How logits have memory that somebody else has too, of a leaf or of a tensor that was computed.
+SHARED = {
+    "an alias": Alias.apply,
+    "a view of an alias": lambda x: Alias.apply(x)[:2],
+    "an alias of a view": lambda x: Alias.apply(x.view(-1)).view(3, 5),
+    "an alias of an alias": lambda x: Alias.apply(Alias.apply(x)),
+}
+
+
+@pytest.mark.parametrize("of_leaf", [True, False])
+@pytest.mark.parametrize("how", SHARED)
+def test_in_place_of_memory_that_others_have_is_not_in_place(how, of_leaf):
+    values, target, _ = sample(3, 5)
+    leaf = values.clone().requires_grad_()
+    held = leaf if of_leaf else leaf * 1
+    logits = SHARED[how](held)
+    target = target[: len(logits)]
+    (plain,) = torch.autograd.grad(both(token_logprobs(logits, target, entropy=True)), leaf, retain_graph=True)
+    both(in_place(logits, target)).backward()
+    assert torch.equal(held.detach(), values) and torch.equal(leaf.grad, plain)
+
+
 def test_in_place_behind_an_operation_that_saved_its_result():
     logits, target, _ = sample(3, 5)
     leaf = logits.requires_grad_()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        both(in_place(leaf.tanh(), target)).backward()
+    (plain,) = torch.autograd.grad(both(token_logprobs(leaf.tanh(), target, entropy=True)), leaf)
+    both(in_place(leaf.tanh(), target)).backward()
+    assert torch.equal(leaf.grad, plain)
+
+
+def test_in_place_of_parts_of_the_same_logits():
+    """The first backward writes nothing, since the other part is still to come."""
+    logits, target, _ = sample(6, 5)
+    leaf = logits.requires_grad_()
+    (plain,) = torch.autograd.grad(both(token_logprobs(leaf, target, entropy=True)), leaf)
+    parts = zip((leaf * 1).split(3), target.split(3))
+    sum(both(in_place(part, aim)) for part, aim in parts).backward()
+    torch.testing.assert_close(leaf.grad, plain, rtol=1e-6, atol=1e-7)
 
 
 def test_in_place_of_logits_that_were_modified_since():
