@@ -10,8 +10,9 @@ What is wrong (0.12 to 0.19):
 What the patch does: both functions return the negative log-probability that shim.ops has: the logits are saved as they
 are, one gradient in their dtype, one all-gather forward and nothing backward. Logits in fp32 that were computed are
 overwritten too, as stock does, but in backward and with their gradient: who needs them in a backward of his own gets
-autograd's error. Logits that are a leaf, or a view of one, get a gradient of their own. Negative targets mean no
-target: a loss and a gradient of zero. A target beyond the vocabulary is an error; stock returned a wrong loss.
+autograd's error. Logits that are a leaf, or whose memory another tensor has, get a gradient of their own, and so do
+those that fit the scratch of a pass (4 MiB in fp32), for which there is a shorter way. Negative targets mean no target:
+a loss and a gradient of zero. A target beyond the vocabulary is an error; stock returned a wrong loss.
 
 With option fp32_output=False, Float16Module hands logits out as the model made them instead of a copy in fp32, unless
 the caller asks by the keyword fp32_output, which 0.12 to 0.14 get here. Losses are fp32 either way.
@@ -33,6 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shim.ops._logprob_small import is_small, small_token_losses
 from shim.ops.logprob import token_logprobs
 from shim.patches._arguments import Function, add_parameters
 
@@ -46,15 +48,25 @@ NO_TARGET = -100
 
 def _losses(logits: Tensor, target: Tensor, group: Any, label_smoothing: float = 0.0) -> Tensor:
     """The loss of each token, [s, b] in fp32, from logits [s, b, V / TP] in any floating dtype."""
+    if torch.compiler.is_compiling():
+        outside: Tensor = _losses_outside_graph(logits, target, group, label_smoothing)
+        return outside
+    label_smoothing = max(label_smoothing, 0.0)  # stock smooths nothing below zero
+    if (group is None or group.size() == 1) and label_smoothing < 1 and is_small(logits, target):
+        return small_token_losses(logits, target, label_smoothing).float()
     found = token_logprobs(
         logits,
         target.masked_fill(target < 0, NO_TARGET),
         tp_group=group,
-        label_smoothing=max(label_smoothing, 0.0),  # stock smooths nothing below zero
+        label_smoothing=label_smoothing,
         ignore_index=NO_TARGET,
         inplace_backward=_may_be_overwritten(logits),
     )
     return -found.logprob.float()
+
+
+# Reads values on CPU, and takes a way of its own where logits are few; imports dynamo when called.
+_losses_outside_graph = torch._disable_dynamo(_losses)
 
 
 def _may_be_overwritten(logits: Tensor) -> bool:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.module import Float16Module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shim
 from shim import testing
@@ -58,7 +59,7 @@ def truth(logits, target, weights, smoothing):
     return losses.detach(), gradient
 
 
-def errors(which, dtype, smoothing):
+def errors(which, dtype, smoothing, scratch=SCRATCH):
     """What is wrong with one forward and backward pass on this rank, by name; empty where all is right."""
     logits, target, weights = sample(dtype)
     losses, gradient = truth(logits, target, weights, smoothing)
@@ -67,7 +68,7 @@ def errors(which, dtype, smoothing):
     shard = logits.chunk(size, -1)[rank].contiguous()
     computed = shard.clone().requires_grad_() * 1
     # Stock's fused function is compiled, which takes a while.
-    with torch.compiler.set_stance("force_eager"), mock.patch.object(_logprob_chunks, "_SCRATCH_CPU", SCRATCH):
+    with torch.compiler.set_stance("force_eager"), mock.patch.object(_logprob_chunks, "_SCRATCH_CPU", scratch):
         with Footprint() as footprint:
             found = losses_of(which, computed, target, smoothing)
             forward = sum(footprint.collectives.values())
@@ -146,13 +147,66 @@ def applied():
         yield report
 
 
+@pytest.fixture
+def in_chunks(monkeypatch):
+    """The logits of this file as those are worked on that do not fit the scratch."""
+    monkeypatch.setattr(_logprob_chunks, "_SCRATCH_CPU", SCRATCH)
+
+
+# Few logits, for which calls cost more than arithmetic
+
+
+def test_few_logits_are_as_exact(applied):
+    wrong = {case: errors(*case, scratch=1 << 22)[0] for case in CASES}
+    assert {case: found for case, found in wrong.items() if found} == {}
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is dispatched."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def operations(which, dtype, smoothing):
+    logits, target, _ = sample(dtype)
+    logits = logits.requires_grad_() * 1
+    target = target.clamp(min=0)
+    with torch.compiler.set_stance("force_eager"), Operations() as counted:
+        torch.autograd.grad(losses_of(which, logits, target, smoothing).sum(), logits)
+    return counted.count
+
+
+def test_few_logits_take_no_more_operations_than_stock():
+    with testing.layout_initialised(Layout()):
+        stock = [operations(*case) for case in CASES]
+        with shim.patched(only=[ID], require=[ID]):
+            mine = [operations(*case) for case in CASES]
+    assert [(case, *counts) for case, *counts in zip(CASES, mine, stock) if counts[0] > counts[1]] == []
+
+
+def test_any_object_will_do_for_a_group_of_one(applied):
+    """No default group is asked, and none is there in who computes losses by himself."""
+    group = types.SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    logits, target = computed("bfloat16")
+    with mock.patch.object(torch.distributed, "get_rank", side_effect=ValueError("no default group")):
+        with mock.patch.object(torch.distributed, "get_world_size", side_effect=ValueError("no default group")):
+            for scratch in (SCRATCH, 1 << 22):
+                with mock.patch.object(_logprob_chunks, "_SCRATCH_CPU", scratch):
+                    given = tensor_parallel.vocab_parallel_cross_entropy(logits, target, tp_group=group)
+                torch.testing.assert_close(given, losses_of("plain", logits, target))
+
+
 def computed(dtype="float32"):
     logits, target, _ = sample(dtype)
     return logits.requires_grad_() * 1, target
 
 
 @pytest.mark.parametrize("which", ["plain", "fused"])
-def test_a_second_backward(applied, which):
+def test_a_second_backward(applied, in_chunks, which):
     """It works where the gradient is a tensor of its own, and is a clear error where it lies in the logits."""
     logits, target = computed("bfloat16")
     total = losses_of(which, logits, target).sum()
@@ -165,7 +219,7 @@ def test_a_second_backward(applied, which):
         torch.autograd.grad(total, logits)
 
 
-def test_whoever_needs_the_logits_gets_them_or_an_error(applied):
+def test_whoever_needs_the_logits_gets_them_or_an_error(applied, in_chunks):
     """A regulariser on fp32 logits: its backward before that of the loss is right, after it an error."""
     logits, target = computed()
     loss = losses_of("plain", logits, target).sum()
@@ -176,16 +230,32 @@ def test_whoever_needs_the_logits_gets_them_or_an_error(applied):
         torch.autograd.grad(square, logits)
 
 
-@pytest.mark.parametrize("view", [False, True])
-def test_logits_that_are_a_leaf_are_left_as_they_are(applied, view):
+class Alias(torch.autograd.Function):
+    """Returns the memory of its input, which to autograd is no view."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+@pytest.mark.parametrize("scratch", [SCRATCH, 1 << 22], ids=["many", "few"])
+@pytest.mark.parametrize("made", [lambda x: x, lambda x: x[:], Alias.apply], ids=["leaf", "view", "alias"])
+def test_logits_that_are_a_leaf_are_left_as_they_are(applied, made, scratch, monkeypatch):
+    monkeypatch.setattr(_logprob_chunks, "_SCRATCH_CPU", scratch)
     logits, target, weights = sample("float32")
     leaf = logits.clone().requires_grad_()
-    (losses_of("plain", leaf[:] if view else leaf, target) * weights).sum().backward()
+    (losses_of("plain", made(leaf), target) * weights).sum().backward()
     assert torch.equal(leaf.detach(), logits)
     assert (leaf.grad - truth(logits, target, weights, 0.0)[1]).abs().max() < ABSOLUTE
 
 
-def test_a_target_beyond_the_vocabulary_is_an_error(applied):
+@pytest.mark.parametrize("scratch", [SCRATCH, 1 << 22], ids=["many", "few"])
+def test_a_target_beyond_the_vocabulary_is_an_error(applied, scratch, monkeypatch):
+    monkeypatch.setattr(_logprob_chunks, "_SCRATCH_CPU", scratch)
     logits, target = computed()
     target[3, 1] = VOCABULARY
     with pytest.raises(ValueError, match="outside of the vocabulary"):

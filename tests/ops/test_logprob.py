@@ -325,9 +325,9 @@ def test_a_group_is_asked_itself():
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_a_process_outside_of_the_group_is_an_error(rank):
     group = type("Group", (), {"rank": lambda self: rank, "size": lambda self: 2})()
-    for given in (group, torch.distributed.GroupMember.NON_GROUP_MEMBER):
+    for other in (group, torch.distributed.GroupMember.NON_GROUP_MEMBER):
         with pytest.raises(ValueError, match="tp_group"):
-            token_logprobs(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), tp_group=given)
+            token_logprobs(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), tp_group=other)
 
 
 # Memory

@@ -1,0 +1,96 @@
+"""Losses of tokens whose logits fit the scratch of a pass as a whole, on one rank: a dozen operations for both passes.
+
+Where logits are few, calls cost more than arithmetic. What is exchanged between ranks, cut into chunks or left out in
+the general form is not needed here. As there, the logits are saved by reference and the softmax is computed again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shim.ops import _logprob_chunks as chunks
+from shim.ops._logprob_rows import differentiable_once
+
+__all__ = ["is_small", "small_token_losses"]
+
+
+def is_small(logits: Tensor, target: Tensor) -> bool:
+    """Whether `small_token_losses` takes these, among them nothing that would be an error of token_logprobs."""
+    return (
+        0 < logits.numel() * chunks.accumulates_in(logits.dtype).itemsize <= chunks._SCRATCH_CPU
+        and logits.is_floating_point()
+        and logits.dim() > 0
+        and logits.shape[:-1] == target.shape
+        and target.dtype == torch.int64
+        and target.device == logits.device
+    )
+
+
+def small_token_losses(logits: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """The loss of each token, [...] in fp32 (fp64 for fp64 logits), from logits [..., V] and targets int64 [...].
+
+    Negative targets have a loss of 0 and a gradient of exactly 0, whatever their logits are. Smoothing is that of
+    token_logprobs. ValueError for a target beyond the vocabulary; a device-side assertion on CUDA.
+    """
+    try:
+        loss: Tensor = _SmallTokenLosses.apply(logits, target, label_smoothing)
+    except (IndexError, RuntimeError) as error:  # gather's own look at its indices costs nothing more
+        vocabulary = logits.shape[-1]
+        if target.device.type == "cpu" and bool((target >= vocabulary).any()):
+            message = f"a target is outside of the vocabulary of {vocabulary}; is tp_group missing?"
+            raise ValueError(message) from error
+        raise
+    return loss
+
+
+def _weights(smoothing: float, vocabulary: int) -> tuple[float, float]:
+    """(of the target's log-probability, of each entry's) in the negative loss."""
+    a = smoothing * vocabulary / (vocabulary - 1) if smoothing else 0.0
+    return 1 - a, a / vocabulary
+
+
+class _SmallTokenLosses(torch.autograd.Function):
+    """apply(logits, target, smoothing) -> the loss of each token."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
+        vocabulary = logits.shape[-1]
+        x, place = logits.reshape(-1, vocabulary), target.reshape(-1, 1)
+        ignored: Tensor | None = place < 0
+        # Where the host may look, a call without such tokens is spared the checks.
+        if ignored is not None and ignored.device.type == "cpu" and not ignored.any():
+            ignored = None
+        if ignored is not None:
+            place = place.clamp(min=0)
+        log_p = torch.log_softmax(x, -1, dtype=chunks.accumulates_in(x.dtype))
+        of_target, of_each = _weights(smoothing, vocabulary)
+        loss = log_p.gather(1, place)
+        if smoothing:
+            loss.mul_(of_target).add_(log_p.sum(-1, keepdim=True), alpha=of_each)
+        loss.neg_()
+        if ignored is not None:
+            loss.masked_fill_(ignored, 0)
+        ctx.save_for_backward(logits, place, ignored)
+        ctx.smoothing = smoothing
+        return loss.view(target.shape)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, of_loss: Tensor) -> Any:
+        logits, place, ignored = ctx.saved_tensors
+        vocabulary = logits.shape[-1]
+        x = logits.detach().reshape(-1, vocabulary)
+        of_target, of_each = _weights(ctx.smoothing, vocabulary)
+        # The scratch, and in fp32 the gradient itself.
+        gradient = torch.softmax(x, -1, dtype=chunks.accumulates_in(x.dtype))
+        if ctx.smoothing:
+            gradient.sub_(of_each)
+        # Not scatter_add_, which is an error on CUDA where only deterministic algorithms are allowed.
+        gradient.scatter_(1, place, gradient.gather(1, place).sub_(of_target))
+        gradient.mul_(of_loss.reshape(-1, 1))
+        if ignored is not None:
+            gradient.masked_fill_(ignored, 0)
+        return (gradient.to(logits.dtype).view(logits.shape), None, None), (logits,)
