@@ -245,7 +245,7 @@ class Shim(Stock):
         return output
 
     def pools(self) -> list[Any]:
-        return [pool for pool in self.stash._stash.pools.values() if pool.pages]
+        return [pool for stash in self.stash._all() for pool in stash.pools.values() if pool.pages]
 
     def wanted_bytes(self) -> int:
         return sum(use.wanted * use.page_size * use.width * 4 for use in self.stash.statistics().pools)

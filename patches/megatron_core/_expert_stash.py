@@ -1,11 +1,15 @@
-"""The stash of a process's experts: its settings, its sizes, and what each forward may gain."""
+"""The stashes of a process's experts: their settings, their sizes, and what each forward may gain."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import threading
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +17,16 @@ from torch import Tensor
 
 from shim._errors import OptionError
 from shim.ops._stash_pool import PagePool, capturing
-from shim.ops.paged_stash import OVERFLOW, PagedStash, StashGroup, StashStatistics, weights_of
+from shim.ops.paged_stash import (
+    OVERFLOW,
+    PagedStash,
+    StashGroup,
+    StashOverflowError,
+    StashStatistics,
+    weights_of,
+)
 
-__all__ = ["ExpertStash", "Settings"]
+__all__ = ["ExpertStash", "Settings", "cannot_gain", "check_settings", "total_of"]
 
 FLAG = "moe_paged_stash"
 HOST_FACTOR = "moe_paged_stash_buffer_size_factor_cpu"
@@ -24,8 +35,8 @@ EXACT = "the experts' buffers have no spare rows (no moe_pad_expert_input_to_cap
 
 
 class Settings(NamedTuple):
-    """The sizes that a config, and options where it has no such field, ask for. Factors are upstream's: a positive one
-    is of the rows to be expected, a negative one of the most that there were."""
+    """The sizes that a config and options ask for. Factors are upstream's: a positive one is of the rows to be
+    expected, a negative one of the most that there were."""
 
     page_size: int
     factor: float
@@ -33,10 +44,13 @@ class Settings(NamedTuple):
 
 
 class ExpertStash:
-    """Makes groups of one PagedStash, and sizes its pools in moments in which nothing is in them.
+    """Makes groups of a PagedStash, and sizes its pools in moments in which nothing is in them.
 
     The first forward passes find pools without pages, so that all originals are kept, and what they would have needed
     is counted. That is the only thing learnt: no order of passes is expected or recorded.
+
+    There is a stash for each set of settings that experts have. Those of one model, as a rule, share it; models that
+    differ in their settings know nothing of each other.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -48,16 +62,25 @@ class ExpertStash:
         self.runners = 0
         self.random_state: Callable[[], None] | None = None
         self._settings: Settings | None = None
-        self._sized_by: Settings | None = None
-        self._stash: PagedStash | None = None
-        self._spilled_before: Tensor | None = None
+        self._stashes: dict[Settings, PagedStash] = {}
+        # Whose settings they are now: a stash that is nobody's has to go. Of callers without a module nobody knows.
+        self._settings_of: weakref.WeakKeyDictionary[Any, Settings] = weakref.WeakKeyDictionary()
+        self._of_unknown: set[Settings] = set()
+        self._dropped = StashStatistics(0, 0, 0, 0)
+        self._spilled_before: dict[Settings, Tensor] = {}
         self._current = threading.local()
         self._lock = threading.Lock()
 
     # One forward
 
     def settings(self, config: Any) -> Settings:
-        return Settings(*(getattr(config, name, self.options[name]) for name in SIZES))
+        """What somebody has set in the config, else the options: a field that the class has by default says nothing."""
+        found = []
+        for name in SIZES:
+            value = getattr(config, name, None)
+            is_default = value is None or value == getattr(type(config), name, None)
+            found.append(self.options[name] if is_default else value)
+        return Settings(*found)
 
     def asked(self, config: Any) -> bool:
         return bool(getattr(config, FLAG, False) or self.options[FLAG])
@@ -71,6 +94,7 @@ class ExpertStash:
 
     def group(
         self,
+        module: Any,
         settings: Settings,
         rows: int,
         valid: Tensor | None,
@@ -79,10 +103,13 @@ class ExpertStash:
         weights: Iterable[Tensor],
         block_of: Callable[[Tensor], int | None] | None = None,
     ) -> StashGroup:
-        stash = self._get(settings)
-        if not stash.live:
-            self._size(stash, settings)
+        stash = self._stash_of(module, settings)
+        self._size(stash, settings)
         return stash.group(rows, valid, expected=expected, inputs=inputs, weights=weights, block_of=block_of)
+
+    def skip(self, module: Any, reason: str) -> None:
+        """Count a forward of experts that are left alone."""
+        self._stash_of(module, self.settings(module.config)).skip(reason)
 
     def run(self, forward: Callable[[], Any], module: Any, hidden: Tensor, probs: Tensor) -> Any:
         """forward() of experts in `module`, for rows `hidden` [rows, h] with the router's `probs` [rows].
@@ -92,16 +119,16 @@ class ExpertStash:
         """
         config, rows = module.config, hidden.shape[0]
         settings = self.settings(config)
-        reason = _cannot_gain(config, settings)
+        reason = cannot_gain(config, settings)
         if not reason and (probs.numel() != rows or hidden.dim() != 2):
             reason = f"probabilities {tuple(probs.shape)} are not those of rows {tuple(hidden.shape)}"
         if reason:
-            (self._stash or self._get(settings)).skip(reason)
+            self._stash_of(module, settings).skip(reason)
             return forward()
         padded = config.moe_pad_expert_input_to_capacity
         valid = probs.detach().reshape(rows) != 0 if padded else None
         expected = int(rows // max(config.moe_expert_capacity_factor, 1.0)) if padded else rows
-        with self.group(settings, rows, valid, expected, (hidden, probs), weights_of(module)) as group:
+        with self.group(module, settings, rows, valid, expected, (hidden, probs), weights_of(module)) as group:
             output = forward()
         group.commit(output)
         return output
@@ -127,7 +154,8 @@ class ExpertStash:
         settings = self.settings(module.config) if module is not None else self._settings or self.settings(None)
         weights = () if module is None else weights_of(module)
         inputs = getattr(self._current, "inputs", ())
-        group = self.group(settings, rows, count, rows if expected is None else expected, inputs, weights, _marked)
+        expected = rows if expected is None else expected
+        group = self.group(module, settings, rows, count, expected, inputs, weights, _marked)
         self._current.group = group
         return group
 
@@ -142,66 +170,126 @@ class ExpertStash:
         self.enabled = enabled
         if config is not None:
             self._settings = self.settings(config)
-        stash = self._stash
-        if stash is not None and enabled:
-            stash.settle()
-            stash.warn_if_idle()
-            self._spilled_before = stash.spilled()
+        if enabled:
+            self._drop_unused()
+            for stash in self._all():
+                stash.settle()
+                stash.warn_if_idle()
+            spilled = [(key, stash.spilled()) for key, stash in list(self._stashes.items())]
+            self._spilled_before = {key: count for key, count in spilled if count is not None}
 
     def step_ends(self) -> None:
         """Before gradients are used: an error where tensors were lost, unless a runner is there to repeat the step."""
-        stash = self._stash
-        if stash is None or self.runners or capturing():
+        if self.runners or capturing():
             return
-        if stash.may_lose:
-            stash.check()
-        else:
-            stash.warn_if_idle()
+        lost = []
+        for stash in self._all():
+            try:
+                stash.check() if stash.may_lose else stash.warn_if_idle()
+            except StashOverflowError as error:  # of all of them, since each forgets what it has told
+                lost.append(error)
+        self._drop_unused()
+        if lost:
+            raise lost[0] if len(lost) == 1 else StashOverflowError(" ".join(map(str, lost)))
 
     def overflowed(self) -> Tensor:
         """bool [1], on the device: whether tensors were lost since the last check."""
-        return self._flag(None if self._stash is None else self._stash.lost())
+        return self._any(stash.lost() for stash in self._all())
 
     def spilled(self) -> Tensor:
         """bool [1], on the device: whether something went to the host in this step."""
-        spilled, before = None if self._stash is None else self._stash.spilled(), self._spilled_before
-        return self._flag(spilled if spilled is None or before is None else spilled - before)
+        counts = []
+        for key, stash in list(self._stashes.items()):
+            count, before = stash.spilled(), self._spilled_before.get(key)
+            counts.append(count if count is None or before is None else count - before)
+        return self._any(counts)
 
-    def _flag(self, count: Tensor | None) -> Tensor:
+    def _any(self, counts: Iterable[Tensor | None]) -> Tensor:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return torch.zeros(1, dtype=torch.bool, device=device) if count is None else (count != 0).to(device)
+        flag = torch.zeros(1, dtype=torch.bool, device=device)
+        for count in counts:
+            if count is not None:
+                flag |= (count != 0).to(device)
+        return flag
 
     def forget_overflow(self) -> None:
-        if self._stash is not None:
-            self._stash.forget_lost()
+        for stash in self._all():
+            stash.forget_lost()
 
     def release(self) -> None:
         """Drop all pools, with the graphs that use them."""
-        if self._stash is not None:
-            self._stash.clear()
-            self._spilled_before = None
+        for stash in self._all():
+            stash.clear()
+        self._spilled_before = {}
 
     def statistics(self) -> StashStatistics:
-        return StashStatistics(0, 0, 0, 0) if self._stash is None else self._stash.statistics()
+        return total_of([self._dropped, *(stash.statistics() for stash in self._all())])
 
-    # Sizes
+    # Stashes and their sizes
 
-    def _get(self, settings: Settings) -> PagedStash:
-        stash = self._stash
-        # Layers may differ in their configs. They share a stash, and the first one of a step decides about its pages.
-        if stash is None or (stash.page_size != settings.page_size and not stash.live):
-            with self._lock:
-                self._stash = stash = PagedStash(page_size=settings.page_size, overflow=_policy(self.options, settings))
+    def _all(self) -> list[PagedStash]:
+        return list(self._stashes.values())  # another thread may add one meanwhile
+
+    def _stash_of(self, module: Any, settings: Settings) -> PagedStash:
+        stash = self._stashes.get(settings)
+        known = settings in self._of_unknown if module is None else self._settings_of.get(module) == settings
+        if stash is not None and known:
+            return stash
+        check_settings(self.options, settings)
+        with self._lock:
+            if module is None:
+                self._of_unknown.add(settings)
+            else:
+                self._settings_of[module] = settings
+            if settings not in self._stashes:
+                # The stash learns of its host pool when it gets its sizes, so that "spill" is "raise" to it.
+                policy = "raise" if self.options["overflow"] == "spill" else str(self.options["overflow"])
+                self._stashes[settings] = PagedStash(page_size=settings.page_size, overflow=policy)
+            stash = self._stashes[settings]
+        self._drop_unused()
         return stash
 
-    def _size(self, stash: PagedStash, settings: Settings) -> None:
-        stash.warn_if_idle()
+    def _drop_unused(self) -> None:
+        """Drop the stashes whose experts are gone, or have other settings by now, with all their memory.
+
+        Not one in which something lives, that a CUDA graph uses, or that has a loss to tell.
+        """
         if capturing():
             return
-        if settings != self._sized_by:
-            self._sized_by = settings
-            stash.resize_all()
-        stash.resize(lambda pool: _pages(pool, settings))
+        with self._lock:
+            used = {*self._settings_of.values(), *self._of_unknown}
+            for settings in self._stashes.keys() - used:
+                stash = self._stashes[settings]
+                if stash.live or any(pool.captured for pool in stash.pools.values()):
+                    continue
+                counted = stash.statistics()
+                lost = stash.lost()
+                if lost is not None and lost.any():
+                    continue
+                del self._stashes[settings]
+                self._dropped = total_of([self._dropped, replace(counted, pools=())])
+
+    def _size(self, stash: PagedStash, settings: Settings) -> None:
+        if not stash.live:
+            stash.warn_if_idle()
+        if not capturing():
+            stash.resize(lambda pool: _pages(pool, settings))
+
+
+def total_of(counted: Iterable[StashStatistics]) -> StashStatistics:
+    """All of these as one."""
+    found = list(counted)
+    skipped: Counter[str] = Counter()
+    for one in found:
+        skipped.update(one.skipped)
+    return StashStatistics(
+        stashed=sum(one.stashed for one in found),
+        spilled=sum(one.spilled for one in found),
+        kept=sum(one.kept for one in found),
+        lost=sum(one.lost for one in found),
+        skipped=dict(skipped),
+        pools=tuple(pool for one in found for pool in one.pools),
+    )
 
 
 def _pages(pool: PagePool, settings: Settings) -> tuple[int, int]:
@@ -213,15 +301,25 @@ def _pages(pool: PagePool, settings: Settings) -> tuple[int, int]:
     return min(pages, pool.most_full), min(host_pages, pool.most_full)  # more could not be taken
 
 
-def _policy(options: Mapping[str, Any], settings: Settings) -> str:
-    """The stash's own: it learns of its host pool when it gets its sizes, so that "spill" is "raise" to it."""
-    overflow = str(options["overflow"])
-    if overflow == "spill" and not settings.host_factor:
-        raise OptionError(f"paged-stash: overflow='spill' needs a host pool: set {HOST_FACTOR} to other than 0")
-    return "raise" if overflow == "spill" else overflow
+def check_settings(options: Mapping[str, Any], settings: Settings) -> None:
+    """OptionError where experts cannot be stashed with these: what a config says is known only with a model."""
+
+    def refuse(what: str, remedy: str) -> None:
+        raise OptionError(f"paged-stash: {what}. Remedy: {remedy}, in the model's config or by the option of that name")
+
+    size = settings.page_size
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        refuse(f"{SIZES[0]} is {size!r}", "set it to a whole number of rows, at least 1")
+    for name, factor in zip(SIZES[1:], settings[1:], strict=True):
+        if not isinstance(factor, (int, float)) or not math.isfinite(factor):
+            refuse(f"{name} is {factor!r}", "set it to a finite number")
+    if options["overflow"] == "spill" and not settings.host_factor:
+        refuse("overflow='spill' needs a host pool, and there is none", f"set {HOST_FACTOR} to other than 0")
+    if settings.host_factor and torch.cuda.is_available() and find_spec("triton") is None:
+        refuse("a GPU reads its host pool by Triton, which is not installed", f"install it, or set {HOST_FACTOR} to 0")
 
 
-def _cannot_gain(config: Any, settings: Settings) -> str:
+def cannot_gain(config: Any, settings: Settings) -> str:
     """Why there is nothing to gain for experts whose buffers have no rows to spare, as far as the config tells."""
     padded = getattr(config, "moe_pad_expert_input_to_capacity", False)
     offloaded = {"expert_fc1", "moe_act"} & set(getattr(config, "offload_modules", None) or ())

@@ -16,8 +16,9 @@ gradients are used. Experts without the fused operations are stashed too, where 
 
 0.12.1 to 0.17: the same, as a backport. Those releases have no oversized buffers but with
 moe_pad_expert_input_to_capacity; without it, only a host pool gains anything, and forward passes are left alone. The
-flags are read from the config where somebody has put them there, else from the options. Experts of 0.12.0 are not given
-the router's probabilities, so that nobody could tell which rows are padding.
+flags are read from the config where somebody has put them there, else from the options; so are they on 0.18 and 0.19,
+where a field that still has its default says nothing. Experts of 0.12.0 are not given the router's probabilities, so
+that nobody could tell which rows are padding.
 
 Upstream: Megatron-LM #2690, #4247; the toggling on a rerun #6419. Delete when upstream's stash has these properties.
 """
@@ -26,7 +27,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -35,7 +35,7 @@ from torch import Tensor
 
 from shim.ops.paged_stash import StashStatistics
 from shim.patches._arguments import Function, argument
-from shim.patches.megatron_core._expert_stash import ExpertStash
+from shim.patches.megatron_core._expert_stash import FLAG, ExpertStash, cannot_gain, check_settings, total_of
 
 EXPERTS = "megatron.core.transformer.moe.experts:"
 MLP = "megatron.core.transformer.mlp:MLP.forward"
@@ -46,6 +46,8 @@ STASH = "megatron.core.transformer.moe.paged_stash:"
 FINALIZE = "megatron.core.distributed.finalize_model_grads:finalize_model_grads"
 GRAPH = "megatron.core.full_cuda_graph:FullCudaGraphWrapper.__call__"
 
+FUSED_ASK_THE_CONFIG = "the fused operations of upstream ask the config for moe_paged_stash, and no option"
+
 Factory = Callable[..., Function]  # of upstream's function and the stash
 
 _STASHES: weakref.WeakSet[ExpertStash] = weakref.WeakSet()
@@ -53,18 +55,7 @@ _STASHES: weakref.WeakSet[ExpertStash] = weakref.WeakSet()
 
 def statistics() -> StashStatistics:
     """What has become of the saved tensors of experts, since the patch was applied. Waits for the device."""
-    found = [stash.statistics() for stash in list(_STASHES)]
-    skipped: Counter[str] = Counter()
-    for one in found:
-        skipped.update(one.skipped)
-    return StashStatistics(
-        stashed=sum(one.stashed for one in found),
-        spilled=sum(one.spilled for one in found),
-        kept=sum(one.kept for one in found),
-        lost=sum(one.lost for one in found),
-        skipped=dict(skipped),
-        pools=tuple(pool for one in found for pool in one.pools),
-    )
+    return total_of(stash.statistics() for stash in list(_STASHES))
 
 
 # Experts without the fused operations
@@ -77,7 +68,11 @@ def _grouped(original: Function, stash: ExpertStash) -> Function:
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = (self, *args)
-        if not stash.wanted(self.config) or getattr(self, "_with_fused_impl", False):
+        if not stash.wanted(self.config):
+            return original(*call, **kwargs)
+        if _is_fused(self):
+            if not getattr(self.config, FLAG, False):
+                stash.skip(self, FUSED_ASK_THE_CONFIG)
             return original(*call, **kwargs)
         run = functools.partial(original, *call, **kwargs)
         return stash.run(run, self, hidden(call, kwargs), probs(call, kwargs))
@@ -289,14 +284,35 @@ VARIANTS: dict[str, dict[str, Factory]] = {
 
 
 def problems(models: Iterable[Any]) -> Iterator[tuple[str, str]]:
-    """Why nothing is stashed in these models, for shim.check()."""
-    configs = [getattr(module, "config", None) for model in models for module in model.modules()]
-    configs = [config for config in configs if getattr(config, "num_moe_experts", None)]
+    """Why nothing is stashed in these models, for shim.check(). OptionError for what would be an error in a step."""
+    modules = [
+        m for model in models for m in model.modules() if getattr(getattr(m, "config", None), "num_moe_experts", 0)
+    ]
+    configs = {id(module.config): module.config for module in modules}.values()
+    stashes = list(_STASHES)
     remedy = "set it in the config, or by shim.apply(options={'paged-stash': {'moe_paged_stash': True}})"
-    if not configs:
+    asking = [(stash, config) for stash in stashes for config in configs if stash.asked(config)]
+    for stash, config in asking:
+        check_settings(stash.options, stash.settings(config))
+    if not modules:
         yield "the model has no experts", "none is needed"
-    elif not any(stash.asked(config) for stash in list(_STASHES) for config in configs):
+    elif not asking:
         yield "moe_paged_stash is not set", remedy
+    else:
+        reasons = [_reason(module, stash) for module in modules for stash in stashes if stash.asked(module.config)]
+        if all(reasons):
+            yield reasons[0], "see `shim explain paged-stash` for what gains by a stash"
+
+
+def _is_fused(module: Any) -> bool:
+    return bool(getattr(module, "_with_fused_impl", False))
+
+
+def _reason(module: Any, stash: ExpertStash) -> str:
+    """Why experts of such a config are not stashed; "" where they are."""
+    if not _is_fused(module):
+        return cannot_gain(module.config, stash.settings(module.config))
+    return "" if getattr(module.config, FLAG, False) else FUSED_ASK_THE_CONFIG
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:

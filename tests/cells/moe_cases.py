@@ -114,7 +114,7 @@ def statistics():
 
 
 def pools():
-    stashes = [stash._stash for stash in import_module(PATCH)._STASHES if stash._stash is not None]
+    stashes = [of_settings for stash in import_module(PATCH)._STASHES for of_settings in stash._all()]
     return [pool for stash in stashes for pool in stash.pools.values()]
 
 
@@ -143,7 +143,7 @@ def patched(**options):
 def stashing(*modules, **values):
     """The patch with a new stash, if it is applied already, and all flags set in the configs of these modules."""
     for stash in import_module(PATCH)._STASHES:
-        stash._stash = stash._sized_by = None
+        stash.__init__(stash.options)
     with flags(modules, **values):
         yield
 

@@ -37,7 +37,6 @@ OTHERS = {
 TRAINED = "all", "adapters", "router"
 CASES = all_pairs(factor=(2.0, 1.5), topk=(1, 2), policy=("probs", "position"), other=OTHERS, trained=TRAINED)
 RECOMPUTED = all_pairs(recompute=RECOMPUTE, other=("bfloat16", "shared experts"), trained=TRAINED)
-CONFIG_HAS_FIELDS = cases.VERSION >= (0, 18)
 
 if_there_is_a_patch = pytest.mark.skipif(NOT_TOLD, reason="experts of 0.12.0 are not told which rows are padding")
 
@@ -116,17 +115,59 @@ def test_an_overflow_that_is_not_possible_is_an_error():
 
 
 @if_there_is_a_patch
-def test_options_count_where_the_config_has_no_such_field():
-    """On 0.18 and 0.19 sizes are the config's own; on all releases it wins where somebody has set it."""
+def test_options_count_where_nobody_has_set_the_config():
+    """Also on 0.18 and 0.19, where the fields are always there; on all releases a config wins that somebody has set."""
     model = build()
     plain = [train(model, number) for number in range(2)]
     with cases.patched(**OPTIONS):
         assert [train(model, number) for number in range(2)] == plain
         assert statistics().stashed > 0
-        assert {pool.page_size for pool in statistics().pools} == {64 if CONFIG_HAS_FIELDS else 5}
+        assert {pool.page_size for pool in statistics().pools} == {5}
+        assert all(pool.pages == pool.most_wanted for pool in statistics().pools)  # the factor, too
         with stashing(model, page_size=3):
             assert [train(model, number) for number in range(2)] == plain
             assert {pool.page_size for pool in statistics().pools} == {3}
+
+
+HOST_FACTOR = "moe_paged_stash_buffer_size_factor_cpu"
+
+
+@if_there_is_a_patch
+def test_a_host_pool_by_option_is_one():
+    model = build()
+    plain = train(model)
+    options = {**OPTIONS, "moe_paged_stash_buffer_size_factor_cuda": 0.0, HOST_FACTOR: -1.0, "overflow": "spill"}
+    with cases.patched(**options):
+        shim.check(model)
+        assert [train(model) for _ in range(3)] == [plain] * 3
+        assert statistics().spilled > 0 and statistics().stashed == 0
+
+
+@if_there_is_a_patch
+@pytest.mark.parametrize(
+    "options, values, message",
+    [
+        ({"overflow": "spill"}, {}, f"needs a host pool, and there is none. Remedy: set {HOST_FACTOR}"),
+        ({}, {"page_size": -1}, "page_size is -1"),
+        ({}, {"buffer_size_factor_cuda": float("nan")}, "factor_cuda is nan"),
+    ],
+    ids=["spill", "page_size", "factor"],
+)
+def test_check_refuses_what_cannot_work(options, values, message):
+    """Only the model knows its config; whoever does not ask is told in the first forward."""
+    model = build()
+    with cases.patched(**options), stashing(model, **values):
+        for ask in (shim.check, train):
+            with pytest.raises(shim.ShimError, match=message):
+                ask(model)
+
+
+@if_there_is_a_patch
+def test_check_says_what_leaves_nothing_to_stash():
+    model = build(**DROPLESS)
+    with shim.patched(only=[ID]), cases.flags([model]):
+        found = shim.check(model)[ID]
+        assert found.state == "inactive" and "no spare rows" in found.reason
 
 
 @if_there_is_a_patch
