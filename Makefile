@@ -64,6 +64,7 @@ integration: env  ## shim in workers of a real Ray, which is installed for it
 bench: env  ## all benchmarks, as ratios
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/workers.py
+	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/packed_roll.py
 	$(BIN)/python benchmarks/rope_thd.py
 	$(BIN)/python benchmarks/logprob.py

@@ -75,7 +75,7 @@ class ExpertStash:
 
     def settings(self, config: Any) -> Settings:
         """What somebody has set in the config, else the options: a field that the class has by default says nothing."""
-        found = []
+        found: list[Any] = []
         for name in SIZES:
             value = getattr(config, name, None)
             is_default = value is None or value == getattr(type(config), name, None)
