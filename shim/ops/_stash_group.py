@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -9,8 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from shim.ops._saved_tensors import HOOKED, foreign_hooks_active, now, saved_since
+from shim.ops._row_provenance import RowTensor, row_tensors
+from shim.ops._row_rules import Span
+from shim.ops._saved_tensors import HOOKED, foreign_hooks_active, now
 from shim.ops._stash_pool import BITS, capturing
 from shim.ops._stash_rows import ValidRows, valid_rows
 from shim.ops._stashed_tensor import StashedTensor
@@ -22,6 +26,7 @@ __all__ = ["StashGroup", "tensors_in"]
 
 # A narrower row is not worth its place in the list of pages, which takes that many bytes.
 NARROWEST = 16
+GIVEN_UP = "its memory was given up and will be recomputed"
 
 
 class StashGroup:
@@ -43,11 +48,16 @@ class StashGroup:
 
     def __enter__(self) -> StashGroup:
         self._start = None
+        if torch.compiler.is_compiling():
+            return self
         stash = self._stash
         stash.settle()
         if not torch.is_grad_enabled():
             return self
-        if torch._C._current_graph_task_id() != -1:
+        reason = _transformed()
+        if reason:
+            stash.skip(reason)
+        elif torch._C._current_graph_task_id() != -1:
             stash.skip("it is recomputed in backward, which uses it at once")
         elif foreign_hooks_active():
             stash.skip(HOOKED)
@@ -66,17 +76,21 @@ class StashGroup:
             return
         outputs = list(tensors_in(output))
         device = next((one.device for one in outputs if one.grad_fn is not None), None)
-        weights = _Weights.of(self._weights)
+        if device is None and output is not None:
+            self._stash.skip(f"no tensor that has a gradient was found in the output, a {type(output).__name__}")
+            return
+        weights = {_address(weight) for weight in self._weights}
         chosen: dict[tuple[Any, ...], _Chosen] = {}
-        for slot, tensor, reason in saved_since(outputs, start, self._inputs):
-            span = reason if tensor is None else self._choose(tensor, device, weights)
+        for one in row_tensors(outputs, start, self._rows, self._inputs, self._weights):
+            slot, tensor = one.saved.slot, one.saved.tensor
+            span = one.reason if tensor is None else self._choose(tensor, one, device, weights)
             if isinstance(span, str):
                 self._stash.skip(span)
             if tensor is None or not isinstance(span, _Span):
                 continue
             # The same memory saved twice is stashed once.
             memory = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
-            chosen.setdefault((*memory, tensor.dtype), _Chosen(tensor, span, [])).slots.append(slot)
+            chosen.setdefault((*memory, tensor.dtype, span), _Chosen(tensor, span, [])).slots.append(slot)
         if chosen and device is not None:
             self._store(list(chosen.values()), device)
 
@@ -104,52 +118,33 @@ class StashGroup:
         if decides:
             stash.await_flags(records, flags)
 
-    def _choose(self, tensor: Tensor, device: torch.device | None, weights: _Weights) -> _Span | str | None:
+    def _choose(
+        self, tensor: Tensor, found: RowTensor, device: torch.device | None, weights: Collection[int | None]
+    ) -> _Span | str | None:
         """Which rows a tensor has, or why it stays; None where it stays because that is what it is there for."""
         if isinstance(tensor, torch.nn.Parameter):
             return None  # a weight, as is to be expected
         if type(tensor) is not Tensor or tensor.layout != torch.strided:
             return f"it is a {type(tensor).__name__} of layout {tensor.layout}"
-        if tensor.untyped_storage().data_ptr() in weights.addresses:
+        if tensor.untyped_storage().data_ptr() in weights:
             return None
         if tensor.device != device:
             return f"it is on {tensor.device}, and the output on {device}"
         block = None if self._block_of is None else self._block_of(tensor)
-        span = self._rows_of(tensor, weights) if block is None else _Span(0, self._rows, block)
-        if span is None:
-            return "its first dimension is not that of the rows"
-        if tensor.element_size() not in BITS or tensor.is_complex():
-            return f"its dtype is {tensor.dtype}"
-        if block is None and not _has_rows_of_values(tensor):
-            return f"its dtype is {tensor.dtype}: indices, or quantized data whose rows could be others"
-        if block is None and tensor.numel() // tensor.shape[0] * tensor.element_size() < NARROWEST:
-            return f"its rows have less than {NARROWEST} bytes"
-        if tensor.untyped_storage().nbytes() == 0:
-            return "its memory was given up and will be recomputed"
-        if block is None and self._rows > 1 and self._rows in tensor.shape[1:]:
-            return "another dimension is as large, so that its rows could be columns"
-        if block is None and tuple(tensor.shape) in weights.shapes:
-            return "it has the shape of a weight, so that it could be a copy of one"
-        if tensor.is_neg() or _overlaps(tensor):
-            return "its elements share memory, or are stored negated"
-        if block is not None and (tensor.numel() == 0 or self._rows % block or tensor.numel() % (self._rows // block)):
-            return "its size, or its blocks, do not fit the number of rows"
-        if block not in (None, 1) and not self._first_rows():
-            return "it has one row for a block of rows, and the valid rows are not the first ones"
-        return span
+        if block is not None:
+            return self._reason_against_blocks(tensor, block) or _Span(0, self._rows, block)
+        if tensor.numel() and tensor.untyped_storage().nbytes() == 0:
+            return GIVEN_UP
+        if found.span is None:
+            return found.reason or None
+        return _reason_against(tensor, found.span) or _Span(found.span.first, found.span.rows, 1)
 
-    def _rows_of(self, tensor: Tensor, weights: _Weights) -> _Span | None:
-        if tensor.dim() < 2 or tensor.numel() == 0:
-            return None
-        if tensor.shape[0] == self._rows:
-            return _Span(0, self._rows, 1)
-        # What a product for each expert saves: rows of the memory of all of them, which could be their weights' memory.
-        width = tensor.numel() // tensor.shape[0]
-        memory = tensor.untyped_storage().nbytes() // tensor.element_size()
-        whole = memory == self._rows * width and memory not in weights.sizes
-        if whole and tensor.is_contiguous() and tensor.storage_offset() % width == 0:
-            return _Span(tensor.storage_offset() // width, tensor.shape[0], 1)
-        return None
+    def _reason_against_blocks(self, tensor: Tensor, block: int) -> str:
+        if tensor.numel() == 0 or self._rows % block or tensor.numel() % (self._rows // block):
+            return "its size, or its blocks, do not fit the number of rows"
+        if block != 1 and not self._first_rows():
+            return "it has one row for a block of rows, and the valid rows are not the first ones"
+        return _reason_against_memory(tensor)
 
     def _first_rows(self) -> bool:
         valid = self._valid
@@ -177,17 +172,13 @@ class _Chosen(NamedTuple):
     slots: list[Any]
 
 
-class _Weights(NamedTuple):
-    """How weights, and what could be copies of them, are known: where they lie, their sizes, their shapes."""
-
-    addresses: set[int | None]
-    sizes: set[int]
-    shapes: set[tuple[int, ...]]
-
-    @classmethod
-    def of(cls, weights: Collection[Tensor]) -> _Weights:
-        shapes = {shape for weight in weights for shape in _shapes_of(weight)}
-        return cls({_address(weight) for weight in weights}, {weight.numel() for weight in weights}, shapes)
+def _transformed() -> str:
+    """Why tensors are others than those that autograd saves, where they are."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a transform of torch.func is active, whose tensors have no memory of their own"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation is active, and a copy in pages has no tangent"
+    return ""
 
 
 def _address(weight: Tensor) -> int | None:
@@ -197,13 +188,27 @@ def _address(weight: Tensor) -> int | None:
         return None
 
 
-def _shapes_of(weight: Tensor) -> Iterator[tuple[int, ...]]:
-    """The shapes that a copy of a weight may have: its own, transposed, and with two neighbouring dimensions as one."""
-    shape = tuple(weight.shape)
-    for place in range(len(shape) - 2):
-        merged = (*shape[:place], shape[place] * shape[place + 1], *shape[place + 2 :])
-        yield from (merged, merged[::-1])
-    yield from (shape, shape[::-1])
+def _reason_against(tensor: Tensor, span: Span) -> str:
+    """Why a tensor with such rows stays all the same."""
+    if tensor.numel() == 0:
+        return "it is empty"
+    if tensor.is_complex():
+        return f"its dtype is {tensor.dtype}"
+    if not _has_rows_of_values(tensor):
+        return f"its dtype is {tensor.dtype}: indices, or quantized data whose rows could be others"
+    if tensor.numel() // span.rows * tensor.element_size() < NARROWEST:
+        return f"its rows have less than {NARROWEST} bytes"
+    return _reason_against_memory(tensor)
+
+
+def _reason_against_memory(tensor: Tensor) -> str:
+    if tensor.element_size() not in BITS or tensor.is_complex():
+        return f"its dtype is {tensor.dtype}"
+    if tensor.untyped_storage().nbytes() == 0:
+        return GIVEN_UP
+    if tensor.is_neg() or _overlaps(tensor):
+        return "its elements share memory, or are stored negated"
+    return ""
 
 
 def _has_rows_of_values(tensor: Tensor) -> bool:
@@ -220,13 +225,16 @@ def _overlaps(tensor: Tensor) -> bool:
     return False
 
 
-def tensors_in(output: Any) -> Iterator[Tensor]:
-    """The tensors in a nest of tuples, lists and dicts."""
+def tensors_in(output: Any, mappings: bool = True) -> Iterator[Tensor]:
+    """The tensors in a nest of tuples, lists, dataclasses and, if `mappings`, dicts."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):
-        for item in output.values():
-            yield from tensors_in(item)
+        for item in output.values() if mappings else ():
+            yield from tensors_in(item, mappings)
     elif isinstance(output, (tuple, list)):
         for item in output:
-            yield from tensors_in(item)
+            yield from tensors_in(item, mappings)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for field in dataclasses.fields(output):
+            yield from tensors_in(getattr(output, field.name, None), mappings)

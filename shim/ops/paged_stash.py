@@ -125,11 +125,15 @@ class PagedStash:
     ) -> Any:
         """function(*args, **kwargs), with what it saves for backward stashed; see `group` for rows, valid, expected.
 
-        The parameters and buffers of a torch module are left alone, whatever their shape.
+        Tensors with `rows` rows among the arguments are rows, unless they are parameters or in a dict, where
+        torch.func.functional_call has its weights. What is made of others has no rows and is left alone.
         """
         weights = weights_of(function) if isinstance(function, torch.nn.Module) else ()
-        inputs = tuple(tensors_in((args, kwargs)))
-        with self.group(rows, valid, expected=expected, inputs=inputs, weights=weights) as group:
+        inputs = tuple(tensors_in((args, tuple(kwargs.values())), mappings=False))
+        others = tuple(tensors_in((args, kwargs)))
+        with self.group(
+            rows, valid, expected=expected, inputs=inputs, weights=(*weights, *_except(others, inputs))
+        ) as group:
             output = function(*args, **kwargs)
         group.commit(output)
         return output
@@ -146,15 +150,19 @@ class PagedStash:
     ) -> StashGroup:
         """A context for one forward, whose `commit` stashes what was saved in it.
 
-        Saved tensors whose first dimension is `rows` are stashed, by their valid rows, and so are rows of one memory of
-        `rows` rows, as grouped matrix products save them for each expert.
+        Saved tensors of operators that are known to keep rows where they are, on all ways to the outputs, are stashed
+        by their valid rows; see docs/paged-stash-operators.md. So are inputs and outputs of functions of one's own
+        (torch.autograd.Function) that come from `inputs`, which are trusted to keep rows where they are, and to bear
+        zeros; what such a function makes for itself is known by `block_of` only. All else is left alone, and counted.
 
         valid: None for all rows; an int, or an integer tensor of one element, for the first ones; an integer tensor
-        [segments] for the first ones of each of so many equal segments; a bool tensor [rows] for any.
+        [segments] for the first ones of each of so many equal segments; a bool tensor [rows] for any. Rows are those of
+        the outputs, whose first dimensions make up `rows`; the others must get no gradient, on any way out.
         expected: how many rows are probably valid, for whoever sizes pools by that (`resize`); all by default.
-        inputs: what the forward gets, and where to stop looking. Without them, what another thread has made before
-        could be taken for a part of the forward, as autograd numbers the nodes of each thread on their own.
-        weights: tensors that stay, and so does what has the shape of one of them, or its transpose: it could be a copy.
+        inputs: what the forward gets, and where to stop looking; what has `rows` rows and is no parameter is rows.
+        Without them, functions of one's own are left alone, and what another thread has made before could be taken for
+        a part of the forward, as autograd numbers the nodes of each thread on their own.
+        weights: tensors that stay.
         block_of: says of a tensor how many rows one of its own stands for, whatever its shape (1: it has all rows; 32:
         scales of blocks of 32 rows); None where it does not know the tensor.
         """
@@ -321,6 +329,11 @@ class PagedStash:
 def weights_of(module: torch.nn.Module) -> tuple[Tensor, ...]:
     """What a module has that is not of one forward."""
     return (*module.parameters(), *module.buffers())
+
+
+def _except(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> list[Tensor]:
+    known = {id(tensor) for tensor in others}
+    return [tensor for tensor in tensors if id(tensor) not in known]
 
 
 class _Unsettled:
