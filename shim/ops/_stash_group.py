@@ -52,6 +52,7 @@ class StashGroup:
             return self
         stash = self._stash
         stash.settle()
+        stash.begin_forward()
         if not torch.is_grad_enabled():
             return self
         reason = _transformed()

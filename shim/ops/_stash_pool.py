@@ -71,6 +71,9 @@ class PagePool:
         # rows, or with as many rows as are to be expected of them.
         self.live = self.full = self.expected = self.most_full = self.most_expected = 0
         self.outgrown = False
+        # When somebody asked for the pool last, in steps of his own; and the size that it had, while it is given up.
+        self.last_used = 0
+        self.size_before: tuple[int, int] | None = None
         self._lock = threading.Lock()
         self._dropped: deque[tuple[Tensor, Tensor, Tensor, int]] = deque()
         self._stream: torch.cuda.Stream | None = None
@@ -88,6 +91,9 @@ class PagePool:
             self._follow()
             if self.host_pages and self._stream is not None:
                 self._stream.synchronize()  # who pinned the memory does not know which kernels still use it
+            if self._stream is not None and self.pages:  # which may not be the one that it was made on
+                for buffer in (self.data, self.ring, self.host_ring):
+                    buffer.record_stream(self._stream)
             # The old memory goes before the new one comes; without any, the pool is one that has not got its size.
             self.pages = self.host_pages = 0
             self.data = self.host_data = torch.empty(0)
@@ -100,7 +106,18 @@ class PagePool:
                 self.state[head].zero_()  # what was counted so far stays
                 self.state[tail].fill_(size)
             self.pages, self.host_pages, self.outgrown = pages, host_pages, False
+            self.size_before = None
         return True
+
+    def give_up(self) -> None:
+        """Free the memory, if nothing lives in it and no CUDA graph uses it; `take_up` brings as much back."""
+        size = self.pages, self.host_pages
+        if any(size) and not self.captured and self.allocate_pages(0, 0):
+            self.size_before = size
+
+    def take_up(self) -> None:
+        if self.size_before is not None:
+            self.allocate_pages(*self.size_before)
 
     def _buffer(self, pages: int, device: torch.device, pinned: bool = False) -> Tensor:
         rows = pages * self.page_size + 2

@@ -7,6 +7,7 @@ between the large buffers are free. The pages come from a ring on the device, so
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import weakref
@@ -31,6 +32,8 @@ log = logging.getLogger("shim")
 OVERFLOW = ("keep", "spill", "raise")
 # Forward passes whose originals are held at most until the device has told where their copies are.
 AHEAD = 2
+# The memory of a pool that nothing has used is freed when the stash has been empty so many times since.
+UNUSED = 100
 
 
 class StashOverflowError(ShimError):
@@ -111,6 +114,13 @@ class PagedStash:
         self._told: set[str] = set()
         self._lock = threading.Lock()
         self._unsettled: list[_Unsettled] = []
+        self._rounds = 0
+        self._offered_before = 0
+
+    def __reduce__(self) -> tuple[Callable[..., PagedStash], tuple[Any, ...]]:
+        """A copy, also one by pickle, is a new and empty stash of the same settings: what is in this one is its own."""
+        sizes = {"pages": self.pages, "host_pages": self.host_pages, "page_size": self.page_size}
+        return functools.partial(type(self), **sizes, overflow=self.overflow, backend=self.backend), ()
 
     # Stashing
 
@@ -176,17 +186,34 @@ class PagedStash:
     def pool_for(self, tensor: Tensor, width: int) -> PagePool:
         key = (tensor.device, tensor.dtype, width)
         with self._lock:
-            if key not in self.pools:
+            pool = self.pools.get(key)
+            if pool is None or pool.size_before is not None:
                 if tensor.device.type == "cuda" and capturing():
                     raise RuntimeError(
                         f"the paged stash has no pool for {tensor.dtype} with rows of {width} yet, and can make none "
                         "while a CUDA graph is captured: run the same step once before"
                     )
-                backend = backend_for(self.backend, tensor.device)
-                self.pools[key] = PagePool(
-                    tensor.dtype, width, self.page_size, self.pages, self.host_pages, tensor.device, backend
-                )
-            return self.pools[key]
+                if pool is None:
+                    backend = backend_for(self.backend, tensor.device)
+                    sizes = self.page_size, self.pages, self.host_pages
+                    pool = self.pools[key] = PagePool(tensor.dtype, width, *sizes, tensor.device, backend)
+                pool.take_up()
+            pool.last_used = self._rounds
+            return pool
+
+    def begin_forward(self) -> None:
+        """Count how often the stash was empty, and free the pools that nothing has used for many times.
+
+        Between two steps it is empty. A captured pool stays: a replay is not seen here.
+        """
+        if self._offered == self._offered_before or self.live or capturing():
+            return
+        self._offered_before = self._offered
+        with self._lock:
+            self._rounds += 1
+            unused = [pool for pool in self.pools.values() if self._rounds - pool.last_used > UNUSED]
+            for pool in unused:
+                pool.give_up()
 
     def _all_pools(self) -> list[PagePool]:
         return list(self.pools.values())  # another thread may add one meanwhile
@@ -233,7 +260,7 @@ class PagedStash:
         they got their size, or with too much.
         """
         for pool in self._all_pools():
-            if pool.live or pool.captured or not pool.outgrown:
+            if pool.live or pool.captured or not pool.outgrown or pool.size_before is not None:
                 continue
             wanted = sizes(pool)
             pool.outgrown = False
@@ -246,7 +273,7 @@ class PagedStash:
         They can be resized, by what they have learnt so far. A pool in which something lives stays as it is.
         """
         for pool in self._all_pools():
-            if pool.allocate_pages(0, 0):
+            if pool.allocate_pages(0, 0):  # which forgets what size it had
                 pool.captured, pool.outgrown = False, True
 
     def resize_all(self) -> None:
