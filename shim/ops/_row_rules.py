@@ -248,11 +248,13 @@ def _sizes_start(operator: Operator, number: int) -> int:
 
 class Rule(NamedTuple):
     """edges: the rows of the inputs. holds: the names of saved tensors that hold rows; None for all that have the rows
-    where the output has them. reason: why none is stashed all the same."""
+    where the output has them. reason: why none is stashed all the same. along_rows: whether it is another operator
+    where it goes along the rows, of which then no input has any."""
 
     edges: Callable[[Operator], Edges]
     holds: tuple[str, ...] | None = None
     reason: str = ""
+    along_rows: bool = False
 
 
 EACH_ROW = (
@@ -271,12 +273,12 @@ RULES: dict[str, Rule] = {
     **{name: Rule(_each_row) for name in EACH_ROW.split()},
     **{name: Rule(_each_row, reason=SINGULAR) for name in EACH_ROW_SINGULAR.split()},
     **{name: Rule(_same_order, holds=()) for name in SAME_ORDER.split()},
-    **{name: Rule(_within_rows("dim")) for name in ALONG_DIM.split()},
+    **{name: Rule(_within_rows("dim"), along_rows=True) for name in ALONG_DIM.split()},
     **{name: Rule(_within_rows("dim"), reason=SINGULAR) for name in ALONG_DIM_SINGULAR.split()},
     "Transpose": Rule(_within_rows("dim0", "dim1")),
     "Permute": Rule(_permuted),
-    "NativeLayerNorm": Rule(_normalized, holds=("input",)),
-    "FusedRmsNorm": Rule(_normalized, holds=("input",)),
+    "NativeLayerNorm": Rule(_normalized, holds=("input",), along_rows=True),
+    "FusedRmsNorm": Rule(_normalized, holds=("input",), along_rows=True),
     "Mm": Rule(_matrix_product(0), holds=("self",)),
     "Addmm": Rule(_matrix_product(1), holds=("mat1",)),
     "Bmm": Rule(_batched_product(0), holds=("self", "mat2")),
@@ -305,6 +307,8 @@ def stays(operator: Operator, rule: Rule, name: str, tensor: Tensor) -> str:
     name: that of the operator's argument or result, in torch's own words.
     """
     span = operator.span
+    if rule.along_rows and not any(rule.edges(operator)):
+        return "its operator mixes rows"
     if rule.reason and not _is_whole_power(operator.node):
         return rule.reason
     if span is None or (rule.holds is not None and name not in rule.holds):
