@@ -79,6 +79,9 @@ class PagePool:
         self._stream: torch.cuda.Stream | None = None
         with torch.inference_mode(False):
             self.state = torch.zeros(STATES, dtype=torch.int64, device=device)
+        self.data: Tensor
+        self.ring: Tensor
+        self.host_ring: Tensor
         self.pages = self.host_pages = 0
         self.allocate_pages(pages, host_pages)
 
