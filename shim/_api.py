@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from shim import _engine
+from shim._contexts import Context
 from shim._detect import detect
-from shim._errors import NotMetError, OptionError
+from shim._errors import MatrixError, NotMetError, OptionError
 from shim._explain import explanation
-from shim._matrix import load_matrix
-from shim._options import Options, matrix_argument, resolve
+from shim._identity import identity_of
+from shim._matrix import Matrix, check_modules, load_matrix
+from shim._options import (
+    UNSET,
+    Arguments,
+    Ids,
+    Options,
+    PatchOptions,
+    is_disabled,
+    matrix_argument,
+    resolve,
+    unknown_variables,
+)
 from shim._plan import Plan, make_plan
-from shim._ranks import NOTHING, is_rank_zero, ranks_that_differ
+from shim._ranks import NOTHING, PARTS, is_rank_zero, ranks_that_differ
 from shim._report import PatchReport, Report
 from shim._resume import differs, state_of
 from shim._sources import Sources
+from shim._spelling import did_you_mean
 from shim._verify import problems_in, read_report, shadows_in
 
 __all__ = [
@@ -37,46 +51,90 @@ __all__ = [
 log = logging.getLogger("shim")
 
 
-def _make_plan(arguments: Mapping[str, Any]) -> Plan:
-    arguments = dict(arguments)
-    matrix = load_matrix(matrix_argument(arguments.pop("matrix", None)))
+def _load_matrix(asked: Arguments) -> Matrix:
+    """The matrix that the arguments or MEGATRON_SHIM_MATRIX name, else the one that ships."""
+    try:
+        return load_matrix(None if asked.matrix is None else matrix_argument(asked.matrix))
+    except MatrixError:
+        if not is_disabled():
+            raise
+        return load_matrix()  # nothing of it is applied, so nobody need mend it first
+
+
+def _make_plan(asked: Arguments) -> Plan:
+    """The plan for arguments, and a warning for each thing in the environment that may not be meant."""
+    matrix = _load_matrix(asked)
+    if not is_disabled():
+        check_modules(matrix, asked.package_names)
+    with _engine.STATE.lock:
+        _engine.STATE.warn_once([*unknown_variables(), *_of_another_matrix(matrix)])
+    return _planned(matrix, asked)
+
+
+def _planned(matrix: Matrix, asked: Arguments) -> Plan:
     sources = _engine.STATE.sources = Sources(before=_engine.STATE.sources)
-    return make_plan(detect(sources), matrix, resolve(matrix, **arguments))
+    return make_plan(detect(sources), matrix, resolve(matrix, asked))
+
+
+def _of_another_matrix(matrix: Matrix) -> list[str]:
+    if matrix.shipped:
+        return []
+    return [f"patches are chosen by {matrix.path} (content {matrix.content}), not by the matrix that ships with shim"]
+
+
+def default_plan() -> Plan:
+    """The plan without arguments, for whoever only reads it: a matrix may name modules that apply() refuses."""
+    asked = Arguments()
+    return _planned(_load_matrix(asked), asked)
 
 
 def plan(
     *,
-    only: Iterable[str] | str | None = None,
-    exclude: Iterable[str] | str = (),
-    require: Iterable[str] | str = (),
-    kinds: Iterable[str] | str | None = None,
-    strict: bool = False,
-    on_drift: str = "skip",
-    options: Mapping[str, Mapping[str, Any]] | None = None,
-    matrix: str | os.PathLike[str] | None = None,
-    lock: str | os.PathLike[str] | None = None,
+    only: Ids | None = UNSET.only,
+    exclude: Ids = (),
+    require: Ids = UNSET.require,
+    kinds: Ids | None = UNSET.kinds,
+    strict: bool = UNSET.strict,
+    on_drift: str = UNSET.on_drift,
+    options: PatchOptions | None = UNSET.options,
+    packages: Ids = (),
+    matrix: str | os.PathLike[str] | None = UNSET.matrix,
+    lock: str | os.PathLike[str] | None = UNSET.lock,
 ) -> Plan:
     """Return what `apply` with the same arguments would do, one decision and one reason per patch.
 
     Imports neither torch nor megatron and changes nothing. Raises OptionError for arguments that are not usable,
     and MatrixError for a matrix that is not valid.
     """
-    made = _make_plan(locals())
+    asked = Arguments(
+        only=only,
+        exclude=exclude,
+        require=require,
+        kinds=kinds,
+        strict=strict,
+        on_drift=on_drift,
+        options=options,
+        packages=packages,
+        matrix=matrix,
+        lock=lock,
+    )
+    made = _make_plan(asked)
     with _engine.STATE.lock:
         return _engine.with_conflicts(_engine.STATE, made)
 
 
 def apply(
     *,
-    only: Iterable[str] | str | None = None,
-    exclude: Iterable[str] | str = (),
-    require: Iterable[str] | str = (),
-    kinds: Iterable[str] | str | None = None,
-    strict: bool = False,
-    on_drift: str = "skip",
-    options: Mapping[str, Mapping[str, Any]] | None = None,
-    matrix: str | os.PathLike[str] | None = None,
-    lock: str | os.PathLike[str] | None = None,
+    only: Ids | None = UNSET.only,
+    exclude: Ids = (),
+    require: Ids = UNSET.require,
+    kinds: Ids | None = UNSET.kinds,
+    strict: bool = UNSET.strict,
+    on_drift: str = UNSET.on_drift,
+    options: PatchOptions | None = UNSET.options,
+    packages: Ids = (),
+    matrix: str | os.PathLike[str] | None = UNSET.matrix,
+    lock: str | os.PathLike[str] | None = UNSET.lock,
 ) -> Report:
     """Apply every patch the installed releases need: now where the target is imported, else when it is.
 
@@ -85,12 +143,31 @@ def apply(
     strict: NotMetError where any correctness patch has drifted or is in conflict.
     on_drift: "skip" leaves a patch out whose targets are not known, "error" raises, "apply" applies it where the
         signature still fits.
-    options: {patch id: {option: value}}.    matrix: another version_matrix.yaml.    lock: a lock file.
+    options: {patch id: {option: value}}, each of the type and in the range that `shim explain ID` shows.
+    matrix: another version_matrix.yaml; None is the one that ships.    lock: a lock file, or None.
+    packages: names of packages, besides shim.patches, in which the modules of such a matrix may lie.
 
-    Idempotent and thread-safe; a second call with other arguments adjusts to them. Raises BindError where a patch
-    fails; it is then rolled back as a whole.
+    Lists may be one text with commas between the names. What is not given is taken from MEGATRON_SHIM_ONLY, _REQUIRE,
+    _KINDS, _STRICT, _ON_DRIFT, _OPTIONS (JSON), _MATRIX and _LOCK. What is given outranks them, also with its default
+    value; MEGATRON_SHIM_DISABLE and _EXCLUDE outrank every argument.
+
+    Idempotent and thread-safe; a second call with other arguments adjusts to them. Raises OptionError for arguments
+    that are not usable, MatrixError for a matrix that is not, and BindError where a patch fails; it is then rolled
+    back as a whole.
     """
-    _engine.adopt(_make_plan(locals()))
+    asked = Arguments(
+        only=only,
+        exclude=exclude,
+        require=require,
+        kinds=kinds,
+        strict=strict,
+        on_drift=on_drift,
+        options=options,
+        packages=packages,
+        matrix=matrix,
+        lock=lock,
+    )
+    _engine.adopt(_make_plan(asked))
     return status()
 
 
@@ -105,15 +182,43 @@ def revert() -> Report:
 
 
 @contextlib.contextmanager
-def patched(**arguments: Any) -> Iterator[Report]:
-    """Apply within a with-statement; takes the arguments of `apply`, nests, and restores what was there before."""
-    wanted = _make_plan(arguments)
-    before = _engine.STATE.plan
-    _engine.adopt(wanted)
+def patched(
+    *,
+    only: Ids | None = UNSET.only,
+    exclude: Ids = (),
+    require: Ids = UNSET.require,
+    kinds: Ids | None = UNSET.kinds,
+    strict: bool = UNSET.strict,
+    on_drift: str = UNSET.on_drift,
+    options: PatchOptions | None = UNSET.options,
+    packages: Ids = (),
+    matrix: str | os.PathLike[str] | None = UNSET.matrix,
+    lock: str | os.PathLike[str] | None = UNSET.lock,
+) -> Iterator[Report]:
+    """Apply within a with-statement; takes the arguments of `apply`, and restores what was there before.
+
+    Blocks nest. Patches are of the whole process: in several threads or asyncio tasks at once, blocks must have the
+    same arguments, and what was there before is restored at the end of the last. OptionError otherwise, and for apply()
+    and revert() from outside of the block.
+    """
+    asked = Arguments(
+        only=only,
+        exclude=exclude,
+        require=require,
+        kinds=kinds,
+        strict=strict,
+        on_drift=on_drift,
+        options=options,
+        packages=packages,
+        matrix=matrix,
+        lock=lock,
+    )
+    wanted, context = _make_plan(asked), Context()
+    _engine.adopt(wanted, context)
     try:
         yield status()
     finally:
-        _engine.adopt(before)
+        _engine.release(context)
 
 
 def _not_applied(made: Plan) -> Plan:
@@ -133,7 +238,7 @@ def status() -> Report:
         current = _engine.STATE.plan
         if current is not None:
             return read_report(current, _engine.STATE.binder, _engine.STATE.failed)
-    made = _not_applied(_engine.STATE.last or _make_plan({}))
+    made = _not_applied(_engine.STATE.last or default_plan())
     with _engine.STATE.lock:
         return read_report(made, _engine.STATE.binder, {})
 
@@ -152,7 +257,7 @@ def check(model: Any = None, group: Any = None) -> Report:
     _engine.catch_up(_engine.STATE)
     current = _engine.STATE.plan
     # Before anything raises: a rank that does not take part would leave the others waiting.
-    differing = ranks_that_differ(*_identity(current), group)
+    differing = ranks_that_differ(*_compared(current), group)
     current = _in_force("check")
     with _engine.STATE.lock:
         report = read_report(current, _engine.STATE.binder, _engine.STATE.failed)
@@ -174,22 +279,25 @@ def check(model: Any = None, group: Any = None) -> Report:
     _judge(report, current.options)
     if differing:
         raise NotMetError(
-            f"ranks disagree about what is applied (id, variant, bodies): {differing}. Remedy: install the same "
-            "releases everywhere, and call shim.apply() with the same arguments on every rank."
+            f"ranks disagree about what is applied: {differing}. Remedy: install the same releases everywhere, that of "
+            "megatron-shim among them, and call shim.apply() with the same arguments on every rank."
         )
     if is_rank_zero():
         log.info("%s", report.summary)
     return report
 
 
-def _identity(current: Plan | None) -> tuple[str, dict[str, str]]:
-    """What ranks compare: the digest, and for every patch what of it goes into the digest, and its options."""
+def _compared(current: Plan | None) -> tuple[str, dict[str, tuple[str, ...]], dict[str, str]]:
+    """What ranks compare: the digest, the parts of every patch that go into it (none: not applied), and releases."""
     if current is None:
-        return NOTHING, {}
-    return current.digest, {
-        id: repr((d.variant, sorted(d.fingerprints.items()), sorted(d.options.items()))) if d.wanted else ""
-        for id, d in current.decisions.items()
+        return NOTHING, {}, {}
+    identity = identity_of(current)
+    here = identity["patches"]
+    patches = {
+        id: tuple(json.dumps(here[id][part], sort_keys=True) for part in PARTS) if id in here else ()
+        for id in current.decisions
     }
+    return current.digest, patches, {**identity["releases"], "the matrix": identity["matrix"]}
 
 
 def _judge(report: Report, options: Options) -> None:
@@ -243,7 +351,7 @@ def _in_force(caller: str) -> Plan:
 
 def explain(id: str) -> str:
     """Return in words what a patch is for, how it is wired, and what was decided about it here, and why."""
-    made = _engine.STATE.plan or _make_plan({})
+    made = _engine.STATE.plan or default_plan()
     if id not in made.decisions:
-        raise OptionError(f"there is no patch {id!r}; known are {', '.join(made.decisions)}")
+        raise OptionError(f"there is no patch {id!r}; {did_you_mean(id, made.decisions)}")
     return explanation(made, id)

@@ -52,6 +52,8 @@ def _nobody_reads(stream: TextIO) -> None:
 
 def _selection(arguments: argparse.Namespace) -> dict[str, Any]:
     """The options of apply() that a command line can give; left out where not given, so that variables count."""
+    from shim._options import from_json
+
     chosen: dict[str, Any] = {}
     for name in ("only", "exclude", "require"):
         value = getattr(arguments, name)
@@ -63,6 +65,12 @@ def _selection(arguments: argparse.Namespace) -> dict[str, Any]:
         chosen["on_drift"] = arguments.on_drift
     if arguments.matrix:
         chosen["matrix"] = arguments.matrix
+    if arguments.kinds:
+        chosen["kinds"] = arguments.kinds
+    if arguments.package:
+        chosen["packages"] = arguments.package
+    if arguments.options:
+        chosen["options"] = from_json("--options", arguments.options)
     return chosen
 
 
@@ -155,12 +163,16 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from shim._workers import run
+    from shim._workers import CommandError, run
 
     command = arguments.command_line[1:] if arguments.command_line[:1] == ["--"] else arguments.command_line
     if not command:
         raise OptionError("shim run needs a command behind --, for instance: shim run -- torchrun train.py")
-    run(command, **_held(arguments))
+    try:
+        run(command, **_held(arguments))
+    except CommandError as error:
+        print(f"shim: {error}", file=sys.stderr)
+        return error.exit_code
     raise AssertionError("exec returned")
 
 
@@ -303,7 +315,10 @@ def _add_selection(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--require", help="patch ids that have to be applicable, else exit 1")
     sub.add_argument("--strict", action="store_true", help="exit 1 where a correctness patch has drifted")
     sub.add_argument("--on-drift", choices=("skip", "error", "apply"), help="what to do with unknown bodies")
+    sub.add_argument("--kinds", help="kinds of patches: correctness, compat, performance, feature")
+    sub.add_argument("--options", metavar="JSON", help='options of patches: {"paged-stash": {"moe_paged_stash": true}}')
     sub.add_argument("--matrix", help="another version_matrix.yaml")
+    sub.add_argument("--package", metavar="NAME", help="package in which patch modules of that matrix may lie, too")
 
 
 def _add_held(sub: argparse.ArgumentParser) -> None:

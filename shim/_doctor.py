@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import shim
 from shim import _others
-from shim._api import plan
+from shim._api import default_plan
 from shim._detect import detect
 from shim._errors import ShimError
 from shim._features import LostFeature, lost_features
@@ -46,7 +46,7 @@ def examine() -> dict[str, Any]:
     known = packages()
     others: list[dict[str, Any]] = []
     try:
-        made = plan()
+        made = default_plan()
         digest = made.digest
         others = _patches_of_others(made, known)
         problems += filter(None, [nothing_installed(made)])

@@ -13,6 +13,7 @@ from typing import Any
 
 from shim._aliases import is_initialising, namespace_of, unwrap
 from shim._bind import LAZY, MISSING, Binder, Imported, Layer
+from shim._contexts import Context, Contexts
 from shim._errors import BindError, NotMetError, ShimError
 from shim._fingerprint import ABSENT, split_target
 from shim._foreign import describe, foreign_on
@@ -22,7 +23,7 @@ from shim._sources import Sources
 from shim._stand_ins import StandIns
 from shim._variables import Variables
 
-__all__ = ["STATE", "adopt", "catch_up", "with_conflicts"]
+__all__ = ["STATE", "adopt", "catch_up", "release", "with_conflicts"]
 
 log = logging.getLogger("shim")
 
@@ -53,6 +54,7 @@ class _State:
         self.watched: frozenset[str] = frozenset()  # those, and modules that may run with a stand-in for a package
         self.late: frozenset[str] = frozenset()  # those of `modules` that no commit has seen loaded yet
         self.adoptions = 0  # how often a plan was made the current one
+        self.contexts = Contexts()
         self.factories: dict[_Content, Mapping[str, Any]] = {}
         self.failed: dict[str, str] = {}
         self.said: set[str] = set()
@@ -352,8 +354,11 @@ def _watch_imports(state: _State) -> None:
             state.hook.adopt_lazy(module)
 
 
-def adopt(wanted: Plan | None) -> None:
-    """Make `wanted` the current plan (None: nothing is wanted); on any error the plan before it stays."""
+def adopt(wanted: Plan | None, context: Context | None = None) -> None:
+    """Make `wanted` the current plan (None: nothing is wanted); on any error the plan before it stays.
+
+    context: the with-block that it is for, until `release`.
+    """
     state = STATE
     if wanted is not None:
         _wait_for_imports(wanted)
@@ -364,6 +369,10 @@ def adopt(wanted: Plan | None) -> None:
     before, failed, mine = state.plan, dict(state.failed), -1
     try:
         with state.lock:
+            if context is None:
+                state.contexts.refuse_from_outside("revert" if wanted is None else "apply")
+            elif wanted is not None:
+                state.contexts.enter(context, wanted, state.plan)
             before, failed = state.plan, dict(state.failed)
             mine = state.adoptions = state.adoptions + 1
             state.adjust(wanted)
@@ -372,6 +381,8 @@ def adopt(wanted: Plan | None) -> None:
         _settle(state)
     except BaseException:
         with state.lock:
+            if context is not None:
+                state.contexts.leave(context)
             if state.adoptions == mine:  # no other thread has made another plan the current one meanwhile
                 state.adjust(before)
                 state.failed = failed
@@ -380,6 +391,29 @@ def adopt(wanted: Plan | None) -> None:
         except ShimError as error:
             log.warning("what was applied before could not be restored as a whole: %s", error)
         raise
+    finally:
+        with state.lock:
+            if not state.watched:
+                state.hook.remove()
+
+
+def release(context: Context) -> None:
+    """End a with-block: what it found in force is so again, unless another block is open that asks for the same.
+
+    Asks neither for the requirements nor for the lock of what it found anew: they were met when that was applied.
+    """
+    state = STATE
+    if context.beneath is not None:
+        _wait_for_imports(context.beneath)
+    try:
+        with state.lock:
+            if not state.contexts.leave(context):
+                return
+            state.adoptions += 1
+            state.adjust(context.beneath)
+            state.failed.clear()
+            _watch_imports(state)
+        _settle(state)
     finally:
         with state.lock:
             if not state.watched:

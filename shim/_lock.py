@@ -5,39 +5,28 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shim import __version__
 from shim._errors import NotMetError, OptionError
+from shim._files import UnsafeFileError, read_bounded
+from shim._identity import identity_of
+from shim._matrix import KINDS
 
 if TYPE_CHECKING:
     from shim._plan import Plan
 
 __all__ = ["differences", "enforce_lock", "locked", "read_lock", "write_lock"]
 
-FORMAT = 1
+FORMAT = 2
 MAX_BYTES = 4_000_000  # a lock of a hundred patches has 100 kB
 
 
 def locked(plan: Plan) -> dict[str, Any]:
-    """What a lock holds: releases, shim's own among them; of every applied patch the variant, bodies and options."""
-    return {
-        "format": FORMAT,
-        "releases": {"megatron-shim": __version__, **{name: i.raw for name, i in plan.environment.installed.items()}},
-        "patches": {
-            id: {"variant": d.variant, "fingerprints": dict(d.fingerprints), "options": _plain(d.options)}
-            for id, d in plan.decisions.items()
-            if d.wanted
-        },
-        "digest": plan.digest,
-    }
-
-
-def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as a file gives them back: a tuple is a list there, and what JSON does not know is text."""
-    return json.loads(json.dumps(dict(options), default=str))
+    """What a lock holds: what makes the plan what it is, its digest, and the kinds of patches that were asked for."""
+    kinds = [kind for kind in KINDS if plan.options.kinds is None or kind in plan.options.kinds]
+    return {"format": FORMAT, **identity_of(plan), "kinds": kinds, "digest": plan.digest}
 
 
 def write_lock(path: str | os.PathLike[str], plan: Plan) -> None:
@@ -46,8 +35,14 @@ def write_lock(path: str | os.PathLike[str], plan: Plan) -> None:
         raise OptionError("MEGATRON_SHIM_DISABLE is set, so there is nothing to lock; unset it")
     file = Path(path)
     scratch = file.parent / f".{file.name}.{os.getpid()}"
+    text = json.dumps(locked(plan), indent=2, sort_keys=True) + "\n"
     try:
-        scratch.write_text(json.dumps(locked(plan), indent=2, sort_keys=True) + "\n", "utf-8")
+        if file.exists() and not file.is_file():
+            raise OSError("there is something that is not a regular file")  # whose place it would take
+        # With a mode that `read_lock` accepts, whatever the umask is.
+        opened = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        with open(opened, "w", encoding="utf-8") as written:
+            written.write(text)
         os.replace(scratch, file)
     except OSError as error:
         raise OptionError(f"the lock {file} cannot be written: {error}") from None
@@ -61,13 +56,14 @@ def read_lock(path: str | os.PathLike[str]) -> dict[str, Any]:
     file = Path(path)
     remedy = "Remedy: write it anew with `shim pin --lock FILE`."
     try:
-        if not file.is_file():
-            raise OptionError(f"there is no lock {file}. {remedy}")
-        with file.open("rb") as opened:
-            text = opened.read(MAX_BYTES + 1)
+        text = read_bounded(file, MAX_BYTES)
         if len(text) > MAX_BYTES:
             raise OptionError(f"the lock {file} is larger than {MAX_BYTES} bytes. {remedy}")
         found = json.loads(text)
+    except FileNotFoundError:
+        raise OptionError(f"there is no lock {file}. {remedy}") from None
+    except UnsafeFileError as error:
+        raise OptionError(f"the lock {file} {error}.") from None
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, OptionError):
             raise
@@ -83,6 +79,7 @@ def _well_formed(found: Any) -> bool:
     releases, patches = found.get("releases"), found.get("patches")
     return (
         isinstance(releases, dict)
+        and isinstance(found.get("kinds"), list)
         and isinstance(patches, dict)
         and all(
             isinstance(p, dict)
@@ -99,17 +96,24 @@ def differences(lock: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     found = []
     for name in sorted({*lock["releases"], *here["releases"]}):
         found += _differing(name, lock["releases"].get(name), here["releases"].get(name), "not installed")
+    found += _differing("matrix", lock.get("matrix"), here["matrix"], "none")
+    found += _differing("kinds", _listed(lock["kinds"]), _listed(here["kinds"]), "none")
     for id in sorted({*lock["patches"], *here["patches"]}):
         theirs, ours = lock["patches"].get(id), here["patches"].get(id)
         if theirs is None or ours is None:
             found.append(f"{id}: {_applied(theirs)} in the lock, {_applied(ours)} here")
             continue
-        found += _differing(f"{id}: variant", theirs.get("variant"), ours["variant"], "none")
+        for part in ("variant", "module", "code"):
+            found += _differing(f"{id}: {part}", theirs.get(part), ours[part], "none")
         for part in ("fingerprints", "options"):
             for name in sorted({*theirs[part], *ours[part]}):
                 what = f"{id}: body of {name}" if part == "fingerprints" else f"{id}: option {name}"
                 found += _differing(what, theirs[part].get(name), ours[part].get(name), "none")
     return found or _differing("digest", lock["digest"], here["digest"], "none")
+
+
+def _listed(kinds: Iterable[Any]) -> str:
+    return ", ".join(map(str, kinds)) or "none"
 
 
 def _applied(patch: Mapping[str, Any] | None) -> str:

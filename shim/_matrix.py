@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import hashlib
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -14,11 +15,12 @@ import yaml
 from packaging.version import Version
 
 from shim._coverage import check_coverage
+from shim._declared import Declared, read_declared
 from shim._errors import MatrixError
 from shim._fingerprint import ABSENT, fingerprint
 from shim._sources import Sources, find_spec
 from shim._versions import in_range
-from shim._yaml import Reader, compose
+from shim._yaml import Reader, compose, read_yaml
 
 __all__ = [
     "CHANGES",
@@ -30,6 +32,7 @@ __all__ = [
     "StandIn",
     "Variable",
     "Variant",
+    "check_modules",
     "load_matrix",
     "matrix_path",
 ]
@@ -38,7 +41,11 @@ KINDS = ("correctness", "compat", "performance", "feature")
 CHANGES = ("nothing", "rounding", "values")
 DISTRIBUTIONS = ("megatron-core", "transformer-engine", "torch")
 FINGERPRINT = re.compile(r"[0-9a-f]{16}\.([0-9a-f]{8}|-)|" + ABSENT)
-PATCH_ID = re.compile(r"[A-Za-z0-9_-]+")  # environment variables list them, with commas and spaces between
+# Environment variables list them, with commas and spaces between, and say "none" for an empty list.
+PATCH_ID = re.compile(r"(?!none$)[A-Za-z0-9_-]+")
+# Variables that a matrix can have shim set: what a library reads as a switch. Others name code to load (LD_PRELOAD).
+SETTABLE = ("NVTE_CPU_OFFLOAD_V1",)
+TRUSTED = ("shim.patches",)  # packages whose modules any matrix can name
 PACKAGE = Path(__file__).resolve().parent
 
 
@@ -141,7 +148,7 @@ class Pin:
 
 @dataclass(frozen=True)
 class PatchEntry:
-    """One patch as the matrix describes it."""
+    """One patch as the matrix describes it; `options` are the defaults of `declared`."""
 
     id: str
     summary: str
@@ -155,6 +162,7 @@ class PatchEntry:
     without: str = ""  # what goes wrong in a release that needs the patch and does not get it
     delete_when: str = ""
     options: Mapping[str, Any] = None  # type: ignore[assignment]
+    declared: Mapping[str, Declared] = None  # type: ignore[assignment]
     variables: tuple[Variable, ...] = ()
     stand_ins: tuple[StandIn, ...] = ()
     line: int = 0
@@ -196,12 +204,20 @@ class PatchEntry:
 
 @dataclass(frozen=True)
 class Matrix:
-    """The whole matrix; `pins[distribution][release][patch id]`."""
+    """The whole matrix; `pins[distribution][release][patch id]`.
+
+    `content` is a hash of the file's bytes where it is not the matrix that ships with shim, else "".
+    """
 
     path: str
     patches: Mapping[str, PatchEntry]
     supported: Mapping[str, tuple[str, ...]]
     pins: Mapping[str, Mapping[str, Mapping[str, Pin]]]
+    content: str = ""
+
+    @property
+    def shipped(self) -> bool:
+        return not self.content
 
     def known(self, patch: str) -> Iterable[tuple[str, Pin]]:
         """Every pin of a patch with its release, newest release last."""
@@ -266,6 +282,8 @@ def _variant(read: Reader, name: str, node: yaml.Node) -> Variant:
 
 def _variables(read: Reader, node: yaml.Node, options: Iterable[str]) -> Iterator[Variable]:
     for name, item in read.mapping(node, "variables").items():
+        if name not in SETTABLE:
+            raise read.fail(item, f"a matrix cannot set the variable {name}; it can set {', '.join(SETTABLE)}")
         given = read.mapping(item, f"variable {name}", VARIABLE_KEYS)
         option = read.text(given["option"], "option", tuple(options))
         value, before, without = (read.text(given[key], key) for key in ("value", "before", "without"))
@@ -359,6 +377,7 @@ def _patch(read: Reader, id: str, node: yaml.Node, module_exists: Callable[[str]
     if not module_exists(module):
         raise read.fail(entries["module"], f"there is no module {module} among the patches of shim, nor to import")
     options = read.mapping(entries["options"], f"options of {id}") if "options" in entries else {}
+    declared = {name: read_declared(read, name, value) for name, value in options.items()}
     return PatchEntry(
         id=id,
         summary=read.text(entries["summary"], "summary"),
@@ -371,7 +390,8 @@ def _patch(read: Reader, id: str, node: yaml.Node, module_exists: Callable[[str]
         rules=tuple(rules),
         references=read.texts(entries["references"], "references") if "references" in entries else (),
         delete_when=read.text(entries["delete_when"], "delete_when"),
-        options={name: read.scalar(value, name) for name, value in options.items()},
+        options={name: option.default for name, option in declared.items()},
+        declared=declared,
         variables=tuple(_variables(read, entries["variables"], options)) if "variables" in entries else (),
         stand_ins=tuple(_stand_ins(read, entries["stand_ins"])) if "stand_ins" in entries else (),
         line=node.start_mark.line,
@@ -427,11 +447,14 @@ def load_matrix(
 
     `check_ranges` searches for gaps and overlaps; by default in any matrix but the one that ships, where a test does
     it and plan time need not pay for it. `pins=False` leaves the pins out, for whoever is about to write them anew. A
-    matrix of one's own may name patch modules outside shim.
+    matrix of one's own may name patch modules outside shim, see `check_modules`, and must not be writable by others.
     """
     file = Path(path) if path is not None else matrix_path()
     read = Reader(str(file))
-    document = compose(file)
+    # Whoever may write the matrix that ships may write the code beside it, too.
+    shipped = _is_shipped(file)
+    content = read_yaml(file, guarded=not shipped)
+    document = compose(file, content)
     top = read.mapping(document, "the matrix", TOP_KEYS)
     supported = {
         distribution: tuple(read.version(item, "a supported release") for item in read.sequence(node, distribution))
@@ -439,14 +462,35 @@ def load_matrix(
             top["supported"], "supported", dict.fromkeys(DISTRIBUTIONS, False)
         ).items()
     }
-    shipped = file.absolute() == matrix_path()
     nodes = read.mapping(top["patches"], "patches")
     patches = {id: _patch(read, id, node, lambda m: _module_exists(m, shipped)) for id, node in nodes.items()}
     if check_ranges or (check_ranges is None and not shipped):
         for id, entry in patches.items():
             check_coverage(read, nodes[id], entry, supported)
     known = _pins(read, top["releases"], patches, supported) if pins and "releases" in top else {}
-    matrix = Matrix(str(file), patches, supported, known)
+    matrix = Matrix(str(file), patches, supported, known, "" if shipped else hashlib.sha256(content).hexdigest()[:16])
     for id, entry in patches.items():
         _check_targets(read, nodes[id], entry, matrix)
     return matrix
+
+
+def _is_shipped(file: Path) -> bool:
+    try:
+        return file.resolve() == matrix_path().resolve()
+    except (OSError, ValueError, RuntimeError):  # RuntimeError: a loop of links, before Python 3.13
+        return False
+
+
+def check_modules(matrix: Matrix, packages: Iterable[str]) -> None:
+    """MatrixError where a patch module lies neither in shim.patches nor in one of `packages`.
+
+    A matrix names code that is imported, so it must not be enough to write one, or to set MEGATRON_SHIM_MATRIX.
+    """
+    allowed = (*TRUSTED, *packages)
+    for entry in matrix.patches.values():
+        if not any(f"{entry.module}.".startswith(f"{package}.") for package in allowed):
+            top, inside = entry.module.partition(".")[0], " and ".join(allowed)
+            raise MatrixError(
+                f"{matrix.path}:{entry.line}: {entry.id}: the module {entry.module} lies outside {inside}."
+                f" Remedy: if you trust its code, name its package: shim.apply(packages=[{top!r}]), or --package {top}."
+            )

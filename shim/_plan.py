@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,13 +10,14 @@ from typing import Any
 from shim._detect import Environment
 from shim._errors import NotMetError
 from shim._features import LostFeature, lost_features, pair_is_known
+from shim._identity import digest_of, identity_of
 from shim._lock import enforce_lock
 from shim._match import Match, match
 from shim._matrix import Matrix, PatchEntry
 from shim._options import Options
 from shim._overview import plan_text
 
-__all__ = ["Decision", "Plan", "digest_of", "enforce", "make_plan"]
+__all__ = ["Decision", "Plan", "enforce", "make_plan"]
 
 
 @dataclass(frozen=True)
@@ -75,9 +74,10 @@ class Plan:
     def __len__(self) -> int:
         return len(self.decisions)
 
-    @property
+    @cached_property
     def digest(self) -> str:
-        return digest_of(self)
+        """16 hexadecimal digits over what `identity_of` gives."""
+        return digest_of(identity_of(self))
 
     @cached_property
     def lost_features(self) -> tuple[LostFeature, ...]:
@@ -106,12 +106,6 @@ class Plan:
 
     def __str__(self) -> str:
         return plan_text(self)
-
-
-def digest_of(plan: Plan) -> str:
-    """16 hexadecimal digits over (id, variant, fingerprints) of what is to be applied."""
-    content = [[d.id, d.variant, sorted(d.fingerprints.items())] for d in plan.decisions.values() if d.wanted]
-    return hashlib.sha256(json.dumps(sorted(content)).encode()).hexdigest()[:16]
 
 
 def _excluded(entry: PatchEntry, options: Options) -> str:

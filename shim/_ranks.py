@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import os
+import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["NOTHING", "is_rank_zero", "ranks_that_differ"]
+__all__ = ["NOTHING", "PARTS", "is_rank_zero", "ranks_that_differ"]
 
-# Of int64: the digest, a hash of the ids, and one of each patch. The same on all ranks whatever they have, because a
-# collective in which ranks send different sizes hangs.
+# What a patch is compared in: keys of its identity, each in 16 bits of its slot; and in words.
+PARTS = {"variant": "variant", "fingerprints": "upstream's bodies", "options": "options", "code": "shim's own code"}
+# Releases are compared by a hash, and sent as text besides, so that they can be named.
+NAMES = ("megatron-shim", "megatron-core", "transformer-engine", "torch", "the matrix")
+TEXT = 3  # slots, of 8 bytes
+HEAD = 2 + len(NAMES) * (1 + TEXT)
+# Of int64: the digest, a hash of the ids, the releases, and one of each patch. The same on all ranks whatever they
+# have, because a collective in which ranks send different sizes hangs.
 SLOTS = 128
 NOTHING = "nothing applied"  # in the place of a digest
 
@@ -33,10 +40,13 @@ def is_rank_zero() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def ranks_that_differ(digest: str, patches: Mapping[str, str], group: Any = None) -> str:
-    """Name the ranks of `group` that differ from its first rank, and in which patches; "" where all agree.
+def ranks_that_differ(
+    digest: str, patches: Mapping[str, Sequence[str]], releases: Mapping[str, str | None], group: Any = None
+) -> str:
+    """Name the ranks of `group` that differ from its first rank, and in what; "" where all agree.
 
-    digest: of the plan.    patches: by id, what identifies the patch as applied here ("" where it is not).
+    digest: of the plan.    releases: by NAMES, those that are there.
+    patches: by id, what identifies the patch as applied here, in the order of PARTS; empty where it is not applied.
     group: a process group of any backend; None is the default one, and no ranks where there is none.
 
     One all-gather of 1 kB per rank, on the device the backend of the group works on.
@@ -47,8 +57,11 @@ def ranks_that_differ(digest: str, patches: Mapping[str, str], group: Any = None
     size = distributed.get_world_size(group)
     if size < 2:  # alone, or not a member of the group (-1)
         return ""
-    ids = sorted(patches)[: SLOTS - 2]
-    mine = [_number(digest), _number(" ".join(ids)), *(_number(patches[id]) for id in ids)]
+    ids = sorted(patches)[: SLOTS - HEAD]
+    mine = [_number(digest), _number(" ".join(ids))]
+    for name in NAMES:
+        mine += _as_slots(releases.get(name))
+    mine += [_of_parts(patches[id]) for id in ids]
     rows = _gathered(distributed, mine + [0] * (SLOTS - len(mine)), size, group)
     # Of the world, as everybody counts them, not of the group.
     ranks = range(size) if group is None else distributed.get_process_group_ranks(group)
@@ -60,13 +73,44 @@ def _number(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
+def _as_slots(text: str | None) -> list[int]:
+    """A hash, and the first letters, of a text; zeros where there is none."""
+    if text is None:
+        return [0] * (1 + TEXT)
+    letters = text.encode()[: 8 * TEXT].ljust(8 * TEXT, b"\0")
+    return [_number(text), *struct.unpack(f"<{TEXT}q", letters)]
+
+
+def _as_text(slots: list[int]) -> str:
+    letters = struct.pack(f"<{TEXT}q", *slots[1:]).rstrip(b"\0")
+    return letters.decode(errors="replace") or "none"
+
+
+def _of_parts(parts: Sequence[str]) -> int:
+    """16 bits for each part, in one number; 0 where there are none."""
+    bits = [(_number(part) & 0xFFFF) or 1 for part in parts[: len(PARTS)]]
+    return struct.unpack("<q", struct.pack("<4H", *bits, *[0] * (len(PARTS) - len(bits))))[0]
+
+
 def _what(first: list[int], row: list[int], ids: list[str]) -> str:
     if _number(NOTHING) in (first[0], row[0]):
         return "whether anything was applied at all"
+    found = []
+    for place, name in enumerate(NAMES):
+        one, other = (side[2 + place * (1 + TEXT) :][: 1 + TEXT] for side in (first, row))
+        if one != other:
+            found.append(f"{name} ({_as_text(other)}, not {_as_text(one)})")
     if first[1] != row[1]:
-        return "the patches it knows of (another release of shim, or another matrix)"
-    names = [id for id, one, other in zip(ids, first[2:], row[2:]) if one != other]
-    return ", ".join(names) or "its digest"
+        return ", ".join([*found, "the patches it knows of (another release of shim, or another matrix)"])
+    found += [f"{id} ({_parts(one, other)})" for id, one, other in zip(ids, first[HEAD:], row[HEAD:]) if one != other]
+    return ", ".join(found) or "its digest"
+
+
+def _parts(one: int, other: int) -> str:
+    if 0 in (one, other):
+        return "not applied" if other == 0 else "applied"
+    sides = [struct.unpack("<4H", struct.pack("<q", side)) for side in (one, other)]
+    return ", ".join(words for words, a, b in zip(PARTS.values(), *sides) if a != b)
 
 
 def _gathered(distributed: Any, mine: list[int], size: int, group: Any) -> list[list[int]]:

@@ -14,7 +14,8 @@ __all__ = ["differs", "state_of"]
 def state_of(plan: Plan) -> dict[str, Any]:
     """What to store: plain data of a few kB, that of a lock without the bodies."""
     whole = locked(plan)
-    patches = {id: {"variant": p["variant"], "options": p["options"]} for id, p in whole["patches"].items()}
+    parts = ("variant", "options", "code")
+    patches = {id: {part: p[part] for part in parts} for id, p in whole["patches"].items()}
     return {"digest": whole["digest"], "releases": whole["releases"], "patches": patches}
 
 
@@ -32,8 +33,10 @@ def differs(saved: Mapping[str, Any] | str | None, plan: Plan) -> str:
         for name in sorted({*then, *now}, key=str):
             if then.get(name) != now.get(name):
                 found.append(f"{name}: {_shown(then.get(name))} then, {_shown(now.get(name))} now")
+                if None not in (codes := {_code(then.get(name)), _code(now.get(name))}) and len(codes) > 1:
+                    found[-1] += " (shim's own code differs)"
     if not found and saved.get("digest") != here["digest"]:
-        found.append(f"digest {saved.get('digest')} then, {here['digest']} now (bodies differ)")
+        found.append(f"digest {saved.get('digest')} then, {here['digest']} now (bodies, or the matrix, differ)")
     return "; ".join(found)
 
 
@@ -45,3 +48,7 @@ def _shown(value: Any) -> str:
         options = "".join(f", {name}={given[name]!r}" for name in given) if isinstance(given, Mapping) else ""
         return f"variant {value.get('variant')}{options}"
     return str(value)
+
+
+def _code(value: Any) -> Any:
+    return value.get("code") if isinstance(value, Mapping) else None

@@ -9,22 +9,32 @@ from typing import Any
 import yaml
 
 from shim._errors import MatrixError, SourceError
+from shim._files import UnsafeFileError, read_bounded
 from shim._fingerprint import split_target
 from shim._versions import parse_range, parse_version
 
-__all__ = ["Reader", "compose"]
+__all__ = ["Reader", "compose", "read_yaml"]
 
 QUOTED = ("'", '"', "|", ">")  # styles of scalars that are text; the C and the Python loader differ on plain ones
 TEXT_LIMIT = 20_000  # characters in a line, brackets in the text; a hundred times that for the whole
+MAX_BYTES = 4 * 100 * TEXT_LIMIT
 
 
-def compose(file: Path) -> yaml.Node:
-    """The document in `file`; MatrixError where it cannot be read, is empty, or is made to be slow."""
+def read_yaml(file: Path, *, guarded: bool = True) -> bytes:
+    """The bytes of `file`; MatrixError where it cannot be read, or others may write it (unless not `guarded`)."""
+    try:
+        return read_bounded(file, MAX_BYTES, guarded=guarded)
+    except UnsafeFileError as error:
+        raise MatrixError(f"{file}:1: {error}") from None
+    except (OSError, ValueError) as error:
+        raise MatrixError(f"{file}:1: cannot be read: {error}") from None
+
+
+def compose(file: Path, content: bytes) -> yaml.Node:
+    """The document in `content`, which is that of `file`; MatrixError where it is empty, or is made to be slow."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        text = file.read_text("utf-8")
-    except OSError as error:
-        raise MatrixError(f"{file}:1: cannot be read: {error}") from None
+        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise MatrixError(f"{file}:1: is not UTF-8: {error}") from None
     # Nesting overruns the C stack of libyaml's loader; it takes many brackets, or long lines, or much indentation.

@@ -10,6 +10,8 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 TRIGGERS = ("megatron.core", "transformer_engine")
+ALLOWED = os.path.join(HERE, "packages=")  # what an entry of PYTHONPATH starts with that names packages for apply()
+PACKAGES = [entry[len(ALLOWED) :] for entry in sys.path if entry.startswith(ALLOWED)]
 
 
 class _ApplyOnImport:
@@ -51,20 +53,42 @@ def _apply() -> None:
         return  # the program has called shim itself, with arguments that are not to be overruled
     home = os.path.dirname(os.path.dirname(HERE))
     try:
-        try:
-            import shim
-        except ImportError:  # another environment than that of `shim run`; its copy needs packaging and PyYAML only
+        if not _is_found():  # another environment than that of `shim run`; its copy needs packaging and PyYAML only
             sys.path.append(home)
             try:
                 import shim
             finally:
                 sys.path.remove(home)
-        shim.apply()
+        import shim
+
+        shim.apply(packages=PACKAGES)
     except ImportError as error:
         # Raised as something else, because trainers guard their imports of megatron with `except ImportError`.
         raise RuntimeError(
             f"shim run: {sys.executable} cannot import shim ({error}). Remedy: install megatron-shim there."
         ) from error
+
+
+def _is_found() -> bool:
+    """Whether `import shim` gives megatron-shim; RuntimeError where it would give something else of that name."""
+    from importlib.util import find_spec
+
+    try:
+        spec = find_spec("shim")
+    except ValueError:  # it is loaded, and has no spec: made by hand
+        spec = None
+    loaded = sys.modules.get("shim")
+    places = list(getattr(loaded, "__path__", None) or getattr(spec, "submodule_search_locations", None) or ())
+    if any(os.path.isfile(os.path.join(place, "_run", "sitecustomize.py")) for place in places):
+        return True
+    # A directory without __init__.py gives way to a package that is found later.
+    if loaded is None and (spec is None or spec.origin is None):
+        return False
+    what = getattr(loaded, "__file__", None) or getattr(spec, "origin", None) or repr(loaded)
+    raise RuntimeError(
+        f"shim run: {what} is found under the name shim, and hides megatron-shim in this process. Remedy: rename it, "
+        "or take its directory off sys.path (a script's own directory is on it)."
+    )
 
 
 def _run_hidden() -> None:
@@ -82,5 +106,6 @@ def _run_hidden() -> None:
     spec.loader.exec_module(module)
 
 
+sys.path[:] = [entry for entry in sys.path if not entry.startswith(ALLOWED)]
 sys.meta_path.insert(0, _ApplyOnImport())
 _run_hidden()

@@ -9,8 +9,9 @@ import textwrap
 import types
 from pathlib import Path
 
-from shim import _engine
+from shim import _api, _engine, _matrix
 from shim._fingerprint import fingerprint
+from shim._options import VARIABLES
 from shim._sources import Sources
 
 MODULES = {
@@ -107,13 +108,23 @@ WRAPPER = """
     """
 
 
+def trust_fake_patches(change=setattr) -> None:
+    """Have apply() take the patches of the fake world in silence, so that no test of the engine need say so.
+
+    What a matrix of one's own takes otherwise is tested in tests/unit/test_trust.py.
+    """
+    change(_matrix, "TRUSTED", (*_matrix.TRUSTED, "fake_patches"))
+    change(_api, "_of_another_matrix", lambda matrix: [])
+
+
 @contextlib.contextmanager
 def fresh_engine(monkeypatch):
     """An engine that has applied nothing, and a process that has imported nothing of the fake world."""
     state = _engine._State()
     monkeypatch.setattr(_engine, "STATE", state)
-    for name in ("DISABLE", "EXCLUDE", "ONLY", "REQUIRE", "STRICT", "ON_DRIFT", "MATRIX", "LOCK"):
-        monkeypatch.delenv(f"MEGATRON_SHIM_{name}", raising=False)
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    trust_fake_patches(monkeypatch.setattr)
     modules, meta_path = dict(sys.modules), list(sys.meta_path)
     try:
         yield state

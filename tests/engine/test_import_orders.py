@@ -7,6 +7,7 @@ import pytest
 from shim.testing.import_orders import ORDERS, ImportOrders
 
 CORE = "megatron.core."
+ALLOWED = {"packages": "fake_patches"}
 TARGETS = [
     CORE + t for t in ("ops:double", "ops:LIMIT", "layers:Layer.forward", "layers:Layer.make", "layers:Layer.tag")
 ]
@@ -18,7 +19,7 @@ def case(world):
     world.patch("q", [(TARGETS[-1], CORE + "layers:Base.tag"), CORE + "layers:Layer.size", TARGETS[0]])
     world.module("slow", "import time\n\nimport megatron.core.users\n\ntime.sleep(0.05)\n")
     imports = f"import {CORE}slow, {CORE}users, {CORE}layers"
-    return ImportOrders([*TARGETS, CORE + "layers:Layer.size"], imports=imports, timeout=60)
+    return ImportOrders([*TARGETS, CORE + "layers:Layer.size"], imports=imports, timeout=60, apply=ALLOWED)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -37,7 +38,7 @@ def test_the_case_sees_a_broken_engine(case, world, order, broken):
         "no_aliases": "import shim._bind as b\nb.find_aliases = lambda *a: []",
         "no_restore": "import shim._bind as b\nb.Binder._restore = lambda self, slot, journal: None",
     }[broken]
-    broken_case = ImportOrders(case.targets, imports=case.imports, setup=setup, timeout=60)
+    broken_case = ImportOrders(case.targets, imports=case.imports, setup=setup, timeout=60, apply=ALLOWED)
     fails = {"no_hook": ORDERS[:1], "no_aliases": ORDERS[2:3], "no_restore": ORDERS}[broken]
     if order in fails:
         with pytest.raises(AssertionError, match="import order"):

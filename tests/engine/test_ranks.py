@@ -74,10 +74,10 @@ def distributed(monkeypatch):
 def row_of(distributed, monkeypatch):
     """The row that a rank with these arguments sends."""
 
-    def row(digest, patches):
+    def row(digest, patches, releases=None):
         with monkeypatch.context():
             fake = distributed(0, [lambda mine: mine])
-            assert _ranks.ranks_that_differ(digest, patches) == ""
+            assert _ranks.ranks_that_differ(digest, patches, releases or {}) == ""
         return fake.gathered[0][0]
 
     return row
@@ -85,7 +85,7 @@ def row_of(distributed, monkeypatch):
 
 def test_ranks_that_agree_say_nothing(distributed):
     fake = distributed(1, [list, list])
-    assert _ranks.ranks_that_differ("a", {"p": "x", "q": ""}) == ""
+    assert _ranks.ranks_that_differ("a", {"p": "x", "q": ""}, {}) == ""
     assert len(fake.gathered) == 1
     assert not _ranks.is_rank_zero()
     distributed(0, [])
@@ -104,9 +104,44 @@ def test_ranks_and_patches_that_differ_are_named(distributed, row_of):
     mine, patches = row_of("a", {"p": "x", "q": "y", "r": ""}), {"p": "x", "q": "y", "r": ""}
     second, third = row_of("b", {"p": "x", "q": "z", "r": ""}), row_of("c", {"p": "", "q": "z", "r": "w"})
     distributed(0, [second, mine, third])
-    assert _ranks.ranks_that_differ("a", patches) == "rank 1 differs in q; rank 3 differs in p, q, r (against rank 0)"
+    assert _ranks.ranks_that_differ("a", patches, {}) == (
+        "rank 1 differs in q (variant); rank 3 differs in p (not applied), q (variant), r (applied) (against rank 0)"
+    )
     distributed(1, [mine])
-    assert _ranks.ranks_that_differ("b", {"p": "x", "q": "z", "r": ""}) == "rank 1 differs in q (against rank 0)"
+    assert _ranks.ranks_that_differ("b", {"p": "x", "q": "z", "r": ""}, {}) == (
+        "rank 1 differs in q (variant) (against rank 0)"
+    )
+
+
+def test_it_is_said_what_of_a_patch_differs(distributed, row_of):
+    """Its options are the caller's to mend, upstream's bodies and shim's own code whoever installed them."""
+    mine = ("old", "bodies", "options", "code")
+    rows = [row_of("b", {"p": (*mine[:n], "other", *mine[n + 1 :])}) for n in range(4)]
+    distributed(0, [*rows, row_of("b", {"p": ("new", "others", "options", "other")})])
+    assert _ranks.ranks_that_differ("a", {"p": mine}, {}) == (
+        "rank 1 differs in p (variant); rank 2 differs in p (upstream's bodies); rank 3 differs in p (options); rank 4 "
+        "differs in p (shim's own code); rank 5 differs in p (variant, upstream's bodies, shim's own code) "
+        "(against rank 0)"
+    )
+
+
+def test_releases_that_differ_are_named_with_both_versions(distributed, row_of):
+    """Also where all patches are the same, and where one rank has no such release; long ones are cut, not confused."""
+    here = {"megatron-shim": "0.1.0", "megatron-core": "0.19.0", "torch": "2.9.0+" + "x" * 40, "the matrix": "shipped"}
+    patches = {"p": "x"}
+    for there, said in (
+        ({**here, "megatron-core": "0.19.2"}, "megatron-core (0.19.2, not 0.19.0)"),
+        (
+            {**here, "megatron-shim": "0.2.0", "the matrix": "0" * 16},
+            "megatron-shim (0.2.0, not 0.1.0), the matrix (0000",
+        ),
+        ({**here, "transformer-engine": "2.9.0"}, "transformer-engine (2.9.0, not none)"),
+        ({**here, "torch": "2.9.0+" + "x" * 41}, "torch (2.9.0+xxxxxxxxxxxxxxxxxx, not 2.9.0+"),
+    ):
+        distributed(0, [row_of("b", patches, there)])
+        assert _ranks.ranks_that_differ("a", patches, here).startswith(f"rank 1 differs in {said}")
+    distributed(0, [row_of("a", patches, here)])
+    assert _ranks.ranks_that_differ("a", patches, here) == ""
 
 
 def test_what_else_ranks_can_differ_in(distributed, row_of):
@@ -120,37 +155,37 @@ def test_what_else_ranks_can_differ_in(distributed, row_of):
     ):
         row = row_of(*other)
         distributed(0, [row])
-        found = _ranks.ranks_that_differ(*mine)
+        found = _ranks.ranks_that_differ(*mine, {})
         assert found.startswith("rank 1 differs in ") and words in found
     many = {f"{n:03}": "x" for n in range(200)}
     row = row_of("b", {**many, "199": ""})
     distributed(0, [row])
-    assert _ranks.ranks_that_differ("a", many) == "rank 1 differs in its digest (against rank 0)"
+    assert _ranks.ranks_that_differ("a", many, {}) == "rank 1 differs in its digest (against rank 0)"
 
 
 def test_in_a_group_the_ranks_of_the_world_are_named(distributed, row_of):
     row, group = row_of("b", {"p": "y"}), FakeGroup()
     fake = distributed(0, [row], ranks=[4, 6])
-    assert _ranks.ranks_that_differ("a", {"p": "x"}, group) == "rank 6 differs in p (against rank 4)"
+    assert _ranks.ranks_that_differ("a", {"p": "x"}, {}, group) == "rank 6 differs in p (variant) (against rank 4)"
     assert fake.gathered[0][2] is group
 
 
 def test_who_is_alone_or_not_a_member_gathers_nothing(distributed):
     for world in (-1, 1):
         fake = distributed(1, [], world=world)
-        assert _ranks.ranks_that_differ("a", {}, FakeGroup()) == ""
+        assert _ranks.ranks_that_differ("a", {}, {}, FakeGroup()) == ""
         assert fake.gathered == []
 
 
 def test_without_initialised_ranks_nothing_is_gathered(distributed, monkeypatch):
     """Where torch.distributed is not initialised, RANK says who speaks."""
     fake = distributed(1, [list], initialised=False)
-    assert _ranks.ranks_that_differ("a", {}) == ""
+    assert _ranks.ranks_that_differ("a", {}, {}) == ""
     assert fake.gathered == []
     monkeypatch.setenv("RANK", "1")
     assert not _ranks.is_rank_zero()
     monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))  # as while it is being imported
-    assert _ranks.ranks_that_differ("a", {}) == ""
+    assert _ranks.ranks_that_differ("a", {}, {}) == ""
 
 
 @pytest.mark.parametrize(
@@ -179,7 +214,7 @@ def test_the_device_is_one_that_the_group_can_gather_on(
         fake.group.WORLD = FakeGroup(kinds)
         for kind in kinds:
             setattr(sys.modules["torch"], kind, accelerator)
-        assert _ranks.ranks_that_differ("a", {"p": "x"}, group) == ""
+        assert _ranks.ranks_that_differ("a", {"p": "x"}, {}, group) == ""
         assert fake.gathered[0][1] == device
 
 
@@ -189,7 +224,7 @@ def test_the_device_a_group_is_bound_to(distributed, monkeypatch):
     fake = distributed(0, [list])
     fake.group.WORLD = FakeGroup(["cuda"], bound="cuda:7")
     sys.modules["torch"].cuda = FakeAccelerator(initialised=True)
-    assert _ranks.ranks_that_differ("a", {}) == ""
+    assert _ranks.ranks_that_differ("a", {}, {}) == ""
     assert fake.gathered[0][1] == "cuda:7"
 
 
@@ -199,7 +234,7 @@ def test_a_group_that_names_no_devices(distributed, monkeypatch, backend, device
     fake = distributed(0, [list], backend=backend)
     fake.group.WORLD = object()
     sys.modules["torch"].cuda = FakeAccelerator(current=1, initialised=True)
-    assert _ranks.ranks_that_differ("a", {}) == ""
+    assert _ranks.ranks_that_differ("a", {}, {}) == ""
     assert fake.gathered[0][1] == device
 
 
@@ -230,7 +265,7 @@ def test_check_names_rank_and_patch(patched_world, distributed):
     assert everything == everything_later
     shim.apply(exclude=["more"])
     distributed(0, [everything])
-    with pytest.raises(shim.NotMetError, match=r"rank 1 differs in more \(against rank 0\).*Remedy"):
+    with pytest.raises(shim.NotMetError, match=r"rank 1 differs in more \(applied\) \(against rank 0\).*Remedy"):
         shim.check()
     shim.revert()
     distributed(1, [everything])

@@ -71,7 +71,7 @@ def test_actors_and_tasks_are_patched_before_they_import_the_target(tree):
         f"""
         env = shim.ray_runtime_env(
             {{"env_vars": {{"MINE": "1"}}, "worker_process_setup_hook": "next_hook.go"}},
-            exclude=["more"], matrix={str(tree.matrix)!r},
+            exclude=["more"], matrix={str(tree.matrix)!r}, packages="fake_patches",
         )
         ray.init("local", num_cpus=2, include_dashboard=False, runtime_env=env, log_to_driver=False)
         for found in (ray.get(Actor.remote().get.remote()), ray.get(task.remote())):
@@ -82,7 +82,8 @@ def test_actors_and_tasks_are_patched_before_they_import_the_target(tree):
         ray.shutdown()
         os.environ["MEGATRON_SHIM_MATRIX"] = {str(tree.matrix)!r}
         os.environ["MEGATRON_SHIM_ONLY"] = "more"
-        ray.init("local", num_cpus=1, include_dashboard=False, runtime_env=shim.ray_runtime_env(), log_to_driver=False)
+        env = shim.ray_runtime_env(packages="fake_patches")
+        ray.init("local", num_cpus=1, include_dashboard=False, runtime_env=env, log_to_driver=False)
         found = ray.get(task.remote())
         assert found["double"] == 4 and found["other"] == ("more", 1) and found["next"] is None, found
         print("fine")
@@ -96,7 +97,8 @@ def test_a_worker_where_shim_cannot_be_applied_does_not_start(tree):
     """The task fails, and says why; it does not run unpatched."""
     out = run(
         f"""
-        env = shim.ray_runtime_env(require=["count"], lock="/no/such/lock", matrix={str(tree.matrix)!r})
+        mine = dict(matrix={str(tree.matrix)!r}, packages="fake_patches")
+        env = shim.ray_runtime_env(require=["count"], lock="/no/such/lock", **mine)
         ray.init("local", num_cpus=1, include_dashboard=False, runtime_env=env, log_to_driver=False)
         try:
             print(ray.get(ray.remote(max_retries=0)(facts).remote(), timeout=120))
@@ -120,7 +122,8 @@ def test_workers_on_a_node_that_inherits_nothing(tree):
         cluster.add_node(num_cpus=1)
         cluster.wait_for_nodes()
         os.environ["MEGATRON_SHIM_MATRIX"] = {str(tree.matrix)!r}
-        ray.init(address=cluster.address, runtime_env=shim.ray_runtime_env(exclude="more"), log_to_driver=False)
+        env = shim.ray_runtime_env(exclude="more", packages="fake_patches")
+        ray.init(address=cluster.address, runtime_env=env, log_to_driver=False)
         nodes = [node["NodeID"] for node in ray.nodes()]
         assert len(nodes) == 2
         for node in nodes:

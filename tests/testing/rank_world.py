@@ -2,10 +2,13 @@
 
 import importlib
 import os
+import sys
 
 import torch.distributed as dist
 
 import shim
+
+PACKAGES = ["fake_patches"]
 
 
 def _check(group=None):
@@ -17,15 +20,13 @@ def _check(group=None):
 
 def start(root):
     """Make the fake tree at `root` importable."""
-    import sys
-
     sys.path.insert(0, root)
     os.environ["MEGATRON_SHIM_MATRIX"] = os.path.join(root, "matrix.yaml")
 
 
 def with_excludes(*by_rank):
     rank = dist.get_rank()
-    shim.apply(exclude=by_rank[rank])
+    shim.apply(exclude=by_rank[rank], packages=PACKAGES)
     try:
         return _check()
     finally:
@@ -34,7 +35,7 @@ def with_excludes(*by_rank):
 
 def with_modules(*by_rank):
     """As pipeline stages have it: the same plan, other modules imported."""
-    shim.apply()
+    shim.apply(packages=PACKAGES)
     for name in by_rank[dist.get_rank()]:
         importlib.import_module(name)
     try:
@@ -45,7 +46,7 @@ def with_modules(*by_rank):
 
 def without_apply(lazy):
     if dist.get_rank() != lazy:
-        shim.apply()
+        shim.apply(packages=PACKAGES)
     try:
         return _check()
     finally:
@@ -55,8 +56,32 @@ def without_apply(lazy):
 def in_subgroup(members, odd):
     """Only `odd` excludes a patch; every rank checks with the group of `members`."""
     group = dist.new_group(members)
-    shim.apply(exclude=["count"] if dist.get_rank() == odd else [])
+    shim.apply(exclude=["count"] if dist.get_rank() == odd else [], packages=PACKAGES)
     try:
         return _check(group)
     finally:
         shim.revert()
+
+
+def with_options(*by_rank):
+    shim.apply(options={"more": by_rank[dist.get_rank()]}, packages=PACKAGES)
+    try:
+        return _check()
+    finally:
+        shim.revert()
+
+
+def with_release(odd, root):
+    """On rank `odd` the tree at `root` is installed instead."""
+    path, modules = list(sys.path), dict(sys.modules)
+    if dist.get_rank() == odd:
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("megatron", "fake_patches")]:
+            del sys.modules[name]
+        sys.path.insert(0, root)
+    try:
+        shim.apply(packages=PACKAGES)
+        return _check()
+    finally:
+        shim.revert()
+        sys.path[:] = path
+        sys.modules.update(modules)

@@ -60,7 +60,8 @@ def test_every_process_of_torchrun_is_patched_before_it_imports_the_target(tmp_p
         "OMP_NUM_THREADS": "1",
     }
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [sys.executable, "-m", "shim", "run", "--only", "count", "--", *torchrun, "--local-addr=127.0.0.1"]
+    chosen = ["--only", "count", "--package", "fake_patches"]
+    command = [sys.executable, "-m", "shim", "run", *chosen, "--", *torchrun, "--local-addr=127.0.0.1"]
     done = subprocess.run(
         [*command, str(tmp_path / "train.py"), str(tmp_path / "out")],
         capture_output=True,

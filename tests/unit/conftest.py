@@ -13,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from unit_helpers import World
 
+from shim import _api, _matrix
+
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch):
@@ -42,6 +44,9 @@ def on_path(monkeypatch):
 
 
 @pytest.fixture
-def world(tmp_path, on_path):
-    """Fake releases, a matrix about them, and a place to install one."""
+def world(tmp_path, on_path, monkeypatch):
+    """Fake releases, a matrix about them, whose modules are trusted, and a place to install one."""
+    # What a matrix of one's own takes is said by test_trust.py; here it need not be said each time.
+    monkeypatch.setattr(_matrix, "TRUSTED", (*_matrix.TRUSTED, "trainer_patches"))
+    monkeypatch.setattr(_api, "_of_another_matrix", lambda matrix: [])
     return World(tmp_path, on_path)

@@ -159,6 +159,10 @@ def run_step(world, tmp_path):
         (world.root / "releases" / release / ".complete").touch()
         (cache / release).symlink_to(world.root / "releases" / release)
 
+    # The steps are for the shipped matrix, and allow no packages.
+    trust = "import shim._matrix as m\nm.TRUSTED = (*m.TRUSTED, 'trainer_patches')\n"
+    write_file(world.own / "sitecustomize.py", trust)
+
     def run(step, **variables):
         assert "${{" not in step["run"], "expressions belong into env, where no shell reads them"
         given = {name: str(value) for name, value in step.get("env", {}).items()}

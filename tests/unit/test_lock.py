@@ -13,7 +13,8 @@ from unit_helpers import BROKEN, FIXED, PATCH, REWORKED, megatron, metadata, wri
 import shim
 from shim._cli import main
 from shim._errors import NotMetError, OptionError
-from shim._lock import MAX_BYTES, differences, enforce_lock, locked, read_lock, write_lock
+from shim._lock import MAX_BYTES, differences, locked, read_lock, write_lock
+from shim._matrix import load_matrix
 
 HELPER = "megatron.core.roll:helper"
 
@@ -47,7 +48,10 @@ def edit(path, change):
 def test_a_lock_holds_releases_variants_bodies_and_options(held):
     """As JSON that a review can read, in a stable order."""
     found = json.loads(held.lock.read_text())
-    assert list(found) == ["digest", "format", "patches", "releases"]
+    assert list(found) == ["digest", "format", "kinds", "matrix", "patches", "releases"]
+    assert found["kinds"] == ["correctness", "compat", "performance", "feature"]
+    assert found["matrix"] == load_matrix(held.matrix).content
+    assert found["patches"]["roll-fix"]["module"] == "trainer_patches.roll_fix"
     assert found["releases"] == {"megatron-core": "0.16.0", "megatron-shim": shim.__version__}
     assert found["digest"] == held.plan().digest
     assert found["patches"]["faster-forward"]["options"] == {"pages": 4}
@@ -103,6 +107,22 @@ def other_distribution(world):
     write_file(world.site / "transformer_engine/__init__.py", "raise RuntimeError\n")
 
 
+def kinds(world):
+    edit(world.lock, lambda lock: lock.update(kinds=["correctness"]))
+
+
+def code(world):
+    write_file(world.own / "trainer_patches" / "roll_fix.py", PATCH + "    # changed\n")
+
+
+def module(world):
+    edit(world.lock, lambda lock: lock["patches"]["roll-fix"].update(module="trainer_patches.other"))
+
+
+def matrix(world):
+    world.matrix.write_text(world.matrix.read_text() + "# changed\n")
+
+
 def digest(world):
     edit(world.lock, lambda lock: lock.update(digest="0" * 16))
 
@@ -121,6 +141,10 @@ def digest(world):
         (option, "faster-forward: option pages: 8 in the lock, 4 here"),
         (missing_option, "faster-forward: option pages: none in the lock, 4 here"),
         (other_distribution, "transformer-engine: not installed in the lock, 2.9.0 here"),
+        (kinds, "kinds: correctness in the lock, correctness, compat, performance, feature here"),
+        (code, r"re:roll-fix: code: [0-9a-f]{16} in the lock, [0-9a-f]{16} here"),
+        (module, "roll-fix: module: trainer_patches.other in the lock, trainer_patches.roll_fix here"),
+        (matrix, r"re:matrix: [0-9a-f]{16} in the lock, [0-9a-f]{16} here"),
         (digest, "digest: 0000000000000000 in the lock, "),
     ],
 )
@@ -149,13 +173,36 @@ def test_all_differences_are_named_at_once(held):
 
 
 def test_options_of_the_caller_count(held):
-    """They change what is applied, so the lock says what they are; in whatever form JSON gives them back."""
-    for value in (4, 8, (1, 2), {"a": [None]}, held.root):
+    """They change what is applied, so the lock says what they are, and what differs where they do not agree."""
+    for value in (4, 8):
         asked = {"faster-forward": {"pages": value}}
         write_lock(held.lock, held.plan(options=asked))
-        enforce_lock(held.plan(options=asked, lock=held.lock))
-    with pytest.raises(NotMetError, match=r"option pages: .* in the lock, 4 here"):
+        assert active(shim.apply(options=asked, lock=held.lock)) == ("roll-fix", "faster-forward")
+    with pytest.raises(NotMetError, match=r"option pages: 8 in the lock, 4 here"):
         shim.apply(lock=held.lock)
+    with pytest.raises(NotMetError, match=r"option pages: 8 in the lock, 9 here"):
+        shim.apply(options={"faster-forward": {"pages": 9}}, lock=held.lock)
+
+
+def test_kinds_of_the_caller_count(held):
+    """A lock that was written for some kinds holds a process to those."""
+    write_lock(held.lock, held.plan(kinds="correctness"))
+    assert active(shim.apply(kinds="correctness", lock=held.lock)) == ("roll-fix",)
+    with pytest.raises(NotMetError, match=r"kinds: correctness in the lock, correctness, compat, performance, feature"):
+        shim.apply(lock=held.lock)
+
+
+def test_options_and_kinds_come_from_the_command_line(held, capsys):
+    """`shim pin --lock` writes them down, and `shim plan --lock` takes them."""
+    chosen = ["--options", '{"faster-forward": {"pages": 8}}', "--kinds", "performance"]
+    assert main(["pin", "--lock", str(held.lock), *chosen]) == 0
+    assert main(["plan", "--lock", str(held.lock), *chosen]) == 0
+    assert main(["plan", "--lock", str(held.lock)]) == 1
+    assert "kinds: performance in the lock" in capsys.readouterr().err
+    assert main(["plan", "--options", "{pages: 8}"]) == 2
+    assert "--options is not JSON of the form" in capsys.readouterr().err
+    options = {"faster-forward": {"pages": 8}}
+    assert active(shim.apply(options=options, kinds=["performance"], lock=held.lock)) == ("faster-forward",)
 
 
 def test_selection_counts(held):
@@ -225,12 +272,12 @@ def valid(world, **changes):
         ('{"a":' * 200_000, "cannot be read"),
         ("9" * 10_000, "cannot be read|is not a lock"),
         (b" " * (MAX_BYTES + 1), "is larger than"),
-        ("null", "is not a lock of format 1"),
+        ("null", "is not a lock of format 2"),
         ("[]", "is not a lock"),
         ('"text"', "is not a lock"),
         ("{}", "is not a lock"),
         ("supported: {}\npatches: {}\n", "cannot be read"),
-        ({"format": 2}, "is not a lock of format 1"),
+        ({"format": 1}, "is not a lock of format 2"),
         ({"format": None}, "is not a lock"),
         ({"digest": 1}, "is not a lock"),
         ({"releases": []}, "is not a lock"),
@@ -358,3 +405,38 @@ def test_nothing_is_locked_while_everything_is_switched_off(held, monkeypatch):
     with pytest.raises(OptionError, match="MEGATRON_SHIM_DISABLE is set"):
         write_lock(held.lock, held.plan())
     assert held.lock.read_text() == before
+
+
+# Who may write it
+
+
+@pytest.mark.parametrize(("mode", "who"), [(0o646, "everybody"), (0o664, "its group"), (0o666, "everybody")])
+def test_a_lock_that_others_may_write_is_refused_with_the_remedy(held, mode, who):
+    """They could have it say whatever they like."""
+    held.lock.chmod(mode)
+    with pytest.raises(
+        OptionError, match=rf"may be written by {who} \(mode {mode:04o}\).*Remedy: chmod go-w {held.lock}"
+    ):
+        shim.apply(lock=held.lock)
+    held.lock.chmod(0o644)
+    assert active(shim.apply(lock=held.lock))
+
+
+def test_a_lock_is_written_so_that_it_is_accepted(held):
+    """Also under the umask 002 of systems where every user has a group."""
+    before = os.umask(0o002)
+    try:
+        held.lock.unlink()
+        write_lock(held.lock, held.plan())
+    finally:
+        os.umask(before)
+    assert active(shim.apply(lock=held.lock))
+
+
+def test_what_is_no_file_is_not_replaced_by_a_lock(held):
+    """`shim pin --lock /dev/null`, by root, must not put a file there."""
+    pipe = held.root / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OptionError, match=r"cannot be written: .* not a regular file"):
+        write_lock(pipe, held.plan())
+    assert pipe.is_fifo()

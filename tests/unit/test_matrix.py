@@ -1,5 +1,6 @@
 """version_matrix.yaml is read strictly: every complaint carries file and line, and no input breaks the reader."""
 
+import os
 import re
 
 import pytest
@@ -283,3 +284,54 @@ def test_mutations_of_the_real_matrix_load_or_fail_as_matrix_errors(tmp_path, da
         load_matrix(file, check_ranges=data.draw(st.booleans()))
     except MatrixError as error:
         assert re.match(rf"{re.escape(str(file))}:\d+: ", str(error))
+
+
+# Files
+
+
+def test_what_is_no_file_is_a_matrix_error_at_once(tmp_path):
+    """MEGATRON_SHIM_MATRIX may name a device without end, or a pipe that nobody writes to; in a process of its own,
+    because the wrong answer is to wait for ever."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    code = f"""
+        import resource
+        from shim._errors import MatrixError
+        from shim._matrix import load_matrix
+        resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))
+        for path in ("/dev/zero", "/dev/null", {str(tmp_path / "pipe")!r}, {str(tmp_path / "loop")!r}, "a" + chr(0)):
+            try:
+                load_matrix(path)
+            except MatrixError as error:
+                print(str(error).count("cannot be read: "))
+    """
+    assert output_of(code, timeout=30).split() == ["1"] * 5
+
+
+def test_a_file_without_end_is_not_read_to_its_end(tmp_path):
+    """A sparse file of a terabyte takes no memory; what it holds is no matrix."""
+    with (tmp_path / "matrix.yaml").open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(MatrixError, match="too large"):
+        load_matrix(tmp_path / "matrix.yaml")
+
+
+@pytest.mark.parametrize(("mode", "who"), [(0o602, "everybody"), (0o620, "its group"), (0o777, "everybody")])
+def test_a_matrix_that_others_may_write_is_refused_with_the_remedy(world, mode, who):
+    """It names code to import; only who may write the file, or shim itself, decides about that."""
+    world.matrix.chmod(mode)
+    with pytest.raises(MatrixError, match=rf":1: may be written by {who} \(mode {mode:04o}\).*Remedy: chmod go-w"):
+        load_matrix(world.matrix)
+    world.matrix.chmod(0o644)
+    assert load_matrix(world.matrix).patches
+
+
+def test_the_shipped_matrix_is_as_safe_as_the_code_beside_it(tmp_path, monkeypatch):
+    """An installer under umask 002 leaves it writable for the group, and so the code."""
+    copy = tmp_path / "version_matrix.yaml"
+    copy.write_text(REAL)
+    copy.chmod(0o664)
+    with pytest.raises(MatrixError, match="its group"):
+        load_matrix(copy)
+    monkeypatch.setattr("shim._matrix.matrix_path", lambda: copy)
+    assert load_matrix(copy).shipped

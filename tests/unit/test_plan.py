@@ -4,13 +4,13 @@ import json
 from dataclasses import replace
 
 import pytest
-from unit_helpers import BROKEN, FIXED, MATRIX, output_of
+from unit_helpers import BROKEN, FIXED, MATRIX, output_of, write_file
 
 from shim._detect import detect
 from shim._errors import NotMetError
 from shim._matrix import load_matrix
 from shim._options import resolve
-from shim._plan import digest_of, enforce, make_plan
+from shim._plan import enforce, make_plan
 
 CODE = """
     import sys
@@ -35,12 +35,14 @@ def test_the_plan_is_a_function_of_its_arguments(world):
 
 def test_the_digest_is_the_same_in_every_process(world):
     """Ranks compare it: hash seeds and optimisation do not matter."""
-    digest = world.install(BROKEN).plan().digest
+    world.install(BROKEN)
     code = CODE.format(path=str(world.matrix))
-    assert len(digest) == 16
-    for seed, flags in (("0", ()), ("1", ("-O",)), ("4711", ("-OO",))):
-        said = output_of(code, world.site, world.own, flags=flags, env={"PYTHONHASHSEED": seed})
-        assert said.strip() == digest
+    ways = (("0", ()), ("1", ("-O",)), ("4711", ("-OO",)))
+    said = {
+        output_of(code, world.site, world.own, flags=flags, env={"PYTHONHASHSEED": seed}).strip()
+        for seed, flags in ways
+    }
+    assert len(said) == 1 and len(said.pop()) == 16
 
 
 def test_the_digest_does_not_depend_on_the_order_of_patches(world):
@@ -50,7 +52,7 @@ def test_the_digest_does_not_depend_on_the_order_of_patches(world):
         id: replace(decision, fingerprints=dict(reversed(decision.fingerprints.items())))
         for id, decision in reversed(plan.decisions.items())
     }
-    assert digest_of(replace(plan, decisions=turned)) == plan.digest
+    assert replace(plan, decisions=turned).digest == plan.digest
 
 
 def test_the_digest_covers_ids_variants_and_fingerprints(world):
@@ -67,6 +69,68 @@ def test_the_digest_covers_ids_variants_and_fingerprints(world):
     assert with_roll(fingerprints={}) != plan.digest
     assert with_roll(action="drifted") != plan.digest
     assert world.plan(exclude="roll-fix").digest != plan.digest
+    assert world.plan(options={"faster-forward": {"pages": 8}}).digest != plan.digest
+    assert world.plan(options={"faster-forward": {"pages": 4}}).digest == plan.digest
+
+
+def test_the_digest_covers_releases(world):
+    """Of what is installed, also where the bodies are the same; and shim's own."""
+    digest = world.install(BROKEN).plan().digest
+    assert world.install(BROKEN, "0.16.1").plan().digest != digest
+    assert world.install(BROKEN).plan().digest == digest
+
+
+def test_the_digest_covers_the_code_of_patches(world):
+    """That of a patch in force, and of the modules of its package that it imports, in whatever form; no other."""
+    package = world.own / "trainer_patches"
+    lines = ("from trainer_patches import one", "import trainer_patches.two as two", "from .three import x, \\\n y")
+    write_file(package / "roll_fix.py", "\n".join(lines) + "\nfrom trainer_patches.four import (\n    a,\n)\n")
+    for name in ("one", "two", "three", "four", "five", "unused"):
+        write_file(package / f"{name}.py", "from trainer_patches.five import z\n" if name == "four" else "")
+    digest = world.install(BROKEN).plan().digest
+    for name in ("roll_fix", "one", "two", "three", "four", "five"):
+        before = (package / f"{name}.py").read_text()
+        (package / f"{name}.py").write_text(before + "# changed\n")
+        assert world.plan().digest != digest, name
+        (package / f"{name}.py").write_text(before)
+    (package / "unused.py").write_text("# changed\n")
+    assert world.plan().digest == digest
+    nothing = world.plan(only=[]).digest
+    (package / "roll_fix.py").write_text("# changed\n")
+    assert world.plan(only=[]).digest == nothing
+
+
+def test_the_digest_covers_the_matrix(world):
+    """Another module in it is other code; a matrix that is not the shipped one counts with all it says."""
+    digest = world.install(BROKEN).plan().digest
+    text = world.matrix.read_text()
+    write_file(world.own / "trainer_patches" / "evil.py", '"""What is wrong: rolls."""\n')
+    world.matrix.write_text(text.replace("trainer_patches.roll_fix", "trainer_patches.evil", 1))
+    assert world.plan().digest != digest
+    world.matrix.write_text(text + "# a comment\n")
+    assert world.plan().digest != digest
+    world.matrix.write_text(text)
+    assert world.plan().digest == digest
+
+
+IMPORTED = """
+    import importlib, sys
+    for name in {modules!r}:
+        importlib.import_module(name)
+    import shim
+    report = shim.apply()
+    print(report.digest)
+"""
+
+
+def test_the_digest_of_the_shipped_matrix_does_not_depend_on_what_is_imported(world, tmp_path):
+    """Patches and operations among it, which are read from their files; torch is not needed for that."""
+    (tmp_path / "torch.py").touch()
+    world.install(BROKEN)
+    (world.site / "megatron/core/__init__.py").write_text("")
+    write_file(world.site / "megatron/core/tensor_parallel/random.py", "")
+    sets = ((), ("shim.patches", "shim.ops", "shim.patches._arguments"), ("megatron.core", "megatron.core.roll"))
+    assert len({output_of(IMPORTED.format(modules=modules), world.site) for modules in sets}) == 1
 
 
 @pytest.mark.parametrize("arguments", [{"require": "roll-fix"}, {"strict": True}])

@@ -1,6 +1,7 @@
 """`shim run`: every Python process below it applies shim before it imports megatron, and is otherwise as it was."""
 
 import ast
+import json
 import os
 import subprocess
 import sys
@@ -16,8 +17,11 @@ from fake_world import World
 
 import shim
 from shim import _workers
+from shim._matrix import load_matrix
+from shim._options import resolve
 
 RUN = str(REPOSITORY / "shim" / "_run")
+ALLOWED = f"{RUN}/packages=fake_patches"
 USE = "from megatron.core.ops import double; print(double(2))"
 STOCK, PATCHED = "4\n", "('count', 4)\n"
 
@@ -44,7 +48,18 @@ def environment(tree, *directories, base=(), **options):
     plain = {n: v for n, v in os.environ.items() if not n.startswith(("MEGATRON_SHIM_", "PYTHON"))}
     plain["PYTHONPATH"] = os.pathsep.join(map(str, (*directories, tree.root, REPOSITORY)))
     plain["MEGATRON_SHIM_MATRIX"] = str(tree.matrix)
-    return shim.run_environment({**plain, **dict(base)}, **options)
+    return shim.run_environment({**plain, **dict(base)}, packages="fake_patches", **options)
+
+
+def said(done):
+    """Standard error without the warning that the matrix is another one, which it is."""
+    return [line for line in done.stderr.splitlines() if not line.startswith("patches are chosen by ")]
+
+
+def without_shim(env):
+    """The same, as `shim run` found it."""
+    kept = [entry for entry in env["PYTHONPATH"].split(os.pathsep) if not entry.startswith(RUN)]
+    return {**env, "PYTHONPATH": os.pathsep.join(kept)}
 
 
 def run(command, env, **arguments):
@@ -80,32 +95,109 @@ def test_the_environment_puts_one_directory_in_front_and_keeps_the_order():
     assert shim.run_environment()["PATH"] == os.environ["PATH"]
 
 
-def test_options_travel_as_variables(tmp_path, monkeypatch):
-    """Arguments of apply() become the variables that say the same; files are named absolutely."""
+def test_arguments_travel_as_variables(tmp_path, monkeypatch):
+    """Those of apply() become the variables that say the same; files are named absolutely."""
     monkeypatch.chdir(tmp_path)
     found = shim.run_environment(
         {"MEGATRON_SHIM_EXCLUDE": "x", "MEGATRON_SHIM_STRICT": "1"},
         only=["a", "b"],
         exclude="c",
         require=["a"],
+        kinds="compat, feature",
         on_drift="error",
+        options={"a": {"size": 4, "flag": True, "name": "é", "none": None}},
         matrix="m.yaml",
-        lock="l.json",
+        lock=Path("l.json"),
     )
     del found["PYTHONPATH"]
+    assert json.loads(found.pop("MEGATRON_SHIM_OPTIONS")) == {"a": {"size": 4, "flag": True, "name": "é", "none": None}}
     assert found == {
         "MEGATRON_SHIM_ONLY": "a,b",
-        "MEGATRON_SHIM_EXCLUDE": "c",
+        "MEGATRON_SHIM_EXCLUDE": "x,c",
         "MEGATRON_SHIM_REQUIRE": "a",
+        "MEGATRON_SHIM_KINDS": "compat,feature",
         "MEGATRON_SHIM_ON_DRIFT": "error",
         "MEGATRON_SHIM_MATRIX": str(tmp_path / "m.yaml"),
         "MEGATRON_SHIM_LOCK": str(tmp_path / "l.json"),
         "MEGATRON_SHIM_STRICT": "1",
     }
-    assert _workers.variables_for() == {}
-    assert _workers.variables_for(strict=True) == {"MEGATRON_SHIM_STRICT": "1"}
-    with pytest.raises(TypeError):
-        shim.run_environment({}, no_such_option=1)
+
+
+GIVEN = [
+    ("only", None, "roll-fix"),
+    ("only", [], "roll-fix"),
+    ("only", ["faster-forward"], "roll-fix"),
+    ("require", (), "roll-fix"),
+    ("kinds", None, "compat"),
+    ("kinds", [], "compat"),
+    ("kinds", ["performance"], "compat"),
+    ("strict", False, "1"),
+    ("strict", True, "0"),
+    ("on_drift", "skip", "error"),
+    ("options", None, '{"faster-forward": {"pages": 8}}'),
+    ("options", {"faster-forward": {"pages": 2}}, '{"faster-forward": {"pages": 8}}'),
+    ("lock", None, "some.lock"),
+    ("lock", "/my.lock", "some.lock"),
+]
+
+
+@pytest.mark.parametrize("travel", ["run", "ray"])
+@pytest.mark.parametrize(("name", "value", "variable"), GIVEN)
+def test_what_is_given_means_the_same_there_as_here(world, monkeypatch, travel, name, value, variable):
+    """Also where it is the default, which outranks a variable that is there already, and an empty list."""
+    matrix = load_matrix(world.matrix)
+    here = resolve(matrix, **{name: value})
+    there = {f"MEGATRON_SHIM_{name.upper()}": variable}
+    if travel == "run":
+        found = shim.run_environment(there, **{name: value})
+    else:
+        monkeypatch.setenv(*there.popitem())
+        found = shim.ray_runtime_env(**{name: value})["env_vars"]
+    for variable, text in found.items():
+        if variable.startswith("MEGATRON_SHIM_"):
+            monkeypatch.setenv(variable, text)
+    assert resolve(matrix) == here
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"strict": "false"}, "strict is 'false'; it must be True or False"),
+        ({"kinds": "compatt"}, "did you mean 'compat'"),
+        ({"on_drift": "raise"}, "it must be one of skip, error, apply"),
+        ({"options": {"a": 4}}, "options of a is 4"),
+        ({"options": {"a": {"b": object()}}}, "options cannot travel"),
+        ({"options": {"a": {"b": float("nan")}}}, "options cannot travel"),
+        ({"only": 7}, "only is 7; it must be a list of names"),
+        ({"lock": 7}, "lock is 7; it must be a path"),
+        ({"packages": "a-b"}, "packages names 'a-b'"),
+    ],
+)
+def test_what_cannot_be_right_anywhere_is_said_before_anything_starts(arguments, message):
+    """Not in a hundred workers."""
+    for travel in (shim.run_environment, shim.ray_runtime_env):
+        with pytest.raises(shim.OptionError, match=message):
+            travel({}, **arguments)
+
+
+def test_what_the_operator_has_set_always_wins(monkeypatch):
+    """Excluded by the driver, by an argument, and by the runtime environment: all of it stays excluded."""
+    monkeypatch.setenv("MEGATRON_SHIM_EXCLUDE", "a")
+    monkeypatch.setenv("MEGATRON_SHIM_DISABLE", "yes")
+    given = {"env_vars": {"MEGATRON_SHIM_EXCLUDE": "c", "MEGATRON_SHIM_DISABLE": "0", "MINE": "1"}}
+    found = shim.ray_runtime_env(given, exclude=["b"])["env_vars"]
+    assert found == {"MEGATRON_SHIM_EXCLUDE": "a,b,c", "MEGATRON_SHIM_DISABLE": "1", "MINE": "1"}
+    assert given["env_vars"]["MEGATRON_SHIM_EXCLUDE"] == "c"
+
+
+def test_packages_travel_where_no_variable_of_shim_says_so():
+    """In an entry of PYTHONPATH, since who may set that can have any code run; a nested `shim run` keeps them."""
+    found = shim.run_environment({"PYTHONPATH": "b"}, packages=["one", "two.three"])
+    assert found == {"PYTHONPATH": os.pathsep.join([RUN, f"{RUN}/packages=one,two.three", "b"])}
+    assert shim.run_environment(found) == found
+    more = shim.run_environment(found, packages="four")
+    assert more == {"PYTHONPATH": os.pathsep.join([RUN, f"{RUN}/packages=one,two.three,four", "b"])}
+    assert shim.ray_runtime_env(packages="one")["env_vars"] == {"MEGATRON_SHIM_RAY_PACKAGES": "one"}
 
 
 def test_options_are_heeded(tree):
@@ -151,25 +243,35 @@ def test_a_python_that_would_not_listen_is_found_by_its_flags(command, flag):
 
 
 def shim_run(tree, *arguments, **more):
-    env = environment(tree)
-    env["PYTHONPATH"] = env["PYTHONPATH"].replace(RUN + os.pathsep, "")
-    return run([sys.executable, "-m", "shim", "run", *arguments], {**env, **more})
+    env = without_shim(environment(tree))
+    return run([sys.executable, "-m", "shim", "run", "--package", "fake_patches", *arguments], {**env, **more})
 
 
 def test_shim_run_becomes_the_command(tree):
     """Exit code, output and arguments are those of the command, which runs in the same process."""
     code = f"import sys; {USE}; sys.exit(sys.argv[1])"
     done = shim_run(tree, "--only", "count", "--", sys.executable, "-c", code, "5")
-    assert (done.stdout, done.stderr, done.returncode) == (PATCHED, "5\n", 1)
-    code = f"import os; print(os.environ['PYTHONPATH'].count({RUN!r})); {USE}"
+    assert (done.stdout, said(done), done.returncode) == (PATCHED, ["5"], 1)
+    code = f"import os; print(os.environ['PYTHONPATH'].split(os.pathsep).count({RUN!r})); {USE}"
     nested = shim_run(tree, sys.executable, "-m", "shim", "run", "--exclude", "other", "--", sys.executable, "-c", code)
     assert nested.stdout == "1\n" + PATCHED, nested.stderr
 
 
-@pytest.mark.parametrize("command", [["no-such-command-here"], [str(REPOSITORY / "README.md")], ["--"], []])
-def test_a_command_that_cannot_be_run_is_wrong_usage(tree, command):
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        (["no-such-command-here"], 127),
+        (["/no/such/place/python"], 127),
+        ([str(REPOSITORY / "README.md") + "/x"], 127),
+        ([str(REPOSITORY / "README.md")], 126),
+        ([str(REPOSITORY)], 126),
+        ([], 2),
+    ],
+)
+def test_a_command_that_cannot_be_run_exits_as_it_does_in_a_shell(tree, command, code):
+    """127 where there is none, 126 where it is none, and 2 where none is given."""
     done = shim_run(tree, "--", *command)
-    assert done.returncode == 2 and "Traceback" not in done.stderr and done.stderr
+    assert done.returncode == code and "Traceback" not in done.stderr and done.stderr.startswith("shim: ")
 
 
 @pytest.mark.parametrize("flags", [["-I"], ["-W", "x", "-ES"]])
@@ -179,6 +281,36 @@ def test_a_deaf_python_is_reported_not_served(tree, flags):
     assert flags[-1] in done.stderr and "Remedy" in done.stderr
 
 
+STRAYS = {
+    "shim.py": "raise SystemExit('it was run')\n",
+    "shim/__init__.py": "VERSION = 1\n",
+}
+
+
+@pytest.mark.parametrize("name", STRAYS)
+def test_another_module_of_that_name_beside_the_trainer_is_named(tree, tmp_path, name):
+    """Not a bare AttributeError, nor an ImportError, which trainers catch; and what it is is not found out by running
+    it. Where the trainer has imported it before, it is the same."""
+    stray = write_file(tmp_path / name, STRAYS[name])
+    script = write_file(tmp_path / "train.py", GUARDED)
+    for before in ("", "import sys, types; sys.modules['shim'] = types.ModuleType('shim')\n"):
+        script.write_text(before + dedent(GUARDED))
+        done = run([sys.executable, script], environment(tree))
+        assert done.returncode == 0, done.stderr
+        first, second, third = done.stdout.splitlines()
+        assert first == second and first.startswith("RuntimeError shim run: ") and third == "RuntimeError"
+        assert (str(stray) if not before else "module 'shim'") in first
+        assert "hides megatron-shim in this process. Remedy: rename it" in first
+
+
+def test_a_mere_directory_of_that_name_hides_nothing(tree, tmp_path):
+    """Such as a checkout beside the trainer, which is no package."""
+    (tmp_path / "shim").mkdir()
+    script = write_file(tmp_path / "train.py", USE)
+    done = run([sys.executable, script], environment(tree))
+    assert done.stdout == PATCHED, done.stderr
+
+
 # What runs below it
 
 
@@ -186,7 +318,7 @@ def test_a_process_that_never_imports_megatron_imports_nothing_of_shim(tree):
     """What it has more than a plain one is sitecustomize alone."""
     code = "import sys, json; print(json.dumps(sorted(sys.modules)))"
     env = environment(tree)
-    plain = {**env, "PYTHONPATH": env["PYTHONPATH"].replace(RUN + os.pathsep, "")}
+    plain = without_shim(env)
     more = set(ast.literal_eval(output(code, env))) - set(ast.literal_eval(output(code, plain)))
     assert more == {"sitecustomize"}
     look = "import importlib.util as u, sys; print(u.find_spec('shim.nothing'), u.find_spec('json') is not None)"
@@ -239,9 +371,12 @@ def test_whatever_is_imported_first(tree, first):
 
 def test_a_program_that_calls_shim_itself_is_not_overruled(tree):
     """What it has asked for before it imports megatron stays, and so does that it has reverted."""
-    assert output(f"import shim; shim.apply(exclude=['count']); {USE}", environment(tree)) == STOCK
-    assert output(f"import shim; shim.apply(); shim.revert(); {USE}", environment(tree)) == STOCK
-    assert output(f"import shim; shim.plan(); {USE}", environment(tree)) == PATCHED
+    assert (
+        output(f"import shim; shim.apply(exclude=['count'], packages='fake_patches'); {USE}", environment(tree))
+        == STOCK
+    )
+    assert output(f"import shim; shim.apply(packages='fake_patches'); shim.revert(); {USE}", environment(tree)) == STOCK
+    assert output(f"import shim; shim.plan(packages='fake_patches'); {USE}", environment(tree)) == PATCHED
 
 
 def test_processes_of_every_kind(tree, tmp_path):
@@ -342,7 +477,7 @@ def test_an_apply_that_fails_is_no_import_error(tree, tmp_path, options, name):
 def test_a_requirement_that_is_not_met(tree, tmp_path):
     lock = tmp_path / "lock.json"
     env = environment(tree)
-    assert run([sys.executable, "-m", "shim", "pin", "--lock", lock], env).returncode == 0
+    assert run([sys.executable, "-m", "shim", "pin", "--lock", lock, "--package", "fake_patches"], env).returncode == 0
     assert output(USE, {**env, "MEGATRON_SHIM_LOCK": str(lock)}) == PATCHED
     found = output(GUARDED, {**env, "MEGATRON_SHIM_LOCK": str(lock), "MEGATRON_SHIM_EXCLUDE": "count"})
     assert found.startswith("NotMetError") and "swallowed" not in found
@@ -362,7 +497,7 @@ def test_another_python_without_shim_uses_that_of_shim_run(tree, bare_python, tm
     for package in ("packaging", "yaml"):
         (location,) = __import__(package).__path__
         (tmp_path / package).symlink_to(location)
-    env["PYTHONPATH"] = os.pathsep.join([RUN, str(tree.root), str(tmp_path)])
+    env["PYTHONPATH"] = os.pathsep.join([RUN, ALLOWED, str(tree.root), str(tmp_path)])
     code = f"{USE}\nimport sys; print({str(REPOSITORY)!r} in sys.path)"
     assert output(code, env, executable=bare_python) == PATCHED + "False\n"
 
@@ -400,9 +535,9 @@ def test_a_hidden_sitecustomize_that_raises_does_what_it_does_without_shim(tree,
     """Python says so, and goes on or exits as it would; shim is applied all the same."""
     write_file(tmp_path / "sitecustomize.py", f"print('ran')\nraise {error}\n")
     env = environment(tree, tmp_path)
-    plain = {**env, "PYTHONPATH": env["PYTHONPATH"].replace(RUN + os.pathsep, "")}
+    plain = without_shim(env)
     ours, stock = python(USE, env), python("print(4)", plain)
-    assert (ours.returncode, ours.stderr.splitlines()[-1:]) == (stock.returncode, stock.stderr.splitlines()[-1:])
+    assert (ours.returncode, said(ours)[-1:]) == (stock.returncode, said(stock)[-1:])
     assert ours.stdout == stock.stdout.replace(STOCK, PATCHED)
 
 
@@ -413,7 +548,7 @@ def test_usercustomize_and_pth_files_still_run(tree, tmp_path):
     where = Path(output("import site; print(site.getusersitepackages())", env).strip())
     write_file(where / "usercustomize.py", "print('user')\n")
     write_file(where / "mine.pth", "import sys; print('pth')\n")
-    plain = {**env, "PYTHONPATH": env["PYTHONPATH"].replace(RUN + os.pathsep, "")}
+    plain = without_shim(env)
     # A virtual environment has no user site unless it says so; -s takes it away.
     executable = Path(sys.base_prefix, "bin", f"python{sys.version_info[0]}.{sys.version_info[1]}")
     if not executable.exists():

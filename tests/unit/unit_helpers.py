@@ -64,12 +64,12 @@ def metadata(root, version, distribution="megatron-core", direct_url=None):
     return home
 
 
-def run_python(code, *directories, flags=(), env=None):
+def run_python(code, *directories, flags=(), env=None, timeout=120):
     """Run `code` in a fresh interpreter with `directories`, then this repository, on PYTHONPATH."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_SHIM_")}
     environ |= {"PYTHONPATH": os.pathsep.join(map(str, (*directories, REPOSITORY))), **(env or {})}
     command = [sys.executable, *flags, "-c", dedent(code)]
-    return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=timeout)
 
 
 def output_of(code, *directories, **arguments):

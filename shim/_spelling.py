@@ -1,0 +1,47 @@
+"""The right spelling of a wrong name: what holds it or is held by it, else what is nearest by edits."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["did_you_mean", "nearest", "one_of"]
+
+SHORTEST = 3  # letters; what is shorter is part of too many names
+MOST = 3
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+    """At most three of `known`, nearest first: the same but for case and hyphens, one within the other, similar."""
+    by_plain = {_plain(one): one for one in known}
+    wanted = _plain(name.strip())
+    if wanted in by_plain:
+        return [by_plain[wanted]]
+    similar = difflib.get_close_matches(wanted, by_plain, MOST, 0.6)
+    held = [one for one in by_plain if min(len(one), len(wanted)) >= SHORTEST and (wanted in one or one in wanted)]
+    # Of those that hold the name, the ones that hold little else.
+    held.sort(key=lambda one: (one not in similar, abs(len(one) - len(wanted))))
+    return [by_plain[one] for one in dict.fromkeys([*held, *similar])][:MOST]
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """A half sentence for an error message: the nearest of `known`, or all of them; "" where there is none."""
+    names = list(known)
+    return _asked(name, names) or (f"known are {', '.join(names)}" if names else "")
+
+
+def one_of(name: object, known: Iterable[str]) -> str:
+    """The same for the few choices there are, all of them named: "one of a, b; did you mean 'a'?"."""
+    names = list(known)
+    return "; ".join(filter(None, (f"one of {', '.join(names)}", _asked(name, names))))
+
+
+def _asked(name: object, known: list[str]) -> str:
+    found = [repr(one) for one in nearest(name, known)] if isinstance(name, str) else []
+    if not found:
+        return ""
+    return f"did you mean {' or '.join(filter(None, (', '.join(found[:-1]), found[-1])))}?"
