@@ -1,6 +1,6 @@
 """The command `shim`: list, status, plan, explain, doctor, matrix, audit, pin, run; each but run with --json.
 
-Exit codes: 0 fine, 1 something asked for is not met, 2 wrong usage.
+Exit codes: 0 fine, 1 something asked for is not met, 2 wrong usage; those of `run` are its command's.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def catalogue(matrix: Matrix) -> str:
                 continue
             variant = entry.variants[rule.variant]
             lines.append(f"| {ranges} | {rule.variant} | {_names(variant.targets)} | {_names(variant.reads)} |")
-        lines += ["", *[f"- Option `{name}`, by default `{value}`" for name, value in (entry.options or {}).items()]]
+        lines += ["", *[f"- Option `{o.name}`, by default `{o.default}`: {o.takes}" for o in entry.declared.values()]]
         lines += [
             f"- Where `{s.package}` is missing, imported without it: {_codes(s.modules)}" for s in entry.stand_ins
         ]

@@ -42,11 +42,12 @@ def examine() -> dict[str, Any]:
     decisions: dict[str, Any] = {}
     notes: list[str] = []
     lost: tuple[LostFeature, ...] | None = None
-    digest = None
+    digest, content = None, ""
     known = packages()
     others: list[dict[str, Any]] = []
     try:
         made = default_plan()
+        content = made.matrix.content
         digest = made.digest
         others = _patches_of_others(made, known)
         problems += filter(None, [nothing_installed(made)])
@@ -84,6 +85,7 @@ def examine() -> dict[str, Any]:
             "version": shim.__version__,
             "location": str(Path(shim.__file__).parent),
             "matrix": str(matrix_argument(None) or matrix_path()),
+            "matrix_content": content,
         },
         "python": {"version": platform.python_version(), "executable": sys.executable, "platform": _platform()},
         "installed": {name: i.to_dict() for name, i in environment.installed.items()},
@@ -133,7 +135,9 @@ def as_text(found: dict[str, Any]) -> str:
     """The examination as Markdown that can be pasted into an issue."""
     lines = ["### shim doctor", ""]
     lines.append(f"- shim {found['shim']['version']} from `{found['shim']['location']}`")
-    lines.append(f"- matrix `{found['shim']['matrix']}`, digest {found['digest']}")
+    content = found["shim"]["matrix_content"]
+    other = f" (not the one that ships; content {content})" if content else ""
+    lines.append(f"- matrix `{found['shim']['matrix']}`{other}, digest {found['digest']}")
     lines.append(f"- Python {found['python']['version']} on {found['python']['platform']}")
     for name, installed in found["installed"].items():
         lines.append(f"- {name} {installed['version']} ({installed['origin']}) at `{installed['location']}`")

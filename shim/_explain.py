@@ -47,8 +47,7 @@ def explanation(plan: Plan, id: str) -> str:
         lines += [f"  relies on {read}" for read in variant.reads]
     for item in entry.stand_ins:
         lines.append(f"Where {item.package} is missing, imported without it: {', '.join(item.modules)}")
-    if entry.options:
-        lines.append("Options: " + ", ".join(f"{name}={value!r}" for name, value in entry.options.items()))
+    lines += [f"Option {o.name}={o.default!r}: {o.takes}" for o in entry.declared.values()]
     lines += [f"Upstream: {reference}" for reference in entry.references]
     lines.append(f"Delete when: {entry.delete_when}")
     return "\n".join(lines)

@@ -1,12 +1,15 @@
 """Arguments and MEGATRON_SHIM_ variables: which of them wins, and what is refused."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from shim._errors import OptionError
+import shim
+from shim._errors import MatrixError, OptionError
 from shim._matrix import load_matrix
-from shim._options import VARIABLES, matrix_argument, resolve
+from shim._options import VARIABLES, Options, matrix_argument, resolve, unknown_variables
+from shim._spelling import nearest
 
 
 @pytest.fixture
@@ -78,18 +81,58 @@ def test_require_yields_to_the_argument(asked):
     assert asked(require=["faster-forward"]).require == FASTER
 
 
+def test_kinds_yield_to_the_argument(asked):
+    """Also to None, which means all, and to an empty list, which means none."""
+    assert asked({"KINDS": "compat, feature"}).kinds == frozenset({"compat", "feature"})
+    assert asked({"KINDS": "none"}).kinds == frozenset()
+    assert asked(kinds=["performance"]).kinds == frozenset({"performance"})
+    assert asked(kinds=None).kinds is None
+
+
+def test_options_yield_to_the_argument(asked):
+    """As a whole; the variable holds JSON."""
+    assert asked({"OPTIONS": '{"faster-forward": {"pages": 8}}'}).options == {"faster-forward": {"pages": 8}}
+    assert asked(options={"faster-forward": {"pages": 2}}).options == {"faster-forward": {"pages": 2}}
+    assert asked(options=None).options == asked(options={}).options == {}
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "name", "default"),
+    [
+        ("ONLY", "roll-fix", "only", None),
+        ("REQUIRE", "roll-fix", "require", ()),
+        ("KINDS", "compat", "kinds", None),
+        ("STRICT", "1", "strict", False),
+        ("ON_DRIFT", "apply", "on_drift", "skip"),
+        ("OPTIONS", '{"faster-forward": {"pages": 8}}', "options", None),
+        ("LOCK", "some.lock", "lock", None),
+    ],
+)
+def test_an_argument_with_its_default_value_outranks_the_variable(asked, variable, text, name, default):
+    """A trainer that says strict=False means it."""
+    assert asked(**{name: default}) == asked()
+    assert asked({variable: text}) != asked(**{name: default})
+    assert asked(**{name: default}) == Options()
+
+
+def test_none_is_an_empty_list(asked):
+    """In variables, where an empty one is as if unset."""
+    assert asked({"ONLY": "none"}).only == frozenset()
+
+
 def test_strict_comes_from_either(asked):
-    """The argument's False is its default, so the variable can only add."""
+    """Where it is not given, the variable counts."""
     assert asked(strict=True).strict
     assert asked({"STRICT": "1"}).strict
+    assert not asked(strict=False).strict
     assert not asked({"STRICT": "0"}).strict
     assert asked(strict=True).strict
 
 
 def test_on_drift_yields_to_the_argument(asked):
-    """All but the default "skip" outrank the variable."""
     assert asked({"ON_DRIFT": "apply"}).on_drift == "apply"
     assert asked(on_drift="error").on_drift == "error"
+    assert asked(on_drift="skip").on_drift == "skip"
 
 
 def test_matrix_yields_to_the_argument(monkeypatch):
@@ -141,6 +184,157 @@ def test_what_is_not_usable_is_an_error_that_helps(asked, variables, arguments, 
     """Nothing unknown passes in silence; the message names it and what is known."""
     with pytest.raises(OptionError, match=message):
         asked(variables, **arguments)
+
+
+@pytest.mark.parametrize("strict", ["false", "", 0, 1, None, []])
+def test_strict_is_true_or_false(asked, strict):
+    """To Python "false" is true; a mistake must not decide in silence."""
+    with pytest.raises(OptionError, match=r"strict is .*; it must be True or False"):
+        asked(strict=strict)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"only": 7},
+        {"only": b"roll-fix"},
+        {"require": [None]},
+        {"kinds": True},
+        {"on_drift": None},
+        {"on_drift": ["skip"]},
+        {"options": "faster-forward"},
+        {"options": [("faster-forward", {})]},
+        {"options": {"faster-forward": None}},
+        {"options": {"faster-forward": "pages"}},
+        {"options": {7: {}}},
+        {"options": {"faster-forward": {7: 8}}},
+        {"lock": 7},
+    ],
+)
+def test_what_is_of_another_type_is_no_other_error(asked, arguments):
+    """Callers catch ShimError."""
+    with pytest.raises(OptionError):
+        asked(**arguments)
+
+
+@pytest.mark.parametrize(
+    "text", ["pages", "[]", "7", "{", '{"faster-forward": 7}', "[" * 100_000, '{"a": {}, "a": {}}']
+)
+def test_a_variable_that_holds_no_options_is_named(asked, text):
+    with pytest.raises(OptionError, match="MEGATRON_SHIM_OPTIONS"):
+        asked({"OPTIONS": text})
+
+
+def test_lists_of_arguments_are_split_too(asked):
+    """As users write them, having seen the variables."""
+    assert asked(only="roll-fix,faster-forward").only == BOTH
+    assert asked(exclude=["roll-fix faster-forward"]).exclude == BOTH
+    assert asked(kinds="compat, feature").kinds == frozenset({"compat", "feature"})
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("mtp", ["mtp-recompute", "mtp-packed-sequences"]),
+        ("packed", ["mtp-packed-sequences"]),
+        ("paged_stash", ["paged-stash"]),
+        ("Paged-Stash", ["paged-stash"]),
+        ("stash", ["paged-stash"]),
+        ("my-paged-stash", ["paged-stash"]),
+        ("mtp-recompte", ["mtp-recompute"]),
+        ("recompute", ["mtp-recompute", "frozen-recompute", "fp8-fp4-recompute"]),
+        ("zzz", []),
+        ("te", []),
+        ("", []),
+    ],
+)
+def test_the_nearest_name_holds_the_wrong_one_or_is_a_few_edits_away(name, found):
+    assert nearest(name, load_matrix().patches)[: len(found) or None] == found
+
+
+def test_unknown_variables_are_warned_about(monkeypatch):
+    """A misspelt one would do nothing, in silence."""
+    for name in ("EXCLUDES", "ON-DRIFTT", "CACHE", "RAY_NEXT_HOOK", "LOCK"):
+        monkeypatch.setenv("MEGATRON_SHIM_" + name, "x")
+    monkeypatch.setenv("MEGATRONSHIM_LOCK", "x")
+    excludes, drift = unknown_variables()  # in the order of their names
+    assert "MEGATRON_SHIM_EXCLUDES means nothing to shim; did you mean 'MEGATRON_SHIM_EXCLUDE'" in excludes
+    assert "MEGATRON_SHIM_ON-DRIFTT means nothing to shim; did you mean 'MEGATRON_SHIM_ON_DRIFT'" in drift
+
+
+# What the matrix declares of options
+
+
+@pytest.mark.parametrize(
+    ("patch", "name", "value", "message"),
+    [
+        ("paged-stash", "moe_paged_stash_page_size", -1, "is -1; it must be an integer, at least 1, at most 65536"),
+        ("paged-stash", "moe_paged_stash_page_size", 0, "an integer, at least 1"),
+        ("paged-stash", "moe_paged_stash_page_size", True, "is True; it must be an integer"),
+        ("paged-stash", "moe_paged_stash_page_size", "64", "is '64'; it must be an integer"),
+        ("paged-stash", "moe_paged_stash_page_size", 64.0, "an integer"),
+        ("paged-stash", "moe_paged_stash_page_size", None, "an integer"),
+        ("paged-stash", "moe_paged_stash_buffer_size_factor_cuda", float("nan"), "is nan; it must be a finite number"),
+        ("paged-stash", "moe_paged_stash_buffer_size_factor_cpu", float("-inf"), "a finite number"),
+        ("paged-stash", "moe_paged_stash_buffer_size_factor_cpu", 10**400, "a finite number"),
+        ("paged-stash", "moe_paged_stash_buffer_size_factor_cpu", False, "a finite number"),
+        ("paged-stash", "overflow", "spil", "one of keep, spill, raise; did you mean 'spill'?"),
+        ("paged-stash", "overflow", 4, "one of keep, spill, raise"),
+        ("paged-stash", "moe_paged_stash", "false", "is 'false'; it must be True or False"),
+        ("paged-stash", "moe_paged_stash", 1, "is 1; it must be True or False"),
+        ("chunked-logprob", "fp32_output", "no", "is 'no'; it must be True or False"),
+        ("mtp-packed-sequences", "partition", "banana", "is 'banana'; it must be one of sequence, row"),
+        ("te-cpu-offload", "set_variable", 0, "True or False"),
+    ],
+)
+def test_a_value_of_the_wrong_type_or_range_is_an_error_at_plan_time(patch, name, value, message):
+    """With the shipped matrix, whatever is installed; it would reach a training step otherwise."""
+    with pytest.raises(OptionError, match=f"options of {patch}: {name} .*{re.escape(message)}"):
+        shim.plan(options={patch: {name: value}})
+
+
+def test_values_of_the_right_type_pass():
+    """The defaults do; a whole number is a number, and the same one."""
+    matrix = load_matrix()
+    for id, entry in matrix.patches.items():
+        assert resolve(matrix, options={id: dict(entry.options)}).options[id] == entry.options
+    given = {"paged-stash": {"moe_paged_stash_buffer_size_factor_cuda": 2}}
+    factor = resolve(matrix, options=given).options["paged-stash"]["moe_paged_stash_buffer_size_factor_cuda"]
+    assert factor == 2.0 and isinstance(factor, float)
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        ("{type: int}", "lacks 'default'"),
+        ("{default: 4, least: 1}", "unknown key 'least'"),
+        ("{default: null}", "no default to tell its type"),
+        ("{default: null, type: integer}", "one of bool, int, float, str"),
+        ("{default: 4, type: str}", "the default of pages is 4; it must be text"),
+        ("{default: 4, minimum: 5}", "the default of pages is 4; it must be an integer, at least 5"),
+        ("{default: 4, above: 4}", "an integer, above 4"),
+        ("{default: a, choices: [b]}", "one of b"),
+        ("{default: 4, choices: [a]}", "choices belong to text"),
+        ("{default: a, minimum: 1}", "minimum, above, maximum to numbers"),
+        ("{default: 4, minimum: true}", "minimum of pages must be a finite number"),
+        ("{default: 4, maximum: .inf}", "maximum of pages must be a finite number"),
+    ],
+)
+def test_a_declaration_that_cannot_be_is_a_matrix_error(world, declared, message):
+    world.matrix.write_text(world.matrix.read_text().replace("{pages: 4}", f"{{pages: {declared}}}"))
+    with pytest.raises(MatrixError, match=re.escape(message)):
+        load_matrix(world.matrix)
+
+
+def test_an_option_without_a_default_takes_none(world):
+    """And nothing else that is not of its type."""
+    declared = "{default: null, type: int, minimum: 1}"
+    world.matrix.write_text(world.matrix.read_text().replace("{pages: 4}", f"{{pages: {declared}}}"))
+    option = load_matrix(world.matrix).patches["faster-forward"].declared["pages"]
+    assert option.takes == "an integer, at least 1, or None"
+    assert [option.checked(value) for value in (None, 3)] == [None, 3]
+    with pytest.raises(ValueError, match="is 0; it must be"):
+        option.checked(0)
 
 
 def test_one_id_may_stand_without_a_list(asked):
