@@ -15,6 +15,7 @@ from unit_helpers import BROKEN, FIXED, MATRIX, PATCH, REPOSITORY, megatron, out
 
 from shim import __version__
 from shim._cli import main
+from shim._matrix import load_matrix
 from shim._progress import Progress
 
 EDITED = BROKEN.replace("return helper(x)", "return helper(x) + 1")
@@ -354,7 +355,7 @@ def test_explain_as_json(shim):
     """The text, and what the plan says of the patch."""
     found = json.loads(shim("explain", "faster-forward", "--json")[1])
     assert found["id"] == "faster-forward" and found["action"] == "apply" and found["options"] == {"pages": 4}
-    assert "Options: pages=4" in found["text"]
+    assert "Option pages=4: an integer" in found["text"]
 
 
 DOCTOR_KEYS = {
@@ -384,6 +385,7 @@ def test_doctor_as_json(shim, world):
         "version": __version__,
         "location": str(REPOSITORY / "shim"),
         "matrix": str(world.matrix),
+        "matrix_content": load_matrix(world.matrix).content,
     }
     assert found["variables"]["MEGATRON_SHIM_MATRIX"] == str(world.matrix)
     assert found["plan"]["roll-fix"]["action"] == "apply"
