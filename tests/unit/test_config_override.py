@@ -526,7 +526,6 @@ def test_the_cells_of_a_function_are_seen_through_what_carries_it():
     assert layer in [cell.cell_contents for cell in checkpoint.function.__closure__]
 
 
-
 def test_a_function_sees_later_what_it_would_have_seen_now():
     config = Config()
     with shim.config_override(config, fusion=False):
