@@ -19,9 +19,9 @@ checkpoint inside of another one. Without it Transformer Engine hands them out f
 Covered: tensor_parallel.checkpoint and all that calls it or CheckpointFunction (attention, MoE, MLP, TransformerBlock,
 recompute.py); CheckpointWithoutOutput; TransformerBlock of 0.12. Not covered, because they are right: te_checkpoint
 (on Transformer Engine 2.1 with te-fp8-state), and with it TransformerBlock and recompute.py under FP8 and FP4. Not
-covered, because it is another's: torch.utils.checkpoint. CheckpointWithoutOutput keeps its bookkeeping (`fp8` is set also where
-the argument is False, on purpose: amax of layer norms and activations depends on it), and from 0.13 restores the recipe
-but not the group, as upstream has it.
+covered, because it is another's: torch.utils.checkpoint. CheckpointWithoutOutput keeps its bookkeeping (`fp8` is set
+also where the argument is False, on purpose: amax of layer norms and activations depends on it), and from 0.13 restores
+the recipe but not the group, as upstream has it.
 
 Upstream: Megatron-LM issue 7538 (open). Delete a variant when its releases are no longer supported, and the patch when
 CheckpointFunction restores the region upstream.

@@ -66,7 +66,7 @@ def test_a_release_in_a_zip_is_patched(world, tmp_path):
         import shim
         import megatron.core.roll
         assert megatron.core.roll.__file__.startswith({str(archive)!r})
-        print(*shim.apply(matrix={str(world.matrix)!r}).applied)
+        print(*shim.apply(matrix={str(world.matrix)!r}, packages='trainer_patches').applied)
     """
     assert output_of(code, archive, world.own).split() == ["roll-fix", "faster-forward"]
 
@@ -96,7 +96,7 @@ def test_what_cannot_be_read_is_counted(world, tmp_path, caplog, capsys, monkeyp
             enforce(world.plan(**arguments))
     assert main(["plan", "--strict", "--matrix", str(world.matrix)]) == 1
     assert "strict, and roll-fix is drifted" in capsys.readouterr().err
-    code = f"import shim; shim.apply(matrix={str(world.matrix)!r})"
+    code = f"import shim; shim.apply(matrix={str(world.matrix)!r}, packages='trainer_patches')"
     loud = "import logging, sys; logging.basicConfig(format='%(message)s', stream=sys.stdout); "
     done = output_of(loud + code, root, world.own)
     assert "roll-fix is not applied (drifted)" in done and "What stays wrong: rolls leave. Remedy: install" in done
