@@ -251,6 +251,40 @@ def test_recompute_changes_no_bit_under_tensor_parallelism(ranks2, layout):
     assert ranks2.run(on_rank, layout, CASES) == [[], []]
 
 
+# Trainers that replace the checkpoint's backward
+
+
+@contextlib.contextmanager
+def layers_found(monkeypatch):
+    """A backward of CheckpointFunction as a trainer has it, that frees the inputs of what it has recomputed, but not
+    those of MTP layers, which it knows by a layer among the cells of the function. This one only counts, because what
+    is freed by mistake ends the process. Yields how many checkpoints were an MTP layer's, and how many were not."""
+    upstream, counts = tensor_parallel.random.CheckpointFunction.backward, {"mtp": 0, "other": 0}
+
+    def backward(ctx, *grads):
+        cells = [cell.cell_contents for cell in ctx.run_function.__closure__ or ()]
+        found = any(isinstance(value, mtp.MultiTokenPredictionLayer) for value in cells)
+        counts["mtp" if found else "other"] += 1
+        return upstream(ctx, *grads)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tensor_parallel.random.CheckpointFunction, "backward", staticmethod(backward))
+        yield counts
+
+
+def test_a_backward_that_looks_for_the_layer_finds_it(monkeypatch):
+    """With all patches on, also through what carries an override."""
+    with testing.megatron_on_cpu(), shim.patched(), testing.layout_initialised(Layout()):
+        for kind in ("unpacked", "padded"):
+            plain = train(build(), row_of(kind))
+            for fields in ({}, {"rotary_interleaved": False}):
+                model = build("uniform 1")
+                with layers_found(monkeypatch) as counts, shim.config_override(model.config, **fields):
+                    again = train(model, row_of(kind))
+                assert counts == {"mtp": 2, "other": 2}
+                assert equal_bits(plain, again)
+
+
 # No bit changes
 
 
@@ -664,37 +698,3 @@ def test_compiled_parts_are_recomputed(applied, part, backend):
     assert calls == [True, False, True]
     assert equal_bits(*results)
     assert testing.worst(testing.differences(results[1], train(build("uniform 1", layers=1), row))) <= 1e-6
-
-
-# Trainers that replace the checkpoint's backward
-
-
-@contextlib.contextmanager
-def layers_found(monkeypatch):
-    """A backward of CheckpointFunction as a trainer has it, that frees the inputs of what it has recomputed, but not
-    those of MTP layers, which it knows by a layer among the cells of the function. This one only counts, because what
-    is freed by mistake ends the process. Yields how many checkpoints were an MTP layer's, and how many were not."""
-    upstream, counts = tensor_parallel.random.CheckpointFunction.backward, {"mtp": 0, "other": 0}
-
-    def backward(ctx, *grads):
-        cells = [cell.cell_contents for cell in ctx.run_function.__closure__ or ()]
-        found = any(isinstance(value, mtp.MultiTokenPredictionLayer) for value in cells)
-        counts["mtp" if found else "other"] += 1
-        return upstream(ctx, *grads)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(tensor_parallel.random.CheckpointFunction, "backward", staticmethod(backward))
-        yield counts
-
-
-def test_a_backward_that_looks_for_the_layer_finds_it(monkeypatch):
-    """With all patches on, also through what carries an override."""
-    with testing.megatron_on_cpu(), shim.patched(), testing.layout_initialised(Layout()):
-        for kind in ("unpacked", "padded"):
-            plain = train(build(), row_of(kind))
-            for fields in ({}, {"rotary_interleaved": False}):
-                model = build("uniform 1")
-                with layers_found(monkeypatch) as counts, shim.config_override(model.config, **fields):
-                    again = train(model, row_of(kind))
-                assert counts == {"mtp": 2, "other": 2}
-                assert equal_bits(plain, again)

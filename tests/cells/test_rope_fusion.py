@@ -366,7 +366,7 @@ def test_a_table_that_is_too_short_is_an_error(on_rank, applied):
             function(*given, **on_rank())
 
 
-def test_a_release_with_an_argument_more_is_refused():
+def test_a_release_with_an_argument_more_is_refused(on_rank):
     """A later one tells the rotation of packed rows their longest length: every row would be a TypeError."""
     stock = STOCK["_apply_rotary_pos_emb_thd"]
     signature = inspect.signature(stock)
@@ -380,7 +380,7 @@ def test_a_release_with_an_argument_more_is_refused():
     factory = bindings(shim.plan()[ID].variant, {})[rope_utils.__name__ + ":_apply_rotary_pos_emb_thd"]
     with pytest.raises(TypeError, match="max_seqlen"):
         t = torch.randn(TOKENS, HEADS, WIDTH)
-        factory(later)(t, offsets(), table(TOKENS), max_seqlen=1, **({"cp_group": Group()} if MINOR > (0, 12) else {}))
+        factory(later)(t, offsets(), table(TOKENS), max_seqlen=1, **on_rank())
     assert misfit(factory(stock), stock) == ""
     assert "max_seqlen" in misfit(factory(later), later)
 
