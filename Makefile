@@ -71,7 +71,7 @@ bench: env  ## all benchmarks, as ratios
 	$(BIN)/python benchmarks/paged_stash.py
 
 docs: env  ## write the generated parts of README.md and docs/
-	$(BIN)/python -m shim._docs
+	$(BIN)/python -m shim._tools.docs
 	$(BIN)/python tests/ops/stash_operators.py
 
 pins: env  ## fingerprint all supported releases and write them into version_matrix.yaml

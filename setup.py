@@ -57,6 +57,13 @@ if __name__ == "__main__":
         package_dir={"shim": "shim", "shim.patches": "patches"},
         packages=[
             "shim",
+            "shim._releases",
+            "shim._matrix",
+            "shim._planning",
+            "shim._engine",
+            "shim._te",
+            "shim._tools",
+            "shim._workers",
             "shim.ops",
             "shim.testing",
             "shim.patches",
@@ -66,10 +73,10 @@ if __name__ == "__main__":
         package_data={
             "shim": [
                 "py.typed",
-                "wanted_names.json",
-                "lost_names.json",
-                "te_remedies.json",
-                "_run/sitecustomize.py",
+                "_te/wanted_names.json",
+                "_te/lost_names.json",
+                "_te/te_remedies.json",
+                "_workers/run/sitecustomize.py",
             ]
         },
         install_requires=["packaging>=23.2", "PyYAML>=6.0"],
@@ -81,7 +88,7 @@ if __name__ == "__main__":
             "test": ["pytest", "pytest-xdist", "hypothesis"],
         },
         # Another package is called shim on the index, and installs a command of that name.
-        entry_points={"console_scripts": ["shim = shim._cli:main", "megatron-shim = shim._cli:main"]},
+        entry_points={"console_scripts": ["shim = shim._tools.cli:main", "megatron-shim = shim._tools.cli:main"]},
         cmdclass={"build_py": BuildWithMatrix},
         zip_safe=False,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 Function = Callable[..., Any]
@@ -43,3 +43,13 @@ def add_parameters(wrapper: Any, original: Function, *names: str) -> None:
         if name not in signature.parameters
     ]
     wrapper.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *added])
+
+
+def takes(wrapper: Any, names: Iterable[str]) -> None:
+    """Say which arguments the code of `wrapper`, a function that takes any, knows what to do with.
+
+    For one that hands them on to something else than the function in whose place it stands: the engine refuses it
+    where that function has others.
+    """
+    # With the code it is said of, because functools.wraps hands attributes on to wrappers of the wrapper.
+    wrapper._shim_takes = (wrapper.__code__, frozenset(names))

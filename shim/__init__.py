@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     from shim._api import apply, check, check_resume, checkpoint_state, explain, patched, plan, revert, status
     from shim._config_override import config_override
+    from shim._engine.report import Report
     from shim._errors import BindError, MatrixError, NotMetError, OptionError, ShimError, StandInError
-    from shim._plan import Plan
-    from shim._report import Report
-    from shim._workers import ray_runtime_env, run_environment
+    from shim._planning.plan import Plan
+    from shim._workers.environment import ray_runtime_env, run_environment
 
 __version__ = "0.1.0"
 
@@ -53,10 +53,10 @@ _HOMES = {  # all others of __all__ are in shim._api
     **dict.fromkeys(
         ("BindError", "MatrixError", "NotMetError", "OptionError", "ShimError", "StandInError"), "shim._errors"
     ),
-    **dict.fromkeys(("ray_runtime_env", "run_environment"), "shim._workers"),
+    **dict.fromkeys(("ray_runtime_env", "run_environment"), "shim._workers.environment"),
     "config_override": "shim._config_override",
-    "Plan": "shim._plan",
-    "Report": "shim._report",
+    "Plan": "shim._planning.plan",
+    "Report": "shim._engine.report",
 }
 
 # In a source tree (on PYTHONPATH, as RL images have it) the patches lie beside this package, not inside it.

@@ -2,7 +2,7 @@
 
 import sys
 
-from shim._cli import main
+from shim._tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

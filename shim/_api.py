@@ -10,14 +10,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from shim import _engine
-from shim._contexts import Context
-from shim._detect import detect
+from shim._engine import engine as _engine
+from shim._engine.contexts import Context
+from shim._engine.ranks import NOTHING, PARTS, is_rank_zero, ranks_that_differ
+from shim._engine.report import PatchReport, Report
+from shim._engine.verify import problems_in, read_report, shadows_in
 from shim._errors import MatrixError, NotMetError, OptionError
-from shim._explain import explanation
-from shim._identity import identity_of
-from shim._matrix import Matrix, check_modules, load_matrix
-from shim._options import (
+from shim._matrix.load import check_modules, load_matrix
+from shim._matrix.model import Matrix
+from shim._matrix.spelling import did_you_mean
+from shim._planning.explain import explanation
+from shim._planning.identity import identity_of
+from shim._planning.options import (
     UNSET,
     Arguments,
     Ids,
@@ -28,13 +32,11 @@ from shim._options import (
     resolve,
     unknown_variables,
 )
-from shim._plan import Plan, make_plan
-from shim._ranks import NOTHING, PARTS, is_rank_zero, ranks_that_differ
-from shim._report import PatchReport, Report
-from shim._resume import differs, state_of
-from shim._sources import Sources
-from shim._spelling import did_you_mean
-from shim._verify import problems_in, read_report, shadows_in
+from shim._planning.plan import Plan, make_plan
+from shim._planning.resume import differs, state_of
+from shim._releases.detect import detect
+from shim._releases.sources import Sources
+from shim._te import features
 
 __all__ = [
     "apply",
@@ -73,7 +75,7 @@ def _make_plan(asked: Arguments) -> Plan:
 
 def _planned(matrix: Matrix, asked: Arguments) -> Plan:
     sources = _engine.STATE.sources = Sources(before=_engine.STATE.sources)
-    return make_plan(detect(sources), matrix, resolve(matrix, asked))
+    return make_plan(detect(sources), matrix, resolve(matrix, asked), losses=features)
 
 
 def _of_another_matrix(matrix: Matrix) -> list[str]:

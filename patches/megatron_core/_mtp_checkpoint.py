@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shim._fits import takes
-from shim.patches._arguments import add_parameters
+from shim.patches._arguments import add_parameters, takes
 from shim.patches.megatron_core._packed_step import take_handed
 
 # By name, or by position behind the recomputed function: hidden_states first, decoder_input second.

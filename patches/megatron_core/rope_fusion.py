@@ -51,9 +51,8 @@ from typing import Any
 
 import torch
 
-from shim._fits import takes
 from shim.ops.rope import thd_freqs
-from shim.patches._arguments import Function, argument, replacing
+from shim.patches._arguments import Function, argument, replacing, takes
 
 ROPE = "megatron.core.models.common.embeddings.rope_utils:"
 YARN = "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding."

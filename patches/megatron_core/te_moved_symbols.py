@@ -34,8 +34,6 @@ from typing import Any
 import torch
 from torch import Tensor, dtype
 
-from shim._aliases import namespace_of
-
 EXTENSIONS = "megatron.core.extensions.transformer_engine:"
 ROPE = "megatron.core.models.common.embeddings.rope_utils:"
 ATTENTION = "megatron.core.transformer.attention:"
@@ -56,8 +54,8 @@ def _home(name: str, *modules: str) -> Any:
         return None
     for module in modules:
         home = sys.modules.get(f"transformer_engine.pytorch.{module}")
-        # From the dictionary: an attribute read would import a lazy module.
-        if home is not None and namespace_of(home).get(name) is not None:
+        # Past the module's own attribute read, which would import a lazy one.
+        if home is not None and object.__getattribute__(home, "__dict__").get(name) is not None:
             return home
     log.warning("te-moved-symbols: no %s in %s of Transformer Engine: a feature stays off", name, ", ".join(modules))
     return None

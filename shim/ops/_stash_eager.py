@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["NOWHERE", "allocate", "load", "release", "store"]
 
+# Copied as whole numbers: every bit stays, and eight-bit floats, which torch can hardly index, are like any other.
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 # The elements of a pool's state. Heads and tails count up for ever; a ring is read and written at their remainder.
 HEAD, TAIL, HOST_HEAD, HOST_TAIL, WANTED, MOST_WANTED, STASHED, SPILLED, KEPT, LOST = range(10)
 STATES = 10

@@ -10,13 +10,10 @@ import torch
 from torch import Tensor
 
 from shim.ops import _stash_eager
-from shim.ops._stash_eager import HEAD, HOST_HEAD, HOST_TAIL, MOST_WANTED, STATES, TAIL
+from shim.ops._stash_eager import BITS, HEAD, HOST_HEAD, HOST_TAIL, MOST_WANTED, STATES, TAIL
 from shim.ops._stash_rows import ValidRows
 
 __all__ = ["PagePool", "backend_for", "bits_of", "capturing"]
-
-# Copied as whole numbers: every bit stays, and eight-bit floats, which torch can hardly index, are like any other.
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits_of(tensor: Tensor) -> Tensor:

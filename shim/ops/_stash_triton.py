@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 from math import gcd
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -16,8 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from shim.ops import _stash_eager as reference
-from shim.ops._stash_pool import BITS, PagePool
+from shim.ops._stash_eager import BITS
 from shim.ops._stash_rows import ValidRows
+
+if TYPE_CHECKING:
+    from shim.ops._stash_pool import PagePool
 
 __all__ = ["allocate", "check_device", "load", "release", "store"]
 

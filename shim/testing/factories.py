@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from shim._aliases import unwrap
-from shim._bind import Binder
-from shim._fingerprint import split_target
-from shim._plan import Plan
+from shim._engine.aliases import unwrap
+from shim._engine.binder import Binder
+from shim._planning.plan import Plan
+from shim._releases.fingerprint import split_target
 
 __all__ = ["imports_of_factories"]
 

@@ -10,7 +10,7 @@ import pytest
 from packaging.version import Version
 
 from shim import testing
-from shim._matrix import load_matrix
+from shim._matrix.load import load_matrix
 
 # For recompute_cases, here and in layouts.
 sys.path.insert(0, str(Path(__file__).parent))

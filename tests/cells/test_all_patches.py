@@ -6,8 +6,8 @@ import torch
 
 import shim
 from shim import testing
-from shim._bind import MISSING
-from shim._engine import STATE
+from shim._engine.chain import MISSING
+from shim._engine.engine import STATE
 from shim.testing import Layout
 
 IN_FORCE = ("applied", "upstream", "inactive", "excluded", "not-installed")

@@ -16,7 +16,7 @@ from megatron.core.transformer import TransformerConfig, attention
 
 import shim
 from shim import testing
-from shim._fits import misfit
+from shim._engine.signatures import misfit
 from shim.patches.megatron_core.rope_fusion import bindings
 
 ID = "rope-fusion"

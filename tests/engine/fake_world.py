@@ -9,10 +9,12 @@ import textwrap
 import types
 from pathlib import Path
 
-from shim import _api, _engine, _matrix
-from shim._fingerprint import fingerprint
-from shim._options import VARIABLES
-from shim._sources import Sources
+from shim import _api
+from shim._engine import engine as _engine
+from shim._matrix import load as _matrix
+from shim._planning.options import VARIABLES
+from shim._releases.fingerprint import fingerprint
+from shim._releases.sources import Sources
 
 MODULES = {
     "package_info": """

@@ -228,7 +228,7 @@ def test_one_frame_per_patch(world):
 
 def test_one_pass_over_the_modules(world, monkeypatch):
     """apply() looks through sys.modules at most twice, however many patches there are."""
-    from shim import _bind
+    from shim._engine import binder as binding
 
     for number in range(6):
         world.patch(f"p{number}", [CORE + f"ops:{'double' if number % 2 else 'halve'}"])
@@ -239,8 +239,8 @@ def test_one_pass_over_the_modules(world, monkeypatch):
         passes.append(modules)
         return find_aliases(objects, modules)
 
-    find_aliases = _bind.find_aliases
-    monkeypatch.setattr(_bind, "find_aliases", counting)
+    find_aliases = binding.find_aliases
+    monkeypatch.setattr(binding, "find_aliases", counting)
     shim.apply()
     assert 1 <= passes.count(None) <= 2
 
@@ -248,14 +248,14 @@ def test_one_pass_over_the_modules(world, monkeypatch):
 @pytest.mark.growth
 def test_cycles_leave_nothing_behind(patched_world):
     """300 times apply and revert grow nothing that the engine keeps."""
-    from shim._engine import STATE
+    from shim._engine.engine import STATE
 
     before = patched_world.snapshot()
     plan = shim.plan()
     sizes = []
     for _ in range(300):
-        shim._engine.adopt(plan)
-        shim._engine.adopt(None)
+        shim._engine.engine.adopt(plan)
+        shim._engine.engine.adopt(None)
         binder = STATE.binder
         kept = (binder.slots, binder.lost, binder.chains, binder._ours, STATE.factories, STATE.failed, STATE.said)
         sizes.append([len(item) for item in kept])

@@ -9,7 +9,7 @@ import pytest
 from fake_world import same
 
 import shim
-from shim._options import Arguments
+from shim._planning.options import Arguments
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_a_block_that_cannot_begin_leaves_the_others_alone(two):
 
 def test_the_end_of_a_block_asks_for_nothing_anew(two, tmp_path):
     """A lock that is gone by then, or a requirement that is not met any more, does not leave the block's patches on."""
-    from shim._lock import write_lock
+    from shim._planning.lock import write_lock
 
     write_lock(tmp_path / "lock", shim.plan(only=["more"]))
     shim.apply(only=["more"], lock=tmp_path / "lock")

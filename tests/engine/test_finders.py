@@ -7,7 +7,7 @@ import types
 import pytest
 
 import shim
-from shim._sources import Sources, find_spec
+from shim._releases.sources import Sources, find_spec
 
 CORE = "megatron.core."
 

@@ -5,7 +5,8 @@ import functools
 import pytest
 
 import shim
-from shim._fits import misfit, takes
+from shim._engine.signatures import misfit
+from shim.patches._arguments import takes
 
 CORE = "megatron.core."
 

@@ -6,7 +6,7 @@ import types
 import pytest
 
 import shim
-from shim import _ranks
+from shim._engine import ranks as _ranks
 
 
 class FakeTensor(list):

@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 HEAD = '''
     import gc, importlib, sys, threading, time
     import shim
-    from shim import _engine
+    from shim._engine import engine as _engine
     from fake_world import World, same, trust_fake_patches
 
     trust_fake_patches()
@@ -32,7 +32,7 @@ HEAD = '''
 
     def search_less():
         "Look for aliases in the fake world only, which is what takes the time of a cycle."
-        from shim import _bind
+        from shim._engine import binder as _bind
         search = _bind.find_aliases
         names = lambda: [n for n in sys.modules if n.startswith("megatron")]
         _bind.find_aliases = lambda values, among=None: search(values, names() if among is None else among)
@@ -260,7 +260,8 @@ INTERRUPTED = """
         "count": [CORE + "ops:double", CORE + "layers:Layer.forward"],
         "more": [CORE + "ops:halve", CORE + "layers:Layer.make", CORE + "ops:double"],
     }
-    FILES = {os.path.join(os.path.dirname(shim.__file__), f"{n}.py") for n in ("_engine", "_bind", "_hook", "_api")}
+    PARTS = ("_engine/engine", "_engine/binder", "_engine/chain", "_engine/import_hook", "_api")
+    FILES = {os.path.join(os.path.dirname(shim.__file__), f"{part}.py") for part in PARTS}
     for name in ("ops", "layers", "users", "other"):
         importlib.import_module(CORE + name)
     ORIGINALS = snapshot()
@@ -452,7 +453,7 @@ def test_a_read_only_tree(tree):
 def test_an_optimised_python(tree, flag):
     """Without assertions and docstrings everything works, on fingerprints that were taken with them; doctor says so."""
     run(USE, tree, flag)
-    out = run("from shim._doctor import examine; print(*examine()['problems'], sep='\\n')", tree, flag)
+    out = run("from shim._tools.doctor import examine; print(*examine()['problems'], sep='\\n')", tree, flag)
     assert "python -O" in out
 
 

@@ -6,7 +6,8 @@ import weakref
 import pytest
 
 import shim
-from shim import _archives, _sources
+from shim._releases import archives as _archives
+from shim._releases import sources as _sources
 
 CORE = "megatron.core."
 

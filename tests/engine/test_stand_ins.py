@@ -335,7 +335,7 @@ def test_a_lazy_module_finds_the_stand_in_when_it_is_loaded(kernels, monkeypatch
 
 def test_the_package_is_looked_for_without_the_lock_of_shim(kernels, monkeypatch):
     """A finder may import something, and so wait for another thread that waits for the lock."""
-    from shim import _engine
+    from shim._engine import engine as _engine
 
     held = []
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import shim
-from shim import _doctor
+from shim._tools import doctor as _doctor
 
 CORE = "megatron.core."
 NAME = "FAKE_OFFLOAD"
@@ -22,7 +22,7 @@ ASKED = {"p": {"set_variable": True}}
 def reading(world, monkeypatch):
     """A patch whose variable is read by the module megatron.core.late."""
     monkeypatch.delenv(NAME, raising=False)
-    monkeypatch.setattr("shim._matrix.SETTABLE", (NAME,))
+    monkeypatch.setattr("shim._matrix.load.SETTABLE", (NAME,))
     world.module("late", f"import os\nread = os.environ.get({NAME!r})\n")
     world.patch("p", [CORE + "ops:double"])
     return write(world, 'megatron-core: ">=9.0"')

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shim._cli import _parser
+from shim._tools.cli import _parser
 from shim.testing import cache_dir, environment, fetch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -19,7 +19,7 @@ PATIENCE = 120  # seconds
 # Runs command lines given as JSON; prints [command, exit code, standard output, standard error] for each.
 DRIVER = """
 import contextlib, io, json, sys
-from shim._cli import main
+from shim._tools.cli import main
 
 done = []
 for arguments in json.load(sys.stdin):

@@ -18,7 +18,7 @@ RELEASES = ("2.1.0", "2.9.0", "2.20.2")
 OBSERVE = """
 import functools, importlib.util, json, os, sys
 from shim import testing
-from shim._hook import ImportHook
+from shim._engine.import_hook import ImportHook
 
 seen = {"hooked": []}
 hook = ImportHook(

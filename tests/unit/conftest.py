@@ -13,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from unit_helpers import World
 
-from shim import _api, _matrix
+from shim import _api
+from shim._matrix import load as _matrix
 
 
 @pytest.fixture(autouse=True)

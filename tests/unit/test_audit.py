@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 from unit_helpers import BROKEN, FIXED, MATRIX, REWORKED, megatron, metadata, write_file
 
-from shim import _wanted
-from shim._audit import VERDICTS, Difference, audit
-from shim._audit_report import as_markdown, as_text
-from shim._cli import main
 from shim._errors import NotMetError, OptionError
-from shim._matrix import load_matrix
-from shim._trees import open_tree
-from shim._wanted import Names, measure_names, render_names
+from shim._matrix.load import load_matrix
+from shim._releases.trees import open_tree
+from shim._te import names as _wanted
+from shim._te.names import Names, measure_names, render_names
+from shim._tools.audit import VERDICTS, Difference, audit
+from shim._tools.audit_report import as_markdown, as_text
+from shim._tools.cli import main
 from shim.testing.releases import FetchError
 
 EDITED = BROKEN.replace("return helper(x)", "return helper(x) + 1")
@@ -495,7 +495,7 @@ def test_no_line_of_a_diff_closes_its_fence(examine, world):
 
 def test_markdown_shows_names_as_they_are():
     """`__init__` in a reason is no bold text."""
-    from shim._audit_report import _cell
+    from shim._tools.audit_report import _cell
 
     assert _cell("Layer.__init__ is\ngone") == r"Layer.\_\_init\_\_ is gone"
 
@@ -597,7 +597,7 @@ def has(tmp_path):
     """Whether a name is there in a fake Transformer Engine."""
 
     def run(name, files):
-        from shim._sources import Sources
+        from shim._releases.sources import Sources
 
         for path, text in {"__init__.py": "", **files}.items():
             write_file(tmp_path / "te/transformer_engine" / path, text)

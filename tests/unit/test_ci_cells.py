@@ -13,10 +13,10 @@ import yaml
 from packaging.version import Version
 from unit_helpers import BROKEN, MATRIX, REPOSITORY, megatron, write_file
 
-from shim._ci import cells
-from shim._cli import _parser, main
 from shim._errors import OptionError
-from shim._matrix import load_matrix
+from shim._matrix.cells import cells
+from shim._matrix.load import load_matrix
+from shim._tools.cli import _parser, main
 
 EDITED = BROKEN.replace("return helper(x)", "return helper(x) + 1")
 
@@ -148,7 +148,7 @@ def run_step(world, tmp_path):
     where.mkdir()
     (tmp_path / "bin").mkdir()
     for name, code in {
-        "shim": "from shim._cli import main\nsys.exit(main())",
+        "shim": "from shim._tools.cli import main\nsys.exit(main())",
         "python": "import os\nos.execv(sys.executable, [sys.executable, *sys.argv[1:]])",
     }.items():
         script = write_file(tmp_path / "bin" / name, f"#!{sys.executable}\nimport sys\n{code}\n")
@@ -160,7 +160,7 @@ def run_step(world, tmp_path):
         (cache / release).symlink_to(world.root / "releases" / release)
 
     # The steps are for the shipped matrix, and allow no packages.
-    trust = "import shim._matrix as m\nm.TRUSTED = (*m.TRUSTED, 'trainer_patches')\n"
+    trust = "import shim._matrix.load as m\nm.TRUSTED = (*m.TRUSTED, 'trainer_patches')\n"
     write_file(world.own / "sitecustomize.py", trust)
 
     def run(step, **variables):

@@ -14,9 +14,9 @@ import pytest
 from unit_helpers import BROKEN, FIXED, MATRIX, PATCH, REPOSITORY, megatron, output_of, write_file
 
 from shim import __version__
-from shim._cli import main
-from shim._matrix import load_matrix
-from shim._progress import Progress
+from shim._matrix.load import load_matrix
+from shim._tools.cli import main
+from shim._tools.progress import Progress
 
 EDITED = BROKEN.replace("return helper(x)", "return helper(x) + 1")
 
@@ -132,8 +132,8 @@ def test_list_says_what_there_is(shim, world):
 def run_shim(world, *arguments, **streams):
     """The command in a process of its own, with the fake release."""
     paths = [str(world.site), str(world.own)]
-    trust = "import shim._matrix as m; m.TRUSTED = (*m.TRUSTED, 'trainer_patches')"
-    code = f"import sys; sys.path[:0] = {paths!r}; {trust}; from shim._cli import main; sys.exit(main())"
+    trust = "import shim._matrix.load as m; m.TRUSTED = (*m.TRUSTED, 'trainer_patches')"
+    code = f"import sys; sys.path[:0] = {paths!r}; {trust}; from shim._tools.cli import main; sys.exit(main())"
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), "MEGATRON_SHIM_MATRIX": str(world.matrix)}
     streams.setdefault("stderr", subprocess.PIPE)
     return subprocess.Popen([sys.executable, "-c", code, *arguments], env=environ, **streams)
@@ -448,11 +448,11 @@ def shipped(world, fetched, monkeypatch):
     beside it."""
     megatron(world.root / "releases/0.18.0", "0.18.0", {"te.py": "from transformer_engine.pytorch import Linear\n"})
     write_file(world.root / "releases/2.1.0/transformer_engine/pytorch/__init__.py", "class Linear: pass\n")
-    monkeypatch.setattr("shim._matrix.matrix_path", lambda: world.matrix)
-    monkeypatch.setattr("shim._matrix._module_exists", lambda module, shipped: True)
-    monkeypatch.setattr("shim._wanted.FILE", world.root / "wanted_names.json")
-    monkeypatch.setattr("shim._features.FILE", world.root / "lost_names.json")
-    monkeypatch.setattr("shim._losses.MORE_ENGINES", ())
+    monkeypatch.setattr("shim._matrix.load.matrix_path", lambda: world.matrix)
+    monkeypatch.setattr("shim._matrix.load._module_exists", lambda module, shipped: True)
+    monkeypatch.setattr("shim._te.names.FILE", world.root / "wanted_names.json")
+    monkeypatch.setattr("shim._te.tables.FILE", world.root / "lost_names.json")
+    monkeypatch.setattr("shim._te.measure.MORE_ENGINES", ())
     (world.root / "lost_names.json").write_text("{}\n")
     (world.root / "wanted_names.json").write_text("{}\n")
     world.pin(MATRIX.replace("\n\npatches", '\n  transformer-engine: ["2.1.0"]\n\npatches', 1))
@@ -474,14 +474,14 @@ def test_pin_of_the_shipped_matrix_writes_the_wanted_names_too(shim, world, ship
 
 def test_pin_of_another_matrix_leaves_the_wanted_names_alone(shim, world, fetched, tmp_path, monkeypatch):
     """They belong to the releases of the shipped one."""
-    monkeypatch.setattr("shim._wanted.FILE", tmp_path / "gone.json")
+    monkeypatch.setattr("shim._te.names.FILE", tmp_path / "gone.json")
     assert shim("pin", "--releases")[0] == 0
     assert not (tmp_path / "gone.json").exists()
 
 
 def test_pin_leaves_an_installed_matrix_alone(shim, world, fetched, monkeypatch):
     """It is what was tested, and pip would not know of the change."""
-    monkeypatch.setattr("shim._matrix.PACKAGE", world.matrix.parent)
+    monkeypatch.setattr("shim._matrix.load.PACKAGE", world.matrix.parent)
     before = world.matrix.read_bytes()
     code, out, err = shim("pin", "--releases")
     assert (code, out) == (2, "") and "of an installed shim" in err
@@ -548,6 +548,6 @@ def test_a_lock_can_be_of_a_selection(shim, tmp_path):
 def test_doctor_says_what_a_python_does_not_notice(flag):
     """`shim run` cannot reach it, and whoever wonders why asks the doctor."""
     paths = [str(REPOSITORY), *(path for path in sys.path if "site-packages" in path)]
-    code = f"import sys; sys.path[:0] = {paths!r}; from shim._doctor import examine; print(examine()['problems'])"
+    code = f"import sys; sys.path[:0] = {paths!r}; from shim._tools.doctor import examine; print(examine()['problems'])"
     assert "does not notice `shim run`" in output_of(code, flags=(flag,))
     assert "does not notice" not in output_of(code)

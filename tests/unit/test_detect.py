@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from unit_helpers import megatron, metadata, output_of, write_file
 
-from shim._detect import detect
+from shim._releases.detect import detect
 
 
 @pytest.fixture
@@ -219,9 +219,9 @@ def test_no_process_is_started_and_nothing_imported(tmp_path, call):
     metadata(megatron(tmp_path, "0.16.0"), "0.16.0")
     write_file(tmp_path / "torch/__init__.py", "raise RuntimeError('torch was imported')\n")
     calls = {
-        "detect": "from shim._detect import detect; found = detect().installed",
+        "detect": "from shim._releases.detect import detect; found = detect().installed",
         "plan": "import shim; found = shim.plan().environment.installed",
-        "doctor": "from shim._doctor import examine; found = examine()['installed']",
+        "doctor": "from shim._tools.doctor import examine; found = examine()['installed']",
     }
     code = f"""
         import sys

@@ -3,9 +3,9 @@
 import pytest
 from unit_helpers import REPOSITORY
 
-from shim import _docs
-from shim._explain import explanation, patch_docstring
-from shim._matrix import load_matrix
+from shim._matrix.load import load_matrix
+from shim._planning.explain import explanation, patch_docstring
+from shim._tools import docs as _docs
 
 
 def test_generated_documents_are_current(capsys):
@@ -15,9 +15,9 @@ def test_generated_documents_are_current(capsys):
 
 def test_check_says_what_is_stale_and_writes_nothing(tmp_path, monkeypatch, capsys):
     """And without --check it is written, after which it is current."""
-    monkeypatch.setattr("shim._matrix.PACKAGE", tmp_path / "shim")
-    monkeypatch.setattr("shim._matrix.matrix_path", lambda: REPOSITORY / "version_matrix.yaml")
-    monkeypatch.setattr("shim._matrix.patches_path", lambda: REPOSITORY / "patches")
+    monkeypatch.setattr("shim._matrix.load.PACKAGE", tmp_path / "shim")
+    monkeypatch.setattr("shim._matrix.load.matrix_path", lambda: REPOSITORY / "version_matrix.yaml")
+    monkeypatch.setattr("shim._matrix.load.patches_path", lambda: REPOSITORY / "patches")
     (tmp_path / "docs").mkdir()
     (tmp_path / "README.md").write_text(f"before\n{_docs.BEGIN}\nold\n{_docs.END}\nafter\n")
     assert _docs.main(["--check"]) == 1
@@ -87,7 +87,7 @@ def test_the_table_of_support_merges_neighbours(world):
 
 def test_every_command_is_documented():
     """docs/cli.md names all commands of the parser."""
-    from shim._cli import _parser
+    from shim._tools.cli import _parser
 
     text = (REPOSITORY / "docs" / "cli.md").read_text("utf-8")
     actions = next(action for action in _parser()._actions if action.choices and "plan" in action.choices)

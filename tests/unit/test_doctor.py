@@ -6,8 +6,9 @@ import pytest
 from unit_helpers import BROKEN, PATCH, metadata, write_file
 
 import shim
-from shim import _others, _surroundings
-from shim._doctor import as_text, examine
+from shim._tools import others as _others
+from shim._tools import surroundings as _surroundings
+from shim._tools.doctor import as_text, examine
 
 
 @pytest.fixture

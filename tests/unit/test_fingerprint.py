@@ -7,8 +7,8 @@ import pytest
 from unit_helpers import output_of, write_file
 
 from shim._errors import SourceError
-from shim._fingerprint import definitions, fingerprint, fingerprint_of, signature_part, split_target
-from shim._sources import Sources
+from shim._releases.fingerprint import definitions, fingerprint, fingerprint_of, signature_part, split_target
+from shim._releases.sources import Sources
 
 
 def of(text, name="f"):
@@ -91,7 +91,7 @@ def test_golden_values_under_optimisation(flags):
     """-O and -OO drop assertions and docstrings from byte code, not from what is fingerprinted."""
     code = f"""
         import ast
-        from shim._fingerprint import definitions, fingerprint_of
+        from shim._releases.fingerprint import definitions, fingerprint_of
         source = {GOLDEN_SOURCE!r} + "\\ndef last():\\n    'doc'\\n    assert f(1)\\n"
         tree = ast.parse(source)
         for name in {[*GOLDEN, "last"]!r}:

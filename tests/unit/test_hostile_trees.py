@@ -13,15 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from unit_helpers import BROKEN, MATRIX, REPOSITORY, megatron, write_file
 
-from shim import _wanted
-from shim._audit import audit
-from shim._audit_report import as_markdown, as_text
-from shim._cli import main
 from shim._errors import MatrixError, OptionError, SourceError
-from shim._matrix import load_matrix
-from shim._sources import MAX_SOURCE_BYTES
-from shim._trees import open_tree
-from shim._wheels import WheelSources
+from shim._matrix.load import load_matrix
+from shim._releases.sources import MAX_SOURCE_BYTES
+from shim._releases.trees import open_tree
+from shim._releases.wheels import WheelSources
+from shim._te import names as _wanted
+from shim._tools.audit import audit
+from shim._tools.audit_report import as_markdown, as_text
+from shim._tools.cli import main
 
 PATIENCE = 60  # seconds; nothing here takes more than a few
 MEMORY = 600  # MB that a process with nothing but an audit in it may take
@@ -87,7 +87,9 @@ def test_no_code_of_the_tree_runs_and_nothing_of_it_is_imported(world, tmp_path,
     write_file(root / "megatron/core/transformer.py", "# coding: evil\n")
     write_file(root / "pyproject.toml", "[build-system]\nrequires = []\nbuild-backend = 'evil'\nbackend-path = ['.']\n")
     write_file(root / "evil.pth", f"import pathlib; pathlib.Path({str(marker)!r}).touch()\n")
-    command = write_file(tmp_path / "bin/command.py", "import sys; from shim._cli import main; sys.exit(main())\n")
+    command = write_file(
+        tmp_path / "bin/command.py", "import sys; from shim._tools.cli import main; sys.exit(main())\n"
+    )
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), "MEGATRON_SHIM_MATRIX": str(world.matrix)}
     environ["PYTHONPATH"] += os.pathsep + str(world.own)
     for target in (".", str(root), "megatron/core"):
@@ -115,7 +117,9 @@ def test_pip_runs_no_code_of_the_directory_it_is_called_in(world, tmp_path):
     root = megatron(tmp_path / "hostile", "0.16.3", {"roll.py": BROKEN.replace("return helper(x)", "return 1")})
     for name in ("pip/__init__", "pip/__main__", "ssl", "json"):
         write_file(root / f"{name}.py", SPITE.format(marker=str(marker)))
-    command = write_file(tmp_path / "bin/command.py", "import sys; from shim._cli import main; sys.exit(main())\n")
+    command = write_file(
+        tmp_path / "bin/command.py", "import sys; from shim._tools.cli import main; sys.exit(main())\n"
+    )
     environ = {**os.environ, "MEGATRON_SHIM_MATRIX": str(world.matrix), "PIP_NO_INDEX": "1"}
     environ |= {"PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY, world.own)))}
     environ |= {"MEGATRON_SHIM_CACHE": str(tmp_path / "cache")}
@@ -389,7 +393,7 @@ def engine(tmp_path, monkeypatch):
     write_file(root / "transformer_engine/__init__.py", "")
 
     def run(files):
-        from shim._sources import Sources
+        from shim._releases.sources import Sources
 
         for name, text in files.items():
             write_file(root / "transformer_engine" / name, text)
@@ -423,7 +427,7 @@ def test_imports_in_circles_and_chains_end(engine, files, lost):
 MEASURE = """
     import resource, sys, time
     from pathlib import Path
-    from shim._cli import main
+    from shim._tools.cli import main
     codes = [main(["audit", target]) for target in sys.argv[1:]]
     print("codes", codes, "MB", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, file=sys.stderr)
 """

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from unit_helpers import BROKEN, FIXED, PATCH, REWORKED, megatron, metadata, write_file
 
 import shim
-from shim._cli import main
 from shim._errors import NotMetError, OptionError
-from shim._lock import MAX_BYTES, differences, locked, read_lock, write_lock
-from shim._matrix import load_matrix
+from shim._matrix.load import load_matrix
+from shim._planning.lock import MAX_BYTES, differences, locked, read_lock, write_lock
+from shim._tools.cli import main
 
 HELPER = "megatron.core.roll:helper"
 
@@ -354,7 +354,7 @@ def test_a_lock_is_written_whole_or_not_at_all(held, monkeypatch):
     def fail(source, target):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("shim._lock.os.replace", fail)
+    monkeypatch.setattr("shim._planning.lock.os.replace", fail)
     with pytest.raises(OptionError, match="cannot be written: no space left"):
         write_lock(held.lock, held.plan(exclude="roll-fix"))
     assert held.lock.read_text() == before

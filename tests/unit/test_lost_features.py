@@ -8,23 +8,15 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from unit_helpers import MATRIX, REPOSITORY, megatron, metadata, write_file
 
-from shim import _features
-from shim._cli import main
-from shim._features import (
-    ENGINE,
-    MEGATRON,
-    expanded,
-    places,
-    remedies,
-    remedy_for,
-    spans,
-    table,
-)
-from shim._losses import MORE_ENGINES, measure_losses, render_losses
-from shim._matrix import load_matrix
-from shim._reached import Engine, Megatron, Pair
-from shim._sources import Sources
-from shim._wanted import wanted_names
+from shim._matrix.load import load_matrix
+from shim._releases.sources import Sources
+from shim._te import features as _features
+from shim._te.features import places, remedy_for
+from shim._te.interpreter import Engine, Megatron, Pair
+from shim._te.measure import MORE_ENGINES, measure_losses, render_losses
+from shim._te.names import wanted_names
+from shim._te.tables import ENGINE, FILE, MEGATRON, expanded, remedies, spans, table
+from shim._tools.cli import main
 
 ENGINE_FILES = {
     "__init__.py": "",
@@ -339,7 +331,7 @@ def test_measuring_gives_a_line_for_each_name_and_place(tmp_path):
 
 def test_the_table_is_as_written_and_of_the_supported_releases():
     """After a change of releases: `make pins`."""
-    assert _features.FILE.read_text("utf-8") == render_losses(table())
+    assert FILE.read_text("utf-8") == render_losses(table())
     supported = load_matrix().supported
     assert table()[MEGATRON] == list(supported[MEGATRON])
     assert table()[ENGINE] == sorted([*MORE_ENGINES, *supported[ENGINE]], key=Version)

@@ -5,12 +5,12 @@ import re
 import pytest
 from unit_helpers import BROKEN, FIXED, MATRIX, REWORKED, write_file
 
-from shim._detect import Environment, Installed, detect
 from shim._errors import MatrixError, NotMetError
-from shim._match import match
-from shim._matrix import load_matrix
-from shim._plan import enforce
-from shim._sources import Sources
+from shim._matrix.load import load_matrix
+from shim._planning.match import match
+from shim._planning.requirements import enforce
+from shim._releases.detect import Environment, Installed, detect
+from shim._releases.sources import Sources
 
 EDITED = BROKEN.replace("return helper(x)", "return helper(x) + 1")
 EDITED_READ = BROKEN.replace("return x\n", "return -x\n", 1)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from unit_helpers import MATRIX, output_of, write_file
 
 from shim._errors import MatrixError
-from shim._matrix import StandIn, load_matrix, matrix_path
+from shim._matrix.load import load_matrix, matrix_path
+from shim._matrix.model import StandIn
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def test_the_shipped_matrix_is_valid():
 
 def test_the_shipped_matrix_names_only_patches_of_shim(tmp_path, monkeypatch, complaint):
     """A trainer's own matrix may name its own modules; the shipped one may not."""
-    monkeypatch.setattr("shim._matrix.matrix_path", lambda: tmp_path / "matrix.yaml")
+    monkeypatch.setattr("shim._matrix.load.matrix_path", lambda: tmp_path / "matrix.yaml")
     text, line = changed("module: trainer_patches.roll_fix", "module: trainer_patches.roll_fix")
     assert complaint(text)[0] == line
     assert "there is no module trainer_patches.roll_fix" in complaint(text)[1]
@@ -234,7 +235,7 @@ def test_nesting_that_would_overrun_the_stack_is_refused():
     code = """
         import pathlib, sys, tempfile
         from shim._errors import MatrixError
-        from shim._matrix import load_matrix
+        from shim._matrix.load import load_matrix
         n = 300_000
         blocks = "".join("  " * i + "- " * 20 + chr(10) for i in range(2000))
         for text in ("[" * n, "{a: " * n, "- " * n, "? " * n, "[\\n" * n, blocks):
@@ -297,7 +298,7 @@ def test_what_is_no_file_is_a_matrix_error_at_once(tmp_path):
     code = f"""
         import resource
         from shim._errors import MatrixError
-        from shim._matrix import load_matrix
+        from shim._matrix.load import load_matrix
         resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))
         for path in ("/dev/zero", "/dev/null", {str(tmp_path / "pipe")!r}, {str(tmp_path / "loop")!r}, "a" + chr(0)):
             try:
@@ -333,5 +334,5 @@ def test_the_shipped_matrix_is_as_safe_as_the_code_beside_it(tmp_path, monkeypat
     copy.chmod(0o664)
     with pytest.raises(MatrixError, match="its group"):
         load_matrix(copy)
-    monkeypatch.setattr("shim._matrix.matrix_path", lambda: copy)
+    monkeypatch.setattr("shim._matrix.load.matrix_path", lambda: copy)
     assert load_matrix(copy).shipped

@@ -6,8 +6,8 @@ import pytest
 from unit_helpers import MATRIX, REWORKED, SOURCES, megatron
 
 from shim._errors import MatrixError
-from shim._matrix import load_matrix, matrix_path
-from shim._pin import MARKER, measure, release_environment, render, stale, write
+from shim._matrix.load import load_matrix, matrix_path
+from shim._tools.pin import MARKER, measure, release_environment, render, stale, write
 
 
 def test_the_shipped_pins_belong_to_the_rules_and_the_supported_list():

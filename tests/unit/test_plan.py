@@ -6,18 +6,19 @@ from dataclasses import replace
 import pytest
 from unit_helpers import BROKEN, FIXED, MATRIX, output_of, write_file
 
-from shim._detect import detect
 from shim._errors import NotMetError
-from shim._matrix import load_matrix
-from shim._options import resolve
-from shim._plan import enforce, make_plan
+from shim._matrix.load import load_matrix
+from shim._planning.options import resolve
+from shim._planning.plan import make_plan
+from shim._planning.requirements import enforce
+from shim._releases.detect import detect
 
 CODE = """
     import sys
-    from shim._detect import detect
-    from shim._matrix import load_matrix
-    from shim._options import resolve
-    from shim._plan import make_plan
+    from shim._releases.detect import detect
+    from shim._matrix.load import load_matrix
+    from shim._planning.options import resolve
+    from shim._planning.plan import make_plan
     matrix = load_matrix({path!r})
     print(make_plan(detect(), matrix, resolve(matrix)).digest)
 """

@@ -7,8 +7,8 @@ import pytest
 from unit_helpers import BROKEN, PATCH, write_file
 
 import shim
-from shim._lock import locked
-from shim._resume import differs, state_of
+from shim._planning.lock import locked
+from shim._planning.resume import differs, state_of
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engine"))
 from fake_world import World
 
 import shim
-from shim import _workers
-from shim._matrix import load_matrix
-from shim._options import resolve
+from shim._matrix.load import load_matrix
+from shim._planning.options import resolve
+from shim._workers import environment as _workers
 
-RUN = str(REPOSITORY / "shim" / "_run")
+RUN = str(REPOSITORY / "shim" / "_workers" / "run")
 ALLOWED = f"{RUN}/packages=fake_patches"
 USE = "from megatron.core.ops import double; print(double(2))"
 STOCK, PATCHED = "4\n", "('count', 4)\n"
@@ -36,7 +36,7 @@ def tree(tmp_path_factory):
         world.root / "transformer_engine" / "__init__.py",
         """
         import sys
-        engine = sys.modules.get("shim._engine")
+        engine = sys.modules.get("shim._engine.engine")
         APPLIED = engine is not None and engine.STATE.plan is not None
         """,
     )

@@ -10,7 +10,7 @@ import pytest
 from unit_helpers import write_file
 
 from shim._errors import SourceError
-from shim._sources import MAX_SOURCE_BYTES, Sources, find_spec, search_path
+from shim._releases.sources import MAX_SOURCE_BYTES, Sources, find_spec, search_path
 
 
 def test_a_module_is_located_without_importing_its_parents(on_path, tmp_path):

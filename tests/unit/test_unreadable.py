@@ -9,10 +9,10 @@ import zipfile
 import pytest
 from unit_helpers import BROKEN, PATCH, megatron, metadata, output_of, write_file
 
-from shim._cli import main
-from shim._detect import detect
 from shim._errors import NotMetError
-from shim._plan import enforce
+from shim._planning.requirements import enforce
+from shim._releases.detect import detect
+from shim._tools.cli import main
 
 ROLL = "megatron/core/roll.py"
 
@@ -234,9 +234,9 @@ def test_another_distribution_of_unknown_version_rules_nothing_out(world):
 
 
 def planned(world):
-    from shim._matrix import load_matrix
-    from shim._options import resolve
-    from shim._plan import make_plan
+    from shim._matrix.load import load_matrix
+    from shim._planning.options import resolve
+    from shim._planning.plan import make_plan
 
     matrix = load_matrix(world.matrix, check_ranges=False)
     return make_plan(detect(), matrix, resolve(matrix))

@@ -116,8 +116,8 @@ def test_the_wheel_holds_matrix_and_patches_inside_the_package(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.partition("/")[0].endswith(".dist-info")}
         assert archive.read("shim/version_matrix.yaml") == (REPOSITORY / "version_matrix.yaml").read_bytes()
-    wanted = {"shim/version_matrix.yaml", "shim/py.typed", "shim/wanted_names.json"}
-    wanted |= {"shim/lost_names.json", "shim/te_remedies.json"}
+    wanted = {"shim/version_matrix.yaml", "shim/py.typed", "shim/_te/wanted_names.json"}
+    wanted |= {"shim/_te/lost_names.json", "shim/_te/te_remedies.json"}
     for directory, into in (("shim", "shim"), ("patches", "shim/patches")):
         for file in (REPOSITORY / directory).rglob("*.py"):
             wanted.add(f"{into}/{file.relative_to(REPOSITORY / directory).as_posix()}")
@@ -166,7 +166,7 @@ def test_what_is_installed_plans_without_torch(form, bare, tmp_path, request):
         assert "megatron-core 0.16.0" in done.stdout and "torch" not in done.stdout
         assert "mtp-packed-sequences" in done.stdout
     code = (
-        "import shim, sys; from shim._matrix import load_matrix, matrix_path; load_matrix(); shim.explain("
+        "import shim, sys; from shim._matrix.load import load_matrix, matrix_path; load_matrix(); shim.explain("
         "'mtp-packed-sequences'); print(shim.__file__, matrix_path()); assert 'torch' not in sys.modules"
     )
     done = run("-c", code)

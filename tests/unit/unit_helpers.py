@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 from textwrap import dedent
 
-from shim._detect import detect
-from shim._matrix import load_matrix
-from shim._options import resolve
-from shim._pin import measure, render, write
-from shim._plan import make_plan
+from shim._matrix.load import load_matrix
+from shim._planning.options import resolve
+from shim._planning.plan import make_plan
+from shim._releases.detect import detect
+from shim._te import features
+from shim._tools.pin import measure, render, write
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -202,4 +203,4 @@ class World:
 
     def plan(self, **arguments):
         matrix = load_matrix(self.matrix)
-        return make_plan(detect(), matrix, resolve(matrix, **arguments))
+        return make_plan(detect(), matrix, resolve(matrix, **arguments), features)

@@ -1,0 +1,1 @@
+"""What is written into the process, read back and taken back."""

@@ -1,0 +1,128 @@
+"""Whether the object on a target is upstream's own, or somebody else's patch."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from shim._engine.aliases import namespace_of
+from shim._errors import SourceError
+from shim._releases.fingerprint import Definition, outline, split_target
+from shim._releases.sources import Sources
+
+__all__ = ["describe", "foreign_on"]
+
+
+def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
+    """Whether it is one in truth: isinstance asks the object, and a proxy passes for what it wraps."""
+    return issubclass(type(value), kind)
+
+
+def describe(value: Any) -> str:
+    """Where an object comes from, for people: module, name and file."""
+    if not _is(value, (types.FunctionType, types.BuiltinFunctionType, type)):
+        kind = type(value)
+        text = f"{kind.__module__}.{kind.__qualname__}"
+        # What it does: the function of a wrapt.FunctionWrapper, of a partial, or of a property.
+        names = ("_self_wrapper", "func", "fget")
+        inner = next((found for name in names if _is(found := getattr(value, name, None), types.FunctionType)), None)
+        return text if inner is None else f"{text} with {describe(inner)}"
+    code = getattr(value, "__code__", None)
+    place = f" in {code.co_filename}:{code.co_firstlineno}" if isinstance(code, types.CodeType) else ""
+    return f"{getattr(value, '__module__', None) or type(value).__module__}.{value.__qualname__}{place}"
+
+
+def _layers(value: Any) -> Iterator[Any]:
+    """The object and what it wraps, as functools.wraps records it."""
+    seen: set[int] = set()
+    while value is not None and id(value) not in seen:
+        seen.add(id(value))
+        yield value
+        value = getattr(value, "__wrapped__", None)
+
+
+def _is_from(value: Any, path: str, found: list[Definition]) -> bool:
+    if not _is(value, types.FunctionType):
+        return False
+    code = value.__code__
+    # Byte code keeps the path it was imported by, which may be another spelling of the same file.
+    if code.co_filename != path and os.path.realpath(code.co_filename) != os.path.realpath(path):
+        return False
+    return any(first <= code.co_firstlineno <= last for first, last in (d.lines for d in found))
+
+
+def _is_wrapped(definition: Definition) -> bool:
+    """Whether a decorator may have put something else in the place of the function that stands in the source."""
+    plain = ("staticmethod", "classmethod", "property", "setter", "getter", "deleter", "abstractmethod")
+    decorators = getattr(definition.node, "decorator_list", ())
+    return any((getattr(d, "attr", None) or getattr(d, "id", None)) not in plain for d in decorators)
+
+
+def _may_come_of(value: Any, module: str, found: list[Definition]) -> bool:
+    """Whether upstream's own decorators can have made `value`: its code is upstream's or that of a decorator's package.
+
+    True also where a decorator cannot be resolved.
+    """
+    if _is(value, functools.partial):
+        return False  # which a decorator of functools would be taken to have left
+    namespace = vars(sys.modules[module]) if module in sys.modules else {}
+    packages = {_package(module)}
+    for definition in found:
+        for decorator in getattr(definition.node, "decorator_list", ()):
+            name: ast.expr = decorator.func if isinstance(decorator, ast.Call) else decorator
+            while isinstance(name, ast.Attribute):
+                name = name.value
+            if not isinstance(name, ast.Name) or name.id not in namespace:
+                return True
+            packages.add(_package(_home_of(namespace[name.id])))
+    made_in = value.__globals__.get("__name__", "") if _is(value, types.FunctionType) else type(value).__module__
+    return _package(made_in) in packages
+
+
+def _home_of(value: Any) -> str:
+    """The module that a decorator, or what it is an attribute of, comes from."""
+    if _is(value, types.ModuleType):
+        return str(namespace_of(value)["__name__"])  # an attribute read would wake a lazy module
+    return str(getattr(value, "__module__", None) or type(value).__module__)
+
+
+def _package(module: str) -> str:
+    """The package that a module belongs to; megatron is a namespace that several distributions share."""
+    return ".".join(module.split(".")[: 2 if module.startswith("megatron.") else 1])
+
+
+def foreign_on(target: str, value: Any, sources: Sources) -> str:
+    """Say whose object sits on `target`, or return "" where it is upstream's own (or nothing can be said).
+
+    Upstream's own is a function or property whose code stands in the file and at the lines of the target's
+    definition. Where the definition has decorators, what they wrap is compared, and the outermost object must be of
+    upstream's package, or of that of a decorator. Of what a module has imported or computed nothing can be said.
+    """
+    module, qualname = split_target(target)
+    try:
+        path = sources.path(module)
+        found = outline(sources, module, qualname)
+    except SourceError:
+        return ""
+    nodes = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    if path is None or not found or not all(isinstance(d.node, nodes) for d in found):
+        return ""
+    decorated = any(map(_is_wrapped, found))
+    if _is(value, type):
+        mine = value.__module__ == module and value.__qualname__ == qualname
+        return "" if mine or decorated else describe(value)
+    if _is(value, property):
+        value = value.fget
+    if decorated:
+        layers = list(_layers(value))
+        if not _may_come_of(value, module, found):
+            return describe(value)
+        # Of what hides what it wraps nothing can be said.
+        hidden = not _is(value, types.FunctionType) and len(layers) == 1
+        return "" if hidden or any(_is_from(layer, path, found) for layer in layers) else describe(value)
+    return "" if _is_from(value, path, found) else describe(value)

@@ -1,0 +1,110 @@
+"""The import hook: lets the engine act right before and right after the code of a module runs, within its import."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from shim._engine.aliases import is_initialising, namespace_of
+from shim._releases.sources import is_ours
+
+__all__ = ["ImportHook"]
+
+
+class _HookedLoader(Loader):
+    """Stands in for the real loader only while the module's code runs; afterwards no trace of it is left."""
+
+    def __init__(self, loader: Any, hook: ImportHook) -> None:
+        self._loader = loader
+        self._hook = hook
+
+    def __getattr__(self, name: str) -> Any:
+        # pkgutil, inspect and runpy ask loaders for get_source, get_code, get_resource_reader, ...
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        name, spec = namespace_of(module)["__name__"], namespace_of(module).get("__spec__")
+        if spec is not None:
+            spec.loader = self._loader
+        module.__loader__ = self._loader
+        known = set(sys.modules)
+        was_lazy = _is_lazy(module)
+        if not isinstance(self._loader, importlib.util.LazyLoader):  # which runs no code yet
+            self._hook.before(module)
+        self._loader.exec_module(module)
+        if _is_lazy(module) and not was_lazy:
+            # The loader was importlib.util.LazyLoader: no code has run yet, and an attribute read would run it.
+            self._hook.adopt_lazy(module)
+            return
+        # Someone may load a copy of the module for himself; what everybody imports is the one in sys.modules.
+        if sys.modules.get(name) is module:
+            # Only modules that came up meanwhile, or are still coming up, can have taken an alias already.
+            meanwhile = [
+                name for name in list(sys.modules) if name not in known or is_initialising(sys.modules.get(name))
+            ]
+            self._hook.after(module, meanwhile)
+
+
+def _is_lazy(module: ModuleType) -> bool:
+    return issubclass(type(module), importlib.util._LazyModule)  # type: ignore[attr-defined]
+
+
+class ImportHook:
+    """A finder in front of sys.meta_path that wraps the loader of modules `wants(name)` is true of.
+
+    `before(module)` runs just before the module's code, also where it is run again or in a copy somebody loads for
+    himself. `after(module, names)` runs just after it, `names` being the modules that were imported meanwhile.
+    An exception in `after` makes the import raise, each time: importlib takes the module out of sys.modules and never
+    binds it in its parent.
+    """
+
+    is_shim_finder = True
+
+    def __init__(
+        self,
+        wants: Callable[[str], bool],
+        before: Callable[[ModuleType], None],
+        after: Callable[[ModuleType, Sequence[str]], None],
+    ) -> None:
+        self.wants = wants
+        self.before = before
+        self.after = after
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if not self.wants(name):
+            return None
+        for finder in sys.meta_path:
+            look = getattr(finder, "find_spec", None)
+            if is_ours(finder) or look is None:
+                continue
+            spec = look(name, path, target)
+            if spec is not None:
+                # Built-in and frozen modules have a class for a loader, and run no code that could be waited for.
+                if hasattr(spec.loader, "exec_module") and not isinstance(spec.loader, type):
+                    spec.loader = _HookedLoader(spec.loader, self)
+                return spec
+        return None
+
+    def adopt_lazy(self, module: ModuleType) -> None:
+        """Hook a module of importlib.util.LazyLoader that is in sys.modules but whose code has not run."""
+        spec = namespace_of(module).get("__spec__")
+        if spec is not None and not isinstance(spec.loader, _HookedLoader):
+            spec.loader = _HookedLoader(spec.loader, self)
+
+    def install(self) -> None:
+        """Put the hook in front, where no other finder can shadow it."""
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)  # type: ignore[arg-type]
+
+    def remove(self) -> None:
+        if self in sys.meta_path:
+            # A new list: from that which another thread is going through, for an import, a finder would be skipped.
+            sys.meta_path = [finder for finder in sys.meta_path if finder is not self]

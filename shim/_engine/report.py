@@ -1,0 +1,100 @@
+"""Step 6, report: per patch one state and one reason, as text for people and as JSON for machines."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shim._planning.overview import report_text
+
+__all__ = ["STATES", "PatchReport", "Report"]
+
+STATES = (
+    "applied",
+    "upstream",
+    "not-installed",
+    "out-of-range",
+    "excluded",
+    "inactive",
+    "pending",
+    "drifted",
+    "conflict",
+    "shadowed",
+    "failed",
+)
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """The state of one patch: `targets` maps each of its targets to ``bound``, ``pending`` or what else it is."""
+
+    id: str
+    kind: str
+    state: str
+    reason: str
+    variant: str | None = None
+    targets: Mapping[str, str] = field(default_factory=dict)
+    remedy: str = ""
+    summary: str = ""  # what the patch does
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "summary": self.summary,
+            "state": self.state,
+            "reason": self.reason,
+            "variant": self.variant,
+            "targets": dict(self.targets),
+            "remedy": self.remedy,
+        }
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is, read at one moment. ``report["id"].state`` is one of STATES.
+
+    `digest` is that of the plan, so that ranks can compare it; `releases` are the versions it was made for; `lost`
+    lists names that somebody else has replaced since shim wrote them.
+    """
+
+    patches: Mapping[str, PatchReport]
+    digest: str
+    releases: Mapping[str, str]
+    lost: tuple[str, ...] = ()
+
+    def __getitem__(self, id: str) -> PatchReport:
+        return self.patches[id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.patches)
+
+    def __len__(self) -> int:
+        return len(self.patches)
+
+    @property
+    def applied(self) -> tuple[str, ...]:
+        """Ids of the patches that were read back as bound."""
+        return tuple(id for id, patch in self.patches.items() if patch.state == "applied")
+
+    @property
+    def summary(self) -> str:
+        """One line: how many patches are in which state, on what, and the digest."""
+        counts = Counter(patch.state for patch in self.patches.values())
+        states = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state]) or "no patches"
+        releases = ", ".join(f"{name} {version}" for name, version in self.releases.items()) or "nothing installed"
+        return f"shim: {states} on {releases} (digest {self.digest})"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "summary": self.summary,
+            "digest": self.digest,
+            "releases": dict(self.releases),
+            "applied": list(self.applied),
+            "patches": {id: patch.to_dict() for id, patch in self.patches.items()},
+            "lost": list(self.lost),
+        }
+
+    def __str__(self) -> str:
+        return report_text(self)

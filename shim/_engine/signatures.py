@@ -1,0 +1,125 @@
+"""Whether what a factory returned can stand in for upstream's object: the same kind, and every call it took."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+__all__ = ["misfit"]
+
+_TAKES = "_shim_takes"  # set by takes() of shim.patches._arguments
+_MOST_HELD = 1000  # objects looked at for upstream's, beneath one that takes its place
+
+
+def _said_to_take(function: Any) -> frozenset[str] | None:
+    code, names = vars(function).get(_TAKES, (None, None))
+    return names if code is function.__code__ else None
+
+
+def _wrong_kind(new: Any, old: Any) -> str:
+    """Why `new` is not the kind of thing `old` is: real functions, classes and properties only, no proxies."""
+    for kind, name in ((types.FunctionType, "function"), (type, "class"), (property, "property")):
+        # Asked of type(): a proxy passes for what it wraps with isinstance.
+        if issubclass(type(old), kind) and not issubclass(type(new), kind):
+            return f"the factory returned a {type(new).__name__} in the place of a {name}"
+    if (callable(old) and not callable(new)) or isinstance(new, (staticmethod, classmethod)):
+        return f"the factory returned a {type(new).__name__}, which takes no calls in that place"
+    return ""
+
+
+def _refused(new: types.FunctionType, before: Mapping[str, inspect.Parameter]) -> str:
+    """Which call in upstream's parameters the code of `new` does not take, whatever functools.wraps lets it show."""
+    code = new.__code__
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    positional = [p for p in before.values() if p.kind <= p.POSITIONAL_OR_KEYWORD]
+    required = names[: code.co_argcount - len(new.__defaults__ or ())]
+    if len(positional) > code.co_argcount and not code.co_flags & inspect.CO_VARARGS:
+        return f"its code takes {code.co_argcount} positional arguments; upstream's takes {len(positional)}"
+    if len(required) > len(positional):
+        return f"its code needs an argument {required[len(positional)]} that upstream's has not"
+    for kind, flag, what in (
+        (inspect.Parameter.VAR_POSITIONAL, inspect.CO_VARARGS, "any number of positional arguments"),
+        (inspect.Parameter.VAR_KEYWORD, inspect.CO_VARKEYWORDS, "arguments by any name"),
+    ):
+        if any(p.kind is kind for p in before.values()) and not code.co_flags & flag:
+            return f"its code does not take {what}, which upstream's does"
+    # The first of a method (self, cls, ctx) is never given by name.
+    for position, parameter in list(enumerate(before.values()))[1:]:
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            taken = parameter.name in names[code.co_posonlyargcount :]
+            mixed_up = position < len(required) and required[position] != parameter.name
+            if mixed_up or (not taken and not code.co_flags & inspect.CO_VARKEYWORDS):
+                return f"its code does not take the argument {parameter.name} by name"
+    return ""
+
+
+def _held(function: types.FunctionType) -> Iterator[Any]:
+    """`function`, and what it has in its closure and default arguments, through functions, partials and tuples."""
+    seen: set[int] = set()
+    left: list[Any] = [function]
+    while left and len(seen) < _MOST_HELD:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield value
+        if type(value) is types.FunctionType:
+            filled = (cell for cell in value.__closure__ or () if cell != types.CellType())  # an empty one raises
+            left += [cell.cell_contents for cell in filled]
+            left += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        elif type(value) is functools.partial:
+            left += [value.func, *value.args, *value.keywords.values()]
+        elif type(value) is types.MethodType:
+            left += [value.__func__, value.__self__]
+        # Not dictionaries: one may be the namespace of upstream's module, which has everything.
+        elif type(value) in (tuple, list):
+            left += value
+
+
+def _unknown(new: types.FunctionType, old: Any, before: Mapping[str, inspect.Parameter]) -> str:
+    """Which argument of upstream's `new` takes by ``**kwargs`` and hands on to code that does not know it."""
+    code = new.__code__
+    own = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    named = [p.name for p in list(before.values())[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    named = [name for name in named if name not in own]
+    if not named:
+        return ""
+    held = list(_held(new))
+    for function in held:
+        known = _said_to_take(function) if type(function) is types.FunctionType else None
+        unknown = [name for name in named if known is not None and name not in known]
+        if unknown:
+            return f"it hands the argument {unknown[0]} on to code that does not know it"
+    if _said_to_take(new) is None and all(item is not old for item in held):
+        return (
+            f"it takes the argument {named[0]} as one of any, but has not got upstream's function to hand it on to, "
+            "and does not say which arguments it knows (shim.patches._arguments.takes)"
+        )
+    return ""
+
+
+def misfit(new: Any, old: Any) -> str:
+    """Why `new` cannot stand in for `old`; "" where it can. A backport may add optional parameters."""
+    problem = _wrong_kind(new, old)
+    if problem or not callable(old):
+        return problem
+    try:
+        before, after = inspect.signature(old).parameters, inspect.signature(new).parameters
+    except (TypeError, ValueError):
+        return ""  # built-in functions have none
+    positional = [name for name, p in before.items() if p.kind <= p.POSITIONAL_OR_KEYWORD]
+    if list(after)[: len(positional)] != positional or not set(before) <= set(after):
+        return f"its parameters are {', '.join(after)}; upstream's are {', '.join(before)}"
+    for name, parameter in after.items():
+        if name not in before:
+            if parameter.default is parameter.empty:
+                return f"parameter {name} is added without a default"
+        # By identity: a default may be a tensor, which has no plain equality.
+        elif parameter.kind is not before[name].kind or parameter.default is not before[name].default:
+            return f"parameter {name} is not as upstream has it"
+    if type(new) is not types.FunctionType:
+        return ""
+    return _refused(new, before) or _unknown(new, old, before)

@@ -1,0 +1,56 @@
+"""Environment variables that a patch can set for a package that reads them while it is imported."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+from shim._matrix.model import Variable
+from shim._planning.plan import Plan
+
+__all__ = ["Variables", "concerning"]
+
+
+def concerning(plan: Plan) -> Iterator[tuple[str, Variable]]:
+    """Each variable that concerns what is installed, with the patch that knows of it and is to be applied."""
+    versions = {n: i.version for n, i in plan.environment.installed.items() if i.version is not None}
+    for decision in plan.decisions.values():
+        for variable in plan.matrix.patches[decision.id].variables if decision.wanted else ():
+            if variable.concerns(versions):
+                yield decision.id, variable
+
+
+class Variables:
+    """What shim has set, and what was there before."""
+
+    def __init__(self) -> None:
+        self._set: dict[str, tuple[str | None, str]] = {}
+
+    def settle(self, plan: Plan | None) -> list[str]:
+        """Set what the plan's options ask for and put back what they no longer do; returns what came too late.
+
+        What somebody else has set meanwhile is left alone.
+        """
+        asked = [] if plan is None else list(concerning(plan))
+        wanted = {v.name: (id, v) for id, v in asked if plan is not None and plan[id].options.get(v.option)}
+        for name in self._set.keys() - wanted.keys():
+            before, mine = self._set.pop(name)
+            if os.environ.get(name) == mine:
+                if before is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = before
+        late = []
+        for id, variable in wanted.values():
+            if os.environ.get(variable.name) == variable.value:
+                continue
+            if variable.before in sys.modules:
+                late.append(
+                    f"{id}: {variable.before} was imported before {variable} could be set: {variable.without}. Remedy: "
+                    f"call shim.apply() earlier, or start the process with {variable}."
+                )
+                continue
+            self._set[variable.name] = os.environ.get(variable.name), variable.value
+            os.environ[variable.name] = variable.value
+        return late

@@ -1,0 +1,1 @@
+"""The rules of version_matrix.yaml and the pins: model, loader, checks, cells."""

@@ -1,0 +1,193 @@
+"""The matrix as data: patches, variants, rules, pins."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.version import Version
+
+from shim._errors import MatrixError
+from shim._matrix.declared import Declared
+from shim._releases.fingerprint import fingerprint
+from shim._releases.sources import Sources
+from shim._releases.versions import in_range
+
+__all__ = ["CHANGES", "DISTRIBUTIONS", "KINDS", "Matrix", "PatchEntry", "Pin", "Rule", "StandIn", "Variable", "Variant"]
+
+
+KINDS = ("correctness", "compat", "performance", "feature")
+
+
+CHANGES = ("nothing", "rounding", "values")
+
+
+DISTRIBUTIONS = ("megatron-core", "transformer-engine", "torch")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way a patch is wired: the targets it binds and the bodies it relies on, as ``module:qualname``.
+
+    `inherited` maps a target that is bound on a subclass to the definition it inherits. `optional` targets are bound
+    like all others, but not waited for: their modules are imported only by those who use them. `added` targets are
+    names that releases lack, or define only where something else is installed: their factories get MISSING where there
+    is nothing, and revert() takes away what they gave. `alone` targets hold what upstream has elsewhere for others too:
+    they are bound under this name and no other.
+    """
+
+    name: str
+    targets: tuple[str, ...]
+    reads: tuple[str, ...] = ()
+    inherited: Mapping[str, str] = None  # type: ignore[assignment]
+    optional: frozenset[str] = frozenset()
+    added: frozenset[str] = frozenset()
+    alone: frozenset[str] = frozenset()
+
+    @property
+    def bodies(self) -> tuple[str, ...]:
+        """All that is fingerprinted, targets first."""
+        return (*self.targets, *self.reads)
+
+    def inherits(self, target: str) -> str | None:
+        """The definition that `target` inherits, and whose body counts for it; None where it has its own."""
+        return (self.inherited or {}).get(target)
+
+    def fingerprint(self, sources: Sources, target: str) -> str:
+        """Of one of `bodies` in `sources`; SourceError where it is not what the variant takes it for."""
+        return fingerprint(sources, target, self.inherits(target), target in self.added)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Ranges over distributions that, when all hold, give a variant (None: the release needs no patch)."""
+
+    ranges: Mapping[str, str]
+    variant: str | None
+    note: str = ""
+    line: int = 0
+
+    def holds(self, versions: Mapping[str, Version], but: Collection[str] = ()) -> bool:
+        """Whether all ranges hold; those over the distributions `but` do not count."""
+        ranges = [(name, spec) for name, spec in self.ranges.items() if name not in but]
+        return all(name in versions and in_range(versions[name], spec) for name, spec in ranges)
+
+
+@dataclass(frozen=True)
+class Variable:
+    """An environment variable that only counts if it is set before a package is imported.
+
+    `ranges` says for which releases, all that are named; `option` is the patch's option that has shim set it, and
+    `without` what goes wrong where it is not set.
+    """
+
+    name: str
+    value: str
+    before: str
+    option: str
+    without: str
+    ranges: Mapping[str, str]
+
+    def concerns(self, versions: Mapping[str, Version]) -> bool:
+        return all(name in versions and in_range(versions[name], spec) for name, spec in self.ranges.items())
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.value}"
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """A top-level package that may be missing, and the modules whose code may run without it."""
+
+    package: str
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Pin:
+    """What `shim pin` measured for one patch on one release: the variant (None: upstream) and its fingerprints."""
+
+    variant: str | None
+    fingerprints: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class PatchEntry:
+    """One patch as the matrix describes it; `options` are the defaults of `declared`."""
+
+    id: str
+    summary: str
+    kind: str
+    changes: str
+    distribution: str
+    module: str
+    variants: Mapping[str, Variant]
+    rules: tuple[Rule, ...]
+    references: tuple[str, ...] = ()
+    without: str = ""  # what goes wrong in a release that needs the patch and does not get it
+    delete_when: str = ""
+    options: Mapping[str, Any] = None  # type: ignore[assignment]
+    declared: Mapping[str, Declared] = None  # type: ignore[assignment]
+    variables: tuple[Variable, ...] = ()
+    stand_ins: tuple[StandIn, ...] = ()
+    line: int = 0
+
+    def rule_for(self, versions: Mapping[str, Version], but: Collection[str] = ()) -> Rule | None:
+        """The first rule that holds; see Rule.holds."""
+        return next((rule for rule in self.rules if rule.holds(versions, but)), None)
+
+    def pinned_rule(self, version: Version) -> Rule | None:
+        """What a release of the patch's own distribution is pinned with, whatever else is installed beside it."""
+        here = self.distribution
+        own = [r for r in self.rules if here not in r.ranges or in_range(version, r.ranges[here])]
+        variants = {rule.variant for rule in own} - {None}
+        if len(variants) > 1:
+            what = f"{self.id}: {', '.join(sorted(map(str, variants)))} are all variants of {here} {version}"
+            raise MatrixError(f"{what}; what else is installed may only decide between one variant and none")
+        return next((rule for rule in own if rule.variant), next(iter(own), None))
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The distributions that every rule speaks of: without one of them there is nothing to patch."""
+        return tuple(name for name in DISTRIBUTIONS if all(name in rule.ranges for rule in self.rules))
+
+    def possible(self, variant: str, versions: Mapping[str, Version], but: Collection[str] = ()) -> bool:
+        """Whether a rule gives `variant` on some release of the distribution, beside what else is installed."""
+        but = {self.distribution, *but}
+        return any(rule.variant == variant and rule.holds(versions, but) for rule in self.rules)
+
+    @property
+    def bodies(self) -> tuple[str, ...]:
+        """Bodies of all variants, each once."""
+        return tuple(dict.fromkeys(b for variant in self.variants.values() for b in variant.bodies))
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Targets of all variants, each once."""
+        return tuple(dict.fromkeys(t for variant in self.variants.values() for t in variant.targets))
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The whole matrix; `pins[distribution][release][patch id]`.
+
+    `content` is a hash of the file's bytes where it is not the matrix that ships with shim, else "".
+    """
+
+    path: str
+    patches: Mapping[str, PatchEntry]
+    supported: Mapping[str, tuple[str, ...]]
+    pins: Mapping[str, Mapping[str, Mapping[str, Pin]]]
+    content: str = ""
+
+    @property
+    def shipped(self) -> bool:
+        return not self.content
+
+    def known(self, patch: str) -> Iterable[tuple[str, Pin]]:
+        """Every pin of a patch with its release, newest release last."""
+        for releases in self.pins.values():
+            for release, pins in releases.items():
+                if patch in pins:
+                    yield release, pins[patch]

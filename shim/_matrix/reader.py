@@ -1,0 +1,148 @@
+"""YAML with places: what is read from a composed document, and every complaint with file and line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shim._errors import MatrixError, SourceError
+from shim._releases.files import UnsafeFileError, read_bounded
+from shim._releases.fingerprint import split_target
+from shim._releases.versions import parse_range, parse_version
+
+__all__ = ["Reader", "compose", "read_yaml"]
+
+QUOTED = ("'", '"', "|", ">")  # styles of scalars that are text; the C and the Python loader differ on plain ones
+TEXT_LIMIT = 20_000  # characters in a line, brackets in the text; a hundred times that for the whole
+MAX_BYTES = 4 * 100 * TEXT_LIMIT
+
+
+def read_yaml(file: Path, *, guarded: bool = True) -> bytes:
+    """The bytes of `file`; MatrixError where it cannot be read, or others may write it (unless not `guarded`)."""
+    try:
+        return read_bounded(file, MAX_BYTES, guarded=guarded)
+    except UnsafeFileError as error:
+        raise MatrixError(f"{file}:1: {error}") from None
+    except (OSError, ValueError) as error:
+        raise MatrixError(f"{file}:1: cannot be read: {error}") from None
+
+
+def compose(file: Path, content: bytes) -> yaml.Node:
+    """The document in `content`, which is that of `file`; MatrixError where it is empty, or is made to be slow."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise MatrixError(f"{file}:1: is not UTF-8: {error}") from None
+    # Nesting overruns the C stack of libyaml's loader; it takes many brackets, or long lines, or much indentation.
+    long = any(len(line) > TEXT_LIMIT for line in text.splitlines())
+    if long or text.count("[") + text.count("{") > TEXT_LIMIT or len(text) > 100 * TEXT_LIMIT:
+        raise MatrixError(f"{file}:1: is too large, or nested too deeply, to be a matrix")
+    try:
+        document = yaml.compose(text, Loader=loader)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise MatrixError(f"{file}:{line}: {error.problem}") from None
+    except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:
+        raise MatrixError(f"{file}:1: {error}") from None
+    if document is None:
+        raise MatrixError(f"{file}:1: is empty")
+    return document
+
+
+class Reader:
+    """Reads a composed YAML document; every complaint carries file and line."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def fail(self, node: yaml.Node | None, message: str) -> MatrixError:
+        line = 1 if node is None else node.start_mark.line + 1
+        return MatrixError(f"{self.path}:{line}: {message}")
+
+    def mapping(self, node: yaml.Node, what: str, keys: Mapping[str, bool] | None = None) -> dict[str, yaml.Node]:
+        """The entries of a mapping; `keys` names the allowed ones and whether they must be there."""
+        if not isinstance(node, yaml.MappingNode) or not node.tag.endswith(":map"):
+            raise self.fail(node, f"{what} must be a mapping")
+        found: dict[str, yaml.Node] = {}
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise self.fail(key, f"a key of {what} must be text")
+            if key.tag.endswith(":merge"):
+                raise self.fail(key, f"{what} must be written out, without <<")
+            if key.value in found:
+                raise self.fail(key, f"duplicate key {key.value!r} in {what}")
+            if keys is not None and key.value not in keys:
+                raise self.fail(key, f"unknown key {key.value!r} in {what}; known are {', '.join(keys)}")
+            found[key.value] = value
+        for name, required in (keys or {}).items():
+            if required and name not in found:
+                raise self.fail(node, f"{what} lacks {name!r}")
+        return found
+
+    def sequence(self, node: yaml.Node, what: str) -> list[yaml.Node]:
+        if not isinstance(node, yaml.SequenceNode) or not node.tag.endswith(":seq"):
+            raise self.fail(node, f"{what} must be a list")
+        return node.value
+
+    def text(self, node: yaml.Node, what: str, choices: Sequence[str] = ()) -> str:
+        if not isinstance(node, yaml.ScalarNode) or not node.tag.endswith(":str"):
+            raise self.fail(node, f"{what} must be text")
+        if not node.value.strip():
+            raise self.fail(node, f"{what} is empty")
+        if choices and node.value not in choices:
+            raise self.fail(node, f"{what} is {node.value!r}; it must be one of {', '.join(choices)}")
+        return node.value
+
+    def texts(self, node: yaml.Node, what: str) -> tuple[str, ...]:
+        return tuple(self.text(item, f"an entry of {what}") for item in self.sequence(node, what))
+
+    def flag(self, node: yaml.Node, what: str) -> bool:
+        value = self.scalar(node, what)
+        if not isinstance(value, bool):
+            raise self.fail(node, f"{what} must be true or false")
+        return value
+
+    def quoted(self, node: yaml.Node, what: str) -> str:
+        """Text in quotes: YAML reads 0.20 as the number 0.2, and an unquoted range may not be read at all."""
+        if not isinstance(node, yaml.ScalarNode) or node.style not in QUOTED[:2]:
+            shown = getattr(node, "value", "")
+            raise self.fail(node, f"{what} must be a quoted version string, not {shown}")
+        return node.value
+
+    def version(self, node: yaml.Node, what: str) -> str:
+        value = self.quoted(node, what)
+        if parse_version(value) is None:
+            raise self.fail(node, f"{what} is {value!r}, which is not a PEP 440 version")
+        return value
+
+    def range(self, node: yaml.Node, what: str) -> str:
+        value = self.quoted(node, what)
+        try:
+            parse_range(value)
+        except ValueError as error:
+            raise self.fail(node, f"{what}: {error}") from None
+        return value
+
+    def target(self, node: yaml.Node, what: str) -> str:
+        value = self.text(node, what)
+        try:
+            split_target(value)
+        except SourceError as error:
+            raise self.fail(node, str(error)) from None
+        return value
+
+    def scalar(self, node: yaml.Node, what: str) -> Any:
+        """A number, text, true, false or null."""
+        if not isinstance(node, yaml.ScalarNode):
+            raise self.fail(node, f"{what} must be a single value")
+        try:
+            value = node.value if node.style in QUOTED else yaml.safe_load(node.value)
+        except (yaml.YAMLError, ValueError) as error:
+            raise self.fail(node, f"{what} cannot be read: {error}") from None
+        if value is not None and not isinstance(value, (bool, int, float, str)):
+            raise self.fail(node, f"{what} must be a number, text, true, false or null")
+        return value

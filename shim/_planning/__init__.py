@@ -1,0 +1,1 @@
+"""One decision and one reason per patch: options, match, plan, requirements, locks."""

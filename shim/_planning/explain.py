@@ -1,0 +1,53 @@
+"""What a patch is for and what was decided about it, in words."""
+
+from __future__ import annotations
+
+import ast
+
+from shim._errors import SourceError
+from shim._matrix.model import PatchEntry
+from shim._planning.plan import Plan
+from shim._releases.sources import Sources
+
+__all__ = ["explanation", "patch_docstring"]
+
+
+def patch_docstring(entry: PatchEntry) -> str:
+    """The header of the patch file, read as text: importing the patch would import torch."""
+    try:
+        return ast.get_docstring(Sources().tree(entry.module)) or ""
+    except SourceError as error:
+        return f"(the file of this patch cannot be read: {error})"
+
+
+def explanation(plan: Plan, id: str) -> str:
+    """Several paragraphs for `shim explain`."""
+    entry, decision = plan.matrix.patches[id], plan[id]
+    lines = [
+        f"{id}: {entry.summary}",
+        f"kind: {entry.kind}; changes: {entry.changes}",
+        "",
+        patch_docstring(entry),
+        "",
+        f"Here: {decision.action}: {decision.reason}",
+    ]
+    if decision.remedy:
+        lines.append(f"Remedy: {decision.remedy}")
+    lines += [f"  installed: {installed}" for installed in plan.environment.installed.values()]
+    lines += ["", "Where it applies:"]
+    for rule in entry.rules:
+        ranges = ", ".join(f"{name} {spec}" for name, spec in rule.ranges.items())
+        what = f"variant {rule.variant}" if rule.variant else "upstream has it"
+        lines.append(f"  {ranges}: {what}" + (f" ({rule.note})" if rule.note else ""))
+    for variant in entry.variants.values():
+        lines.append(f"Variant {variant.name}:")
+        for target in variant.targets:
+            verb = "adds" if target in variant.added else "binds"
+            lines.append(f"  {verb} {target}" + (" where it is imported" if target in variant.optional else ""))
+        lines += [f"  relies on {read}" for read in variant.reads]
+    for item in entry.stand_ins:
+        lines.append(f"Where {item.package} is missing, imported without it: {', '.join(item.modules)}")
+    lines += [f"Option {o.name}={o.default!r}: {o.takes}" for o in entry.declared.values()]
+    lines += [f"Upstream: {reference}" for reference in entry.references]
+    lines.append(f"Delete when: {entry.delete_when}")
+    return "\n".join(lines)

@@ -1,0 +1,140 @@
+"""What makes a plan the same as another: releases, matrix, and of every patch in force the bodies and its own code."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shim import __version__
+from shim._errors import SourceError
+from shim._matrix.load import PACKAGE, patches_path
+from shim._releases.files import read_bounded
+from shim._releases.sources import MAX_SOURCE_BYTES, Sources
+
+if TYPE_CHECKING:
+    from shim._planning.plan import Plan
+
+__all__ = ["Code", "digest_of", "identity_of"]
+
+SHIPPED = "shipped"  # in the place of the hash of a matrix
+# Import statements, found in the text: parsing would take a hundred times as long, and a false one does no harm.
+IMPORT = re.compile(rb"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]+)|import[ \t]+([^\n#]+))", re.M)
+
+
+def identity_of(plan: Plan) -> dict[str, Any]:
+    """Plain data, the same in every process that has the same files and asks for the same, whatever it has imported."""
+    code, patches = Code(), {}
+    for id, decision in plan.decisions.items():
+        if decision.wanted:
+            module = plan.matrix.patches[id].module
+            patches[decision.id] = {
+                "variant": decision.variant,
+                "fingerprints": dict(decision.fingerprints),
+                "options": _plain(decision.options),
+                "module": module,
+                "code": code.of(module),
+            }
+    installed = {name: i.raw for name, i in plan.environment.installed.items()}
+    return {
+        "releases": {"megatron-shim": __version__, **installed},
+        "matrix": plan.matrix.content or SHIPPED,
+        "patches": patches,
+    }
+
+
+def digest_of(identity: Mapping[str, Any]) -> str:
+    """16 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as a file gives them back: what JSON does not know is text."""
+    return json.loads(json.dumps(dict(options), default=str))
+
+
+class Code:
+    """Files of patch modules, each read once."""
+
+    def __init__(self) -> None:
+        self._sources = Sources()
+        self._contents: dict[str, bytes | None] = {}
+        self._imports: dict[str, list[str]] = {}
+
+    def of(self, module: str) -> str:
+        """A hash over a patch module and the modules that it imports of shim and of its own package, and so on."""
+        found: dict[str, bytes] = {}
+        seen, waiting = {module}, [module]
+        while waiting:
+            name = waiting.pop()
+            content = self._content(name)
+            if content is None:  # a name within a module
+                continue
+            found[name] = content
+            if not _is_engine(name):
+                more = {n for n in self._imported(name, content) if n not in seen and _belongs(n, module)}
+                seen |= more
+                waiting += more
+        hashed = hashlib.sha256()
+        for name, content in sorted(found.items()):
+            hashed.update(f"{name} {len(content)}\n".encode() + content)
+        return hashed.hexdigest()[:16]
+
+    def _content(self, name: str) -> bytes | None:
+        if name not in self._contents:
+            self._contents[name] = _read(name, self._sources)
+        return self._contents[name]
+
+    def _imported(self, name: str, content: bytes) -> list[str]:
+        if name not in self._imports:
+            self._imports[name] = list(_imports(content, name))
+        return self._imports[name]
+
+
+def _is_engine(name: str) -> bool:
+    return name.startswith("shim._")  # which shim's version stands for, so that its own imports are not followed
+
+
+def _belongs(name: str, module: str) -> bool:
+    return name.partition(".")[0] in ("shim", module.partition(".")[0])
+
+
+def _imports(content: bytes, name: str) -> Iterator[str]:
+    """Names of what may be a module in the import statements of module `name`."""
+    for origin, names, modules in IMPORT.findall(content.replace(b"\\\n", b" ")):
+        listed = (item.split()[0].decode() for item in (names or modules).strip(b"()").split(b",") if item.split())
+        if not origin:
+            yield from listed
+            continue
+        start = origin.decode()
+        if start.startswith("."):
+            level = len(start) - len(start.lstrip("."))
+            start = ".".join([*name.split(".")[:-level], *filter(None, [start.lstrip(".")])])
+        yield start
+        yield from (f"{start}.{item}" for item in listed)
+
+
+def _read(name: str, sources: Sources) -> bytes | None:
+    file = _file(name, sources)
+    if file is None:
+        return None
+    try:
+        return read_bounded(file, MAX_SOURCE_BYTES, guarded=False)
+    except OSError as error:
+        return f"unreadable: {type(error).__name__}".encode()
+
+
+def _file(name: str, sources: Sources) -> Path | None:
+    """The file of a module, found without importing it; shim's own by their place, which no finder is asked for."""
+    top, *names = name.split(".")
+    if top != "shim":
+        try:
+            path = sources.path(name)
+        except SourceError:
+            path = None
+        return None if path is None else Path(path)
+    base = patches_path().joinpath(*names[1:]) if names[:1] == ["patches"] else PACKAGE.joinpath(*names)
+    return next((f for f in (base.with_suffix(".py"), base / "__init__.py") if f.is_file()), None)

@@ -1,0 +1,141 @@
+"""Lock files: what one environment got, so that another process can be held to it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shim._errors import NotMetError, OptionError
+from shim._matrix.model import KINDS
+from shim._planning.identity import identity_of
+from shim._releases.files import UnsafeFileError, read_bounded
+
+if TYPE_CHECKING:
+    from shim._planning.plan import Plan
+
+__all__ = ["differences", "enforce_lock", "locked", "read_lock", "write_lock"]
+
+FORMAT = 2
+MAX_BYTES = 4_000_000  # a lock of a hundred patches has 100 kB
+
+
+def locked(plan: Plan) -> dict[str, Any]:
+    """What a lock holds: what makes the plan what it is, its digest, and the kinds of patches that were asked for."""
+    kinds = [kind for kind in KINDS if plan.options.kinds is None or kind in plan.options.kinds]
+    return {"format": FORMAT, **identity_of(plan), "kinds": kinds, "digest": plan.digest}
+
+
+def write_lock(path: str | os.PathLike[str], plan: Plan) -> None:
+    """Write the lock of `plan`, whole or not at all; OptionError where it cannot be, or everything is switched off."""
+    if plan.options.disabled:
+        raise OptionError("MEGATRON_SHIM_DISABLE is set, so there is nothing to lock; unset it")
+    file = Path(path)
+    scratch = file.parent / f".{file.name}.{os.getpid()}"
+    text = json.dumps(locked(plan), indent=2, sort_keys=True) + "\n"
+    try:
+        if file.exists() and not file.is_file():
+            raise OSError("there is something that is not a regular file")  # whose place it would take
+        # With a mode that `read_lock` accepts, whatever the umask is.
+        opened = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        with open(opened, "w", encoding="utf-8") as written:
+            written.write(text)
+        os.replace(scratch, file)
+    except OSError as error:
+        raise OptionError(f"the lock {file} cannot be written: {error}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            scratch.unlink(missing_ok=True)
+
+
+def read_lock(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The content of a lock; OptionError where the file is none."""
+    file = Path(path)
+    remedy = "Remedy: write it anew with `shim pin --lock FILE`."
+    try:
+        text = read_bounded(file, MAX_BYTES)
+        if len(text) > MAX_BYTES:
+            raise OptionError(f"the lock {file} is larger than {MAX_BYTES} bytes. {remedy}")
+        found = json.loads(text)
+    except FileNotFoundError:
+        raise OptionError(f"there is no lock {file}. {remedy}") from None
+    except UnsafeFileError as error:
+        raise OptionError(f"the lock {file} {error}.") from None
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, OptionError):
+            raise
+        raise OptionError(f"the lock {file} cannot be read: {error}. {remedy}") from None
+    if not _well_formed(found):
+        raise OptionError(f"{file} is not a lock of format {FORMAT}. {remedy}")
+    return found
+
+
+def _well_formed(found: Any) -> bool:
+    if not isinstance(found, dict) or found.get("format") != FORMAT or not isinstance(found.get("digest"), str):
+        return False
+    releases, patches = found.get("releases"), found.get("patches")
+    return (
+        isinstance(releases, dict)
+        and isinstance(found.get("kinds"), list)
+        and isinstance(patches, dict)
+        and all(
+            isinstance(p, dict)
+            and "variant" in p
+            and isinstance(p.get("fingerprints"), dict)
+            and isinstance(p.get("options"), dict)
+            for p in patches.values()
+        )
+    )
+
+
+def differences(lock: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """Every difference between two locks, each with both sides."""
+    found = []
+    for name in sorted({*lock["releases"], *here["releases"]}):
+        found += _differing(name, lock["releases"].get(name), here["releases"].get(name), "not installed")
+    found += _differing("matrix", lock.get("matrix"), here["matrix"], "none")
+    found += _differing("kinds", _listed(lock["kinds"]), _listed(here["kinds"]), "none")
+    for id in sorted({*lock["patches"], *here["patches"]}):
+        theirs, ours = lock["patches"].get(id), here["patches"].get(id)
+        if theirs is None or ours is None:
+            found.append(f"{id}: {_applied(theirs)} in the lock, {_applied(ours)} here")
+            continue
+        for part in ("variant", "module", "code"):
+            found += _differing(f"{id}: {part}", theirs.get(part), ours[part], "none")
+        for part in ("fingerprints", "options"):
+            for name in sorted({*theirs[part], *ours[part]}):
+                what = f"{id}: body of {name}" if part == "fingerprints" else f"{id}: option {name}"
+                found += _differing(what, theirs[part].get(name), ours[part].get(name), "none")
+    return found or _differing("digest", lock["digest"], here["digest"], "none")
+
+
+def _listed(kinds: Iterable[Any]) -> str:
+    return ", ".join(map(str, kinds)) or "none"
+
+
+def _applied(patch: Mapping[str, Any] | None) -> str:
+    return "not applied" if patch is None else f"applied (variant {patch.get('variant')})"
+
+
+def _differing(what: str, theirs: Any, ours: Any, missing: str) -> list[str]:
+    if theirs == ours:
+        return []
+    shown = [missing if side is None else str(side) for side in (theirs, ours)]
+    return [f"{what}: {shown[0]} in the lock, {shown[1]} here"]
+
+
+def enforce_lock(plan: Plan) -> None:
+    """NotMetError with every difference where the plan is not that of its lock."""
+    path = plan.options.lock
+    if path is None or plan.options.disabled:
+        return
+    found = differences(read_lock(path), locked(plan))
+    if found:
+        shown = "; ".join(found)
+        raise NotMetError(
+            f"this process is held to the lock {path}, but differs from it: {shown}. Nothing was applied. Remedy: "
+            "install what the lock names, or write it anew with `shim pin --lock FILE` after a review."
+        )

@@ -1,0 +1,185 @@
+"""Step 2, match: versions name a candidate variant, the bodies of its targets decide."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from packaging.version import Version
+
+from shim._errors import SourceError
+from shim._matrix.model import Matrix, PatchEntry, Pin, Variant
+from shim._releases.detect import Environment
+from shim._releases.fingerprint import fingerprint, signature_part
+
+__all__ = ["GONE", "Match", "match"]
+
+GONE = ""  # stands for the fingerprint of a target that cannot be found or read
+
+
+@dataclass(frozen=True)
+class Match:
+    """What installed sources mean for one patch.
+
+    `state` is one of ``apply``, ``upstream``, ``not-installed``, ``out-of-range``, ``drifted``. `fingerprints` are
+    those of the bodies of `variant`, `drifted` the ones among them that no pinned release has with this variant, with
+    the reason, and `cause` is that of the first of them (see SourceError).
+    """
+
+    state: str
+    reason: str
+    variant: str | None = None
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    drifted: Mapping[str, str] = field(default_factory=dict)
+    signatures_fit: bool = False
+    cause: str = ""
+
+
+class _Bodies:
+    """The bodies a patch may stand on, known ones from the pins and installed ones from the sources."""
+
+    def __init__(self, entry: PatchEntry, environment: Environment, matrix: Matrix) -> None:
+        self.entry = entry
+        self.environment = environment
+        self.pins = list(matrix.known(entry.id))
+        self.known: dict[str | None, dict[str, set[str]]] = {}  # by variant and target, of any pinned release
+        for _, pin in self.pins:
+            bodies = self.known.setdefault(pin.variant, {})
+            for target, value in pin.fingerprints.items():
+                bodies.setdefault(target, set()).add(value)
+        self.problems: dict[str, SourceError] = {}
+        self._found: dict[tuple[str, str | None, bool], str] = {}
+
+    def found(self, target: str, inherits: str | None = None, added: bool = False) -> str:
+        key = (target, inherits, added)
+        if key not in self._found:
+            try:
+                self._found[key] = fingerprint(self.environment.sources, target, inherits, added)
+            except SourceError as error:
+                self.problems.setdefault(target, error)
+                self._found[key] = GONE
+        return self._found[key]
+
+    def of(self, variant: Variant) -> dict[str, str]:
+        return {t: self.found(t, variant.inherits(t), t in variant.added) for t in variant.bodies}
+
+    def unknown(self, name: str, bodies: Mapping[str, str]) -> dict[str, str]:
+        """The bodies that no pinned release with this variant has, each with the reason."""
+        known = self.known.get(name, {})
+        return {
+            target: str(self.problems[target]) if value == GONE else self._elsewhere(target, value)
+            for target, value in bodies.items()
+            if value not in known.get(target, ())
+        }
+
+    def _elsewhere(self, target: str, value: str) -> str:
+        """Which release has this body, though with another variant, or without the patch."""
+        having = [(release, pin) for release, pin in self.pins if pin.fingerprints.get(target) == value]
+        if not having:
+            return "its body is not that of any pinned release"
+        release, pin = max(having, key=lambda item: Version(item[0]))
+        has = f"which has variant {pin.variant}" if pin.variant else "which needs no patch"
+        return f"its body is that of {self.entry.distribution} {release}, {has}"
+
+    def all_known(self, name: str, bodies: Mapping[str, str]) -> bool:
+        known = self.known.get(name, {})
+        return bool(bodies) and all(value in known.get(target, ()) for target, value in bodies.items())
+
+    def are_those_of(self, pin: Pin) -> bool:
+        return all(self.found(target) == value for target, value in pin.fingerprints.items())
+
+    def signatures_fit(self, variant: Variant, bodies: Mapping[str, str]) -> bool:
+        """Whether every target can still be called as in some pinned release of the variant."""
+        known = self.known.get(variant.name, {})
+        return all(
+            any(signature_part(bodies[target]) == signature_part(value) for value in known.get(target, ()))
+            for target in variant.targets
+        )
+
+    def nearest(self, variants: list[Variant], to: Variant) -> Variant:
+        """The variant of which the largest part of the bodies is known; among equals the one nearest to `to`."""
+        order = list(self.entry.variants)
+
+        def distance(variant: Variant) -> tuple[float, int]:
+            bodies = self.of(variant)
+            unknown = len(self.unknown(variant.name, bodies)) / len(bodies)
+            return unknown, abs(order.index(variant.name) - order.index(to.name))
+
+        return min(variants, key=distance)
+
+    def all_absent(self, variants: list[Variant]) -> bool:
+        """Whether no target of these variants is there; a file that cannot be read may well hold one."""
+        return all(
+            self.found(target, variant.inherits(target)) == GONE and self.problems[target].cause == "missing"
+            for variant in variants
+            for target in variant.targets
+        )
+
+
+def _beyond(entry: PatchEntry, versions: Mapping[str, Version], matrix: Matrix) -> bool:
+    """Whether the release is newer than all that the matrix speaks of, so that nobody knows what it needs."""
+    supported = matrix.supported.get(entry.distribution)
+    version = versions.get(entry.distribution)
+    return version is None or not supported or version > max(map(Version, supported))
+
+
+def match(entry: PatchEntry, environment: Environment, matrix: Matrix) -> Match:
+    """Return which variant of `entry` the installed sources call for, and why.
+
+    A distribution that is there with an unknown version rules nothing out.
+    """
+    for name in (entry.distribution, *entry.needs):
+        if name not in environment.installed:
+            return Match("not-installed", f"{name} is not installed")
+    installed = environment.installed[entry.distribution]
+    versions = {n: i.version for n, i in environment.installed.items() if i.version is not None}
+    unclear = environment.installed.keys() - versions.keys() - {entry.distribution}
+    beside = [environment.installed[name] for name in entry.needs if name != entry.distribution]
+    release = " beside ".join(f"{i.distribution} {i.raw or 'of unknown version'}" for i in (installed, *beside))
+    bodies = _Bodies(entry, environment, matrix)
+    rule = entry.rule_for(versions, unclear)
+    candidate = None if rule is None or rule.variant is None else entry.variants[rule.variant]
+    note = f" ({rule.note})" if rule is not None and rule.note else ""
+
+    if candidate is not None:
+        found = bodies.of(candidate)
+        if bodies.all_known(candidate.name, found):
+            reason = f"{release} needs it{note}; all {len(found)} bodies are known"
+            return Match("apply", reason, candidate.name, found)
+    # A known body decides even where the version says otherwise or says nothing: nightlies, commits, vendor forks.
+    possible = [variant for variant in entry.variants.values() if entry.possible(variant.name, versions, unclear)]
+    for variant in possible:
+        found = bodies.of(variant)
+        if bodies.all_known(variant.name, found):
+            reason = f"whatever its version, all {len(found)} bodies of {release} are those of variant {variant.name}"
+            return Match("apply", reason, variant.name, found)
+    for pinned, pin in bodies.pins:
+        if pin.variant is None and bodies.are_those_of(pin):
+            reason = f"{release} needs no patch: its bodies are those of {pinned}"
+            reason += note if candidate is None else ""
+            return Match("upstream", reason, None, pin.fingerprints)
+    if rule is not None and rule.variant is None:
+        return Match("upstream", f"{release} has it already{note}")
+    if candidate is None:
+        outside = not possible or not _beyond(entry, versions, matrix)
+        # Of a release of unknown version nobody can say that it is too old or too new to have been there.
+        if outside or (installed.version is not None and bodies.all_absent(possible)):
+            return Match("out-of-range", f"{release} lies outside the ranges of this patch, and its bodies are unknown")
+    return _drifted(release, bodies, bodies.nearest(possible, candidate or possible[-1]))
+
+
+def _drifted(release: str, bodies: _Bodies, variant: Variant) -> Match:
+    found = bodies.of(variant)
+    drifted = bodies.unknown(variant.name, found)
+    first, why = next(iter(drifted.items()))
+    relied = "" if first in variant.targets else ", which the patch relies on"
+    more = f" (and {len(drifted) - 1} more)" if len(drifted) > 1 else ""
+    return Match(
+        "drifted",
+        f"{release} differs at {first}{relied}{more}: {why}",
+        variant.name,
+        found,
+        drifted,
+        bodies.signatures_fit(variant, found),
+        bodies.problems[first].cause if found[first] == GONE else "changed",
+    )

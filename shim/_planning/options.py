@@ -1,0 +1,337 @@
+"""What the caller and the environment ask for, as one checked value."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from shim._errors import OptionError
+from shim._matrix.model import KINDS, Matrix
+from shim._matrix.spelling import did_you_mean, one_of
+
+__all__ = [
+    "ON_DRIFT",
+    "UNSET",
+    "VARIABLES",
+    "Arguments",
+    "Ids",
+    "Options",
+    "PatchOptions",
+    "from_json",
+    "is_disabled",
+    "is_true",
+    "matrix_argument",
+    "resolve",
+    "unknown_variables",
+]
+
+ON_DRIFT = ("skip", "error", "apply")
+PREFIX = "MEGATRON_SHIM_"
+VARIABLES = tuple(
+    PREFIX + name
+    for name in (
+        "DISABLE",
+        "EXCLUDE",
+        "ONLY",
+        "KINDS",
+        "REQUIRE",
+        "STRICT",
+        "ON_DRIFT",
+        "OPTIONS",
+        "MATRIX",
+        "LOCK",
+    )
+)
+# Of shim.testing, and what ray_runtime_env says to its workers.
+OTHER_VARIABLES = tuple(PREFIX + name for name in ("CACHE", "RAY_NEXT_HOOK", "RAY_PACKAGES"))
+TRUE, FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+NONE = "none"  # a variable with an empty list; an empty variable is as if unset
+
+Ids = Iterable[str] | str
+PatchOptions = Mapping[str, Mapping[str, Any]]
+
+
+class _Unset:
+    """In the place of an argument that was not given, so that a variable counts; shown as what holds without one."""
+
+    def __init__(self, name: str, default: Any) -> None:
+        self.variable, self.default = PREFIX + name, default
+
+    def __repr__(self) -> str:
+        return f"{self.default!r} (or {self.variable})"
+
+
+class UNSET:
+    """The defaults of the arguments for which there are variables."""
+
+    only: Any = _Unset("ONLY", None)
+    require: Any = _Unset("REQUIRE", ())
+    kinds: Any = _Unset("KINDS", None)
+    strict: Any = _Unset("STRICT", False)
+    on_drift: Any = _Unset("ON_DRIFT", "skip")
+    options: Any = _Unset("OPTIONS", None)
+    matrix: Any = _Unset("MATRIX", None)
+    lock: Any = _Unset("LOCK", None)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of `apply` as they were given; those of UNSET that were not stand for their variables."""
+
+    only: Any = UNSET.only
+    exclude: Any = ()
+    require: Any = UNSET.require
+    kinds: Any = UNSET.kinds
+    strict: Any = UNSET.strict
+    on_drift: Any = UNSET.on_drift
+    options: Any = UNSET.options
+    packages: Any = ()
+    matrix: Any = UNSET.matrix
+    lock: Any = UNSET.lock
+
+    @property
+    def package_names(self) -> tuple[str, ...]:
+        """`packages`, checked: OptionError for what cannot be a package."""
+        names = _words("packages", self.packages)
+        for name in names:
+            if not all(part.isidentifier() for part in name.split(".")):
+                raise OptionError(f"packages names {name!r}, which is not the name of a package")
+        return names
+
+    def variables(self) -> dict[str, str]:
+        """The MEGATRON_SHIM_ variables that say to another process what these arguments say here.
+
+        An argument with its default value is an empty variable, which outranks one that is there already. Packages are
+        not among them. OptionError where an argument is not usable whatever the matrix is.
+        """
+        found: dict[str, str] = {}
+        for name in ("only", "kinds", "require"):
+            given = getattr(self, name)
+            if not isinstance(given, _Unset):
+                # No kinds and no patches is not the same as all of them; no requirement is just that.
+                empty = "" if given is None or name == "require" else NONE
+                found[name] = ",".join(_words(name, () if given is None else given)) or empty
+        if words := _words("exclude", self.exclude):
+            found["exclude"] = ",".join(words)
+        if not isinstance(self.strict, _Unset):
+            found["strict"] = "1" if _checked_flag(self.strict) else "0"
+        if not isinstance(self.on_drift, _Unset):
+            found["on_drift"] = _choice("on_drift", self.on_drift, ON_DRIFT)
+        if not isinstance(self.options, _Unset):
+            found["options"] = _as_json(self.options)
+        for name in ("matrix", "lock"):
+            given = getattr(self, name)
+            if not isinstance(given, _Unset):
+                found[name] = os.path.abspath(_path(name, given)) if given is not None else ""
+        _kinds(self.kinds if not isinstance(self.kinds, _Unset) else None)
+        return {PREFIX + name.upper(): value for name, value in found.items()}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Resolved options: None for `only` and `kinds` means all; `disabled` turns everything off."""
+
+    only: frozenset[str] | None = None
+    exclude: frozenset[str] = frozenset()
+    require: frozenset[str] = frozenset()
+    kinds: frozenset[str] | None = None
+    strict: bool = False
+    on_drift: str = "skip"
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    disabled: bool = False
+    lock: str | None = None
+
+    def for_patch(self, id: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        return {**defaults, **self.options.get(id, {})}
+
+
+def _words(what: str, given: Ids) -> tuple[str, ...]:
+    """Names in a list, or in one text with commas or spaces between them."""
+    items = [given] if isinstance(given, str) else given
+    if isinstance(items, (bytes, bytearray)) or not isinstance(items, Iterable):
+        raise OptionError(f"{what} is {given!r}; it must be a list of names, or text with commas between them")
+    found: list[str] = []
+    for item in items:
+        if not isinstance(item, str):
+            raise OptionError(f"{what} names {item!r}, which is not text")
+        found += item.replace(",", " ").split()
+    return tuple(dict.fromkeys(found))
+
+
+def is_true(name: str, text: str) -> bool:
+    """Whether the text of a variable means yes; OptionError where it means neither yes nor no."""
+    word = text.strip().lower()
+    if word in TRUE or word in FALSE:
+        return word in TRUE
+    raise OptionError(f"{name}={text!r} is neither true nor false; use 1 or 0")
+
+
+def _checked_flag(strict: Any) -> bool:
+    if not isinstance(strict, bool):  # "false" would be true to Python
+        raise OptionError(f"strict is {strict!r}; it must be True or False")
+    return strict
+
+
+def _choice(what: str, value: Any, choices: tuple[str, ...]) -> str:
+    if not isinstance(value, str) or value not in choices:
+        raise OptionError(f"{what} is {value!r}; it must be {one_of(value, choices)}")
+    return value
+
+
+def _ids(what: str, given: Ids | None, known: Iterable[str]) -> frozenset[str] | None:
+    if given is None:
+        return None
+    names = list(known)
+    ids = _words(what, given)
+    for id in ids:
+        if id not in names:
+            raise OptionError(f"{what} names {id!r}, which is not a patch; {did_you_mean(id, names)}")
+    return frozenset(ids)
+
+
+def _kinds(given: Ids | None, what: str = "kinds") -> frozenset[str] | None:
+    if given is None:
+        return None
+    words = _words(what, given)
+    for kind in words:
+        if kind not in KINDS:
+            raise OptionError(f"{what} names {kind!r}; it must be {one_of(kind, KINDS)}")
+    return frozenset(words)
+
+
+def _path(what: str, given: Any) -> str:
+    try:
+        return os.fsdecode(given)
+    except TypeError:
+        raise OptionError(f"{what} is {given!r}; it must be a path") from None
+
+
+def _as_json(given: PatchOptions | None) -> str:
+    plain = _mapping_of_mappings("options", given)
+    try:
+        text = json.dumps(plain, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise OptionError(f"options cannot travel to another process: {error}") from None
+    return text if plain else ""
+
+
+def from_json(name: str, text: str) -> Any:
+    """Options of patches from text; OptionError where it is not JSON."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError("a key stands there twice")
+        return found
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        example = '{"paged-stash": {"moe_paged_stash": true}}'
+        raise OptionError(f"{name} is not JSON of the form {example}: {error}") from None
+
+
+def _mapping_of_mappings(what: str, given: Any) -> dict[str, dict[str, Any]]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise OptionError(f"{what} is {given!r}; it must be {{patch id: {{option: value}}}}")
+    for id, values in given.items():
+        if not isinstance(values, Mapping):
+            raise OptionError(f"{what} of {id} is {values!r}; it must be {{option: value}}")
+    return {id: dict(values) for id, values in given.items()}
+
+
+def _patch_options(matrix: Matrix, what: str, given: Any) -> dict[str, dict[str, Any]]:
+    """Options of patches, each checked against what the matrix declares of it."""
+    asked = _mapping_of_mappings(what, given)
+    _ids(what, asked, matrix.patches)
+    checked: dict[str, dict[str, Any]] = {}
+    for id, values in asked.items():
+        declared = matrix.patches[id].declared or {}
+        checked[id] = {}
+        for name, value in values.items():
+            if name not in declared:
+                has = one_of(name, declared) if declared else "none, because it has no options"
+                raise OptionError(f"{what} of {id} name {name!r}, which is not an option of it; there is {has}")
+            try:
+                checked[id][name] = declared[name].checked(value)
+            except ValueError as error:
+                raise OptionError(f"{what} of {id}: {name} {error}") from None
+    return checked
+
+
+def matrix_argument(matrix: Any = None) -> str | os.PathLike[str] | None:
+    """The matrix to read, None for the one that ships: the argument, else MEGATRON_SHIM_MATRIX.
+
+    `matrix` is None or UNSET.matrix where it was not given.
+    """
+    if matrix is None or isinstance(matrix, _Unset):
+        return os.environ.get(PREFIX + "MATRIX") or None
+    return _path("matrix", matrix)
+
+
+def is_disabled() -> bool:
+    """Whether MEGATRON_SHIM_DISABLE turns everything off."""
+    return is_true(PREFIX + "DISABLE", os.environ.get(PREFIX + "DISABLE", ""))
+
+
+def unknown_variables() -> list[str]:
+    """A warning for each variable that looks like one of shim's and is none."""
+    known = [*VARIABLES, *OTHER_VARIABLES]
+    return [
+        f"the environment variable {name} means nothing to shim; {did_you_mean(name, VARIABLES)}"
+        for name in sorted(os.environ)
+        if name.startswith(PREFIX) and name not in known
+    ]
+
+
+def _from_variables(asked: Arguments) -> dict[str, tuple[str, Any]]:
+    """By argument: what to call it in a complaint, and its value, from its variable where it was not given."""
+    found: dict[str, tuple[str, Any]] = {}
+    for argument in fields(asked):
+        name, value = argument.name, getattr(asked, argument.name)
+        if not isinstance(value, _Unset):
+            found[name] = name, value
+            continue
+        variable, text = value.variable, os.environ.get(value.variable, "").strip()
+        read: Any = value.default
+        if text and name in ("only", "kinds", "require"):
+            words = _words(variable, text)
+            read = () if words == (NONE,) else words or value.default
+        elif text and name == "strict":
+            read = is_true(variable, text)
+        elif text:
+            read = from_json(variable, text) if name == "options" else text
+        found[name] = variable, read
+    return found
+
+
+def resolve(matrix: Matrix, asked: Arguments | None = None, **given: Any) -> Options:
+    """Join arguments (`asked`, or by their names) and variables; OptionError where one of them is not usable.
+
+    MEGATRON_SHIM_DISABLE and MEGATRON_SHIM_EXCLUDE always win; the other variables yield to arguments that are given.
+    Where everything is off, nothing else is looked at.
+    """
+    asked = asked or Arguments(**given)
+    if is_disabled():
+        return Options(disabled=True)
+    known = list(matrix.patches)
+    values = _from_variables(asked)
+    variable = PREFIX + "EXCLUDE"
+    by_operator = _ids(variable, _words(variable, os.environ.get(variable, "")), known) or frozenset()
+    what, lock = values["lock"]
+    required = _ids(*values["require"], known) or frozenset()
+    return Options(
+        only=_ids(*values["only"], known),
+        exclude=(_ids("exclude", asked.exclude, known) or frozenset()) | by_operator,
+        require=required - by_operator,  # who runs the job gets past a patch without editing the trainer
+        kinds=_kinds(values["kinds"][1], values["kinds"][0]),
+        strict=_checked_flag(values["strict"][1]),
+        on_drift=_choice(*values["on_drift"], ON_DRIFT),
+        options=_patch_options(matrix, *values["options"]),
+        lock=None if lock is None else _path(what, lock),
+    )

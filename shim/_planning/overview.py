@@ -1,0 +1,193 @@
+"""Plans and reports as text: a headline, then the patches, grouped by what their states mean to a reader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shim._engine.report import Report
+    from shim._matrix.model import Matrix
+    from shim._planning.plan import Plan
+
+__all__ = ["PATCHED", "list_text", "listed", "nothing_installed", "plan_text", "report_text"]
+
+PATCHED = ("megatron-core", "transformer-engine")  # what patches are of
+AMISS = ("drifted", "conflict", "failed", "shadowed")
+NOT_NEEDED = ("upstream", "not-installed")
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One patch as it is shown; `group` is one of the names in _groups."""
+
+    id: str
+    group: str
+    state: str
+    summary: str
+    reason: str
+    remedy: str
+    variant: str | None
+    targets: Mapping[str, str]
+
+
+def _group(state: str, kind: str, pending_is_amiss: bool) -> str:
+    if state == "pending":
+        return "stuck" if pending_is_amiss else "waiting"
+    if state in AMISS or (state == "inactive" and kind != "feature"):
+        return "amiss"
+    if state in ("apply", "applied", "inactive"):
+        return "features" if kind == "feature" else "applied"
+    return state
+
+
+# Text
+
+_TITLES = {
+    "amiss": "Problems:",
+    "stuck": "Not applied, because what they patch cannot be imported here:",
+    "applied": "{Applied}:",
+    "features": "Features {applied}, without effect until you use them (by a flag, an option or a call):",
+    "waiting": "Waiting for the import of what they patch:",
+    "upstream": "Not needed, because this release is right:",
+}
+_IN_A_LINE = {"excluded": "Left out", "out-of-range": "For other releases", "not-installed": "Nothing to patch"}
+
+
+def _headline(rows: Sequence[_Row], applied: str, more_problems: int = 0) -> str:
+    """ "8 applied, 5 not needed here, 0 problems", and what else there is."""
+
+    def count(*groups: str) -> int:
+        return sum(row.group in groups for row in rows)
+
+    parts = [f"{count('applied', 'features')} {applied}"]
+    others = {"waiting": "waiting for an import", "excluded": "left out", "out-of-range": "for other releases"}
+    parts += [f"{count(group)} {what}" for group, what in others.items() if count(group)]
+    problems = count("amiss", "stuck") + more_problems
+    parts += [f"{count(*NOT_NEEDED)} not needed here", f"{problems} problem{'' if problems == 1 else 's'}"]
+    return ", ".join(parts)
+
+
+def _grouped(rows: Sequence[_Row], applied: str, verbose: bool) -> Iterable[str]:
+    width = max((len(row.id) for row in rows), default=0)
+    for group, title in _TITLES.items():
+        members = [row for row in rows if row.group == group]
+        if members:
+            yield ""
+            yield title.format(applied=applied, Applied=applied.capitalize())
+        for row in members:
+            state = f" ({row.state})" if group == "amiss" else ""
+            yield f"  {row.id:<{width}}  {row.summary}{state}"
+            if verbose and row.variant:
+                yield f"      variant {row.variant} of {', '.join(row.targets)}"
+            if verbose or group == "amiss":
+                yield f"      {row.reason}"
+            if row.remedy:
+                yield f"      Remedy: {row.remedy}"
+    for group, title in _IN_A_LINE.items():
+        members = [row for row in rows if row.group == group]
+        for reason in dict.fromkeys(row.reason for row in members):
+            ids = [row.id for row in members if row.reason == reason]
+            named = group == "excluded" or verbose
+            yield from ["", f"{title}: {reason} ({', '.join(ids) if named else _patches(len(ids))})."]
+
+
+def _patches(count: int) -> str:
+    return f"{count} patch{'' if count == 1 else 'es'}"
+
+
+def plan_text(plan: Plan, verbose: bool = False) -> str:
+    """What would be done, with the releases and what they lose on each other; the reasons of all where verbose."""
+    rows = [
+        _Row(
+            id,
+            _group(d.action, d.kind, False),
+            d.action,
+            plan.matrix.patches[id].summary,
+            d.reason,
+            d.remedy,
+            d.variant if d.wanted else None,
+            dict.fromkeys(d.targets, ""),
+        )
+        for id, d in plan.decisions.items()
+    ]
+    installed = plan.environment.installed.values()
+    problems = [f"  ! {i.distribution}: {problem}" for i in installed for problem in i.problems]
+    missing = nothing_installed(plan)
+    lines = [missing] if missing else [_headline(rows, "to apply", len(problems))]
+    lines += [f"  {i}" for i in installed]
+    lines += problems
+    if missing and not verbose:
+        return "\n".join(lines)
+    lines.append(f"  plan {plan.digest}")
+    lines += _grouped(rows, "to apply", verbose)
+    if plan.lost_features:
+        lines += ["", "What this megatron-core does not get from this Transformer Engine:"]
+    lines += [f"  {feature.verdict:<13} {feature}" for feature in plan.lost_features]
+    if plan.pair_is_known is False:
+        lines += ["", "What this pair of releases loses was not measured; shim doctor looks through its sources."]
+    return "\n".join(lines)
+
+
+def report_text(report: Report, verbose: bool = False, pending_is_amiss: bool = False) -> str:
+    """What is. `pending_is_amiss`: nothing will be imported any more, so that who waits for it waits in vain."""
+    rows = [
+        _Row(
+            id, _group(p.state, p.kind, pending_is_amiss), p.state, p.summary, p.reason, p.remedy, p.variant, p.targets
+        )
+        for id, p in report.patches.items()
+    ]
+    releases = ", ".join(f"{name} {version}" for name, version in report.releases.items()) or "nothing installed"
+    lines = [_headline(rows, "applied", len(report.lost)), f"  on {releases} (digest {report.digest})"]
+    lines += [f"  ! {item}" for item in report.lost]
+    return "\n".join([*lines, *_grouped(rows, "applied", verbose)])
+
+
+def nothing_installed(plan: Plan) -> str:
+    """Says that there is nothing to patch, and what to do about it; "" where there is."""
+    if any(name in plan.environment.installed for name in PATCHED):
+        return ""
+    import sys
+
+    return (
+        f"Neither {' nor '.join(PATCHED)} is installed for {sys.executable}, so there is nothing to patch. "
+        "Remedy: run shim with the Python of the trainer (python -m shim), or put the source tree on PYTHONPATH."
+    )
+
+
+# What there is, whatever is installed
+
+
+def listed(matrix: Matrix) -> dict[str, dict[str, str]]:
+    """By patch id: `kind`, `summary`, `changes`, `distribution`, and the supported `releases` that get it."""
+    found = {}
+    for id, entry in matrix.patches.items():
+        pins = matrix.pins.get(entry.distribution, {})
+        getting = [r for r in matrix.supported.get(entry.distribution, ()) if _gets(pins.get(r, {}).get(id))]
+        found[id] = {
+            "kind": entry.kind,
+            "summary": entry.summary,
+            "changes": entry.changes,
+            "distribution": entry.distribution,
+            "releases": f"{getting[0]} to {getting[-1]}" if len(getting) > 1 else "".join(getting),
+        }
+    return found
+
+
+def _gets(pin: object) -> bool:
+    return getattr(pin, "variant", None) is not None
+
+
+def list_text(matrix: Matrix) -> str:
+    """All patches with their summaries, by kind."""
+    patches = listed(matrix)
+    width = max(map(len, patches), default=0)
+    lines = [f"{_patches(len(patches))}; shim explain ID says more of one, shim plan which are needed here."]
+    for kind in dict.fromkeys(patch["kind"] for patch in patches.values()):
+        lines += ["", f"{kind}:"]
+        for id, patch in patches.items():
+            if patch["kind"] == kind:
+                where = f" ({patch['distribution']} {patch['releases']})" if patch["releases"] else ""
+                lines.append(f"  {id:<{width}}  {patch['summary']}{where}")
+    return "\n".join(lines)

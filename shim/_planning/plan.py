@@ -1,0 +1,189 @@
+"""Step 3, plan: one decision with one reason per patch; a pure function of environment, matrix and options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+from shim._matrix.model import Matrix, PatchEntry
+from shim._planning.identity import digest_of, identity_of
+from shim._planning.match import Match, match
+from shim._planning.options import Options
+from shim._planning.overview import plan_text
+from shim._releases.detect import Environment
+
+if TYPE_CHECKING:
+    from shim._te.features import LostFeature
+
+__all__ = ["Decision", "Plan", "make_plan"]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is to become of one patch. `action` is ``apply`` or the state that says why it is not applied."""
+
+    id: str
+    kind: str
+    action: str
+    reason: str
+    variant: str | None = None
+    targets: tuple[str, ...] = ()
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    remedy: str = ""
+    optional: frozenset[str] = frozenset()  # targets that are bound, but not waited for
+    added: frozenset[str] = frozenset()  # targets that upstream may lack
+    alone: frozenset[str] = frozenset()  # targets whose aliases are not theirs
+    displaced: Decision | None = field(default=None, repr=False, compare=False)  # what holds again without the conflict
+
+    @property
+    def wanted(self) -> bool:
+        return self.action == "apply"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "kind": self.kind,
+            "action": self.action,
+            "reason": self.reason,
+            "variant": self.variant,
+            "targets": list(self.targets),
+            "fingerprints": dict(self.fingerprints),
+            "options": dict(self.options),
+            "remedy": self.remedy,
+        }
+
+
+class Losses(Protocol):
+    """What knows which features one release does not get from another: shim._te.features, which `_api` hands in."""
+
+    def lost_features(
+        self, environment: Environment, decisions: Mapping[str, Decision]
+    ) -> tuple[LostFeature, ...] | None: ...
+
+    def pair_is_known(self, environment: Environment) -> bool | None: ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Decisions by patch id, the environment they were made for, and a digest that ranks can compare."""
+
+    decisions: Mapping[str, Decision]
+    environment: Environment
+    options: Options
+    matrix: Matrix = field(repr=False)
+    losses: Losses | None = field(default=None, repr=False, compare=False)
+
+    def __getitem__(self, id: str) -> Decision:
+        return self.decisions[id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.decisions)
+
+    def __len__(self) -> int:
+        return len(self.decisions)
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hexadecimal digits over what `identity_of` gives."""
+        return digest_of(identity_of(self))
+
+    @cached_property
+    def lost_features(self) -> tuple[LostFeature, ...]:
+        """What the installed megatron-core does not get from the installed Transformer Engine, mended or not.
+
+        Looked up by version when it is first asked for; empty where `pair_is_known` is not true.
+        """
+        found = None if self.losses is None else self.losses.lost_features(self.environment, self.decisions)
+        return found or ()
+
+    @property
+    def pair_is_known(self) -> bool | None:
+        """Whether it was measured what this pair of releases loses; None where one of them is not installed."""
+        return None if self.losses is None else self.losses.pair_is_known(self.environment)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "digest": self.digest,
+            "environment": self.environment.to_dict(),
+            "patches": {
+                id: {**decision.to_dict(), "summary": self.matrix.patches[id].summary}
+                for id, decision in self.decisions.items()
+            },
+            "pair_is_known": self.pair_is_known,
+            "lost_features": [feature.to_dict() for feature in self.lost_features],
+        }
+
+    def __str__(self) -> str:
+        return plan_text(self)
+
+
+def _excluded(entry: PatchEntry, options: Options) -> str:
+    if options.disabled:
+        return "MEGATRON_SHIM_DISABLE is set"
+    if entry.id in options.exclude:
+        return "excluded by argument or MEGATRON_SHIM_EXCLUDE"
+    if options.only is not None and entry.id not in options.only:
+        return "not among the patches asked for with only"
+    if options.kinds is not None and entry.kind not in options.kinds:
+        return f"its kind, {entry.kind}, is not among the kinds asked for"
+    return ""
+
+
+def _drift_remedy(entry: PatchEntry, environment: Environment, matrix: Matrix, found: Match) -> str:
+    """What helps against the cause of a drift; see SourceError."""
+    installed = environment.installed[entry.distribution]
+    supported = matrix.supported.get(entry.distribution, ())
+    release = f"{entry.distribution} {installed.raw or ''}".rstrip()
+    if found.cause == "bytecode":
+        return f"install {release} with its sources (.py files): shim compares them before it patches"
+    if found.cause == "unreadable":
+        return f"let this process read the files of {release}"
+    if found.cause == "damaged":
+        python = environment.python
+        return f"reinstall {release}; if the file is whole, it is written for a newer Python than {python}: run that"
+    fits = f", or apply it all the same with on_drift='apply' after reading shim explain {entry.id}"
+    if installed.raw in supported:
+        remedy = f"reinstall {release}, because that is not how it was released"
+    else:
+        releases = f" ({supported[0]} to {supported[-1]})" if supported else ""
+        remedy = f"update megatron-shim, or install a supported release of {entry.distribution}{releases}"
+    return remedy + (fits if found.signatures_fit else "")
+
+
+def _decide(entry: PatchEntry, environment: Environment, options: Options, matrix: Matrix) -> Decision:
+    excluded = _excluded(entry, options)
+    if excluded:
+        return Decision(entry.id, entry.kind, "excluded", excluded)
+    found = match(entry, environment, matrix)
+    action, reason, remedy = found.state, found.reason, ""
+    if action == "drifted":
+        remedy = _drift_remedy(entry, environment, matrix, found)
+        if options.on_drift == "apply" and found.signatures_fit:
+            action, reason, remedy = "apply", f"applied to a body that is not known, as asked for: {reason}", ""
+        elif options.on_drift == "apply":
+            reason += "; on_drift='apply' does not help, because the signature of a target changed too"
+    variant = entry.variants.get(found.variant or "")
+    return Decision(
+        entry.id,
+        entry.kind,
+        action,
+        reason,
+        found.variant,
+        variant.targets if variant else (),
+        found.fingerprints,
+        options.for_patch(entry.id, entry.options or {}),
+        remedy,
+        variant.optional if variant else frozenset(),
+        variant.added if variant else frozenset(),
+        variant.alone if variant else frozenset(),
+    )
+
+
+def make_plan(environment: Environment, matrix: Matrix, options: Options, losses: Losses | None = None) -> Plan:
+    """Decide about every patch of the matrix; imports and changes nothing."""
+    decisions = {id: _decide(entry, environment, options, matrix) for id, entry in matrix.patches.items()}
+    environment.sources.forget_trees()
+    return Plan(decisions, environment, options, matrix, losses)

@@ -1,0 +1,41 @@
+"""What a plan has to meet: require, strict, on_drift, the lock."""
+
+from __future__ import annotations
+
+from shim._errors import NotMetError
+from shim._planning.lock import enforce_lock
+from shim._planning.plan import Decision, Plan
+
+__all__ = ["enforce"]
+
+
+def _unmet(plan: Plan, decision: Decision) -> str:
+    """Reason, targets, releases and remedy of a decision that is not what was asked for."""
+    entry = plan.matrix.patches[decision.id]
+    releases = plan.matrix.supported.get(entry.distribution, ("any",))
+    remedies = {
+        "not-installed": f"install {entry.distribution} ({releases[0]} to {releases[-1]}), or do not require the patch",
+        "out-of-range": f"install {entry.distribution} {releases[0]} to {releases[-1]}, or do not require the patch",
+        "excluded": "drop what excludes it (an argument, or a MEGATRON_SHIM_ variable), or do not require the patch",
+    }
+    remedy = decision.remedy or remedies.get(decision.action, "see shim doctor")
+    installed = ", ".join(f"{i.distribution} {i.raw}" for i in plan.environment.installed.values()) or "nothing"
+    targets = ", ".join(decision.targets or entry.targets)
+    return f"{decision.reason}. Its targets: {targets}. Installed: {installed}. Remedy: {remedy}."
+
+
+def enforce(plan: Plan) -> None:
+    """Raise NotMetError where `require`, `strict`, ``on_drift="error"`` or the lock is not met by the plan."""
+    for decision in plan.decisions.values():
+        met = decision.wanted or decision.action == "upstream"
+        if met or plan.options.disabled:
+            continue
+        what = f"{decision.id} is {decision.action}: {_unmet(plan, decision)} Nothing was applied."
+        if decision.id in plan.options.require:
+            raise NotMetError(f"required, but {what}")
+        if decision.action == "drifted" and plan.options.on_drift == "error":
+            raise NotMetError(f"on_drift='error', and {what}")
+        amiss = decision.action in ("drifted", "conflict")
+        if amiss and plan.options.strict and decision.kind == "correctness":
+            raise NotMetError(f"strict, and {what}")
+    enforce_lock(plan)

@@ -1,0 +1,54 @@
+"""What a training checkpoint can say about the patches it was trained with, and whether that is still so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shim._planning.lock import locked
+from shim._planning.plan import Plan
+
+__all__ = ["differs", "state_of"]
+
+
+def state_of(plan: Plan) -> dict[str, Any]:
+    """What to store: plain data of a few kB, that of a lock without the bodies."""
+    whole = locked(plan)
+    parts = ("variant", "options", "code")
+    patches = {id: {part: p[part] for part in parts} for id, p in whole["patches"].items()}
+    return {"digest": whole["digest"], "releases": whole["releases"], "patches": patches}
+
+
+def differs(saved: Mapping[str, Any] | str | None, plan: Plan) -> str:
+    """In words, what of `saved` (what `state_of` gave, or just the digest) is not so now; "" where all is so."""
+    here = state_of(plan)
+    if isinstance(saved, str):
+        return "" if saved == here["digest"] else f"digest {saved} then, {here['digest']} now"
+    if not isinstance(saved, Mapping):
+        return f"nothing was recorded then, digest {here['digest']} now"
+    found = []
+    for part in ("releases", "patches"):
+        then, now = saved.get(part), here[part]
+        then = then if isinstance(then, Mapping) else {}
+        for name in sorted({*then, *now}, key=str):
+            if then.get(name) != now.get(name):
+                found.append(f"{name}: {_shown(then.get(name))} then, {_shown(now.get(name))} now")
+                if None not in (codes := {_code(then.get(name)), _code(now.get(name))}) and len(codes) > 1:
+                    found[-1] += " (shim's own code differs)"
+    if not found and saved.get("digest") != here["digest"]:
+        found.append(f"digest {saved.get('digest')} then, {here['digest']} now (bodies, or the matrix, differ)")
+    return "; ".join(found)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, Mapping):
+        given = value.get("options")
+        options = "".join(f", {name}={given[name]!r}" for name in given) if isinstance(given, Mapping) else ""
+        return f"variant {value.get('variant')}{options}"
+    return str(value)
+
+
+def _code(value: Any) -> Any:
+    return value.get("code") if isinstance(value, Mapping) else None

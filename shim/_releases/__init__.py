@@ -1,0 +1,1 @@
+"""What a release is, read as text: versions, files, trees, wheels, fingerprints."""

@@ -1,0 +1,251 @@
+"""Step 1, detect: which releases are installed, without importing or running any of them."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+from packaging.version import Version
+
+from shim._errors import SourceError
+from shim._releases.archives import read_beginning
+from shim._releases.sources import Sources, parse
+from shim._releases.versions import parse_version
+
+__all__ = ["DISTRIBUTIONS", "VERSION_FILE_LIMIT", "Environment", "Installed", "detect", "version_in_package_info"]
+
+VERSION_FILE_LIMIT = 100_000  # bytes; the largest real one has 3 kB
+
+
+@dataclass(frozen=True)
+class Installed:
+    """One distribution as found on this machine.
+
+    `raw` is the version as it is written, `version` what of it PEP 440 understands (None: patches go by bodies
+    alone), `origin` says which of the sources gave it, `location` is the package directory an import would use, and
+    `problems` lists what the sources disagree about.
+    """
+
+    distribution: str
+    package: str
+    location: str
+    raw: str | None = None
+    origin: str = "unknown"
+    problems: tuple[str, ...] = ()
+
+    @property
+    def version(self) -> Version | None:
+        return parse_version(self.raw)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "version": self.raw,
+            "public": None if self.version is None else self.version.public,
+            "origin": self.origin,
+            "location": self.location,
+            "problems": list(self.problems),
+        }
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.raw or 'of unknown version'} ({self.origin}, {self.location})"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What is installed, and where its sources are read from."""
+
+    installed: Mapping[str, Installed]
+    sources: Sources = field(default_factory=Sources, repr=False, compare=False)
+    python: str = ".".join(map(str, sys.version_info[:3]))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"python": self.python, "installed": {name: i.to_dict() for name, i in self.installed.items()}}
+
+
+def _read(path: Path) -> str | None:
+    try:
+        found = read_beginning(str(path), VERSION_FILE_LIMIT + 1)
+    except SourceError:
+        return None
+    return found.decode("utf-8", "replace") if len(found) <= VERSION_FILE_LIMIT else None
+
+
+def _constants(text: str) -> dict[str, object]:
+    """Literal assignments at the top level of a version file; nothing of it is run."""
+    found: dict[str, object] = {}
+    try:
+        tree = parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return found
+    for node in tree.body:
+        if isinstance(node, ast.AnnAssign) and node.value is not None:
+            targets: list[ast.expr] = [node.target]
+        elif isinstance(node, ast.Assign):
+            targets = node.targets
+        else:
+            continue
+        value = node.value
+        for target in targets:
+            if isinstance(target, ast.Name) and isinstance(value, ast.Constant):
+                found[target.id] = value.value
+    return found
+
+
+def _megatron_core_version(package: Path) -> str | None:
+    return version_in_package_info(_read(package / "package_info.py") or "")
+
+
+def version_in_package_info(text: str) -> str | None:
+    """The version that megatron-core's package_info.py spells out in parts; None where it does not."""
+    found = _constants(text)
+    numbers = [found.get(name) for name in ("MAJOR", "MINOR", "PATCH")]
+    if not all(type(number) is int and number < 10**6 for number in numbers):
+        return None
+    return ".".join(map(str, numbers)) + str(found.get("PRE_RELEASE") or "")
+
+
+def _transformer_engine_version(package: Path) -> str | None:
+    text = _read(package.parent / "build_tools" / "VERSION.txt")
+    return text.strip() or None if text else None
+
+
+def _torch_version(package: Path) -> str | None:
+    value = _constants(_read(package / "version.py") or "").get("__version__")
+    return value if isinstance(value, str) else None
+
+
+@dataclass(frozen=True)
+class _Known:
+    package: str
+    version_file: Callable[[Path], str | None]
+
+
+DISTRIBUTIONS: Mapping[str, _Known] = {
+    "megatron-core": _Known("megatron.core", _megatron_core_version),
+    "transformer-engine": _Known("transformer_engine", _transformer_engine_version),
+    "torch": _Known("torch", _torch_version),
+}
+
+
+def _public(raw: str | None) -> str | None:
+    version = parse_version(raw)
+    return raw if version is None else version.public
+
+
+def _same(a: Path, b: Path) -> bool:
+    # What lies in a zip is no file to the system; its path is all there is to compare.
+    if os.path.normpath(os.path.abspath(a)) == os.path.normpath(os.path.abspath(b)):
+        return True
+    try:
+        return os.path.samefile(a, b)
+    except OSError:
+        return False
+
+
+def _describes(found: metadata.Distribution, package: Path, parts: list[str]) -> bool:
+    """Whether this metadata lies beside the package directory that an import would use."""
+    return _same(Path(str(found.locate_file(os.path.join(*parts)))), package)
+
+
+def _edits(found: metadata.Distribution, package: Path) -> bool:
+    """Whether this is an editable install of the package, which keeps its metadata apart and records the sources."""
+    try:
+        record = json.loads(found.read_text("direct_url.json") or "{}")
+        # An install that copied the sources records them as well, but is not editable.
+        url = urlparse(str(record["url"])) if record["dir_info"]["editable"] is True else None
+    except (ValueError, TypeError, KeyError):
+        return False
+    return url is not None and url.scheme == "file" and any(_same(Path(unquote(url.path)), p) for p in package.parents)
+
+
+def _version_in(found: metadata.Distribution) -> str | None:
+    try:
+        return found.metadata["Version"]
+    except UnicodeDecodeError:
+        return None
+
+
+def _other_copies(known: _Known, package: Path, parts: list[str]) -> dict[str, str]:
+    """Versions of further copies of the package on sys.path, by directory; with or without metadata."""
+    found: dict[str, str] = {}
+    for entry in sys.path:
+        copy = Path(entry or os.curdir, *parts)
+        if (copy / "__init__.py").is_file() and not _same(copy, package):
+            found[os.path.realpath(entry)] = known.version_file(copy) or "a copy of unknown version"
+    return found
+
+
+def _location(sources: Sources, known: _Known) -> Path | None:
+    path = sources.path(known.package)
+    if path is not None:
+        return Path(path).parent
+    # Without its __init__.py it is a namespace, which an import takes all the same. Any directory of that name is one,
+    # so it has to be known by its version file.
+    places = map(Path, sources.namespace(known.package))
+    return next((place for place in places if known.version_file(place) is not None), None)
+
+
+def _installed(distribution: str, known: _Known, sources: Sources) -> Installed | None:
+    package = _location(sources, known)
+    if package is None:
+        return None
+    parts = known.package.split(".")
+    written = known.version_file(package)
+    mine: list[str] = []
+    others = _other_copies(known, package, parts)
+    editable = False
+    for found in metadata.distributions(name=distribution):
+        version = _version_in(found)
+        if version is None:
+            continue
+        if _describes(found, package, parts):
+            mine.append(version)
+        elif _edits(found, package):
+            mine.append(version)
+            editable = True
+        else:
+            others[os.path.realpath(str(found.locate_file("")))] = version
+    problems = [
+        f"another copy is on sys.path but is not what an import would use: {version} at {place}"
+        for place, version in others.items()
+    ]
+    if len(set(mine)) > 1:
+        problems.append(f"the metadata lies there more than once: {', '.join(mine)}")
+    stale = bool(mine and written) and _public(mine[0]) != _public(written)
+    if stale:
+        problems.append(f"metadata says {mine[0]}, the package's version file says {written}")
+    # The metadata of an editable install is as old as the install; its sources move on.
+    use_metadata = bool(mine) and not (stale and editable)
+    raw = mine[0] if use_metadata else written
+    origin = "distribution metadata" if use_metadata else "version file" if written else "unknown"
+    if raw is None:
+        problems.append(f"no readable version in {package}; patches are chosen by the bodies alone")
+    elif parse_version(raw) is None:
+        problems.append(f"{raw!r} is not a PEP 440 version; patches are chosen by the bodies alone")
+    return Installed(distribution, known.package, str(package), raw, origin, tuple(problems))
+
+
+def detect(sources: Sources | None = None) -> Environment:
+    """Return what is installed. Imports neither torch nor megatron, starts no process, runs no code of theirs.
+
+    The version is that of the copy an import would use: its distribution metadata, or, for a source tree (which
+    also wins where it shadows an installed copy), the package's own version file read as text.
+    """
+    sources = sources or Sources()
+    installed: dict[str, Installed] = {}
+    for distribution, known in DISTRIBUTIONS.items():
+        try:
+            found = _installed(distribution, known, sources)
+        except SourceError:
+            found = None
+        if found is not None:
+            installed[distribution] = found
+    return Environment(installed, sources)

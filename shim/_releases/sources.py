@@ -1,0 +1,244 @@
+"""Where the source of a module lies, found and read without importing it or its parents."""
+
+from __future__ import annotations
+
+import ast
+import io
+import os
+import sys
+import threading
+import tokenize
+import warnings
+import zlib
+from collections.abc import Callable, Iterable
+from importlib.machinery import BuiltinImporter, FrozenImporter, ModuleSpec, PathFinder
+from importlib.util import decode_source, spec_from_file_location
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shim._errors import SourceError
+from shim._releases.archives import read_beginning, source_of, stamp_of
+
+__all__ = ["MAX_SOURCE_BYTES", "Sources", "find_spec", "is_ours", "parse", "search_path"]
+
+UNCOMPILED = (SyntaxError, ValueError, EOFError, zlib.error, RecursionError, MemoryError)
+T = TypeVar("T")
+
+# Parsing costs time and memory in proportion; the largest file of any release is below 400 kB.
+MAX_SOURCE_BYTES = 1_000_000
+# What sources are written in. A file can name other codecs, some of which unpack it or take quadratic time.
+ENCODINGS = ("utf-8", "utf-8-sig", "ascii", "iso-8859-1", "cp1252")
+
+PYTHONS_OWN = (BuiltinImporter, FrozenImporter, PathFinder)
+
+# Of the whole process: what catch_warnings changes and puts back, and the depth at which ast.parse builds its nodes,
+# which is counted wrongly where two threads build at once (SystemError, seen on Python 3.11).
+PARSING = threading.Lock()
+
+
+def parse(text: str) -> ast.Module:
+    """The syntax tree of `text`, without its warnings: they are upstream's, and no error under -W error."""
+    with PARSING, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(text)
+
+
+def is_ours(finder: object) -> bool:
+    """Whether `finder` is shim's own import hook, which must not take part in a search."""
+    return getattr(finder, "is_shim_finder", False) is True
+
+
+def _locations(spec: ModuleSpec | None) -> list[str]:
+    if spec is None or spec.submodule_search_locations is None:
+        return []
+    return list(spec.submodule_search_locations)
+
+
+def _origin(spec: ModuleSpec | None) -> str | None:
+    return spec.origin if spec is not None and spec.has_location else None
+
+
+def search_path(package: str) -> list[str]:
+    """Directories in which submodules of `package` are looked for; empty where there is no such package."""
+    loaded = sys.modules.get(package)
+    if loaded is not None:
+        try:
+            return list(object.__getattribute__(loaded, "__path__"))
+        except AttributeError:
+            return []
+    return _locations(find_spec(package))
+
+
+def _nested_namespace(module: str, path: list[str]) -> ModuleSpec:
+    spec = ModuleSpec(module, None, is_package=True)
+    name = module.rpartition(".")[2]
+    spec.submodule_search_locations = [found for entry in path if os.path.isdir(found := os.path.join(entry, name))]
+    return spec
+
+
+def _editable(finder: Any, module: str) -> ModuleSpec | None:
+    """The spec of what ``pip install -e`` has mapped, read from the table of the finder that it has installed."""
+    cls = finder if issubclass(type(finder), type) else type(finder)
+    place = None
+    if cls.__module__.startswith("__editable__") and cls.__module__ in sys.modules:  # setuptools
+        place = vars(sys.modules[cls.__module__]).get("MAPPING", {}).get(module)
+    elif cls.__module__ == "editables.redirector":  # hatchling, pdm
+        place = vars(cls).get("_redirections", {}).get(module)
+    if place is None:
+        return None
+    candidates = (os.path.join(place, "__init__.py"), f"{place}.py", place)
+    file = next((candidate for candidate in candidates if os.path.isfile(candidate)), None)
+    return spec_from_file_location(module, file)
+
+
+def find_spec(module: str, *, everyone: bool = False) -> ModuleSpec | None:
+    """The spec an import of `module` would use; nothing is imported, no parent either.
+
+    Only Python's own finders are asked, and the tables of editable installations are read: others import what they are
+    asked for, or its parents, as post-import hooks do. `everyone`: ask them as well, where something is being imported
+    anyway.
+    """
+    parent, _, _ = module.rpartition(".")
+    path: list[str] | None = None
+    if parent:
+        path = search_path(parent)
+        if not path:
+            return None
+    for finder in sys.meta_path:
+        if is_ours(finder):
+            continue
+        try:
+            if everyone or any(finder is own for own in PYTHONS_OWN):
+                look = getattr(finder, "find_spec", None)
+                spec = None if look is None else look(module, path)
+            else:
+                spec = _editable(finder, module)
+        except ImportError:  # a finder that forbids the module; an import would fail just so
+            return None
+        except KeyError:
+            # PathFinder asks sys.modules for the parent of a namespace package, which is not imported here.
+            if path is None:
+                raise
+            spec = _nested_namespace(module, path)
+        if spec is not None:
+            return spec
+    return None
+
+
+class Sources:
+    """Sources of modules, each located, read and parsed at most once.
+
+    `roots` replaces the search on sys.path: the modules are then those of the trees below these directories, which
+    is how releases are pinned and audited without being installed. What was found out about files that are still as
+    they were is taken over from `before`.
+    """
+
+    def __init__(self, roots: Iterable[str | os.PathLike[str]] | None = None, before: Sources | None = None) -> None:
+        self._roots = None if roots is None else [Path(root) for root in roots]
+        self._trees: dict[str, ast.Module | SourceError] = {}
+        self._paths: dict[str, str | None] = {}
+        self._stamps: dict[str, object] = {}
+        self._found: dict[object, tuple[list[object], Any]] = {} if before is None else dict(before._found)
+
+    def remembered(self, key: object, modules: Iterable[str], find: Callable[[], T]) -> T:
+        """What `find` returns, or the SourceError it raises: asked once, as long as the files of `modules` stay."""
+        stamps = [self._stamp(module) for module in modules]
+        held = self._found.get(key)
+        if held is None or held[0] != stamps:
+            found: Any
+            try:
+                found = find()
+            except SourceError as error:
+                found = SourceError(str(error), error.cause)
+            held = self._found[key] = stamps, found
+        if isinstance(held[1], SourceError):
+            # Not itself: a traceback holds the frames, and the trees in them.
+            raise SourceError(str(held[1]), held[1].cause)
+        return held[1]
+
+    def _stamp(self, module: str) -> object:
+        """What is another when the file of `module` is another, and as long as the file is too new to be sure."""
+        if module not in self._stamps:
+            path = self.path(module)
+            self._stamps[module] = None if path is None else (path, stamp_of(path))
+        return self._stamps[module]
+
+    def forget_trees(self) -> None:
+        """Let go of the syntax trees, which take a hundred times the room of what is remembered about them."""
+        self._trees.clear()
+
+    def path(self, module: str) -> str | None:
+        """The file of `module`, or None where there is none (not installed, a namespace, built in)."""
+        if module not in self._paths:
+            self._paths[module] = self._locate(module)
+        return self._paths[module]
+
+    def namespace(self, package: str) -> list[str]:
+        """The directories of `package` where it is a namespace, which has no file of its own; else none."""
+        if self.path(package) is not None:
+            return []
+        if self._roots is not None:
+            return [str(found) for root in self._roots if os.path.isdir(found := root.joinpath(*package.split(".")))]
+        return search_path(package)
+
+    def _locate(self, module: str) -> str | None:
+        if self._roots is not None:
+            relative = Path(*module.split("."))
+            for root in self._roots:
+                for candidate in (root / relative.with_suffix(".py"), root / relative / "__init__.py"):
+                    if os.path.isfile(candidate):  # Path.is_file raises where it may not look, or the name is too long
+                        return str(candidate)
+            return None
+        loaded = sys.modules.get(module)
+        if loaded is not None:
+            # Read from the dictionary: an attribute read would fire a lazy module's import.
+            try:
+                namespace = object.__getattribute__(loaded, "__dict__")
+            except AttributeError:
+                return None
+            spec = namespace.get("__spec__")
+            return source_of(namespace.get("__file__") or _origin(spec))
+        try:
+            return source_of(_origin(find_spec(module)))
+        except UNCOMPILED as error:  # to locate a module in a zip, zipimport compiles it
+            raise SourceError(f"{module} cannot be located: {error}", "damaged") from None
+
+    def tree(self, module: str) -> ast.Module:
+        """The syntax tree of `module`; SourceError says why there is none."""
+        if module not in self._trees:
+            try:
+                self._trees[module] = self._parse(module)
+            except SourceError as error:
+                self._trees[module] = error
+        found = self._trees[module]
+        if isinstance(found, SourceError):
+            raise found
+        return found
+
+    def _parse(self, module: str) -> ast.Module:
+        try:
+            return parse(self.text(module))
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise SourceError(f"{self.path(module)} cannot be parsed: {error}", "damaged") from None
+
+    def text(self, module: str) -> str:
+        """The source of `module`; SourceError says why there is none."""
+        path = self.path(module)
+        if path is None:
+            raise SourceError(f"there is no module {module}", "missing")
+        if not path.endswith(".py"):
+            raise SourceError(f"{path} is not Python source, so the body of {module} cannot be known", "bytecode")
+        try:
+            content = self._bytes(path)
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
+            if encoding not in ENCODINGS:
+                raise SourceError(f"{path} is encoded in {encoding[:40]!r}, which is not read", "damaged")
+            return decode_source(content)
+        except (SyntaxError, ValueError) as error:
+            raise SourceError(f"{path} cannot be decoded: {error}", "damaged") from None
+
+    def _bytes(self, path: str) -> bytes:
+        found = read_beginning(path, MAX_SOURCE_BYTES + 1)
+        if len(found) > MAX_SOURCE_BYTES:
+            raise SourceError(f"{path} is larger than {MAX_SOURCE_BYTES} bytes", "damaged")
+        return found

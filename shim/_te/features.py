@@ -1,0 +1,165 @@
+"""Features that the installed megatron-core does not get from the installed Transformer Engine, and what mends it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from shim._te.tables import ENGINE, MEGATRON, expanded, remedies, table
+
+if TYPE_CHECKING:
+    from shim._planning.plan import Decision
+    from shim._releases.detect import Environment
+__all__ = ["LostFeature", "lost_features", "pair_is_known", "places", "remedy_for"]
+
+
+@dataclass(frozen=True)
+class LostFeature:
+    """A name of Transformer Engine that is not there, or not as megatron-core uses it, and what follows from that.
+
+    `remedy` is "alias" (the same is in another place), "adapter" (it is there in another shape), "none" (it cannot be
+    had with this release), or "" where nobody has judged it yet; `patch` is what mends it, `mended` whether it does
+    so in this plan.
+    """
+
+    name: str
+    lost: str
+    remedy: str
+    patch: str = ""
+    mended: bool = False
+    why_not: str = ""  # where a patch would mend it and does not
+    comes_with: str = ""  # the next release of Transformer Engine that has the name
+    places: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "lost": self.lost,
+            "remedy": self.remedy,
+            "patch": self.patch or None,
+            "mended": self.mended,
+            "outcome": self.outcome,
+            "comes_with": self.comes_with or None,
+            "places": list(self.places),
+        }
+
+    @property
+    def verdict(self) -> str:
+        return "mended" if self.mended else "lost"
+
+    @property
+    def outcome(self) -> str:
+        """What becomes of it, in a few words."""
+        if self.mended:
+            return f"mended by {self.patch}"
+        if self.patch:
+            return f"{self.patch} would mend it, but {self.why_not}"
+        comes = f", comes with Transformer Engine {self.comes_with}" if self.comes_with else ""
+        return f"cannot be had with this release{comes}" if self.remedy == "none" else f"not mended{comes}"
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.lost}; {self.outcome}"
+
+
+def remedy_for(name: str, megatron: Version) -> Mapping[str, str] | None:
+    """What was judged about a name that this megatron-core wants; the first case whose range holds counts."""
+    cases = remedies()["names"].get(name, [])
+    return next((case for case in cases if _holds(case.get(MEGATRON, ""), megatron)), None)
+
+
+def _holds(ranges: str, version: Version) -> bool:
+    return not ranges or SpecifierSet(ranges).contains(version, prereleases=True)
+
+
+def _known(version: Version | None, releases: Sequence[str]) -> str | None:
+    """The measured release that this is, its local part aside."""
+    if version is None:
+        return None
+    public = Version(version.public)
+    return next((release for release in releases if Version(release) == public), None)
+
+
+def pair_is_known(environment: Environment) -> bool | None:
+    """Whether both installed releases are among the measured ones; None where one of them is not installed."""
+    installed = environment.installed
+    if MEGATRON not in installed or ENGINE not in installed:
+        return None
+    return all(_known(installed[name].version, table()[name]) is not None for name in (MEGATRON, ENGINE))
+
+
+def places(megatron: Version | None, engine: Version | None) -> dict[str, list[str]] | None:
+    """For each name that is lost with this pair what becomes of whom; None where the pair was not measured."""
+    measured = table()
+    mine, other = _known(megatron, measured[MEGATRON]), _known(engine, measured[ENGINE])
+    if mine is None or other is None:
+        return None
+    found: dict[str, list[str]] = {}
+    for loss in measured["losses"]:
+        if any(
+            mine in expanded(wanting, measured[MEGATRON]) and other in expanded(lacking, measured[ENGINE])
+            for wanting, lacking in loss["on"].items()
+        ):
+            found.setdefault(loss["name"], []).extend(f"{loss['module']}: {what}" for what in loss["what"])
+    return found
+
+
+def lost_features(
+    environment: Environment, decisions: Mapping[str, Decision], *, read_sources: bool = False
+) -> tuple[LostFeature, ...] | None:
+    """What is lost with the installed pair; () where either is not installed, None where the pair was not measured.
+
+    With `read_sources` such a pair is looked through now, which takes a second or two.
+    """
+    installed = environment.installed
+    if MEGATRON not in installed or ENGINE not in installed:
+        return ()
+    megatron, engine = installed[MEGATRON].version, installed[ENGINE].version
+    found = places(megatron, engine)
+    if found is None and read_sources:
+        from shim._te.measure import losses_here
+
+        found = {}
+        for loss in losses_here(environment.sources, Path(installed[MEGATRON].location), installed[ENGINE].raw):
+            found.setdefault(loss.name, []).append(f"{loss.module}: {loss.what}")
+    if found is None or megatron is None or engine is None:
+        return None
+    return (*_of_names(found, megatron, engine, decisions), *_of_drifts(megatron, engine, decisions))
+
+
+def _of_names(
+    found: Mapping[str, Sequence[str]], megatron: Version, engine: Version, decisions: Mapping[str, Decision]
+) -> Iterator[LostFeature]:
+    for name, where in found.items():
+        judged = remedy_for(name, megatron) or {"remedy": "", "lost": "; ".join(where)}
+        if judged["remedy"] != "unneeded":
+            yield _feature(name, judged, decisions, _comes_with(name, engine), tuple(where))
+
+
+def _of_drifts(megatron: Version, engine: Version, decisions: Mapping[str, Decision]) -> Iterator[LostFeature]:
+    for drift in remedies()["drifts"]:
+        if _holds(drift[MEGATRON], megatron) and _holds(drift[ENGINE], engine):
+            yield _feature(drift["name"], drift, decisions, "", tuple(drift["places"]))
+
+
+def _feature(
+    name: str, judged: Mapping[str, Any], decisions: Mapping[str, Decision], comes_with: str, where: tuple[str, ...]
+) -> LostFeature:
+    patch = judged.get("patch", "")
+    decision = decisions.get(patch)
+    mended = decision is not None and decision.wanted
+    why_not = "" if mended or not patch else "the matrix does not have it"
+    if decision is not None and not mended:
+        why_not = f"it is {decision.action}: {decision.reason}"
+    return LostFeature(name, judged["lost"], judged["remedy"], patch, mended, why_not, comes_with, where)
+
+
+def _comes_with(name: str, engine: Version) -> str:
+    from shim._te.names import wanted_names
+
+    found = wanted_names().get(name, {"in": []})["in"]
+    return next((release for release in found if Version(release) > engine), "")

@@ -1,0 +1,78 @@
+"""The table of what megatron-core loses with each Transformer Engine: lost_names.json, written by `shim pin`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from shim._releases.sources import Sources
+from shim._releases.versions import parse_version
+from shim._te.interpreter import Engine, Loss, Megatron, Pair
+from shim._te.tables import ENGINE, MEGATRON, spans
+
+__all__ = ["MORE_ENGINES", "losses_here", "measure_losses", "render_losses"]
+
+# Not supported, but met in images with an old megatron-core: what is lost with them is told, and nothing is tried.
+MORE_ENGINES = ("1.11.0", "1.13.0")
+
+
+def measure_losses(
+    megatrons: Iterable[tuple[str, Path]],
+    engines: Iterable[tuple[str, Path]],
+    progress: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """What is lost with every pair of releases, each unpacked in a directory; `progress` hears what is next."""
+    ordered = sorted(engines, key=lambda item: Version(item[0]))
+    opened = [(release, Engine(Version(release), Sources([root]))) for release, root in ordered]
+    wanted_by: dict[tuple[str, str, tuple[str, ...]], dict[str, list[str]]] = {}
+    releases: list[str] = []
+    for release, root in megatrons:
+        releases.append(release)
+        megatron = Megatron(Sources([root]), root / "megatron" / "core")
+        for engine_release, engine in opened:
+            progress(f"what megatron-core {release} loses with transformer-engine {engine_release}")
+            for key in _by_place(Pair(megatron, engine).losses()):
+                wanted_by.setdefault(key, {}).setdefault(release, []).append(engine_release)
+    order = [release for release, _ in opened]
+    return {
+        MEGATRON: releases,
+        ENGINE: order,
+        "losses": [
+            {"name": name, "module": module, "what": list(what), "on": _on(found, releases, order)}
+            for (name, module, what), found in sorted(wanted_by.items())
+        ],
+    }
+
+
+def _by_place(losses: Iterable[Loss]) -> list[tuple[str, str, tuple[str, ...]]]:
+    what: dict[tuple[str, str], list[str]] = {}
+    for loss in losses:
+        what.setdefault((loss.name, loss.module), []).append(loss.what)
+    return [(name, module, tuple(sorted(found))) for (name, module), found in what.items()]
+
+
+def _on(found: Mapping[str, Sequence[str]], megatrons: Sequence[str], engines: Sequence[str]) -> dict[str, str]:
+    """``{releases of megatron-core: releases of Transformer Engine}``; those with the same share an entry."""
+    grouped: dict[str, list[str]] = {}
+    for release, lacking in found.items():
+        grouped.setdefault(spans(lacking, engines), []).append(release)
+    return {spans(releases, megatrons): lacking for lacking, releases in grouped.items()}
+
+
+def render_losses(table: Mapping[str, Any]) -> str:
+    """The text of lost_names.json, a line for each name and place."""
+    heads = [f" {json.dumps(name)}: {json.dumps(table[name])}," for name in (MEGATRON, ENGINE)]
+    lines = ",\n".join("  " + json.dumps(loss) for loss in table["losses"])
+    return "\n".join(["{", *heads, ' "losses": [', lines, " ]", "}"]) + "\n"
+
+
+def losses_here(sources: Sources, package: Path, version: str | None) -> list[Loss]:
+    """What is lost with the two releases that `sources` finds, told from them; for versions the table does not have."""
+    known = parse_version(version)
+    if known is None:
+        return []
+    return list(Pair(Megatron(sources, package), Engine(known, sources)).losses())

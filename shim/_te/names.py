@@ -1,0 +1,247 @@
+"""Names of Transformer Engine that megatron-core imports, and which of them a release lacks.
+
+megatron-core guards its imports of Transformer Engine, so a name that is gone raises nothing: a feature goes off in
+silence. The list in wanted_names.json is written by `shim pin` from the wheels of both.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from shim._errors import SourceError
+from shim._releases.fingerprint import blocks, names_bound_by, split_target
+from shim._releases.sources import Sources
+
+__all__ = [
+    "ENGINE",
+    "FILE",
+    "LostName",
+    "Names",
+    "absolute_origin",
+    "as_target",
+    "dotted",
+    "lost_names",
+    "measure_names",
+    "render_names",
+    "wanted_names",
+]
+
+FILE = Path(__file__).with_name("wanted_names.json")
+ENGINE = "transformer_engine"
+CHAIN_LIMIT = 100  # modules that pass a name on to each other; real ones are fewer than five
+
+
+@dataclass(frozen=True)
+class LostName:
+    """A name that a release of Transformer Engine lacks: which megatron-core wants it, and where it is to be found."""
+
+    name: str
+    wanted: str  # first and last release of megatron-core that imports it
+    last_seen: str  # the newest release before this one that has it; "" where none has
+    comes_with: str  # the first release after this one that has it; "" where none has
+    newly: bool  # the release just before this one still has it
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "wanted_by": self.wanted,
+            "last_seen": self.last_seen,
+            "comes_with": self.comes_with,
+            "newly": self.newly,
+        }
+
+    @property
+    def whereabouts(self) -> str:
+        parts = [f"last seen in {self.last_seen}"] if self.last_seen else []
+        parts += [f"comes with {self.comes_with}"] if self.comes_with else []
+        return (", ".join(parts) or "in no supported release") + (" (newly lost)" if self.newly else "")
+
+    def __str__(self) -> str:
+        return f"{self.name}, wanted by megatron-core {self.wanted}, {self.whereabouts}"
+
+
+@lru_cache(maxsize=1)
+def wanted_names() -> Mapping[str, Mapping[str, list[str]]]:
+    return json.loads(FILE.read_text("utf-8"))
+
+
+def lost_names(sources: Sources, version: Version | None, supported: Iterable[str]) -> tuple[LostName, ...]:
+    """The names that the Transformer Engine of `sources` lacks, newly lost ones first, then lost ones.
+
+    `version` is its own, None for unknown, which counts as newer than all `supported` releases.
+    """
+    names = Names(sources)
+    releases = sorted(supported, key=Version)
+    before = [release for release in releases if version is None or Version(release) < version]
+    lost = []
+    for name, found in wanted_names().items():
+        if names.has(name):
+            continue
+        wanted, seen = found["wanted_by"], found["in"]
+        span = wanted[0] if wanted[0] == wanted[-1] else f"{wanted[0]} - {wanted[-1]}"
+        last = next((release for release in reversed(before) if release in seen), "")
+        after = [release for release in releases if release not in before and release in seen]
+        newly = bool(before) and last == before[-1]
+        lost.append(LostName(name, span, last, next(iter(after), ""), newly))
+    gone = {item.name for item in lost}
+    lost = [item for item in lost if item.name.rpartition(".")[0] not in gone]  # a member is lost with its class
+    return tuple(sorted(lost, key=lambda item: (not item.newly, not item.last_seen, item.name)))
+
+
+@dataclass(frozen=True)
+class _Module:
+    """What the statements of a module bind at its top level, guarded or not, and its ``import *``."""
+
+    bound: dict[str, list[ast.stmt]]
+    stars: list[ast.ImportFrom]
+
+
+class Names:
+    """The names of Transformer Engine in `sources`; each module is looked through once."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+        self._modules: dict[str, _Module | None] = {}
+
+    def has(self, name: str) -> bool:
+        """Whether ``module:name`` or ``module:Class.name`` is there: defined, imported, a submodule, by ``import *``.
+
+        What cannot be told from the sources counts as there: names of the compiled extension, members of base classes.
+        """
+        return self._has(name, set())
+
+    def _has(self, name: str, seen: set[str]) -> bool:
+        if name in seen:
+            return False  # whoever asked first is still looking, or has looked in vain
+        seen.add(name)
+        module, qualname = split_target(name)
+        first, _, member = qualname.partition(".")
+        if self._sources.path(f"{module}.{first}") is not None:
+            return not member or self._has(f"{module}.{first}:{member}", seen)
+        found = self._module(module)
+        if found is None:
+            return False
+        if first in found.bound:
+            return not member or any(self._gives(module, node, first, member, seen) for node in found.bound[first])
+        return any(self._passes(module, star, qualname, seen) for star in found.stars)
+
+    def _module(self, module: str) -> _Module | None:
+        if module not in self._modules:
+            try:
+                self._modules[module] = _looked_through(self._sources.tree(module))
+            except SourceError:
+                self._modules[module] = None
+        return self._modules[module]
+
+    def _gives(self, module: str, node: ast.stmt, name: str, member: str, seen: set[str]) -> bool:
+        """Whether what a statement binds to `name` has the member."""
+        if isinstance(node, ast.ImportFrom):
+            original = next((a.name for a in node.names if (a.asname or a.name) == name), name)
+            return self._passes(module, node, f"{original}.{member}", seen)
+        if isinstance(node, ast.ClassDef):
+            own = member.partition(".")[0] in _looked_through(node).bound
+            return own or any(not (isinstance(base, ast.Name) and base.id == "object") for base in node.bases)
+        return True
+
+    def _passes(self, module: str, node: ast.ImportFrom, name: str, seen: set[str]) -> bool:
+        origin = absolute_origin(self._sources, module, node)
+        if len(seen) > CHAIN_LIMIT or origin is None or not origin.startswith(ENGINE + "."):
+            return True  # cannot be told, of the compiled extension, or of somebody else
+        return self._has(f"{origin}:{name}", seen)
+
+
+def _looked_through(tree: ast.Module | ast.ClassDef) -> _Module:
+    found = _Module({}, [])
+    bodies: list[Sequence[ast.stmt]] = [tree.body]
+    while bodies:
+        for statement in bodies.pop():
+            for name in names_bound_by(statement):
+                found.bound.setdefault(name, []).append(statement)
+            if isinstance(statement, ast.ImportFrom) and statement.names[0].name == "*":
+                found.stars.append(statement)
+            bodies += [body for _, body in blocks(statement)]
+    return found
+
+
+def absolute_origin(sources: Sources, module: str, node: ast.ImportFrom) -> str | None:
+    """The module an import is from, as seen from `module`."""
+    if not node.level:
+        return node.module
+    path = sources.path(module) or ""
+    parts = module.split(".") if path.endswith("__init__.py") else module.split(".")[:-1]
+    parts = parts[: len(parts) - node.level + 1]
+    return ".".join([*parts, *filter(None, [node.module])]) or None
+
+
+# Written by `shim pin`
+
+
+def measure_names(
+    megatrons: Iterable[tuple[str, Path]], engines: Iterable[tuple[str, Path]]
+) -> dict[str, dict[str, list[str]]]:
+    """Every name some megatron-core imports: the releases that do, and those of Transformer Engine that have it."""
+    wanted: dict[str, dict[str, list[str]]] = {}
+    for release, root in megatrons:
+        for name in sorted(_names_imported_below(root / "megatron" / "core")):
+            wanted.setdefault(name, {"wanted_by": [], "in": []})["wanted_by"].append(release)
+    for release, root in engines:
+        names = Names(Sources([root]))
+        for name, found in wanted.items():
+            if names.has(name):
+                found["in"].append(release)
+    return dict(sorted(wanted.items()))
+
+
+def _names_imported_below(package: Path) -> set[str]:
+    found: set[str] = set()
+    for path in package.rglob("*.py"):
+        text = path.read_text("utf-8")
+        if ENGINE in text:
+            found |= set(_names_imported_in(ast.parse(text)))
+    return found
+
+
+def _names_imported_in(tree: ast.Module) -> Iterator[str]:
+    """``from transformer_engine.x import y`` and, with what ``import transformer_engine.x as t`` binds, ``t.y``."""
+    aliases: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == ENGINE:
+            yield from (f"{node.module}:{alias.name}" for alias in node.names if alias.name != "*")
+            aliases |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            mine = [alias for alias in node.names if alias.name.split(".")[0] == ENGINE]
+            aliases |= {alias.asname or ENGINE: alias.name if alias.asname else ENGINE for alias in mine}
+    for node in ast.walk(tree):
+        parts = dotted(node) if isinstance(node, ast.Attribute) else []
+        if parts and parts[0] in aliases:
+            yield as_target([*aliases[parts[0]].split("."), *parts[1:]])
+
+
+def as_target(parts: list[str]) -> str:
+    """``module:name``, or ``module:Class.name``: what is written large is no module."""
+    large = (i for i, part in enumerate(parts) if part.lstrip("_")[:1].isupper())
+    split = next(large, len(parts) - 1)
+    return f"{'.'.join(parts[:split])}:{'.'.join(parts[split : split + 2])}"
+
+
+def dotted(node: ast.expr) -> list[str]:
+    if isinstance(node, ast.Name):
+        return [node.id]
+    if isinstance(node, ast.Attribute):
+        before = dotted(node.value)
+        return [*before, node.attr] if before else []
+    return []
+
+
+def render_names(names: Mapping[str, Mapping[str, list[str]]]) -> str:
+    """The text of wanted_names.json, a line for each name."""
+    lines = (f" {json.dumps(name)}: {json.dumps(found)}" for name, found in names.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"

@@ -1,0 +1,1 @@
+"""What people call: the command line, doctor, audit, pins, generated pages."""

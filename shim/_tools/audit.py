@@ -1,0 +1,316 @@
+"""What a release that nobody has pinned yet means for every patch; nothing of it is installed, imported or run."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import difflib
+import itertools
+import zipfile
+from bisect import bisect_right
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from packaging.version import Version
+
+from shim._errors import ShimError, SourceError
+from shim._matrix.model import Matrix, PatchEntry, Variant
+from shim._planning.match import Match, match
+from shim._releases.detect import DISTRIBUTIONS, Environment, Installed
+from shim._releases.fingerprint import definitions, fingerprint, split_target
+from shim._releases.sources import Sources
+from shim._releases.trees import Fetch, Tree
+from shim._te.names import LostName, lost_names
+
+__all__ = ["Audit", "Difference", "Finding", "audit"]
+
+VERDICTS = {
+    "apply": "applies as it is",
+    "upstream": "upstream has it",
+    "drifted": "drifted",
+    "gone": "target gone",
+    "out-of-range": "out of range",
+}
+DIFF_LINES = 60
+LINE_LENGTH = 120  # longer ones are broken at their commas, so that a diff shows which argument changed
+LINE_LIMIT = 400
+NODE_LIMIT = 100_000  # of a body that is to be diffed; the largest real one has a tenth of that
+NOTE_LIMIT = 600
+CANDIDATES = 3  # known bodies that are fetched to find the nearest one
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A body that no pinned release has: what became of it, and a diff from the nearest one that is known."""
+
+    target: str
+    bound: bool  # a target of the patch; False: a body it relies on
+    why: str
+    nearest: str = ""  # the release the diff begins from
+    diff: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "target": self.target,
+            "role": "binds" if self.bound else "relies on",
+            "why": self.why,
+            "nearest": self.nearest,
+            "diff": list(self.diff),
+        }
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the release means for one patch: `verdict` is one of VERDICTS."""
+
+    id: str
+    kind: str
+    distribution: str
+    verdict: str
+    reason: str
+    variant: str | None = None
+    differences: tuple[Difference, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "distribution": self.distribution,
+            "verdict": self.verdict,
+            "reason": self.reason,
+            "variant": self.variant,
+            "differences": [difference.to_dict() for difference in self.differences],
+        }
+
+
+@dataclass(frozen=True)
+class Audit:
+    """All findings about one tree, and of a Transformer Engine the names megatron-core wants that it lacks."""
+
+    tree: Tree
+    findings: tuple[Finding, ...]
+    lost: tuple[LostName, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def clean(self) -> bool:
+        """Whether no patch has drifted or lost a target, and no name was lost since the newest supported release."""
+        amiss = any(finding.verdict in ("drifted", "gone") for finding in self.findings)
+        return not amiss and not any(name.newly for name in self.lost)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "target": self.tree.name,
+            "audited": {name: i.to_dict() for name, i in self.tree.environment.installed.items()},
+            "clean": self.clean,
+            "patches": {finding.id: finding.to_dict() for finding in self.findings},
+            "lost_names": [name.to_dict() for name in self.lost],
+            "notes": list(self.notes),
+        }
+
+
+def audit(matrix: Matrix, tree: Tree, fetch: Fetch) -> Audit:
+    """Compare every patch with the bodies of `tree`; `fetch` gives the known releases that diffs begin from."""
+    installed = tree.environment.installed
+    known = _Known(matrix, fetch)
+    findings = tuple(
+        _finding(entry, match(entry, _beside_all(entry, tree.environment), matrix), tree, known)
+        for entry in matrix.patches.values()
+        if entry.distribution in installed
+    )
+    engine = installed.get("transformer-engine")
+    lost: tuple[LostName, ...] = ()
+    if engine is not None:
+        lost = lost_names(tree.environment.sources, engine.version, matrix.supported.get("transformer-engine", ()))
+    problems = [
+        f"{i.distribution}: no readable version; judged by bodies alone" for i in installed.values() if not i.raw
+    ]
+    return Audit(tree, findings, lost, (*problems, *known.problems))
+
+
+def _beside_all(entry: PatchEntry, environment: Environment) -> Environment:
+    """What is audited, beside any release of what the rules of the patch speak of besides.
+
+    Only the tree is audited: whether Transformer Engine lies there too says nothing about megatron-core.
+    """
+    names = {name for rule in entry.rules for name in rule.ranges}
+    unknown = {name: Installed(name, DISTRIBUTIONS[name].package, "", origin="not audited") for name in sorted(names)}
+    return replace(environment, installed={**unknown, **environment.installed})
+
+
+def _finding(entry: PatchEntry, found: Match, tree: Tree, known: _Known) -> Finding:
+    installed = tree.environment.installed[entry.distribution]
+    sources, version = tree.environment.sources, installed.version
+    newest = known.in_newest(entry)
+    if found.state == "out-of-range" and newest and known.newer(entry, version):
+        return _without_targets(entry, entry.variants[newest], tree)
+    if found.state != "drifted":
+        return Finding(entry.id, entry.kind, entry.distribution, found.state, found.reason, found.variant)
+    variant = entry.variants[found.variant or ""]
+    differences = []
+    gone = False
+    for target, why in found.drifted.items():
+        body = variant.inherits(target) or target
+        text = _body(sources, body)
+        gone = gone or (target in variant.targets and not (_there(sources, body) and _there(sources, _owner(target))))
+        nearest, diff = ("", ()) if text is None else known.nearest(entry, target, found, text, version)
+        differences.append(Difference(target, target in variant.targets, why, nearest, diff))
+    verdict = "gone" if gone else "drifted"
+    return Finding(entry.id, entry.kind, entry.distribution, verdict, found.reason, found.variant, tuple(differences))
+
+
+def _owner(target: str) -> str:
+    """The class that a target is bound on, which may inherit it; of a function, the function."""
+    module, _, qualname = target.partition(":")
+    return f"{module}:{qualname.rpartition('.')[0] or qualname}"
+
+
+def _there(sources: Sources, target: str) -> bool:
+    """False where the module or the definition is gone; a file that cannot be read is there all the same."""
+    module, qualname = split_target(target)
+    if sources.path(module) is None:
+        return False
+    try:
+        return bool(definitions(sources.tree(module), qualname))
+    except (SourceError, RecursionError):
+        return True
+
+
+def _why_lost(sources: Sources, target: str) -> str:
+    try:
+        return f"its fingerprint is {fingerprint(sources, target)}"
+    except SourceError as error:
+        return str(error)
+
+
+def _without_targets(entry: PatchEntry, variant: Variant, tree: Tree) -> Finding:
+    """The finding where no range speaks of the release, and none of the targets of the newest variant can be read."""
+    installed, sources = tree.environment.installed[entry.distribution], tree.environment.sources
+    lost = tuple(Difference(target, True, _why_lost(sources, target)) for target in variant.targets)
+    verdict = "drifted" if any(_there(sources, target) for target in variant.targets) else "gone"
+    release = f"{installed.distribution} {installed.raw or 'of unknown version'}"
+    reason = f"{release} has no target of the newest variant that can be read: {lost[0].why}"
+    return Finding(entry.id, entry.kind, entry.distribution, verdict, reason, variant.name, lost)
+
+
+class _Known:
+    """Bodies of the pinned releases, fetched as far as diffs need them."""
+
+    def __init__(self, matrix: Matrix, fetch: Fetch) -> None:
+        self._matrix = matrix
+        self._fetch = fetch
+        self._sources: dict[tuple[str, str], Sources | None] = {}
+        self.problems: list[str] = []
+
+    def in_newest(self, entry: PatchEntry) -> str:
+        """The variant that the newest supported release gets; "" for none."""
+        supported = self._matrix.supported.get(entry.distribution, ())
+        newest = max(supported, key=Version, default="")
+        pin = self._matrix.pins.get(entry.distribution, {}).get(newest, {}).get(entry.id)
+        return (pin.variant or "") if pin is not None else ""
+
+    def newer(self, entry: PatchEntry, version: Version | None) -> bool:
+        """Whether the release is newer than all supported ones, or of unknown version."""
+        supported = self._matrix.supported.get(entry.distribution, ())
+        return version is None or version > max(map(Version, supported), default=version)
+
+    def nearest(
+        self, entry: PatchEntry, target: str, found: Match, text: list[str], version: Version | None
+    ) -> tuple[str, tuple[str, ...]]:
+        """The release with the known body most like `text`, and the diff from it; ("", ()) where none is at hand.
+
+        A body that is known with another variant is compared with those of the variant found, from which it differs.
+        """
+        best: tuple[float, str, list[str]] | None = None
+        value = found.fingerprints[target]
+        elsewhere = any(pin.fingerprints.get(target) == value for _, pin in self._matrix.known(entry.id))
+        variants = {found.variant} if elsewhere else set(entry.variants)
+        for release in self._releases(entry, target, version, variants)[:CANDIDATES]:
+            sources = self._open(entry.distribution, release)
+            body = entry.variants[found.variant or ""].inherits(target) or target
+            known = None if sources is None else _body(sources, body)
+            if known is not None:
+                likeness = difflib.SequenceMatcher(None, known, text, autojunk=False).ratio()
+                if best is None or likeness > best[0]:
+                    best = (likeness, release, known)
+        if best is None:
+            return "", ()
+        lines = difflib.unified_diff(best[2], text, f"{entry.distribution} {best[1]}", "audited", "", "", 2, "")
+        return best[1], tuple(_shortened(list(lines)))
+
+    def _releases(
+        self, entry: PatchEntry, target: str, version: Version | None, variants: Collection[str | None]
+    ) -> list[str]:
+        """One release for every body of `target` that is known with `variants`, those nearest to `version` first."""
+        pinned = self._matrix.pins.get(entry.distribution, {})
+        order = sorted(pinned, key=Version)
+        place = len(order) if version is None else bisect_right([Version(release) for release in order], version)
+        ranked = sorted(enumerate(order), key=lambda item: abs(item[0] + 0.5 - place))
+        bodies: dict[str, str] = {}
+        for _, release in ranked:
+            pin = pinned[release].get(entry.id)
+            if pin is not None and pin.variant in variants and target in pin.fingerprints:
+                bodies.setdefault(pin.fingerprints[target], release)
+        return list(bodies.values())
+
+    def _open(self, distribution: str, release: str) -> Sources | None:
+        key = distribution, release
+        if key not in self._sources:
+            try:
+                self._sources[key] = Sources([self._fetch(distribution, release)])
+            except (OSError, RuntimeError, ShimError, zipfile.BadZipFile) as error:  # FetchError is a RuntimeError
+                self._sources[key] = None
+                why = " ".join(str(error).split())[:NOTE_LIMIT]
+                self.problems.append(f"no diff from {distribution} {release}, which could not be fetched: {why}")
+        return self._sources[key]
+
+
+def _body(sources: Sources, target: str) -> list[str] | None:
+    """The definitions of `target`, and what guards them, as lines in one normal form: no comments, no docstrings.
+
+    None where there is no definition, or none that can be shown.
+    """
+    module, qualname = split_target(target)
+    lines: list[str] = []
+    try:
+        found = definitions(sources.tree(module), qualname)
+        nodes = itertools.chain.from_iterable(ast.walk(definition.node) for definition in found)
+        if sum(1 for _ in itertools.islice(nodes, NODE_LIMIT)) == NODE_LIMIT:
+            return None
+        for definition in found:
+            lines += [f"# under: {_guard(*guard)}" for guard in definition.guards]
+            lines += ast.unparse(_Undocumented().visit(copy.deepcopy(definition.node))).splitlines()
+    except (SourceError, RecursionError, ValueError):
+        return None
+    return [broken for line in lines for broken in _broken(line)] or None
+
+
+def _guard(kind: str, content: object) -> str:
+    parts = content if isinstance(content, list) else [content]
+    return " ".join([kind, *(ast.unparse(part) for part in parts if isinstance(part, ast.AST))])
+
+
+def _broken(line: str) -> list[str]:
+    if len(line) <= LINE_LENGTH:
+        return [line]
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    return line.replace(", ", f",\n{indent}").split("\n")
+
+
+class _Undocumented(ast.NodeTransformer):
+    """Takes docstrings off, which no fingerprint sees either."""
+
+    def _visit(self, node: Any) -> Any:
+        self.generic_visit(node)
+        first = node.body[0]
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+            node.body = node.body[1:] or [ast.Pass()]
+        return node
+
+    visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = _visit
+
+
+def _shortened(lines: list[str]) -> Iterator[str]:
+    yield from (line if len(line) <= LINE_LIMIT else line[:LINE_LIMIT] + "..." for line in lines[:DIFF_LINES])
+    if len(lines) > DIFF_LINES:
+        yield f"... {len(lines) - DIFF_LINES} more lines"

@@ -1,0 +1,73 @@
+"""An audit for people: text for a terminal, Markdown for a pull request. Nothing in it can break out of its place."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterable
+
+from shim._tools.audit import VERDICTS, Audit
+
+__all__ = ["as_markdown", "as_text"]
+
+
+def as_text(found: Audit) -> str:
+    """The audit for a terminal."""
+    lines = [f"audit of {_one_line(found.tree.name)}"]
+    lines += [f"  {_one_line(str(installed))}" for installed in found.tree.environment.installed.values()]
+    for finding in found.findings:
+        lines.append(f"  {VERDICTS[finding.verdict]:<17} {finding.id}: {_one_line(finding.reason)}")
+        for difference in finding.differences:
+            role = "binds" if difference.bound else "relies on"
+            start = f" (from {difference.nearest})" if difference.nearest else ""
+            lines += [f"    {role} {difference.target}: {_one_line(difference.why)}{start}"]
+            lines += [f"      {line}" for line in difference.diff]
+    lines += [f"  lost name: {name}" for name in found.lost]
+    lines += [f"  ! {note}" for note in found.notes]
+    return "\n".join(lines)
+
+
+def as_markdown(found: Audit) -> str:
+    """The audit for a pull request: a table, and what differs folded up below it."""
+    audited = ", ".join(
+        f"{i.distribution} {i.raw or 'of unknown version'}" for i in found.tree.environment.installed.values()
+    )
+    lines = [f"### shim audit: {_cell(audited)}", "", "| patch | verdict | |", "|---|---|---|"]
+    lines += [f"| {f.id} | {VERDICTS[f.verdict]} | {_cell(f.reason)} |" for f in found.findings]
+    right = [finding.id for finding in found.findings if finding.verdict == "upstream"]
+    if right:
+        lines += [
+            "",
+            f"Upstream is right by itself where these were needed, so gates for them can go: {', '.join(right)}.",
+        ]
+    for finding in found.findings:
+        for difference in finding.differences:
+            role = "binds" if difference.bound else "relies on"
+            start = f" (from {difference.nearest})" if difference.nearest else ""
+            why = html.escape(_one_line(difference.why)) + start
+            summary = f"{finding.id} {role} <code>{difference.target}</code>: {why}"
+            lines += ["", f"<details><summary>{summary}</summary>", ""]
+            if difference.diff:
+                fence = "`" * max(3, 1 + _longest_run(difference.diff))
+                lines += [f"{fence}diff", *difference.diff, fence]
+            lines += ["</details>"]
+    if found.lost:
+        lines += ["", "Names that megatron-core imports and this release lacks:", ""]
+        lines += ["| name | wanted by megatron-core | |", "|---|---|---|"]
+        lines += [f"| `{n.name}` | {n.wanted} | {n.whereabouts} |" for n in found.lost]
+    lines += ["", *[f"- {_cell(note)}" for note in found.notes]] if found.notes else []
+    return "\n".join(lines)
+
+
+def _one_line(text: str) -> str:
+    return "".join(filter(str.isprintable, " ".join(text.split())))
+
+
+def _cell(text: str) -> str:
+    """Text that no Markdown is in: paths and names of a tree may hold anything."""
+    return re.sub(r"([\\`*_\[\]<>|&~#@])", r"\\\1", _one_line(text))
+
+
+def _longest_run(lines: Iterable[str]) -> int:
+    """Of backticks, which must not close the fence."""
+    return max((len(run) for line in lines for run in re.findall("`+", line)), default=0)

@@ -1,0 +1,194 @@
+"""What an issue report needs, gathered without importing torch, megatron or a trainer."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import shim
+from shim._api import default_plan
+from shim._engine.variables import concerning
+from shim._errors import ShimError
+from shim._matrix.load import matrix_path
+from shim._planning.options import PREFIX, matrix_argument
+from shim._planning.overview import nothing_installed
+from shim._releases.detect import detect
+from shim._te.features import LostFeature, lost_features
+from shim._tools import others as _others
+from shim._tools.surroundings import TRAINERS, machine, packages
+
+if TYPE_CHECKING:
+    from shim._planning.plan import Plan
+
+__all__ = ["as_text", "examine"]
+
+# What others read that changes what runs; values of all that begin so are shown.
+PREFIXES = (PREFIX, "NVTE_", "NCCL_", "TORCH_NCCL_", "MINDSPEED_", "PRIMUS_", "VERL_")
+OTHER_VARIABLES = (
+    *("PYTHONPATH", "PYTHONOPTIMIZE", "PYTHONSTARTUP", "LD_PRELOAD", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES"),
+    *("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
+    *("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE", "MEGATRON_LM_PATH"),
+)
+
+
+def examine() -> dict[str, Any]:
+    """A dictionary with stable keys; `problems` holds what is wrong, `notes` what some models need."""
+    environment = detect()
+    problems = [f"{i.distribution}: {text}" for i in environment.installed.values() for text in i.problems]
+    decisions: dict[str, Any] = {}
+    notes: list[str] = []
+    lost: tuple[LostFeature, ...] | None = None
+    digest, content = None, ""
+    known = packages()
+    others: list[dict[str, Any]] = []
+    try:
+        made = default_plan()
+        content = made.matrix.content
+        digest = made.digest
+        others = _patches_of_others(made, known)
+        problems += filter(None, [nothing_installed(made)])
+        for id, d in made.decisions.items():
+            decisions[id] = {"action": d.action, "variant": d.variant, "reason": d.reason}
+        # A pair that nobody measured is looked through here, where a second does not matter.
+        lost = lost_features(environment, made.decisions, read_sources=True)
+        problems += [
+            f"{d.id} is {d.action}: {d.reason}. Remedy: {d.remedy}"
+            for d in made.decisions.values()
+            if d.kind == "correctness" and d.action in ("drifted", "conflict")
+        ]
+        notes = [
+            f"{id}: {variable} is not set, so {variable.without}. Remedy: set it for the process, or call "
+            f"shim.apply(options={ {id: {variable.option: True}} }) before {variable.before} is imported"
+            for id, variable in concerning(made)
+            if os.environ.get(variable.name) != variable.value
+        ]
+    except ShimError as error:
+        problems.append(str(error))
+    torch = environment.installed.get("torch")
+    hardware = machine(torch.location if torch else None)
+    problems += filter(None, [hardware["problem"]])
+    if sys.flags.optimize:
+        problems.append("python -O strips upstream's assertions, which guard against wrong results: run without -O")
+    deaf = {"isolated": "-I", "ignore_environment": "-E", "no_site": "-S"}
+    flags = [flag for name, flag in deaf.items() if getattr(sys.flags, name)]
+    if flags:
+        problems.append(
+            f"python {flags[0]} does not notice `shim run`, nor variables with -I or -E: leave it out, or call "
+            "shim.apply() in the program"
+        )
+    return {
+        "shim": {
+            "version": shim.__version__,
+            "location": str(Path(shim.__file__).parent),
+            "matrix": str(matrix_argument(None) or matrix_path()),
+            "matrix_content": content,
+        },
+        "python": {"version": platform.python_version(), "executable": sys.executable, "platform": _platform()},
+        "installed": {name: i.to_dict() for name, i in environment.installed.items()},
+        "variables": {n: v for n, v in sorted(os.environ.items()) if n in OTHER_VARIABLES or n.startswith(PREFIXES)},
+        "machine": hardware,
+        "packages": known,
+        "others": others,
+        "import_hooks": [_finder(finder) for finder in sys.meta_path],
+        "digest": digest,
+        "plan": decisions,
+        "notes": notes,
+        "lost_features": None if lost is None else [feature.to_dict() for feature in lost],
+        "problems": problems,
+    }
+
+
+def _patches_of_others(made: Plan, known: Mapping[str, Mapping[str, str | None]]) -> list[dict[str, Any]]:
+    """Each with `target`, the `patches` of shim it concerns, `who`, `where`, and whether it is in force (`loaded`)."""
+    concerned: dict[str, list[str]] = {}
+    for d in made.decisions.values():
+        for target in dict.fromkeys([*d.targets, *(d.fingerprints if d.wanted else ())]):
+            concerned.setdefault(target, []).append(d.id)
+    found = [
+        {"target": target, "patches": concerned[target], "who": what, "where": "", "loaded": True}
+        for target, what in _others.loaded_foreign(made)
+    ]
+    for name, package in known.items():
+        if name in TRAINERS and package["location"]:
+            for target, where in _others.assignments_in(package["location"], concerned):
+                found.append(
+                    {"target": target, "patches": concerned[target], "who": name, "where": where, "loaded": False}
+                )
+    return found
+
+
+def _platform() -> str:
+    # platform.platform() would start `uname -p`.
+    return f"{platform.system()} {platform.release()} {platform.machine()}"
+
+
+def _finder(finder: Any) -> str:
+    cls = finder if isinstance(finder, type) else type(finder)
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """The examination as Markdown that can be pasted into an issue."""
+    lines = ["### shim doctor", ""]
+    lines.append(f"- shim {found['shim']['version']} from `{found['shim']['location']}`")
+    content = found["shim"]["matrix_content"]
+    other = f" (not the one that ships; content {content})" if content else ""
+    lines.append(f"- matrix `{found['shim']['matrix']}`{other}, digest {found['digest']}")
+    lines.append(f"- Python {found['python']['version']} on {found['python']['platform']}")
+    for name, installed in found["installed"].items():
+        lines.append(f"- {name} {installed['version']} ({installed['origin']}) at `{installed['location']}`")
+    for name in ("megatron-core", "transformer-engine", "torch"):
+        if name not in found["installed"]:
+            lines.append(f"- {name}: not installed")
+    lines += _machine_as_text(found["machine"])
+    for name, package in found["packages"].items():
+        place = f" at `{package['location']}`" if package["location"] else ""
+        lines.append(f"- {name} {package['version'] or 'of unknown version'}{place}")
+    lines += [f"- `{name}={value}`" for name, value in found["variables"].items()]
+    lines.append(f"- import hooks: {', '.join(found['import_hooks'])}")
+    lines += ["", "| patch | action | variant | reason |", "|---|---|---|---|"]
+    for id, d in found["plan"].items():
+        cells = [id, d["action"], d["variant"] or "", d["reason"]]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+    lines += ["", "Notes:", *(f"- {note}" for note in found["notes"])] if found["notes"] else []
+    lines += _others_as_text(found["others"])
+    lines += _lost_as_text(found)
+    lines += ["", "Problems:" if found["problems"] else "No problems found."]
+    lines += [f"- {problem}" for problem in found["problems"]]
+    return "\n".join(lines)
+
+
+def _machine_as_text(machine: Mapping[str, Any]) -> list[str]:
+    gpus = [f"- GPU {place}: {gpu}" for place, gpu in enumerate(machine["gpus"])] or [
+        "- GPU: none that nvidia-smi shows"
+    ]
+    cuda = machine["cuda"]
+    versions = [f"torch built for {cuda['torch']}" if cuda["torch"] else "no torch that is built for CUDA"]
+    versions += [f"toolkit {cuda['toolkit']}"] if cuda["toolkit"] else []
+    versions += [f"{name} {version}" for name, version in machine["libraries"].items()]
+    return [*gpus, f"- driver {machine['driver'] or 'unknown'}; {', '.join(versions)}"]
+
+
+def _others_as_text(others: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not others:
+        return []
+    lines = ["", "Others who replace what shim patches (those with a file, only if that code is run):", ""]
+    for other in others:
+        where = f" in {other['where']}" if other["where"] else ", which is loaded"
+        lines.append(f"- {other['who']}{where}: `{other['target']}` ({', '.join(other['patches'])})")
+    return lines
+
+
+def _lost_as_text(found: dict[str, Any]) -> list[str]:
+    lost = found["lost_features"]
+    if lost is None and {"megatron-core", "transformer-engine"} <= found["installed"].keys():
+        return ["", "What megatron-core does not get from Transformer Engine cannot be told: a version is not known."]
+    if not lost:
+        return []
+    lines = ["", "What this megatron-core does not get from this Transformer Engine:", ""]
+    lines += ["| name | lost | remedy |", "|---|---|---|"]
+    return lines + [f"| `{feature['name']}` | {feature['lost']} | {feature['outcome']} |" for feature in lost]

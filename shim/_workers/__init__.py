@@ -1,0 +1,1 @@
+"""shim in every process of a job."""

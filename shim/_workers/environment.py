@@ -1,0 +1,194 @@
+"""Processes that a trainer starts: an environment in which all of them apply shim, and Ray's runtime environment."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shim._errors import NotMetError, OptionError
+from shim._planning.options import PREFIX, UNSET, Arguments, Ids, PatchOptions, is_true
+
+__all__ = ["CommandError", "apply_in_ray_worker", "ray_runtime_env", "run", "run_environment"]
+
+DIRECTORY = Path(__file__).with_name("run")  # holds a sitecustomize.py
+# What an entry of PYTHONPATH below DIRECTORY starts with, which names the packages that patch modules may lie in. Not a
+# variable of its own: who may set PYTHONPATH can have any code run, who may set another variable must not.
+ALLOWED = "packages="
+HOOK = "shim._workers.environment.apply_in_ray_worker"
+NEXT_HOOK = PREFIX + "RAY_NEXT_HOOK"
+RAY_PACKAGES = PREFIX + "RAY_PACKAGES"  # read by HOOK alone, which only a runtime environment sets
+
+
+def run_environment(
+    base: Mapping[str, str] | None = None,
+    *,
+    only: Ids | None = UNSET.only,
+    exclude: Ids = (),
+    require: Ids = UNSET.require,
+    kinds: Ids | None = UNSET.kinds,
+    strict: bool = UNSET.strict,
+    on_drift: str = UNSET.on_drift,
+    options: PatchOptions | None = UNSET.options,
+    packages: Ids = (),
+    matrix: str | os.PathLike[str] | None = UNSET.matrix,
+    lock: str | os.PathLike[str] | None = UNSET.lock,
+) -> dict[str, str]:
+    """`base` (this process's environment) changed so that every Python process started in it applies shim.
+
+    Forked, spawned and torchrun's processes inherit it. The other arguments are those of `apply`; they outrank the
+    MEGATRON_SHIM_ variables of `base`, but for _DISABLE and _EXCLUDE. Python processes that take no notice of their
+    environment (``python -I``, ``-E``, ``-S``) are out of reach. Raises OptionError for arguments that are not usable.
+    """
+    asked = Arguments(
+        only=only,
+        exclude=exclude,
+        require=require,
+        kinds=kinds,
+        strict=strict,
+        on_drift=on_drift,
+        options=options,
+        packages=packages,
+        matrix=matrix,
+        lock=lock,
+    )
+    environment = dict(os.environ if base is None else base)
+    before = environment.get("PYTHONPATH")
+    # An empty entry means the working directory, and is kept.
+    entries = before.split(os.pathsep) if before else []
+    ours = [entry for entry in entries if _is_ours(entry)]
+    allowed = [name for entry in ours for name in os.path.basename(entry).partition(ALLOWED)[2].split(",") if name]
+    packages = ",".join(dict.fromkeys([*allowed, *asked.package_names]))
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(DIRECTORY), *([str(DIRECTORY / (ALLOWED + packages))] if packages else [])]
+        + [entry for entry in entries if entry not in ours]
+    )
+    said = asked.variables()
+    return {**environment, **said, **_of_the_operator(environment, said)}
+
+
+def _of_the_operator(*sources: Mapping[str, str]) -> dict[str, str]:
+    """The variables that always win: whoever has set one of them, it is not overruled by the others."""
+    exclude, disable = PREFIX + "EXCLUDE", PREFIX + "DISABLE"
+    excluded = ",".join(filter(None, (source.get(exclude, "").strip() for source in sources)))
+    off = any(is_true(disable, source.get(disable, "")) for source in sources)
+    found = {exclude: excluded} if excluded else {}
+    return {**found, disable: "1"} if off else found
+
+
+def _is_ours(entry: str) -> bool:
+    return bool(entry) and str(DIRECTORY) in (path := os.path.abspath(entry), os.path.dirname(path))
+
+
+class CommandError(OptionError):
+    """A command cannot be run; `exit_code` is what a shell gives then."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def run(command: Sequence[str], **arguments: Any) -> None:
+    """Become `command`, in `run_environment` with these arguments. Raises CommandError where that cannot be run."""
+    deaf = _deaf_flag(command)
+    if deaf:
+        raise NotMetError(
+            f"{command[0]} {deaf} takes no notice of its environment, so shim would not be applied in it. Remedy: "
+            f"leave {deaf} out, or call shim.apply() in the program."
+        )
+    environment = run_environment(**arguments)
+    try:
+        os.execvpe(command[0], list(command), environment)
+    except (OSError, ValueError) as error:  # ValueError: a null character
+        missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
+        raise CommandError(f"{command[0]} cannot be run: {error}", 127 if missing else 126) from None
+
+
+def _deaf_flag(command: Sequence[str]) -> str:
+    """The flag with which a Python that is called directly does not run sitecustomize; "" where there is none."""
+    if not os.path.basename(command[0]).startswith("python"):
+        return ""
+    arguments = iter(command[1:])
+    for argument in arguments:
+        if not argument.startswith("-") or argument.startswith("--") or argument == "-":
+            return ""
+        for place, letter in enumerate(argument[1:], 2):
+            if letter in "IES":
+                return argument
+            if letter in "cm":  # what follows is for the program
+                return ""
+            if letter in "WX":  # the rest is its value, or else the next argument
+                if place == len(argument):
+                    next(arguments, None)
+                break
+    return ""
+
+
+def ray_runtime_env(
+    runtime_env: Mapping[str, Any] | None = None,
+    *,
+    only: Ids | None = UNSET.only,
+    exclude: Ids = (),
+    require: Ids = UNSET.require,
+    kinds: Ids | None = UNSET.kinds,
+    strict: bool = UNSET.strict,
+    on_drift: str = UNSET.on_drift,
+    options: PatchOptions | None = UNSET.options,
+    packages: Ids = (),
+    matrix: str | os.PathLike[str] | None = UNSET.matrix,
+    lock: str | os.PathLike[str] | None = UNSET.lock,
+) -> dict[str, Any]:
+    """A runtime environment for Ray in which every worker process, on every node, applies shim when it starts.
+
+        ray.init(runtime_env=shim.ray_runtime_env({"env_vars": {...}}, require=["mtp-recompute"]))
+
+    Workers on other nodes inherit nothing of the driver's environment: the arguments, which are those of `apply`, and
+    what of MEGATRON_SHIM_ is set here, travel in it. shim must be installed on every node; a worker where it is not,
+    or where apply() raises, does not start. A worker_process_setup_hook that `runtime_env` has already is called
+    afterwards; it must be named by its path, "module.function". Raises OptionError for arguments that are not usable.
+    """
+    asked = Arguments(
+        only=only,
+        exclude=exclude,
+        require=require,
+        kinds=kinds,
+        strict=strict,
+        on_drift=on_drift,
+        options=options,
+        packages=packages,
+        matrix=matrix,
+        lock=lock,
+    )
+    found = dict(runtime_env or {})
+    given = dict(found.get("env_vars") or {})
+    here = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
+    for name in (PREFIX + "MATRIX", PREFIX + "LOCK"):
+        if here.get(name):
+            here[name] = os.path.abspath(here[name])  # a worker has another working directory
+    said = asked.variables()
+    variables = {**here, **said, **given, **_of_the_operator(here, said, given)}
+    packages = asked.package_names
+    variables |= {RAY_PACKAGES: ",".join(packages)} if packages else {}
+    after = found.get("worker_process_setup_hook")
+    if after is not None and after != HOOK:
+        if not isinstance(after, str):
+            raise OptionError(
+                "name the worker_process_setup_hook by its path, module.function, so that shim can call it"
+            )
+        variables[NEXT_HOOK] = after
+    found["worker_process_setup_hook"] = HOOK
+    found["env_vars"] = variables
+    return found
+
+
+def apply_in_ray_worker() -> None:
+    """What Ray calls in every worker process before anything else."""
+    from shim._api import apply
+
+    apply(packages=os.environ.get(RAY_PACKAGES, ""))
+    after = os.environ.get(NEXT_HOOK)
+    if after:
+        module, _, name = after.rpartition(".")
+        getattr(importlib.import_module(module), name)()
