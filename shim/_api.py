@@ -70,6 +70,7 @@ def _make_plan(asked: Arguments) -> Plan:
         check_modules(matrix, asked.package_names)
     with _engine.STATE.lock:
         _engine.STATE.warn_once([*unknown_variables(), *_of_another_matrix(matrix)])
+    _engine.STATE.speak()
     return _planned(matrix, asked)
 
 

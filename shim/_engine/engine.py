@@ -6,7 +6,9 @@ import importlib
 import logging
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -43,8 +45,8 @@ class _Loading(threading.local):
 
 
 class _State:
-    """All that shim remembers in a process. Whoever reads or changes it holds `lock`, and imports nothing meanwhile:
-    another thread may hold an import lock and wait for this one."""
+    """All that shim remembers in a process. Whoever reads or changes it holds `lock`, and neither imports nor logs
+    meanwhile: another thread may hold an import lock, or one of a logging handler, and wait for this one."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -60,6 +62,7 @@ class _State:
         self.factories: dict[_Content, Mapping[str, Any]] = {}
         self.failed: dict[str, str] = {}
         self.said: set[str] = set()
+        self.unsaid: deque[tuple[int, str]] = deque()  # what waits to be logged until the lock is free
         self.sources: Sources | None = None  # of the last plan that was made, for the next one
         self.variables = Variables()
         self.stand_ins = StandIns()
@@ -77,10 +80,37 @@ class _State:
         self.warn_once(self.variables.settle(plan))
 
     def warn_once(self, texts: Iterable[str]) -> None:
+        """Have `speak` say what was not said before."""
         for text in texts:
             if text not in self.said and len(self.said) < _SAID_LIMIT:
                 self.said.add(text)
-                log.warning("%s", text)
+                self.unsaid.append((logging.WARNING, text))
+
+    def speak(self) -> None:
+        """Log what waits; called without the lock, and not while importlib asks for a module."""
+        while True:
+            try:
+                level, text = self.unsaid.popleft()
+            except IndexError:
+                return
+            log.log(level, "%s", text)
+
+    @contextmanager
+    def silence(self) -> Iterator[None]:
+        """What this thread logs meanwhile waits for `speak`: factories of patches log, too, and know no lock."""
+        thread = threading.get_ident()
+
+        def keep(record: logging.LogRecord) -> bool:
+            mine = threading.get_ident() == thread
+            if mine:
+                self.unsaid.append((record.levelno, record.getMessage()))
+            return not mine
+
+        log.addFilter(keep)
+        try:
+            yield
+        finally:
+            log.removeFilter(keep)
 
     # What the import hook calls
 
@@ -90,7 +120,7 @@ class _State:
         if sys.modules.keys().isdisjoint(self.late) or self.loading.active or module in self.patches:
             return module in self.watched
         # What cannot be done here is done when this module has run.
-        return not catch_up_here(self) or module in self.watched
+        return not catch_up_here(self) or bool(self.unsaid) or module in self.watched
 
     def before_import(self, module: ModuleType) -> None:
         missing = self.stand_ins.missing(namespace_of(module)["__name__"])
@@ -116,6 +146,7 @@ class _State:
         finally:
             with self.lock:
                 self.binder.executed.discard(name)
+            self.speak()
 
 
 STATE = _State()
@@ -258,8 +289,9 @@ def _settle(state: _State, imported: Imported | None = None) -> None:
                     plan = with_conflicts(state, plan)
                     state.adjust(plan)
                     _say(state, plan)
-                for item in state.binder.commit(_layers(state, plan) if plan is not None else {}, imported):
-                    log.warning("%s since shim bound it; it is left alone", item)
+                with state.silence():
+                    for item in state.binder.commit(_layers(state, plan) if plan is not None else {}, imported):
+                        log.warning("%s since shim bound it; it is left alone", item)
                 # What a patch holds, such as buffers, ends with it.
                 needed = set() if plan is None else {_content(d) for d in plan.decisions.values() if d.wanted}
                 state.factories = {content: f for content, f in state.factories.items() if content in needed}
@@ -297,7 +329,7 @@ def _stays_wrong(plan: Plan, id: str) -> str:
 
 
 def _say(state: _State, plan: Plan) -> None:
-    """Warn once about every correctness patch that cannot be applied."""
+    """Warn once, as soon as the lock is free, about every correctness patch that cannot be applied."""
     state.warn_once(
         f"{decision.id} is not applied ({decision.action}): {decision.reason}. {_stays_wrong(plan, decision.id)}"
         f"Remedy: {decision.remedy}."
@@ -327,6 +359,13 @@ def _wait_for_imports(plan: Plan) -> None:
 def catch_up(state: _State) -> None:
     """Bind target modules that were half imported at apply(), or that came in past the hook, look for aliases in
     modules that were half imported when they were looked for, and bind what a foreign object is gone from."""
+    try:
+        _catch_up(state)
+    finally:
+        state.speak()
+
+
+def _catch_up(state: _State) -> None:
     with state.lock:
         ready = {name for name in state.late if state.binder.loaded(name) is not None}
         state.late -= ready
@@ -343,7 +382,7 @@ def catch_up_here(state: _State) -> bool:
     plan = state.plan
     if plan is not None and any(True for _ in _without_factories(state, plan)):
         return False
-    catch_up(state)
+    _catch_up(state)
     return True
 
 
@@ -366,7 +405,8 @@ def adopt(wanted: Plan | None, context: Context | None = None) -> None:
         _wait_for_imports(wanted)
         with state.lock:
             wanted = with_conflicts(state, wanted)
-        _say(state, wanted)
+            _say(state, wanted)
+        state.speak()
         enforce(wanted)
     before, failed, mine = state.plan, dict(state.failed), -1
     try:
@@ -397,6 +437,7 @@ def adopt(wanted: Plan | None, context: Context | None = None) -> None:
         with state.lock:
             if not state.watched:
                 state.hook.remove()
+        state.speak()
 
 
 def release(context: Context) -> None:
@@ -420,3 +461,4 @@ def release(context: Context) -> None:
         with state.lock:
             if not state.watched:
                 state.hook.remove()
+        state.speak()
