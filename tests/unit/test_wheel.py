@@ -105,7 +105,15 @@ def test_the_source_distribution_has_tests_and_documents(sdist):
     assert sdist.name == f"megatron_shim-{shim.__version__}.tar.gz"
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"version_matrix.yaml", "LICENSE", "CHANGELOG.md", "Makefile", "docs/cli.md", ".ci/run"} <= names
+    assert {
+        "version_matrix.yaml",
+        "LICENSE",
+        "CHANGELOG.md",
+        "SECURITY.md",
+        "Makefile",
+        "docs/cli.md",
+        ".ci/run",
+    } <= names
     assert {"tests/unit/test_wheel.py", "tests/other_pythons.sh", "examples/demo.py"} <= names
     assert not [name for name in names if "__pycache__" in name or name.endswith((".pyc", ".yaml.new"))]
 
