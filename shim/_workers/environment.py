@@ -103,7 +103,8 @@ def run(command: Sequence[str], **arguments: Any) -> None:
         os.execvpe(command[0], list(command), environment)
     except (OSError, ValueError) as error:  # ValueError: a null character
         missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
-        raise CommandError(f"{command[0]} cannot be run: {error}", 127 if missing else 126) from None
+        why = getattr(error, "strerror", None) or error  # the file that an OSError names is the last of those tried
+        raise CommandError(f"{command[0]} cannot be run: {why}", 127 if missing else 126) from None
 
 
 def _deaf_flag(command: Sequence[str]) -> str:

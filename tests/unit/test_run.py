@@ -272,6 +272,7 @@ def test_a_command_that_cannot_be_run_exits_as_it_does_in_a_shell(tree, command,
     """127 where there is none, 126 where it is none, and 2 where none is given."""
     done = shim_run(tree, "--", *command)
     assert done.returncode == code and "Traceback" not in done.stderr and done.stderr.startswith("shim: ")
+    assert "b'" not in done.stderr  # no place at which the command was looked for last
 
 
 @pytest.mark.parametrize("flags", [["-I"], ["-W", "x", "-ES"]])
