@@ -338,7 +338,8 @@ def _parser() -> argparse.ArgumentParser:
 
     def command(name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=summary, description=summary)
-        sub.add_argument("--json", action="store_true", help="print JSON with stable keys (docs/cli.md)")
+        if run is not _run:  # which prints nothing of its own
+            sub.add_argument("--json", action="store_true", help="print JSON with stable keys (docs/cli.md)")
         sub.set_defaults(run=run)
         return sub
 

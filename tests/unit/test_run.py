@@ -275,6 +275,11 @@ def test_a_command_that_cannot_be_run_exits_as_it_does_in_a_shell(tree, command,
     assert "b'" not in done.stderr  # no place at which the command was looked for last
 
 
+def test_it_has_no_json_to_print(tree):
+    done = shim_run(tree, "--json", "--", sys.executable, "-c", "pass")
+    assert done.returncode == 2 and "--json" in done.stderr
+
+
 @pytest.mark.parametrize("flags", [["-I"], ["-W", "x", "-ES"]])
 def test_a_deaf_python_is_reported_not_served(tree, flags):
     done = shim_run(tree, "--", sys.executable, *flags, "-c", "pass")
