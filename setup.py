@@ -64,6 +64,7 @@ if __name__ == "__main__":
             "shim._te",
             "shim._tools",
             "shim._workers",
+            "shim._config_override",
             "shim.ops",
             "shim.testing",
             "shim.patches",

@@ -4,8 +4,8 @@ What is missing (0.12 to 0.19): a trainer that sets a field of a config around a
 recomputed in backward with the old value: the gradient is silently that of another function.
 
 The patch says that this release's checkpoints keep the function that they run again where shim.config_override looks
-for it (shim/_override_recompute.py), which the fingerprints have shown, and changes nothing. While an override is
-entered, and only then, a checkpoint keeps its function together with the values of that moment.
+for it (shim/_config_override/recompute.py), which the fingerprints have shown, and changes nothing. While an override
+is entered, and only then, a checkpoint keeps its function together with the values of that moment.
 
 Covered: tensor_parallel.checkpoint, and all that calls it or CheckpointFunction; CheckpointWithoutOutput. te_checkpoint
 is covered by te-config-override.
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shim._override_recompute import marked
+from shim._config_override.recompute import marked
 from shim.patches._arguments import Function
 
 RANDOM = "megatron.core.tensor_parallel.random:"

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shim._override_recompute import marked
+from shim._config_override.recompute import marked
 from shim.patches._arguments import Function
 
 CHECKPOINT = "transformer_engine.pytorch.distributed:checkpoint"

@@ -1,17 +1,19 @@
 """shim.config_override without torch: what it writes, puts back, refuses, and carries into a later call."""
 
+import asyncio
 import contextlib
 import dataclasses
 import sys
 import threading
 import time
 import types
+import weakref
 
 import pytest
 
 import shim
-from shim import _override_recompute, _override_threads
-from shim._override_recompute import Place, carrying
+from shim._config_override import recompute, threads
+from shim._config_override.recompute import Place, carrying
 
 
 @dataclasses.dataclass
@@ -39,16 +41,16 @@ class Checkpoint:
 @pytest.fixture(autouse=True)
 def one_library(monkeypatch):
     """Where checkpoints of others are loaded, these tests would be about them."""
-    for place in _override_recompute.PLACES:
+    for place in recompute.PLACES:
         monkeypatch.delitem(sys.modules, place.module, raising=False)
     place = Place(__name__, "Checkpoint", "function", "Checkpoint.again")
-    monkeypatch.setattr(_override_recompute, "PLACES", (*_override_recompute.PLACES, place))
+    monkeypatch.setattr(recompute, "PLACES", (*recompute.PLACES, place))
     yield
     assert_nothing_is_left()
 
 
 def assert_nothing_is_left():
-    assert _override_recompute._claims == {} and _override_recompute._watched == []
+    assert recompute._claims == {} and recompute._watched == []
     assert "function" not in vars(Checkpoint)
 
 
@@ -280,11 +282,11 @@ def test_a_recompute_that_waits_to_have_the_same_value_is_no_conflict():
     config = Config()
     with shim.config_override(config, layers=3):
         checkpoint = Checkpoint(lambda: config.layers)
-    found, called = [], _override_recompute._Carried.__call__.__code__
-    with _override_recompute._lock:
+    found, called = [], recompute._Carried.__call__.__code__
+    with recompute._lock:
         thread = threading.Thread(target=lambda: found.append(outcome(checkpoint.again)))
         thread.start()
-        while not any(frame.f_code is called for frame in _override_threads._stack(top_of(thread))):
+        while not any(frame.f_code is called for frame in threads._stack(top_of(thread))):
             time.sleep(0.001)
         with shim.config_override(config, layers=3):
             pass
@@ -496,9 +498,9 @@ def test_a_frozen_config_is_one_error_and_later_checkpoints_run():
 
 def test_places_that_cannot_be_watched_leave_nothing(monkeypatch):
     place = Place(__name__, "Missing", "function", "Missing.again")
-    monkeypatch.setattr(_override_recompute, "PLACES", (*_override_recompute.PLACES, place))
+    monkeypatch.setattr(recompute, "PLACES", (*recompute.PLACES, place))
     config = Config()
-    monkeypatch.setattr("shim._config_override.refuse_what_is_not_carried", lambda: None)
+    monkeypatch.setattr("shim._config_override.override.refuse_what_is_not_carried", lambda: None)
     with pytest.raises(AttributeError), shim.config_override(config, layers=3):
         raise AssertionError
     assert config == Config()
@@ -589,3 +591,113 @@ def test_a_torch_that_keeps_the_function_elsewhere_is_refused(monkeypatch):
     with pytest.raises(shim.NotMetError, match=r"torch.utils.checkpoint:CheckpointFunction"):
         shim.config_override(config, fusion=False).__enter__()
     assert config == Config()
+
+
+# Tasks of asyncio, which take turns in one thread
+
+
+async def reading(config, layers):
+    """What a task reads in an override of its own, before and after others had their turn."""
+    try:
+        with shim.config_override(config, layers=layers):
+            await asyncio.sleep(0)
+            before = config.layers
+            await asyncio.sleep(0)
+            return before, config.layers
+    except shim.OptionError:
+        return "refused"
+
+
+async def together(*tasks):
+    return await asyncio.gather(*tasks)
+
+
+def test_a_task_never_reads_the_value_of_another():
+    config = Config()
+    assert asyncio.run(together(reading(config, 5), reading(config, 7))) == [(5, 5), "refused"]
+    assert asyncio.run(together(reading(config, 5), reading(config, 5))) == [(5, 5), (5, 5)]
+    assert asyncio.run(together(reading(config, 5), reading(Config(), 7))) == [(5, 5), (7, 7)]
+    assert config == Config()
+
+
+def test_a_task_may_not_change_what_it_shares_with_another():
+    """Its own claim is on top of the other's, which reads the same field."""
+    config = Config()
+
+    async def changing():
+        with shim.config_override(config, layers=5):
+            return await reading(config, 7)
+
+    assert asyncio.run(together(reading(config, 5), changing())) == [(5, 5), "refused"]
+
+
+def test_an_override_around_the_loop_is_around_each_task():
+    """One task alone may nest in it, and beside others none."""
+    config = Config()
+    with shim.config_override(config, layers=4):
+        assert asyncio.run(reading(config, 5)) == (5, 5)
+        assert asyncio.run(together(reading(config, 5), reading(config, 4))) == ["refused", (4, 4)]
+        assert config.layers == 4
+
+
+def test_contexts_of_one_task_nest():
+    config = Config()
+
+    async def nested():
+        with shim.config_override(config, layers=4):
+            return await reading(config, 5), config.layers
+
+    assert asyncio.run(nested()) == ((5, 5), 4)
+
+
+def test_a_recompute_in_a_task_runs_while_another_is_in_an_override():
+    """No task goes on before it ends."""
+    config, entered, done = Config(), asyncio.Event(), asyncio.Event()
+    with shim.config_override(config, layers=7):
+        checkpoint = Checkpoint(lambda: config.layers)
+
+    async def overriding():
+        with shim.config_override(config, layers=5):
+            entered.set()
+            await done.wait()
+            return config.layers
+
+    async def recomputing_meanwhile():
+        await entered.wait()
+        try:
+            return checkpoint.again()
+        finally:
+            done.set()
+
+    assert asyncio.run(together(overriding(), recomputing_meanwhile())) == [5, 7]
+
+
+holder = types.ModuleType("holder_of_a_config")
+holder.inner = types.ModuleType("holder_of_a_config.inner")
+
+
+def by_import():
+    import holder_of_a_config
+
+    return holder_of_a_config.layers_of
+
+
+def by_submodule():
+    return holder.inner.config
+
+
+def by_cell(module):
+    return lambda: module.config
+
+
+@pytest.mark.parametrize("way", ["import", "submodule", "cell", "weak reference"])
+def test_a_config_is_reached(way, monkeypatch):
+    """In whatever way a function comes by it; else another thread's override would go unnoticed."""
+    monkeypatch.setitem(sys.modules, holder.__name__, holder)
+    config = Config()
+    monkeypatch.setattr(holder, "config", config, raising=False)
+    monkeypatch.setattr(holder, "layers_of", lambda: config.layers, raising=False)
+    monkeypatch.setattr(holder.inner, "config", config, raising=False)
+    ways = {"import": by_import, "submodule": by_submodule, "cell": by_cell(holder)}
+    assert threads.reaches([ways.get(way, weakref.ref(config))], config)
+    assert not threads.reaches([ways.get(way, weakref.ref(config))], Config())

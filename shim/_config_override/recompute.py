@@ -7,7 +7,8 @@ A claim is one wish for one field: an override's, or a recompute's that sees wha
 
 1. A claim writes its value, and when it ends puts back what the field held when it began. One that ends below others
    leaves that to the claim above it.
-2. Claims of one caller nest. One of another caller has to want the value that the field holds: else OptionError.
+2. Claims of one caller, a thread and a task of asyncio, nest. One of another caller has to want the value that the
+   field holds: else OptionError. No task can go on while a recompute runs in its thread, whose claims nest with all.
 3. A claim that changes a field is refused while another thread is inside of a recompute that reaches the config.
 4. While there are claims, and only then, the places where a checkpoint keeps its function are watched: what is kept is
    kept with the values of that moment, and what was kept before runs with the fields as they were before all claims.
@@ -25,9 +26,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
+from shim._config_override.threads import Caller, caller, reaches, recomputing_elsewhere
+from shim._config_override.values import MISSING, Captured, Held, held, put, same
 from shim._errors import NotMetError, OptionError
-from shim._override_threads import caller, mark_caller, reaches, recomputing_elsewhere
-from shim._override_values import MISSING, Captured, Held, held, put, same
 
 __all__ = ["carrying", "claimed", "marked", "refuse_what_is_not_carried"]
 
@@ -69,8 +70,8 @@ PLACES = (
 class _Claim:
     """One wish for one field of one config."""
 
-    def __init__(self, config: Any, name: str, thread: int) -> None:
-        self.config, self.name, self.caller = config, name, thread
+    def __init__(self, config: Any, name: str, caller: Caller, may_suspend: bool) -> None:
+        self.config, self.name, self.caller, self.may_suspend = config, name, caller, may_suspend
         self.before = held(config, name)
 
 
@@ -88,24 +89,26 @@ _lock = threading.RLock()
 
 
 @contextmanager
-def claimed(wanted: Callable[[], Iterable[Wanted]]) -> Iterator[None]:
-    """The fields have the values that `wanted` says, all or none; it is asked when no claim can change any more."""
+def claimed(wanted: Callable[[], Iterable[Wanted]], may_suspend: bool = False) -> Iterator[None]:
+    """The fields have the values that `wanted` says, all or none; it is asked when no claim can change any more.
+
+    may_suspend: whether other tasks of this thread may run before the end. None does within a recompute.
+    """
     with ExitStack() as stack:
         with _lock:
-            mark_caller()
             for config, name, value in wanted():
-                stack.callback(_end, _begin(config, name, value))
+                stack.callback(_end, _begin(config, name, value, may_suspend))
         yield
 
 
-def _begin(config: Any, name: str, wanted: Held) -> _Claim:
-    claim = _Claim(config, name, caller())
+def _begin(config: Any, name: str, wanted: Held, may_suspend: bool) -> _Claim:
+    claim = _Claim(config, name, caller(), may_suspend)
     now = claim.before
     changes = not same(now.value, wanted.value)
-    others = _claims.get((id(config), name), [])
-    if changes and any(other.caller != claim.caller for other in others):
+    other = _in_the_way(claim) if changes else None
+    if other:
         raise OptionError(
-            f"config_override: another thread has set {name!r} of this {_kind(config)} to {now.value!r}, and this one "
+            f"config_override: another {other} has set {name!r} of this {_kind(config)} to {now.value!r}, and this one "
             f"wants {wanted.value!r}. Remedy: give each of them a config of its own."
         )
     _claims.setdefault((id(config), name), []).append(claim)
@@ -125,6 +128,19 @@ def _begin(config: Any, name: str, wanted: Held) -> _Claim:
             put(config, name, now)
         raise
     return claim
+
+
+def _in_the_way(claim: _Claim) -> str | None:
+    """What could read another value than the one it claimed, if `claim` changed the field."""
+    others = _claims.get((id(claim.config), claim.name), [])
+    if any(other.caller.thread != claim.caller.thread for other in others):
+        return "thread"
+    for other in reversed(others):
+        if not (claim.may_suspend and other.may_suspend):  # tasks that began before a recompute go on after it
+            return None
+        if not other.caller.waits():
+            return "task"
+    return None
 
 
 def _end(claim: _Claim) -> None:
@@ -203,11 +219,11 @@ def carrying(function: Any) -> Any:
 
 def _concerning(function: Any) -> list[list[_Claim]]:
     """The claims by field that this caller has made, or that others made on a config that `function` reaches."""
-    ours = caller()
+    ours = caller().thread
     return [
         claims
         for claims in _claims.values()
-        if any(claim.caller == ours for claim in claims) or reaches([function], claims[0].config)
+        if any(claim.caller.thread == ours for claim in claims) or reaches([function], claims[0].config)
     ]
 
 

@@ -1,4 +1,4 @@
-"""A field of a config with another value around a region, in the region's recompute too."""
+"""The context that callers enter: which configs of a model it means, and what it promises."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from shim._config_override.recompute import Wanted, claimed, refuse_what_is_not_carried
+from shim._config_override.values import Held, held, same
 from shim._errors import OptionError
-from shim._override_recompute import Wanted, claimed, refuse_what_is_not_carried
-from shim._override_values import Held, held, same
 
 __all__ = ["config_override"]
 
@@ -47,17 +47,19 @@ def config_override(config: Any, **fields: Any) -> Iterator[None]:
     anybody else's does not see them; enter the context inside of the function that it runs. The same goes for
     torch.compile: outside of a compiled function the context works as ever.
 
-    Threads may ask for one value at one time, and backward may run on threads of autograd. OptionError, on entry or in
-    backward, where two threads need different values: overrides, recomputes of what ran under one, and recomputes that
-    another thread is in the middle of. A recompute needs a config that its function can reach (by attributes, items,
-    closures, and globals that are named), so that threads with a config of their own do not meet. A thread that runs
-    without either, on a config that others override or recompute with, sees their values.
+    Threads and tasks of asyncio may ask for one value at one time, and backward may run on threads of autograd.
+    OptionError, on entry or in backward, where two threads need different values: overrides, recomputes of what ran
+    under one, and recomputes that another thread is in the middle of; and on entry where two tasks do, or a task beside
+    others within an override around them all. A recompute needs a config that its function can reach (by attributes,
+    items, closures, and globals that are named), so that threads with a config of their own do not meet. A thread or
+    task that runs without either, on a config that others override or recompute with, sees their values; a generator
+    that is suspended inside of the context keeps it entered.
 
     OptionError where `config` has no such field, and for a model without a config.
     """
     wanted = _wanted(config, fields)
     refuse_what_is_not_carried()
-    with claimed(lambda: wanted):
+    with claimed(lambda: wanted, may_suspend=True):
         yield
 
 

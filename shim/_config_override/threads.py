@@ -1,4 +1,4 @@
-"""Which thread a call belongs to, and which recomputes other threads are in the middle of."""
+"""Which thread and task a call belongs to, and which recomputes other threads are in the middle of."""
 
 from __future__ import annotations
 
@@ -6,39 +6,69 @@ import gc
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["caller", "mark_caller", "reaches", "recomputing_elsewhere"]
+__all__ = ["Caller", "caller", "reaches", "recomputing_elsewhere"]
 
-_KEY = "shim.config_override.caller"  # in the state that autograd hands from the caller of backward to its own threads
+# Where the first frame of Python is, in a thread of autograd that recomputes
+_OF_AUTOGRAD = {"torch.autograd.function", "torch.utils.checkpoint", "transformer_engine.pytorch.distributed"}
 _LIBRARIES = {"torch", "megatron", "transformer_engine", "numpy", "shim", *sys.stdlib_module_names}
 _MOST = 500_000  # objects looked at before a config counts as reached
 _INSIDES = (types.CodeType, types.FrameType, types.TracebackType, types.ModuleType)
 _NOT_FOLLOWED = (str, bytes, int, float, complex, *_INSIDES)
 
 
-def _state() -> Any:
-    state = getattr(sys.modules.get("torch"), "_C", None)
-    return state if hasattr(state, "_stash_obj_in_tls") else None
+class Caller(NamedTuple):
+    """Who asks for a value: a thread, and the task of asyncio that runs in it."""
+
+    thread: int
+    task: Any
+
+    def waits(self) -> bool:
+        """Whether the task cannot go on before what runs now in its thread is done with."""
+        asyncio = sys.modules.get("asyncio")
+        if asyncio is None:
+            return True
+        if self.task is not None and not self.task.done():
+            return asyncio.current_task(self.task.get_loop()) is self.task
+        try:  # begun outside of the loop, or in the task of a fixture: every task of the loop runs within
+            return len(asyncio.all_tasks(asyncio.get_running_loop())) < 2
+        except RuntimeError:  # no loop is running in this thread
+            return True
 
 
-def caller() -> int:
-    """The thread on whose behalf this one runs: in a thread of autograd that which called backward, and waits for it.
+def caller() -> Caller:
+    """On whose behalf this runs: in a thread of autograd on that of the thread that called backward, and waits for it.
 
-    Without this function of torch, which is private, a thread of autograd is one of its own.
+    Seen from the threads' stacks, because what autograd hands on to its threads ends the process in an abort where a
+    thread ends with it. Where several threads are in a backward, nothing says which of them it is: a caller of its own.
     """
-    state = _state()
-    if state is not None and state._is_key_in_tls(_KEY):
-        return int(state._get_obj_in_tls(_KEY))
-    return threading.get_ident()
+    thread, frames = threading.get_ident(), sys._current_frames()
+    if _is_of_autograd(frames[thread]):
+        # megatron-core calls the engine of autograd itself, so that the name of what it calls is all there is to know.
+        backward = [
+            other
+            for other, top in frames.items()
+            if any("run_backward" in frame.f_code.co_names for frame in _stack(top)) and not _is_of_autograd(top)
+        ]
+        return Caller(backward[0] if len(backward) == 1 else thread, None)
+    return Caller(thread, _current_task())
 
 
-def mark_caller() -> None:
-    """From now on what this thread calls backward for belongs to it."""
-    state = _state()
-    if state is not None and not state._is_key_in_tls(_KEY):
-        state._stash_obj_in_tls(_KEY, threading.get_ident())
+def _is_of_autograd(top: types.FrameType) -> bool:
+    *_, first = _stack(top)
+    return first.f_globals.get("__name__") in _OF_AUTOGRAD
+
+
+def _current_task() -> Any:
+    """The task of asyncio that this runs in, or None; asyncio is not imported for the question."""
+    asyncio = sys.modules.get("asyncio")
+    try:
+        return asyncio.current_task() if asyncio is not None else None
+    except RuntimeError:  # no loop is running in this thread
+        return None
 
 
 def recomputing_elsewhere(
@@ -101,6 +131,8 @@ def _next(value: Any) -> Iterable[Any]:
     kind = type(value)
     if value is None or issubclass(kind, _NOT_FOLLOWED):
         return ()
+    if issubclass(kind, weakref.ref):
+        return (value(),)
     if issubclass(kind, type):
         names = type.__getattribute__(value, "__dict__")
         return () if _of_library(names.get("__module__")) else (*names.values(), *value.__bases__)
@@ -119,8 +151,18 @@ def _named_globals(function: types.FunctionType) -> list[Any]:
         return []
     names = set(_names(function.__code__))
     found = [function.__globals__[name] for name in names if name in function.__globals__]
-    modules = [value for value in found if type(value) is types.ModuleType and not _of_library(value.__name__)]
-    return found + [vars(module)[name] for module in modules for name in names if name in vars(module)]
+    cells = [value for cell in function.__closure__ or () for value in gc.get_referents(cell)]
+    imported = [sys.modules[name] for name in names if name in sys.modules]  # within the function, maybe
+    reached, left = list(found), [*found, *cells, *imported]
+    seen: set[int] = set()
+    while left:
+        module = left.pop()
+        if isinstance(module, types.ModuleType) and id(module) not in seen and not _of_library(module.__name__):
+            seen.add(id(module))
+            inside = [vars(module)[name] for name in names if name in vars(module)]
+            reached += inside
+            left += inside
+    return reached
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
