@@ -10,7 +10,7 @@ import threading
 import pytest
 
 import shim
-from shim import _engine
+from shim._engine import engine
 
 CORE = "megatron.core."
 
@@ -51,7 +51,7 @@ def unknown_variable(world, monkeypatch):
 
 
 def late_variable(world, monkeypatch):
-    monkeypatch.setattr("shim._matrix.SETTABLE", ("FAKE_OFFLOAD",))
+    monkeypatch.setattr("shim._matrix.load.SETTABLE", ("FAKE_OFFLOAD",))
     variables = "\n    options: {set: true}\n    variables:\n      FAKE_OFFLOAD: "
     variables += '{value: "1", before: os, option: set, without: weights move too, megatron-core: ">=9.0"}'
     text = world.matrix.read_text()
@@ -99,7 +99,7 @@ def warns(request, patched_world, monkeypatch):
 
 
 def test_whoever_logs_does_not_hold_the_lock(warns, listening):
-    found = listening(_engine.STATE.lock._is_owned)
+    found = listening(engine.STATE.lock._is_owned)
     warns()
     assert len(found) == 1
     assert not found[0][1], found

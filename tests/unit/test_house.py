@@ -52,8 +52,7 @@ def imports_of(module):
 
 
 def part(module):
-    name = module.split(".")[1] if "." in module else ""
-    return "_config_override" if name.startswith("_override_") else name
+    return module.split(".")[1] if "." in module else ""
 
 
 def test_imports_run_one_way():
