@@ -33,7 +33,7 @@ print(json.dumps({"done": done, "torch": "torch" in sys.modules}))
 STATUS = """
 import contextlib, io, json
 import megatron.core, shim
-from shim._cli import main
+from shim._tools.cli import main
 
 report = shim.status()
 done = [[report.digest if report.applied else "", 0]]
