@@ -44,7 +44,7 @@ helpers: env  ## shim.testing, shim.ops, and the engine with torch
 cells: env  ## real megatron-core, one process per release
 	SHIM_TEST_ONCE_PER_VARIANT=1 $(BIN)/python -m shim.testing.cells --everyday -- -q -p no:warnings tests/cells --ignore tests/cells/layouts
 	$(BIN)/python -m shim.testing.cells --releases $(LAYOUT_RELEASES) --jobs 1 -- -q -p no:warnings tests/cells/layouts
-	$(BIN)/python -m shim.testing.cells --everyday-pairs -- -q -p no:warnings tests/pairs
+	SHIM_TEST_ONCE_PER_VARIANT=1 $(BIN)/python -m shim.testing.cells --everyday-pairs -- -q -p no:warnings tests/pairs
 	$(BIN)/python -m shim.testing.cells --releases 0.15.3,0.16.1 -- -q -p no:warnings tests/examples
 
 matrix: env  ## the same on all 19 releases, in every order of imports, and on all pairs with Transformer Engine

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shim.patches._fp8_scales import ForwardScales
+from shim.patches._fp8_queues import OwnEntries, scales_stay_with_checkpoints
+from shim.patches._fp8_scales import ForwardScales, own_flags
 
 
 class Autocast(NamedTuple):
@@ -58,11 +59,21 @@ def entered(state: Autocast) -> Iterator[None]:
             region.__exit__(None, None, None)
 
 
-def _tracked(recompute_phase: bool) -> AbstractContextManager[Any]:
-    """Makes Transformer Engine keep the scales of the forward pass, and take them in the recompute."""
+@contextmanager
+def _tracked(recompute_phase: bool, flags: list[Any]) -> Iterator[None]:
+    """Makes Transformer Engine keep the scales of the forward pass, and take them in the recompute.
+
+    `flags` gets whether a module of the region was still to come, or says so in a recompute.
+    """
     from transformer_engine.pytorch.distributed import activation_recompute_forward
 
-    return activation_recompute_forward(activation_recompute=True, recompute_phase=recompute_phase)
+    region = activation_recompute_forward(activation_recompute=True, recompute_phase=recompute_phase)
+    with own_flags(flags):
+        region.__enter__()
+    try:
+        yield
+    finally:
+        region.__exit__(None, None, None)
 
 
 def _in_tracked_region() -> bool:
@@ -75,31 +86,61 @@ def remembering(function: Callable[..., Any], track: bool) -> Callable[..., Any]
     """`function` of a checkpoint, which from its second call on runs in the autocast region of now.
 
     It is `function` itself where no region is active. With `track`, delayed scaling takes the scales of the first call
-    again in all later ones; a checkpoint of Transformer Engine's own does not need it. Without te-fp8-state, which
-    keeps the scales by checkpoint, they come from Transformer Engine's queues: there must be exactly one second call
-    then, in the order of the first ones, and a checkpoint inside of another one that tracks is not tracked.
+    again in all later ones; a checkpoint of Transformer Engine's own does not need it. A checkpoint inside of another
+    one that tracks is tracked with te-fp8-state only.
     """
     state = active_autocast()
     if state is None:
         return function
-    track = track and state.enabled
-    # Inside of a tracked region its flags are right for the first call already.
-    tracked = track and not _in_tracked_region()
-    scales = ForwardScales()
+    if not (track and state.enabled):
+        return _in_its_region(function, state)
+    return _with_its_scales(function, state)
+
+
+def _in_its_region(function: Callable[..., Any], state: Autocast) -> Callable[..., Any]:
     first = True
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal first
-        if not track:
-            again, first = not first, False
-            with entered(state) if again else nullcontext():
-                return function(*args, **kwargs)
-        if first:
-            first = False
-            with scales.recording(), _tracked(recompute_phase=False) if tracked else nullcontext():
-                return function(*args, **kwargs)
-        phase = _tracked(recompute_phase=True) if tracked or scales else nullcontext()
-        with entered(state), scales.replaying(), phase:
+        again, first = not first, False
+        with entered(state) if again else nullcontext():
             return function(*args, **kwargs)
 
     return run
+
+
+def _with_its_scales(function: Callable[..., Any], state: Autocast) -> Callable[..., Any]:
+    # Inside of a tracked region its flags are right for the first call already.
+    tracked = not _in_tracked_region()
+    scales, flags = ForwardScales(), list[Any]()
+    # Those scales are filled by te-fp8-state; without it they are in queues, which other recipes do not have.
+    queued = tracked and not scales_stay_with_checkpoints() and _has_scales(state.recipe)
+    entries = OwnEntries()
+    first = True
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal first
+        if first:
+            first = False
+            with (
+                scales.recording(),
+                entries.recording() if queued else nullcontext(),
+                _tracked(recompute_phase=False, flags=flags) if tracked else nullcontext(),
+            ):
+                return function(*args, **kwargs)
+        with (
+            entered(state),
+            scales.replaying(),
+            entries.replaying() if queued else nullcontext(),
+            _tracked(recompute_phase=True, flags=list(flags)) if tracked or scales else nullcontext(),
+        ):
+            result = function(*args, **kwargs)
+        scales.release()
+        return result
+
+    return run
+
+
+def _has_scales(recipe: Any) -> bool:
+    custom = getattr(recipe, "custom", None)  # later: quantizers of all kinds
+    return bool(recipe.delayed() or (custom is not None and custom()))

@@ -14,10 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+import torch
+
 from shim._errors import ShimError
 
 # Where Transformer Engine keeps the number of a module's queue, from 2.1 on.
-_POSITION = "global_fp8_buffer_pos_fwd_recompute"
+POSITION = "global_fp8_buffer_pos_fwd_recompute"
+# What te-fp8-state writes on Transformer Engine's function, so that others see it in force.
+BY_CHECKPOINT = "shim_keeps_scales_by_checkpoint"
 
 Meta = dict[str, Any]  # fp8_meta of a module
 
@@ -29,10 +33,13 @@ class ScalesError(ShimError, RuntimeError):
 class ForwardScales:
     """What the forward pass of one checkpoint leaves for its recomputes, however many there are, in whatever order.
 
-    It goes when the checkpoint does, so that what never ran backward, or raised, leaves nothing.
+    It goes when the checkpoint does, so that what never ran backward, or raised, leaves nothing. `numbered`:
+    Transformer Engine keeps scales for this checkpoint by itself too, and so gives its modules the numbers of their
+    queues, which are part of a saved state.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, numbered: bool = False) -> None:
+        self.numbered = numbered
         # By the identity of fp8_meta, which is kept beside it: amax history and scale for each call of the module.
         self._kept: dict[int, tuple[Meta, list[Any]]] = {}
         # Whether a module of its region is still to come when the forward pass begins; None before.
@@ -46,6 +53,11 @@ class ForwardScales:
 
     def __bool__(self) -> bool:
         return bool(self._kept)
+
+    def release(self) -> None:
+        """Forget what a second backward would need, where this one frees the graph as well."""
+        if not graph_is_kept():
+            self._kept.clear()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -114,19 +126,56 @@ def replay() -> Replay | None:
     return _now.replay
 
 
+def graph_is_kept() -> bool:
+    """Whether the backward that this call is in keeps its graph, so that another one may follow."""
+    # Outside of any there is nothing to free. A torch that does not say is taken to keep it.
+    if torch._C._current_graph_task_id() == -1:
+        return True
+    keeps = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return keeps is None or bool(keeps())
+
+
+def queues_owner(manager: Any) -> Any:
+    """What has the queues of Transformer Engine: an object of its own from 2.15."""
+    return getattr(manager, "quantization_state", manager)
+
+
+def number(manager: Any, meta: Meta) -> None:
+    """Give a module the number of a queue, as Transformer Engine does when it first keeps something for it."""
+    queues = queues_owner(manager).fp8_tensors_recompute_buffer
+    queues.append(deque())
+    meta[POSITION] = len(queues) - 1
+
+
 @contextmanager
 def own_queue(manager: Any, meta: Meta, entries: list[Any]) -> Iterator[deque[Any]]:
     """While it is entered, Transformer Engine finds `entries` as the queue of this module, and leaves its own alone."""
-    owner = getattr(manager, "quantization_state", manager)  # an object of its own from 2.15
+    owner = queues_owner(manager)
     queue, queues = deque(entries), owner.fp8_tensors_recompute_buffer
-    position = {_POSITION: meta[_POSITION]} if _POSITION in meta else {}
-    owner.fp8_tensors_recompute_buffer, meta[_POSITION] = [queue], 0
+    position = {POSITION: meta[POSITION]} if POSITION in meta else {}
+    owner.fp8_tensors_recompute_buffer, meta[POSITION] = [queue], 0
     try:
         yield queue
     finally:
         owner.fp8_tensors_recompute_buffer = queues
-        del meta[_POSITION]
+        del meta[POSITION]
         meta.update(position)
+
+
+@contextmanager
+def own_flags(flags: list[Any]) -> Iterator[list[Any]]:
+    """While it is entered, Transformer Engine finds `flags` as its queue of flags of first modules."""
+    from transformer_engine.pytorch.distributed import FP8GlobalStateManager, activation_recompute_forward
+
+    if flags == [None]:  # the forward pass was in another one's region: it is as that region has left it
+        state = getattr(FP8GlobalStateManager, "quantization_state", None)  # from 2.15
+        flags = [FP8GlobalStateManager.IS_FIRST_FP8_MODULE if state is None else state.is_first_fp8_module]
+    queue = activation_recompute_forward._is_first_fp8_module
+    activation_recompute_forward._is_first_fp8_module = flags
+    try:
+        yield flags
+    finally:
+        activation_recompute_forward._is_first_fp8_module = queue
 
 
 class Within(AbstractContextManager[Any]):

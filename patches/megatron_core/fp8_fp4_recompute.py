@@ -14,7 +14,8 @@ does. Nothing changes where no region was active. The region is kept in the reco
 when a trainer has replaced CheckpointFunction.backward.
 
 With te-fp8-state the scales stay with the checkpoint, in whatever order and however often backward runs, also in a
-checkpoint inside of another one. Without it Transformer Engine hands them out first in, first out.
+checkpoint inside of another one. Without it tensor_parallel.checkpoint puts them back into Transformer Engine's queues
+for each recompute (_fp8_queues); CheckpointWithoutOutput from 0.13 takes them first in, first out, as upstream has it.
 
 Covered: tensor_parallel.checkpoint and all that calls it or CheckpointFunction (attention, MoE, MLP, TransformerBlock,
 recompute.py); CheckpointWithoutOutput; TransformerBlock of 0.12. Not covered, because they are right: te_checkpoint
@@ -107,7 +108,7 @@ def _keeping_scales(original: Function) -> Function:
     def checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.fp8:
             return original(self, *args, **kwargs)
-        self.forward_scales = ForwardScales()
+        self.forward_scales = ForwardScales(numbered=True)
         with self.forward_scales.recording():
             return original(self, *args, **kwargs)
 

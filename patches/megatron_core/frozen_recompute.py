@@ -1,19 +1,21 @@
-"""Full activation recompute of layers with adapters behind frozen embeddings.
+"""Activation recompute of layers with adapters behind frozen embeddings.
 
-What is wrong (0.12 to 0.19): with the base weights frozen, as LoRA has it, the embeddings require no gradient. The
-output of a checkpoint requires one only where an input does, so with recompute_granularity="full" no layer of the
-decoder gets one: adapters in the decoder are silently not trained, and where all of them are there, backward raises.
+What is wrong (0.12 to 0.19): with the base weights frozen, as LoRA has it, the embeddings require no gradient.
+- The output of a checkpoint requires one only where an input does, so with recompute_granularity="full" no layer of the
+  decoder gets one: adapters in the decoder are silently not trained, and where all of them are there, backward raises.
+- With recompute_modules=["layernorm"] the norms in front of the first adapter save nothing for their recompute, and
+  backward raises a TypeError.
 
-The patch lets the first hidden states [s, b, h] that a block recomputes from require a gradient, where none is required
-yet and the block has weights to train. Trainers that make their embeddings require a gradient by a hook see no change.
+The patch lets the hidden states [s, b, h] that a block begins with require a gradient, where none is required yet, the
+block has weights to train, and layers or norms are recomputed. Trainers that make their embeddings require a gradient
+by a hook see no change.
 
 Upstream: open. Delete when TransformerBlock does so itself.
 
-Not covered: single modules that are recomputed (recompute_granularity="selective") in front of the first adapter. With
-tensor_parallel.checkpoint adapters inside of them are not trained; with CheckpointWithoutOutput
-(recompute_modules=["layernorm"] and others that drop their output) backward raises a TypeError, as in stock, because
-nothing was saved for the recompute. The remedy for both: let the embeddings require a gradient, by a hook on their
-output.
+Not covered: other single modules (recompute_granularity="selective") in front of the first adapter, because stock is
+right where adapters come before them, and would need more memory. With tensor_parallel.checkpoint adapters inside of
+them are not trained; with CheckpointWithoutOutput (moe_act, mla_up_proj) backward raises the TypeError, because nothing
+was saved for the recompute. The remedy for both: let the embeddings require a gradient, by a hook on their output.
 """
 
 from __future__ import annotations
@@ -26,21 +28,36 @@ import torch
 
 from shim.patches._arguments import Function, argument, replacing
 
-BLOCK = "megatron.core.transformer.transformer_block:TransformerBlock._checkpointed_forward"
+BLOCK = "megatron.core.transformer.transformer_block:TransformerBlock."
 FUNCTION = "megatron.core.recompute:checkpointed_forward"
 
 
 def _checkpointed_forward(original: Function) -> Function:
+    """All of it runs under full recompute."""
+    return _from_trained_states(original, lambda config: True)
+
+
+def _forward(original: Function) -> Function:
+    return _from_trained_states(original, _recomputes_norms)
+
+
+def _from_trained_states(original: Function, recomputes: Callable[[Any], bool]) -> Function:
     states_of, put_states = argument(original, "hidden_states"), replacing(original, "hidden_states")
 
     @functools.wraps(original)
-    def checkpointed_forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         block, states = args[0], states_of(args, kwargs)
-        if torch.is_grad_enabled() and not states.requires_grad and _trains(block):
+        # Inference wraps them, and stages of a pipeline but the first are given none here.
+        begins = isinstance(states, torch.Tensor) and not states.requires_grad and torch.is_grad_enabled()
+        if begins and recomputes(block.config) and _trains(block):
             args, kwargs = put_states(args, kwargs, states.detach().requires_grad_())
         return original(*args, **kwargs)
 
-    return checkpointed_forward
+    return forward
+
+
+def _recomputes_norms(config: Any) -> bool:
+    return config.recompute_granularity == "selective" and "layernorm" in (config.recompute_modules or ())
 
 
 def _trains(block: Any) -> bool:
@@ -49,4 +66,5 @@ def _trains(block: Any) -> bool:
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """The factories of a variant: target -> function from upstream's object to the one that takes its place."""
-    return {{"method": BLOCK, "function": FUNCTION}[variant]: _checkpointed_forward}
+    full = {"method": BLOCK + "_checkpointed_forward", "function": FUNCTION}[variant]
+    return {full: _checkpointed_forward, BLOCK + "forward": _forward}

@@ -37,15 +37,26 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from shim.patches._arguments import Function
 from shim.patches._autocast import remembering
-from shim.patches._fp8_scales import ForwardScales, ScalesError, Within, own_queue, recording, replay
+from shim.patches._fp8_scales import (
+    BY_CHECKPOINT,
+    POSITION,
+    ForwardScales,
+    ScalesError,
+    Within,
+    number,
+    own_flags,
+    own_queue,
+    recording,
+    replay,
+)
 
 DISTRIBUTED = "transformer_engine.pytorch.distributed:"
 CHECKPOINT = DISTRIBUTED + "_CheckpointFunction."
@@ -90,10 +101,13 @@ def _copy_forward_fp8_meta_tensors_for_recompute(original: Function) -> Function
             return
         with own_queue(cls, fp8_meta, []) as queue:
             original(cls, fp8_meta)
-        for entry in queue:
-            for scales in checkpoints:
-                scales.keep(fp8_meta, entry)
+        for scales, entry in itertools.product(checkpoints, queue):
+            scales.keep(fp8_meta, entry)
+        # The number is part of a saved state: it is there where Transformer Engine would have given one.
+        if queue and POSITION not in fp8_meta and any(scales.numbered for scales in checkpoints):
+            number(cls, fp8_meta)
 
+    vars(copy_forward_fp8_meta_tensors_for_recompute)[BY_CHECKPOINT] = True
     return copy_forward_fp8_meta_tensors_for_recompute
 
 
@@ -137,7 +151,9 @@ def _init_fp8_metadata(original: Function) -> Function:
         from transformer_engine.pytorch import distributed
 
         if distributed.is_fp8_activation_recompute_enabled():
-            distributed.FP8GlobalStateManager.copy_forward_fp8_meta_tensors_for_recompute(self.fp8_meta)
+            manager = distributed.FP8GlobalStateManager
+            with own_queue(manager, self.fp8_meta, []):  # in stock it has no number
+                manager.copy_forward_fp8_meta_tensors_for_recompute(self.fp8_meta)
 
     return init_fp8_metadata
 
@@ -145,7 +161,7 @@ def _init_fp8_metadata(original: Function) -> Function:
 def _checkpoint_forward(original: Function) -> Function:
     @functools.wraps(original)
     def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        ctx.forward_scales = ForwardScales()
+        ctx.forward_scales = ForwardScales(numbered=True)
         with ctx.forward_scales.recording():
             return original(ctx, *args, **kwargs)
 
@@ -157,7 +173,10 @@ def _checkpoint_backward(original: Function) -> Function:
     def backward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         scales = getattr(ctx, "forward_scales", None)  # none where the forward pass was before the patch
         with scales.replaying() if scales is not None else nullcontext():
-            return original(ctx, *args, **kwargs)
+            result = original(ctx, *args, **kwargs)
+        if scales is not None:
+            scales.release()
+        return result
 
     return backward
 
@@ -168,7 +187,7 @@ def _get_activation_recompute_contexts(original: Function) -> Function:
     @functools.wraps(original)
     def get_activation_recompute_contexts(*args: Any, **kwargs: Any) -> Any:
         forward, recompute = original(*args, **kwargs)
-        scales = ForwardScales()
+        scales = ForwardScales(numbered=True)
         return Within(scales.recording, forward), Within(scales.replaying, recompute)
 
     return get_activation_recompute_contexts
@@ -198,7 +217,7 @@ def _region_enter(original: Function) -> Function:
             (*_, scales) = recording() or (None,)
             if scales is None or scales.is_first_module is not None:
                 return original(self)
-            with _own_flags([]) as flags:
+            with own_flags([]) as flags:
                 original(self)
             (scales.is_first_module,) = flags
             return None
@@ -206,26 +225,10 @@ def _region_enter(original: Function) -> Function:
         if now is None or now.entered:
             return original(self)
         now.entered = True
-        with _own_flags([now.scales.is_first_module]):
+        with own_flags([now.scales.is_first_module]):
             return original(self)
 
     return __enter__
-
-
-@contextmanager
-def _own_flags(flags: list[Any]) -> Iterator[list[Any]]:
-    """While it is entered, Transformer Engine finds `flags` as the queue of those flags, and leaves its own alone."""
-    from transformer_engine.pytorch.distributed import FP8GlobalStateManager, activation_recompute_forward
-
-    if flags == [None]:  # the forward pass was in another one's region: it is as that region has left it
-        state = getattr(FP8GlobalStateManager, "quantization_state", None)  # from 2.15
-        flags = [FP8GlobalStateManager.IS_FIRST_FP8_MODULE if state is None else state.is_first_fp8_module]
-    queue = activation_recompute_forward._is_first_fp8_module
-    activation_recompute_forward._is_first_fp8_module = flags
-    try:
-        yield flags
-    finally:
-        activation_recompute_forward._is_first_fp8_module = queue
 
 
 def _region_exit(original: Function) -> Function:
