@@ -5,6 +5,8 @@ run without recompute.
 """
 
 import gc
+import pickle
+import weakref
 from importlib.metadata import version
 
 import pytest
@@ -12,10 +14,12 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import random
 from scaled_module import Scaled, clean_state, delayed, manager, queued, region
+from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch import distributed
 
 import shim
 from shim import testing
+from shim.patches._fp8_scales import ForwardScales
 from shim.testing import Layout
 
 IDS = ["te-fp8-state", "fp8-fp4-recompute"]
@@ -224,3 +228,76 @@ def test_the_first_module_of_a_region_is_the_first_again(applied):
     second.sum().backward()
     first.sum().backward()
     assert seen == [False, True]
+
+
+# What is saved and what is held
+
+
+@pytest.mark.parametrize("kind", ["engine", "without output"])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_saved_state_is_that_of_stock(kind, training, monkeypatch):
+    """In the middle of training: all that is saved beside scales, and each loads what the other has saved."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def middle():
+        manager.reset()
+        recipe, modules = delayed(), [Scaled().train(training) for _ in range(2)]
+        pending = [forward(kind, module, recipe, size) for size in (2, 4) for module in modules]
+        return modules, pending
+
+    def saved(module):
+        state = pickle.loads(bytes(module.get_extra_state()))
+        state.pop("recipe")
+        return {name: getattr(value, "tolist", lambda value=value: value)() for name, value in state.items()}
+
+    # Functions of the recipe cannot be pickled; what they compute is the same.
+    monkeypatch.setattr(DelayedScaling, "__reduce__", lambda self: (delayed, ()))
+    stock, _ = middle()
+    expected = [saved(module) for module in stock]
+    with shim.patched(only=IDS, require=IDS):
+        modules, _ = middle()
+        assert [saved(module) for module in modules] == expected
+        assert list(modules[0].state_dict()) == list(stock[0].state_dict())
+        modules[0].set_extra_state(stock[0].get_extra_state())
+        stock[1].set_extra_state(modules[1].get_extra_state())
+        assert saved(modules[0])["scale_fwd"] == saved(stock[1])["scale_fwd"] == expected[0]["scale_fwd"]
+
+
+def held(every):
+    """Bytes of the scales and histories that are kept for recomputes."""
+    queues = getattr(manager, "quantization_state", manager).fp8_tensors_recompute_buffer
+    entries = [entry for queue in queues for entry in queue]
+    for scales in every:
+        entries += [entry for _, kept in scales._kept.values() for entry in kept]
+    tensors = {id(value): value for entry in entries for value in entry}
+    return sum(value.nbytes for value in tensors.values())
+
+
+def held_over_a_step(kind, monkeypatch):
+    """After each forward pass and after each backward, while the outputs live on."""
+    manager.reset()
+    recipe, module, seen, outputs, every = delayed(), Scaled(), [], [], weakref.WeakSet()
+    keep = ForwardScales.keep
+    monkeypatch.setattr(ForwardScales, "keep", lambda self, *entry: (every.add(self), keep(self, *entry)))
+    for size in SIZES:
+        outputs.append(forward(kind, module, recipe, size))
+        seen.append(held(every))
+    for _, output in outputs:
+        output.sum().backward()
+        seen.append(held(every))
+    return seen
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ALL if kind != "megatron"])
+def test_no_more_is_held_than_in_stock(kind, monkeypatch):
+    """A backward that frees the graph frees the scales too."""
+    stock = held_over_a_step(kind, monkeypatch)
+    with shim.patched(only=IDS, require=IDS):
+        found = held_over_a_step(kind, monkeypatch)
+    assert max(found) <= max(stock) and all(a <= b for a, b in zip(found, stock)), (found, stock)
+    assert stock[len(SIZES) - 1] > 0 == stock[-1]
+
+
+def test_scales_of_megatrons_checkpoint_go_with_the_graph(applied, monkeypatch):
+    """Stock keeps none there."""
+    assert held_over_a_step("megatron", monkeypatch)[-1] == 0
