@@ -11,7 +11,7 @@ What the patch does: both functions return the negative log-probability that shi
 are, one gradient in their dtype, one all-gather forward and nothing backward. Logits in fp32 that were computed are
 overwritten too, as stock does, but in backward and with their gradient: who needs them in a backward of his own gets
 autograd's error. Logits that are a leaf, or whose memory another tensor has, get a gradient of their own, and so do
-those that fit the scratch of a pass (4 MiB in fp32), for which there is a shorter way. Negative targets mean no target:
+those that are few (at most 2 MiB in fp32), for which there is a shorter way. Negative targets mean no target:
 a loss and a gradient of zero. A target beyond the vocabulary is an error; stock returned a wrong loss.
 
 With option fp32_output=False, Float16Module hands logits out as the model made them instead of a copy in fp32, unless

@@ -1,4 +1,4 @@
-"""Losses of tokens whose logits fit the scratch of a pass as a whole, on one rank: a dozen operations for both passes.
+"""Losses of tokens whose logits are few, on one rank: a dozen operations for both passes.
 
 Where logits are few, calls cost more than arithmetic. What is exchanged between ranks, cut into chunks or left out in
 the general form is not needed here. As there, the logits are saved by reference and the softmax is computed again.
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shim.ops import _logprob_chunks as chunks
+from shim.ops._logprob_chunks import LOG2E, SUM, TARGET, TOP, TOTAL, RowGradient
 from shim.ops._logprob_rows import differentiable_once
 
 __all__ = ["is_small", "small_token_losses"]
@@ -19,8 +20,11 @@ __all__ = ["is_small", "small_token_losses"]
 
 def is_small(logits: Tensor, target: Tensor) -> bool:
     """Whether `small_token_losses` takes these, among them nothing that would be an error of token_logprobs."""
+    limit = chunks._SCRATCH_CPU
+    if logits.dtype == chunks.accumulates_in(logits.dtype):
+        limit //= 2  # beyond it costs less to write the gradient over the logits, as the general form can
     return (
-        0 < logits.numel() * chunks.accumulates_in(logits.dtype).itemsize <= chunks._SCRATCH_CPU
+        0 < _bytes(logits) <= limit
         and logits.is_floating_point()
         and logits.dim() > 0
         and logits.shape[:-1] == target.shape
@@ -36,7 +40,10 @@ def small_token_losses(logits: Tensor, target: Tensor, label_smoothing: float = 
     token_logprobs. ValueError for a target beyond the vocabulary; a device-side assertion on CUDA.
     """
     try:
-        loss: Tensor = _SmallTokenLosses.apply(logits, target, label_smoothing)
+        # One softmax is the fewest operations, but half precision it copies, and then the cache is too small sooner.
+        direct = logits.dtype == chunks.accumulates_in(logits.dtype)
+        function = _SmallTokenLosses if direct or _bytes(logits) <= chunks._SCRATCH_CORE else _ChunkedTokenLosses
+        loss: Tensor = function.apply(logits, target, label_smoothing)
     except (IndexError, RuntimeError) as error:  # gather's own look at its indices costs nothing more
         vocabulary = logits.shape[-1]
         if target.device.type == "cpu" and bool((target >= vocabulary).any()):
@@ -44,6 +51,10 @@ def small_token_losses(logits: Tensor, target: Tensor, label_smoothing: float = 
             raise ValueError(message) from error
         raise
     return loss
+
+
+def _bytes(logits: Tensor) -> int:
+    return logits.numel() * chunks.accumulates_in(logits.dtype).itemsize
 
 
 def _weights(smoothing: float, vocabulary: int) -> tuple[float, float]:
@@ -94,3 +105,61 @@ class _SmallTokenLosses(torch.autograd.Function):
         if ignored is not None:
             gradient.masked_fill_(ignored, 0)
         return (gradient.to(logits.dtype).view(logits.shape), None, None), (logits,)
+
+
+class _ChunkedTokenLosses(torch.autograd.Function):
+    """The same, a chunk of rows at a time, which stays in the cache."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
+        vocabulary = logits.shape[-1]
+        x, place = logits.reshape(-1, vocabulary), target.reshape(-1)
+        ignored: Tensor | None = place < 0
+        # Where the host may look, a call without such tokens is spared the checks.
+        if ignored is not None and ignored.device.type == "cpu" and not ignored.any():
+            ignored = None
+        if ignored is not None:
+            place = place.clamp(min=0)
+        stats = chunks.statistics(
+            x,
+            place,
+            LOG2E,
+            entropy=False,
+            total=bool(smoothing),
+            ignored=ignored,
+            scratch_bytes=None,
+            chunk_size=None,
+        )
+        top, total = stats[TOP], stats[SUM]
+        log_total = total.log()
+        loss = log_total - (stats[TARGET] - top)
+        if smoothing:
+            of_target, of_each = _weights(smoothing, vocabulary)
+            mean = stats[TOTAL].div_(vocabulary).sub_(top).sub_(log_total)
+            loss.mul_(of_target).sub_(mean, alpha=of_each * vocabulary)
+        if ignored is not None:
+            loss.masked_fill_(ignored, 0)
+        ctx.save_for_backward(logits, place, ignored, top, total)
+        ctx.smoothing = smoothing
+        return loss.view(target.shape)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, of_loss: Tensor) -> Any:
+        logits, place, ignored, top, total = ctx.saved_tensors
+        vocabulary = logits.shape[-1]
+        x = logits.detach().reshape(-1, vocabulary)
+        of_loss = of_loss.reshape(-1)
+        if ignored is not None:
+            of_loss = of_loss.masked_fill(ignored, 0)
+        of_target, of_each = _weights(ctx.smoothing, vocabulary)
+        row = RowGradient(
+            top,
+            of_loss / total,
+            None,
+            of_loss * -of_each if ctx.smoothing else None,
+            of_loss * -of_target,
+        )
+        gradient = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        chunks.gradient(x, gradient, place, LOG2E, row, ignored=ignored, scratch_bytes=None, chunk_size=None)
+        return (gradient.view(logits.shape), None, None), (logits,)

@@ -46,6 +46,9 @@ from shim.ops._saved_tensors import foreign_hooks_active
 __all__ = ["TokenLogprobs", "linear_token_logprobs", "token_logprobs"]
 
 
+_IGNORED = -2  # what is saved for such a token as the place of its target; -1 is a target on another rank
+
+
 class TokenLogprobs(NamedTuple):
     """Of each token, in fp32 (fp64 for fp64 logits), 0 where it is ignored; `entropy` is None unless asked for."""
 
@@ -80,9 +83,9 @@ def token_logprobs(
     label_smoothing: see the module; it changes `logprob` alone.
     ignore_index: tokens with this target have results of 0 and a gradient of exactly 0, whatever their logits are;
     None ignores none. A loss made of ratios or means still has to leave them out: 0 stands for a probability of 1.
-    scratch_bytes: how much memory a pass may use for its temporaries, at least that for one token; by default 4 MiB on
-    CPU (it stays in the cache), 128 MiB elsewhere. chunk_size: the number of tokens that are worked on at once
-    instead. The results do not depend on either. Kernels (see below) need no scratch.
+    scratch_bytes: how much memory a pass may use for its temporaries, at least that for one token; by default 1 MiB
+    per thread and at most 4 MiB on CPU (it stays in the cache), 128 MiB elsewhere. chunk_size: the number of tokens
+    that are worked on at once instead. The results do not depend on either. Kernels (see below) need no scratch.
     inplace_backward: write the gradient over the logits, which then no longer hold logits for whoever reads them after
     backward. Another operation that needs them in its own backward, or a second backward of this one, is a RuntimeError
     rather than a wrong gradient. Logits get a gradient of their own where another tensor has their memory (views, what
@@ -259,9 +262,10 @@ class _TokenLogprobs(torch.autograd.Function):
         ignored = ignored_rows(aim, options.ignore_index)
         temperature = options.temperature if per_token is None else rows.flat(per_token)
         scale = LOG2E / temperature
+        place = places(aim, ignored, options.rank * columns, columns)
         stats = _passes(x).statistics(
             x,
-            places(aim, ignored, options.rank * columns, columns),
+            place,
             scale,
             entropy=bool(options.entropy),
             total=options.smoothing > 0,
@@ -272,7 +276,9 @@ class _TokenLogprobs(torch.autograd.Function):
         stats = exchanged(stats, scale, options)
         (logprob, entropy, logsumexp), learned = results(stats, ignored, temperature, columns, options)
         ctx.options = options
-        ctx.save_for_backward(logits, target, per_token, *learned)
+        if ignored is not None:
+            place = place.masked_fill(ignored, _IGNORED)
+        ctx.save_for_backward(logits, place, per_token, *learned)
         ctx.version = (logits.data_ptr(), logits._version) if ctx.needs_input_grad[0] else None
         ctx.hooked, ctx.overwrote = foreign_hooks_active(), False
         ctx.set_materialize_grads(False)
@@ -290,7 +296,7 @@ class _TokenLogprobs(torch.autograd.Function):
             raise RuntimeError(
                 "a second backward through token_logprobs(inplace_backward=True): its logits hold the gradient by now"
             )
-        logits, target, per_token, *learned = ctx.saved_tensors
+        logits, place, per_token, *learned = ctx.saved_tensors
         if (logits.data_ptr(), logits._version) != ctx.version and logits.data_ptr() == ctx.version[0]:
             # Autograd looks too, but not where hooks for saved tensors are at work.
             raise RuntimeError("the logits of token_logprobs were modified by an inplace operation before its backward")
@@ -298,9 +304,11 @@ class _TokenLogprobs(torch.autograd.Function):
         same = ctx.hooked and logits.data_ptr() == ctx.version[0]
         inplace = options.inplace and not same and not _is_shared(logits)
         rows = Rows(logits)
-        x, aim = rows.of(logits.detach()), rows.flat(target)
+        x = rows.of(logits.detach())
         columns = x.size(1)
-        ignored = ignored_rows(aim, options.ignore_index)
+        ignored = ignored_rows(place, _IGNORED)
+        if ignored is not None:
+            place = place.clamp(min=-1)
         temperature = options.temperature if per_token is None else rows.flat(per_token)
         grads = [None if value is None else rows.flat(value) for value in of_results]
         row = row_gradient(Learned(*learned), grads, ignored, temperature, columns, options)
@@ -312,7 +320,7 @@ class _TokenLogprobs(torch.autograd.Function):
         _passes(x).gradient(
             x,
             out,
-            places(aim, ignored, options.rank * columns, columns),
+            place,
             LOG2E / temperature,
             row,
             ignored=ignored,
