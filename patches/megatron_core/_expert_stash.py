@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import threading
 import weakref
 from collections import Counter
@@ -31,6 +32,7 @@ __all__ = ["ExpertStash", "Settings", "cannot_gain", "check_settings", "total_of
 FLAG = "moe_paged_stash"
 HOST_FACTOR = "moe_paged_stash_buffer_size_factor_cpu"
 SIZES = "moe_paged_stash_page_size", "moe_paged_stash_buffer_size_factor_cuda", HOST_FACTOR
+COMPILED = "squared_relu", "quick_gelu", "fast_gelu"  # each element by itself, and finite at zero
 EXACT = "the experts' buffers have no spare rows (no moe_pad_expert_input_to_capacity), and there is no host pool"
 
 
@@ -105,7 +107,15 @@ class ExpertStash:
     ) -> StashGroup:
         stash = self._stash_of(module, settings)
         self._size(stash, settings)
-        return stash.group(rows, valid, expected=expected, inputs=inputs, weights=weights, block_of=block_of)
+        return stash.group(
+            rows,
+            valid,
+            expected=expected,
+            inputs=inputs,
+            weights=weights,
+            block_of=block_of,
+            compiled=() if module is None else _compiled_activation(module.config),
+        )
 
     def skip(self, module: Any, reason: str) -> None:
         """Count a forward of experts that are left alone."""
@@ -334,6 +344,12 @@ def cannot_gain(config: Any, settings: Settings) -> str:
     if config.moe_expert_capacity_factor <= 1.0:
         return f"moe_expert_capacity_factor={config.moe_expert_capacity_factor} leaves no rows to spare"
     return ""
+
+
+def _compiled_activation(config: Any) -> tuple[Callable[[Tensor], Tensor], ...]:
+    """The activation, if it is one of those that upstream has compiled by torch.compile."""
+    upstream, found = sys.modules.get("megatron.core.activations"), getattr(config, "activation_func", None)
+    return () if found is None or all(found is not getattr(upstream, name, None) for name in COMPILED) else (found,)
 
 
 def _marked(tensor: Tensor) -> int | None:

@@ -16,6 +16,7 @@ from torch.autograd.function import BackwardCFunction
 
 from shim.ops._row_rules import Operator, Span, leading, rule_for, stays
 from shim.ops._saved_tensors import Saved, saved_by
+from shim.ops._stash_compiled import CompiledRegions, is_compiled
 
 __all__ = ["COMPILED", "RowTensor", "row_tensors"]
 
@@ -77,19 +78,25 @@ class _Inputs:
 
 
 def row_tensors(
-    outputs: Iterable[Tensor], start: int, rows: int, inputs: Iterable[Tensor] = (), others: Iterable[Tensor] = ()
+    outputs: Iterable[Tensor],
+    start: int,
+    rows: int,
+    inputs: Iterable[Tensor] = (),
+    others: Iterable[Tensor] = (),
+    compiled: CompiledRegions | None = None,
 ) -> Iterator[RowTensor]:
     """What all nodes have saved that lead from `inputs` to `outputs` and were made from `start` on, in this thread.
 
     inputs: those with `rows` rows have them; others: more tensors that the forward gets, where nothing is looked for.
+    compiled: the regions of torch.compile of which it is known that they do each element by itself.
     Without inputs, only numbers tell nodes of another thread, which has its own, from those that are meant.
     """
-    return _Walk(list(outputs), _Inputs(list(inputs), list(others), start, rows)).saved()
+    return _Walk(list(outputs), _Inputs(list(inputs), list(others), start, rows), compiled or CompiledRegions()).saved()
 
 
 class _Walk:
-    def __init__(self, outputs: list[Tensor], inputs: _Inputs) -> None:
-        self.inputs = inputs
+    def __init__(self, outputs: list[Tensor], inputs: _Inputs, compiled: CompiledRegions) -> None:
+        self.inputs, self.compiled = inputs, compiled
         self.spans: dict[Any, dict[int, Span | None]] = {}  # of the gradients of each node's outputs, as far as used
         self.mixed: dict[Any, str] = {}  # for nodes whose outputs are not rows: the node that is why
         self.order = self._order([output.grad_fn for output in outputs])
@@ -169,7 +176,7 @@ class _Walk:
         """A function of one's own is trusted to keep rows where they are, if they come from the inputs."""
         spans = set(outputs.values())
         span = spans.pop() if len(spans) == 1 else None
-        if span is None or _reason_of_function(node):
+        if span is None or self._reason_of_function(node):
             return [None] * len(node.next_functions)
         found: list[Span | None] = []
         for edge, number in node.next_functions:
@@ -177,6 +184,11 @@ class _Walk:
             lead = None if shape is None or not self._carries_rows(edge, number) else leading(shape, span.rows)
             found.append(None if lead is None else span._replace(lead=lead))
         return found
+
+    def _reason_of_function(self, node: Any) -> str:
+        if is_compiled(node):
+            return "" if self.compiled.have(node) else COMPILED
+        return RECOMPUTED if getattr(getattr(node, "_forward_cls", None), "__name__", "") in CHECKPOINTS else ""
 
     # From the inputs on: what is made of rows
 
@@ -196,7 +208,7 @@ class _Walk:
             return False
         following = node.next_functions
         if isinstance(node, BackwardCFunction):
-            if _reason_of_function(node):
+            if self._reason_of_function(node):
                 return False
             edges: list[bool] = [True] * len(following)
         else:
@@ -231,7 +243,7 @@ class _Walk:
         if weight or isinstance(root, torch.nn.Parameter):
             return RowTensor(saved, None)
         of_function = isinstance(node, BackwardCFunction)
-        reason = _reason_of_function(node) if of_function else ""
+        reason = self._reason_of_function(node) if of_function else ""
         if reason or not outputs or None in outputs.values():
             return RowTensor(saved, None, reason or MIXED.format(self.mixed.get(node, type(node).__name__)))
         if of_function:
@@ -261,6 +273,8 @@ class _Walk:
     def _span_of(self, node: Any, tensor: Tensor) -> Span | None:
         """The rows of what a function has saved: an input or output of its own, or of the whole."""
         inputs = self.inputs
+        if is_compiled(node) and tuple(tensor.shape) == _shapes(node)[0]:  # it does each element by itself
+            return next(iter(self.spans[node].values()))
         for source in inputs.sources_of(tensor):
             lead = leading(source.shape, inputs.rows)
             span = None if lead is None else _part_of(tensor, source, Span(0, inputs.rows, lead))
@@ -276,13 +290,6 @@ class _Walk:
             return None
         lead = leading(tensor.shape, span.rows)
         return None if lead is None else span._replace(lead=lead)
-
-
-def _reason_of_function(node: Any) -> str:
-    function = getattr(node, "_forward_cls", None)
-    if (getattr(function, "__module__", None) or "").startswith("torch._functorch"):
-        return COMPILED
-    return RECOMPUTED if getattr(function, "__name__", "") in CHECKPOINTS else ""
 
 
 def _leaf_of(node: Any) -> Tensor | None:

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from shim.ops._row_provenance import RowTensor, row_tensors
 from shim.ops._row_rules import Span
 from shim.ops._saved_tensors import HOOKED, foreign_hooks_active, now
+from shim.ops._stash_compiled import CompiledRegions
 from shim.ops._stash_pool import BITS, capturing
 from shim.ops._stash_rows import ValidRows, valid_rows
 from shim.ops._stashed_tensor import StashedTensor
@@ -41,9 +42,10 @@ class StashGroup:
         inputs: Collection[Tensor],
         weights: Collection[Tensor],
         block_of: Callable[[Tensor], int | None] | None,
+        compiled: CompiledRegions,
     ) -> None:
         self._stash, self._rows, self._valid, self._expected = stash, rows, valid, expected
-        self._inputs, self._weights, self._block_of = inputs, weights, block_of
+        self._inputs, self._weights, self._block_of, self._compiled = inputs, weights, block_of, compiled
         self._start: int | None = None
 
     def __enter__(self) -> StashGroup:
@@ -82,7 +84,7 @@ class StashGroup:
             return
         weights = {_address(weight) for weight in self._weights}
         chosen: dict[tuple[Any, ...], _Chosen] = {}
-        for one in row_tensors(outputs, start, self._rows, self._inputs, self._weights):
+        for one in row_tensors(outputs, start, self._rows, self._inputs, self._weights, self._compiled):
             slot, tensor = one.saved.slot, one.saved.tensor
             span = one.reason if tensor is None else self._choose(tensor, one, device, weights)
             if isinstance(span, str):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from shim._errors import ShimError
+from shim.ops._stash_compiled import CompiledRegions
 from shim.ops._stash_eager import KEPT, LOST, MOST_WANTED, SPILLED, STASHED, WANTED
 from shim.ops._stash_group import StashGroup, tensors_in
 from shim.ops._stash_pool import PagePool, backend_for, capturing
@@ -157,6 +158,7 @@ class PagedStash:
         inputs: Iterable[Tensor] = (),
         weights: Iterable[Tensor] = (),
         block_of: Callable[[Tensor], int | None] | None = None,
+        compiled: Iterable[Callable[[Tensor], Tensor]] = (),
     ) -> StashGroup:
         """A context for one forward, whose `commit` stashes what was saved in it.
 
@@ -175,9 +177,12 @@ class PagedStash:
         weights: tensors that stay.
         block_of: says of a tensor how many rows one of its own stands for, whatever its shape (1: it has all rows; 32:
         scales of blocks of 32 rows); None where it does not know the tensor.
+        compiled: functions of one tensor that torch.compile has compiled and that do each element by itself, as
+        activations do; their backward has to bear zeros. All other compiled regions are left alone.
         """
         expected = rows if expected is None else expected
-        return StashGroup(self, rows, valid, expected, tuple(inputs), tuple(weights), block_of)
+        regions = CompiledRegions(tuple(compiled))
+        return StashGroup(self, rows, valid, expected, tuple(inputs), tuple(weights), block_of, regions)
 
     def skip(self, reason: str) -> None:
         """Count a saved tensor, or a whole forward, that was not stashed."""

@@ -263,6 +263,14 @@ def test_the_stash_changes_no_bit(applied, case):
     assert first.stashed < second.stashed
 
 
+@pytest.mark.skipif(cases.VERSION < (0, 19), reason="the same on all releases, and it takes a compiler")
+def test_an_activation_that_upstream_has_compiled_is_known(applied):
+    activations = import_module("megatron.core.activations")
+    model = build(gated_linear_unit=False, activation_func=activations.squared_relu)
+    _, last = changing_nothing(model)
+    assert last.stashed > 0 and not any("torch.compile" in reason for reason in last.skipped)
+
+
 @pytest.mark.parametrize("case", RECOMPUTED, ids=name_of)
 def test_recomputed_experts_are_left_alone(applied, case):
     """Backward uses at once what is saved then."""

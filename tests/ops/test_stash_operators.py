@@ -8,6 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from stash_operators import FEATURES, head  # noqa: E402
+
 TOP = Path(__file__).resolve().parent.parent.parent
 VERSION = re.search(r"With torch ([\d.]+)\.", (TOP / "docs" / "paged-stash-operators.md").read_text())[1]
 
@@ -26,3 +28,10 @@ def test_the_page_has_what_a_user_has_to_know():
     assert "WRONG" not in text and text.count("| stashed |") > 70
     for name in ("mm", "addmm", "bmm", "cat", "split", "mul", "nn.functional.silu", "nn.functional.gelu"):
         assert f"| {name} |" in text
+
+
+def test_each_feature_on_the_page_is_held_by_a_test():
+    assert (TOP / "docs" / "paged-stash-operators.md").read_text().startswith(head(VERSION))
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    missing = [test for _, _, test in FEATURES if f"\ndef {test}(" not in tests]
+    assert not missing

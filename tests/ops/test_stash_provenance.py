@@ -1,9 +1,11 @@
 """The paged stash: what it takes for rows, whatever the shapes, and what it leaves alone with a reason."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import pickle
+import types
 
 import pytest
 
@@ -161,6 +163,69 @@ def test_what_was_compiled_is_left_alone():
     assert stash.statistics().stashed == 0 and any("torch.compile" in reason for reason in stash.skipped)
 
 
+def squared_relu(x):
+    return x.relu().square()
+
+
+def saves_for_itself(x):
+    return (x.sin() * 2).tanh()
+
+
+@pytest.mark.parametrize("function", [squared_relu, saves_for_itself])
+@pytest.mark.parametrize("named", [True, False], ids=["named", "another is named"])
+def test_what_was_compiled_of_a_known_function_is_stashed(function, named):
+    """Although another region has the same shapes; and what is before it is stashed, too."""
+    known, other = torch.compile(function, backend="aot_eager"), torch.compile(root, backend="aot_eager")
+    compiled = known if named else other
+    stash, found = ample(), []
+    for one in (stash, None):
+        x = torch.randn(N, N, generator=generator()).requires_grad_()
+        with contextlib.ExitStack() as stack:
+            if one is not None:
+                group = stack.enter_context(one.group(N, VALID, inputs=[x], weights=[LEAF], compiled=[known]))
+            output = compiled(x.sin() @ LEAF) @ LEAF
+        if one is not None:
+            group.commit(output)
+            # the operand of each product, that of sin, and what the region has saved
+            assert one.live >= 4 if named else one.live == 1
+            assert named != any("torch.compile" in reason for reason in one.skipped)
+        found.append(of_valid(lambda _: output, x))
+    assert torch.equal(*found)
+
+
+IN_PLACE = {
+    "a whole tensor": (lambda x: (x.sin() @ LEAF).add_(1).mul_(2).relu_(), 3),
+    "a view": (lambda x: halved(x.sin()), 0),
+}
+
+
+def halved(x):
+    x = x * 1
+    x[:, : N // 2].mul_(0.5).tanh_()
+    return x
+
+
+@pytest.mark.parametrize("where", IN_PLACE)
+def test_operators_in_place(where):
+    function, stashed = IN_PLACE[where]
+    stash, found = ample(), []
+    for one in (stash, None):
+        x = torch.randn(N, N, generator=generator()).requires_grad_()
+        found.append(of_valid(function if one is None else lambda x: stash.run(function, x, rows=N, valid=VALID), x))
+    assert torch.equal(*found)
+    assert stash.statistics().stashed == stashed and (stashed or any("CopySlices" in one for one in stash.skipped))
+
+
+def test_no_pool_is_made_while_a_graph_is_captured(monkeypatch):
+    """A capture needs a GPU; what is asked for it is not, and a tensor only says that it is on one."""
+    monkeypatch.setattr("shim.ops.paged_stash.capturing", lambda: True)
+    tensor = types.SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
+    stash = PagedStash(4)
+    with pytest.raises(RuntimeError, match="run the same step once before"):
+        stash.pool_for(tensor, N)
+    assert not stash.pools
+
+
 @pytest.mark.parametrize("how", ["run", "group"])
 def test_what_is_being_compiled_is_left_alone(how):
     stash, x = ample(), torch.randn(N, N, requires_grad=True)
@@ -187,6 +252,13 @@ def test_transforms_of_functions_are_left_alone():
     output, pull = torch.func.vjp(stashed, x)
     assert torch.equal(pull(torch.ones_like(output))[0][:VALID], x[:VALID].cos())
     assert torch.equal(torch.func.jvp(stashed, (x,), (x,))[1], x[:VALID].cos() * x[:VALID])
+    weights = torch.randn(3, N)
+    mapped = torch.func.vmap(lambda w: stashed(x * w))(weights)
+    assert torch.equal(mapped, (x * weights[:, None]).sin()[:, :VALID])
+    leaf = x.clone().requires_grad_()  # autograd around the transform
+    torch.func.vmap(lambda w: stashed(leaf * w))(weights).sum().backward()
+    wanted = torch.autograd.grad((leaf * weights[:, None]).sin()[:, :VALID].sum(), [leaf])[0]
+    assert torch.allclose(leaf.grad, wanted)
     assert stash.statistics().stashed == 0 and any("torch.func" in reason for reason in stash.skipped)
 
 

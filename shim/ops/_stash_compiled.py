@@ -1,0 +1,61 @@
+"""Regions that torch.compile has compiled from functions of which it is known what they do with rows."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection
+from typing import Any
+
+from torch import Tensor
+
+from shim.ops._stash_pool import capturing
+
+__all__ = ["CompiledRegions", "is_compiled"]
+
+# The kind of node that each compiled graph has for itself -> whether a function was seen to make it.
+_MADE_BY: weakref.WeakKeyDictionary[Any, dict[Callable[..., Any], bool]] = weakref.WeakKeyDictionary()
+
+
+class CompiledRegions:
+    """Knows the nodes of `functions`: compiled, of one tensor, each element by itself, that bear rows of zeros.
+
+    A node does not say what it was compiled from. But a function that is called again, with what the node has saved,
+    makes another node of the same kind, if it has made the first one. Each kind is asked for once, and not while a CUDA
+    graph is captured, which would have the call in it.
+    """
+
+    def __init__(self, functions: Collection[Callable[..., Any]] = ()) -> None:
+        self._functions = functions
+
+    def have(self, node: Any) -> bool:
+        return is_compiled(node) and any(_has_made(one, node) for one in self._functions)
+
+
+def is_compiled(node: Any) -> bool:
+    return (getattr(getattr(node, "_forward_cls", None), "__module__", None) or "").startswith("torch._functorch")
+
+
+def _has_made(function: Callable[..., Any], node: Any) -> bool:
+    known = _MADE_BY.setdefault(node._forward_cls, {})
+    if function not in known:
+        if capturing() or len(node.next_functions) != 1 or len(node._input_metadata) != 1:
+            return False
+        saved = _like_input_of(node)
+        if saved is None:
+            return False
+        made = function(saved.detach().requires_grad_()).grad_fn
+        known[function] = getattr(made, "_forward_cls", None) is node._forward_cls
+    return known[function]
+
+
+def _like_input_of(node: Any) -> Tensor | None:
+    """Something that a node has saved and that looks like what it has got: most often that itself."""
+    (edge, number), made = node.next_functions[0], node._input_metadata[0]
+    try:
+        saved = node.saved_tensors
+    except RuntimeError:  # the graph is done with, or it was changed in place
+        return None
+    found = [one for one in saved if one is not None and one.dtype == made.dtype]
+    found = [one for one in found if tuple(one.shape) == tuple(made.shape)]
+    itself = (one for one in found if one.grad_fn is not None and (one.grad_fn, one.output_nr) == (edge, number))
+    return next(itself, found[0] if found else None)
