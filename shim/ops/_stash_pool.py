@@ -26,6 +26,12 @@ def capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
+def _tracing() -> bool:
+    """Whether torch.compile is tracing something just now, so that operators get no real tensors, or are recorded."""
+    keys = torch._C._TorchDispatchModeKey.__members__.values()
+    return any(torch._C._get_dispatch_mode(key) is not None for key in keys)
+
+
 def backend_for(name: str | None, device: torch.device) -> ModuleType:
     """The module that works on pages: Triton's on a GPU if it is there, unless one is asked for by name."""
     if name == "eager" or (name is None and device.type != "cuda"):
@@ -186,8 +192,8 @@ class PagePool:
 
     def _release_dropped(self) -> None:
         # A finaliser may run within store() or load() of the same thread: then the lock is taken, and whoever has it
-        # looks here again when he is done.
-        while self._dropped and self._lock.acquire(blocking=False):
+        # looks here again when he is done. Amid a trace it could compute nothing: the next call does it.
+        while self._dropped and not _tracing() and self._lock.acquire(blocking=False):
             try:
                 self._follow()
                 while self._dropped:

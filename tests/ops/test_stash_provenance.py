@@ -11,7 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stash_cases import ample  # noqa: E402
+from stash_cases import ample, assert_nothing_lives  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.nn.functional import layer_norm, linear, silu  # noqa: E402
 
 from shim.ops.paged_stash import PagedStash  # noqa: E402
@@ -161,6 +162,16 @@ def test_what_was_compiled_is_left_alone():
     found = of_valid(lambda x: stash.run(compiled, x, rows=N, valid=VALID), x)
     assert torch.allclose(found, of_valid(root, x))
     assert stash.statistics().stashed == 0 and any("torch.compile" in reason for reason in stash.skipped)
+
+
+def test_pages_come_back_although_a_record_is_collected_while_something_is_traced():
+    """The collector may run at any time, and then operators of the thread get no real tensors."""
+    stash, x = ample(), torch.randn(N, N, requires_grad=True)
+    output = stash.run(torch.sin, x, rows=N, valid=VALID)
+    with FakeTensorMode():
+        del output
+    assert of_valid(lambda x: stash.run(torch.sin, x, rows=N, valid=VALID), x) is not None
+    assert_nothing_lives(stash)
 
 
 def squared_relu(x):
