@@ -20,8 +20,8 @@ ID, PATCH = "paged-stash", "shim.patches.megatron_core.paged_stash"
 VERSION = tuple(int(part) for part in testing.release().split(".")[:3])
 NOT_TOLD = VERSION < (0, 12, 1)  # which rows are padding
 TOKENS = 18  # of each of the two sequences of a microbatch
-# An expert's buffer of 36 tokens has 36, 27, 18 or 14 rows, and its weights 40 and 32, or transposed 32 and 20: a
-# tensor in the shape of a weight would not be stashed.
+# An expert's buffer of 36 tokens has 36, 27, 18 or 14 rows, and its weights 40 and 32, or transposed 32 and 20: what
+# were taken for the other would not have its number of rows.
 HIDDEN, EXPERT = 32, 20
 MODEL = {
     "num_layers": 1,

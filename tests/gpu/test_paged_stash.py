@@ -122,14 +122,16 @@ def test_the_host_waits_for_nothing(backend, overflow):
 
 def test_a_graph_is_replayed_with_other_counts_and_leaves_all_pages_free():
     step, count = Step(), prefix(700)
-    # x has rows of WIDTH, the other four have 2 * WIDTH: enough for 800 rows, and too few for all.
-    stash = PagedStash(lambda dtype, width: 13 if width == WIDTH else 4 * 13, overflow="raise", backend="triton")
+    stash = PagedStash(4 * 13, overflow="raise", backend="triton")
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
         for _ in range(3):
             step.gradients(stash, count)
     torch.cuda.current_stream().wait_stream(aside)
+    # x has rows of WIDTH, the other four have 2 * WIDTH: enough for 800 rows, and too few for all.
+    stash.resize_all()
+    stash.resize(lambda pool: (13 if pool.width == WIDTH else 4 * 13, 0))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step.gradients(stash, count)
