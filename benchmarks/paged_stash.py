@@ -209,7 +209,7 @@ class Shim(Stock):
         self.stash = ExpertStash({**vars(config), "overflow": "keep"})
         self.masked = masked
         self._undo = contextlib.ExitStack()
-        inner = self.stash._get(self.stash.settings(config))
+        inner = self.stash._stash_of(None, self.stash.settings(config))
         inner.backend = backend
         if ahead:
             # The flags of a layer are known when so many more are on their way.
