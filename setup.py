@@ -74,6 +74,7 @@ if __name__ == "__main__":
         package_data={
             "shim": [
                 "py.typed",
+                "_releases/known_files.json",
                 "_te/wanted_names.json",
                 "_te/lost_names.json",
                 "_te/te_remedies.json",

@@ -18,7 +18,7 @@ from pathlib import Path
 RELEASE = "0.19.2"
 PAIRS = (
     ("import shim", "import shim", "import argparse, dataclasses", 1.5),
-    ("shim.plan()", "import shim; shim.plan()", "import yaml, packaging.specifiers, importlib.metadata", 3.0),
+    ("shim.plan()", "import shim; shim.plan()", "import yaml, packaging.specifiers, importlib.metadata", 2.5),
 )
 
 

@@ -35,6 +35,7 @@ from shim._planning.options import (
 from shim._planning.plan import Plan, make_plan
 from shim._planning.resume import differs, state_of
 from shim._releases.detect import detect
+from shim._releases.known_files import known_value
 from shim._releases.sources import Sources
 from shim._te import features
 
@@ -75,7 +76,7 @@ def _make_plan(asked: Arguments) -> Plan:
 
 
 def _planned(matrix: Matrix, asked: Arguments) -> Plan:
-    sources = _engine.STATE.sources = Sources(before=_engine.STATE.sources)
+    sources = _engine.STATE.sources = Sources(before=_engine.STATE.sources, known=known_value)
     return make_plan(detect(sources), matrix, resolve(matrix, asked), losses=features)
 
 

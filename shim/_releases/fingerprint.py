@@ -247,6 +247,9 @@ def _fingerprint(sources: Sources, target: str, inherits: str | None, added: boo
         if inherits is not None:
             _still_inherited(sources, target, inherits)
         module, qualname = split_target(inherits or target)
+        known = sources.known(module, qualname, added) if inherits is None else None
+        if known is not None:
+            return known
         found = definitions(sources.tree(module), qualname)
         owner = qualname.rpartition(".")[0]
         if not found and added and (not owner or definitions(sources.tree(module), owner)):

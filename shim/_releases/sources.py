@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import io
 import os
 import sys
@@ -23,6 +24,8 @@ __all__ = ["MAX_SOURCE_BYTES", "Sources", "find_spec", "is_ours", "parse", "sear
 
 UNCOMPILED = (SyntaxError, ValueError, EOFError, zlib.error, RecursionError, MemoryError)
 T = TypeVar("T")
+# Of a digest of a file, its module, a name in it, and whether the name may be missing.
+Known = Callable[[str, str, str, bool], "str | None"]
 
 # Parsing costs time and memory in proportion; the largest file of any release is below 400 kB.
 MAX_SOURCE_BYTES = 1_000_000
@@ -130,10 +133,18 @@ class Sources:
 
     `roots` replaces the search on sys.path: the modules are then those of the trees below these directories, which
     is how releases are pinned and audited without being installed. What was found out about files that are still as
-    they were is taken over from `before`.
+    they were is taken over from `before`. `known` gives the fingerprint of a name in a module whose file is known as a
+    whole (see known_files), or None.
     """
 
-    def __init__(self, roots: Iterable[str | os.PathLike[str]] | None = None, before: Sources | None = None) -> None:
+    def __init__(
+        self,
+        roots: Iterable[str | os.PathLike[str]] | None = None,
+        before: Sources | None = None,
+        known: Known | None = None,
+    ) -> None:
+        self._known = known
+        self._digests: dict[str, str | None] = {}
         self._roots = None if roots is None else [Path(root) for root in roots]
         self._trees: dict[str, ast.Module | SourceError] = {}
         self._paths: dict[str, str | None] = {}
@@ -162,6 +173,24 @@ class Sources:
             path = self.path(module)
             self._stamps[module] = None if path is None else (path, stamp_of(path))
         return self._stamps[module]
+
+    def known(self, module: str, qualname: str, added: bool) -> str | None:
+        """The fingerprint of a name where the file of its module is known as a whole, so that nobody need parse it."""
+        if self._known is None:
+            return None
+        digest = self.digest(module)
+        return None if digest is None else self._known(digest, module, qualname, added)
+
+    def digest(self, module: str) -> str | None:
+        """32 hexadecimal digits for what the file of `module` holds; None where it is no source that can be read."""
+        if module not in self._digests:
+            path = self.path(module)
+            try:
+                content = self._bytes(path) if path is not None and path.endswith(".py") else None
+            except SourceError:
+                content = None
+            self._digests[module] = None if content is None else hashlib.sha256(content).hexdigest()[:32]
+        return self._digests[module]
 
     def forget_trees(self) -> None:
         """Let go of the syntax trees, which take a hundred times the room of what is remembered about them."""

@@ -233,6 +233,7 @@ def _pin(arguments: argparse.Namespace) -> int:
         )
     from shim._matrix.load import PACKAGE, load_matrix, matrix_path
     from shim._planning.options import matrix_argument
+    from shim._releases import known_files
     from shim._tools.pin import measure, render, write
     from shim._tools.progress import Progress
 
@@ -253,10 +254,11 @@ def _pin(arguments: argparse.Namespace) -> int:
         done += 1
         progress(f"{distribution} {release} ({done} of {total})")
 
-    text = render(measure(matrix, _fetch, say))
+    files: dict[str, dict[str, dict[str, str]]] = {}
+    text = render(measure(matrix, _fetch, say, files))
     tables: dict[Path, str] = {}
-    if path == matrix_path():  # the lists of names ship with that one
-        tables = _tables_of_names(releases, progress)
+    if path == matrix_path():  # these tables ship with that one
+        tables = {known_files.FILE: known_files.render_files(files), **_tables_of_names(releases, progress)}
     progress.done()
     if arguments.check:
         stale = not path.read_text("utf-8").endswith(text)

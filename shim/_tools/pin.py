@@ -13,6 +13,7 @@ from shim._errors import MatrixError, SourceError
 from shim._matrix.model import Matrix, PatchEntry, Pin
 from shim._releases.detect import Environment, Installed
 from shim._releases.fingerprint import fingerprint
+from shim._releases.known_files import measure_files
 from shim._releases.sources import Sources
 from shim._releases.versions import parse_version
 
@@ -53,15 +54,24 @@ def _measure(entry: PatchEntry, distribution: str, release: str, sources: Source
 
 
 def measure(
-    matrix: Matrix, fetch: Callable[[str, str], Path], progress: Callable[[str, str], None] | None = None
+    matrix: Matrix,
+    fetch: Callable[[str, str], Path],
+    progress: Callable[[str, str], None] | None = None,
+    files: dict[str, dict[str, dict[str, str]]] | None = None,
 ) -> dict[str, dict[str, dict[str, Pin]]]:
-    """Fingerprints of every patch on every supported release; `fetch(distribution, release)` gives its sources."""
+    """Fingerprints of every patch on every supported release; `fetch(distribution, release)` gives its sources.
+
+    `files`: a table to enter the files and bodies of all releases into, see shim._releases.known_files.
+    """
     pins: dict[str, dict[str, dict[str, Pin]]] = {}
+    bodies = sorted({body for entry in matrix.patches.values() for body in entry.bodies})
     for distribution, releases in matrix.supported.items():
         for release in releases:
             if progress is not None:
                 progress(distribution, release)
             sources = Sources([fetch(distribution, release)])
+            if files is not None:
+                measure_files(sources, bodies, files)
             found = {
                 id: pin
                 for id, entry in matrix.patches.items()

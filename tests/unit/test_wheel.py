@@ -124,7 +124,12 @@ def test_the_wheel_holds_matrix_and_patches_inside_the_package(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.partition("/")[0].endswith(".dist-info")}
         assert archive.read("shim/version_matrix.yaml") == (REPOSITORY / "version_matrix.yaml").read_bytes()
-    wanted = {"shim/version_matrix.yaml", "shim/py.typed", "shim/_te/wanted_names.json"}
+    wanted = {
+        "shim/version_matrix.yaml",
+        "shim/py.typed",
+        "shim/_te/wanted_names.json",
+        "shim/_releases/known_files.json",
+    }
     wanted |= {"shim/_te/lost_names.json", "shim/_te/te_remedies.json"}
     for directory, into in (("shim", "shim"), ("patches", "shim/patches")):
         for file in (REPOSITORY / directory).rglob("*.py"):

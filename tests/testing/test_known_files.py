@@ -1,0 +1,82 @@
+"""Files of real releases that are known as a whole are not parsed, and what is said of them is what is in them."""
+
+import ast
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from shim._errors import SourceError
+from shim._matrix.load import load_matrix
+from shim._releases.fingerprint import fingerprint, split_target
+from shim._releases.known_files import known_files, known_value, measure_files, render_files
+from shim._releases.sources import Sources
+from shim.testing.releases import environment, fetch
+
+RELEASES = [("megatron-core", "0.12.0"), ("megatron-core", "0.19.2"), ("transformer-engine", "2.20.2")]
+MATRIX = load_matrix()
+BODIES = sorted({body for entry in MATRIX.patches.values() for body in entry.bodies})
+PLAN = """
+import json, shim
+from shim._releases.sources import Sources
+parsed, parse = [], Sources._parse
+Sources._parse = lambda self, module: parsed.append(module) or parse(self, module)
+plan = shim.plan()
+print(json.dumps([parsed, plan.to_dict()["patches"]]))
+"""
+
+
+def value(sources, target, added):
+    try:
+        return fingerprint(sources, target, added=added)
+    except SourceError as error:
+        return str(error), error.cause
+
+
+@pytest.mark.parametrize(("distribution", "release"), RELEASES, ids=[release for _, release in RELEASES])
+def test_the_table_is_what_parsing_finds(distribution, release):
+    root = fetch(release, distribution)
+    read, known, table = Sources([root]), Sources([root], known=known_value), {}
+    measure_files(read, BODIES, table)
+    for module, digests in table.items():
+        for digest, bodies in digests.items():
+            assert known_files()[module][digest] == bodies, f"{module} of {release}: run shim pin --releases"
+    for target in BODIES:
+        for added in (False, True):
+            assert value(known, target, added) == value(read, target, added), target
+    assert not [tree for tree in known._trees.values() if isinstance(tree, ast.Module)]
+
+
+def planned(*directories):
+    done = subprocess.run(
+        [sys.executable, "-c", PLAN], env=environment(directories), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_plan_for_known_releases_parses_nothing():
+    core, engine = fetch("0.19.2"), fetch("2.20.2", "transformer-engine")
+    parsed, patches = planned(core, engine)
+    assert parsed == []
+    assert patches["mtp-packed-sequences"]["action"] == "apply"
+
+
+def test_a_file_that_was_edited_is_parsed_and_drifts(tmp_path):
+    """By one character of one body; its other bodies stay known."""
+    shutil.copytree(fetch("0.19.2"), tmp_path / "edited", ignore=shutil.ignore_patterns("__pycache__"))
+    target = "megatron.core.transformer.multi_token_prediction:process_mtp_loss"
+    file = tmp_path / "edited" / (split_target(target)[0].replace(".", "/") + ".py")
+    text = file.read_text("utf-8")
+    start = text.index("def process_mtp_loss")
+    file.write_text(text[:start] + text[start:].replace("return ", "return +", 1), "utf-8")
+    parsed, patches = planned(tmp_path / "edited")
+    assert parsed == [split_target(target)[0]]
+    assert patches["mtp-packed-sequences"]["action"] == "drifted"
+    assert patches["mtp-recompute"]["action"] == "apply"
+
+
+def test_the_text_gives_the_table_back():
+    assert json.loads(render_files(known_files())) == known_files()
