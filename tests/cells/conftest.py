@@ -45,6 +45,11 @@ def pytest_ignore_collect(collection_path):
     return True if newest.get(patch) and testing.release() not in newest[patch] else None
 
 
+def pytest_collection_modifyitems(items):
+    """Last what gives autograd a thread of its own: no rank that computes a gradient can be forked after that."""
+    items.sort(key=lambda item: item.get_closest_marker("no_fork_after") is not None)
+
+
 @pytest.fixture(autouse=True)
 def on_cpu():
     """CUDA entry points substituted for the duration of the test."""

@@ -153,6 +153,7 @@ class Deep(torch.autograd.Function):
         return grad, None, None
 
 
+@pytest.mark.no_fork_after
 @of_each_checkpoint
 def test_a_thread_of_autograd_runs_for_its_caller(checkpoint, applied):
     """As backward on a GPU does: the override of the thread that waits for it is none of another thread's."""
