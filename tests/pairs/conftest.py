@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shim import testing
-from shim._matrix import load_matrix
+from shim._matrix.load import load_matrix
 from shim.testing.cells import EVERYDAY_PAIRS
 
 # --import-mode=importlib puts no test directory on sys.path.
