@@ -291,6 +291,8 @@ def held_over_a_step(kind, monkeypatch):
 @pytest.mark.parametrize("kind", [kind for kind in ALL if kind != "megatron"])
 def test_no_more_is_held_than_in_stock(kind, monkeypatch):
     """A backward that frees the graph frees the scales too."""
+    if kind == "without output" and testing.release().startswith("0.12."):
+        pytest.skip("stock keeps no scales there, as for tensor_parallel.checkpoint")
     stock = held_over_a_step(kind, monkeypatch)
     with shim.patched(only=IDS, require=IDS):
         found = held_over_a_step(kind, monkeypatch)
@@ -298,6 +300,7 @@ def test_no_more_is_held_than_in_stock(kind, monkeypatch):
     assert stock[len(SIZES) - 1] > 0 == stock[-1]
 
 
-def test_scales_of_megatrons_checkpoint_go_with_the_graph(applied, monkeypatch):
-    """Stock keeps none there."""
-    assert held_over_a_step("megatron", monkeypatch)[-1] == 0
+@pytest.mark.parametrize("kind", ["megatron", "without output"])
+def test_scales_of_megatrons_checkpoints_go_with_the_graph(kind, applied, monkeypatch):
+    """Stock keeps none for tensor_parallel.checkpoint, nor in 0.12 for the one without output."""
+    assert held_over_a_step(kind, monkeypatch)[-1] == 0
