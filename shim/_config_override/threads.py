@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+from shim._tasks import current_task
+
 __all__ = ["Caller", "caller", "reaches", "recomputing_elsewhere"]
 
 # Where the first frame of Python is, in a thread of autograd that recomputes
@@ -54,21 +56,12 @@ def caller() -> Caller:
             if any("run_backward" in frame.f_code.co_names for frame in _stack(top)) and not _is_of_autograd(top)
         ]
         return Caller(backward[0] if len(backward) == 1 else thread, None)
-    return Caller(thread, _current_task())
+    return Caller(thread, current_task())
 
 
 def _is_of_autograd(top: types.FrameType) -> bool:
     *_, first = _stack(top)
     return first.f_globals.get("__name__") in _OF_AUTOGRAD
-
-
-def _current_task() -> Any:
-    """The task of asyncio that this runs in, or None; asyncio is not imported for the question."""
-    asyncio = sys.modules.get("asyncio")
-    try:
-        return asyncio.current_task() if asyncio is not None else None
-    except RuntimeError:  # no loop is running in this thread
-        return None
 
 
 def recomputing_elsewhere(

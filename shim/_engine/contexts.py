@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
 from shim._errors import OptionError
+from shim._tasks import current_task
 
 if TYPE_CHECKING:
     from shim._planning.plan import Plan
@@ -20,7 +20,7 @@ class Context:
     """One block: the plan it asks for, the plan it found in force, and the thread and task that began it."""
 
     def __init__(self) -> None:
-        self.thread, self.task = threading.get_ident(), _current_task()
+        self.thread, self.task = threading.get_ident(), current_task()
         self.plan: Plan | None = None
         self.beneath: Plan | None = None
 
@@ -69,7 +69,7 @@ class Contexts:
         return False
 
     def _all_around(self) -> bool:
-        here = threading.get_ident(), _current_task()
+        here = threading.get_ident(), current_task()
         return all(context.is_around(*here) for context in self._open)
 
 
@@ -77,12 +77,3 @@ def _same(one: Plan | None, other: Plan | None) -> bool:
     if one is None or other is None:
         return one is other
     return one.options == other.options and one.decisions == other.decisions
-
-
-def _current_task() -> Any:
-    """The task of asyncio that this runs in, or None; asyncio is not imported for the question."""
-    asyncio = sys.modules.get("asyncio")
-    try:
-        return asyncio.current_task() if asyncio is not None else None
-    except RuntimeError:  # no loop is running in this thread
-        return None
