@@ -74,7 +74,7 @@ docs: env  ## write the generated parts of README.md and docs/
 	$(BIN)/python -m shim._tools.docs
 	$(BIN)/python tests/ops/stash_operators.py
 
-pins: env  ## fingerprint all supported releases and write them into version_matrix.yaml
+pins: env  ## fingerprint all supported releases and write them into version_matrix.lock.json
 	$(BIN)/python -m shim pin --releases
 
 wheel: env

@@ -22,12 +22,13 @@ def readme():
 
 
 class BuildWithMatrix(build_py):
-    """build_py, and version_matrix.yaml into the package."""
+    """build_py, and the matrix with its pins into the package."""
 
     def run(self):
         super().run()
         if not self.editable_mode:
-            shutil.copyfile(HERE / "version_matrix.yaml", Path(self.build_lib) / "shim" / "version_matrix.yaml")
+            for name in ("version_matrix.yaml", "version_matrix.lock.json"):
+                shutil.copyfile(HERE / name, Path(self.build_lib) / "shim" / name)
 
 
 # Guarded, because in a source tree this file is found beside the patches, and tools that walk packages import it.

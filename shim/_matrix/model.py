@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from packaging.version import Version
@@ -14,7 +15,20 @@ from shim._releases.fingerprint import fingerprint
 from shim._releases.sources import Sources
 from shim._releases.versions import in_range
 
-__all__ = ["CHANGES", "DISTRIBUTIONS", "KINDS", "Matrix", "PatchEntry", "Pin", "Rule", "StandIn", "Variable", "Variant"]
+__all__ = [
+    "CHANGES",
+    "DISTRIBUTIONS",
+    "KINDS",
+    "UPSTREAM",
+    "Matrix",
+    "PatchEntry",
+    "Pin",
+    "Pinned",
+    "Rule",
+    "StandIn",
+    "Variable",
+    "Variant",
+]
 
 
 KINDS = ("correctness", "compat", "performance", "feature")
@@ -104,6 +118,10 @@ class StandIn:
     modules: tuple[str, ...]
 
 
+Pinned = Mapping[str, Mapping[str, Sequence[str]]]  # of one variant: target -> body -> releases
+UPSTREAM = "upstream"  # in the place of a variant: releases that are right
+
+
 @dataclass(frozen=True)
 class Pin:
     """What `shim pin` measured for one patch on one release: the variant (None: upstream) and its fingerprints."""
@@ -170,15 +188,16 @@ class PatchEntry:
 
 @dataclass(frozen=True)
 class Matrix:
-    """The whole matrix; `pins[distribution][release][patch id]`.
+    """The whole matrix; `pinned[patch id][variant]` are the bodies that releases were seen with.
 
-    `content` is a hash of the file's bytes where it is not the matrix that ships with shim, else "".
+    `content` is a hash over the bytes of the file and of its pins where it is not the matrix that ships with shim,
+    else "".
     """
 
     path: str
     patches: Mapping[str, PatchEntry]
     supported: Mapping[str, tuple[str, ...]]
-    pins: Mapping[str, Mapping[str, Mapping[str, Pin]]]
+    pinned: Mapping[str, Mapping[str, Pinned]]
     content: str = ""
 
     @property
@@ -186,8 +205,24 @@ class Matrix:
         return not self.content
 
     def known(self, patch: str) -> Iterable[tuple[str, Pin]]:
-        """Every pin of a patch with its release, newest release last."""
-        for releases in self.pins.values():
-            for release, pins in releases.items():
-                if patch in pins:
-                    yield release, pins[patch]
+        """Every pin of a patch with its release, in the order of the supported list."""
+        found: dict[str, tuple[str | None, dict[str, str]]] = {}
+        for variant, targets in self.pinned.get(patch, {}).items():
+            for target, bodies in targets.items():
+                for body, releases in bodies.items():
+                    for release in releases:
+                        found.setdefault(release, (None if variant == UPSTREAM else variant, {}))[1][target] = body
+        for release in self.supported.get(self.patches[patch].distribution, ()):
+            if release in found:
+                yield release, Pin(*found[release])
+
+    @cached_property
+    def pins(self) -> Mapping[str, Mapping[str, Mapping[str, Pin]]]:
+        """``pins[distribution][release][patch id]``, for whoever goes through releases; to decide takes `pinned`."""
+        found: dict[str, dict[str, dict[str, Pin]]] = {
+            distribution: {release: {} for release in releases} for distribution, releases in self.supported.items()
+        }
+        for id, entry in self.patches.items():
+            for release, pin in self.known(id):
+                found[entry.distribution][release][id] = pin
+        return found

@@ -9,25 +9,13 @@ from typing import Any
 import yaml
 
 from shim._errors import MatrixError, SourceError
-from shim._releases.files import UnsafeFileError, read_bounded
 from shim._releases.fingerprint import split_target
-from shim._releases.versions import parse_range, parse_version
+from shim._releases.versions import parse_range, parse_version, with_prereleases
 
-__all__ = ["Reader", "compose", "read_yaml"]
+__all__ = ["Reader", "compose"]
 
 QUOTED = ("'", '"', "|", ">")  # styles of scalars that are text; the C and the Python loader differ on plain ones
 TEXT_LIMIT = 20_000  # characters in a line, brackets in the text; a hundred times that for the whole
-MAX_BYTES = 4 * 100 * TEXT_LIMIT
-
-
-def read_yaml(file: Path, *, guarded: bool = True) -> bytes:
-    """The bytes of `file`; MatrixError where it cannot be read, or others may write it (unless not `guarded`)."""
-    try:
-        return read_bounded(file, MAX_BYTES, guarded=guarded)
-    except UnsafeFileError as error:
-        raise MatrixError(f"{file}:1: {error}") from None
-    except (OSError, ValueError) as error:
-        raise MatrixError(f"{file}:1: cannot be read: {error}") from None
 
 
 def compose(file: Path, content: bytes) -> yaml.Node:
@@ -120,7 +108,8 @@ class Reader:
         return value
 
     def range(self, node: yaml.Node, what: str) -> str:
-        value = self.quoted(node, what)
+        """A range of releases; pre-releases belong to the release that they come before."""
+        value = with_prereleases(self.quoted(node, what))
         try:
             parse_range(value)
         except ValueError as error:

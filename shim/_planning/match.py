@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from packaging.version import Version
 
 from shim._errors import SourceError
-from shim._matrix.model import Matrix, PatchEntry, Pin, Variant
+from shim._matrix.model import Matrix, PatchEntry, Pin, Pinned, Variant
 from shim._releases.detect import Environment
 from shim._releases.fingerprint import fingerprint, signature_part
 
@@ -41,14 +42,18 @@ class _Bodies:
     def __init__(self, entry: PatchEntry, environment: Environment, matrix: Matrix) -> None:
         self.entry = entry
         self.environment = environment
-        self.pins = list(matrix.known(entry.id))
-        self.known: dict[str | None, dict[str, set[str]]] = {}  # by variant and target, of any pinned release
-        for _, pin in self.pins:
-            bodies = self.known.setdefault(pin.variant, {})
-            for target, value in pin.fingerprints.items():
-                bodies.setdefault(target, set()).add(value)
+        self.matrix = matrix
         self.problems: dict[str, SourceError] = {}
         self._found: dict[tuple[str, str | None, bool], str] = {}
+
+    @cached_property
+    def pins(self) -> list[tuple[str, Pin]]:
+        """By release, for what `known` cannot tell; a plan on a known release does without."""
+        return list(self.matrix.known(self.entry.id))
+
+    def known(self, variant: str) -> Pinned:
+        """The bodies of every target in the releases that were pinned with a variant."""
+        return self.matrix.pinned.get(self.entry.id, {}).get(variant, {})
 
     def found(self, target: str, inherits: str | None = None, added: bool = False) -> str:
         key = (target, inherits, added)
@@ -65,7 +70,7 @@ class _Bodies:
 
     def unknown(self, name: str, bodies: Mapping[str, str]) -> dict[str, str]:
         """The bodies that no pinned release with this variant has, each with the reason."""
-        known = self.known.get(name, {})
+        known = self.known(name)
         return {
             target: str(self.problems[target]) if value == GONE else self._elsewhere(target, value)
             for target, value in bodies.items()
@@ -82,7 +87,7 @@ class _Bodies:
         return f"its body is that of {self.entry.distribution} {release}, {has}"
 
     def all_known(self, name: str, bodies: Mapping[str, str]) -> bool:
-        known = self.known.get(name, {})
+        known = self.known(name)
         return bool(bodies) and all(value in known.get(target, ()) for target, value in bodies.items())
 
     def are_those_of(self, pin: Pin) -> bool:
@@ -90,7 +95,7 @@ class _Bodies:
 
     def signatures_fit(self, variant: Variant, bodies: Mapping[str, str]) -> bool:
         """Whether every target can still be called as in some pinned release of the variant."""
-        known = self.known.get(variant.name, {})
+        known = self.known(variant.name)
         return all(
             any(signature_part(bodies[target]) == signature_part(value) for value in known.get(target, ()))
             for target in variant.targets

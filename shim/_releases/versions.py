@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-__all__ = ["in_range", "parse_range", "parse_version"]
+__all__ = ["in_range", "parse_range", "parse_version", "with_prereleases"]
+
+BOUND = re.compile(r"(>=|<)(\s*v?[0-9]+(\.[0-9]+)*)(?=\s*(,|$))")
 
 
 @lru_cache(maxsize=512)
@@ -37,3 +40,11 @@ def in_range(version: Version, spec: str) -> bool:
     mostly a release candidate or a development version. The local part (``+abc``) never decides.
     """
     return parse_range(spec).contains(Version(version.public), prereleases=True)
+
+
+def with_prereleases(spec: str) -> str:
+    """`spec` with each release in ``>=`` and ``<`` as its first development version: ``<1.2`` as ``<1.2.dev0``.
+
+    So that 1.2rc1 belongs to what starts at 1.2, and not to what ends there.
+    """
+    return BOUND.sub(r"\1\2.dev0", spec)

@@ -229,12 +229,13 @@ def _pin(arguments: argparse.Namespace) -> int:
         raise OptionError(
             "say what to pin. shim pin --lock FILE writes down what is installed here, which is what trainers want. "
             "shim pin --releases is for developers of shim: it fetches every supported release and rewrites the pins "
-            "in version_matrix.yaml; shim pin --check fetches them too, and only says whether the pins are current."
+            "in version_matrix.lock.json; shim pin --check fetches them too and only says whether the pins are current."
         )
     from shim._matrix.load import PACKAGE, load_matrix, matrix_path
+    from shim._matrix.pins import lock_path, render_pins
     from shim._planning.options import matrix_argument
     from shim._releases import known_files
-    from shim._tools.pin import measure, render, write
+    from shim._tools.pin import measure, write
     from shim._tools.progress import Progress
 
     matrix = load_matrix(matrix_argument(arguments.matrix), pins=False)
@@ -255,13 +256,14 @@ def _pin(arguments: argparse.Namespace) -> int:
         progress(f"{distribution} {release} ({done} of {total})")
 
     files: dict[str, dict[str, dict[str, str]]] = {}
-    text = render(measure(matrix, _fetch, say, files))
+    text = render_pins(measure(matrix, _fetch, say, files))
     tables: dict[Path, str] = {}
     if path == matrix_path():  # these tables ship with that one
         tables = {known_files.FILE: known_files.render_files(files), **_tables_of_names(releases, progress)}
     progress.done()
     if arguments.check:
-        stale = not path.read_text("utf-8").endswith(text)
+        lock = lock_path(path)
+        stale = not lock.is_file() or lock.read_text("utf-8") != text
         stale = stale or any(file.read_text("utf-8") != names for file, names in tables.items())
         _print(
             {"stale": stale, "releases": releases},
@@ -274,7 +276,7 @@ def _pin(arguments: argparse.Namespace) -> int:
         if not file.exists() or file.read_text("utf-8") != names:
             file.write_text(names, "utf-8")
             changed = True
-    what = "pins written to" if changed else "pins were current in"
+    what = "pins written beside" if changed else "pins were current beside"
     _print({"changed": changed, "matrix": matrix.path, "releases": releases}, f"{what} {matrix.path}", arguments.json)
     return OK
 
@@ -373,7 +375,7 @@ def _parser() -> argparse.ArgumentParser:
     pin.add_argument("--lock", metavar="FILE", help="write what is installed here, and what is applied to it")
     pin.add_argument("--check", action="store_true", help="only say whether the pins are current; fetches all releases")
     pin.add_argument(
-        "--releases", action="store_true", help="fetch all supported releases and write their pins into the matrix"
+        "--releases", action="store_true", help="fetch all supported releases and write their pins beside the matrix"
     )
     audit = command(
         "audit", _audit, "say what a release, wheel or source tree means for every patch, without running it"

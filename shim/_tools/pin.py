@@ -1,31 +1,24 @@
-"""Pins: measure variants and fingerprints on real releases, and write them into version_matrix.yaml."""
+"""Pins: measure variants and fingerprints on real releases, and write them beside the matrix."""
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from packaging.version import Version
 
 from shim._errors import MatrixError, SourceError
 from shim._matrix.model import Matrix, PatchEntry, Pin
-from shim._releases.detect import Environment, Installed
+from shim._matrix.pins import lock_path
 from shim._releases.fingerprint import fingerprint
 from shim._releases.known_files import measure_files
 from shim._releases.sources import Sources
 from shim._releases.versions import parse_version
 
-__all__ = ["MARKER", "measure", "release_environment", "render", "stale", "write"]
+__all__ = ["measure", "stale", "write"]
 
-MARKER = "# --- Below: written by `shim pin` from the wheels. Never by hand. ---"
-
-
-def release_environment(distribution: str, package: str, release: str, root: str | os.PathLike[str]) -> Environment:
-    """An environment that holds just this release, unpacked below `root`; nothing of it is imported."""
-    installed = Installed(distribution, package, str(root), release, "unpacked wheel")
-    return Environment({distribution: installed}, Sources([root]))
+INLINE = "# --- Below: written by `shim pin` from the wheels. Never by hand. ---"  # above pins that 0.1 wrote
 
 
 def _or_none(sources: Sources, target: str) -> str | None:
@@ -100,34 +93,22 @@ def stale(matrix: Matrix) -> list[str]:
     return found
 
 
-def render(pins: Mapping[str, Mapping[str, Mapping[str, Pin]]]) -> str:
-    """The YAML text of the pins. Releases whose bodies are all the same share one entry through an alias."""
-    lines = [MARKER, "releases:"]
-    anchors: dict[tuple[str, str], str] = {}
-    for distribution, releases in pins.items():
-        lines.append(f"  {distribution}:")
-        for release, found in releases.items():
-            lines.append(f'    "{release}":' + ("" if found else " {}"))
-            for id, pin in found.items():
-                content = [f"        variant: {pin.variant or 'upstream'}", "        fingerprints:"]
-                content += [f'          {target}: "{value}"' for target, value in pin.fingerprints.items()]
-                key = (id, "\n".join(content))
-                if key in anchors:
-                    lines.append(f"      {id}: *{anchors[key]}")
-                else:
-                    anchors[key] = f"{id}-{re.sub('[^0-9A-Za-z]', '-', release)}"
-                    lines += [f"      {id}: &{anchors[key]}", *content]
-    return "\n".join(lines) + "\n"
-
-
 def write(path: str | os.PathLike[str], text: str) -> bool:
-    """Replace the pins in the matrix by `text`; returns whether that changed the file."""
-    file = Path(path)
-    before = file.read_text("utf-8")
-    after = before.partition(MARKER)[0].rstrip("\n") + "\n\n" + text
-    if after == before:
+    """Write `text` as the pins of the matrix at `path`; returns whether that changed a file.
+
+    Takes pins out of the matrix where shim 0.1 has written them into it.
+    """
+    matrix = Path(path)
+    rules = matrix.read_text("utf-8")
+    without = rules.partition(INLINE)[0].rstrip("\n") + "\n"
+    changed = _replace(lock_path(matrix), text)
+    return (INLINE in rules and _replace(matrix, without)) or changed
+
+
+def _replace(file: Path, text: str) -> bool:
+    if file.exists() and file.read_text("utf-8") == text:
         return False
     scratch = file.with_name(file.name + ".new")
-    scratch.write_text(after, "utf-8")
+    scratch.write_text(text, "utf-8")
     os.replace(scratch, file)
     return True

@@ -16,12 +16,15 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
+from shim._matrix.cells import cells as distinct_cells
+from shim._matrix.load import load_matrix
+
 from .releases import RELEASES, FetchError, cache_dir, environment, fetch
 
 __all__ = ["ALL_PAIRS", "EVERYDAY", "EVERYDAY_PAIRS", "run_cells"]
 
 # One release for every set of target bodies that differ.
-EVERYDAY = ("0.12.0", "0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
+EVERYDAY = tuple(cell["megatron-core"] for cell in distinct_cells(load_matrix()))
 
 EVERYDAY_PAIRS = (
     "0.12.0+2.10.0",

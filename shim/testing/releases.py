@@ -12,57 +12,14 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from shim._matrix.load import load_matrix
+
 __all__ = ["RELEASES", "TE_RELEASES", "FetchError", "cache_dir", "environment", "fetch"]
 
-RELEASES = (
-    "0.12.0",
-    "0.12.1",
-    "0.12.2",
-    "0.12.3",
-    "0.13.0",
-    "0.13.1",
-    "0.14.0",
-    "0.15.0",
-    "0.15.1",
-    "0.15.2",
-    "0.15.3",
-    "0.16.0",
-    "0.16.1",
-    "0.17.0",
-    "0.17.1",
-    "0.18.0",
-    "0.18.2",
-    "0.19.0",
-    "0.19.2",
-)
-
+_SUPPORTED = load_matrix().supported
+RELEASES = _SUPPORTED["megatron-core"]
 # Transformer Engine; the distribution is transformer-engine, whose wheel holds all Python sources.
-TE_RELEASES = (
-    "2.1.0",
-    "2.2.0",
-    "2.3.0",
-    "2.4.0",
-    "2.5.0",
-    "2.6.0",
-    "2.6.0.post1",
-    "2.7.0",
-    "2.8.0",
-    "2.9.0",
-    "2.10.0",
-    "2.11.0",
-    "2.12.0",
-    "2.13.0",
-    "2.14.0",
-    "2.14.1",
-    "2.15.0",
-    "2.16.0",
-    "2.16.1",
-    "2.17.0",
-    "2.17.1",
-    "2.18.0",
-    "2.19.0",
-    "2.20.2",
-)
+TE_RELEASES = _SUPPORTED["transformer-engine"]
 
 # Written last into an unpacked release; a directory without it is not complete.
 _COMPLETE = ".complete"

@@ -51,7 +51,7 @@ def unknown_variable(world, monkeypatch):
 
 
 def late_variable(world, monkeypatch):
-    monkeypatch.setattr("shim._matrix.load.SETTABLE", ("FAKE_OFFLOAD",))
+    monkeypatch.setattr("shim._matrix.rules.SETTABLE", ("FAKE_OFFLOAD",))
     variables = "\n    options: {set: true}\n    variables:\n      FAKE_OFFLOAD: "
     variables += '{value: "1", before: os, option: set, without: weights move too, megatron-core: ">=9.0"}'
     text = world.matrix.read_text()

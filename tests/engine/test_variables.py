@@ -22,7 +22,7 @@ ASKED = {"p": {"set_variable": True}}
 def reading(world, monkeypatch):
     """A patch whose variable is read by the module megatron.core.late."""
     monkeypatch.delenv(NAME, raising=False)
-    monkeypatch.setattr("shim._matrix.load.SETTABLE", (NAME,))
+    monkeypatch.setattr("shim._matrix.rules.SETTABLE", (NAME,))
     world.module("late", f"import os\nread = os.environ.get({NAME!r})\n")
     world.patch("p", [CORE + "ops:double"])
     return write(world, 'megatron-core: ">=9.0"')

@@ -1,16 +1,19 @@
 """version_matrix.yaml is read strictly: every complaint carries file and line, and no input breaks the reader."""
 
+import json
 import os
 import re
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 from unit_helpers import MATRIX, output_of, write_file
 
 from shim._errors import MatrixError
 from shim._matrix.load import load_matrix, matrix_path
 from shim._matrix.model import StandIn
+from shim._matrix.pins import lock_path
 
 
 @pytest.fixture
@@ -176,9 +179,10 @@ def test_a_variant_without_a_rule_is_an_error(complaint):
 
 def test_a_variant_that_no_release_has_is_an_error(world, complaint):
     """Once there are pins: a target that no supported release has cannot have been tried."""
+    pins = json.loads(lock_path(world.matrix).read_text())
+    del pins["roll-fix"]["new"]
+    lock_path(world.matrix).write_text(json.dumps(pins))
     text = world.matrix.read_text()
-    start = text.index('    "0.17.0":')
-    text = text[:start] + '    "0.17.0": {}\n    "0.18.0": {}\n'
     assert "no release of the supported list has the targets of variant new" in complaint(text)[1]
 
 
@@ -273,7 +277,7 @@ PIECES += ["\x00", "\ud800", "\u2028", "'0.1'", "upstream", "#", "|", ">", "%", 
 @given(st.data())
 def test_mutations_of_the_real_matrix_load_or_fail_as_matrix_errors(tmp_path, data):
     """Fuzz: cut, insert and swap at random places of the shipped text."""
-    text = REAL[: REAL.index('    "0.14.0":')] if data.draw(st.booleans()) else MATRIX
+    text = REAL if data.draw(st.booleans()) else MATRIX
     for _ in range(data.draw(st.integers(1, 4))):
         start = data.draw(st.integers(0, len(text)))
         end = min(len(text), start + data.draw(st.sampled_from([0, 0, 1, 2, 5, 20, 200])))
@@ -285,6 +289,73 @@ def test_mutations_of_the_real_matrix_load_or_fail_as_matrix_errors(tmp_path, da
         load_matrix(file, check_ranges=data.draw(st.booleans()))
     except MatrixError as error:
         assert re.match(rf"{re.escape(str(file))}:\d+: ", str(error))
+
+
+LOCK = lock_path(matrix_path()).read_text("utf-8")
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_mutations_of_the_real_pins_load_or_fail_as_matrix_errors(tmp_path, data):
+    """Fuzz, beside the rules that they belong to."""
+    text = LOCK
+    for _ in range(data.draw(st.integers(1, 4))):
+        start = data.draw(st.integers(0, len(text)))
+        end = min(len(text), start + data.draw(st.sampled_from([0, 0, 1, 2, 5, 20, 200])))
+        piece = data.draw(st.one_of(st.sampled_from(PIECES), st.text(max_size=5), st.just(text[end : end + 30])))
+        text = text[:start] + piece + text[end:]
+    file = tmp_path / "rules.yaml"
+    file.write_text(REAL, "utf-8")
+    lock_path(file).write_bytes(text.encode("utf-8", "surrogatepass"))
+    try:
+        load_matrix(file, check_ranges=False)
+    except MatrixError as error:
+        assert re.match(rf"{re.escape(str(tmp_path))}/rules\.(lock\.json|yaml):\d+: ", str(error))
+
+
+# Ranges that stand beside the targets of a variant
+
+
+def beside(ranges, text=MATRIX):
+    """MATRIX with the ranges of the second patch, which has one variant, beside its targets."""
+    rules = '    applies:\n      - {megatron-core: ">=0.16.0.dev0,<0.19.0.dev0", variant: only}\n'
+    assert rules in text
+    return text.replace(rules, "").replace("      only:\n", f"      only:\n        applies: {ranges}\n", 1)
+
+
+def test_ranges_may_stand_beside_the_targets(world):
+    """One mapping or a list of them, and pre-releases belong to their release."""
+    for ranges in (
+        '{megatron-core: ">=0.16,<0.19"}',
+        '[{megatron-core: ">=0.16,<0.17"}, {megatron-core: ">=0.17,<0.19"}]',
+    ):
+        world.matrix.write_text(beside(ranges))
+        entry = load_matrix(world.matrix).patches["faster-forward"]
+        assert {rule.variant for rule in entry.rules} == {"only"}
+        for release, there in (("0.16.0rc1", True), ("0.16.0.dev0", True), ("0.18.2", True), ("0.19.0rc0", False)):
+            assert (entry.rule_for({"megatron-core": Version(release)}) is not None) == there, release
+
+
+@pytest.mark.parametrize(
+    ("ranges", "message"),
+    [
+        ("{}", "needs a range"),
+        ("3", "applies of only must be a mapping"),
+        ('{megatron-core: ">=0.16,<0.19", variant: only}', "unknown key 'variant'"),
+        ('{megatron-core: ">=0.17,<0.19"}', "leave a gap"),
+        ('[{megatron-core: ">=0.16,<0.18"}, {megatron-core: ">=0.17,<0.19"}]', "overlap"),
+    ],
+)
+def test_ranges_beside_targets_are_checked_like_others(complaint, ranges, message):
+    """With the line at which they stand."""
+    line, found = complaint(beside(ranges))
+    assert message in found
+    assert line >= MATRIX[: MATRIX.index("faster-forward")].count("\n")
+
+
+def test_no_variant_is_called_upstream(complaint):
+    """Pins of releases that are right stand under that name."""
+    assert "no variant can be called upstream" in complaint(MATRIX.replace("only", "upstream"))[1]
 
 
 # Files

@@ -1,13 +1,16 @@
 """Pins are written by `shim pin`, belong to the rules and the supported list, and are never edited by hand."""
 
+import json
 import re
+import shutil
 
 import pytest
-from unit_helpers import MATRIX, REWORKED, SOURCES, megatron
+from unit_helpers import MATRIX, SOURCES, megatron
 
 from shim._errors import MatrixError
 from shim._matrix.load import load_matrix, matrix_path
-from shim._tools.pin import MARKER, measure, release_environment, render, stale, write
+from shim._matrix.pins import lock_path, render_pins
+from shim._tools.pin import measure, stale, write
 
 
 def test_the_shipped_pins_belong_to_the_rules_and_the_supported_list():
@@ -17,25 +20,39 @@ def test_the_shipped_pins_belong_to_the_rules_and_the_supported_list():
 
 def test_the_shipped_pins_are_as_written():
     """Their text is what `shim pin` would write of the same fingerprints."""
-    matrix = load_matrix()
-    assert matrix_path().read_text("utf-8").endswith(render(matrix.pins))
+    assert lock_path(matrix_path()).read_text("utf-8") == render_pins(load_matrix().pins)
 
 
 def test_pins_round_trip(world):
-    """What was measured is what is read back; releases with the same bodies share one entry."""
+    """What was measured is what is read back; releases with the same body share a line."""
     matrix = load_matrix(world.matrix)
     assert matrix.pins == measure(matrix, lambda _, release: world.root / "releases" / release)
     assert stale(matrix) == []
-    assert "faster-forward: *faster-forward-0-17-0" in world.matrix.read_text()
+    found = json.loads(lock_path(world.matrix).read_text())["faster-forward"]["only"][
+        "megatron.core.roll:Layer.forward"
+    ]
+    assert sorted(found.values()) == [["0.16.0"], ["0.17.0", "0.18.0"]]
+
+
+def test_a_new_release_with_known_bodies_adds_itself_to_their_lines(world):
+    """So that the diff of a release shows what it changed; each body has a line."""
+    before = lock_path(world.matrix).read_text().splitlines()
+    shutil.copytree(world.root / "releases/0.17.0", world.root / "releases/0.17.1")
+    world.pin(MATRIX.replace('"0.17.0", ', '"0.17.0", "0.17.1", ', 1))
+    after = lock_path(world.matrix).read_text().splitlines()
+    assert len(before) == len(after)
+    changed = [(old, new) for old, new in zip(before, after) if old != new]
+    assert len(changed) == 3  # the bodies of variant new of roll-fix, and that of faster-forward
+    assert all(new == old.replace('"0.17.0"', '"0.17.0", "0.17.1"') for old, new in changed)
 
 
 def test_writing_twice_changes_nothing(world):
-    """And leaves what is above the marker alone."""
-    text = world.matrix.read_text()
-    assert not write(world.matrix, text[text.index(MARKER) :])
-    assert text.startswith(MATRIX.rstrip("\n"))
-    world.matrix.write_text(text.replace("rolls stay", "rolls really stay"))
-    assert not write(world.matrix, text[text.index(MARKER) :])
+    """And leaves the rules alone."""
+    text = lock_path(world.matrix).read_text()
+    assert not write(world.matrix, text)
+    assert world.matrix.read_text() == MATRIX
+    world.matrix.write_text(MATRIX.replace("rolls stay", "rolls really stay"))
+    assert not write(world.matrix, text)
     assert not list(world.root.glob("*.new"))
 
 
@@ -50,51 +67,67 @@ def test_a_release_that_is_right_is_pinned_as_upstream(world):
     }
 
 
-def pins_of(world):
-    text = world.matrix.read_text()
-    return text[: text.index("releases:")], text[text.index("releases:") :]
-
-
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (r"          megatron.core.roll:helper: .*\n", "", "is pinned or a body of variant old"),
-        (r"megatron.core.roll:helper:", "megatron.core.roll:help:", "but not both"),
-        (r"(          megatron.core.roll:)helper(: .*\n)", r"\1helper\2\1helper\2", "duplicate key"),
-        (r"variant: old", "variant: older", "there is no variant 'older'"),
-        (r"variant: old\n", "variant: old\n        when: now\n", "unknown key 'when'"),
-        (r"variant: old", "variant: upstream\n        extra: x", "unknown key 'extra'"),
-        (r'helper: "[0-9a-f]{4}', 'helper: "', "is not a fingerprint"),
-        (r'helper: ".*"', 'helper: ""', "is empty"),
-        (r'helper: ".*"', "helper: 1234567812345678", "must be text"),
-        (r"roll-fix: &", "gone-fix: &", "there is no patch 'gone-fix'"),
-        (r'"0.16.0":', '"0.15.0":', "pinned but not in the supported list"),
-        (r"  megatron-core:", "  megatron:", "unknown key 'megatron'"),
+        (
+            r'"megatron.core.roll:helper": \{\s+"[^"]+": \["0.16.0"\]',
+            r'"megatron.core.roll:helper": {',
+            "body of variant old",
+        ),
+        (r'"megatron.core.roll:helper":', '"megatron.core.roll:help":', "but not both"),
+        (r'(      "megatron.core.roll:)roll":', r'\1helper":', "duplicate key"),
+        (r'"old":', '"older":', "there is no variant 'older'"),
+        (r'"old":', '"upstream":', "duplicate key"),
+        (r'"[0-9a-f]{4}([0-9a-f]{12}\.)', r'"\1', "is not a fingerprint"),
+        (r'\["0.16.0"\]', '"0.16.0"', "must have a list of releases"),
+        (r'\["0.16.0"\]', "[]", "must have a list of releases"),
+        (r'\["0.16.0"\]', "[0.16]", "must have a list of releases"),
+        (r'\["0.16.0"\]', '["0.16.0", "0.16.0"]', "has two bodies"),
+        (r'\["0.16.0"\]', '["0.15.0"]', "pinned but not in the supported list"),
+        (r'"roll-fix":', '"gone-fix":', "there is no patch 'gone-fix'"),
+        (r'"old": \{', '"old": 3, "older": {', "roll-fix old must be a mapping"),
+        (r"\A\{", "", "is not JSON"),
+        (r"\A", "[" * 100_000, "is not JSON"),
     ],
 )
 def test_hand_edits_are_errors(world, old, new, message):
-    """Changed key sets, formats and names; each with file and line."""
-    head, pins = pins_of(world)
-    edited, count = re.subn(old, new, pins, count=1)
+    """Changed key sets, formats and names; each names the file and the remedy."""
+    file = lock_path(world.matrix)
+    edited, count = re.subn(old, new, file.read_text(), count=1)
     assert count == 1
-    world.matrix.write_text(head + edited)
-    with pytest.raises(MatrixError, match=rf"matrix.yaml:\d+: .*{re.escape(message)}"):
+    file.write_text(edited)
+    with pytest.raises(MatrixError, match=rf"matrix.lock.json:\d+: (?s:.*){re.escape(message)}(?s:.*)run shim pin"):
         load_matrix(world.matrix)
 
 
 def test_an_upstream_pin_names_only_bodies_of_the_patch(world):
     """It was measured like the others."""
-    head, pins = pins_of(world)
-    before, upstream, after = pins.partition("variant: upstream")
-    world.matrix.write_text(head + before + upstream + after.replace("roll:helper", "roll:other", 1))
+    file = lock_path(world.matrix)
+    before, upstream, after = file.read_text().partition('"upstream"')
+    file.write_text(before + upstream + after.replace("roll:helper", "roll:other", 1))
     with pytest.raises(MatrixError, match="roll:other is pinned, but is no body of roll-fix"):
         load_matrix(world.matrix)
 
 
+def test_pins_that_others_may_write_are_refused(world):
+    """They decide what is applied as the rules do."""
+    lock_path(world.matrix).chmod(0o666)
+    with pytest.raises(MatrixError, match=r"matrix.lock.json:1: may be written by everybody"):
+        load_matrix(world.matrix)
+
+
+def test_pins_are_part_of_what_names_a_matrix_of_ones_own(world):
+    """Ranks compare that name."""
+    before = load_matrix(world.matrix).content
+    file = lock_path(world.matrix)
+    file.write_text(file.read_text() + "\n")
+    assert load_matrix(world.matrix).content != before
+
+
 def test_a_release_without_pins_is_stale(world):
     """Someone added a release to the supported list and did not run `shim pin`."""
-    text = world.matrix.read_text().replace('"0.17.0", ', '"0.17.0", "0.17.1", ', 1)
-    world.matrix.write_text(text)
+    world.matrix.write_text(MATRIX.replace('"0.17.0", ', '"0.17.0", "0.17.1", ', 1))
     assert stale(load_matrix(world.matrix)) == [
         "megatron-core 0.17.1 lacks a pin of roll-fix, variant new",
         "megatron-core 0.17.1 lacks a pin of faster-forward, variant only",
@@ -123,16 +156,5 @@ def test_targets_that_a_release_lacks_cannot_be_pinned(world):
 
 def test_pinning_needs_no_readable_pins(world):
     """Whoever is about to write them anew must not stumble over the old ones."""
-    head, _ = pins_of(world)
-    world.matrix.write_text(head + "releases: [broken]\n")
-    assert load_matrix(world.matrix, pins=False).pins == {}
-
-
-def test_an_unpacked_release_is_an_environment_of_its_own(world):
-    """What cells and audits plan with; nothing on sys.path counts."""
-    world.install(REWORKED, "0.17.0")
-    root = world.root / "releases" / "0.16.0"
-    environment = release_environment("megatron-core", "megatron.core", "0.16.0", root)
-    assert environment.sources.path("megatron.core.roll") == str(root / "megatron/core/roll.py")
-    assert [str(found.version) for found in environment.installed.values()] == ["0.16.0"]
-    assert set(SOURCES) == {"0.16.0", "0.17.0", "0.18.0"}
+    lock_path(world.matrix).write_text("broken")
+    assert load_matrix(world.matrix, pins=False).pins == {"megatron-core": {release: {} for release in SOURCES}}

@@ -53,7 +53,15 @@ def tree(tmp_path_factory):
     if listed.returncode == 0:
         names = [name for name in listed.stdout.decode().split("\0") if name and (REPOSITORY / name).exists()]
     else:  # itself unpacked from a source distribution
-        names = ["setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "version_matrix.yaml"]
+        names = [
+            "setup.py",
+            "pyproject.toml",
+            "MANIFEST.in",
+            "README.md",
+            "LICENSE",
+            "version_matrix.yaml",
+            "version_matrix.lock.json",
+        ]
         names += [str(p.relative_to(REPOSITORY)) for d in ("shim", "patches") for p in (REPOSITORY / d).rglob("*.*")]
     for name in names:
         (where / name).parent.mkdir(parents=True, exist_ok=True)
@@ -107,6 +115,7 @@ def test_the_source_distribution_has_tests_and_documents(sdist):
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {
         "version_matrix.yaml",
+        "version_matrix.lock.json",
         "LICENSE",
         "CHANGELOG.md",
         "SECURITY.md",
@@ -123,9 +132,11 @@ def test_the_wheel_holds_matrix_and_patches_inside_the_package(wheel):
     assert wheel.name == f"megatron_shim-{shim.__version__}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.partition("/")[0].endswith(".dist-info")}
-        assert archive.read("shim/version_matrix.yaml") == (REPOSITORY / "version_matrix.yaml").read_bytes()
+        for name in ("version_matrix.yaml", "version_matrix.lock.json"):
+            assert archive.read(f"shim/{name}") == (REPOSITORY / name).read_bytes()
     wanted = {
         "shim/version_matrix.yaml",
+        "shim/version_matrix.lock.json",
         "shim/py.typed",
         "shim/_te/wanted_names.json",
         "shim/_releases/known_files.json",

@@ -8,11 +8,12 @@ from pathlib import Path
 from textwrap import dedent
 
 from shim._matrix.load import load_matrix
+from shim._matrix.pins import render_pins
 from shim._planning.options import resolve
 from shim._planning.plan import make_plan
 from shim._releases.detect import detect
 from shim._te import features
-from shim._tools.pin import measure, render, write
+from shim._tools.pin import measure, write
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -192,7 +193,7 @@ class World:
         self.on_path(self.own)
         self.matrix.write_text(text, "utf-8")
         loaded = load_matrix(self.matrix, pins=False)
-        write(self.matrix, render(measure(loaded, lambda _, release: self.root / "releases" / release)))
+        write(self.matrix, render_pins(measure(loaded, lambda _, release: self.root / "releases" / release)))
 
     def install(self, text, version="0.16.0", **arguments):
         """Put roll.py with `text` on the path, as a source tree that calls itself `version`."""

@@ -1,0 +1,119 @@
+"""The pins beside a matrix: version_matrix.lock.json, written by `shim pin --releases` and never by hand.
+
+Its form is patch -> variant (or "upstream") -> target -> body -> releases, so that the diff of a new release shows
+which bodies it changed and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from shim._errors import MatrixError
+from shim._matrix.model import UPSTREAM, PatchEntry, Pin, Pinned
+from shim._releases.fingerprint import ABSENT
+
+__all__ = ["FINGERPRINT", "by_body", "lock_path", "read_pins", "render_pins"]
+
+FINGERPRINT = re.compile(r"[0-9a-f]{16}\.([0-9a-f]{8}|-)|" + ABSENT)
+
+
+def lock_path(matrix: Path) -> Path:
+    """Where the pins of a matrix stand: matrix.yaml has matrix.lock.json beside it."""
+    return matrix.with_suffix(".lock.json")
+
+
+def by_body(pins: Mapping[str, Mapping[str, Mapping[str, Pin]]]) -> dict[str, dict[str, Pinned]]:
+    """Pins by distribution, release and patch, turned to ``{patch: {variant: {target: {body: releases}}}}``."""
+    found: dict[str, Any] = {}
+    for releases in pins.values():
+        for release, ids in releases.items():
+            for id, pin in ids.items():
+                targets = found.setdefault(id, {}).setdefault(pin.variant or UPSTREAM, {})
+                for target, body in pin.fingerprints.items():
+                    targets.setdefault(target, {}).setdefault(body, []).append(release)
+    return found
+
+
+def render_pins(pins: Mapping[str, Mapping[str, Mapping[str, Pin]]]) -> str:
+    """The text of the file: a line for each body, with the releases that have it."""
+    return _text(by_body(pins), "") + "\n"
+
+
+def _text(value: Any, indent: str) -> str:
+    if isinstance(value, list) or not value:
+        return json.dumps(value)
+    inner = indent + "  "
+    lines = (f"{inner}{json.dumps(key)}: {_text(item, inner)}" for key, item in value.items())
+    return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
+
+
+def read_pins(
+    file: Path, content: bytes, patches: Mapping[str, PatchEntry], supported: Mapping[str, tuple[str, ...]]
+) -> dict[str, dict[str, Pinned]]:
+    """Read and check the pins in `content`, which is that of `file`. MatrixError names what does not fit the rules."""
+    found = _parsed(file, content)
+    for id, variants in _mapping(file, found, "the file").items():
+        if id not in patches:
+            _fail(file, f"there is no patch {id!r}")
+        releases = supported.get(patches[id].distribution, ())
+        for name, targets in _mapping(file, variants, id).items():
+            _check_variant(file, patches[id], name, _mapping(file, targets, f"{id} {name}"), releases)
+    return found
+
+
+def _parsed(file: Path, content: bytes) -> Any:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        entries = dict(pairs)
+        if len(entries) != len(pairs):
+            key = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+            _fail(file, f"duplicate key {key!r}")
+        return entries
+
+    try:
+        return json.loads(content, object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise MatrixError(f"{file}:{getattr(error, 'lineno', 1)}: is not JSON: {error}; run shim pin") from None
+
+
+def _check_variant(
+    file: Path, entry: PatchEntry, name: str, targets: Mapping[str, Any], releases: tuple[str, ...]
+) -> None:
+    if name != UPSTREAM and name not in entry.variants:
+        _fail(file, f"there is no variant {name!r} of {entry.id}")
+    having: dict[str, set[str]] = {}
+    for target, bodies in targets.items():
+        what = f"{entry.id} {name} {target}"
+        for body, given in _mapping(file, bodies, what).items():
+            if not FINGERPRINT.fullmatch(body):
+                _fail(file, f"{what}: {body!r} is not a fingerprint")
+            if not isinstance(given, list) or not given or not all(isinstance(release, str) for release in given):
+                _fail(file, f"{what}: {body} must have a list of releases")
+            for release in given:
+                if release not in releases:
+                    _fail(file, f"{what}: {entry.distribution} {release} is pinned but not in the supported list")
+                if release in having.setdefault(target, set()):
+                    _fail(file, f"{what}: {release} has two bodies")
+                having[target].add(release)
+    if name == UPSTREAM:
+        odd = sorted(having.keys() - set(entry.bodies))
+        if odd:
+            _fail(file, f"{odd[0]} is pinned, but is no body of {entry.id}")
+        return
+    pinned = set().union(*having.values())
+    for target in sorted({*having, *entry.variants[name].bodies}):
+        if target not in entry.variants[name].bodies or having.get(target) != pinned:
+            _fail(file, f"{target} is pinned or a body of variant {name} of {entry.id}, but not both on every release")
+
+
+def _mapping(file: Path, value: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        _fail(file, f"{what} must be a mapping")
+    return value
+
+
+def _fail(file: Path, message: str) -> NoReturn:
+    raise MatrixError(f"{file}:1: {message}; run shim pin --releases")

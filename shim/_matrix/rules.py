@@ -1,0 +1,242 @@
+"""The rules of a matrix: version_matrix.yaml, read and checked, with file and line in every complaint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import yaml
+
+from shim._matrix.coverage import check_coverage
+from shim._matrix.declared import read_declared
+from shim._matrix.inline_pins import inline_pins
+from shim._matrix.model import (
+    CHANGES,
+    DISTRIBUTIONS,
+    KINDS,
+    UPSTREAM,
+    Matrix,
+    PatchEntry,
+    Pinned,
+    Rule,
+    StandIn,
+    Variable,
+    Variant,
+)
+from shim._matrix.pins import read_pins
+from shim._matrix.reader import Reader, compose
+
+__all__ = ["read_matrix"]
+
+# Environment variables list them, with commas and spaces between, and say "none" for an empty list.
+PATCH_ID = re.compile(r"(?!none$)[A-Za-z0-9_-]+")
+# Variables that a matrix can have shim set: what a library reads as a switch. Others name code to load (LD_PRELOAD).
+SETTABLE = ("NVTE_CPU_OFFLOAD_V1",)
+
+TOP_KEYS = {"supported": True, "patches": True, "releases": False}
+PATCH_KEYS = {
+    "summary": True,
+    "without": False,
+    "kind": True,
+    "changes": True,
+    "distribution": True,
+    "module": True,
+    "variants": True,
+    "applies": False,
+    "upstream": False,
+    "references": False,
+    "delete_when": True,
+    "options": False,
+    "variables": False,
+    "stand_ins": False,
+}
+VARIABLE_KEYS = {**dict.fromkeys(("value", "before", "option", "without"), True), **dict.fromkeys(DISTRIBUTIONS, False)}
+VARIANT_KEYS = {"applies": False, "targets": True, "reads": False}
+TARGET_KEYS = {"target": True, "inherits": False, "optional": False, "added": False, "alone": False}
+RULE_KEYS = {**dict.fromkeys(DISTRIBUTIONS, False), "note": False}
+
+
+def _variant(read: Reader, name: str, node: yaml.Node, entries: Mapping[str, yaml.Node]) -> Variant:
+    targets: list[str] = []
+    inherited: dict[str, str] = {}
+    flags: dict[str, set[str]] = {"optional": set(), "added": set(), "alone": set()}
+    for item in read.sequence(entries["targets"], f"targets of {name}"):
+        if isinstance(item, yaml.MappingNode):
+            given = read.mapping(item, "a target", TARGET_KEYS)
+            target = read.target(given["target"], "target")
+            if "inherits" in given:
+                inherited[target] = read.target(given["inherits"], "inherits")
+            for flag in flags.keys() & given.keys():
+                if read.flag(given[flag], flag):
+                    flags[flag].add(target)
+            if target in inherited and target in flags["added"]:
+                raise read.fail(item, f"target {target} cannot be both inherited and added")
+        else:
+            target = read.target(item, "a target")
+        if target in targets:
+            raise read.fail(item, f"target {target} stands twice in variant {name}")
+        targets.append(target)
+    if set(targets) <= flags["optional"]:
+        raise read.fail(node, f"variant {name} has no target" + (" that is not optional" if targets else ""))
+    reads = entries.get("reads")
+    items = [] if reads is None else read.sequence(reads, f"reads of {name}")
+    relied = tuple(read.target(i, "a read") for i in items)
+    return Variant(name, tuple(targets), relied, inherited, *map(frozenset, flags.values()))
+
+
+def _variables(read: Reader, node: yaml.Node, options: Iterable[str]) -> Iterator[Variable]:
+    for name, item in read.mapping(node, "variables").items():
+        if name not in SETTABLE:
+            raise read.fail(item, f"a matrix cannot set the variable {name}; it can set {', '.join(SETTABLE)}")
+        given = read.mapping(item, f"variable {name}", VARIABLE_KEYS)
+        option = read.text(given["option"], "option", tuple(options))
+        value, before, without = (read.text(given[key], key) for key in ("value", "before", "without"))
+        ranges = {d: read.range(given[d], d) for d in DISTRIBUTIONS if d in given}
+        yield Variable(name, value, before, option, without, ranges)
+
+
+def _stand_ins(read: Reader, node: yaml.Node) -> Iterator[StandIn]:
+    for package, items in read.mapping(node, "stand_ins").items():
+        if not package.isidentifier():
+            raise read.fail(items, f"{package!r} is not the name of a top-level package")
+        modules: list[str] = []
+        for item in read.sequence(items, f"modules that may run without {package}"):
+            module = read.text(item, "a module")
+            if not all(name.isidentifier() for name in module.split(".")):
+                raise read.fail(item, f"{module!r} is not the name of a module")
+            if module.partition(".")[0] == package:
+                raise read.fail(item, f"{module} is missing itself where {package} is")
+            if module in modules:
+                raise read.fail(item, f"module {module} stands twice for {package}")
+            modules.append(module)
+        if not modules:
+            raise read.fail(items, f"no module is named that may run without {package}")
+        yield StandIn(package, tuple(modules))
+
+
+def _rules(read: Reader, node: yaml.Node, what: str, variants: Collection[str] = ()) -> Iterator[Rule]:
+    """The rules in a list of them, each with its variant; the list is ``upstream`` where there are no variants."""
+    for item in read.sequence(node, what):
+        entries = read.mapping(item, "a rule", {**RULE_KEYS, "variant": True} if variants else RULE_KEYS)
+        name = read.text(entries["variant"], "variant") if variants else None
+        if name is not None and name not in variants:
+            known = ", ".join(variants)
+            raise read.fail(entries["variant"], f"there is no variant {name!r}; known are {known}")
+        yield _rule(read, item, entries, name)
+
+
+def _rules_of(read: Reader, variant: str, node: yaml.Node) -> Iterator[Rule]:
+    """The rules that stand beside the targets of a variant: ranges, or a list of them."""
+    items = read.sequence(node, "applies") if isinstance(node, yaml.SequenceNode) else [node]
+    for item in items:
+        yield _rule(read, item, read.mapping(item, f"applies of {variant}", RULE_KEYS), variant)
+
+
+def _rule(read: Reader, item: yaml.Node, entries: Mapping[str, yaml.Node], variant: str | None) -> Rule:
+    ranges = {d: read.range(entries[d], d) for d in DISTRIBUTIONS if d in entries}
+    if not ranges:
+        raise read.fail(item, f"a rule needs a range over one of {', '.join(DISTRIBUTIONS)}")
+    note = read.text(entries["note"], "note") if "note" in entries else ""
+    return Rule(ranges, variant, note, item.start_mark.line + 1)
+
+
+def _check_targets(read: Reader, node: yaml.Node, entry: PatchEntry, matrix: Matrix) -> None:
+    """Every body of every variant must have been seen in a release, and none of them all in a release that is right.
+
+    Says nothing before the first `shim pin`.
+    """
+    pinned = [pin for _, pin in matrix.known(entry.id)]
+    for release, right in matrix.known(entry.id):
+        for release_too, pin in matrix.known(entry.id) if right.variant is None else ():
+            if pin.variant and pin.fingerprints.items() <= right.fingerprints.items():
+                what = f"{release} has {entry.id} already, but the same bodies as {release_too}, which needs it"
+                raise read.fail(node, f"{what}; name what upstream changed among the reads of variant {pin.variant}")
+    for variant in entry.variants.values() if pinned else ():
+        if all(pin.variant != variant.name for pin in pinned):
+            gone = ", ".join(variant.targets)
+            raise read.fail(node, f"no release of the supported list has the targets of variant {variant.name}: {gone}")
+
+
+def _patch(read: Reader, id: str, node: yaml.Node, module_exists: Callable[[str], bool]) -> PatchEntry:
+    if not PATCH_ID.fullmatch(id):
+        raise read.fail(node, f"{id!r} is not a patch id: letters, digits and hyphens")
+    entries = read.mapping(node, f"patch {id}", PATCH_KEYS)
+    variants: dict[str, Variant] = {}
+    rules: list[Rule] = []
+    for name, item in read.mapping(entries["variants"], f"variants of {id}").items():
+        given = read.mapping(item, f"variant {name}", VARIANT_KEYS)
+        if name == UPSTREAM:
+            raise read.fail(item, f"no variant can be called {UPSTREAM}: releases that are right are pinned as that")
+        variants[name] = _variant(read, name, item, given)
+        rules += _rules_of(read, name, given["applies"]) if "applies" in given else ()
+    if not variants:
+        raise read.fail(entries["variants"], f"patch {id} has no variant")
+    rules += _rules(read, entries["applies"], "applies", variants) if "applies" in entries else ()
+    rules += _rules(read, entries["upstream"], UPSTREAM) if "upstream" in entries else ()
+    unused = [name for name in variants if all(rule.variant != name for rule in rules)]
+    if unused:
+        raise read.fail(entries["variants"], f"no rule of {id} leads to the variant {unused[0]!r}")
+    module = read.text(entries["module"], "module")
+    if not module_exists(module):
+        raise read.fail(entries["module"], f"there is no module {module} among the patches of shim, nor to import")
+    options = read.mapping(entries["options"], f"options of {id}") if "options" in entries else {}
+    declared = {name: read_declared(read, name, value) for name, value in options.items()}
+    return PatchEntry(
+        id=id,
+        summary=read.text(entries["summary"], "summary"),
+        without=read.text(entries["without"], "without") if "without" in entries else "",
+        kind=read.text(entries["kind"], "kind", KINDS),
+        changes=read.text(entries["changes"], "changes", CHANGES),
+        distribution=read.text(entries["distribution"], "distribution", DISTRIBUTIONS),
+        module=module,
+        variants=variants,
+        rules=tuple(rules),
+        references=read.texts(entries["references"], "references") if "references" in entries else (),
+        delete_when=read.text(entries["delete_when"], "delete_when"),
+        options={name: option.default for name, option in declared.items()},
+        declared=declared,
+        variables=tuple(_variables(read, entries["variables"], options)) if "variables" in entries else (),
+        stand_ins=tuple(_stand_ins(read, entries["stand_ins"])) if "stand_ins" in entries else (),
+        line=node.start_mark.line,
+    )
+
+
+def read_matrix(
+    file: Path,
+    content: bytes,
+    lock: tuple[Path, bytes] | None,
+    *,
+    module_exists: Callable[[str], bool],
+    check_ranges: bool,
+    pins: bool = True,
+) -> Matrix:
+    """The matrix in `content`, which is that of `file`, with the pins in `lock` (its file and what that holds).
+
+    module_exists: says whether there is a patch module of a name. For the rest see `load_matrix`.
+    """
+    read = Reader(str(file))
+    document = compose(file, content)
+    top = read.mapping(document, "the matrix", TOP_KEYS)
+    supported = {
+        distribution: tuple(read.version(item, "a supported release") for item in read.sequence(node, distribution))
+        for distribution, node in read.mapping(
+            top["supported"], "supported", dict.fromkeys(DISTRIBUTIONS, False)
+        ).items()
+    }
+    nodes = read.mapping(top["patches"], "patches")
+    patches = {id: _patch(read, id, node, module_exists) for id, node in nodes.items()}
+    if check_ranges:
+        for id, entry in patches.items():
+            check_coverage(read, nodes[id], entry, supported)
+    pinned: dict[str, dict[str, Pinned]] = {}
+    if pins and lock is not None:
+        if "releases" in top:
+            raise read.fail(top["releases"], f"pins stand here and in {lock[0]}; take the key releases out here")
+        pinned = read_pins(*lock, patches, supported)
+    elif pins and "releases" in top:
+        pinned = inline_pins(read, top["releases"], patches, supported)
+    matrix = Matrix(str(file), patches, supported, pinned)
+    for id, entry in patches.items():
+        _check_targets(read, nodes[id], entry, matrix)
+    return matrix
