@@ -75,6 +75,7 @@ if __name__ == "__main__":
         package_data={
             "shim": [
                 "py.typed",
+                "_matrix/matrix.json",
                 "_releases/known_files.json",
                 "_te/wanted_names.json",
                 "_te/lost_names.json",

@@ -9,12 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from shim._errors import MatrixError
+from shim._matrix import compiled
 from shim._matrix.model import Matrix
 from shim._matrix.pins import lock_path
 from shim._releases.files import UnsafeFileError, read_bounded
 from shim._releases.sources import find_spec
 
-__all__ = ["check_modules", "load_matrix", "matrix_path"]
+__all__ = ["check_modules", "compile_matrix", "load_matrix", "matrix_path"]
 
 TRUSTED = ("shim.patches",)  # packages whose modules any matrix can name
 MAX_BYTES = 8_000_000  # of a matrix, and of its pins
@@ -59,6 +60,10 @@ def load_matrix(
     beside = lock_path(file)
     lock = (beside, _bytes_of(beside, guarded=not shipped)) if pins and beside.is_file() else None
     digest = hashlib.sha256(content + (b"" if lock is None else lock[1])).hexdigest()
+    if shipped and lock is not None and not check_ranges:
+        found = compiled.read_compiled(file, digest, lock[1])
+        if found is not None:
+            return found
     from shim._matrix.rules import read_matrix  # here, because it takes a while to import
 
     ranges = check_ranges or (check_ranges is None and not shipped)
@@ -66,6 +71,13 @@ def load_matrix(
         file, content, lock, module_exists=lambda m: _module_exists(m, shipped), check_ranges=ranges, pins=pins
     )
     return matrix if shipped else replace(matrix, content=digest[:16])
+
+
+def compile_matrix() -> tuple[Path, str]:
+    """The file that holds the fast form of the matrix that ships, and what must stand in it."""
+    file = matrix_path()
+    digest = hashlib.sha256(file.read_bytes() + lock_path(file).read_bytes()).hexdigest()
+    return compiled.FILE, compiled.render_compiled(load_matrix(check_ranges=True), digest)
 
 
 def _bytes_of(file: Path, *, guarded: bool) -> bytes:

@@ -9,7 +9,6 @@ from pathlib import Path
 import yaml
 
 from shim._matrix.coverage import check_coverage
-from shim._matrix.declared import read_declared
 from shim._matrix.inline_pins import inline_pins
 from shim._matrix.model import (
     CHANGES,
@@ -25,6 +24,7 @@ from shim._matrix.model import (
     Variant,
 )
 from shim._matrix.pins import read_pins
+from shim._matrix.read_options import read_declared
 from shim._matrix.reader import Reader, compose
 
 __all__ = ["read_matrix"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 __all__ = ["did_you_mean", "nearest", "one_of"]
@@ -17,6 +16,8 @@ def _plain(name: str) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
     """At most three of `known`, nearest first: the same but for case and hyphens, one within the other, similar."""
+    import difflib  # here, because most names are right
+
     by_plain = {_plain(one): one for one in known}
     wanted = _plain(name.strip())
     if wanted in by_plain:

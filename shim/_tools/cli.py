@@ -231,7 +231,7 @@ def _pin(arguments: argparse.Namespace) -> int:
             "shim pin --releases is for developers of shim: it fetches every supported release and rewrites the pins "
             "in version_matrix.lock.json; shim pin --check fetches them too and only says whether the pins are current."
         )
-    from shim._matrix.load import PACKAGE, load_matrix, matrix_path
+    from shim._matrix.load import PACKAGE, compile_matrix, load_matrix, matrix_path
     from shim._matrix.pins import lock_path, render_pins
     from shim._planning.options import matrix_argument
     from shim._releases import known_files
@@ -272,6 +272,9 @@ def _pin(arguments: argparse.Namespace) -> int:
         )
         return NOT_MET if stale else OK
     changed = write(matrix.path, text)
+    if tables:  # of rules and pins, so it comes after them
+        compiled, fast = compile_matrix()
+        tables[compiled] = fast
     for file, names in tables.items():
         if not file.exists() or file.read_text("utf-8") != names:
             file.write_text(names, "utf-8")

@@ -120,11 +120,14 @@ def replace_between(text: str, content: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write README.md's table and three pages of docs/; with --check only say whether they are current (exit 1)."""
+    """Write README.md's table, three pages of docs/ and the fast form of the matrix.
+
+    With --check only say whether they are current (exit 1).
+    """
     import sys
     from pathlib import Path
 
-    from shim._matrix.load import PACKAGE, load_matrix
+    from shim._matrix.load import PACKAGE, compile_matrix, load_matrix
 
     check = "--check" in (sys.argv[1:] if argv is None else argv)
     top, matrix = PACKAGE.parent, load_matrix()
@@ -135,6 +138,8 @@ def main(argv: list[str] | None = None) -> int:
         Path(top, "docs", "releases.md"): releases_page(matrix),
         Path(top, "docs", "transformer-engine.md"): feature_page(),
     }
+    fast, text = compile_matrix()
+    wanted[fast] = text
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text("utf-8") != text]
     for path in stale:
         print(f"{path.relative_to(top)} is stale" if check else f"wrote {path.relative_to(top)}")

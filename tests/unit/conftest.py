@@ -15,6 +15,7 @@ from unit_helpers import World
 
 from shim import _api
 from shim._matrix import load as _matrix
+from shim._matrix import rules as _rules  # noqa: F401 - imports yaml, which on_path takes off the path
 
 
 @pytest.fixture(autouse=True)

@@ -452,11 +452,13 @@ def shipped(world, fetched, monkeypatch):
     monkeypatch.setattr("shim._matrix.load._module_exists", lambda module, shipped: True)
     monkeypatch.setattr("shim._te.names.FILE", world.root / "wanted_names.json")
     monkeypatch.setattr("shim._releases.known_files.FILE", world.root / "known_files.json")
+    monkeypatch.setattr("shim._matrix.compiled.FILE", world.root / "matrix.json")
     monkeypatch.setattr("shim._te.tables.FILE", world.root / "lost_names.json")
     monkeypatch.setattr("shim._te.measure.MORE_ENGINES", ())
     (world.root / "lost_names.json").write_text("{}\n")
     (world.root / "wanted_names.json").write_text("{}\n")
     (world.root / "known_files.json").write_text("{}\n")
+    (world.root / "matrix.json").write_text("{}\n")
     world.pin(MATRIX.replace("\n\npatches", '\n  transformer-engine: ["2.1.0"]\n\npatches', 1))
     return world.root / "wanted_names.json"
 

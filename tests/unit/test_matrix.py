@@ -11,7 +11,8 @@ from packaging.version import Version
 from unit_helpers import MATRIX, output_of, write_file
 
 from shim._errors import MatrixError
-from shim._matrix.load import load_matrix, matrix_path
+from shim._matrix import compiled
+from shim._matrix.load import compile_matrix, load_matrix, matrix_path
 from shim._matrix.model import StandIn
 from shim._matrix.pins import lock_path
 
@@ -356,6 +357,45 @@ def test_ranges_beside_targets_are_checked_like_others(complaint, ranges, messag
 def test_no_variant_is_called_upstream(complaint):
     """Pins of releases that are right stand under that name."""
     assert "no variant can be called upstream" in complaint(MATRIX.replace("only", "upstream"))[1]
+
+
+# The fast form of the matrix that ships
+
+
+def test_the_fast_form_is_what_is_read_from_rules_and_pins():
+    """Everything but the lines, which only errors need, comes from both alike. After a change: `make docs`."""
+    read = load_matrix(check_ranges=True)
+    fast = load_matrix()
+    assert fast == read
+    assert compiled.FILE.read_text("utf-8") == compile_matrix()[1]
+
+
+def test_the_fast_form_needs_no_yaml():
+    """Which takes longer to read than all the rest of a plan."""
+    code = "import sys; from shim._matrix.load import load_matrix; load_matrix(); print('yaml' in sys.modules)"
+    assert output_of(code).strip() == "False"
+
+
+@pytest.mark.parametrize("name", ["version_matrix.yaml", "version_matrix.lock.json"])
+def test_the_fast_form_of_other_rules_or_pins_is_not_read(tmp_path, monkeypatch, name):
+    """One byte is enough; the matrix is then read as any other."""
+    for file in (matrix_path(), lock_path(matrix_path())):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    monkeypatch.setattr("shim._matrix.load.matrix_path", lambda: tmp_path / "version_matrix.yaml")
+    monkeypatch.setattr("shim._matrix.rules.read_matrix", lambda *args, **kwargs: "read")
+    assert load_matrix() != "read"
+    with open(tmp_path / name, "a") as file:
+        file.write("\n")
+    assert load_matrix() == "read"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "{}", '{"digest": 3}'])
+def test_a_damaged_fast_form_is_not_read(tmp_path, monkeypatch, text):
+    """It holds nothing that is not elsewhere."""
+    monkeypatch.setattr(compiled, "FILE", tmp_path / "matrix.json")
+    before = load_matrix()
+    (tmp_path / "matrix.json").write_text(text)
+    assert load_matrix() == before
 
 
 # Files

@@ -139,6 +139,7 @@ def test_the_wheel_holds_matrix_and_patches_inside_the_package(wheel):
         "shim/version_matrix.lock.json",
         "shim/py.typed",
         "shim/_te/wanted_names.json",
+        "shim/_matrix/matrix.json",
         "shim/_releases/known_files.json",
     }
     wanted |= {"shim/_te/lost_names.json", "shim/_te/te_remedies.json"}

@@ -1,0 +1,63 @@
+"""The matrix in a form that loads fast: matrix.json, the rules as plain data with a digest of what they were read from.
+
+YAML takes longer to read than everything else in a plan. `make docs` and `make pins` write the file; where its digest
+is not that of version_matrix.yaml and the pins beside it, nobody reads it, and the matrix is read as any other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from shim._matrix.declared import Declared
+from shim._matrix.model import Matrix, PatchEntry, Rule, StandIn, Variable, Variant
+
+__all__ = ["FILE", "read_compiled", "render_compiled"]
+
+FILE = Path(__file__).with_name("matrix.json")
+
+
+def render_compiled(matrix: Matrix, digest: str) -> str:
+    """The text of the file for a matrix that was read, and so checked, from what has the digest."""
+    patches = {id: asdict(entry) for id, entry in matrix.patches.items()}
+    supported = {name: list(releases) for name, releases in matrix.supported.items()}
+    plain = {"digest": digest, "supported": supported, "patches": patches}
+    return json.dumps(plain, default=sorted, separators=(",", ":")) + "\n"  # sorted: sets, which JSON has not
+
+
+def read_compiled(file: Path, digest: str, lock: bytes) -> Matrix | None:
+    """The matrix at `file`, whose pins are `lock`; None where the digest of both is another."""
+    try:
+        found = json.loads(FILE.read_bytes())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(found, dict) or found.get("digest") != digest:
+        return None
+    supported = {name: tuple(releases) for name, releases in found["supported"].items()}
+    patches = {id: _patch(entry) for id, entry in found["patches"].items()}
+    return Matrix(str(file), patches, supported, json.loads(lock))
+
+
+def _patch(entry: Mapping[str, Any]) -> PatchEntry:
+    read = {
+        "variants": {name: _variant(given) for name, given in entry["variants"].items()},
+        "rules": tuple(Rule(**given) for given in entry["rules"]),
+        "references": tuple(entry["references"]),
+        "declared": {name: _declared(given) for name, given in entry["declared"].items()},
+        "variables": tuple(Variable(**given) for given in entry["variables"]),
+        "stand_ins": tuple(StandIn(given["package"], tuple(given["modules"])) for given in entry["stand_ins"]),
+    }
+    return PatchEntry(**{**entry, **read})
+
+
+def _variant(given: Mapping[str, Any]) -> Variant:
+    texts = {name: tuple(given[name]) for name in ("targets", "reads")}
+    flags = {name: frozenset(given[name]) for name in ("optional", "added", "alone")}
+    return Variant(**{**given, **texts, **flags})
+
+
+def _declared(given: Mapping[str, Any]) -> Declared:
+    return Declared(**{**given, "choices": tuple(given["choices"])})
