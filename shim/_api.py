@@ -238,13 +238,14 @@ def _not_applied(made: Plan) -> Plan:
 def status() -> Report:
     """Return the state of every patch, read from the process at this moment."""
     _engine.catch_up(_engine.STATE)
+    held = _engine.held(_engine.STATE)
     with _engine.STATE.lock:
         current = _engine.STATE.plan
         if current is not None:
-            return read_report(current, _engine.STATE.binder, _engine.STATE.failed)
+            return read_report(current, _engine.STATE.binder, _engine.STATE.failed, held)
     made = _not_applied(_engine.STATE.last or default_plan())
     with _engine.STATE.lock:
-        return read_report(made, _engine.STATE.binder, {})
+        return read_report(made, _engine.STATE.binder, {}, held)
 
 
 def check(model: Any = None, group: Any = None) -> Report:
@@ -263,8 +264,9 @@ def check(model: Any = None, group: Any = None) -> Report:
     # Before anything raises: a rank that does not take part would leave the others waiting.
     differing = ranks_that_differ(*_compared(current), group)
     current = _in_force("check")
+    held = _engine.held(_engine.STATE)
     with _engine.STATE.lock:
-        report = read_report(current, _engine.STATE.binder, _engine.STATE.failed)
+        report = read_report(current, _engine.STATE.binder, _engine.STATE.failed, held)
         shadows = list(shadows_in(model, current, _engine.STATE.binder)) if model is not None else []
     patches = dict(report.patches)
     for id, what, remedy in problems_in(model, current) if model is not None else ():

@@ -227,10 +227,18 @@ class ExpertStash:
             stash.forget_lost()
 
     def release(self) -> None:
-        """Drop all pools, with the graphs that use them."""
+        """Drop all pools, with the graphs that use them. A pool in which something lives stays."""
         for stash in self._all():
             stash.clear()
         self._spilled_before = {}
+
+    def held(self) -> str:
+        """The memory of all pools that have pages, in words; "" where none has."""
+        pools = [pool for stash in self._all() for pool in list(stash.pools.values()) if pool.pages or pool.host_pages]
+        if not pools:
+            return ""
+        device, host = sum(pool.nbytes for pool in pools), sum(pool.host_nbytes for pool in pools)
+        return f"{len(pools)} pools of pages ({device} bytes on the device, {host} bytes on the host)"
 
     def statistics(self) -> StashStatistics:
         return total_of([self._dropped, *(stash.statistics() for stash in self._all())])

@@ -10,6 +10,9 @@ is entered, and only then, a checkpoint keeps its function together with the val
 Covered: tensor_parallel.checkpoint, and all that calls it or CheckpointFunction; CheckpointWithoutOutput. te_checkpoint
 is covered by te-config-override.
 
+revert() ends no override that is entered, because it is its caller's: its fields and checkpoints stay as they are
+until it is left, and status() says that there is one.
+
 Upstream: nothing of the kind. Delete with shim.config_override.
 """
 
@@ -18,7 +21,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shim._config_override.recompute import marked
+from shim._config_override.recompute import entered, marked
+from shim._kept import Bindings, Kept
 from shim.patches._arguments import Function
 
 RANDOM = "megatron.core.tensor_parallel.random:"
@@ -30,4 +34,4 @@ BINDINGS: dict[str, Callable[[Function], Function]] = dict.fromkeys(
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """The factories of the variant: target -> function from upstream's object to the one that takes its place."""
-    return BINDINGS
+    return Bindings(BINDINGS, Kept(entered))

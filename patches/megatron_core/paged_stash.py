@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shim._kept import Bindings, Kept
 from shim.ops.paged_stash import StashStatistics
 from shim.patches._arguments import Function, argument
 from shim.patches.megatron_core._expert_stash import FLAG, ExpertStash, cannot_gain, check_settings, total_of
@@ -319,4 +320,5 @@ def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[
     """The factories of a variant: target -> function from upstream's object to the one that takes its place."""
     stash = ExpertStash(options)
     _STASHES.add(stash)
-    return {target: functools.partial(factory, stash=stash) for target, factory in VARIANTS[variant].items()}
+    factories = {target: functools.partial(factory, stash=stash) for target, factory in VARIANTS[variant].items()}
+    return Bindings(factories, Kept(stash.held, stash.release))

@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from shim._kept import Bindings, Kept
 from shim.patches._arguments import Function
 
 MANAGER = "megatron.core.pipeline_parallel.fine_grained_activation_offload:PipelineOffloadManager."
@@ -124,7 +125,13 @@ def problems(models: Iterable[Any]) -> Iterator[tuple[str, str]]:
         yield f"{what} NVTE_CPU_OFFLOAD_V1=1", remedy
 
 
+def _told() -> str:
+    return f"{len(_REGIONS.entered)} regions of this thread are entered" if _REGIONS.entered else ""
+
+
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """The factories of a variant: target -> function from upstream's object to the one that takes its place."""
     flag = {MANAGER + "__enter__": _enter, MANAGER + "__exit__": _exit}
-    return {**flag, CONTEXT: _context} if variant == "context" else flag
+    factories = {**flag, CONTEXT: _context} if variant == "context" else flag
+    # Once reverted, a region is left by upstream's own function, which takes nothing out.
+    return Bindings(factories, Kept(_told, lambda: _REGIONS.entered.clear()))

@@ -30,7 +30,7 @@ from shim._config_override.threads import Caller, caller, reaches, recomputing_e
 from shim._config_override.values import MISSING, Captured, Held, held, put, same
 from shim._errors import NotMetError, OptionError
 
-__all__ = ["carrying", "claimed", "marked", "refuse_what_is_not_carried"]
+__all__ = ["carrying", "claimed", "entered", "marked", "refuse_what_is_not_carried"]
 
 MARK = "_carries_config_overrides"
 
@@ -225,6 +225,15 @@ def _concerning(function: Any) -> list[list[_Claim]]:
         for claims in _claims.values()
         if any(claim.caller.thread == ours for claim in claims) or reaches([function], claims[0].config)
     ]
+
+
+def entered() -> str:
+    """What overrides and recomputes have changed in the process at this moment, in words; "" where none is entered."""
+    with _lock:
+        if not _claims:
+            return ""
+        names = ", ".join(sorted({name for _, name in _claims}))
+        return f"shim.config_override is entered ({names}), and {len(_watched)} classes of checkpoints are watched"
 
 
 class _Kept:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from shim._engine.aliases import is_initialising, namespace_of, unwrap
 from shim._engine.binder import Binder
@@ -22,12 +22,13 @@ from shim._engine.import_hook import ImportHook
 from shim._engine.stand_ins import StandIns
 from shim._engine.variables import Variables
 from shim._errors import BindError, NotMetError, ShimError
+from shim._kept import Kept
 from shim._planning.plan import Decision, Plan
 from shim._planning.requirements import enforce
 from shim._releases.fingerprint import ABSENT, split_target
 from shim._releases.sources import Sources
 
-__all__ = ["STATE", "adopt", "catch_up", "release", "with_conflicts"]
+__all__ = ["STATE", "adopt", "catch_up", "held", "release", "with_conflicts"]
 
 log = logging.getLogger("shim")
 
@@ -36,6 +37,14 @@ _SAID_LIMIT = 1000
 
 # What factories depend on: patch, variant, options and targets.
 _Content = tuple[str, "str | None", str, tuple[str, ...]]
+
+
+class _Entry(NamedTuple):
+    """What a patch keeps, and the factories with which it was made."""
+
+    content: _Content
+    factories: Mapping[str, Any]
+    kept: Kept
 
 
 class _Loading(threading.local):
@@ -60,6 +69,7 @@ class _State:
         self.adoptions = 0  # how often a plan was made the current one
         self.contexts = Contexts()
         self.factories: dict[_Content, Mapping[str, Any]] = {}
+        self.kept: list[_Entry] = []  # of the patches in `factories`, and what could not end with theirs yet
         self.failed: dict[str, str] = {}
         self.said: set[str] = set()
         self.unsaid: deque[tuple[int, str]] = deque()  # what waits to be logged until the lock is free
@@ -196,7 +206,8 @@ def _load_factories(state: _State, plan: Plan) -> None:
             if is_initialising(module):
                 # It imports a target itself, and this is that import: whoever imports the patch binds it in the end.
                 continue
-            factories = dict(module.bindings(decision.variant, dict(decision.options)))
+            made = module.bindings(decision.variant, dict(decision.options))
+            factories = dict(made)
         except Exception as error:
             what = f"{decision.id} cannot be loaded from {entry.module}: {type(error).__name__}: {error}"
             raise BindError(what, decision.id) from error
@@ -208,6 +219,7 @@ def _load_factories(state: _State, plan: Plan) -> None:
             raise BindError(f"{decision.id}: {what}", decision.id)
         with state.lock:
             state.factories[content] = factories
+            state.kept += [_Entry(content, factories, kept) for kept in getattr(made, "kept", ())]
 
 
 def _layers(state: _State, plan: Plan) -> dict[str, tuple[Layer, ...]]:
@@ -292,8 +304,9 @@ def _settle(state: _State, imported: Imported | None = None) -> None:
                 with state.silence():
                     for item in state.binder.commit(_layers(state, plan) if plan is not None else {}, imported):
                         log.warning("%s since shim bound it; it is left alone", item)
-                # What a patch holds, such as buffers, ends with it.
-                needed = set() if plan is None else {_content(d) for d in plan.decisions.values() if d.wanted}
+                # Drop the factories of patches that are no longer applied, and what those hold.
+                wanted = [] if plan is None else [d for d in plan.decisions.values() if d.wanted]
+                needed = {_content(decision) for decision in wanted if decision.id not in state.failed}
                 state.factories = {content: f for content, f in state.factories.items() if content in needed}
                 state.late = state.modules - loaded
                 if plan is not None:
@@ -314,6 +327,46 @@ def _settle(state: _State, imported: Imported | None = None) -> None:
             f"(MEGATRON_SHIM_EXCLUDE={first.patch}) and report it with the output of `shim doctor`.",
             first.patch,
         ) from first
+
+
+def _end_kept(state: _State) -> None:
+    """End what patches keep that are no longer applied. Called without the lock: a patch may have locks of its own.
+
+    What cannot end yet, because something still uses it, is asked again at the next occasion.
+    """
+    with state.lock:
+        over = [entry for entry in state.kept if state.factories.get(entry.content) is not entry.factories]
+    for entry in over:
+        if entry.kept.release is not None:
+            try:
+                entry.kept.release()
+            except Exception as error:  # noqa: BLE001 - one patch must not keep what others hold from being freed
+                text = f"{entry.content[0]} could not end what it keeps: {type(error).__name__}: {error}"
+                state.warn_once([text])
+    ended = {id(entry) for entry in over if not _told(entry.kept)}
+    with state.lock:
+        state.kept = [entry for entry in state.kept if id(entry) not in ended]
+
+
+def _told(kept: Kept) -> str:
+    try:
+        return kept.tells()
+    except Exception as error:  # noqa: BLE001 - status() tells of the error in the place of what is kept
+        return f"something that cannot be told: {type(error).__name__}: {error}"
+
+
+def held(state: _State) -> dict[str, tuple[str, ...]]:
+    """By patch id what it keeps in the process at this moment, in words. Called without the lock."""
+    found: dict[str, list[str]] = {}
+    with state.lock:
+        kept = list(state.kept)
+        for id, text in state.variables.held():
+            found.setdefault(id, []).append(text)
+    for entry in kept:
+        text = _told(entry.kept)
+        if text:
+            found.setdefault(entry.content[0], []).append(text)
+    return {id: tuple(texts) for id, texts in found.items()}
 
 
 def _enforce_required(plan: Plan, imported: Imported | None) -> None:
@@ -362,6 +415,7 @@ def catch_up(state: _State) -> None:
     try:
         _catch_up(state)
     finally:
+        _end_kept(state)
         state.speak()
 
 
@@ -437,6 +491,7 @@ def adopt(wanted: Plan | None, context: Context | None = None) -> None:
         with state.lock:
             if not state.watched:
                 state.hook.remove()
+        _end_kept(state)
         state.speak()
 
 
@@ -461,4 +516,5 @@ def release(context: Context) -> None:
         with state.lock:
             if not state.watched:
                 state.hook.remove()
+        _end_kept(state)
         state.speak()

@@ -38,6 +38,7 @@ class PatchReport:
     targets: Mapping[str, str] = field(default_factory=dict)
     remedy: str = ""
     summary: str = ""  # what the patch does
+    holds: tuple[str, ...] = ()  # what it keeps in the process besides its functions, in words
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -48,6 +49,7 @@ class PatchReport:
             "variant": self.variant,
             "targets": dict(self.targets),
             "remedy": self.remedy,
+            "holds": list(self.holds),
         }
 
 

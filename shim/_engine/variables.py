@@ -26,6 +26,13 @@ class Variables:
 
     def __init__(self) -> None:
         self._set: dict[str, tuple[str | None, str]] = {}
+        self._for: dict[str, str] = {}  # the patch that each was set for
+
+    def held(self) -> Iterator[tuple[str, str]]:
+        """The patch and the text, for each variable that shim has set and that still has its value."""
+        for name, (_, mine) in self._set.items():
+            if os.environ.get(name) == mine:
+                yield self._for[name], f"{name}={mine} in the environment"
 
     def settle(self, plan: Plan | None) -> list[str]:
         """Set what the plan's options ask for and put back what they no longer do; returns what came too late.
@@ -52,5 +59,6 @@ class Variables:
                 )
                 continue
             self._set[variable.name] = os.environ.get(variable.name), variable.value
+            self._for[variable.name] = id
             os.environ[variable.name] = variable.value
         return late

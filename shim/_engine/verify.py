@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from shim._engine.aliases import namespace_of, unwrap
@@ -45,11 +46,12 @@ def _state(decision: Decision, summary: str, binder: Binder, failed: Mapping[str
     return report("applied", decision.reason, targets)
 
 
-def read_report(plan: Plan, binder: Binder, failed: Mapping[str, str]) -> Report:
-    """The report of this moment: "applied" is only said of what was read back."""
+def read_report(plan: Plan, binder: Binder, failed: Mapping[str, str], held: Mapping[str, tuple[str, ...]]) -> Report:
+    """The report of this moment: "applied" is only said of what was read back. `held`: see PatchReport.holds."""
     releases = {name: i.raw or "unknown" for name, i in plan.environment.installed.items()}
     patches = {
-        id: _state(decision, plan.matrix.patches[id].summary, binder, failed) for id, decision in plan.decisions.items()
+        id: replace(_state(decision, plan.matrix.patches[id].summary, binder, failed), holds=held.get(id, ()))
+        for id, decision in plan.decisions.items()
     }
     return Report(patches, plan.digest, releases, tuple(map(str, binder.lost_now())))
 

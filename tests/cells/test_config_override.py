@@ -256,6 +256,9 @@ def test_nothing_is_left_in_torch(applied):
     watched = ((module.CheckpointFunction._backward_cls, "run_function"), (module._CheckpointFrame, "recompute_fn"))
     with shim.config_override(Config(), factor=1.0):
         assert all(name in vars(owner) for owner, name in watched)
+        (held,) = shim.status()[ID].holds
+        assert "shim.config_override is entered (factor)" in held
+    assert shim.status()[ID].holds == ()
     assert not any(name in vars(owner) for owner, name in watched)
 
 

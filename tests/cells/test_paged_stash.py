@@ -226,6 +226,10 @@ def test_functions_and_memory_are_given_back():
         assert train(model) == train(model)
         pools = [weakref.ref(pool.data) for pool in cases.pools()]
         assert statistics().stashed > 0
+        kept = list(cases.pools())
+        assert [text for text in shim.status()[ID].holds if "pools of pages" in text]
+    assert kept and all(pool.pages == 0 for pool in kept) and shim.status()[ID].holds == ()
+    del kept
     gc.collect()
     assert all(target_of(name) is original for name, original in originals.items())
     assert pools and all(data() is None for data in pools)

@@ -36,9 +36,9 @@ def write(world, ranges):
 
 
 def test_it_is_there_in_time_and_gone_after_revert(reading):
-    shim.apply(options=ASKED)
+    assert shim.apply(options=ASKED)["p"].holds == (f"{NAME}=1 in the environment",)
     assert reading.get("late:read") == "1"
-    shim.revert()
+    assert shim.revert()["p"].holds == ()
     assert NAME not in os.environ
 
 

@@ -9,18 +9,19 @@ from unit_helpers import REPOSITORY
 MAY_IMPORT = {
     "_errors": set(),
     "_tasks": set(),
+    "_kept": set(),
     "ops": {"_errors"},
     "_config_override": {"_errors", "_tasks"},
     "_releases": {"_errors"},
     "_matrix": {"_errors", "_releases"},
     "_planning": {"_errors", "_releases", "_matrix"},
     "_te": {"_errors", "_releases", "_planning"},
-    "_engine": {"_errors", "_tasks", "_releases", "_matrix", "_planning"},
+    "_engine": {"_errors", "_tasks", "_kept", "_releases", "_matrix", "_planning"},
     "_api": {"_errors", "_releases", "_matrix", "_planning", "_te", "_engine"},
     "_workers": {"_errors", "_planning", "_api"},
     "testing": {"_errors", "_releases", "_matrix", "_planning", "_engine", "_api", "ops"},
     "_tools": {"_errors", "_releases", "_matrix", "_planning", "_te", "_engine", "_api", "_workers", "testing"},
-    "patches": {"_errors", "_config_override", "ops"},
+    "patches": {"_errors", "_kept", "_config_override", "ops"},
 }
 FILES = {
     ".".join(["shim", *file.relative_to(top).with_suffix("").parts]).removesuffix(".__init__"): file
