@@ -14,7 +14,7 @@ from shim._engine import engine as _engine
 from shim._engine.contexts import Context
 from shim._engine.ranks import NOTHING, PARTS, is_rank_zero, ranks_that_differ
 from shim._engine.report import PatchReport, Report
-from shim._engine.verify import problems_in, read_report, shadows_in
+from shim._engine.verify import problems_in, shadows_in
 from shim._errors import MatrixError, NotMetError, OptionError
 from shim._matrix.load import check_modules, load_matrix
 from shim._matrix.model import Matrix
@@ -36,7 +36,6 @@ from shim._planning.plan import Plan, make_plan
 from shim._planning.resume import differs, state_of
 from shim._releases.detect import detect
 from shim._releases.known_files import known_value
-from shim._releases.sources import Sources
 from shim._te import features
 
 __all__ = [
@@ -69,14 +68,12 @@ def _make_plan(asked: Arguments) -> Plan:
     matrix = _load_matrix(asked)
     if not is_disabled():
         check_modules(matrix, asked.package_names)
-    with _engine.STATE.lock:
-        _engine.STATE.warn_once([*unknown_variables(), *_of_another_matrix(matrix)])
-    _engine.STATE.speak()
+    _engine.ENGINE.warn([*unknown_variables(), *_of_another_matrix(matrix)])
     return _planned(matrix, asked)
 
 
 def _planned(matrix: Matrix, asked: Arguments) -> Plan:
-    sources = _engine.STATE.sources = Sources(before=_engine.STATE.sources, known=known_value)
+    sources = _engine.ENGINE.new_sources(known_value)
     return make_plan(detect(sources), matrix, resolve(matrix, asked), losses=features)
 
 
@@ -122,9 +119,7 @@ def plan(
         matrix=matrix,
         lock=lock,
     )
-    made = _make_plan(asked)
-    with _engine.STATE.lock:
-        return _engine.with_conflicts(_engine.STATE, made)
+    return _engine.ENGINE.find_conflicts(_make_plan(asked))
 
 
 def apply(
@@ -171,7 +166,7 @@ def apply(
         matrix=matrix,
         lock=lock,
     )
-    _engine.adopt(_make_plan(asked))
+    _engine.ENGINE.adopt(_make_plan(asked))
     return status()
 
 
@@ -181,7 +176,7 @@ def revert() -> Report:
     What somebody else has replaced meanwhile is left alone and reported, and no later apply() or import takes it
     back. Out of reach are bound methods, partials and closures taken while shim was applied, and pickles.
     """
-    _engine.adopt(None)
+    _engine.ENGINE.adopt(None)
     return status()
 
 
@@ -218,34 +213,16 @@ def patched(
         lock=lock,
     )
     wanted, context = _make_plan(asked), Context()
-    _engine.adopt(wanted, context)
+    _engine.ENGINE.adopt(wanted, context)
     try:
         yield status()
     finally:
-        _engine.release(context)
-
-
-def _not_applied(made: Plan) -> Plan:
-    reason = "shim.apply() has not been called in this process, or was reverted"
-    excluded = {
-        id: replace(decision, action="excluded", reason=reason)
-        for id, decision in made.decisions.items()
-        if decision.wanted
-    }
-    return replace(made, decisions={**made.decisions, **excluded})
+        _engine.ENGINE.release(context)
 
 
 def status() -> Report:
     """Return the state of every patch, read from the process at this moment."""
-    _engine.catch_up(_engine.STATE)
-    held = _engine.held(_engine.STATE)
-    with _engine.STATE.lock:
-        current = _engine.STATE.plan
-        if current is not None:
-            return read_report(current, _engine.STATE.binder, _engine.STATE.failed, held)
-    made = _not_applied(_engine.STATE.last or default_plan())
-    with _engine.STATE.lock:
-        return read_report(made, _engine.STATE.binder, {}, held)
+    return _engine.ENGINE.report(default_plan)
 
 
 def check(model: Any = None, group: Any = None) -> Report:
@@ -259,15 +236,14 @@ def check(model: Any = None, group: Any = None) -> Report:
     Pending, inactive, shadowed and conflicting patches are warnings; NotMetError where the patch is required, or
     with strict, and where ranks differ. Logs one INFO line on rank 0.
     """
-    _engine.catch_up(_engine.STATE)
-    current = _engine.STATE.plan
+    _engine.ENGINE.catch_up()
+    current = _engine.ENGINE.plan
     # Before anything raises: a rank that does not take part would leave the others waiting.
     differing = ranks_that_differ(*_compared(current), group)
     current = _in_force("check")
-    held = _engine.held(_engine.STATE)
-    with _engine.STATE.lock:
-        report = read_report(current, _engine.STATE.binder, _engine.STATE.failed, held)
-        shadows = list(shadows_in(model, current, _engine.STATE.binder)) if model is not None else []
+    report = _engine.ENGINE.report(default_plan)
+    with _engine.ENGINE.lock:
+        shadows = list(shadows_in(model, current, _engine.ENGINE.binder)) if model is not None else []
     patches = dict(report.patches)
     for id, what, remedy in problems_in(model, current) if model is not None else ():
         if patches[id].state == "applied":
@@ -349,7 +325,7 @@ def check_resume(saved: Mapping[str, Any] | str | None) -> bool:
 
 
 def _in_force(caller: str) -> Plan:
-    current = _engine.STATE.plan
+    current = _engine.ENGINE.plan
     if current is None:
         raise OptionError(f"nothing was applied in this process; call shim.apply() before shim.{caller}()")
     return current
@@ -357,7 +333,7 @@ def _in_force(caller: str) -> Plan:
 
 def explain(id: str) -> str:
     """Return in words what a patch is for, how it is wired, and what was decided about it here, and why."""
-    made = _engine.STATE.plan or default_plan()
+    made = _engine.ENGINE.plan or default_plan()
     if id not in made.decisions:
         raise OptionError(f"there is no patch {id!r}; {did_you_mean(id, made.decisions)}")
     return explanation(made, id)

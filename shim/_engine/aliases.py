@@ -7,7 +7,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["Location", "find_aliases", "is_initialising", "namespace_of", "rewrap", "unwrap"]
+__all__ = ["Location", "find_aliases", "namespace_of", "rewrap", "unwrap"]
 
 # (module or class, name in its dictionary, the value found there)
 Location = tuple[Any, str, Any]
@@ -31,13 +31,6 @@ def namespace_of(owner: Any) -> Mapping[str, Any]:
     if issubclass(type(owner), type):
         return type.__dict__["__dict__"].__get__(owner)  # type: ignore[index]
     return object.__getattribute__(owner, "__dict__")
-
-
-def is_initialising(module: object) -> bool:
-    """Whether the import of a module is not over yet."""
-    if not issubclass(type(module), types.ModuleType):
-        return False
-    return bool(getattr(namespace_of(module).get("__spec__"), "_initializing", False))
 
 
 def _classes(namespace: Mapping[str, Any], seen: set[int]) -> Iterator[type]:

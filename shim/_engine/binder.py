@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import types
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shim._engine.aliases import find_aliases, is_initialising, namespace_of, rewrap, unwrap
-from shim._engine.chain import (
-    LAZY,
-    MISSING,
-    Chain,
-    Change,
-    Imported,
-    Key,
-    Layer,
-    Lost,
-    Slot,
-    found_by_name,
-    replaced_by,
-    write_name,
-)
+from shim._engine.aliases import find_aliases, namespace_of, rewrap, unwrap
+from shim._engine.chain import MISSING, Chain, Change, Imported, Layer, Lost, Slot, found_by_name
+from shim._engine.modules import Modules
+from shim._engine.places import Places
 from shim._engine.signatures import misfit
+from shim._engine.wrappers import Wrappers
 from shim._errors import BindError
 from shim._releases.fingerprint import split_target
 
@@ -32,30 +20,28 @@ __all__ = ["Binder"]
 
 
 class Binder:
-    """Owns the chains and the journal of one process. Not thread-safe by itself: the engine holds a lock."""
+    """Owns the chains of one process, and the places that they stand on. Not thread-safe: the engine holds a lock.
+
+    What holds between transactions:
+    - `chains` has one chain for each target with layers, and `places` a slot for it and for each alias, or the place
+      is lost. Every slot's target has a chain.
+    - What stands in a slot is the chain's top, in the descriptor that was there; or, after a reload, an older top of
+      the same target, which is given back with the chain.
+    - A transaction (`commit`) is all or nothing: what raises leaves chains, slots, lost names and the process as they
+      were. Nothing is written before everything new is built.
+    """
 
     def __init__(self) -> None:
+        self.modules = Modules()
+        self.wrappers = Wrappers()
+        self.places = Places(self.wrappers.beneath)
         self.chains: dict[str, Chain] = {}
-        self.slots: dict[Key, Slot] = {}
-        self.lost: dict[Key, Lost] = {}
-        self.executed: set[str] = set()  # modules whose code has run to the end, though their import is not over
-        self._unfinished: set[str] = set()  # modules that were half imported when aliases were looked for
-        # What shim has ever put on a target, on duty or off, with that target and what was there before.
-        self._ours: weakref.WeakKeyDictionary[Any, tuple[str, Any]] = weakref.WeakKeyDictionary()
-        self._added: weakref.WeakSet[Any] = weakref.WeakSet()  # what shim has put where nothing was
 
     # What is there
 
     def loaded(self, name: str) -> types.ModuleType | None:
-        """The module, if its code has run to the end; None for absent, lazy and half imported ones."""
-        module = sys.modules.get(name)
-        # type() of the object, never an attribute of it: that would load a lazy module.
-        if not issubclass(type(module), types.ModuleType):
-            return None
-        # From Python 3.12 on a lazy module is still one while its code runs.
-        if issubclass(type(module), LAZY) and name not in self.executed:
-            return None
-        return None if is_initialising(module) and name not in self.executed else module
+        """See Modules.loaded."""
+        return self.modules.loaded(name)
 
     def resolve(self, target: str, added: bool = False) -> tuple[Any, str, Any]:
         """Owner, name and value of a target whose module is loaded; BindError where it is gone, but for `added`."""
@@ -75,18 +61,20 @@ class Binder:
             raise BindError(f"{target} is gone from the installed release")
         return owner, name, value
 
-    def beneath(self, value: Any) -> Any:
-        """`value`, or where it is ours what was there before it."""
-        inner = unwrap(value)
-        # Asked of type(): a proxy passes for the function it wraps, and equals it too.
-        if not issubclass(type(inner), (types.FunctionType, type)):
-            return value
-        if inner in self._added:
-            return None  # what upstream's guarded import of it would have left
-        if inner not in self._ours:
-            return value
-        base = self._ours[inner][1]
-        return base if type(base) is type(value) else rewrap(value, unwrap(base))
+    def bound(self, patch: str, target: str) -> bool:
+        """Whether the patch is on the target right now, read back from the target itself."""
+        chain = self.chains.get(target)
+        if chain is None or all(layer.patch != patch for layer in chain.layers):
+            return False
+        slot = self.places.slots.get(chain.key)
+        return slot is not None and slot.current() is slot.written
+
+    def lost_targets(self) -> dict[str, Lost]:
+        """Those among `lost_now` that are a target itself, not one of its aliases."""
+        targets = {chain.key: target for target, chain in self.chains.items()}
+        return {targets[lost.slot.key]: lost for lost in self.places.lost_now() if lost.slot.key in targets}
+
+    # Modules that run again, or whose import fails
 
     def renew(self, module: types.ModuleType) -> None:
         """Let go of what a module held whose code has run (again), as far as it holds new objects since."""
@@ -94,8 +82,7 @@ class Binder:
         for target, chain in list(self.chains.items()):
             if split_target(target)[0] == name and not self._stands(chain):
                 del self.chains[target]
-        self.slots = {k: s for k, s in self.slots.items() if s.owner is not module or s.current() is s.written}
-        self.lost = {k: lost for k, lost in self.lost.items() if lost.slot.owner is not module}
+        self.places.forget_what_was_replaced_in(module)
 
     def _stands(self, chain: Chain) -> bool:
         try:
@@ -108,11 +95,6 @@ class Binder:
         """Take everything off a module whose import fails and which is about to leave sys.modules."""
         self.commit({t: chain.layers for t, chain in self.chains.items() if split_target(t)[0] != name})
 
-    def overdue(self) -> set[str]:
-        """Modules whose import is over that was not when aliases were looked for: a name that they had read by then,
-        and not stored yet, was out of sight."""
-        return {name for name in self._unfinished if not is_initialising(sys.modules.get(name))}
-
     # Transactions
 
     def commit(self, wanted: Mapping[str, tuple[Layer, ...]], imported: Imported | None = None) -> list[Lost]:
@@ -123,10 +105,12 @@ class Binder:
         anything is written, every write is read back, and an exception undoes the writes in reverse. Returns what
         was found lost.
         """
-        before = dict(self.chains), dict(self.slots), dict(self.lost)
-        journal: list[tuple[Any, str, Any]] = []
+        places = self.places
+        before = dict(self.chains), dict(places.slots), dict(places.lost)
+        places.journal = []
         try:
-            self._regain()
+            for slot in places.regain():
+                self.chains.pop(slot.target, None)  # what came back may be an older wrapper
             if imported is None:
                 self._adopt_returned()
             changes = [
@@ -135,55 +119,42 @@ class Binder:
                 if chain.layers != layers
             ]
             self._keep_pairs(changes)
-            self._write_all(changes, journal, imported)
-            for chain, after in changes:
-                self._settle(chain, after)
+            self._write_all(changes, imported)
+            for _, after in changes:
+                if after.layers:
+                    self.chains[after.target] = after
+                    self.wrappers.note(after)
+                else:
+                    self.chains.pop(after.target, None)
         except BaseException:
-            for owner, name, value in reversed(journal):
-                if namespace_of(owner).get(name, MISSING) is not value:
-                    write_name(owner, name, value)
-            self.chains, self.slots, self.lost = before
+            places.undo()
+            self.chains, places.slots, places.lost = before
             raise
-        return [lost for key, lost in self.lost.items() if before[2].get(key) is not lost]
-
-    def given_back(self) -> bool:
-        """Whether the next transaction would govern a name again that was lost."""
-        return any(map(self._is_back, self.lost.values()))
-
-    def _is_back(self, lost: Lost) -> bool:
-        current = lost.slot.current()
-        ours = current is lost.slot.original or self.beneath(current) is not current
-        return lost.partner not in self.lost and ours
-
-    def _regain(self) -> None:
-        """Govern names again where whoever replaced them has put ours or upstream's object back."""
-        for key, lost in sorted(self.lost.items(), key=lambda item: item[1].partner is not None):
-            if not self._is_back(lost):
-                continue
-            del self.lost[key]
-            self.slots[key] = replace(lost.slot, written=lost.slot.current())
-            self.chains.pop(lost.slot.target, None)  # what came back may be an older wrapper
+        finally:
+            places.journal = []
+        return [lost for key, lost in places.lost.items() if before[2].get(key) is not lost]
 
     def _adopt_returned(self) -> None:
-        """Govern places to which somebody gave back a wrapper of ours that is off duty by now.
+        """Govern places to which somebody gave back a retired wrapper.
 
         A module imported while shim was bound took the wrapper as its own; whoever patched it there meanwhile kept
         the wrapper beyond the revert that would have found it. Costs nothing where no such wrapper is alive.
         """
-        on_duty = {id(unwrap(chain.top)) for chain in self.chains.values()}
-        for owner, name, raw in find_aliases([inner for inner in list(self._ours) if id(inner) not in on_duty]):
+        for owner, name, raw in find_aliases(self.wrappers.retired(self.chains.values())):
             key = (id(owner), name)
-            if key not in self.slots and key not in self.lost:
-                target, base = self._ours[unwrap(raw)]
-                self.slots[key] = Slot(owner, name, rewrap(raw, unwrap(base)), raw, target)
+            if key not in self.places.slots and key not in self.places.lost:
+                target, base = self.wrappers.origin(unwrap(raw))
+                self.places.slots[key] = Slot(owner, name, rewrap(raw, unwrap(base)), raw, target)
 
     def _open(self, wanted: Mapping[str, tuple[Layer, ...]]) -> Iterator[tuple[Chain, tuple[Layer, ...]]]:
+        """The chains as they stand, new ones for targets that are loaded and have none, with the layers they are to
+        have."""
         for target, layers in wanted.items():
             chain = self.chains.get(target)
             if chain is None and layers and self.loaded(split_target(target)[0]) is not None:
                 owner, name, value = self.resolve(target, layers[0].added)
-                base = self.beneath(value)
-                self.lost.pop((id(owner), name), None)  # what is there now has been looked at: it is not foreign
+                base = self.wrappers.beneath(value)
+                self.places.lost.pop((id(owner), name), None)  # what is there now was looked at: it is not foreign
                 # What stands on a class further up is that class's own.
                 top = value if name in namespace_of(owner) else base
                 chain = Chain(target, owner, name, base, top, alone=layers[0].alone)
@@ -191,6 +162,7 @@ class Binder:
                 yield chain, layers
 
     def _build(self, chain: Chain, layers: tuple[Layer, ...]) -> Change:
+        """Have the factories make what is to stand on the target, from the inside out; writes nothing."""
         inner = unwrap(chain.base)
         for layer in layers:
             try:
@@ -216,71 +188,70 @@ class Binder:
         for chain, after in changes:
             other = {"forward": "backward", "backward": "forward"}.get(chain.name)
             partner = self.chains.get(f"{chain.target.rpartition('.')[0]}.{other}")
-            if after.layers or partner is None or self._is_lost(chain) or not self._is_lost(partner):
+            if after.layers or partner is None or self.places.is_lost(chain.key):
                 continue
-            self._lose(self.slots[chain.key], f"stays bound, because {partner.name} was replaced", partner.key)
+            if self.places.is_lost(partner.key):
+                why = f"stays bound, because {partner.name} was replaced"
+                self.places.lose(self.places.slots[chain.key], why, partner.key)
 
-    def _is_lost(self, chain: Chain) -> bool:
-        slot = self.slots.get(chain.key)
-        return chain.key in self.lost or (slot is not None and slot.current() is not slot.written)
-
-    def _lose(self, slot: Slot, why: str, partner: Key | None = None) -> None:
-        self.lost[slot.key] = Lost(slot, why, partner)
-        self.slots.pop(slot.key, None)
-
-    def _write_all(self, changes: Sequence[Change], journal: list[Any], imported: Imported | None) -> None:
+    def _write_all(self, changes: Sequence[Change], imported: Imported | None) -> None:
         """First the targets and all places known, then the aliases, so that an import meanwhile takes no old one."""
         # Before anything is looked at: what is over by the end of this may have been looked at too early.
-        overdue = self.overdue()
-        self._unfinished -= overdue
+        overdue = self.modules.overdue()
+        self.modules.looked_through(overdue)
         if changes:
-            self._unfinished |= {name for name, module in list(sys.modules.items()) if is_initialising(module)}
+            self.modules.note_unfinished()
         old: dict[int, Change] = {}
         near: list[Any] = []
         far: list[Any] = []
         for chain, after in changes:
-            self._put(chain.owner, chain.name, chain, after, journal)
+            self.places.put(chain.owner, chain.name, chain, after)
             inner = unwrap(chain.top)
             # Constants are not known by identity.
             if callable(inner) and not self._is_borrowed(chain) and not (chain.alone and chain.top is chain.base):
                 old[id(inner)] = (chain, after)
                 (near if imported is not None and self._is_new(chain, imported[0]) else far).append(inner)
-        by_target = {chain.target: (chain, after) for chain, after in changes}
-        for slot in list(self.slots.values()):
-            change = by_target.get(slot.target)
-            if change is not None:
-                chain, after = change
-                # After a reload, older places keep the older wrapper, but give it up in the end.
-                same = unwrap(self.beneath(slot.written)) is unwrap(chain.base) or slot.original is chain.base
-                if same or not after.layers:
-                    self._put(slot.owner, slot.name, chain, after, journal)
-            elif slot.target not in self.chains:
-                self._restore(slot, journal)
+        self._write_known(changes)
         found = find_aliases(far)
         if near and imported is not None:
             found += find_aliases(near, imported[1])
         for owner, name, raw in found:
             chain, after = old[id(unwrap(raw))]
-            self._put(owner, name, chain, after, journal)
-        self._put_late(changes, overdue, journal)
+            self.places.put(owner, name, chain, after)
+        self._write_late(changes, overdue)
 
-    def _put_late(self, changes: Iterable[Change], overdue: set[str], journal: list[Any]) -> None:
-        """Write to what modules that are overdue have of upstream's objects, also where a chain stays as it is."""
+    def _write_known(self, changes: Sequence[Change]) -> None:
+        """Write to the aliases that are known, and give back those whose target has no chain any more."""
+        by_target = {chain.target: (chain, after) for chain, after in changes}
+        for slot in list(self.places.slots.values()):
+            change = by_target.get(slot.target)
+            if change is not None:
+                chain, after = change
+                # After a reload, older places keep the older wrapper, but give it up in the end.
+                beneath = unwrap(self.wrappers.beneath(slot.written))
+                same = beneath is unwrap(chain.base) or slot.original is chain.base
+                if same or not after.layers:
+                    self.places.put(slot.owner, slot.name, chain, after)
+            elif slot.target not in self.chains:
+                self.places.restore(slot)
+
+    def _write_late(self, changes: Iterable[Change], overdue: set[str]) -> None:
+        """Rebind aliases in modules that finished importing late, also where a chain stays as it is."""
         changed = {chain.target: (chain, after) for chain, after in changes}
         governed: dict[int, tuple[Any, Change]] = {}
         for target, chain in ({**self.chains, **{t: c for t, (c, _) in changed.items()}} if overdue else {}).items():
             before, after = changed.get(target, (chain, chain))
-            slot, inner = self.slots.get(chain.key), unwrap(chain.base)
+            slot, inner = self.places.slots.get(chain.key), unwrap(chain.base)
             # What stands on a class further up is that class's own.
             own = slot is not None and slot.original is not MISSING
             if after.layers and callable(inner) and own and not after.borrowed and not chain.alone:
                 governed[id(inner)] = inner, (before, after)
         for owner, name, raw in find_aliases([inner for inner, _ in governed.values()], overdue):
-            self._put(owner, name, *governed[id(unwrap(raw))][1], journal)
+            self.places.put(owner, name, *governed[id(unwrap(raw))][1])
 
     def _is_borrowed(self, chain: Chain) -> bool:
         """Whether `top` belongs to others: to a class further up, or to wherever a factory took it from."""
-        slot = self.slots.get(chain.key)
+        slot = self.places.slots.get(chain.key)
         inherited = chain.top is chain.base and slot is not None and slot.original is MISSING
         return inherited or chain.borrowed
 
@@ -288,88 +259,3 @@ class Binder:
         """Whether the module that was just imported has itself made what stands on the target."""
         made_in = getattr(unwrap(chain.top), "__module__", None)
         return not chain.layers and split_target(chain.target)[0] == module == made_in
-
-    def _put(self, owner: Any, name: str, chain: Chain, after: Chain, journal: list[Any]) -> None:
-        """Write the new top to one place (the original, where no layer is left), unless somebody else holds it now."""
-        key = (id(owner), name)
-        if key in self.lost:
-            return
-        current = namespace_of(owner).get(name, MISSING)
-        slot = self.slots.get(key)
-        if slot is not None and current is not slot.written:
-            self._lose(slot, replaced_by(current))
-            return
-        if slot is None:
-            # An alias taken while shim was bound would hold upstream's object, had shim never been there.
-            upstream = current is MISSING or unwrap(current) is unwrap(chain.base)
-            original = current if upstream else rewrap(current, unwrap(chain.base))
-            slot = Slot(owner, name, original, current, chain.target)
-        if not after.layers:
-            self.slots[key] = slot
-            self._restore(slot, journal)
-            return
-        value = (
-            after.top
-            if chain.base is MISSING
-            else rewrap(chain.base if current is MISSING else current, unwrap(after.top))
-        )
-        slot = self.slots[key] = replace(slot, written=value)
-        self._write(slot, value, current, journal, after.layers[-1].patch)
-
-    def _restore(self, slot: Slot, journal: list[Any]) -> None:
-        current = slot.current()
-        self.slots.pop(slot.key, None)
-        if current is slot.written:
-            if current is not slot.original:
-                self._write(slot, slot.original, current, journal)
-        else:
-            self._lose(slot, replaced_by(current))
-
-    def _write(self, slot: Slot, value: Any, current: Any, journal: list[Any], patch: str | None = None) -> None:
-        """Write one name, with an entry in the journal, and read it back."""
-        journal.append((slot.owner, slot.name, current))
-        try:
-            write_name(slot.owner, slot.name, value)
-        except Exception as error:
-            message = f"{slot.target}: {slot} cannot be written: {type(error).__name__}: {error}"
-            raise BindError(message, patch) from error
-        if slot.current() is not value:
-            raise BindError(f"{slot.target} does not read back at {slot}", patch)
-
-    def _settle(self, chain: Chain, after: Chain) -> None:
-        """Record what the transaction made of a chain."""
-        if not after.layers:
-            self.chains.pop(chain.target, None)
-            return
-        self.chains[chain.target] = after
-        inner = unwrap(after.top)
-        if not issubclass(type(inner), (types.FunctionType, type)):
-            return
-        if chain.base is MISSING:
-            self._added.add(inner)
-        elif inner is not unwrap(chain.base) and not after.borrowed:
-            self._ours[inner] = chain.target, chain.base
-
-    # Reading
-
-    def lost_now(self) -> list[Lost]:
-        """What others have replaced, including what no transaction has noticed yet; changes nothing."""
-        fresh = [
-            Lost(slot, replaced_by(slot.current()))
-            for slot in self.slots.values()
-            if slot.current() is not slot.written
-        ]
-        return [*self.lost.values(), *fresh]
-
-    def lost_targets(self) -> dict[str, Lost]:
-        """Those among `lost_now` that are a target itself, not one of its aliases."""
-        places = {chain.key: target for target, chain in self.chains.items()}
-        return {places[lost.slot.key]: lost for lost in self.lost_now() if lost.slot.key in places}
-
-    def bound(self, patch: str, target: str) -> bool:
-        """Whether the patch is on the target right now, read back from the target itself."""
-        chain = self.chains.get(target)
-        if chain is None or all(layer.patch != patch for layer in chain.layers):
-            return False
-        slot = self.slots.get(chain.key)
-        return slot is not None and slot.current() is slot.written

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import types
 from collections.abc import Callable, Iterable
@@ -12,16 +11,13 @@ from typing import Any
 from shim._engine.aliases import namespace_of, unwrap
 from shim._engine.foreign import describe
 
-__all__ = ["Chain", "Change", "Factory", "Imported", "Key", "LAZY", "Layer", "Lost", "MISSING", "Slot"]
+__all__ = ["Chain", "Change", "Factory", "Imported", "Key", "Layer", "Lost", "MISSING", "Slot"]
 
 
 Factory = Callable[[Any], Any]
 
 
 Key = tuple[int, str]  # id() of a module or class, and a name in it
-
-
-LAZY: type = importlib.util._LazyModule  # type: ignore[attr-defined]
 
 
 class _Missing:

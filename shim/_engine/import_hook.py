@@ -10,7 +10,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from shim._engine.aliases import is_initialising, namespace_of
+from shim._engine.aliases import namespace_of
+from shim._engine.modules import is_initialising, is_lazy
 from shim._releases.sources import is_ours
 
 __all__ = ["ImportHook"]
@@ -36,11 +37,11 @@ class _HookedLoader(Loader):
             spec.loader = self._loader
         module.__loader__ = self._loader
         known = set(sys.modules)
-        was_lazy = _is_lazy(module)
+        was_lazy = is_lazy(module)
         if not isinstance(self._loader, importlib.util.LazyLoader):  # which runs no code yet
             self._hook.before(module)
         self._loader.exec_module(module)
-        if _is_lazy(module) and not was_lazy:
+        if is_lazy(module) and not was_lazy:
             # The loader was importlib.util.LazyLoader: no code has run yet, and an attribute read would run it.
             self._hook.adopt_lazy(module)
             return
@@ -51,10 +52,6 @@ class _HookedLoader(Loader):
                 name for name in list(sys.modules) if name not in known or is_initialising(sys.modules.get(name))
             ]
             self._hook.after(module, meanwhile)
-
-
-def _is_lazy(module: ModuleType) -> bool:
-    return issubclass(type(module), importlib.util._LazyModule)  # type: ignore[attr-defined]
 
 
 class ImportHook:

@@ -133,7 +133,7 @@ class StandIns:
     def modules(self) -> Iterable[str]:
         return self._packages.keys()
 
-    def settle(self, plan: Plan | None) -> None:
+    def follow(self, plan: Plan | None) -> None:
         """Take over what the plan wants, and put back the builtins of modules for which it no longer wants any."""
         packages: dict[str, frozenset[str]] = {}
         for decision in () if plan is None else plan.decisions.values():

@@ -34,7 +34,7 @@ class Variables:
             if os.environ.get(name) == mine:
                 yield self._for[name], f"{name}={mine} in the environment"
 
-    def settle(self, plan: Plan | None) -> list[str]:
+    def follow(self, plan: Plan | None) -> list[str]:
         """Set what the plan's options ask for and put back what they no longer do; returns what came too late.
 
         What somebody else has set meanwhile is left alone.

@@ -13,7 +13,7 @@ from shim._engine.report import PatchReport, Report
 from shim._planning.plan import Decision, Plan
 from shim._releases.fingerprint import split_target
 
-__all__ = ["problems_in", "read_report", "shadows_in"]
+__all__ = ["not_applied", "problems_in", "read_report", "shadows_in"]
 
 
 def _state(decision: Decision, summary: str, binder: Binder, failed: Mapping[str, str]) -> PatchReport:
@@ -53,7 +53,18 @@ def read_report(plan: Plan, binder: Binder, failed: Mapping[str, str], held: Map
         id: replace(_state(decision, plan.matrix.patches[id].summary, binder, failed), holds=held.get(id, ()))
         for id, decision in plan.decisions.items()
     }
-    return Report(patches, plan.digest, releases, tuple(map(str, binder.lost_now())))
+    return Report(patches, plan.digest, releases, tuple(map(str, binder.places.lost_now())))
+
+
+def not_applied(plan: Plan) -> Plan:
+    """The plan of a process in which nothing is applied."""
+    reason = "shim.apply() has not been called in this process, or was reverted"
+    excluded = {
+        id: replace(decision, action="excluded", reason=reason)
+        for id, decision in plan.decisions.items()
+        if decision.wanted
+    }
+    return replace(plan, decisions={**plan.decisions, **excluded})
 
 
 def _definition_of(cls: type, name: str) -> type | None:

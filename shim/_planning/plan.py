@@ -13,6 +13,7 @@ from shim._planning.match import Match, match
 from shim._planning.options import Options
 from shim._planning.overview import plan_text
 from shim._releases.detect import Environment
+from shim._releases.fingerprint import split_target
 
 if TYPE_CHECKING:
     from shim._te.features import LostFeature
@@ -41,6 +42,11 @@ class Decision:
     @property
     def wanted(self) -> bool:
         return self.action == "apply"
+
+    @property
+    def modules(self) -> set[str]:
+        """The modules of the targets."""
+        return {split_target(target)[0] for target in self.targets}
 
     def to_dict(self) -> dict[str, Any]:
         return {

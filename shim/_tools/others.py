@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shim._engine.aliases import namespace_of, unwrap
-from shim._engine.engine import STATE
+from shim._engine.engine import ENGINE
 from shim._engine.foreign import foreign_on
 from shim._releases.fingerprint import split_target
 
@@ -31,7 +31,7 @@ def loaded_foreign(plan: Plan) -> Iterator[tuple[str, str]]:
         for name in qualname.split("."):
             # Read without getattr: a lazy module would import something.
             value = None if value is None else namespace_of(value).get(name)
-        beneath = None if value is None else unwrap(STATE.binder.beneath(value))  # of what shim has put there
+        beneath = None if value is None else unwrap(ENGINE.beneath(value))  # of what shim has put there
         found = "" if beneath is None else foreign_on(target, beneath, plan.environment.sources)
         if found:
             yield target, found

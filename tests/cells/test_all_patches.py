@@ -7,7 +7,7 @@ import torch
 import shim
 from shim import testing
 from shim._engine.chain import MISSING
-from shim._engine.engine import STATE
+from shim._engine.engine import ENGINE
 from shim.testing import Layout
 
 IN_FORCE = ("applied", "upstream", "inactive", "excluded", "not-installed")
@@ -60,19 +60,19 @@ def test_stock_training_is_what_it_was_under_all_patches(options):
 def test_what_is_reverted_was_never_there():
     before = shim.plan()
     targets = {
-        t: STATE.binder.resolve(t, added=True) for d in before.decisions.values() for t in d.targets if loaded(t)
+        t: ENGINE.binder.resolve(t, added=True) for d in before.decisions.values() for t in d.targets if loaded(t)
     }
     shim.apply()
     try:
-        written = {slot.target for slot in STATE.binder.slots.values()}
+        written = {slot.target for slot in ENGINE.binder.places.slots.values()}
         assert written <= set(targets) and written
     finally:
         shim.revert()
     for target, (owner, name, value) in targets.items():
-        assert STATE.binder.resolve(target, added=True)[2] is value, f"{owner}.{name}"
+        assert ENGINE.binder.resolve(target, added=True)[2] is value, f"{owner}.{name}"
         assert value is not MISSING or name not in vars(owner)
-    assert not STATE.binder.slots and not STATE.binder.chains
+    assert not ENGINE.binder.places.slots and not ENGINE.binder.chains
 
 
 def loaded(target):
-    return STATE.binder.loaded(target.partition(":")[0]) is not None
+    return ENGINE.binder.loaded(target.partition(":")[0]) is not None

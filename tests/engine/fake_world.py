@@ -122,14 +122,14 @@ def trust_fake_patches(change=setattr) -> None:
 @contextlib.contextmanager
 def fresh_engine(monkeypatch):
     """An engine that has applied nothing, and a process that has imported nothing of the fake world."""
-    state = _engine._State()
-    monkeypatch.setattr(_engine, "STATE", state)
+    engine = _engine.Engine()
+    monkeypatch.setattr(_engine, "ENGINE", engine)
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     trust_fake_patches(monkeypatch.setattr)
     modules, meta_path = dict(sys.modules), list(sys.meta_path)
     try:
-        yield state
+        yield engine
     finally:
         sys.meta_path[:] = meta_path
         for name in set(sys.modules) - set(modules):

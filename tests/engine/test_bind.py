@@ -248,16 +248,17 @@ def test_one_pass_over_the_modules(world, monkeypatch):
 @pytest.mark.growth
 def test_cycles_leave_nothing_behind(patched_world):
     """300 times apply and revert grow nothing that the engine keeps."""
-    from shim._engine.engine import STATE
+    from shim._engine.engine import ENGINE
 
     before = patched_world.snapshot()
     plan = shim.plan()
     sizes = []
     for _ in range(300):
-        shim._engine.engine.adopt(plan)
-        shim._engine.engine.adopt(None)
-        binder = STATE.binder
-        kept = (binder.slots, binder.lost, binder.chains, binder._ours, STATE.factories, STATE.failed, STATE.said)
+        ENGINE.adopt(plan)
+        ENGINE.adopt(None)
+        binder, places = ENGINE.binder, ENGINE.binder.places
+        kept = [places.slots, places.lost, binder.chains, binder.wrappers]
+        kept += [ENGINE.factories, ENGINE.failed, ENGINE.deferred.said]
         sizes.append([len(item) for item in kept])
     assert sizes[5] == sizes[-1]
     assert same(before, patched_world.snapshot()) == []

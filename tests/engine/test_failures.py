@@ -7,7 +7,7 @@ import pytest
 from fake_world import same
 
 import shim
-from shim._engine import binder
+from shim._engine import places
 
 CORE = "megatron.core."
 
@@ -170,7 +170,7 @@ def test_an_interrupt_between_two_writes_leaves_nothing(world, monkeypatch, writ
     """KeyboardInterrupt at any write, just before it or just after it, leaves all as it was."""
     world.patch("p", [CORE + "ops:double", (CORE + "layers:Layer.tag", CORE + "layers:Base.tag")])
     before = world.snapshot()
-    write, left = binder.write_name, [writes]
+    write, left = places.write_name, [writes]
 
     def interrupted(owner, name, value):
         left[0] -= 1
@@ -180,7 +180,7 @@ def test_an_interrupt_between_two_writes_leaves_nothing(world, monkeypatch, writ
             raise KeyboardInterrupt
         write(owner, name, value)
 
-    monkeypatch.setattr(binder, "write_name", interrupted)
+    monkeypatch.setattr(places, "write_name", interrupted)
     if writes < 6:
         with pytest.raises(KeyboardInterrupt):
             shim.apply()
@@ -218,7 +218,7 @@ def test_a_circular_importer_of_a_failing_module_gets_upstreams_object_back(worl
         importlib.import_module(CORE + "first")
     assert CORE + "first" not in sys.modules
     assert sys.modules[CORE + "second"].f(1) == 1
-    assert not shim._engine.engine.STATE.binder.slots
+    assert not shim._engine.engine.ENGINE.binder.places.slots
     shim.apply(exclude=["bad"])
     assert world.get("first:f")(1) == ("good", 1)
 

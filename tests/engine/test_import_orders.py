@@ -34,9 +34,9 @@ def test_the_case_sees_a_broken_engine(case, world, order, broken):
     """Without the import hook, the search for aliases or the restoring, orders fail."""
     setup = {
         "no_hook": "import shim._engine.import_hook as h\nh.ImportHook.find_spec = lambda *a: None\n"
-        "import shim._engine.engine as e\ne.catch_up = lambda state: None",
+        "import shim._engine.engine as e\ne.Engine.catch_up = lambda self: None",
         "no_aliases": "import shim._engine.binder as b\nb.find_aliases = lambda *a: []",
-        "no_restore": "import shim._engine.binder as b\nb.Binder._restore = lambda self, slot, journal: None",
+        "no_restore": "import shim._engine.places as p\np.Places.restore = lambda self, slot: None",
     }[broken]
     broken_case = ImportOrders(case.targets, imports=case.imports, setup=setup, timeout=60, apply=ALLOWED)
     fails = {"no_hook": ORDERS[:1], "no_aliases": ORDERS[2:3], "no_restore": ORDERS}[broken]

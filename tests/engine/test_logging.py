@@ -99,7 +99,7 @@ def warns(request, patched_world, monkeypatch):
 
 
 def test_whoever_logs_does_not_hold_the_lock(warns, listening):
-    found = listening(engine.STATE.lock._is_owned)
+    found = listening(engine.ENGINE.lock._is_owned)
     warns()
     assert len(found) == 1
     assert not found[0][1], found

@@ -222,10 +222,10 @@ def test_a_thousand_cycles_leave_nothing_behind(tree):
         for _ in range(20):
             cycle()
         def sizes():
-            state = _engine.STATE
-            b = state.binder
-            return [len(x) for x in (b.chains, b.slots, b.lost, b.executed, b._ours, state.said, state.failed,
-                                     state.factories, sys.meta_path, sys.modules)]
+            engine = _engine.ENGINE
+            b, p = engine.binder, engine.binder.places
+            return [len(x) for x in (b.chains, p.slots, p.lost, b.modules.executed, b.wrappers, engine.deferred.said,
+                                     engine.failed, engine.factories, sys.meta_path, sys.modules)]
         def measure():
             gc.collect()
             return len(gc.get_objects()), tracemalloc.get_traced_memory()[0], sizes()
@@ -260,7 +260,8 @@ INTERRUPTED = """
         "count": [CORE + "ops:double", CORE + "layers:Layer.forward"],
         "more": [CORE + "ops:halve", CORE + "layers:Layer.make", CORE + "ops:double"],
     }
-    PARTS = ("_engine/engine", "_engine/binder", "_engine/chain", "_engine/import_hook", "_api")
+    NAMES = ("engine", "factories", "conflicts", "modules", "binder", "places", "wrappers", "chain", "import_hook")
+    PARTS = ("_api", *(f"_engine/{name}" for name in NAMES))
     FILES = {os.path.join(os.path.dirname(shim.__file__), f"{part}.py") for part in PARTS}
     for name in ("ops", "layers", "users", "other"):
         importlib.import_module(CORE + name)

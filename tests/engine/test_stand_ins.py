@@ -343,7 +343,7 @@ def test_the_package_is_looked_for_without_the_lock_of_shim(kernels, monkeypatch
         @staticmethod
         def find_spec(name, path=None, target=None):
             if name == PACKAGE:
-                held.append(_engine.STATE.lock._is_owned())
+                held.append(_engine.ENGINE.lock._is_owned())
 
     sys.meta_path.insert(0, Asked)
     shim.apply()

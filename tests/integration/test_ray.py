@@ -23,7 +23,7 @@ HEAD = """
         "What a worker sees: its process, whether shim was there first, and a function of the target."
         import sys, os
         engine = sys.modules.get("shim._engine.engine")
-        first = engine is not None and engine.STATE.plan is not None and "megatron.core" not in sys.modules
+        first = engine is not None and engine.ENGINE.plan is not None and "megatron.core" not in sys.modules
         from megatron.core.ops import double
         from megatron.core.other import other
         return {"pid": os.getpid(), "first": first, "double": double(2), "other": other(1),

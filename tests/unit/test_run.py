@@ -37,7 +37,7 @@ def tree(tmp_path_factory):
         """
         import sys
         engine = sys.modules.get("shim._engine.engine")
-        APPLIED = engine is not None and engine.STATE.plan is not None
+        APPLIED = engine is not None and engine.ENGINE.plan is not None
         """,
     )
     return world

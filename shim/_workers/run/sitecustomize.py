@@ -49,7 +49,7 @@ class _ApplyOnImport:
 
 def _apply() -> None:
     engine = sys.modules.get("shim._engine.engine")
-    if engine is not None and engine.STATE.adoptions:
+    if engine is not None and engine.ENGINE.adoptions:
         return  # the program has called shim itself, with arguments that are not to be overruled
     home = os.path.dirname(os.path.dirname(os.path.dirname(HERE)))
     try:

@@ -1,0 +1,67 @@
+"""What is to be logged while nobody may log: it waits until the engine's lock is free.
+
+A handler of logging may wait for another thread, and that thread for the engine. So under the engine's lock, and while
+importlib asks finders for a module, texts are queued here. The queue needs no lock of its own: a deque appends and pops
+atomically, and `said` is changed under the engine's lock only.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+__all__ = ["DeferredLog", "log"]
+
+log = logging.getLogger("shim")
+
+_SAID_LIMIT = 1000
+
+
+class DeferredLog:
+    """The queue, and what was warned of already."""
+
+    def __init__(self) -> None:
+        self.said: set[str] = set()
+        self._waiting: deque[tuple[int, str]] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def warn(self, text: str) -> None:
+        self._waiting.append((logging.WARNING, text))
+
+    def warn_once(self, texts: Iterable[str]) -> None:
+        """Queue what was not queued before."""
+        for text in texts:
+            if text not in self.said and len(self.said) < _SAID_LIMIT:
+                self.said.add(text)
+                self.warn(text)
+
+    def flush(self) -> None:
+        """Log what waits; called without the lock, and not while importlib asks for a module."""
+        while True:
+            try:
+                level, text = self._waiting.popleft()
+            except IndexError:
+                return
+            log.log(level, "%s", text)
+
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """What this thread logs meanwhile waits too: factories of patches log, and know no lock."""
+        thread = threading.get_ident()
+
+        def keep(record: logging.LogRecord) -> bool:
+            mine = threading.get_ident() == thread
+            if mine:
+                self._waiting.append((record.levelno, record.getMessage()))
+            return not mine
+
+        log.addFilter(keep)
+        try:
+            yield
+        finally:
+            log.removeFilter(keep)
