@@ -18,7 +18,7 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -60,7 +60,7 @@ class Engine:
         self.stand_ins = StandIns()
         self.plan: Plan | None = None
         self.last: Plan | None = None  # the last plan that was wanted
-        self.adoptions = 0  # how often a plan was made the current one
+        self.adoptions = 0  # how often a plan was to come in force
         self.failed: dict[str, str] = {}  # by patch, why it could not be bound under this plan
         self.modules: frozenset[str] = frozenset()  # modules of the targets of the plan
         self.patches: frozenset[str] = frozenset()  # patch modules of the plan, and the packages they are in
@@ -95,44 +95,66 @@ class Engine:
     # Adopting a plan
 
     def adopt(self, wanted: Plan | None, context: Context | None = None) -> None:
-        """Make `wanted` the current plan (None: nothing is wanted); on any error the plan before it stays.
+        """Make `wanted` the plan in force (None: nothing is wanted); on any error the plan before it stays.
 
         context: the with-block that it is for, until `release`.
         """
-        if wanted is not None:
-            self._wait_for_imports(wanted)
-            with self.lock:
-                wanted = with_conflicts(wanted, self.binder)
-                self.deferred.warn_once(warnings_for(wanted))
-            self.deferred.flush()
-            enforce(wanted)
-        before, failed, mine = self.plan, dict(self.failed), -1
         try:
-            with self.lock:
-                if context is None:
-                    self.contexts.refuse_from_outside("revert" if wanted is None else "apply")
-                elif wanted is not None:
-                    self.contexts.enter(context, wanted, self.plan)
-                before, failed = self.plan, dict(self.failed)
-                mine = self.adoptions = self.adoptions + 1
-                self._follow(wanted)
-                self.failed.clear()
-                self._watch_imports()
-            self._bring_up_to_date()
-        except BaseException:
-            with self.lock:
-                if context is not None:
-                    self.contexts.leave(context)
-                if self.adoptions == mine:  # no other thread has made another plan the current one meanwhile
-                    self._follow(before)
-                    self.failed = failed
+            if wanted is not None:
+                self._wait_for_imports(wanted)
+                self.warn(warnings_for(wanted))
+                enforce(wanted)
             try:
-                self._bring_up_to_date()
-            except ShimError as error:
-                log.warning("what was applied before could not be restored as a whole: %s", error)
-            raise
+                self._load_and_switch(wanted, context)
+            except BaseException:
+                try:
+                    self._bring_up_to_date()  # to the plan before, where the writes were done when an interrupt came
+                except ShimError as error:
+                    log.warning("what was applied before could not be restored as a whole: %s", error)
+                raise
+        except BindError as error:
+            if error.patch is None:
+                raise
+            raise _failure(error, wanted) from error
         finally:
             self._finish()
+
+    def _load_and_switch(self, wanted: Plan | None, context: Context | None) -> None:
+        """Load the factories that are needed at once, and switch when none is missing any more.
+
+        Patch modules are imported without the lock, so another thread may import a target meanwhile.
+        """
+        postponed: set[str] = set()
+        while True:
+            with self.lock:
+                if wanted is None or not self._misses(wanted, postponed):
+                    self._switch(wanted, context)
+                    return
+                self.watched |= _target_modules(wanted)  # `_finish` makes it exact again
+                self._watch_imports()
+            postponed |= self.factories.load(wanted, postponed, self.binder.loaded)
+
+    def _switch(self, wanted: Plan | None, context: Context | None) -> None:
+        """Find conflicts, and where what is required is met all the same, bind and take off; all or nothing."""
+        plan = None if wanted is None else self._with_conflicts(wanted)
+        if plan is not None and plan is not wanted:
+            enforce(plan)
+        before, failed = self.plan, self.failed
+        try:
+            if context is None:
+                self.contexts.refuse_from_outside("revert" if plan is None else "apply")
+            elif plan is not None:
+                self.contexts.enter(context, plan, before)
+            self.adoptions += 1
+            self.failed = {}
+            self._follow(plan)
+            self._commit()
+        except BaseException:
+            if context is not None:
+                self.contexts.leave(context)
+            self.failed = failed
+            self._follow(before)
+            raise
 
     def release(self, context: Context) -> None:
         """End a with-block: what it found in force is so again, unless another block is open that asks for the same.
@@ -146,9 +168,8 @@ class Engine:
                 if not self.contexts.leave(context):
                     return
                 self.adoptions += 1
+                self.failed = {}
                 self._follow(context.beneath)
-                self.failed.clear()
-                self._watch_imports()
             self._bring_up_to_date()
         finally:
             self._finish()
@@ -163,63 +184,77 @@ class Engine:
         self.watched = self.modules.union(self.stand_ins.modules)
         self.late = frozenset(name for name in self.modules if self.binder.loaded(name) is None)
         self.deferred.warn_once(self.variables.follow(plan))
+        self._watch_imports()
 
-    def _bring_up_to_date(self, imported: Imported | None = None) -> None:
-        """Bind and take off what the current plan asks for in modules that have run; BindError names a failing patch.
+    def _bring_up_to_date(
+        self, imported: Imported | None = None, only_if_changed: bool = False, may_load: bool = True
+    ) -> bool:
+        """Bind and take off what the plan in force asks for in modules that have run; BindError names a failing patch.
 
         Loops because the patch modules are imported without the lock, and the plan may change meanwhile, and because
-        the patches that do not fail are bound all the same. `imported`: see Binder.commit.
+        the patches that do not fail are bound all the same.
+
+        imported: see Binder.commit.    only_if_changed: leave all as it is where no conflict has come or gone.
+        may_load: whether patch modules may be imported. Returns whether all was done.
         """
         first: BindError | None = None
+        postponed: set[str] = set()
         while True:
-            with self.lock:
-                self._end_conflicts()
-                plan = self.plan
-                # Asked before anything is looked at: what another thread imports meanwhile is still to be bound.
-                loaded = {name for name in self.modules if self.binder.loaded(name) is not None}
             try:
-                if plan is not None:
-                    self.factories.load(plan, self.failed, self.binder.loaded)
                 with self.lock:
-                    if plan is not self.plan:
-                        continue
-                    if plan is not None:
-                        plan = with_conflicts(plan, self.binder)
-                        self._follow(plan)
-                        self.deferred.warn_once(warnings_for(plan))
-                    self._commit(plan, imported)
-                    self.late = self.modules - loaded
-                    if plan is not None:
-                        require_none(plan, imported and imported[0])
-                break
+                    plan, but = self.plan, {*self.failed, *postponed}
+                    if plan is None or not may_load or not self._misses(plan, but):
+                        found = None if plan is None else self._with_conflicts(plan)
+                        done = found is None or not self._misses(found, but)
+                        if done or not may_load:
+                            found = found if done else plan  # a conflict that has ended waits
+                            if found is not plan:
+                                self._follow(found)
+                            if found is not plan or not only_if_changed:
+                                self._commit(imported)
+                                if found is not None:
+                                    require_none(found, imported and imported[0])
+                            break
+                        plan = found
+                if plan is not None:
+                    postponed |= self.factories.load(plan, but, self.binder.loaded)
             except BindError as error:
                 if error.patch is None or error.patch in self.failed:
                     raise
                 # The whole patch is taken off, also where earlier imports had bound it.
                 with self.lock:
                     self.failed[error.patch] = str(error)
-                first = first or error
+                first, only_if_changed = first or error, False
         if first is not None:
             raise _failure(first, plan) from first
+        return done
 
-    def _end_conflicts(self) -> None:
-        """Want again what a foreign object is gone from, before factories are loaded for what is wanted."""
-        plan = self.plan
-        if plan is not None and any(decision.displaced for decision in plan.decisions.values()):
-            current = with_conflicts(plan, self.binder)
-            if current is not plan:
-                self._follow(current)
+    def _with_conflicts(self, plan: Plan) -> Plan:
+        """The one place that looks for conflicts of a plan that is or comes in force."""
+        found = with_conflicts(plan, self.binder)
+        if found is not plan:
+            self.deferred.warn_once(warnings_for(found))
+        return found
 
-    def _commit(self, plan: Plan | None, imported: Imported | None) -> None:
+    def _misses(self, plan: Plan, but: Collection[str]) -> bool:
+        return any(True for _ in self.factories.missing(plan, but, self.binder.loaded))
+
+    def _commit(self, imported: Imported | None = None) -> None:
+        """Have the binder write what the plan in force asks for, as far as its factories are loaded."""
+        # Asked before anything is looked at: what another thread imports meanwhile is still to be bound.
+        loaded = {name for name in self.modules if self.binder.loaded(name) is not None}
         with self.deferred.deferring():
-            lost = self.binder.commit(self.factories.layers(plan, self.failed), imported)
+            lost = self.binder.commit(self.factories.layers(self.plan, self.failed), imported)
         for item in lost:
             self.deferred.warn(f"{item} since shim bound it; it is left alone")
-        self.factories.keep_only(plan, self.failed)
+        self.factories.keep_only(self.plan, self.failed)
+        self.late = self.modules - loaded
 
     def _finish(self) -> None:
         """What is left to do once the lock is free, whether it went well or not."""
         with self.lock:
+            self.watched = self.modules.union(self.stand_ins.modules)
+            self.factories.keep_only(self.plan, self.failed)
             if not self.watched:
                 self.hook.remove()
         self.factories.end_kept()
@@ -234,7 +269,7 @@ class Engine:
         if sys.modules.keys().isdisjoint(self.late) or self.factories.loading or module in self.patches:
             return module in self.watched
         # What cannot be done here is done when this module has run.
-        return not self._catch_up_in_search() or bool(self.deferred) or module in self.watched
+        return not self._catch_up(may_load=False) or bool(self.deferred) or module in self.watched
 
     def before_import(self, module: ModuleType) -> None:
         missing = self.stand_ins.missing(namespace_of(module)["__name__"])
@@ -271,26 +306,19 @@ class Engine:
             self.factories.end_kept()
             self.deferred.flush()
 
-    def _catch_up(self) -> None:
+    def _catch_up(self, may_load: bool = True) -> bool:
+        """See catch_up. Returns whether all was done.
+
+        may_load: not within the search for a module. There importlib holds a lock of the whole process, and whoever
+        imports a patch module meanwhile waits for it.
+        """
         with self.lock:
+            if not may_load and self.plan is not None and self._misses(self.plan, self.failed):
+                return False
             ready = {name for name in self.late if self.binder.loaded(name) is not None}
             self.late -= ready
-            overdue = self.binder.modules.overdue()
-            plan = self.plan
-            cleared = plan is not None and (
-                self.binder.places.given_back() or with_conflicts(plan, self.binder) is not plan
-            )
-        if ready or overdue or cleared:
-            self._bring_up_to_date()
-
-    def _catch_up_in_search(self) -> bool:
-        """Catch up within the search for a module, if nothing has to be imported for it: importlib holds a lock of the
-        whole process there, and whoever imports a patch module meanwhile waits for it. Returns whether it could."""
-        plan = self.plan
-        if plan is not None and any(True for _ in self.factories.missing(plan, self.failed, self.binder.loaded)):
-            return False
-        self._catch_up()
-        return True
+            due = bool(ready or self.binder.modules.overdue() or self.binder.places.given_back())
+        return self._bring_up_to_date(only_if_changed=not due, may_load=may_load)
 
     def _wait_for_imports(self, plan: Plan) -> None:
         """Wait for target modules that other threads are importing right now; called without the lock."""

@@ -70,16 +70,20 @@ class Factories:
             if any(loaded(module) for module in decision.modules):
                 yield decision
 
-    def load(self, plan: Plan, but: Collection[str], loaded: Callable[[str], object]) -> None:
-        """Import the patch modules that are needed now; called without the lock. BindError names what fails."""
+    def load(self, plan: Plan, but: Collection[str], loaded: Callable[[str], object]) -> set[str]:
+        """Import the patch modules that are needed now; called without the lock. BindError names what fails.
+
+        Returns ids of patches whose module imports a target itself, and this is that import: whoever imports the patch
+        binds it in the end.
+        """
+        postponed = set()
         for decision in self.missing(plan, but, loaded):
             entry = plan.matrix.patches[decision.id]
             outer, self._loading.active = self._loading.active, True
             try:
                 module = importlib.import_module(entry.module)
                 if is_initialising(module):
-                    # It imports a target itself, and this is that import: whoever imports the patch binds it in the
-                    # end.
+                    postponed.add(decision.id)
                     continue
                 made = module.bindings(decision.variant, dict(decision.options))
                 factories = dict(made)
@@ -96,6 +100,7 @@ class Factories:
             with self._lock:
                 self._made[content] = factories
                 self._kept += [_Entry(content, factories, kept) for kept in getattr(made, "kept", ())]
+        return postponed
 
     def layers(self, plan: Plan | None, but: Collection[str]) -> dict[str, tuple[Layer, ...]]:
         """The layers of each target, innermost first: the order of the plan, which is that of the matrix."""

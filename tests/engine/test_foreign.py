@@ -273,3 +273,19 @@ def test_a_new_conflict_with_another_cause_is_told(world):
     world.set("ops:double", functools.partial(upstream))
     report = shim.status()
     assert report["p"].state == "conflict" and "partial" in report["p"].reason
+
+
+def test_conflicts_are_looked_for_once(patched_world, monkeypatch):
+    """Once for a plan that is adopted, and once for an import, also where factories are loaded for it."""
+    from shim._engine import engine as _engine
+
+    looked = []
+    find = _engine.with_conflicts
+    monkeypatch.setattr(_engine, "with_conflicts", lambda *given: looked.append(given) or find(*given))
+    patched_world.get("ops:double")
+    plan = shim.plan()
+    looked.clear()
+    _engine.ENGINE.adopt(plan)
+    assert len(looked) == 1
+    patched_world.get("layers:Layer")
+    assert len(looked) == 2
