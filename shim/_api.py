@@ -7,14 +7,12 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from shim._engine import engine as _engine
 from shim._engine.contexts import Context
 from shim._engine.ranks import NOTHING, PARTS, is_rank_zero, ranks_that_differ
 from shim._engine.report import PatchReport, Report
-from shim._engine.verify import problems_in, shadows_in
 from shim._errors import MatrixError, NotMetError, OptionError
 from shim._matrix.load import check_modules, load_matrix
 from shim._matrix.model import Matrix
@@ -221,7 +219,11 @@ def patched(
 
 
 def status() -> Report:
-    """Return the state of every patch, read from the process at this moment."""
+    """Return the state of every patch, read from the process at this moment.
+
+    The model that `check` looked at last is looked at again while it lives, so that both say the same: a patch that an
+    override shadows there, or that has no effect on it, is not ``applied``.
+    """
     return _engine.ENGINE.report(default_plan)
 
 
@@ -230,8 +232,10 @@ def check(model: Any = None, group: Any = None) -> Report:
 
     model: a torch module, or an iterable of them (virtual pipeline chunks). A subclass or an instance that overrides
     a patched method makes the patch ``shadowed``; where something else keeps it from its effect on this model, as a
-    variable that had to be set earlier, it is ``inactive``. group: a torch.distributed process group, or None for the
-    default one where torch.distributed is initialised; it gathers one short digest per rank.
+    variable that had to be set earlier, it is ``inactive``. `status` says so from then on too, for as long as the model
+    lives: it is held weakly, looked at anew each time, and forgotten by revert(). None: what was checked last.
+    group: a torch.distributed process group, or None for the default one where torch.distributed is initialised; it
+    gathers one short digest per rank.
 
     Pending, inactive, shadowed and conflicting patches are warnings; NotMetError where the patch is required, or
     with strict, and where ranks differ. Logs one INFO line on rank 0.
@@ -241,23 +245,8 @@ def check(model: Any = None, group: Any = None) -> Report:
     # Before anything raises: a rank that does not take part would leave the others waiting.
     differing = ranks_that_differ(*_compared(current), group)
     current = _in_force("check")
-    report = _engine.ENGINE.report(default_plan)
-    with _engine.ENGINE.lock:
-        shadows = list(shadows_in(model, current, _engine.ENGINE.binder)) if model is not None else []
-    patches = dict(report.patches)
-    for id, what, remedy in problems_in(model, current) if model is not None else ():
-        if patches[id].state == "applied":
-            patches[id] = replace(patches[id], state="inactive", reason=what, remedy=remedy)
-    for id, target, what in shadows:
-        if patches[id].state in ("applied", "pending"):
-            patches[id] = replace(
-                patches[id],
-                state="shadowed",
-                reason=f"{target}: {what}",
-                targets={**patches[id].targets, target: "shadowed"},
-                remedy="call the method of the base class in the override, or drop the override",
-            )
-    report = replace(report, patches=patches)
+    models = [model] if hasattr(model, "modules") else None if model is None else list(model)
+    report = _engine.ENGINE.check(models, current)
     _judge(report, current.options)
     if differing:
         raise NotMetError(

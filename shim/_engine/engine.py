@@ -30,6 +30,7 @@ from shim._engine.contexts import Context, Contexts
 from shim._engine.deferred_log import DeferredLog, log
 from shim._engine.factories import Factories
 from shim._engine.import_hook import ImportHook
+from shim._engine.models import Checked, with_findings
 from shim._engine.modules import is_lazy
 from shim._engine.report import Report
 from shim._engine.stand_ins import StandIns
@@ -47,7 +48,7 @@ __all__ = ["ENGINE", "Engine"]
 class Engine:
     """Brings the process to a plan, keeps it there while modules are imported, and says what is.
 
-    `_api` asks `adopt`, `release`, `report`, `find_conflicts`, `warn`, `catch_up`, `new_sources` and `plan`.
+    `_api` asks `plan`, `find_conflicts`, `adopt`, `release`, `catch_up`, `report`, `check`, `warn` and `new_sources`.
     """
 
     def __init__(self) -> None:
@@ -58,6 +59,7 @@ class Engine:
         self.contexts = Contexts()
         self.variables = Variables()
         self.stand_ins = StandIns()
+        self.checked = Checked()
         self.plan: Plan | None = None
         self.last: Plan | None = None  # the last plan that was wanted
         self.adoptions = 0  # how often a plan was to come in force
@@ -178,6 +180,8 @@ class Engine:
         """Make `plan` the plan in force, and all that follows from it, but for what is bound."""
         self.plan = plan
         self.last = plan or self.last
+        if plan is None:
+            self.checked.forget()
         self.modules = frozenset() if plan is None else frozenset(_target_modules(plan))
         self.patches = frozenset() if plan is None else frozenset(_patch_modules(plan))
         self.stand_ins.follow(plan)
@@ -342,15 +346,32 @@ class Engine:
     # What is
 
     def report(self, otherwise: Callable[[], Plan]) -> Report:
-        """The state of every patch at this moment. `otherwise` makes the plan that is shown where there was none."""
+        """The state of every patch at this moment, also on the models that `check` looked at last and that still live.
+
+        otherwise: makes the plan that is shown where there was none.
+        """
         self.catch_up()
+        models = self.checked.living()
+        report, plan = self._read(self.plan or not_applied(self.last or otherwise()))
+        return with_findings(report, models, plan, self.binder, raising=False)
+
+    def check(self, models: list[Any] | None, plan: Plan) -> Report:
+        """The same for these models, or those that were checked last; errors of patches that look at them are raised.
+
+        plan: the one in force, for where another thread reverts it meanwhile.
+        """
+        if models is not None:
+            self.checked.remember(models)
+        self.catch_up()
+        models = self.checked.living() if models is None else models
+        report, plan = self._read(self.plan or plan)
+        return with_findings(report, models, plan, self.binder, raising=True)
+
+    def _read(self, plan: Plan) -> tuple[Report, Plan]:
         held = self._held()
         with self.lock:
-            if self.plan is not None:
-                return read_report(self.plan, self.binder, self.failed, held)
-        made = not_applied(self.last or otherwise())
-        with self.lock:
-            return read_report(made, self.binder, {}, held)
+            failed = {} if self.plan is None else self.failed
+            return read_report(plan, self.binder, failed, held), plan
 
     def _held(self) -> dict[str, tuple[str, ...]]:
         """By patch id what it keeps in the process at this moment, in words. Called without the lock."""

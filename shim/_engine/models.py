@@ -1,0 +1,114 @@
+"""Step 5, verify: whether patches have their effect on a model, which is more than that they are bound."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from shim._engine.aliases import namespace_of, unwrap
+from shim._engine.binder import Binder
+from shim._engine.report import Report
+from shim._errors import ShimError
+from shim._planning.plan import Plan
+from shim._releases.fingerprint import split_target
+
+__all__ = ["Checked", "with_findings"]
+
+
+class Checked:
+    """The models that check() looked at last. Held weakly, so that none is kept alive: what is gone is not looked at.
+
+    Only the models are remembered, not what was found: whoever asks has them looked at anew, so that an override that
+    is gone is gone, and what another plan binds is found.
+    """
+
+    def __init__(self) -> None:
+        self._models: list[weakref.ref[Any]] = []
+
+    def remember(self, models: list[Any]) -> None:
+        # A class with slots may forbid it; a torch module never does.
+        self._models = [weakref.ref(model) for model in models if hasattr(type(model), "__weakref__")]
+
+    def forget(self) -> None:
+        self._models = []
+
+    def living(self) -> list[Any]:
+        return [model for model in (reference() for reference in self._models) if model is not None]
+
+
+def with_findings(report: Report, models: list[Any], plan: Plan, binder: Binder, *, raising: bool) -> Report:
+    """The report with what keeps patches from their effect on these models. Called without the engine's lock.
+
+    raising: whether an error of a patch that looks at them is raised, or is the reason why the patch is inactive.
+    """
+    if not models:
+        return report
+    patches = dict(report.patches)
+    for id, what, remedy in _problems_in(models, plan, raising):
+        if patches[id].state == "applied":
+            patches[id] = replace(patches[id], state="inactive", reason=what, remedy=remedy)
+    for id, target, what in _shadows_in(models, plan, binder):
+        if patches[id].state in ("applied", "pending"):
+            patches[id] = replace(
+                patches[id],
+                state="shadowed",
+                reason=f"{target}: {what}",
+                targets={**patches[id].targets, target: "shadowed"},
+                remedy="call the method of the base class in the override, or drop the override",
+            )
+    return replace(report, patches=patches)
+
+
+def _problems_in(models: list[Any], plan: Plan, raising: bool) -> Iterator[tuple[str, str, str]]:
+    """(patch, what keeps it from having its effect on the models, remedy), as the patch modules themselves see it."""
+    for decision in plan.decisions.values():
+        module = sys.modules.get(plan.matrix.patches[decision.id].module) if decision.wanted else None
+        find = namespace_of(module).get("problems") if module is not None else None
+        try:
+            for what, remedy in find(models) if find is not None else ():
+                yield decision.id, what, remedy
+        except ShimError as error:
+            if raising:
+                raise
+            yield decision.id, str(error), ""
+
+
+def _shadows_in(models: list[Any], plan: Plan, binder: Binder) -> Iterator[tuple[str, str, str]]:
+    """(patch, target, what shadows it) for every wanted method that the modules of the models would not run."""
+    instances = [module for item in models for module in item.modules()]
+    for decision in plan.decisions.values():
+        for target in decision.targets if decision.wanted else ():
+            chain = binder.chains.get(target)
+            if chain is None or not isinstance(chain.owner, type) or binder.loaded(split_target(target)[0]) is None:
+                continue
+            expected = unwrap(chain.top)
+            said = set()
+            for module in instances:
+                if isinstance(module, chain.owner):
+                    shadow = _shadow(module, chain.owner, chain.name, expected)
+                    if shadow and shadow not in said:
+                        said.add(shadow)
+                        yield decision.id, target, shadow
+
+
+def _shadow(module: Any, owner: type, name: str, expected: Any) -> str:
+    """What stands between an instance and the patched attribute of its class; "" where nothing does."""
+    cls = type(module)
+    own = getattr(module, "__dict__", {}).get(name)
+    if own is not None and getattr(own, "__func__", own) is not expected:
+        return f"an instance of {cls.__module__}.{cls.__qualname__} ({_file_of(cls)}) holds a {name} of its own"
+    holder = _definition_of(cls, name)
+    if holder is not None and holder is not owner and unwrap(namespace_of(holder)[name]) is not expected:
+        return f"{holder.__module__}.{holder.__qualname__} ({_file_of(holder)}) overrides {name}"
+    return ""
+
+
+def _definition_of(cls: type, name: str) -> type | None:
+    return next((c for c in cls.__mro__ if name in namespace_of(c)), None)
+
+
+def _file_of(cls: type) -> str:
+    return getattr(sys.modules.get(cls.__module__), "__file__", None) or cls.__module__
