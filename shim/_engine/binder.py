@@ -157,7 +157,7 @@ class Binder:
                 self.places.lost.pop((id(owner), name), None)  # what is there now was looked at: it is not foreign
                 # What stands on a class further up is that class's own.
                 top = value if name in namespace_of(owner) else base
-                chain = Chain(target, owner, name, base, top, alone=layers[0].alone)
+                chain = Chain(target, owner, name, base, top)
             if chain is not None:
                 yield chain, layers
 
@@ -208,7 +208,8 @@ class Binder:
             self.places.put(chain.owner, chain.name, chain, after)
             inner = unwrap(chain.top)
             # Constants are not known by identity.
-            if callable(inner) and not self._is_borrowed(chain) and not (chain.alone and chain.top is chain.base):
+            alone = chain.top is chain.base and after.layers and after.layers[0].alone
+            if callable(inner) and not self._is_borrowed(chain) and not alone:
                 old[id(inner)] = (chain, after)
                 (near if imported is not None and self._is_new(chain, imported[0]) else far).append(inner)
         self._write_known(changes)
@@ -244,7 +245,7 @@ class Binder:
             slot, inner = self.places.slots.get(chain.key), unwrap(chain.base)
             # What stands on a class further up is that class's own.
             own = slot is not None and slot.original is not MISSING
-            if after.layers and callable(inner) and own and not after.borrowed and not chain.alone:
+            if after.layers and callable(inner) and own and not after.borrowed and not after.layers[0].alone:
                 governed[id(inner)] = inner, (before, after)
         for owner, name, raw in find_aliases([inner for inner, _ in governed.values()], overdue):
             self.places.put(owner, name, *governed[id(unwrap(raw))][1])

@@ -10,6 +10,7 @@ from typing import Any
 
 from shim._engine.aliases import namespace_of, unwrap
 from shim._engine.foreign import describe
+from shim._matrix.model import Variant
 
 __all__ = ["Chain", "Change", "Factory", "Imported", "Key", "Layer", "Lost", "MISSING", "Slot"]
 
@@ -35,9 +36,18 @@ class Layer:
     patch: str
     target: str
     factory: Factory = field(compare=False)
-    alone: bool = False  # upstream's object is another module's own, which holds it under other names in its own right
-    added: bool = False  # upstream may lack the name: `inner` is MISSING then, and the factory makes what stands there
+    wiring: Variant | None = field(default=None, compare=False)  # that of the patch which has the target
     content: object = None  # variant and options of the patch: where they differ, the chain is built anew
+
+    @property
+    def alone(self) -> bool:
+        """Whether upstream's object is another module's own, which holds it under other names in its own right."""
+        return self.wiring is not None and self.target in self.wiring.alone
+
+    @property
+    def added(self) -> bool:
+        """Whether upstream may lack the name: `inner` is MISSING then, and the factory makes what stands there."""
+        return self.wiring is not None and self.target in self.wiring.added
 
 
 @dataclass(frozen=True)
@@ -86,7 +96,6 @@ class Chain:
     base: Any  # as in the owner's dictionary, or as inherited
     top: Any  # what stands on the target now, as in the dictionary
     layers: tuple[Layer, ...] = ()
-    alone: bool = False  # others hold `base` in their own right
     borrowed: bool = False  # others hold `top` in their own right, so that its further places are not ours to rebind
 
     @property

@@ -44,8 +44,7 @@ def _conflict(decision: Decision, plan: Plan, binder: Binder) -> str:
             continue
         if decision.fingerprints.get(target) == ABSENT:
             return f"{target}, which the release lacks, holds {describe(unwrap(value))}"
-        variant = plan.matrix.patches[decision.id].variants[decision.variant or ""]
-        body = variant.inherits(target) or target
+        body = (decision.wiring and decision.wiring.inherits(target)) or target
         found = foreign_on(body, unwrap(binder.wrappers.beneath(value)), plan.environment.sources)
         if found:
             return f"{target} holds {found}"

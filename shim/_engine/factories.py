@@ -111,8 +111,7 @@ class Factories:
             if not decision.wanted or decision.id in but or factories is None:
                 continue
             for target in decision.targets:
-                flags = {"alone": target in decision.alone, "added": target in decision.added}
-                layer = Layer(decision.id, target, factories[target], content=content, **flags)
+                layer = Layer(decision.id, target, factories[target], decision.wiring, content)
                 wanted[target] = (*wanted.get(target, ()), layer)
         return wanted
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shim._matrix.model import Matrix, PatchEntry
+from shim._matrix.model import Matrix, PatchEntry, Variant
 from shim._planning.identity import digest_of, identity_of
 from shim._planning.match import Match, match
 from shim._planning.options import Options
@@ -29,19 +29,39 @@ class Decision:
     kind: str
     action: str
     reason: str
-    variant: str | None = None
-    targets: tuple[str, ...] = ()
+    wiring: Variant | None = None  # how the patch is bound where it is applied
     fingerprints: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     remedy: str = ""
-    optional: frozenset[str] = frozenset()  # targets that are bound, but not waited for
-    added: frozenset[str] = frozenset()  # targets that upstream may lack
-    alone: frozenset[str] = frozenset()  # targets whose aliases are not theirs
     displaced: Decision | None = field(default=None, repr=False, compare=False)  # what holds again without the conflict
 
     @property
     def wanted(self) -> bool:
         return self.action == "apply"
+
+    @property
+    def variant(self) -> str | None:
+        """The name of the variant."""
+        return None if self.wiring is None else self.wiring.name
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return () if self.wiring is None else self.wiring.targets
+
+    @property
+    def optional(self) -> frozenset[str]:
+        """Targets that are bound, but not waited for."""
+        return frozenset() if self.wiring is None else self.wiring.optional
+
+    @property
+    def added(self) -> frozenset[str]:
+        """Targets that upstream may lack."""
+        return frozenset() if self.wiring is None else self.wiring.added
+
+    @property
+    def alone(self) -> frozenset[str]:
+        """Targets whose aliases are not theirs."""
+        return frozenset() if self.wiring is None else self.wiring.alone
 
     @property
     def modules(self) -> set[str]:
@@ -171,20 +191,15 @@ def _decide(entry: PatchEntry, environment: Environment, options: Options, matri
             action, reason, remedy = "apply", f"applied to a body that is not known, as asked for: {reason}", ""
         elif options.on_drift == "apply":
             reason += "; on_drift='apply' does not help, because the signature of a target changed too"
-    variant = entry.variants.get(found.variant or "")
     return Decision(
         entry.id,
         entry.kind,
         action,
         reason,
-        found.variant,
-        variant.targets if variant else (),
+        entry.variants.get(found.variant or ""),
         found.fingerprints,
         options.for_patch(entry.id, entry.options or {}),
         remedy,
-        variant.optional if variant else frozenset(),
-        variant.added if variant else frozenset(),
-        variant.alone if variant else frozenset(),
     )
 
 

@@ -65,7 +65,7 @@ def test_the_digest_covers_ids_variants_and_fingerprints(world):
         return replace(plan, decisions={**plan.decisions, "roll-fix": replace(one, **changes)}).digest
 
     assert with_roll(reason="other") == plan.digest
-    assert with_roll(variant="new") != plan.digest
+    assert with_roll(wiring=replace(one.wiring, name="new")) != plan.digest
     assert with_roll(id="other") != plan.digest
     assert with_roll(fingerprints={}) != plan.digest
     assert with_roll(action="drifted") != plan.digest
