@@ -34,7 +34,6 @@ from shim._planning.plan import Plan, make_plan
 from shim._planning.resume import differs, state_of
 from shim._releases.detect import detect
 from shim._releases.known_files import known_value
-from shim._te import features
 
 __all__ = [
     "apply",
@@ -70,9 +69,18 @@ def _make_plan(asked: Arguments) -> Plan:
     return _planned(matrix, asked)
 
 
+class _LostFeatures:
+    """shim._te.features, imported when somebody asks what is lost: a plan by itself does not."""
+
+    def __getattr__(self, name: str) -> Any:
+        from shim._te import features
+
+        return getattr(features, name)
+
+
 def _planned(matrix: Matrix, asked: Arguments) -> Plan:
     sources = _engine.ENGINE.new_sources(known_value)
-    return make_plan(detect(sources), matrix, resolve(matrix, asked), losses=features)
+    return make_plan(detect(sources), matrix, resolve(matrix, asked), losses=_LostFeatures())
 
 
 def _of_another_matrix(matrix: Matrix) -> list[str]:

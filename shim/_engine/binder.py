@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from shim._engine.aliases import find_aliases, namespace_of, rewrap, unwrap
 from shim._engine.chain import MISSING, Chain, Change, Imported, Layer, Lost, Slot, found_by_name
 from shim._engine.modules import Modules
 from shim._engine.places import Places
-from shim._engine.signatures import misfit
 from shim._engine.wrappers import Wrappers
 from shim._errors import BindError
+from shim._record import replace
 from shim._releases.fingerprint import split_target
 
 __all__ = ["Binder"]
@@ -163,6 +162,8 @@ class Binder:
 
     def _build(self, chain: Chain, layers: tuple[Layer, ...]) -> Change:
         """Have the factories make what is to stand on the target, from the inside out; writes nothing."""
+        from shim._engine.signatures import misfit  # here, because inspect is needed only once something is bound
+
         inner = unwrap(chain.base)
         for layer in layers:
             try:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from shim._engine.aliases import namespace_of, unwrap
 from shim._engine.foreign import describe
 from shim._matrix.model import Variant
+from shim._record import Record
 
 __all__ = ["Chain", "Change", "Factory", "Imported", "Key", "Layer", "Lost", "MISSING", "Slot"]
 
@@ -29,14 +29,15 @@ class _Missing:
 MISSING = _Missing()
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(Record):
     """One patch on one target: `factory(inner)` returns what takes the place of `inner`."""
+
+    _aside = ("factory", "wiring")
 
     patch: str
     target: str
-    factory: Factory = field(compare=False)
-    wiring: Variant | None = field(default=None, compare=False)  # that of the patch which has the target
+    factory: Factory
+    wiring: Variant | None = None  # that of the patch which has the target
     content: object = None  # variant and options of the patch: where they differ, the chain is built anew
 
     @property
@@ -50,8 +51,7 @@ class Layer:
         return self.wiring is not None and self.target in self.wiring.added
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(Record):
     """One name shim wrote: what it held before (MISSING: nothing of its own), and what shim put there last."""
 
     owner: Any
@@ -74,8 +74,7 @@ class Slot:
         return f"{namespace_of(owner)['__name__']}.{self.name}"
 
 
-@dataclass(frozen=True)
-class Lost:
+class Lost(Record):
     """A name shim no longer governs, mostly because somebody else replaced it: left alone, never taken back."""
 
     slot: Slot
@@ -86,8 +85,7 @@ class Lost:
         return f"{self.slot} {self.why}"
 
 
-@dataclass(frozen=True)
-class Chain:
+class Chain(Record):
     """The patches on one target, in order, above the object that was there before."""
 
     target: str

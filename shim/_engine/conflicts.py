@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from shim._engine.aliases import unwrap
 from shim._engine.binder import Binder
@@ -11,6 +10,7 @@ from shim._engine.chain import MISSING
 from shim._engine.foreign import describe, foreign_on
 from shim._errors import BindError, NotMetError
 from shim._planning.plan import Decision, Plan
+from shim._record import replace
 from shim._releases.fingerprint import ABSENT, split_target
 
 __all__ = ["require_none", "warnings_for", "with_conflicts"]

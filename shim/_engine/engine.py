@@ -222,6 +222,7 @@ class Engine:
                         plan = found
                 if plan is not None:
                     postponed |= self.factories.load(plan, but, self.binder.loaded)
+                    only_if_changed = False  # what has waited for its factories is bound with them
             except BindError as error:
                 if error.patch is None or error.patch in self.failed:
                     raise

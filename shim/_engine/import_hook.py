@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -17,8 +16,11 @@ from shim._releases.sources import is_ours
 __all__ = ["ImportHook"]
 
 
-class _HookedLoader(Loader):
-    """Stands in for the real loader only while the module's code runs; afterwards no trace of it is left."""
+class _HookedLoader:
+    """Stands in for the real loader only while the module's code runs; afterwards no trace of it is left.
+
+    Not of importlib.abc.Loader, whose import takes longer than that of the rest of the engine.
+    """
 
     def __init__(self, loader: Any, hook: ImportHook) -> None:
         self._loader = loader

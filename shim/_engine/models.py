@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from shim._engine.aliases import namespace_of, unwrap
@@ -13,6 +12,7 @@ from shim._engine.binder import Binder
 from shim._engine.report import Report
 from shim._errors import ShimError
 from shim._planning.plan import Plan
+from shim._record import replace
 from shim._releases.fingerprint import split_target
 
 __all__ = ["Checked", "with_findings"]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from shim._engine.aliases import namespace_of, rewrap, unwrap
 from shim._engine.chain import MISSING, Chain, Key, Lost, Slot, replaced_by, write_name
 from shim._errors import BindError
+from shim._record import replace
 
 __all__ = ["Places"]
 

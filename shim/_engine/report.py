@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from shim._planning.overview import report_text
+from shim._record import EMPTY, Record
 
 __all__ = ["STATES", "PatchReport", "Report"]
 
@@ -26,8 +26,7 @@ STATES = (
 )
 
 
-@dataclass(frozen=True)
-class PatchReport:
+class PatchReport(Record):
     """The state of one patch: `targets` maps each of its targets to ``bound``, ``pending`` or what else it is."""
 
     id: str
@@ -35,7 +34,7 @@ class PatchReport:
     state: str
     reason: str
     variant: str | None = None
-    targets: Mapping[str, str] = field(default_factory=dict)
+    targets: Mapping[str, str] = EMPTY
     remedy: str = ""
     summary: str = ""  # what the patch does
     holds: tuple[str, ...] = ()  # what it keeps in the process besides its functions, in words
@@ -53,8 +52,7 @@ class PatchReport:
         }
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(Record):
     """What is, read at one moment. ``report["id"].state`` is one of STATES.
 
     `digest` is that of the plan, so that ranks can compare it; `releases` are the versions it was made for; `lost`

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from shim._engine.binder import Binder
 from shim._engine.report import PatchReport, Report
 from shim._planning.plan import Decision, Plan
+from shim._record import replace
 from shim._releases.fingerprint import split_target
 
 __all__ = ["not_applied", "read_report"]

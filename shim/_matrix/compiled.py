@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,13 @@ FILE = Path(__file__).with_name("matrix.json")
 
 def render_compiled(matrix: Matrix, digest: str) -> str:
     """The text of the file for a matrix that was read, and so checked, from what has the digest."""
-    patches = {id: asdict(entry) for id, entry in matrix.patches.items()}
-    supported = {name: list(releases) for name, releases in matrix.supported.items()}
-    plain = {"digest": digest, "supported": supported, "patches": patches}
-    return json.dumps(plain, default=sorted, separators=(",", ":")) + "\n"  # sorted: sets, which JSON has not
+    plain = {"digest": digest, "supported": matrix.supported, "patches": matrix.patches}
+    return json.dumps(plain, default=_plain, separators=(",", ":")) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """What JSON does not know: a set is a sorted list, and a record a mapping."""
+    return sorted(value) if isinstance(value, frozenset) else value.to_plain()
 
 
 def read_compiled(file: Path, digest: str, lock: bytes) -> Matrix | None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 from shim._matrix.spelling import one_of
+from shim._record import Record
 
 __all__ = ["BOUNDS", "TYPES", "Declared"]
 
@@ -15,8 +15,7 @@ NAMES = {"bool": "True or False", "int": "an integer", "float": "a finite number
 BOUNDS = {"minimum": "at least", "above": "above", "maximum": "at most"}
 
 
-@dataclass(frozen=True)
-class Declared:
+class Declared(Record):
     """One option. Where the default is None, None can be given, too.
 
     `minimum` and `maximum` are allowed themselves, `above` is not.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 from shim._errors import MatrixError
 from shim._matrix import compiled
 from shim._matrix.model import Matrix
 from shim._matrix.pins import lock_path
+from shim._record import replace
 from shim._releases.files import UnsafeFileError, read_bounded
 from shim._releases.sources import find_spec
 

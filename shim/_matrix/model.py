@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +10,7 @@ from packaging.version import Version
 
 from shim._errors import MatrixError
 from shim._matrix.declared import Declared
+from shim._record import Record
 from shim._releases.fingerprint import fingerprint
 from shim._releases.sources import Sources
 from shim._releases.versions import in_range
@@ -40,8 +40,7 @@ CHANGES = ("nothing", "rounding", "values")
 DISTRIBUTIONS = ("megatron-core", "transformer-engine", "torch")
 
 
-@dataclass(frozen=True)
-class Variant:
+class Variant(Record):
     """One way a patch is wired: the targets it binds and the bodies it relies on, as ``module:qualname``.
 
     `inherited` maps a target that is bound on a subclass to the definition it inherits. `optional` targets are bound
@@ -73,8 +72,7 @@ class Variant:
         return fingerprint(sources, target, self.inherits(target), target in self.added)
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(Record):
     """Ranges over distributions that, when all hold, give a variant (None: the release needs no patch)."""
 
     ranges: Mapping[str, str]
@@ -88,8 +86,7 @@ class Rule:
         return all(name in versions and in_range(versions[name], spec) for name, spec in ranges)
 
 
-@dataclass(frozen=True)
-class Variable:
+class Variable(Record):
     """An environment variable that only counts if it is set before a package is imported.
 
     `ranges` says for which releases, all that are named; `option` is the patch's option that has shim set it, and
@@ -110,8 +107,7 @@ class Variable:
         return f"{self.name}={self.value}"
 
 
-@dataclass(frozen=True)
-class StandIn:
+class StandIn(Record):
     """A top-level package that may be missing, and the modules whose code may run without it."""
 
     package: str
@@ -122,16 +118,14 @@ Pinned = Mapping[str, Mapping[str, Sequence[str]]]  # of one variant: target -> 
 UPSTREAM = "upstream"  # in the place of a variant: releases that are right
 
 
-@dataclass(frozen=True)
-class Pin:
+class Pin(Record):
     """What `shim pin` measured for one patch on one release: the variant (None: upstream) and its fingerprints."""
 
     variant: str | None
     fingerprints: Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class PatchEntry:
+class PatchEntry(Record):
     """One patch as the matrix describes it; `options` are the defaults of `declared`."""
 
     id: str
@@ -186,8 +180,7 @@ class PatchEntry:
         return tuple(dict.fromkeys(t for variant in self.variants.values() for t in variant.targets))
 
 
-@dataclass(frozen=True)
-class Matrix:
+class Matrix(Record):
     """The whole matrix; `pinned[patch id][variant]` are the bodies that releases were seen with.
 
     `content` is a hash over the bytes of the file and of its pins where it is not the matrix that ships with shim,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Code", "digest_of", "identity_of"]
 
+PACKAGE_FILE = "__init__.py"
 SHIPPED = "shipped"  # in the place of the hash of a matrix
 # Import statements, found in the text: parsing would take a hundred times as long, and a false one does no harm.
 IMPORT = re.compile(rb"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]+)|import[ \t]+([^\n#]+))", re.M)
@@ -61,6 +63,7 @@ class Code:
 
     def __init__(self) -> None:
         self._sources = Sources()
+        self._files: dict[str, str | None] = {}
         self._contents: dict[str, bytes | None] = {}
         self._imports: dict[str, list[str]] = {}
 
@@ -85,8 +88,16 @@ class Code:
 
     def _content(self, name: str) -> bytes | None:
         if name not in self._contents:
-            self._contents[name] = _read(name, self._sources)
+            file = self._file(name)
+            self._contents[name] = None if file is None else _read(file)
         return self._contents[name]
+
+    def _file(self, name: str) -> str | None:
+        if name not in self._files:
+            parent = name.rpartition(".")[0]
+            holds = not parent or parent == "shim" or (self._file(parent) or PACKAGE_FILE).endswith(PACKAGE_FILE)
+            self._files[name] = _found(name, self._sources) if holds else None  # of what no package holds: a function
+        return self._files[name]
 
     def _imported(self, name: str, content: bytes) -> list[str]:
         if name not in self._imports:
@@ -117,24 +128,20 @@ def _imports(content: bytes, name: str) -> Iterator[str]:
         yield from (f"{start}.{item}" for item in listed)
 
 
-def _read(name: str, sources: Sources) -> bytes | None:
-    file = _file(name, sources)
-    if file is None:
-        return None
+def _read(file: str) -> bytes:
     try:
-        return read_bounded(file, MAX_SOURCE_BYTES, guarded=False)
+        return read_bounded(Path(file), MAX_SOURCE_BYTES, guarded=False)
     except OSError as error:
         return f"unreadable: {type(error).__name__}".encode()
 
 
-def _file(name: str, sources: Sources) -> Path | None:
+def _found(name: str, sources: Sources) -> str | None:
     """The file of a module, found without importing it; shim's own by their place, which no finder is asked for."""
     top, *names = name.split(".")
     if top != "shim":
         try:
-            path = sources.path(name)
+            return sources.path(name)
         except SourceError:
-            path = None
-        return None if path is None else Path(path)
-    base = patches_path().joinpath(*names[1:]) if names[:1] == ["patches"] else PACKAGE.joinpath(*names)
-    return next((f for f in (base.with_suffix(".py"), base / "__init__.py") if f.is_file()), None)
+            return None
+    base = os.path.join(patches_path(), *names[1:]) if names[:1] == ["patches"] else os.path.join(PACKAGE, *names)
+    return next((file for file in (f"{base}.py", os.path.join(base, PACKAGE_FILE)) if os.path.isfile(file)), None)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
 
 from packaging.version import Version
 
 from shim._errors import SourceError
 from shim._matrix.model import Matrix, PatchEntry, Pin, Pinned, Variant
+from shim._record import EMPTY, Record
 from shim._releases.detect import Environment
 from shim._releases.fingerprint import fingerprint, signature_part
 
@@ -18,8 +18,7 @@ __all__ = ["GONE", "Match", "match"]
 GONE = ""  # stands for the fingerprint of a target that cannot be found or read
 
 
-@dataclass(frozen=True)
-class Match:
+class Match(Record):
     """What installed sources mean for one patch.
 
     `state` is one of ``apply``, ``upstream``, ``not-installed``, ``out-of-range``, ``drifted``. `fingerprints` are
@@ -30,8 +29,8 @@ class Match:
     state: str
     reason: str
     variant: str | None = None
-    fingerprints: Mapping[str, str] = field(default_factory=dict)
-    drifted: Mapping[str, str] = field(default_factory=dict)
+    fingerprints: Mapping[str, str] = EMPTY
+    drifted: Mapping[str, str] = EMPTY
     signatures_fit: bool = False
     cause: str = ""
 

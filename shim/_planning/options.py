@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
 from typing import Any
 
 from shim._errors import OptionError
 from shim._matrix.model import KINDS, Matrix
 from shim._matrix.spelling import did_you_mean, one_of
+from shim._record import EMPTY, Record
 
 __all__ = [
     "ON_DRIFT",
@@ -77,8 +77,7 @@ class UNSET:
     lock: Any = _Unset("LOCK", None)
 
 
-@dataclass(frozen=True)
-class Arguments:
+class Arguments(Record):
     """The arguments of `apply` as they were given; those of UNSET that were not stand for their variables."""
 
     only: Any = UNSET.only
@@ -130,8 +129,7 @@ class Arguments:
         return {PREFIX + name.upper(): value for name, value in found.items()}
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(Record):
     """Resolved options: None for `only` and `kinds` means all; `disabled` turns everything off."""
 
     only: frozenset[str] | None = None
@@ -140,7 +138,7 @@ class Options:
     kinds: frozenset[str] | None = None
     strict: bool = False
     on_drift: str = "skip"
-    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    options: Mapping[str, Mapping[str, Any]] = EMPTY
     disabled: bool = False
     lock: str | None = None
 
@@ -292,8 +290,7 @@ def unknown_variables() -> list[str]:
 def _from_variables(asked: Arguments) -> dict[str, tuple[str, Any]]:
     """By argument: what to call it in a complaint, and its value, from its variable where it was not given."""
     found: dict[str, tuple[str, Any]] = {}
-    for argument in fields(asked):
-        name, value = argument.name, getattr(asked, argument.name)
+    for name, value in asked.to_plain().items():
         if not isinstance(value, _Unset):
             found[name] = name, value
             continue

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from shim._record import Record
 
 if TYPE_CHECKING:
     from shim._engine.report import Report
@@ -18,8 +19,7 @@ AMISS = ("drifted", "conflict", "failed", "shadowed")
 NOT_NEEDED = ("upstream", "not-installed")
 
 
-@dataclass(frozen=True)
-class _Row:
+class _Row(Record):
     """One patch as it is shown; `group` is one of the names in _groups."""
 
     id: str

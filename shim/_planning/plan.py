@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,6 +11,7 @@ from shim._planning.identity import digest_of, identity_of
 from shim._planning.match import Match, match
 from shim._planning.options import Options
 from shim._planning.overview import plan_text
+from shim._record import EMPTY, Record
 from shim._releases.detect import Environment
 from shim._releases.fingerprint import split_target
 
@@ -21,19 +21,20 @@ if TYPE_CHECKING:
 __all__ = ["Decision", "Plan", "make_plan"]
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(Record):
     """What is to become of one patch. `action` is ``apply`` or the state that says why it is not applied."""
+
+    _aside = ("displaced",)
 
     id: str
     kind: str
     action: str
     reason: str
     wiring: Variant | None = None  # how the patch is bound where it is applied
-    fingerprints: Mapping[str, str] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
+    fingerprints: Mapping[str, str] = EMPTY
+    options: Mapping[str, Any] = EMPTY
     remedy: str = ""
-    displaced: Decision | None = field(default=None, repr=False, compare=False)  # what holds again without the conflict
+    displaced: Decision | None = None  # what holds again without the conflict
 
     @property
     def wanted(self) -> bool:
@@ -92,15 +93,16 @@ class Losses(Protocol):
     def pair_is_known(self, environment: Environment) -> bool | None: ...
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(Record):
     """Decisions by patch id, the environment they were made for, and a digest that ranks can compare."""
+
+    _aside = ("matrix", "losses")
 
     decisions: Mapping[str, Decision]
     environment: Environment
     options: Options
-    matrix: Matrix = field(repr=False)
-    losses: Losses | None = field(default=None, repr=False, compare=False)
+    matrix: Matrix
+    losses: Losses | None = None
 
     def __getitem__(self, id: str) -> Decision:
         return self.decisions[id]

@@ -7,16 +7,15 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlparse
 
 from packaging.version import Version
 
 from shim._errors import SourceError
-from shim._releases.archives import read_beginning
+from shim._record import Record
+from shim._releases.files import read_beginning
+from shim._releases.recorded import Recorded, recorded
 from shim._releases.sources import Sources, parse
 from shim._releases.versions import parse_version
 
@@ -25,8 +24,7 @@ __all__ = ["DISTRIBUTIONS", "VERSION_FILE_LIMIT", "Environment", "Installed", "d
 VERSION_FILE_LIMIT = 100_000  # bytes; the largest real one has 3 kB
 
 
-@dataclass(frozen=True)
-class Installed:
+class Installed(Record):
     """One distribution as found on this machine.
 
     `raw` is the version as it is written, `version` what of it PEP 440 understands (None: patches go by bodies
@@ -58,12 +56,13 @@ class Installed:
         return f"{self.distribution} {self.raw or 'of unknown version'} ({self.origin}, {self.location})"
 
 
-@dataclass(frozen=True)
-class Environment:
+class Environment(Record):
     """What is installed, and where its sources are read from."""
 
+    _aside = ("sources",)
+
     installed: Mapping[str, Installed]
-    sources: Sources = field(default_factory=Sources, repr=False, compare=False)
+    sources: Sources
     python: str = ".".join(map(str, sys.version_info[:3]))
 
     def to_dict(self) -> dict[str, Any]:
@@ -122,8 +121,7 @@ def _torch_version(package: Path) -> str | None:
     return value if isinstance(value, str) else None
 
 
-@dataclass(frozen=True)
-class _Known:
+class _Known(Record):
     package: str
     version_file: Callable[[Path], str | None]
 
@@ -150,27 +148,24 @@ def _same(a: Path, b: Path) -> bool:
         return False
 
 
-def _describes(found: metadata.Distribution, package: Path, parts: list[str]) -> bool:
+def _describes(found: Recorded, package: Path, parts: list[str]) -> bool:
     """Whether this metadata lies beside the package directory that an import would use."""
-    return _same(Path(str(found.locate_file(os.path.join(*parts)))), package)
+    return _same(Path(found.directory, *parts), package)
 
 
-def _edits(found: metadata.Distribution, package: Path) -> bool:
+def _edits(found: Recorded, package: Path) -> bool:
     """Whether this is an editable install of the package, which keeps its metadata apart and records the sources."""
+    if found.direct_url is None:
+        return False
+    from urllib.parse import unquote, urlparse  # here, because most installs have no such record
+
     try:
-        record = json.loads(found.read_text("direct_url.json") or "{}")
+        record = json.loads(found.direct_url)
         # An install that copied the sources records them as well, but is not editable.
         url = urlparse(str(record["url"])) if record["dir_info"]["editable"] is True else None
     except (ValueError, TypeError, KeyError):
         return False
     return url is not None and url.scheme == "file" and any(_same(Path(unquote(url.path)), p) for p in package.parents)
-
-
-def _version_in(found: metadata.Distribution) -> str | None:
-    try:
-        return found.metadata["Version"]
-    except UnicodeDecodeError:
-        return None
 
 
 def _other_copies(known: _Known, package: Path, parts: list[str]) -> dict[str, str]:
@@ -202,8 +197,8 @@ def _installed(distribution: str, known: _Known, sources: Sources) -> Installed 
     mine: list[str] = []
     others = _other_copies(known, package, parts)
     editable = False
-    for found in metadata.distributions(name=distribution):
-        version = _version_in(found)
+    for found in recorded(distribution):
+        version = found.version
         if version is None:
             continue
         if _describes(found, package, parts):
@@ -212,7 +207,7 @@ def _installed(distribution: str, known: _Known, sources: Sources) -> Installed 
             mine.append(version)
             editable = True
         else:
-            others[os.path.realpath(str(found.locate_file("")))] = version
+            others[os.path.realpath(found.directory)] = version
     problems = [
         f"another copy is on sys.path but is not what an import would use: {version} at {place}"
         for place, version in others.items()

@@ -1,13 +1,20 @@
-"""Files that decide what is applied: read in bounded time and memory, and refused where others may write them."""
+"""Files as an import reads them, on disk or in a zip on sys.path, and files that decide what is applied.
+
+All are read in bounded time and memory; those that decide are refused where others may write them.
+"""
 
 from __future__ import annotations
 
 import os
 import stat
+import time
 from pathlib import Path
 
-__all__ = ["UnsafeFileError", "read_bounded"]
+from shim._errors import SourceError
 
+__all__ = ["UnsafeFileError", "read_beginning", "read_bounded", "source_of", "stamp_of"]
+
+SETTLED_NS = 2_000_000_000  # the coarsest clock of a file system in use ticks every two seconds
 WRITERS = ((stat.S_IWOTH, "everybody"), (stat.S_IWGRP, "its group"))
 
 
@@ -46,3 +53,55 @@ def _examine(file: Path, found: os.stat_result, guarded: bool) -> None:
                 f"may be written by {who} (mode {mode:04o}), who could so decide what is applied here. Remedy: chmod "
                 f"go-w {file}, or copy it to where its mode can be kept"
             )
+
+
+def _split(path: str) -> tuple[str, str] | None:
+    """The zip that `path` leads into, and the name in it; None where no parent of `path` is a file."""
+    place, inside = os.path.split(path)
+    while inside and place and not os.path.isdir(place):
+        if os.path.isfile(place):
+            return place, inside.replace(os.sep, "/")
+        above, name = os.path.split(place)
+        if above == place:
+            break
+        place, inside = above, os.path.join(name, inside)
+    return None
+
+
+def source_of(path: str | None) -> str | None:
+    """The source beside byte code in a zip, of which zipimport takes the byte code; any other path as it is."""
+    found = _split(path) if path is not None and path.endswith(".pyc") else None
+    if path is None or found is None:
+        return path
+    from shim._releases.archives import has_member  # here, because hardly anything lies in a zip
+
+    return path[:-1] if has_member(found[0], found[1][:-1]) else path
+
+
+def read_beginning(path: str, size: int) -> bytes:
+    """The first `size` bytes of the file at `path`, which may lie in a zip; SourceError says why there are none."""
+    found = _split(path)
+    if found is not None:
+        from shim._releases.archives import beginning_in  # here, because hardly anything lies in a zip
+
+        return beginning_in(*found, size)
+    try:
+        with open(path, "rb") as file:
+            return file.read(size)
+    except (OSError, ValueError) as error:
+        cause = "unreadable" if isinstance(error, OSError) else "damaged"
+        raise SourceError(f"{path} cannot be read: {error}", cause) from None
+
+
+def stamp_of(path: str) -> object:
+    """What is another as soon as the file at `path`, or the zip it lies in, may be another."""
+    found = _split(path)
+    try:
+        status = os.stat(path if found is None else found[0])
+    except OSError:
+        return object()
+    changed = max(status.st_mtime_ns, status.st_ctime_ns)
+    # The clock of a file system ticks slowly: what was written just now may be written again without a trace.
+    if changed > time.time_ns() - SETTLED_NS:
+        return object()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import io
 import os
 import sys
 import threading
-import tokenize
 import warnings
 import zlib
 from collections.abc import Callable, Iterable
@@ -18,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shim._errors import SourceError
-from shim._releases.archives import read_beginning, source_of, stamp_of
+from shim._releases.files import read_beginning, source_of, stamp_of
 
 __all__ = ["MAX_SOURCE_BYTES", "Sources", "find_spec", "is_ours", "parse", "search_path"]
 
@@ -258,6 +256,9 @@ class Sources:
         if not path.endswith(".py"):
             raise SourceError(f"{path} is not Python source, so the body of {module} cannot be known", "bytecode")
         try:
+            import io
+            import tokenize  # here, because a plan on a known release decodes nothing
+
             content = self._bytes(path)
             encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
             if encoding not in ENCODINGS:

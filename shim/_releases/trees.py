@@ -6,12 +6,12 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
 from shim._errors import OptionError, SourceError
+from shim._record import Record
 from shim._releases.detect import DISTRIBUTIONS, VERSION_FILE_LIMIT, Environment, Installed, version_in_package_info
 from shim._releases.sources import Sources
 from shim._releases.versions import parse_version
@@ -26,8 +26,7 @@ AUDITED = ("megatron-core", "transformer-engine")
 Fetch = Callable[[str, str], Path]  # distribution and release -> the directory it is unpacked in
 
 
-@dataclass(frozen=True)
-class Tree:
+class Tree(Record):
     """What was found at one place; `environment` holds just that, and nothing of it is ever imported or run."""
 
     name: str

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-from packaging.specifiers import SpecifierSet
 from packaging.version import Version
+
+if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
 
 __all__ = ["in_range", "parse_range", "parse_version", "with_prereleases"]
 
+INTERVAL = re.compile(r"\s*(?:>=\s*([0-9.]+\.dev0))?\s*,?\s*(?:<\s*([0-9.]+\.dev0))?\s*")
 BOUND = re.compile(r"(>=|<)(\s*v?[0-9]+(\.[0-9]+)*)(?=\s*(,|$))")
 
 
@@ -27,6 +31,8 @@ def parse_version(raw: str | None) -> Version | None:
 @lru_cache(maxsize=512)
 def parse_range(spec: str) -> SpecifierSet:
     """Return the specifier set of `spec`; ValueError where it is not one, or compares text (``===``)."""
+    from packaging.specifiers import SpecifierSet  # here, because a plan needs it only for what is no plain interval
+
     found = SpecifierSet(spec)
     for part in found:
         Version(part.version.removesuffix(".*"))
@@ -39,7 +45,25 @@ def in_range(version: Version, spec: str) -> bool:
     Pre-releases always count: packaging's default for them changed between releases, and what RL images run is
     mostly a release candidate or a development version. The local part (``+abc``) never decides.
     """
-    return parse_range(spec).contains(Version(version.public), prereleases=True)
+    public = Version(version.public) if version.local else version
+    bounds = _interval(spec)
+    if bounds is None:
+        return parse_range(spec).contains(public, prereleases=True)
+    low, high = bounds
+    return (low is None or public >= low) and (high is None or public < high)
+
+
+@lru_cache(maxsize=512)
+def _interval(spec: str) -> tuple[Version | None, Version | None] | None:
+    """The bounds of ``>=low,<high``, or of half of it, where both are the first of their kind; None for all others.
+
+    PEP 440 keeps the pre-releases of `high` out of ``<high``; there are none before a development release 0.
+    """
+    found = INTERVAL.fullmatch(spec)
+    if found is None:
+        return None
+    low, high = (Version(part) if part else None for part in found.groups())
+    return low, high
 
 
 def with_prereleases(spec: str) -> str:

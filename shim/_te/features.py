@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from shim._releases.versions import parse_range
 from shim._te.tables import ENGINE, MEGATRON, expanded, remedies, table
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def remedy_for(name: str, megatron: Version) -> Mapping[str, str] | None:
 
 
 def _holds(ranges: str, version: Version) -> bool:
-    return not ranges or SpecifierSet(ranges).contains(version, prereleases=True)
+    return not ranges or parse_range(ranges).contains(version, prereleases=True)
 
 
 def _known(version: Version | None, releases: Sequence[str]) -> str | None:

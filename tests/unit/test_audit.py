@@ -3,13 +3,13 @@
 import json
 import re
 import zipfile
-from dataclasses import replace
 
 import pytest
 from unit_helpers import BROKEN, FIXED, MATRIX, REWORKED, megatron, metadata, write_file
 
 from shim._errors import NotMetError, OptionError
 from shim._matrix.load import load_matrix
+from shim._record import replace
 from shim._releases.trees import open_tree
 from shim._te import names as _wanted
 from shim._te.names import Names, measure_names, render_names

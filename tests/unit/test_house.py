@@ -8,19 +8,21 @@ from unit_helpers import REPOSITORY
 # Each part with those it may import, besides itself, also inside a function. What only a type checker reads is free.
 MAY_IMPORT = {
     "_errors": set(),
+    "_record": set(),
     "_tasks": set(),
     "_kept": set(),
     "ops": {"_errors"},
     "_config_override": {"_errors", "_tasks"},
-    "_releases": {"_errors"},
-    "_matrix": {"_errors", "_releases"},
-    "_planning": {"_errors", "_releases", "_matrix"},
-    "_te": {"_errors", "_releases", "_planning"},
-    "_engine": {"_errors", "_tasks", "_kept", "_releases", "_matrix", "_planning"},
-    "_api": {"_errors", "_releases", "_matrix", "_planning", "_te", "_engine"},
+    "_releases": {"_errors", "_record"},
+    "_matrix": {"_errors", "_record", "_releases"},
+    "_planning": {"_errors", "_record", "_releases", "_matrix"},
+    "_te": {"_errors", "_record", "_releases", "_planning"},
+    "_engine": {"_errors", "_record", "_tasks", "_kept", "_releases", "_matrix", "_planning"},
+    "_api": {"_errors", "_record", "_releases", "_matrix", "_planning", "_te", "_engine"},
     "_workers": {"_errors", "_planning", "_api"},
     "testing": {"_errors", "_releases", "_matrix", "_planning", "_engine", "_api", "ops"},
-    "_tools": {"_errors", "_releases", "_matrix", "_planning", "_te", "_engine", "_api", "_workers", "testing"},
+    "_tools": {"_errors", "_record", "_releases", "_matrix", "_planning", "_te", "_engine", "_api"}
+    | {"_workers", "testing"},
     "patches": {"_errors", "_kept", "_config_override", "ops"},
 }
 FILES = {

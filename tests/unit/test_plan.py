@@ -1,7 +1,6 @@
 """Step 3: one decision with one reason per patch, from environment, matrix and options alone."""
 
 import json
-from dataclasses import replace
 
 import pytest
 from unit_helpers import BROKEN, FIXED, MATRIX, output_of, write_file
@@ -11,6 +10,7 @@ from shim._matrix.load import load_matrix
 from shim._planning.options import resolve
 from shim._planning.plan import make_plan
 from shim._planning.requirements import enforce
+from shim._record import replace
 from shim._releases.detect import detect
 
 CODE = """
