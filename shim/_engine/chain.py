@@ -1,4 +1,9 @@
-"""What the binder keeps: layers, chains, slots, and names that were lost."""
+"""What the binder keeps: layers, chains, slots, and names that were lost.
+
+Patches that share a target nest in the order of version_matrix.yaml: the first in the file is innermost and gets
+upstream's object, each further one gets what the one before it has made, and the last is what callers see. Neither the
+order of imports nor that of calls of apply() changes that: where a layer comes or goes, the chain is built anew.
+"""
 
 from __future__ import annotations
 

@@ -275,3 +275,19 @@ def test_what_is_another_modules_is_bound_under_this_name_alone(world):
     assert world.get("ops:double") is original is world.get("users:double")
     shim.revert()
     assert world.get("chosen:impl") is original
+
+
+def test_patches_nest_in_the_order_of_the_matrix(world):
+    """The first in the file is innermost, whatever was applied before and whichever module was imported first."""
+    for id in ("z", "m", "a"):
+        world.patch(id, [CORE + "ops:double"])
+    world.get("ops:double")
+    nested = ("a", ("m", ("z", 4)))
+    shim.apply(only=["a"])
+    shim.apply(only=["a", "z"])
+    shim.apply(only="a,m,z")
+    assert world.get("ops:double")(2) == nested
+    shim.revert()
+    shim.apply(only=["m"])
+    assert shim.apply().applied == ("z", "m", "a")
+    assert world.get("ops:double")(2) == nested
