@@ -28,9 +28,12 @@ def rewrap(raw: Any, inner: Any) -> Any:
 
 def namespace_of(owner: Any) -> Mapping[str, Any]:
     """The dictionary of a module or class. Never a plain attribute read: that would load a lazy module."""
+    found: Mapping[str, Any]
     if issubclass(type(owner), type):
-        return type.__dict__["__dict__"].__get__(owner)  # type: ignore[index]
-    return object.__getattribute__(owner, "__dict__")
+        found = type.__dict__["__dict__"].__get__(owner)
+    else:
+        found = object.__getattribute__(owner, "__dict__")
+    return found
 
 
 def _classes(namespace: Mapping[str, Any], seen: set[int]) -> Iterator[type]:

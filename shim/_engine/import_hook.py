@@ -31,7 +31,8 @@ class _HookedLoader:
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
         name, spec = namespace_of(module)["__name__"], namespace_of(module).get("__spec__")
@@ -84,7 +85,7 @@ class ImportHook:
             look = getattr(finder, "find_spec", None)
             if is_ours(finder) or look is None:
                 continue
-            spec = look(name, path, target)
+            spec: ModuleSpec | None = look(name, path, target)
             if spec is not None:
                 # Built-in and frozen modules have a class for a loader, and run no code that could be waited for.
                 if hasattr(spec.loader, "exec_module") and not isinstance(spec.loader, type):
@@ -101,7 +102,7 @@ class ImportHook:
     def install(self) -> None:
         """Put the hook in front, where no other finder can shadow it."""
         if self not in sys.meta_path:
-            sys.meta_path.insert(0, self)  # type: ignore[arg-type]
+            sys.meta_path.insert(0, self)
 
     def remove(self) -> None:
         if self in sys.meta_path:

@@ -36,7 +36,7 @@ def is_rank_zero() -> bool:
     """Whether this process speaks for all: rank 0, or a process without ranks."""
     distributed = _distributed()
     if distributed is not None:
-        return distributed.get_rank() == 0
+        return bool(distributed.get_rank() == 0)
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -89,7 +89,8 @@ def _as_text(slots: list[int]) -> str:
 def _of_parts(parts: Sequence[str]) -> int:
     """16 bits for each part, in one number; 0 where there are none."""
     bits = [(_number(part) & 0xFFFF) or 1 for part in parts[: len(PARTS)]]
-    return struct.unpack("<q", struct.pack("<4H", *bits, *[0] * (len(PARTS) - len(bits))))[0]
+    (number,) = struct.unpack("<q", struct.pack("<4H", *bits, *[0] * (len(PARTS) - len(bits))))
+    return int(number)
 
 
 def _what(first: list[int], row: list[int], ids: list[str]) -> str:

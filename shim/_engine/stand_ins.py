@@ -57,7 +57,8 @@ class _Inert:
         if _is_dunder(name):
             raise AttributeError(f"{self!r} has no {name}")
         # Kept, so that a constant is the same object wherever it is read.
-        return self.__dict__.setdefault(name, _Inert(self.__package__, f"{self.__name__}.{name}"))
+        inert: _Inert = self.__dict__.setdefault(name, _Inert(self.__package__, f"{self.__name__}.{name}"))
+        return inert
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and callable(args[0]) and not isinstance(args[0], _Inert):
@@ -174,7 +175,7 @@ class StandIns:
             level: int = 0,
         ) -> Any:
             try:
-                return builtins.__import__(name, globals, locals, fromlist, level)  # type: ignore[arg-type]
+                return builtins.__import__(name, globals, locals, fromlist, level)
             except ModuleNotFoundError as error:
                 package = name.partition(".")[0]
                 if level or package not in missing or (error.name or "").partition(".")[0] != package:
