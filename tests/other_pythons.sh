@@ -27,6 +27,7 @@ files="
     tests/unit/test_run.py
     tests/unit/test_wheel.py
     tests/unit/test_config_override.py
+    tests/unit/test_config_override_threads.py
     tests/engine/test_imports.py
     tests/engine/test_import_orders.py
     tests/engine/test_bind.py

@@ -7,6 +7,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+# The tests of the chunks.
+PARTS = [f"tests/ops/test_logprob{part}.py" for part in ("", "_memory", "_in_place")]
 COMPILE = """
 import re, sys
 from triton.backends.compiler import GPUTarget
@@ -37,7 +39,7 @@ def test_in_the_interpreter_they_pass_the_tests_of_the_chunks(run_python):
     # The interpreter decides at the import of Triton, and copies what kernels are given: no measure of memory.
     chosen = "not peak and not measure and not compiled and not arguments and not same_bits_every and not saved_are"
     done = run_python(
-        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, "tests/ops/test_logprob.py"),
+        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *PARTS),
         TRITON_INTERPRET="1",
     )
     assert done.returncode == 0, done.stdout[-5000:]
