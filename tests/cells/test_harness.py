@@ -180,3 +180,34 @@ def test_layouts_leave_nothing_behind():
     assert not parallel_state.model_parallel_is_initialized()
     assert not MTPLossLoggingHelper.tracker and not get_cuda_rng_tracker().get_states()
     assert not [x for x in vars(parallel_state).values() if isinstance(x, torch.distributed.ProcessGroup)]
+
+
+def test_layouts_of_one_shape_have_the_same_groups():
+    """Until a rank is forked, which could not end their threads."""
+    from megatron.core import parallel_state
+
+    def group():
+        with testing.layout_initialised(Layout()):
+            return parallel_state.get_tensor_model_parallel_group()
+
+    first = group()
+    assert group() is first
+    with testing.Ranks(2) as ranks:
+        assert ranks.run(_shapes_in_rank) == [(True, False)] * 2
+    assert group() is not first
+
+
+def _shapes_in_rank():
+    """Whether a shape has its groups again after one other, and after two."""
+    from megatron.core import parallel_state
+
+    def group(layout):
+        with testing.megatron_on_cpu(), testing.layout_initialised(layout):
+            return parallel_state.get_data_parallel_group()
+
+    first = group(Layout())
+    group(Layout(cp=2))
+    second = group(Layout())
+    group(Layout(cp=2))
+    group(Layout(pp=2))
+    return second is first, group(Layout()) is first
