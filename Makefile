@@ -72,7 +72,7 @@ bench: env  ## all benchmarks, as ratios
 
 docs: env  ## write the generated parts of README.md and docs/
 	$(BIN)/python -m shim._tools.docs
-	$(BIN)/python tests/ops/stash_operators.py
+	$(BIN)/python tests/support/stash_operators.py
 
 pins: env  ## fingerprint all supported releases and write them into version_matrix.lock.json
 	$(BIN)/python -m shim pin --releases

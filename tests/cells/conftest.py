@@ -2,18 +2,13 @@
 
 import functools
 import os
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 from packaging.version import Version
 
 from shim import testing
 from shim._matrix.load import load_matrix
-
-# For recompute_cases, here and in layouts.
-sys.path.insert(0, str(Path(__file__).parent))
 
 # Without a release nothing here can run; run_cells takes a cell without tests for a failure.
 if find_spec("megatron") is None or find_spec("torch") is None:

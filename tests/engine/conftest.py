@@ -1,12 +1,6 @@
-"""Makes the fake world of fake_world.py importable, and gives every test one of its own."""
-
-import sys
-from pathlib import Path
+"""Gives every test a fake world of its own."""
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from fake_world import World, fresh_engine
 
 

@@ -70,7 +70,7 @@ def tree(tmp_path):
 def run(code, tree, *flags, timeout=100, **variables):
     environ = {n: v for n, v in os.environ.items() if not n.startswith(("MEGATRON_SHIM_", "PYTHON"))}
     environ |= {
-        "PYTHONPATH": os.pathsep.join(map(str, (tree.root, REPOSITORY, Path(__file__).parent))),
+        "PYTHONPATH": os.pathsep.join(map(str, (tree.root, REPOSITORY, REPOSITORY / "tests/support"))),
         "MEGATRON_SHIM_MATRIX": str(tree.matrix),
         **variables,
     }

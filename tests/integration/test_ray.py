@@ -10,8 +10,6 @@ import pytest
 
 pytest.importorskip("ray", reason="ray is not installed; `make integration` does so")
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engine"))
-
 from fake_world import World
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # for stash_cases
-
 TOP = Path(__file__).resolve().parent.parent.parent
 
 

@@ -18,7 +18,7 @@ VERSION = re.search(r"With torch ([\d.]+)\.", (TOP / "docs" / "paged-stash-opera
 def test_operators_do_as_the_page_says(run_python):
     """Those that are stashed, and those that divide; all samples of all with SHIM_TEST_ALL_OPERATORS=1."""
     every = bool(os.environ.get("SHIM_TEST_ALL_OPERATORS"))
-    done = run_python("-W", "ignore", "tests/ops/stash_operators.py", "--all" if every else "--quick")
+    done = run_python("-W", "ignore", "tests/support/stash_operators.py", "--all" if every else "--quick")
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
     assert int(done.stdout.split()[-2]) > 100
 

@@ -2,19 +2,14 @@
 
 import functools
 import os
-import sys
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
 from shim import testing
 from shim._matrix.load import load_matrix
 from shim.testing.cells import EVERYDAY_PAIRS
-
-# --import-mode=importlib puts no test directory on sys.path.
-sys.path.insert(0, str(Path(__file__).parent))
 
 # Without both nothing here can run; run_cells takes a cell without tests for a failure.
 if any(find_spec(name) is None for name in ("megatron", "transformer_engine", "torch")):

@@ -1,19 +1,15 @@
 """check() on real gloo ranks: every rank learns which rank differs, and in which patch."""
 
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1] / "engine")]
+import rank_world
+from fake_world import World
 
-import rank_world  # noqa: E402
-from fake_world import World  # noqa: E402
-
-from shim.testing import Ranks  # noqa: E402
+from shim.testing import Ranks
 
 CORE = "megatron.core."
 

@@ -11,8 +11,6 @@ import pytest
 
 pytest.importorskip("torch")
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engine"))
-
 from fake_world import World
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -7,10 +7,6 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-
-# --import-mode=importlib puts no test directory on sys.path.
-sys.path.insert(0, str(Path(__file__).parent))
-
 from unit_helpers import World
 
 from shim import _api

@@ -9,11 +9,8 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from unit_helpers import REPOSITORY, write_file
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engine"))
-
 from fake_world import World
+from unit_helpers import REPOSITORY, write_file
 
 import shim
 from shim._matrix.load import load_matrix

@@ -20,7 +20,7 @@ def _check(group=None):
 
 def start(root):
     """Make the fake tree at `root` importable."""
-    sys.path.insert(0, root)
+    sys.path = [root, *sys.path]
     os.environ["MEGATRON_SHIM_MATRIX"] = os.path.join(root, "matrix.yaml")
 
 
@@ -77,7 +77,7 @@ def with_release(odd, root):
     if dist.get_rank() == odd:
         for name in [name for name in sys.modules if name.partition(".")[0] in ("megatron", "fake_patches")]:
             del sys.modules[name]
-        sys.path.insert(0, root)
+        sys.path[:] = [root, *path]
     try:
         shim.apply(packages=PACKAGES)
         return _check()
