@@ -4,7 +4,6 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 RELEASE ?= 0.16.1
-LAYOUT_RELEASES ?= 0.13.1,0.15.3,0.16.1,0.19.2
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help env demo test lint unit unit-pythons helpers cells matrix gpu bench docs pins wheel clean
@@ -39,13 +38,11 @@ unit-pythons: env  ## what can differ there, on every other Python there is
 helpers: env  ## shim.testing, shim.ops, and the engine with torch
 	$(BIN)/python -m pytest -q -n 2 tests/testing tests/ops tests/engine/test_with_torch.py
 
-# One release per set of bodies, and a patch's own tests once per variant (make matrix: on all); layouts of up to four ranks on a few of them and one cell at a time, because
-# more processes than cores only wait for each other.
+# One release per set of bodies, and a patch's own tests once per variant (make matrix: on all). tests/support/chosen.py
+# says which; two cells at once, with one thread each.
 cells: env  ## real megatron-core, one process per release
-	SHIM_TEST_ONCE_PER_VARIANT=1 $(BIN)/python -m shim.testing.cells --everyday -- -q -p no:warnings tests/cells --ignore tests/cells/layouts
-	$(BIN)/python -m shim.testing.cells --releases $(LAYOUT_RELEASES) --jobs 1 -- -q -p no:warnings tests/cells/layouts
+	SHIM_TEST_ONCE_PER_VARIANT=1 $(BIN)/python -m shim.testing.cells --everyday -- -q -p no:warnings tests/cells tests/examples
 	SHIM_TEST_ONCE_PER_VARIANT=1 $(BIN)/python -m shim.testing.cells --everyday-pairs -- -q -p no:warnings tests/pairs
-	$(BIN)/python -m shim.testing.cells --releases 0.15.3,0.16.1 -- -q -p no:warnings tests/examples
 
 matrix: env  ## the same on all 19 releases, in every order of imports, and on all pairs with Transformer Engine
 	PYTHON=$(BIN)/python SHIM_TEST_EVERY_FILE=1 sh tests/other_pythons.sh

@@ -1,14 +1,12 @@
 """Fixtures of the release cells: the megatron-core on PYTHONPATH, on CPU, here or in two or four forked ranks."""
 
-import functools
-import os
 from importlib.util import find_spec
 
+import chosen
 import pytest
-from packaging.version import Version
 
 from shim import testing
-from shim._matrix.load import load_matrix
+from shim.testing.cells import EVERYDAY
 
 # Without a release nothing here can run; run_cells takes a cell without tests for a failure.
 if find_spec("megatron") is None or find_spec("torch") is None:
@@ -18,30 +16,19 @@ else:
     import megatron.core.models.gpt.gpt_model  # noqa: F401
 
 
-@functools.cache
-def _newest_of_each_variant():
-    """Patch id -> for each of its variants (None: the release is right by itself) the newest release that gets it."""
-    matrix = load_matrix()
-    newest = {id: {} for id in matrix.patches}
-    for release in sorted(matrix.pins["megatron-core"], key=Version):
-        for id, pin in matrix.pins["megatron-core"][release].items():
-            newest[id][pin.variant] = release
-    return {id: set(releases.values()) for id, releases in newest.items()}
-
-
 def pytest_ignore_collect(collection_path):
-    """With SHIM_TEST_ONCE_PER_VARIANT=1 a patch's own tests, which are named after it, run once per variant: on the
-    newest release that gets it. Everything else runs on every release."""
-    if os.environ.get("SHIM_TEST_ONCE_PER_VARIANT") != "1" or collection_path.suffix != ".py":
-        return None
-    name = collection_path.stem.removeprefix("test_").replace("_", "-")
-    newest = _newest_of_each_variant()
-    patch = max((id for id in newest if name == id or name.startswith(f"{id}-")), key=len, default=None)
-    return True if newest.get(patch) and testing.release() not in newest[patch] else None
+    """In `make test` a file about a patch runs once per variant, one about layouts on few releases: see chosen.py."""
+    release = testing.release()
+    if collection_path.parent.name != "layouts":
+        return True if chosen.left_out(collection_path, release, EVERYDAY) else None
+    if chosen.ONCE and release in EVERYDAY and release not in chosen.LAYOUTS:
+        return True
+    return True if chosen.left_out(collection_path, release, chosen.LAYOUTS) else None
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(items, config):
     """Last what gives autograd a thread of its own: no rank that computes a gradient can be forked after that."""
+    chosen.keep_newest(items, config, testing.release(), EVERYDAY)
     items.sort(key=lambda item: item.get_closest_marker("no_fork_after") is not None)
 
 

@@ -32,6 +32,7 @@ def packed_against_alone(*args, **kwargs):
     return testing.differences(packed, alone)
 
 
+@pytest.mark.newest
 @needs_packed_mtp
 @pytest.mark.parametrize("per_token_loss", [False, True], ids=["mean", "per_token"])
 @pytest.mark.parametrize("mtp_num_layers", [1, 2])
@@ -42,6 +43,7 @@ def test_plain_packing_is_the_same_as_running_alone(position, mtp_num_layers, pe
     assert testing.worst(found) < WITHIN_LAYOUT, found
 
 
+@pytest.mark.newest
 @needs_packed_mtp
 def test_loss_masks_and_sequences_of_one_token_are_in_the_truth():
     masks = [torch.tensor([0.0, 0, 1, 1, 1, 1]), torch.ones(1), torch.tensor([1.0, 0, 1, 0, 1])]
@@ -93,6 +95,7 @@ def test_every_release_holds_the_same_model():
     assert alone.logged.tolist() == pytest.approx(LOGGED, rel=1e-6)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp2", "tp2+sp"])
 @pytest.mark.parametrize("model", [{}, SWIGLU, {"add_bias_linear": True}], ids=["gelu", "swiglu", "bias"])
 def test_tensor_parallelism_gives_the_losses_of_one_rank(ranks2, model, sequence_parallel):
@@ -101,6 +104,7 @@ def test_tensor_parallelism_gives_the_losses_of_one_rank(ranks2, model, sequence
         assert losses_differ(two, one) < ACROSS_LAYOUTS
 
 
+@pytest.mark.newest
 def test_pipeline_parallelism_gives_the_losses_of_one_rank(ranks2):
     one = run(testing.run_alone, [4, 8, 4])
     first, last = ranks2.run(_alone_in_rank, Layout(pp=2), {})
@@ -120,6 +124,7 @@ def _alone_in_rank(layout, model):
     return run(testing.run_alone, [4, 8, 4], layout, model=model)
 
 
+@pytest.mark.newest
 @needs_packed_mtp
 @pytest.mark.parametrize(
     "layout", [Layout(tp=2), Layout(tp=2, sequence_parallel=True), Layout(cp=2), Layout(pp=2)], ids=str
@@ -134,6 +139,7 @@ def _against_alone_in_rank(layout, lora):
     return packed_against_alone([4, 8, 4], layout, lora=lora)
 
 
+@pytest.mark.newest
 def test_lora_trains_only_its_adapters():
     with testing.layout_initialised(Layout()):
         gpt = testing.build_gpt()
@@ -182,6 +188,7 @@ def test_layouts_leave_nothing_behind():
     assert not [x for x in vars(parallel_state).values() if isinstance(x, torch.distributed.ProcessGroup)]
 
 
+@pytest.mark.newest
 def test_layouts_of_one_shape_have_the_same_groups():
     """Until a rank is forked, which could not end their threads."""
     from megatron.core import parallel_state

@@ -1,14 +1,12 @@
 """Fixtures of the pair cells: the megatron-core and the Transformer Engine on PYTHONPATH, on CPU."""
 
-import functools
-import os
 from importlib.metadata import version
 from importlib.util import find_spec
 
+import chosen
 import pytest
 
 from shim import testing
-from shim._matrix.load import load_matrix
 from shim.testing.cells import EVERYDAY_PAIRS
 
 # Without both nothing here can run; run_cells takes a cell without tests for a failure.
@@ -19,34 +17,10 @@ else:
     import megatron.core.models.gpt.gpt_model  # noqa: F401
 
 
-@functools.cache
-def _last_of_each_variant(patch):
-    """For each variant of a patch the last everyday pair that gets it; None where there is no such patch."""
-    matrix = load_matrix()
-    if patch not in matrix.patches:
-        return None
-    distribution, found = matrix.patches[patch].distribution, {}
-    for pair in EVERYDAY_PAIRS:
-        core, _, engine = pair.partition("+")
-        release = {"megatron-core": core, "transformer-engine": engine}[distribution]
-        pin = matrix.pins[distribution][release].get(patch)
-        found[pin and pin.variant] = pair
-    return set(found.values())
-
-
-# What a file tests where its name does not say.
-_PATCHES = {"fp8-scales": "te-fp8-state", "fp8-scales-alone": "te-fp8-state"}
-
-
 def pytest_ignore_collect(collection_path):
-    """With SHIM_TEST_ONCE_PER_VARIANT=1 a patch's own tests, which are named after it, run once per variant: on the
-    last everyday pair that gets it. Everything else, and every other pair, runs all of them."""
-    if os.environ.get("SHIM_TEST_ONCE_PER_VARIANT") != "1" or collection_path.suffix != ".py":
-        return None
+    """In `make test` a file about a patch runs once per variant: see chosen.py."""
     pair = f"{testing.release()}+{version('transformer_engine')}"
-    name = collection_path.stem.removeprefix("test_").replace("_", "-")
-    pairs = _last_of_each_variant(_PATCHES.get(name, name))
-    return True if pairs and pair in EVERYDAY_PAIRS and pair not in pairs else None
+    return True if chosen.left_out(collection_path, pair, EVERYDAY_PAIRS) else None
 
 
 @pytest.fixture(autouse=True)

@@ -1,59 +1,21 @@
-"""Releases and cells without network, torch or megatron: pip is a stand-in that copies a tiny wheel."""
+"""Releases without network, torch or megatron: pip is a stand-in that copies a tiny wheel."""
 
 import subprocess
 import sys
 import threading
-import zipfile
 from pathlib import Path
 
 import pytest
+from tiny_wheels import write_wheel
 
-from shim.testing import FetchError, cache_dir, cells, environment, fetch, releases
+from shim.testing import FetchError, cache_dir, environment, fetch, releases
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("MEGATRON_SHIM_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def pip(monkeypatch):
-    """Replaces the run of pip; `pip.calls` are its command lines, `pip.fails` makes it fail."""
-    real = subprocess.run
-
-    class Pip:
-        calls: list[list[str]] = []
-        fails = False
-
-        def __call__(self, command, **kwargs):
-            if "pip" not in command:
-                return real(command, **kwargs)
-            self.calls.append(command)
-            if self.fails:
-                return subprocess.CompletedProcess(command, 1, "", "ERROR: no matching distribution")
-            into = Path(command[command.index("--dest") + 1])
-            into.mkdir(parents=True)
-            name, _, version = command[-1].partition("==")
-            package = "fake_engine" if name == "transformer-engine" else "fake_core"
-            write_wheel(into / f"{name.replace('-', '_')}-{version}-py3-none-any.whl", version, package)
-            return subprocess.CompletedProcess(command, 0, "", "")
-
-    stand_in = Pip()
-    stand_in.calls = []
-    monkeypatch.setattr(releases.subprocess, "run", stand_in)
-    return stand_in
-
-
-def write_wheel(path, version, package="fake_core"):
-    with zipfile.ZipFile(path, "w") as wheel:
-        wheel.writestr(f"{package}/__init__.py", f"VERSION = {version!r}\n")
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def test_the_supported_releases_are_nineteen_and_sorted():
     numbers = [tuple(map(int, release.split("."))) for release in releases.RELEASES]
     assert len(numbers) == 19 and numbers == sorted(set(numbers))
-    assert set(cells.EVERYDAY) <= set(releases.RELEASES)
 
 
 def test_the_engines_are_twenty_four_and_sorted():
@@ -62,14 +24,6 @@ def test_the_engines_are_twenty_four_and_sorted():
 
     assert len(releases.TE_RELEASES) == 24
     assert list(releases.TE_RELEASES) == sorted(set(releases.TE_RELEASES), key=number)
-
-
-def test_pairs_are_of_supported_releases():
-    assert set(cells.EVERYDAY_PAIRS) < set(cells.ALL_PAIRS)
-    assert len(cells.ALL_PAIRS) == len(set(cells.ALL_PAIRS)) > 9 * 13
-    for pair in cells.ALL_PAIRS:
-        core, engine = pair.split("+")
-        assert core in releases.RELEASES and engine in releases.TE_RELEASES
 
 
 def test_the_cache_follows_the_environment(monkeypatch, tmp_path):
@@ -155,96 +109,3 @@ def test_the_environment_of_a_cell():
 def test_importing_the_package_imports_no_torch():
     code = "import sys, shim.testing, shim.testing.cells; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
-
-
-CELL = """
-import fake_core, pytest
-def test_ok(): assert fake_core.VERSION
-def test_release(): assert fake_core.VERSION != "0.13.0", "broken here"
-@pytest.mark.skipif(fake_core.VERSION != "0.12.0", reason="")
-def test_only_there(): pass
-"""
-
-
-@pytest.fixture
-def cell(tmp_path):
-    file = tmp_path / "test_cell.py"
-    file.write_text(CELL)
-    return ["-q", "-p", "no:cacheprovider", str(file)]
-
-
-def test_cells_print_one_line_each_and_fail_together(pip, cell, capsys, tmp_path):
-    assert cells.run_cells(["0.12.0", "0.13.0"], cell, jobs=2, log_dir=tmp_path / "logs") == 1
-    printed = capsys.readouterr().out
-    assert [line.split()[:4] for line in sorted(printed.splitlines()) if line.endswith(" s")] == [
-        ["0.12.0", "passed", "3", "cases"],
-        ["0.13.0", "failed", "2", "cases"],
-    ]
-    assert "broken here" in printed
-    assert "3 passed" in (tmp_path / "logs" / "0.12.0.log").read_text()
-
-
-def test_cells_that_pass_return_zero(pip, cell, capsys):
-    assert cells.main(["--releases", "0.12.0, 0.14.0", "--jobs", "1", "--", *cell]) == 0
-    assert capsys.readouterr().out.count("passed") == 2
-
-
-def test_a_cell_without_a_test_fails(pip, cell, capsys):
-    assert cells.run_cells(["0.14.0"], [*cell, "-k", "only_there"]) == 1
-    assert cells.run_cells(["0.14.0"], [*cell, "-k", "no_such_test"]) == 1
-    assert capsys.readouterr().out.count("no test ran") == 4
-
-
-def test_a_cell_that_cannot_be_fetched_fails_with_the_reason(pip, cell, capsys):
-    pip.fails = True
-    assert cells.run_cells(["0.14.0"], cell) == 1
-    assert "no matching distribution" in capsys.readouterr().out
-
-
-@pytest.fixture
-def pair(tmp_path):
-    """Passes where exactly the parts of the cell's name can be imported."""
-    file = tmp_path / "test_pair.py"
-    file.write_text(PAIR)
-    return ["-q", "-p", "no:cacheprovider", str(file)]
-
-
-PAIR = """
-from importlib import import_module
-from importlib.util import find_spec
-def test_found():
-    found = {name: import_module(name).VERSION for name in ("fake_core", "fake_engine") if find_spec(name)}
-    raise AssertionError(f"found {found}")
-"""
-
-
-@pytest.mark.parametrize(
-    "cell, found",
-    [
-        ("0.15.3", {"fake_core": "0.15.3"}),
-        ("0.15.3+2.9.0", {"fake_core": "0.15.3", "fake_engine": "2.9.0"}),
-        ("+2.6.0.post1", {"fake_engine": "2.6.0.post1"}),
-    ],
-)
-def test_a_cell_runs_on_what_its_name_says(pip, pair, capsys, tmp_path, cell, found):
-    assert cells.main(["--releases", cell, "--logs", str(tmp_path / "logs"), "--", *pair]) == 1
-    printed = capsys.readouterr().out
-    assert printed.startswith(cell) and f"found {found}" in printed
-    assert (tmp_path / "logs" / f"{cell}.log").exists()
-
-
-@pytest.mark.parametrize(
-    "options, expected",
-    [
-        ([], cells.EVERYDAY),
-        (["--everyday"], cells.EVERYDAY),
-        (["--all"], releases.RELEASES),
-        (["--everyday-pairs"], cells.EVERYDAY_PAIRS),
-        (["--all-pairs"], cells.ALL_PAIRS),
-    ],
-)
-def test_the_options_choose_the_cells(monkeypatch, options, expected):
-    ran = []
-    monkeypatch.setattr(cells, "run_cells", lambda chosen, *_: ran.append(tuple(chosen)) or 0)
-    assert cells.main([*options, "--", "tests"]) == 0
-    assert ran == [expected]

@@ -1,0 +1,91 @@
+"""Which tests run on which cell of `make test`: those of a patch once per variant, all else on every cell.
+
+Only with SHIM_TEST_ONCE_PER_VARIANT=1; without it, as under `make matrix`, everything runs everywhere.
+"""
+
+import functools
+import os
+
+from shim._matrix.load import load_matrix
+
+# Of four ranks each; the others differ in what one or two ranks can show.
+LAYOUTS = ("0.13.1", "0.15.3", "0.16.1", "0.19.2")
+ONCE = os.environ.get("SHIM_TEST_ONCE_PER_VARIANT") == "1"
+
+# The patches that a file is about, where its name does not begin with the id of one.
+ABOUT = {
+    "test_fp8_scales": ["te-fp8-state"],
+    "test_fp8_scales_alone": ["te-fp8-state"],
+    "test_mtp_context_parallel": ["mtp-packed-sequences"],
+    "test_mtp_context_parallel_roll": ["mtp-packed-sequences"],
+    "test_mtp_global_normalizer": ["mtp-packed-sequences"],
+    "test_mtp_pipeline_and_models": ["mtp-packed-sequences"],
+    "test_mtp_quantized_recompute": ["mtp-recompute"],
+    "test_mtp_rope_tables": ["mtp-packed-sequences", "mtp-recompute"],
+    "test_mtp_trainers": ["mtp-packed-sequences"],
+    "test_te_moved_symbols": ["te-moved-symbols", "te-skip-weight-update"],
+}
+# Files that fewer cells say all about: examples where stock packs rows with MTP and where it does not, and what layouts
+# show alike between the oldest release and the newest.
+ONLY = {
+    "test_demo": {"0.15.3", "0.16.1"},
+    "test_grpo_loss": {"0.15.3", "0.16.1"},
+    "test_mtp_global_normalizer": {"0.13.1", "0.19.2"},
+    "test_mtp_pipeline_and_models": {"0.13.1", "0.19.2"},
+}
+# Files about no patch of their own, but about the engine, all patches, or the harness.
+EVERYWHERE = {"test_all_patches", "test_factories", "test_harness", "test_import_orders", "test_others_hooks"}
+
+
+def patches_of(stem):
+    """The ids of the patches that a file of tests is about; none where it is about all of them."""
+    if stem in ABOUT:
+        return ABOUT[stem]
+    name = stem.removeprefix("test_").replace("_", "-")
+    named = [id for id in load_matrix().patches if name == id or name.startswith(f"{id}-")]
+    return [max(named, key=len)] if named else []
+
+
+def variants_of(patches, cell):
+    """What a cell shows of these patches: (id, variant); the variant is None where nothing is applied."""
+    matrix = load_matrix()
+    core, _, engine = cell.partition("+")
+    releases = {"megatron-core": core, "transformer-engine": engine}
+    found = set()
+    for id in patches:
+        distribution = matrix.patches[id].distribution
+        pin = matrix.pins[distribution].get(releases[distribution], {}).get(id)
+        found.add((id, pin and pin.variant))
+    return found
+
+
+@functools.cache
+def _cells_for(patches, cells):
+    """Few cells, new ones first, that show every variant of these patches that `cells` show."""
+    missing, chosen = set().union(*(variants_of(patches, cell) for cell in cells)), set()
+    while missing:
+        best = max(reversed(cells), key=lambda cell: len(variants_of(patches, cell) & missing))
+        missing -= variants_of(patches, best)
+        chosen.add(best)
+    return chosen
+
+
+def cells_for(stem, cells):
+    """Those of `cells` on which a file of tests runs."""
+    if stem in ONLY:
+        return ONLY[stem]
+    patches = patches_of(stem)
+    return _cells_for(tuple(patches), tuple(cells)) if patches else set(cells)
+
+
+def left_out(path, cell, cells):
+    """Whether pytest leaves this file out on this cell; cells that are not among `cells` run everything."""
+    return ONCE and path.suffix == ".py" and cell in cells and cell not in cells_for(path.stem, cells)
+
+
+def keep_newest(items, config, cell, cells):
+    """Tests that are marked `newest` run on the last of `cells` alone."""
+    if ONCE and cell in cells and cell != cells[-1]:
+        dropped = [item for item in items if item.get_closest_marker("newest")]
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if item not in dropped]

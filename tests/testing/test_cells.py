@@ -1,0 +1,167 @@
+"""Cells: which there are, which tests run on them in `make test`, and what a run of them says."""
+
+from pathlib import Path
+
+import chosen
+import pytest
+
+from shim._matrix.load import load_matrix
+from shim.testing import cells, releases
+
+TESTS = Path(__file__).parents[1]
+PLACES = {"cells": cells.EVERYDAY, "cells/layouts": chosen.LAYOUTS, "pairs": cells.EVERYDAY_PAIRS}
+
+
+def test_the_everyday_cells_are_supported_and_show_every_variant():
+    """Also that a release is right by itself, where one is."""
+    matrix = load_matrix()
+    assert set(cells.EVERYDAY) <= set(releases.RELEASES) and set(chosen.LAYOUTS) <= set(cells.EVERYDAY)
+    for id, entry in matrix.patches.items():
+        pins = [pins.get(id) for pins in matrix.pins[entry.distribution].values()]
+        shown = cells.EVERYDAY_PAIRS if entry.distribution == "transformer-engine" else cells.EVERYDAY
+        wanted = {(id, pin.variant) for pin in pins if pin is not None}
+        assert wanted <= {found for cell in shown for found in chosen.variants_of([id], cell)}, id
+
+
+def test_pairs_are_of_supported_releases():
+    assert set(cells.EVERYDAY_PAIRS) < set(cells.ALL_PAIRS)
+    assert len(cells.ALL_PAIRS) == len(set(cells.ALL_PAIRS)) > 9 * 13
+    for pair in cells.ALL_PAIRS:
+        core, engine = pair.split("+")
+        assert core in releases.RELEASES and engine in releases.TE_RELEASES
+
+
+def files_of(place):
+    return sorted(path.stem for path in (TESTS / place).glob("test_*.py"))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_file_of_a_patch_runs_once_per_variant_and_all_else_everywhere(place):
+    known, shown = set(load_matrix().patches), PLACES[place]
+    for stem in files_of(place):
+        patches, found = chosen.patches_of(stem), chosen.cells_for(stem, shown)
+        assert bool(patches) != (stem in chosen.EVERYWHERE) and set(patches) <= known, stem
+        assert found <= set(shown) and (patches or found == set(shown)), stem
+        if stem in chosen.ONLY:
+            continue
+        wanted = set().union(*(chosen.variants_of(patches, cell) for cell in shown))
+        assert set().union(*(chosen.variants_of(patches, cell) for cell in found)) == wanted, stem
+        assert len(patches) != 1 or len(found) == len(wanted), stem
+
+
+@pytest.mark.parametrize("id", [id for id in load_matrix().patches if id.startswith("te-")])
+def test_pairs_show_every_variant_of_what_has_to_do_with_transformer_engine(id):
+    matrix = load_matrix()
+    pins = matrix.pins[matrix.patches[id].distribution].values()
+    wanted = {(id, pins_of[id].variant) for pins_of in pins if id in pins_of}
+    assert wanted <= {found for pair in cells.EVERYDAY_PAIRS for found in chosen.variants_of([id], pair)}
+
+
+def test_files_that_have_gone_are_not_spoken_of():
+    there = {stem for place in PLACES for stem in files_of(place)}
+    assert {*chosen.ABOUT, *chosen.EVERYWHERE, *chosen.ONLY} <= {*there, *files_of("examples")}
+
+
+CELL = """
+import fake_core, pytest
+def test_ok(): assert fake_core.VERSION
+def test_release(): assert fake_core.VERSION != "0.13.0", "broken here"
+@pytest.mark.skipif(fake_core.VERSION != "0.12.0", reason="")
+def test_only_there(): pass
+"""
+
+
+@pytest.fixture
+def cell(tmp_path):
+    file = tmp_path / "test_cell.py"
+    file.write_text(CELL)
+    return ["-q", "-p", "no:cacheprovider", str(file)]
+
+
+def test_cells_print_one_line_each_and_fail_together(pip, cell, capsys, tmp_path):
+    assert cells.run_cells(["0.12.0", "0.13.0"], cell, jobs=2, log_dir=tmp_path / "logs") == 1
+    printed = capsys.readouterr().out
+    assert [line.split()[:4] for line in sorted(printed.splitlines()) if line.endswith(" s")] == [
+        ["0.12.0", "passed", "3", "cases"],
+        ["0.13.0", "failed", "2", "cases"],
+    ]
+    assert "broken here" in printed
+    assert "3 passed" in (tmp_path / "logs" / "0.12.0.log").read_text()
+
+
+def test_cells_that_pass_return_zero(pip, cell, capsys):
+    assert cells.main(["--releases", "0.12.0, 0.14.0", "--jobs", "1", "--", *cell]) == 0
+    assert capsys.readouterr().out.count("passed") == 2
+
+
+def test_a_cell_without_a_test_fails(pip, cell, capsys):
+    assert cells.run_cells(["0.14.0"], [*cell, "-k", "only_there"]) == 1
+    assert cells.run_cells(["0.14.0"], [*cell, "-k", "no_such_test"]) == 1
+    assert capsys.readouterr().out.count("no test ran") == 4
+
+
+def test_a_cell_that_cannot_be_fetched_fails_with_the_reason(pip, cell, capsys):
+    pip.fails = True
+    assert cells.run_cells(["0.14.0"], cell) == 1
+    assert "no matching distribution" in capsys.readouterr().out
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Passes where exactly the parts of the cell's name can be imported."""
+    file = tmp_path / "test_pair.py"
+    file.write_text(PAIR)
+    return ["-q", "-p", "no:cacheprovider", str(file)]
+
+
+PAIR = """
+from importlib import import_module
+from importlib.util import find_spec
+def test_found():
+    found = {name: import_module(name).VERSION for name in ("fake_core", "fake_engine") if find_spec(name)}
+    raise AssertionError(f"found {found}")
+"""
+
+
+@pytest.mark.parametrize(
+    "cell, found",
+    [
+        ("0.15.3", {"fake_core": "0.15.3"}),
+        ("0.15.3+2.9.0", {"fake_core": "0.15.3", "fake_engine": "2.9.0"}),
+        ("+2.6.0.post1", {"fake_engine": "2.6.0.post1"}),
+    ],
+)
+def test_a_cell_runs_on_what_its_name_says(pip, pair, capsys, tmp_path, cell, found):
+    assert cells.main(["--releases", cell, "--logs", str(tmp_path / "logs"), "--", *pair]) == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith(cell) and f"found {found}" in printed
+    assert (tmp_path / "logs" / f"{cell}.log").exists()
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ([], cells.EVERYDAY),
+        (["--everyday"], cells.EVERYDAY),
+        (["--all"], releases.RELEASES),
+        (["--everyday-pairs"], cells.EVERYDAY_PAIRS),
+        (["--all-pairs"], cells.ALL_PAIRS),
+    ],
+)
+def test_the_options_choose_the_cells(monkeypatch, options, expected):
+    ran = []
+    monkeypatch.setattr(cells, "run_cells", lambda chosen, *_: ran.append(tuple(chosen)) or 0)
+    assert cells.main([*options, "--", "tests"]) == 0
+    assert ran == [expected]
+
+
+def test_the_longest_cell_of_the_last_run_comes_first(pip, cell, capsys, tmp_path):
+    """New releases before old ones where nothing is known."""
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "0.12.0.log").write_text("3 passed in 99.50s (0:01:39)\n")
+    (logs / "0.14.0.log").write_text("3 passed in 7.10s\n")
+    chosen = ["0.12.0", "0.14.0", "0.15.0", "0.16.0"]
+    assert cells.run_cells(chosen, cell, jobs=1, log_dir=logs) == 0
+    ran = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert ran == ["0.12.0", "0.14.0", "0.16.0", "0.15.0"]
