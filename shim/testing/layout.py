@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 __all__ = ["Layout", "layout_initialised"]
 
@@ -75,63 +77,54 @@ def _clear_what_survives() -> None:
             clear()
 
 
-_SHAPES = 2  # of which groups are kept: their threads wake up a hundred times a second
+@contextlib.contextmanager
+def _recorded_groups() -> Iterator[list[dist.ProcessGroup]]:
+    """Collect the process groups made inside: destroy_model_parallel forgets them but does not free them."""
+    groups: list[dist.ProcessGroup] = []
+    new_group = dist.new_group
+
+    def recording_new_group(*args: Any, **kwargs: Any) -> Any:
+        group = new_group(*args, **kwargs)
+        if isinstance(group, dist.ProcessGroup):  # other ranks get a marker instead
+            groups.append(group)
+        return group
+
+    dist.new_group = recording_new_group
+    try:
+        yield groups
+    finally:
+        dist.new_group = new_group
 
 
-class _Groups:
-    """The process groups of layouts that have ended, for the next layout of the same shape.
+_DEVICES: dict[int, Any] = {}  # by process: a forked rank has no thread of its parent's
 
-    gloo waits some ten milliseconds for the thread of a group that ends, and a layout has twenty groups. They belong to
-    one default group, and are freed when there is another.
+
+@contextlib.contextmanager
+def _one_device() -> Iterator[None]:
+    """Have all gloo groups that are made inside share one device.
+
+    The thread of a device wakes up a hundred times a second, and takes ten milliseconds to end; a layout has twenty
+    groups, and each would have a device of its own.
     """
+    torchs: Any = c10d
+    gloo = torchs.ProcessGroupGloo
+    process = os.getpid()
+    if process not in _DEVICES:
+        interface = os.environ.get("GLOO_SOCKET_IFNAME")
+        _DEVICES[process] = gloo.create_device(interface=interface) if interface else gloo.create_default_device()
 
-    def __init__(self) -> None:
-        self._default: Any = None
-        self._kept: dict[tuple[int, ...], list[tuple[tuple[int, ...], Any]]] = {}
+    # A class, because torch looks whether it has got one of its own.
+    class OnOneDevice(gloo):  # type: ignore[misc, valid-type]
+        def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+            options = gloo._Options()
+            options._devices, options._timeout, options._threads = [_DEVICES[process]], timeout, 1
+            super().__init__(store, rank, size, options)
 
-    def free(self, but: int = 0) -> None:
-        """All, or all but those of the layouts that were used last."""
-        while len(self._kept) > but:
-            for _, group in self._kept.pop(next(iter(self._kept))):
-                # Other ranks have a marker instead; and whoever destroys the default group destroys all.
-                if isinstance(group, dist.ProcessGroup) and group in dist.distributed_c10d._world.pg_map:
-                    dist.destroy_process_group(group)
-        self._default = self._default if but else None
-
-    @contextlib.contextmanager
-    def lent(self, layout: Layout) -> Iterator[None]:
-        """dist.new_group hands out what it made for the same layout before. All ranks do so, or none."""
-        if self._default is not dist.group.WORLD:
-            self.free()
-            self._default = dist.group.WORLD
-        shape = (layout.tp, layout.cp, layout.pp, layout.vp, layout.ep)
-        kept = self._kept[shape] = self._kept.pop(shape, [])
-        self.free(but=_SHAPES)
-        new_group, place = dist.new_group, 0
-
-        def lend(*args: Any, **kwargs: Any) -> Any:
-            nonlocal place
-            members = tuple(args[0] if args else kwargs["ranks"])
-            if kept[place:] and kept[place][0] != members:  # whoever changes what megatron does
-                del kept[place:]
-            if not kept[place:]:
-                kept.append((members, new_group(*args, **kwargs)))
-            place += 1
-            return kept[place - 1][1]
-
-        dist.new_group = lend
-        try:
-            yield
-        finally:
-            dist.new_group = new_group
-
-
-_GROUPS = _Groups()
-
-
-def free_groups() -> None:
-    """Free the groups that are kept for the next layout: a forked rank could not end their threads."""
-    _GROUPS.free()
+    torchs.ProcessGroupGloo = OnOneDevice
+    try:
+        yield
+    finally:
+        torchs.ProcessGroupGloo = gloo
 
 
 @contextlib.contextmanager
@@ -139,9 +132,8 @@ def layout_initialised(layout: Layout, seed: int = 123) -> Iterator[Layout]:
     """Initialise megatron's parallel state for `layout`, seed, and clean up on exit; needs `megatron_on_cpu`.
 
     A world of 1 without torch.distributed gets a gloo group over an in-process store; larger worlds must be
-    initialised already (`Ranks` does so). That default group stays, so that layouts can follow one another, and the
-    groups of the layout stay for the next one of the same shape. Ranks beyond `layout.world` become data-parallel
-    replicas.
+    initialised already (`Ranks` does so). That default group stays, so that layouts can follow one another;
+    the groups of the layout itself are freed. Ranks beyond `layout.world` become data-parallel replicas.
 
     Raises RuntimeError when the world does not fit, or when a layout is active already.
     """
@@ -157,9 +149,10 @@ def layout_initialised(layout: Layout, seed: int = 123) -> Iterator[Layout]:
     if parallel_state.model_parallel_is_initialized():
         raise RuntimeError(f"layout {layout}: another layout is still active")
     with contextlib.ExitStack() as cleanup:
-        with _GROUPS.lent(layout):
+        with _one_device(), _recorded_groups() as groups:
+            cleanup.callback(_forget_groups)
             cleanup.callback(parallel_state.destroy_model_parallel)
-            cleanup.callback(_forget_groups)  # before: it destroys some itself, if they are still there
+            cleanup.callback(_free, groups)  # before: it frees some itself, if they are still there
             cleanup.callback(_clear_what_survives)
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=layout.tp,
@@ -168,15 +161,20 @@ def layout_initialised(layout: Layout, seed: int = 123) -> Iterator[Layout]:
                 context_parallel_size=layout.cp,
                 expert_model_parallel_size=layout.ep,
             )
-        # No rank goes ahead while another still connects its groups.
+        # A rank that frees its groups while another still connects them makes that one fail.
         dist.barrier()
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed)
         yield layout
 
 
+def _free(groups: list[dist.ProcessGroup]) -> None:
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
 def _forget_groups() -> None:
-    """Take its groups from megatron: some it would keep, and a forked rank could not end their threads."""
+    """Drop the groups that destroy_model_parallel keeps: a forked rank could not end their threads."""
     from megatron.core import parallel_state
 
     for name, value in list(vars(parallel_state).items()):

@@ -24,8 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .layout import free_groups
-
 __all__ = ["RankError", "Ranks"]
 
 _GRACE = 0.5  # seconds for the other ranks to answer once one of them has failed
@@ -194,15 +192,13 @@ def _root_cause(failures: list[RankError]) -> RankError:
 
 
 def _leave_single_world() -> None:
-    """A forked rank cannot use its parent's process groups: give up those of world 1, refuse any other."""
+    """A forked rank cannot use its parent's process group: give up one of world 1, refuse any other."""
     if not dist.is_initialized():
-        free_groups()
         return
     parallel_state = sys.modules.get("megatron.core.parallel_state")
     busy = parallel_state is not None and parallel_state.model_parallel_is_initialized()
     if busy or dist.get_world_size() > 1:
         raise RuntimeError("ranks cannot be forked while torch.distributed is in use in this process")
-    free_groups()
     dist.destroy_process_group()
 
 

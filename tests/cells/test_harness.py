@@ -1,10 +1,12 @@
 """The harness against stock releases: it measures what is known to be right and what is known to be wrong."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed import distributed_c10d as c10d
 
 from shim import testing
 from shim.testing import Layout
@@ -188,33 +190,16 @@ def test_layouts_leave_nothing_behind():
     assert not [x for x in vars(parallel_state).values() if isinstance(x, torch.distributed.ProcessGroup)]
 
 
-@pytest.mark.newest
-def test_layouts_of_one_shape_have_the_same_groups():
-    """Until a rank is forked, which could not end their threads."""
-    from megatron.core import parallel_state
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+def test_the_groups_of_a_layout_share_a_device():
+    """Each has one thread that works, and all have one that listens, which stays for the next layout."""
 
-    def group():
-        with testing.layout_initialised(Layout()):
-            return parallel_state.get_tensor_model_parallel_group()
+    def threads():
+        return len(list(Path("/proc/self/task").iterdir()))
 
-    first = group()
-    assert group() is first
-    with testing.Ranks(2) as ranks:
-        assert ranks.run(_shapes_in_rank) == [(True, False)] * 2
-    assert group() is not first
-
-
-def _shapes_in_rank():
-    """Whether a shape has its groups again after one other, and after two."""
-    from megatron.core import parallel_state
-
-    def group(layout):
-        with testing.megatron_on_cpu(), testing.layout_initialised(layout):
-            return parallel_state.get_data_parallel_group()
-
-    first = group(Layout())
-    group(Layout(cp=2))
-    second = group(Layout())
-    group(Layout(cp=2))
-    group(Layout(pp=2))
-    return second is first, group(Layout()) is first
+    with testing.layout_initialised(Layout()):
+        pass
+    before, groups = threads(), len(c10d._world.pg_map)
+    with testing.layout_initialised(Layout()):
+        assert 0 < threads() - before <= len(c10d._world.pg_map) - groups
+    assert threads() == before
