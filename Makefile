@@ -46,6 +46,7 @@ cells: env  ## real megatron-core, one process per release
 
 matrix: env  ## the same on all 19 releases, in every order of imports, and on all pairs with Transformer Engine
 	PYTHON=$(BIN)/python SHIM_TEST_EVERY_FILE=1 sh tests/other_pythons.sh
+	SHIM_TEST_EVERY_RELEASE=1 $(BIN)/python -m pytest -q -n 2 tests/testing/test_commands.py
 	SHIM_TEST_ALL_ORDERS=1 $(BIN)/python -m shim.testing.cells --all -- -q -p no:warnings tests/cells tests/examples --ignore tests/cells/layouts
 	$(BIN)/python -m shim.testing.cells --all --jobs 1 -- -q -p no:warnings tests/cells/layouts
 	$(BIN)/python -m shim.testing.cells --all-pairs -- -q -p no:warnings tests/pairs

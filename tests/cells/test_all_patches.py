@@ -1,6 +1,8 @@
 """All patches together, as a trainer gets them by `shim.apply()`, on a real release: stock's training is not
 touched, and revert leaves nothing."""
 
+import json
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ import shim
 from shim import testing
 from shim._engine.chain import MISSING
 from shim._engine.engine import ENGINE
+from shim._tools.cli import main
 from shim.testing import Layout
 
 IN_FORCE = ("applied", "upstream", "inactive", "excluded", "not-installed")
@@ -72,6 +75,16 @@ def test_what_is_reverted_was_never_there():
         assert ENGINE.binder.resolve(target, added=True)[2] is value, f"{owner}.{name}"
         assert value is not MISSING or name not in vars(owner)
     assert not ENGINE.binder.places.slots and not ENGINE.binder.chains
+
+
+def test_the_command_status_says_what_is_applied_here(capsys):
+    """With the shipped matrix. It is the one command that imports megatron: the others are in test_commands.py."""
+    assert main(["status"]) == 0
+    text = capsys.readouterr().out
+    assert main(["status", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert text.startswith(f"{len(report['applied'])} applied")
+    assert {patch["state"] for patch in report["patches"].values()} <= {"applied", "upstream", "not-installed"}
 
 
 def loaded(target):
