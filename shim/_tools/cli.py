@@ -1,4 +1,5 @@
-"""The command `shim`: list, status, plan, explain, doctor, matrix, audit, pin, run; each but run with --json.
+"""The command `shim`: list, status, plan, explain, doctor, matrix, audit, pin, run, new-patch; all but run
+take --json.
 
 Exit codes: 0 fine, 1 something asked for is not met, 2 wrong usage; those of `run` are its command's.
 """
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from shim._errors import MatrixError, NotMetError, OptionError, ShimError
 
 if TYPE_CHECKING:
+    from shim._matrix.model import Matrix
     from shim._planning.plan import Plan
 
 __all__ = ["main"]
@@ -191,6 +193,45 @@ def _matrix(arguments: argparse.Namespace) -> int:
         _say(json.dumps({"include": found} if arguments.github else found, indent=None if arguments.github else 2))
         return OK
     _print(support(matrix), support_table(matrix), arguments.json)
+    return _complain_of_unfilled(matrix)
+
+
+def _complain_of_unfilled(matrix: Matrix) -> int:
+    """Says what of a new patch is still the template's, where `matrix` is that of a source checkout."""
+    from shim._matrix.load import PACKAGE
+    from shim._tools.new_patch import is_checkout, unfilled
+
+    top = PACKAGE.parent
+    if not is_checkout(top) or Path(matrix.path).resolve() != top / "version_matrix.yaml":
+        return OK
+    places = unfilled(top)
+    for place in places:
+        print(f"shim: {place}", file=sys.stderr)
+    return NOT_MET if places else OK
+
+
+def _new_patch(arguments: argparse.Namespace) -> int:
+    from shim._matrix.load import PACKAGE, load_matrix
+    from shim._tools.new_patch import propose, require_checkout, said, unfilled, write_patch
+    from shim._tools.progress import Progress
+
+    top = PACKAGE.parent
+    require_checkout(top)
+    matrix, progress = load_matrix(), Progress()
+
+    def fetch(distribution: str, release: str) -> Path:
+        progress(f"{distribution} {release}")
+        return _fetch(distribution, release)
+
+    found = propose(arguments.id, arguments.target, matrix, fetch)
+    written = write_patch(found, matrix, top, arguments.dry_run)
+    progress.done()
+    left = [] if arguments.dry_run else unfilled(top)
+    _print(
+        {**found.to_dict(), "files": [str(path.relative_to(top)) for path in written], "unfilled": left},
+        said(found, {path.relative_to(top): text for path, text in written.items()}, left, arguments.dry_run),
+        arguments.json,
+    )
     return OK
 
 
@@ -316,15 +357,17 @@ def _lock(arguments: argparse.Namespace) -> int:
 
 
 def _add_selection(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--only", help="patch ids, separated by commas")
-    sub.add_argument("--exclude", help="patch ids")
-    sub.add_argument("--require", help="patch ids that have to be applicable, else exit 1")
+    sub.add_argument("--only", metavar="IDS", help="only these patches; ids with commas between")
+    sub.add_argument("--exclude", metavar="IDS", help="all patches but these")
+    sub.add_argument("--require", metavar="IDS", help="exit 1 where one of these patches cannot be applied")
+    sub.add_argument("--kinds", metavar="KINDS", help="only these kinds: correctness, compat, performance, feature")
     sub.add_argument("--strict", action="store_true", help="exit 1 where a correctness patch has drifted")
-    sub.add_argument("--on-drift", choices=("skip", "error", "apply"), help="what to do with unknown bodies")
-    sub.add_argument("--kinds", help="kinds of patches: correctness, compat, performance, feature")
+    sub.add_argument(
+        "--on-drift", choices=("skip", "error", "apply"), help="what to do with a patch that has drifted; default skip"
+    )
     sub.add_argument("--options", metavar="JSON", help='options of patches: {"paged-stash": {"moe_paged_stash": true}}')
-    sub.add_argument("--matrix", help="another version_matrix.yaml")
-    sub.add_argument("--package", metavar="NAME", help="package in which patch modules of that matrix may lie, too")
+    sub.add_argument("--matrix", metavar="FILE", help="another version_matrix.yaml")
+    sub.add_argument("--package", metavar="NAME", help="allow patch modules of that matrix in this package")
 
 
 def _add_held(sub: argparse.ArgumentParser) -> None:
@@ -350,42 +393,51 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         return sub
 
-    listing = command("list", _list, "print all patches, each with what it does")
-    listing.add_argument("--matrix", help="another version_matrix.yaml")
-    for sub in (
-        command("status", _status, "apply here, import the targets, read back, and print the state of every patch"),
-        command("plan", _plan, "print what apply() would do here and why; imports neither torch nor megatron"),
-    ):
+    plan = command("plan", _plan, "print what shim.apply() would do here, and why; imports neither torch nor megatron")
+    explain = command("explain", _explain, "print what a patch is for, how it is wired, and what was decided about it")
+    explain.add_argument("id", metavar="ID")
+    listing = command("list", _list, "print all patches by kind, each with what it does and the releases that get it")
+    status = command("status", _status, "apply here, import the targets, print the state of every patch, and revert")
+    for sub in (plan, status):
         _add_held(sub)
-        sub.add_argument("-v", "--verbose", action="store_true", help="with variant, targets and reason of every patch")
-    command("explain", _explain, "say what a patch is for and what was decided about it here").add_argument("id")
-    command("doctor", _doctor, "print what an issue report needs: versions, places, plan, surroundings")
-    matrix = command("matrix", _matrix, "check the matrix and print which release gets which patch")
-    matrix.add_argument("--matrix", help="another version_matrix.yaml")
-    matrix.add_argument("--cells", action="store_true", help="print the releases a trainer should test, as JSON")
-    matrix.add_argument(
-        "--github", action="store_true", help="the same as the matrix of a GitHub workflow, in one line"
-    )
-    matrix.add_argument("--range", metavar="SPEC", help='only these releases of megatron-core, as ">=0.16"')
-    matrix.add_argument("--pairs", action="store_true", help="each with the releases of Transformer Engine as well")
+        sub.add_argument("-v", "--verbose", action="store_true", help="add variant, targets and reason of every patch")
+    command("doctor", _doctor, "print what an issue report needs, as Markdown: places, versions, plan, surroundings")
     run = command(
         "run", _run, "run a command in which every Python process applies shim: shim run -- torchrun train.py"
     )
     _add_held(run)
     run.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND")
-    pin = command("pin", _pin, "write a lock of what is installed here (--lock); for developers of shim: the pins")
+    pin = command(
+        "pin", _pin, "write a lock of what is installed here (--lock); for developers of shim: measure the pins"
+    )
     _add_selection(pin)
-    pin.add_argument("--lock", metavar="FILE", help="write what is installed here, and what is applied to it")
+    pin.add_argument("--lock", metavar="FILE", help="write down what is installed here, and what is applied to it")
     pin.add_argument("--check", action="store_true", help="only say whether the pins are current; fetches all releases")
     pin.add_argument(
         "--releases", action="store_true", help="fetch all supported releases and write their pins beside the matrix"
     )
-    audit = command(
-        "audit", _audit, "say what a release, wheel or source tree means for every patch, without running it"
+    matrix = command("matrix", _matrix, "check the matrix, and print which release gets which variant of each patch")
+    matrix.add_argument("--cells", action="store_true", help="print the releases a trainer should test, as JSON")
+    matrix.add_argument(
+        "--github", action="store_true", help="print them as the matrix of a GitHub workflow, in one line"
     )
-    audit.add_argument("target", help="megatron-core==X, transformer-engine==X, a wheel file, or a directory")
+    matrix.add_argument("--pairs", action="store_true", help="print each with the TE releases that differ")
+    matrix.add_argument("--range", metavar="SPEC", help='only these releases of megatron-core: ">=0.16"')
+    audit = command(
+        "audit", _audit, "print what a release, wheel or source tree means for every patch, without running it"
+    )
+    audit.add_argument(
+        "target", metavar="TARGET", help="megatron-core==X, transformer-engine==X, a wheel file, or a directory"
+    )
     audit.add_argument("--markdown", action="store_true", help="print Markdown for a pull request")
-    audit.add_argument("--matrix", help="another version_matrix.yaml")
+    for sub in (listing, matrix, audit):
+        sub.add_argument("--matrix", metavar="FILE", help="another version_matrix.yaml")
+    new = command("new-patch", _new_patch, "for developers of shim: write module, matrix entry and test of a new patch")
+    new.add_argument("id", metavar="ID", help="lower-case words with hyphens between")
+    new.add_argument(
+        "--target", metavar="MODULE:NAME", action="append", required=True, help="what the patch binds; may be repeated"
+    )
+    new.add_argument("--dry-run", action="store_true", help="print what would be written, and write nothing")
     return parser
 
 

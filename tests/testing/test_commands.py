@@ -134,7 +134,7 @@ def test_every_command_that_imports_nothing(cell, tmp_path):
 def test_every_command_knows_its_place_here():
     """A command that comes to the CLI comes to this module."""
     [actions] = [action for action in _parser()._actions if getattr(action, "choices", None)]
-    assert set(actions.choices) <= {*COMMANDS, "pin", "audit", "status", "run", "prove"}
+    assert set(actions.choices) <= {*COMMANDS, "pin", "audit", "status", "run", "new-patch"}
 
 
 @pytest.fixture(scope="module")

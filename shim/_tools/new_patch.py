@@ -1,0 +1,301 @@
+"""`shim new-patch`: look at a target on every supported release, and write the skeleton of a patch for it."""
+
+from __future__ import annotations
+
+import ast
+import keyword
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from shim._errors import NotMetError, OptionError, SourceError
+from shim._matrix.load import matrix_path
+from shim._matrix.model import Matrix
+from shim._matrix.reader import compose
+from shim._matrix.spelling import did_you_mean
+from shim._releases.fingerprint import definitions, fingerprint, names_bound_by, signature_part, split_target
+from shim._releases.sources import Sources
+from shim._tools import new_patch_text as text
+
+__all__ = ["Body", "Proposal", "is_checkout", "propose", "require_checkout", "said", "unfilled", "write_patch"]
+
+ID = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+PACKAGES = {"megatron": "megatron-core", "transformer_engine": "transformer-engine"}
+Fetch = Callable[[str, str], Path]
+
+
+@dataclass(frozen=True)
+class Body:
+    """Neighbouring releases in which all targets have the same bodies; `fingerprints` is empty where one is missing."""
+
+    releases: tuple[str, ...]
+    fingerprints: tuple[str, ...]
+    number: int = 0  # from 1; releases that are no neighbours may have the same body
+
+    @property
+    def signature(self) -> tuple[str, ...]:
+        return tuple(map(signature_part, self.fingerprints))
+
+    @property
+    def span(self) -> str:
+        return span(self.releases)
+
+    def __str__(self) -> str:
+        return f"{f'body {self.number}' if self.fingerprints else 'not there':<10} {self.span}"
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What was found out about the targets of a patch that is to be written.
+
+    `variants` maps a name to the neighbouring releases it is for; `without` are those that lack a target.
+    """
+
+    id: str
+    distribution: str
+    targets: tuple[str, ...]
+    bodies: tuple[Body, ...]
+    variants: dict[str, tuple[str, ...]]
+    without: tuple[tuple[str, ...], ...]
+    kind: str  # of what the targets name in the newest release that has them: "function", "class" or "value"
+
+    @property
+    def module(self) -> str:
+        return f"shim.patches.{self.folder}.{self.name}"
+
+    @property
+    def name(self) -> str:
+        return self.id.replace("-", "_")
+
+    @property
+    def folder(self) -> str:
+        return self.distribution.replace("-", "_")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "distribution": self.distribution,
+            "targets": list(self.targets),
+            "bodies": [{"releases": list(b.releases), "fingerprints": list(b.fingerprints)} for b in self.bodies],
+            "variants": {name: list(releases) for name, releases in self.variants.items()},
+        }
+
+
+def span(releases: Sequence[str]) -> str:
+    return releases[0] if len(releases) == 1 else f"{releases[0]} - {releases[-1]}"
+
+
+def is_checkout(top: Path) -> bool:
+    return all((top / part).exists() for part in ("version_matrix.yaml", "patches", "tests/cells", "setup.py"))
+
+
+def require_checkout(top: Path) -> None:
+    """OptionError where `top` is not the top of a source checkout of shim."""
+    if not is_checkout(top):
+        raise OptionError(
+            f"shim new-patch writes into a source checkout of shim, and {top} is none. "
+            "Remedy: clone shim's repository, run `make env` in it, and call .venv/bin/shim new-patch there."
+        )
+
+
+def propose(id: str, targets: Sequence[str], matrix: Matrix, fetch: Fetch) -> Proposal:
+    """Read the targets on every supported release; `fetch(distribution, release)` gives its sources.
+
+    OptionError where id or targets are not usable, NotMetError where no release has all targets.
+    """
+    if not ID.fullmatch(id) or keyword.iskeyword(id):
+        raise OptionError(f"{id!r} is no id for a patch. Remedy: lower-case words with hyphens between: mtp-recompute")
+    if id in matrix.patches:
+        raise OptionError(f"there is a patch {id} already; shim explain {id} says what it does")
+    distribution = _distribution(targets)
+    releases = sorted(matrix.supported[distribution], key=Version)
+    found = {}
+    for release in releases:
+        sources = Sources([fetch(distribution, release)])
+        found[release] = _fingerprints(sources, targets)
+    bodies = _bodies(found)
+    having = [release for release in releases if found[release]]
+    if not having:
+        raise NotMetError(_nobody_has(targets, distribution, Sources([fetch(distribution, releases[-1])])))
+    newest = Sources([fetch(distribution, having[-1])])
+    return Proposal(
+        id,
+        distribution,
+        tuple(targets),
+        bodies,
+        _variants(bodies, targets[0]),
+        tuple(body.releases for body in bodies if not body.fingerprints),
+        _kind(newest, targets[0]),
+    )
+
+
+def _distribution(targets: Sequence[str]) -> str:
+    found = set()
+    for target in targets:
+        try:
+            package = split_target(target)[0].partition(".")[0]
+        except SourceError as error:
+            raise OptionError(f"--target: {error}, as in megatron.core.optimizer:get_megatron_optimizer") from None
+        if package not in PACKAGES:
+            raise OptionError(f"--target {target} is in {package}; shim patches {' and '.join(PACKAGES.values())}")
+        found.add(PACKAGES[package])
+    if len(found) != 1:
+        raise OptionError("all targets of a patch are of one distribution; write a patch for each")
+    return found.pop()
+
+
+def _fingerprints(sources: Sources, targets: Sequence[str]) -> tuple[str, ...]:
+    """One for each target; empty where one of them is not there."""
+    try:
+        return tuple(fingerprint(sources, target) for target in targets)
+    except SourceError:
+        return ()
+
+
+def _bodies(found: dict[str, tuple[str, ...]]) -> tuple[Body, ...]:
+    numbers = {prints: number for number, prints in enumerate(dict.fromkeys(filter(None, found.values())), 1)}
+    groups = groupby(found.items(), key=lambda item: item[1])
+    return tuple(Body(tuple(r for r, _ in items), prints, numbers.get(prints, 0)) for prints, items in groups)
+
+
+def _variants(bodies: Sequence[Body], target: str) -> dict[str, tuple[str, ...]]:
+    """A variant for each run of neighbours that are called alike: one wrapper can serve several bodies."""
+    runs = [
+        tuple(release for body in members for release in body.releases)
+        for signature, group in groupby(bodies, key=lambda body: body.signature)
+        if signature and (members := list(group))
+    ]
+    if len(runs) == 1:
+        return {split_target(target)[1].rpartition(".")[2].strip("_").lower(): runs[0]}
+    return {f"since_{minor(run[0], '_')}": run for run in runs}
+
+
+def minor(release: str, between: str = ".") -> str:
+    """Major and minor number, and the rest where it is not the first of its minor releases."""
+    numbers = release.split(".")
+    return between.join(numbers[:2] if set(numbers[2:]) <= {"0"} else numbers)
+
+
+def ranges(proposal: Proposal, supported: Sequence[str]) -> dict[tuple[str, ...], str]:
+    """For each group of neighbours its range: from its first release to the first of the next."""
+    ordered = sorted(supported, key=Version)
+    major, last_minor = Version(ordered[-1]).release[:2]
+    found = {}
+    for group in (*proposal.variants.values(), *proposal.without):
+        after = ordered.index(group[-1]) + 1
+        end = minor(ordered[after]) if after < len(ordered) else f"{major}.{last_minor + 1}"
+        found[group] = f">={minor(group[0])},<{end}"
+    return found
+
+
+def _kind(sources: Sources, target: str) -> str:
+    module, qualname = split_target(target)
+    node = definitions(sources.tree(module), qualname)[-1].node
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return "function"
+    return "class" if isinstance(node, ast.ClassDef) else "value"
+
+
+def _nobody_has(targets: Sequence[str], distribution: str, newest: Sources) -> str:
+    """Which target is missing where, and what it may have been meant to be."""
+    for target in targets:
+        module, qualname = split_target(target)
+        try:
+            fingerprint(newest, target)
+        except SourceError as error:
+            try:
+                known = list(_names(newest.tree(module).body))
+            except SourceError:
+                known = []
+            hint = did_you_mean(qualname, known) if known else ""
+            return f"no supported release of {distribution} has {target}: {error}" + (f"; {hint}" if hint else "")
+    return f"no supported release of {distribution} has all of {', '.join(targets)}"
+
+
+def _names(body: Sequence[ast.stmt], prefix: str = "") -> list[str]:
+    """Functions and classes at the top of a module, and the methods of the classes."""
+    names = []
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names += [prefix + name for name in names_bound_by(node)]
+            names += _names(node.body, f"{prefix}{node.name}.") if isinstance(node, ast.ClassDef) else []
+    return names
+
+
+# Writing
+
+
+def write_patch(proposal: Proposal, matrix: Matrix, top: Path, dry_run: bool = False) -> dict[Path, str]:
+    """Write module, entry and test, and return their paths with what is (or would be) in them.
+
+    OptionError where a file of that name is there already: nothing is written then.
+    """
+    tests = "cells" if proposal.distribution == "megatron-core" else "pairs"
+    module = top / "patches" / proposal.folder / f"{proposal.name}.py"
+    test = top / "tests" / tests / f"test_{proposal.name}.py"
+    file = top / "version_matrix.yaml"
+    for path in (module, test):
+        if path.exists():
+            raise OptionError(f"{path} is there already, and is not overwritten")
+    entry = text.entry(proposal, ranges(proposal, matrix.supported[proposal.distribution]))
+    written = {
+        module: text.module(proposal),
+        file: with_entry(file.read_text("utf-8"), entry),
+        test: text.test(proposal),
+    }
+    for path, content in written.items() if not dry_run else ():
+        path.write_text(content, "utf-8")
+    return written
+
+
+def with_entry(matrix: str, entry: str) -> str:
+    """The text of a matrix with one more entry behind the last patch; all else stays, comments included."""
+    document = compose(matrix_path(), matrix.encode())
+    patches = next(value for key, value in document.value if key.value == "patches")
+    lines = matrix.splitlines(keepends=True)
+    end = patches.end_mark.line if patches.end_mark.line < len(lines) else len(lines)
+    # A block ends where the next one begins: blank lines and comments before that belong to the next one.
+    while end > 0 and (not lines[end - 1].strip() or lines[end - 1].startswith("#")):
+        end -= 1
+    rest = "".join(lines[end:])
+    before = "".join(lines[:end]).rstrip("\n")
+    return f"{before}\n\n{entry}" + (rest if not rest or rest.startswith("\n") else f"\n{rest}")
+
+
+def unfilled(top: Path) -> list[str]:
+    """Every place of a checkout that still has the template's text: file, line, and what to put there."""
+    files = [top / "version_matrix.yaml", *sorted((top / "patches").rglob("*.py"))]
+    files += [file for tests in ("cells", "pairs") for file in sorted((top / "tests" / tests).glob("test_*.py"))]
+    found = []
+    for file in files:
+        for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
+            _, mark, what = line.partition(text.MARK)
+            if mark:
+                found.append(f"{file.relative_to(top)}:{number}: {what.strip().rstrip(chr(34) + ')')}")
+    return found
+
+
+def said(proposal: Proposal, written: Mapping[Path, str], left: Sequence[str], dry_run: bool) -> str:
+    """What was found and written, for people; with `dry_run` all texts."""
+    lines = [*proposal.targets, *(f"  {body}" for body in proposal.bodies), ""]
+    if dry_run:
+        for path, content in written.items():
+            own = content.partition(f"\n  {proposal.id}:\n")
+            lines += [f"--- {path}", f"  {proposal.id}:\n{own[2].partition(chr(10) * 2)[0]}\n" if own[1] else content]
+        return "\n".join(lines)
+    *_, test = written
+    folder = test.parent.name
+    lines += [f"wrote {path}" for path in written]
+    lines += ["", "Fill these places; `shim matrix` lists what is left:"]
+    mine = [p for p in left if p.startswith(tuple(map(str, written)))]
+    lines += [f"  {place}" for place in mine]
+    cell = proposal.variants[next(reversed(proposal.variants))][-1]
+    run = f".venv/bin/python -m shim.testing.cells --releases {cell if folder == 'cells' else f'0.19.2+{cell}'}"
+    lines += ["", "The test first, on a release that needs the patch; docs/writing-a-patch.md has each step:"]
+    lines += [f"  {run} -- -q {test}", "  make pins docs"]
+    return "\n".join(lines)

@@ -1,0 +1,174 @@
+"""The text of a new patch: module, entry of the matrix, and test, each with places that say what to put there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from shim._releases.fingerprint import split_target
+
+if TYPE_CHECKING:
+    from shim._tools.new_patch import Proposal
+
+__all__ = ["MARK", "entry", "module", "test"]
+
+MARK = "FILL" + ":"  # in two parts, so that a search for places that are left finds none here
+
+
+def entry(proposal: Proposal, ranges: Mapping[tuple[str, ...], str]) -> str:
+    """The entry of version_matrix.yaml."""
+    distribution = proposal.distribution
+    lines = [
+        f"  {proposal.id}:",
+        f'    summary: "{MARK} what is right with the patch, in one line of at most 100 characters"',
+        f'    without: "{MARK} what goes wrong without it, in one line"',
+        f"    kind: correctness  # {MARK} keep it, or compat, performance, feature; then delete this comment",
+        f"    changes: values  # {MARK} keep it, or rounding, nothing (docs/matrix.md); then delete this comment",
+        f"    distribution: {distribution}",
+        f"    module: {proposal.module}",
+        "    variants:",
+    ]
+    for name, releases in proposal.variants.items():
+        lines += [f"      {name}:", f'        applies: {{{distribution}: "{ranges[releases]}"}}', "        targets:"]
+        lines += [f"          - {target}" for target in proposal.targets]
+        lines.append(f"        # {MARK} list under `reads:` what else the patch relies on; then delete this comment")
+    if proposal.without:
+        lines.append("    upstream:")
+    for releases in proposal.without:
+        note = f"{MARK} why these releases, which lack a target, need no patch"
+        lines.append(f'      - {{{distribution}: "{ranges[releases]}", note: "{note}"}}')
+    lines += [
+        "    references:",
+        f'      - "{MARK} the pull request or issue upstream, and whether it is open"',
+        f'    delete_when: "{MARK} the event after which nobody needs the patch"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+FUNCTION = """\
+def {factory}(original: Function) -> Function:
+    @functools.wraps(original)
+    def {name}(*args: Any, **kwargs: Any) -> Any:
+        # {mark} change what goes in or what comes out; argument() and replacing() of shim.patches._arguments
+        # read and replace an argument by its name.
+        return original(*args, **kwargs)
+
+    return {name}
+"""
+
+OTHER = """\
+def {factory}(original: Any) -> Any:
+    # {mark} return what takes the place of this {kind}; make it anew, and leave the original as it is.
+    return original
+"""
+
+MODULE = '''\
+"""{mark} what this patch is about, in one line.
+
+What is wrong: {mark} who sees what go wrong, since which release, and why.
+
+What the patch does: {mark} the smallest change that mends it, and what it leaves alone.
+
+Upstream: {mark} the release or pull request that mends it. Delete when {mark} what has to happen first.
+"""
+
+from __future__ import annotations
+
+{imports}
+
+{constants}
+
+
+{factories}
+
+def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[{of}], {of}]]:
+    """The factories of a variant: target -> function from upstream's object to the one that takes its place."""
+    return {{{table}}}
+'''
+
+
+def module(proposal: Proposal) -> str:
+    """The module of the patch. It runs as it is, and changes nothing."""
+    function = proposal.kind == "function"
+    names = [split_target(target)[1].rpartition(".")[2] for target in proposal.targets]
+    unique = len(set(names)) == len(names)
+    constants, factories, table = [], [], []
+    for place, (target, name) in enumerate(zip(proposal.targets, names), 1):
+        plain = name.strip("_").lower() if unique else f"{name.strip('_').lower()}_{place}"
+        constants.append(f'{plain.upper()} = "{target}"')
+        template = FUNCTION if function else OTHER
+        factories.append(template.format(factory=f"_{plain}", name=name, mark=MARK, kind=proposal.kind))
+        table.append(f"{plain.upper()}: _{plain}")
+    imports = ["from collections.abc import Callable, Mapping", "from typing import Any"]
+    if function:
+        imports = ["import functools", *imports, "", "from shim.patches._arguments import Function"]
+    return MODULE.format(
+        mark=MARK,
+        imports="\n".join(imports),
+        constants="\n".join(constants),
+        factories="\n\n".join(factories),
+        of="Function" if function else "Any",
+        table=", ".join(table),
+    )
+
+
+TEST = '''\
+"""{id}: {mark} what these tests show, in one sentence."""
+
+import pytest
+
+import shim
+{setting}
+ID = "{id}"
+NEEDED = shim.plan()[ID].wanted
+needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+{fixture}
+
+@needed
+def test_stock_is_wrong():
+    """{mark} what stock does."""
+    pytest.fail("{mark} run stock, and assert the wrong value or the error itself")
+
+
+@needed
+def test_the_patch_mends_it():
+    """{mark} what is right, and how the test knows."""
+    with shim.patched(only=[ID], require=[ID]):
+        pytest.fail("{mark} do the same, and compare with what is right")
+
+
+@needed
+def test_what_stock_does_right_stays():
+    """{mark} in which case the patch has nothing to do."""
+    with shim.patched(only=[ID], require=[ID]):
+        pytest.fail("{mark} run that case, and compare with stock, bit for bit")
+'''
+
+RIGHT = '''
+
+@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
+def test_this_release_needs_no_patch():
+    """{mark} why."""
+    assert shim.plan()[ID].action == "upstream"
+    pytest.fail("{mark} show that stock is right, or that it lacks what the patch mends")
+'''
+
+ONE_RANK = """
+
+@pytest.fixture(autouse=True)
+def one_rank():
+    with testing.layout_initialised(testing.Layout()):
+        yield
+"""
+
+
+def test(proposal: Proposal) -> str:
+    """The tests of the patch, each of which fails until it is written."""
+    core = proposal.distribution == "megatron-core"
+    text = TEST.format(
+        id=proposal.id,
+        mark=MARK,
+        setting="from shim import testing\n" if core else "",
+        fixture=ONE_RANK if core else "",
+    )
+    return text + (RIGHT.format(mark=MARK) if proposal.without else "")
