@@ -1,11 +1,15 @@
 """README's table and the pages of docs/ that are generated from the matrix are current."""
 
+import re
+
 import pytest
 from unit_helpers import REPOSITORY
 
+from shim._engine.report import STATES
 from shim._matrix.load import load_matrix
 from shim._planning.explain import explanation, patch_docstring
 from shim._tools import docs as _docs
+from shim._tools.docs_reference import MEANINGS
 
 
 def test_generated_documents_are_current(capsys):
@@ -19,9 +23,11 @@ def test_check_says_what_is_stale_and_writes_nothing(tmp_path, monkeypatch, caps
     monkeypatch.setattr("shim._matrix.load.matrix_path", lambda: REPOSITORY / "version_matrix.yaml")
     monkeypatch.setattr("shim._matrix.load.patches_path", lambda: REPOSITORY / "patches")
     (tmp_path / "docs").mkdir()
-    (tmp_path / "README.md").write_text(f"before\n{_docs.BEGIN}\nold\n{_docs.END}\nafter\n")
+    for name in ("README.md", "docs/cli.md"):
+        (tmp_path / name).write_text(f"before\n{_docs.BEGIN}\nold\n{_docs.END}\nafter\n")
     assert _docs.main(["--check"]) == 1
-    assert capsys.readouterr().out.split("\n")[:2] == ["README.md is stale", "docs/patches.md is stale"]
+    said = capsys.readouterr().out.split("\n")
+    assert said[:3] == ["README.md is stale", "docs/cli.md is stale", "docs/patches.md is stale"]
     assert not (tmp_path / "docs" / "patches.md").exists()
     assert _docs.main([]) == 0
     assert _docs.main(["--check"]) == 0
@@ -93,3 +99,52 @@ def test_every_command_is_documented():
     actions = next(action for action in _parser()._actions if action.choices and "plan" in action.choices)
     for command in actions.choices:
         assert f"| `shim {command}" in text
+
+
+def test_every_state_is_documented():
+    assert list(MEANINGS) == list(STATES)
+    text = (REPOSITORY / "docs" / "states.md").read_text("utf-8")
+    assert all(f"| {state} | {meaning} |" in text for state, (meaning, _) in MEANINGS.items())
+
+
+PAGES = {
+    path.relative_to(REPOSITORY).as_posix(): path.read_text("utf-8")
+    for path in (
+        *REPOSITORY.glob("*.md"),
+        *(REPOSITORY / "docs").rglob("*.md"),
+        *(REPOSITORY / ".github").rglob("*.md"),
+    )
+}
+
+
+def links(page):
+    """Path below the repository and anchor of each relative link of a page, outside of code."""
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", PAGES[page], flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not target.startswith(("https:", "http:", "mailto:")):
+            path, _, anchor = target.partition("#")
+            there = (REPOSITORY / page).parent / path if path else REPOSITORY / page
+            yield there.resolve().relative_to(REPOSITORY).as_posix(), anchor
+
+
+def anchors(page):
+    """What the headings of a page are called in links to them."""
+    text = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_link_is_dead(page):
+    """Neither the file nor the heading it leads to."""
+    dead = [f"{path}#{anchor}" for path, anchor in links(page) if not (REPOSITORY / path).exists()]
+    dead += [f"{path}#{anchor}" for path, anchor in links(page) if anchor and anchor not in anchors(path)]
+    assert dead == []
+
+
+def test_the_index_leads_to_every_page():
+    """Directly, and each with a word about it; README leads to the index."""
+    found = {path for path, _ in links("docs/index.md")}
+    assert {page for page in PAGES if page.startswith("docs/")} - found == {"docs/index.md"}
+    assert {"README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"} <= found
+    assert "docs/index.md" in {path for path, _ in links("README.md")}
