@@ -181,9 +181,9 @@ def _run(arguments: argparse.Namespace) -> int:
 def _matrix(arguments: argparse.Namespace) -> int:
     from shim._matrix.load import load_matrix
     from shim._planning.options import matrix_argument
-    from shim._tools.docs import support, support_table
+    from shim._tools.support import support, support_table
 
-    matrix = load_matrix(matrix_argument(arguments.matrix))
+    matrix = load_matrix(matrix_argument(arguments.matrix), check_ranges=True)
     if (arguments.pairs or arguments.range) and not (arguments.cells or arguments.github):
         raise OptionError("--pairs and --range belong to --cells or --github")
     if arguments.cells or arguments.github:

@@ -6,10 +6,11 @@ import pytest
 from unit_helpers import REPOSITORY
 
 from shim._engine.report import STATES
+from shim._matrix import declared, rules
 from shim._matrix.load import load_matrix
 from shim._planning.explain import explanation, patch_docstring
 from shim._tools import docs as _docs
-from shim._tools.docs_reference import MEANINGS
+from shim._tools.docs_reference import KEYS, MEANINGS, TABLES
 
 
 def test_generated_documents_are_current(capsys):
@@ -105,6 +106,19 @@ def test_every_state_is_documented():
     assert list(MEANINGS) == list(STATES)
     text = (REPOSITORY / "docs" / "states.md").read_text("utf-8")
     assert all(f"| {state} | {meaning} |" in text for state, (meaning, _) in MEANINGS.items())
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_key_of_the_matrix_is_documented(name):
+    """And no key that the matrix does not have."""
+    assert list(KEYS[name]) == list(TABLES[name])
+    text = (REPOSITORY / "docs" / "matrix.md").read_text("utf-8")
+    assert all(f"| `{key}` |" in text for key in TABLES[name])
+
+
+def test_every_table_of_keys_is_documented():
+    tables = [name for module in (rules, declared) for name in vars(module) if name == "KEYS" or name.endswith("_KEYS")]
+    assert len(tables) == len(TABLES)
 
 
 PAGES = {
