@@ -212,7 +212,7 @@ def _complain_of_unfilled(matrix: Matrix) -> int:
 
 def _new_patch(arguments: argparse.Namespace) -> int:
     from shim._matrix.load import PACKAGE, load_matrix
-    from shim._tools.new_patch import propose, require_checkout, said, unfilled, write_patch
+    from shim._tools.new_patch import pin_patch, propose, require_checkout, said, unfilled, write_patch
     from shim._tools.progress import Progress
 
     top = PACKAGE.parent
@@ -225,6 +225,8 @@ def _new_patch(arguments: argparse.Namespace) -> int:
 
     found = propose(arguments.id, arguments.target, matrix, fetch)
     written = write_patch(found, matrix, top, arguments.dry_run)
+    if not arguments.dry_run:
+        pin_patch(found.id, fetch)
     progress.done()
     left = [] if arguments.dry_run else unfilled(top)
     _print(

@@ -14,15 +14,27 @@ from typing import Any
 from packaging.version import Version
 
 from shim._errors import NotMetError, OptionError, SourceError
-from shim._matrix.load import matrix_path
+from shim._matrix.load import load_matrix, matrix_path
 from shim._matrix.model import Matrix
+from shim._matrix.pins import render_pins
 from shim._matrix.reader import compose
 from shim._matrix.spelling import did_you_mean
 from shim._releases.fingerprint import definitions, fingerprint, names_bound_by, signature_part, split_target
 from shim._releases.sources import Sources
 from shim._tools import new_patch_text as text
+from shim._tools.pin import measure, write
 
-__all__ = ["Body", "Proposal", "is_checkout", "propose", "require_checkout", "said", "unfilled", "write_patch"]
+__all__ = [
+    "Body",
+    "Proposal",
+    "is_checkout",
+    "pin_patch",
+    "propose",
+    "require_checkout",
+    "said",
+    "unfilled",
+    "write_patch",
+]
 
 ID = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 PACKAGES = {"megatron": "megatron-core", "transformer_engine": "transformer-engine"}
@@ -253,6 +265,21 @@ def write_patch(proposal: Proposal, matrix: Matrix, top: Path, dry_run: bool = F
     return written
 
 
+def pin_patch(id: str, fetch: Fetch) -> None:
+    """Measure the pins of a patch that was just written, so that the plan knows its releases."""
+    matrix = load_matrix()
+    entry = matrix.patches[id]
+    alone = Matrix(matrix.path, {id: entry}, {entry.distribution: matrix.supported[entry.distribution]}, {})
+    measured = measure(alone, fetch)
+    pins = {
+        distribution: {
+            release: {**ids, **measured.get(distribution, {}).get(release, {})} for release, ids in found.items()
+        }
+        for distribution, found in matrix.pins.items()
+    }
+    write(matrix.path, render_pins(pins))
+
+
 def with_entry(matrix: str, entry: str) -> str:
     """The text of a matrix with one more entry behind the last patch; all else stays, comments included."""
     document = compose(matrix_path(), matrix.encode())
@@ -276,7 +303,7 @@ def unfilled(top: Path) -> list[str]:
         for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
             _, mark, what = line.partition(text.MARK)
             if mark:
-                found.append(f"{file.relative_to(top)}:{number}: {what.strip().rstrip(chr(34) + ')')}")
+                found.append(f"{file.relative_to(top)}:{number}: {what.partition(chr(34))[0].strip()}")
     return found
 
 
@@ -290,12 +317,12 @@ def said(proposal: Proposal, written: Mapping[Path, str], left: Sequence[str], d
         return "\n".join(lines)
     *_, test = written
     folder = test.parent.name
-    lines += [f"wrote {path}" for path in written]
+    lines += [f"wrote {path}" for path in written] + ["wrote version_matrix.lock.json"]
     lines += ["", "Fill these places; `shim matrix` lists what is left:"]
     mine = [p for p in left if p.startswith(tuple(map(str, written)))]
     lines += [f"  {place}" for place in mine]
     cell = proposal.variants[next(reversed(proposal.variants))][-1]
     run = f".venv/bin/python -m shim.testing.cells --releases {cell if folder == 'cells' else f'0.19.2+{cell}'}"
-    lines += ["", "The test first, on a release that needs the patch; docs/writing-a-patch.md has each step:"]
-    lines += [f"  {run} -- -q {test}", "  make pins docs"]
+    lines += ["", "Write the test first, and run it on a release that needs the patch:", f"  {run} -- -q {test}"]
+    lines += ["docs/writing-a-patch.md has each step."]
     return "\n".join(lines)

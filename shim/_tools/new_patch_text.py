@@ -49,8 +49,7 @@ FUNCTION = """\
 def {factory}(original: Function) -> Function:
     @functools.wraps(original)
     def {name}(*args: Any, **kwargs: Any) -> Any:
-        # {mark} change what goes in or what comes out; argument() and replacing() of shim.patches._arguments
-        # read and replace an argument by its name.
+        # {mark} change what goes in or what comes out, and delete this comment (docs/patch-modules.md)
         return original(*args, **kwargs)
 
     return {name}
@@ -69,7 +68,9 @@ What is wrong: {mark} who sees what go wrong, since which release, and why.
 
 What the patch does: {mark} the smallest change that mends it, and what it leaves alone.
 
-Upstream: {mark} the release or pull request that mends it. Delete when {mark} what has to happen first.
+Upstream: {mark} the release or pull request that mends it, and whether it is open.
+
+Delete when {mark} what has to happen first.
 """
 
 from __future__ import annotations
