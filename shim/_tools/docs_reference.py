@@ -139,7 +139,7 @@ KEYS = {
         "summary": "What is right with the patch, in one line.",
         "without": "What goes wrong in a release that needs the patch and does not get it, in one line.",
         "kind": f"One of {', '.join(KINDS)}.",
-        "changes": f"What the patch changes where stock is right: {', '.join(CHANGES)}.",
+        "changes": f"What the patch changes in the numbers of a run: {', '.join(CHANGES)}.",
         "distribution": "The distribution whose releases decide about the variant.",
         "module": "The module with `bindings()`: `shim.patches.DISTRIBUTION.NAME`.",
         "variants": "The variants by name.",

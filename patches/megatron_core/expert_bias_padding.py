@@ -1,0 +1,41 @@
+"""Padding and the bias of experts (moe_router_enable_expert_bias).
+
+What is wrong (0.16 to 0.19): the router counts the tokens of each expert, and moves the bias by the counts. It leaves
+out padding by a mask with one value per token [T], where the counts are made from a map of tokens and experts [T, E].
+Every step with a padding mask raises. With as many tokens as experts on a rank the shapes fit: then the mask leaves out
+experts instead of tokens, and the bias moves the wrong way in silence.
+
+What the patch does: it hands the mask on as a column [T, 1]. A step without a mask is not touched.
+
+Upstream: Megatron-LM pull request 6114, on the main branch and in no release yet.
+
+Delete when the releases before the one that brings it are not supported.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shim.patches._arguments import Function, argument, replacing
+
+APPLY_EXPERT_BIAS = "megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias"
+
+
+def _apply_expert_bias(original: Function) -> Function:
+    mask_of, with_mask = argument(original, "padding_mask"), replacing(original, "padding_mask")
+
+    @functools.wraps(original)
+    def _apply_expert_bias(*args: Any, **kwargs: Any) -> Any:
+        mask = mask_of(args, kwargs)
+        if mask is not None:
+            args, kwargs = with_mask(args, kwargs, mask.reshape(-1, 1))
+        return original(*args, **kwargs)
+
+    return _apply_expert_bias
+
+
+def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
+    """The factories of a variant: target -> function from upstream's object to the one that takes its place."""
+    return {APPLY_EXPERT_BIAS: _apply_expert_bias}

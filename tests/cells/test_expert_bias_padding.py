@@ -1,0 +1,80 @@
+"""expert-bias-padding: padding does not count for the bias of experts."""
+
+import inspect
+
+import pytest
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe import moe_utils
+
+import shim
+from shim import testing
+
+ID = "expert-bias-padding"
+NEEDED = shim.plan()[ID].wanted
+needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+MODEL = {
+    "num_layers": 1,
+    "mtp_num_layers": None,
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_load_balancing_type": "none",
+}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch):
+    # 0.16 looks it up in every step, and has it with Transformer Engine only.
+    monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
+    with testing.layout_initialised(testing.Layout()):
+        yield
+
+
+def counted(tokens, padding=0, **options):
+    """How many tokens the router has counted for each expert, in a step on one row that ends in padding."""
+    model = testing.build_gpt(**MODEL, **options)
+    row = torch.arange(tokens + padding)[None]
+    mask = {"padding_mask": row >= tokens} if padding else {}
+    model(row, row, None, labels=row, **mask).mean().backward()
+    return model.decoder.layers[0].mlp.router.local_tokens_per_expert
+
+
+@needed
+def test_stock_raises():
+    """The mask has one value per token, and the counts one per token and expert."""
+    with pytest.raises(RuntimeError, match="__and__"):
+        counted(tokens=4, padding=2)
+
+
+@needed
+def test_stock_leaves_out_the_wrong_places():
+    """With as many tokens as experts the shapes fit, and a padding token takes an expert away instead of itself."""
+    assert not torch.equal(counted(tokens=3, padding=1), counted(tokens=3))
+
+
+@needed
+@pytest.mark.parametrize("options", [{}, FULL], ids=["plain", "recompute"])
+@pytest.mark.parametrize(("tokens", "padding"), [(4, 2), (3, 1), (1, 6)])
+def test_a_padded_row_counts_like_the_row_alone(tokens, padding, options):
+    """Attention is causal, so that tokens are routed as if no padding came after them."""
+    with shim.patched(only=[ID], require=[ID]):
+        found = counted(tokens, padding, **options)
+    assert torch.equal(found, counted(tokens))
+    assert found.sum() == tokens * MODEL["moe_router_topk"]
+
+
+@needed
+def test_without_padding_it_counts_as_stock_does():
+    with shim.patched(only=[ID], require=[ID]):
+        found = counted(tokens=6)
+    assert torch.equal(found, counted(tokens=6))
+
+
+@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
+def test_this_release_needs_no_patch():
+    """Its models take no padding mask."""
+    assert shim.plan()[ID].action == "upstream"
+    assert "padding_mask" not in inspect.signature(GPTModel.forward).parameters
