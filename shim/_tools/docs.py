@@ -98,7 +98,7 @@ def replace_between(text: str, content: str) -> str:
 
 
 def generated(top: Path) -> dict[Path, str]:
-    """Each file that is generated, or has a generated part, with its text: documents, and the fast form of the matrix."""
+    """Each file that is generated, or has a generated part, with its text: documents, and the fast matrix."""
     matrix = load_matrix()
     docs = top / "docs"
     whole = {

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable, Iterator
 
 from shim._engine.report import STATES
-from shim._matrix import declared, rules
+from shim._matrix import declared, read_options, rules
 from shim._matrix.model import CHANGES, DISTRIBUTIONS, KINDS
 from shim._tools.cli import _add_selection, _parser
 
@@ -189,7 +189,7 @@ TABLES = {
     "A variant": rules.VARIANT_KEYS,
     "A rule": rules.RULE_KEYS,
     "A target": rules.TARGET_KEYS,
-    "An option": declared.KEYS,
+    "An option": read_options.KEYS,
     "A variable": rules.VARIABLE_KEYS,
 }
 
