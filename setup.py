@@ -12,13 +12,27 @@ from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "shim" / "__init__.py").read_text("utf-8"), re.M).group(1)
-PROJECT = "https://github.com/megatron-shim/megatron-shim"
+PROJECT = ""  # the address of the repository, which has no public one yet; docs/releasing.md asks for it
 
 
 def readme():
-    """README.md for a package index, where links relative to this tree would lead nowhere."""
+    """README.md for a package index, where links relative to this tree would lead nowhere: absolute ones, or none."""
     text = (HERE / "README.md").read_text("utf-8")
+    if not PROJECT:
+        return re.sub(r"\[([^\]]+)\]\((?!https?:|#)[^)]+\)", r"\1", text)
     return re.sub(r"\]\((?!https?:|#)([^)]+)\)", rf"]({PROJECT}/blob/main/\1)", text)
+
+
+def links():
+    """What setup() is told of the project's pages."""
+    if not PROJECT:
+        return {}
+    pages = {
+        "Documentation": f"{PROJECT}/blob/main/docs/index.md",
+        "Changelog": f"{PROJECT}/blob/main/CHANGELOG.md",
+        "Issues": f"{PROJECT}/issues",
+    }
+    return {"url": PROJECT, "project_urls": pages}
 
 
 class BuildWithMatrix(build_py):
@@ -40,12 +54,7 @@ if __name__ == "__main__":
         long_description=readme(),
         long_description_content_type="text/markdown",
         license="Apache-2.0",
-        url=PROJECT,
-        project_urls={
-            "Documentation": f"{PROJECT}/tree/main/docs",
-            "Changelog": f"{PROJECT}/blob/main/CHANGELOG.md",
-            "Issues": f"{PROJECT}/issues",
-        },
+        **links(),
         keywords=["megatron-core", "transformer-engine", "fine-tuning", "monkey-patch", "compatibility"],
         classifiers=[
             "Intended Audience :: Developers",

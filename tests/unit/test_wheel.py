@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -198,13 +198,24 @@ def test_what_is_installed_plans_without_torch(form, bare, tmp_path, request):
     assert done.stdout.split() == [f"{site}/shim/__init__.py", f"{site}/shim/version_matrix.yaml"], done.stderr
 
 
-def test_the_index_gets_links_that_lead_somewhere(wheel):
+def test_the_index_gets_no_link_that_leads_nowhere(wheel):
     """README's links are relative, for a checkout; a package index renders the text elsewhere."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         text = archive.read(name).decode()
+    assert "What it mends where" in text
     links = re.findall(r"\]\(([^)]+)\)", text)
-    assert links and all(link.startswith(("https://", "#")) for link in links), links
-    # Each leads to a file that is there.
+    assert all(link.startswith(("https://", "#")) for link in links), links
+
+
+def test_with_an_address_each_link_leads_to_a_file_of_the_repository(monkeypatch):
+    """docs/releasing.md asks for the address, and the description of the package then has all of README's links."""
+    spec = spec_from_file_location("setup_of_shim", REPOSITORY / "setup.py")
+    setup = module_from_spec(spec)
+    spec.loader.exec_module(setup)
+    monkeypatch.setattr(setup, "PROJECT", "https://example.test/shim")
+    links = re.findall(r"\]\(([^)]+)\)", setup.readme())
+    links += setup.links()["project_urls"].values()
+    assert all(link.startswith(("https://example.test/shim", "#")) for link in links), links
     paths = [link.partition("/blob/main/")[2].partition("#")[0] for link in links if "/blob/main/" in link]
     assert "docs/patches.md" in paths and all((REPOSITORY / path).is_file() for path in paths)

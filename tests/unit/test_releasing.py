@@ -1,0 +1,33 @@
+"""What docs/releasing.md asks for before a release can be built: with SHIM_RELEASING=1, as the page says."""
+
+import ast
+import os
+import re
+
+import pytest
+from packaging.version import Version
+from unit_helpers import REPOSITORY
+
+import shim
+
+pytestmark = pytest.mark.skipif(os.environ.get("SHIM_RELEASING") != "1", reason="only before a release")
+CHANGELOG = (REPOSITORY / "CHANGELOG.md").read_text("utf-8")
+
+
+def test_the_address_is_set():
+    """Of the repository, in setup.py: links of the package lead there."""
+    tree = ast.parse((REPOSITORY / "setup.py").read_text("utf-8"))
+    values = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "PROJECT"]
+    assert ast.literal_eval(values[0]).startswith("https://")
+
+
+def test_the_version_is_one_of_a_release():
+    version = Version(shim.__version__)
+    assert not version.is_prerelease and version.local is None
+
+
+def test_the_changelog_has_the_version_with_a_date_and_nothing_that_is_not_released():
+    """Its first section is empty, and its second is this version."""
+    sections = re.split(r"^## ", CHANGELOG, flags=re.MULTILINE)[1:]
+    assert re.fullmatch(r"\[Unreleased\]\s*", sections[0])
+    assert re.match(rf"\[{re.escape(shim.__version__)}\] - \d{{4}}-\d\d-\d\d\n", sections[1])
