@@ -173,6 +173,72 @@ def test_only_a_source_checkout_is_written_to(tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+CHECKOUT = """\
+# A comment that stays.
+supported:
+  megatron-core: ["0.15.0", "0.15.2", "0.16.0", "0.16.1", "0.17.0"]
+
+patches:
+  first:
+    summary: the first one
+    kind: compat
+    changes: nothing
+    distribution: megatron-core
+    module: shim.patches.megatron_core.first
+    variants:
+      only:
+        applies: {megatron-core: ">=0.15,<0.18"}
+        targets: ["megatron.core.package_info:MAJOR"]
+    delete_when: never
+"""
+
+
+@pytest.fixture
+def checkout(fetch, tmp_path, monkeypatch):
+    """A source checkout with one patch, and the command in it."""
+    top = tmp_path / "checkout"
+    for folder in ("patches/megatron_core", "tests/cells", "tests/pairs", "shim"):
+        (top / folder).mkdir(parents=True)
+    (top / "setup.py").touch()
+    (top / "patches" / "megatron_core" / "first.py").touch()
+    (top / "version_matrix.yaml").write_text(CHECKOUT)
+    monkeypatch.setattr("shim._matrix.load.PACKAGE", top / "shim")
+    monkeypatch.setattr("shim._tools.cli._fetch", fetch)
+    return top
+
+
+def test_the_entry_is_one_that_the_matrix_takes_and_the_checker_asks_to_fill(checkout, capsys):
+    """With ranges that leave no gap and pins of every release; all else in the file is as it was."""
+    assert main(["matrix"]) == 0
+    assert main(["new-patch", "new-fix", "--target", TARGET]) == 0
+    said = capsys.readouterr().out
+    assert "body 3     0.17.0" in said and "--releases 0.17.0 -- -q tests/cells/test_new_fix.py" in said
+    text = (checkout / "version_matrix.yaml").read_text()
+    assert text.startswith(CHECKOUT)
+    matrix = load_matrix(check_ranges=True)
+    assert list(matrix.patches["new-fix"].variants) == ["since_0_15_2", "since_0_16_1"]
+    assert {r: pin.variant for r, pin in matrix.known("new-fix")} == {
+        **dict.fromkeys(("0.15.2", "0.16.0"), "since_0_15_2"),
+        **dict.fromkeys(("0.16.1", "0.17.0"), "since_0_16_1"),
+    }
+    assert main(["matrix"]) == 1
+    complained = capsys.readouterr().err.splitlines()
+    assert len(complained) > 15 and all(line.startswith("shim: ") for line in complained)
+    assert any(line.startswith("shim: patches/megatron_core/new_fix.py:1: ") for line in complained)
+    for file in (checkout / "version_matrix.yaml", *checkout.rglob("*new_fix.py")):
+        file.write_text(file.read_text().replace(MARK, "filled"))
+    assert main(["matrix"]) == 0
+
+
+def test_a_dry_run_writes_nothing(checkout, capsys):
+    before = sorted(checkout.rglob("*"))
+    assert main(["new-patch", "new-fix", "--target", TARGET, "--dry-run"]) == 0
+    assert sorted(checkout.rglob("*")) == before
+    assert (checkout / "version_matrix.yaml").read_text() == CHECKOUT
+    said = capsys.readouterr().out
+    assert "  new-fix:\n    summary:" in said and "def bindings(" in said and "def test_stock_is_wrong():" in said
+
+
 def test_a_file_that_is_there_is_kept(fetch):
     with pytest.raises(OptionError, match=r"frozen_recompute\.py is there already"):
         new_patch.write_patch(propose(fetch, id="frozen-recompute"), matrix_of(*RELEASES), REPOSITORY)
