@@ -89,7 +89,7 @@ class ImportHook:
             if spec is not None:
                 # Built-in and frozen modules have a class for a loader, and run no code that could be waited for.
                 if hasattr(spec.loader, "exec_module") and not isinstance(spec.loader, type):
-                    spec.loader = _HookedLoader(spec.loader, self)
+                    spec.loader = _HookedLoader(spec.loader, self)  # type: ignore[assignment]
                 return spec
         return None
 
