@@ -5,7 +5,7 @@ from shim.ops.context_parallel_roll import RankRollIndex, rank_roll_index, roll_
 from shim.ops.logprob import TokenLogprobs, linear_token_logprobs, token_logprobs
 from shim.ops.packed_roll import RollIndex, packed_roll, roll_index, roll_with
 from shim.ops.paged_stash import PagedStash, PoolUse, StashOverflowError, StashStatistics
-from shim.ops.rope import TokenPlaces, thd_freqs, thd_places
+from shim.ops.rope import thd_freqs
 
 __all__ = [
     "PagedStash",
@@ -15,7 +15,6 @@ __all__ = [
     "StashOverflowError",
     "StashStatistics",
     "TokenLogprobs",
-    "TokenPlaces",
     "linear_token_logprobs",
     "packed_roll",
     "rank_roll_index",
@@ -23,6 +22,5 @@ __all__ = [
     "roll_on_rank",
     "roll_with",
     "thd_freqs",
-    "thd_places",
     "token_logprobs",
 ]

@@ -40,7 +40,6 @@ __all__ = [
     "gradient",
     "of_rows",
     "pick",
-    "rescaled",
     "rows_at_once",
     "slices",
     "statistics",

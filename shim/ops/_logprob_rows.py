@@ -27,7 +27,6 @@ __all__ = [
     "row_gradient",
 ]
 
-_COLLECTIVES = ("all_gather", "all_reduce")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -44,7 +43,6 @@ class Options(NamedTuple):
     scratch_bytes: int | None
     chunk_size: int | None
     inplace: bool
-    collective: str
 
 
 def checked_options(
@@ -58,8 +56,7 @@ def checked_options(
     ignore_index: int | None,
     scratch_bytes: int | None,
     chunk_size: int | None,
-    inplace: bool,
-    collective: str,
+    inplace: bool = False,
 ) -> tuple[Options, Tensor | None]:
     """The options and the temperature of each token (None if it is a number), or ValueError.
 
@@ -78,8 +75,6 @@ def checked_options(
         raise ValueError("the vocabulary has no entries")
     if entropy not in (False, True, "no_grad"):
         raise ValueError(f"entropy is {entropy!r}; it must be False, True or 'no_grad'")
-    if collective not in _COLLECTIVES:
-        raise ValueError(f"collective is {collective!r}; it must be one of {', '.join(_COLLECTIVES)}")
     for name, value in (("scratch_bytes", scratch_bytes), ("chunk_size", chunk_size)):
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}; it must be positive")
@@ -116,7 +111,6 @@ def checked_options(
         scratch_bytes,
         chunk_size,
         inplace,
-        collective,
     )
     return options, per_token
 
@@ -146,17 +140,9 @@ def exchanged(stats: Tensor, scale: Scale, options: Options) -> Tensor:
     """The statistics [K, T] over all ranks from those of this one: the one point where ranks meet in forward."""
     if options.ranks == 1:
         return stats
-    entropy = bool(options.entropy)
-    if options.collective == "all_gather":
-        parts = stats.new_empty(options.ranks * stats.size(0), stats.size(1))
-        dist.all_gather_into_tensor(parts, stats, group=options.group)
-        return chunks.combine(parts.view(options.ranks, *stats.shape), scale, entropy)
-    top = stats[TOP].clone()
-    dist.all_reduce(top, dist.ReduceOp.MAX, group=options.group)
-    stats = chunks.rescaled(stats, top, scale, entropy)
-    dist.all_reduce(stats[SUM:], group=options.group)
-    stats[TOP] = top
-    return stats
+    parts = stats.new_empty(options.ranks * stats.size(0), stats.size(1))
+    dist.all_gather_into_tensor(parts, stats, group=options.group)
+    return chunks.combine(parts.view(options.ranks, *stats.shape), scale, bool(options.entropy))
 
 
 def results(

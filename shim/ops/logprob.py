@@ -69,7 +69,6 @@ def token_logprobs(
     scratch_bytes: int | None = None,
     chunk_size: int | None = None,
     inplace_backward: bool = False,
-    collective: str = "all_gather",
 ) -> TokenLogprobs:
     """The log-probability of each target, its log-sum-exp and, if asked for, its entropy. All are differentiable.
 
@@ -92,8 +91,8 @@ def token_logprobs(
     detach() returns, results that autograd keeps; memory that NumPy or DLPack shares is not seen), where hooks keep
     them, where they overlap themselves, and where no single stride reaches their rows. Logits that are a leaf, or a
     view of one, are a ValueError.
-    collective: "all_gather", one of 3 to 5 numbers per token, or "all_reduce", two: of 1 number per token, then of the
-    others. Backward has none.
+
+    Ranks exchange 3 to 5 numbers per token in forward, by one all-gather, and nothing in backward.
 
     A row that is -inf throughout gives NaN, as torch.log_softmax has it. ValueError for arguments that do not fit, and
     for a target outside the vocabulary or a temperature tensor that is not positive; the last two are device-side
@@ -102,7 +101,7 @@ def token_logprobs(
     its graph here.
     """
     given = (logits, target, tp_group, temperature, entropy, label_smoothing, ignore_index)
-    how = (scratch_bytes, chunk_size, inplace_backward, collective)
+    how = (scratch_bytes, chunk_size, inplace_backward)
     if torch.compiler.is_compiling():
         return _outside_graph(*given, *how)
     return _token_logprobs(*given, *how)
@@ -121,8 +120,6 @@ def linear_token_logprobs(
     ignore_index: int | None = -100,
     scratch_bytes: int | None = None,
     chunk_size: int | None = None,
-    inplace_backward: bool = False,
-    collective: str = "all_gather",
     sum_hidden_grad: bool = True,
 ) -> TokenLogprobs:
     """token_logprobs of ``hidden @ weight.T + bias``, whose logits exist a tile at a time and never as a whole.
@@ -136,12 +133,11 @@ def linear_token_logprobs(
     sum_hidden_grad: each rank finds its part of the gradient of hidden; they are summed by one all-reduce in backward,
     the only one. False leaves the part, for callers who sum themselves (behind megatron-core's
     copy_to_tensor_model_parallel_region, or a gather of sequence-parallel shards).
-    inplace_backward: nothing to write over; accepted so that both functions take the same options.
 
     The others, the result and the errors are those of token_logprobs. Backward computes the logits again.
     """
     given = (hidden, weight, bias, target, sum_hidden_grad, tp_group, temperature, entropy, label_smoothing)
-    how = (ignore_index, scratch_bytes, chunk_size, inplace_backward, collective)
+    how = (ignore_index, scratch_bytes, chunk_size)
     if torch.compiler.is_compiling():
         return _linear_outside_graph(*given, *how)
     return _linear_token_logprobs(*given, *how)

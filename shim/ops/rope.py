@@ -7,45 +7,22 @@ chunk r followed by chunk 2 * cp - 1 - r (zigzag), so that rank's row has L / cp
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from shim.ops._checks import require
 
-__all__ = ["TokenPlaces", "thd_freqs", "thd_places"]
-
-
-class TokenPlaces(NamedTuple):
-    """Where the T tokens that this rank holds of a packed row belong; both in the dtype of cu_seqlens.
-
-    position: [T], the place inside the token's own sequence, counted over all ranks.
-    start: [T], where that sequence starts in the whole row.
-    """
-
-    position: Tensor
-    start: Tensor
-
-
-def thd_places(
-    cu_seqlens: Tensor, tokens: int, device: torch.device | str, *, cp_size: int = 1, cp_rank: int = 0
-) -> TokenPlaces:
-    """The places of the `tokens` = T tokens of a packed row that rank `cp_rank` of `cp_size` holds.
-
-    cu_seqlens: int32 or int64 [N + 1], N > 0, of the whole row. Each length is divided by cp_size, as attention cuts
-    it. ValueError for another shape, and where the lengths are negative, do not add up to T, or cannot be cut in two
-    halves for a zigzag; on CUDA the latter three are device-side assertions. The number of kernels does not depend on
-    N, and nothing is read back.
-    """
-    position, sequence, starts = _placed(cu_seqlens, tokens, device, cp_size, cp_rank)
-    return TokenPlaces(position, starts.index_select(0, sequence))
+__all__ = ["thd_freqs"]
 
 
 def _placed(
     cu_seqlens: Tensor, tokens: int, device: torch.device | str, cp_size: int, cp_rank: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(the position of each token in its sequence [T], the sequence of each token [T], where sequences start [N])."""
+    """(position [T], sequence [T], start [N]) of the `tokens` = T tokens that rank `cp_rank` of `cp_size` holds.
+
+    position: of a token in its own sequence, counted over all ranks. sequence: the number of that sequence. start:
+    where each sequence starts in the whole row. All but the second in the dtype of cu_seqlens.
+    """
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
         raise ValueError(f"cu_seqlens must have the shape [N + 1] with N > 0, not {list(cu_seqlens.shape)}")
     # A copy to the tensor's device does not wait; one from the device to the host would.
@@ -85,8 +62,12 @@ def thd_freqs(
     freqs: [positions, ...], any dtype, one row per position of a sequence. With `row_per_token`, a table of as many
     rows as the whole row has tokens (``freqs.size(0) == cu_seqlens[-1]``) has one row per token instead; with None,
     only where every sequence begins with the row that the first one begins with, as a table of positions does not.
-    Both are decided on the device. cu_seqlens, cp_size, cp_rank: as in thd_places. ValueError as there; a table that is
-    too short is an IndexError, on CUDA a device-side assertion. Differentiable with regard to freqs (backward).
+    Both are decided on the device. Differentiable with regard to freqs (backward).
+
+    cu_seqlens: int32 or int64 [N + 1], N > 0, of the whole row. Each length is divided by cp_size, as attention cuts
+    it. ValueError for another shape, and where the lengths are negative, do not add up to T, or cannot be cut in two
+    halves for a zigzag; on CUDA the latter three are device-side assertions. A table that is too short is an
+    IndexError, on CUDA a device-side assertion. The number of kernels does not depend on N, and nothing is read back.
     """
     rows, sequence, starts = _placed(cu_seqlens, tokens, freqs.device, cp_size, cp_rank)
     if row_per_token is not False:

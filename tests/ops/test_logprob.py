@@ -208,7 +208,6 @@ def test_a_target_outside_of_the_vocabulary_is_an_error(wrong, ignore_index):
         ({"label_smoothing": 0.1, "logits": torch.zeros(2, 1)}, "vocabulary of two"),
         ({"scratch_bytes": 0}, "scratch_bytes"),
         ({"chunk_size": 0}, "chunk_size"),
-        ({"collective": "broadcast"}, "collective"),
     ],
 )
 def test_arguments_that_do_not_fit_are_errors(change, message):

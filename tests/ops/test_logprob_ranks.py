@@ -67,7 +67,7 @@ def weighted(found, weights):
 
 
 def against_one_rank(ranks):
-    """Every combination of dtype, options and collective; which functions of torch.distributed each pass called."""
+    """Every combination of dtype and options; which functions of torch.distributed each pass called."""
     counts = []
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         logits, target, weights = sample(7, 20, dtype)
@@ -88,25 +88,22 @@ def against_one_rank(ranks):
                 expected = expected._replace(entropy=None)
             (right,) = torch.autograd.grad(weighted(expected, of_results), leaf)
             right = right.chunk(ranks, -1)[dist.get_rank()]
-            for collective in ("all_gather", "all_reduce"):
-                shard = logits.chunk(ranks, -1)[dist.get_rank()].clone().requires_grad_()
-                computed = shard * 1
-                with counted() as forward:
-                    found = token_logprobs(
-                        computed, target, tp_group=dist.group.WORLD, collective=collective, **options
-                    )
-                if expected.entropy is None:
-                    found = found._replace(entropy=None)
-                with counted() as backward:
-                    (mine,) = torch.autograd.grad(weighted(found, of_results), computed)
-                counts.append((collective, dict(forward), dict(backward)))
-                for value, true in zip(found, expected):
-                    if value is not None:
-                        torch.testing.assert_close(value.double(), true, rtol=0, atol=1e-5)
-                rounding = 2.0**-8 if dtype == torch.bfloat16 else 0
-                atol = 1e-12 if dtype == torch.float64 else 2e-6
-                torch.testing.assert_close(mine.double(), right, rtol=rounding, atol=atol)
-                assert mine[target == IGNORED].count_nonzero() == 0
+            shard = logits.chunk(ranks, -1)[dist.get_rank()].clone().requires_grad_()
+            computed = shard * 1
+            with counted() as forward:
+                found = token_logprobs(computed, target, tp_group=dist.group.WORLD, **options)
+            if expected.entropy is None:
+                found = found._replace(entropy=None)
+            with counted() as backward:
+                (mine,) = torch.autograd.grad(weighted(found, of_results), computed)
+            counts.append((dict(forward), dict(backward)))
+            for value, true in zip(found, expected):
+                if value is not None:
+                    torch.testing.assert_close(value.double(), true, rtol=0, atol=1e-5)
+            rounding = 2.0**-8 if dtype == torch.bfloat16 else 0
+            atol = 1e-12 if dtype == torch.float64 else 2e-6
+            torch.testing.assert_close(mine.double(), right, rtol=rounding, atol=atol)
+            assert mine[target == IGNORED].count_nonzero() == 0
     return counts
 
 
@@ -123,13 +120,13 @@ def smoothed(ranks):
     return True
 
 
-def checked(collective):
+def checked():
     logits, target, _ = sample(2, 6, torch.float64)
 
     def function(whole):
         shard = Shard.apply(whole)
         options = {"entropy": True, "label_smoothing": 0.1, "temperature": 0.8}
-        return tuple(token_logprobs(shard, target, tp_group=dist.group.WORLD, collective=collective, **options))
+        return tuple(token_logprobs(shard, target, tp_group=dist.group.WORLD, **options))
 
     return torch.autograd.gradcheck(function, logits.requires_grad_())
 
@@ -209,7 +206,7 @@ def all_of_it(ranks):
         "bits": the_same_bits_on_every_rank(),
         "edges": at_the_edges(ranks),
         "linear": linear(ranks),
-        "checked": [checked(collective) for collective in ("all_gather", "all_reduce")] if ranks == 2 else [],
+        "checked": [checked()] if ranks == 2 else [],
     }
 
 
@@ -220,18 +217,17 @@ def found(request):
 
 
 def test_results_and_gradients_are_those_of_one_rank(found):
-    assert all(rank["smoothed"] and rank["edges"] and len(rank["counts"]) == 24 for rank in found)
+    assert all(rank["smoothed"] and rank["edges"] and len(rank["counts"]) == 12 for rank in found)
 
 
-def test_one_all_gather_or_two_all_reduces_forward_and_nothing_backward(found):
+def test_one_all_gather_forward_and_nothing_backward(found):
     for rank in found:
-        for collective, forward, backward in rank["counts"]:
-            expected = {"all_gather_into_tensor": 1} if collective == "all_gather" else {"all_reduce": 2}
-            assert forward == expected and backward == {}
+        for forward, backward in rank["counts"]:
+            assert forward == {"all_gather_into_tensor": 1} and backward == {}
 
 
 def test_gradcheck(found):
-    assert all(all(rank["checked"]) for rank in found) and len(found[0]["checked"]) == (2 if len(found) == 2 else 0)
+    assert all(all(rank["checked"]) for rank in found) and len(found[0]["checked"]) == (1 if len(found) == 2 else 0)
 
 
 def test_every_rank_has_the_same_results_bit_by_bit(found):

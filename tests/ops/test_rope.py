@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from shim.ops.rope import thd_freqs, thd_places  # noqa: E402
+from shim.ops.rope import thd_freqs  # noqa: E402
 
 RANKS = st.sampled_from([1, 2, 4]).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n - 1)))
 DTYPES = st.sampled_from([torch.int32, torch.int64])
@@ -27,16 +27,13 @@ def held(length, ranks, rank):
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=9), RANKS, DTYPES)
-def test_places_are_those_of_each_sequence_by_itself(units, where, dtype):
+def test_positions_are_those_of_each_sequence_by_itself(units, where, dtype):
     """Sequences of no length among them, on every rank of one, two and four."""
     ranks, rank = where
     lengths = [unit * (2 * ranks if ranks > 1 else 1) for unit in units]
-    cu = offsets(lengths, dtype)
-    places = thd_places(cu, sum(lengths) // ranks, "cpu", cp_size=ranks, cp_rank=rank)
-    own = [held(length, ranks, rank) for length in lengths]
-    assert places.position.tolist() == [position for piece in own for position in piece]
-    assert places.start.tolist() == [start for start, piece in zip(cu.tolist(), own) for _ in piece]
-    assert places.position.dtype == places.start.dtype == dtype
+    cu, table = offsets(lengths, dtype), torch.arange(sum(lengths) + 1)  # the row of a position is the position
+    found = thd_freqs(table, cu, sum(lengths) // ranks, cp_size=ranks, cp_rank=rank)
+    assert found.tolist() == [position for length in lengths for position in held(length, ranks, rank)]
 
 
 @settings(deadline=None, max_examples=60)
@@ -74,8 +71,9 @@ def test_any_other_table_has_a_row_per_position():
 
 def test_offsets_may_start_behind_zero():
     """As a part of a longer row has it: a row per token counts from the start of the whole."""
-    places = thd_places(torch.tensor([4, 6, 9]), 5, "cpu")
-    assert places.position.tolist() == [0, 1, 0, 1, 2] and places.start.tolist() == [4, 4, 6, 6, 6]
+    cu = torch.tensor([4, 6, 9])
+    assert thd_freqs(torch.arange(9), cu, 5, row_per_token=False).tolist() == [0, 1, 0, 1, 2]
+    assert thd_freqs(torch.arange(9), cu, 5).tolist() == [4, 5, 6, 7, 8]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +91,7 @@ def test_offsets_may_start_behind_zero():
 )
 def test_offsets_that_do_not_fit_are_an_error(cu, tokens, ranks):
     with pytest.raises(ValueError, match="cu_seqlens"):
-        thd_places(torch.tensor(cu), tokens, "cpu", cp_size=ranks)
+        thd_freqs(torch.zeros(64, 2), torch.tensor(cu), tokens, cp_size=ranks)
 
 
 def test_a_table_that_is_too_short_is_an_error():
