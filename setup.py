@@ -79,6 +79,8 @@ if __name__ == "__main__":
             "shim.testing",
             "shim.patches",
             "shim.patches.megatron_core",
+            "shim.patches.megatron_core.mtp_packed_sequences",
+            "shim.patches.megatron_core.mtp_recompute",
             "shim.patches.transformer_engine",
         ],
         package_data={

@@ -142,7 +142,7 @@ def works(row: Any, group: Any, tokens: int, device: str) -> Iterator[Work]:
     """What is measured on one row, of which this process has `tokens`."""
     import torch
 
-    from shim.patches.megatron_core._packed_step import step_of
+    from shim.patches.megatron_core.mtp_packed_sequences.step import in_step
 
     ids = [torch.randint(0, 1 << 17, (1, tokens), device=device) for _ in range(3)]
     step = [*ids, torch.ones(1, tokens, device=device)]
@@ -158,7 +158,7 @@ def works(row: Any, group: Any, tokens: int, device: str) -> Iterator[Work]:
         return tensors
 
     def shim_step(*arguments: Any) -> Any:
-        with step_of(row):
+        with in_step(row):
             return whole_step(patched, *arguments)
 
     for mine, theirs in zip(shim_step(), whole_step(upstream)):

@@ -40,7 +40,8 @@ def _module_exists(module: str, shipped: bool) -> bool:
     if not all(name.isidentifier() for name in names):
         return False
     if module.startswith(prefix):
-        return patches_path().joinpath(*names).with_suffix(".py").is_file()
+        place = patches_path().joinpath(*names)
+        return place.with_suffix(".py").is_file() or place.joinpath("__init__.py").is_file()
     return not shipped and find_spec(module) is not None
 
 

@@ -418,7 +418,7 @@ def test_the_number_of_kernels_does_not_depend_on_the_number_of_sequences(applie
 
 def test_the_mask_is_computed_once_for_all_rolls_of_a_step(applied, one_rank, monkeypatch):
     from shim.ops import roll_index
-    from shim.patches.megatron_core import _packed_step as step_module
+    from shim.patches.megatron_core.mtp_packed_sequences import step as step_module
 
     calls = []
     monkeypatch.setattr(step_module, "roll_index", lambda *given: calls.append(given) or roll_index(*given))
@@ -446,13 +446,13 @@ def test_a_reused_buffer_is_never_stale(applied, one_rank):
 
 
 def test_an_exception_inside_leaves_nothing_behind(applied, one_rank):
-    from shim.patches.megatron_core._packed_step import STEP
+    from shim.patches.megatron_core.mtp_packed_sequences.step import THREAD
 
     model = build()
     model.mtp.layers[0].final_layernorm.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         testing.run_packed(model, row_of(*PLAIN))
-    assert (STEP.row, STEP.indices, STEP.handed, STEP.counts_divide) == (None, None, None, False)
+    assert THREAD.step is None
 
 
 # The engine on a real release

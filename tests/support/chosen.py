@@ -18,7 +18,6 @@ ABOUT = {
     "test_fp8_scales_alone": ["te-fp8-state"],
     "test_mtp_context_parallel": ["mtp-packed-sequences"],
     "test_mtp_context_parallel_roll": ["mtp-packed-sequences"],
-    "test_mtp_global_normalizer": ["mtp-packed-sequences"],
     "test_mtp_pipeline_and_models": ["mtp-packed-sequences"],
     "test_mtp_quantized_recompute": ["mtp-recompute"],
     "test_mtp_rope_tables": ["mtp-packed-sequences", "mtp-recompute"],
@@ -30,7 +29,6 @@ ABOUT = {
 ONLY = {
     "test_demo": {"0.15.3", "0.16.1"},
     "test_grpo_loss": {"0.15.3", "0.16.1"},
-    "test_mtp_global_normalizer": {"0.13.1", "0.19.2"},
     "test_mtp_pipeline_and_models": {"0.13.1", "0.19.2"},
 }
 # Files about no patch of their own, but about the engine, all patches, or the harness.

@@ -1,4 +1,4 @@
-"""Activation recompute of one multi-token prediction layer; one implementation for all releases."""
+"""Activation recompute of one multi-token prediction layer, packed rows or not; one implementation for all releases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from shim.patches._arguments import add_parameters, takes
-from shim.patches.megatron_core._packed_step import take_handed
 
 # By name, or by position behind the recomputed function: hidden_states first, decoder_input second.
 ACTIVATIONS = ("hidden_states", 0, "decoder_input", 1)
@@ -37,10 +36,6 @@ def checkpointed_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             function, args = args[0], args[1:]
         elif not takes_function:
             args, kwargs = (), {**dict(zip(names[1:], args)), **kwargs}
-        # The row may still be in the hands of the step, which will be over when the layer runs again.
-        row = take_handed(kwargs.get("packed_seq_params"))
-        if row is not None:
-            kwargs["packed_seq_params"] = row
         arguments: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         return checkpointed(self, function or self._proj_and_transformer_layer, arguments)
 

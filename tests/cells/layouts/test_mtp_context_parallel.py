@@ -237,12 +237,12 @@ def test_stock_fails_on_short_sequences(valid):
 
 def counted_in_rank(layout, rows, shimmed=True):
     """Per row of these lengths: (messages sent, rolls) of a training step with two MTP layers."""
-    from shim.patches.megatron_core import _packed_step
+    from shim.patches.megatron_core.mtp_packed_sequences import step
 
     with in_layout(layout, shimmed=shimmed):
         gpt, found = build(layout, mtp_num_layers=2), []
         for lengths in rows:
-            with mock.patch.object(_packed_step, "roll_on_rank", wraps=_packed_step.roll_on_rank) as rolls:
+            with mock.patch.object(step, "roll_on_rank", wraps=step.roll_on_rank) as rolls:
                 with Messages() as messages:
                     testing.run_packed(gpt, row_of(lengths, 2 * layout.cp))
             found.append((messages.sent, rolls.call_count))
@@ -274,9 +274,9 @@ def fails_on_one_rank():
 
 
 def nothing_left_in_rank():
-    from shim.patches.megatron_core._packed_step import STEP
+    from shim.patches.megatron_core.mtp_packed_sequences.step import THREAD
 
-    return (STEP.row, STEP.indices, STEP.group, STEP.normaliser) == (None, None, None, None)
+    return THREAD.step is None
 
 
 def test_a_rank_that_fails_does_not_leave_the_others_waiting(ranks2):

@@ -1,0 +1,88 @@
+"""0.14 to 0.16: layers roll their inputs, and the model rolls labels and loss mask.
+
+The story of a step: GPTModel._postprocess runs the MTP layers, where it is not done earlier, and then computes the loss
+of each depth from rolled labels and a rolled mask. The patch opens a step around it. A layer rolls ids and positions
+(_get_embeddings) and then runs _proj_and_transformer_layer, by _checkpointed_forward under full recompute.
+
+0.14, 0.15: the layer asserts that there is no packed row; _proj_and_transformer_layer gets the row all the same (see
+refused_row), and the rolls take that of the step. 0.16: the layer takes the row, and passes it to the rolls.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from typing import Any
+
+from shim.patches._arguments import Function, argument, replacing
+from shim.patches.megatron_core.mtp_packed_sequences.refused_row import WithRow, view_of
+from shim.patches.megatron_core.mtp_packed_sequences.rolls import Options, with_loss_mask
+from shim.patches.megatron_core.mtp_packed_sequences.step import group_of, in_step
+from shim.patches.megatron_core.mtp_recompute.checkpoint import has_layout, layers_on_earlier_stages
+
+INSIDE = "_proj_and_transformer_layer"
+
+
+def patch_postprocess(original: Function, options: Options) -> Function:
+    """Opens the step. labels=None gives logits, without MTP."""
+    row_of, labels_of = argument(original, "packed_seq_params"), argument(original, "labels")
+    states_of, put_states = argument(original, "hidden_states"), replacing(original, "hidden_states")
+    mtp_of, put_mtp = argument(original, "mtp_in_postprocess"), replacing(original, "mtp_in_postprocess")
+    with_mask = with_loss_mask(original, options)
+
+    @functools.wraps(original)
+    def _postprocess(*args: Any, **kwargs: Any) -> Any:
+        model, labels, row = args[0], labels_of(args, kwargs), row_of(args, kwargs)
+        if not model.post_process or model.config.mtp_num_layers is None:
+            with in_step(row):
+                return original(*args, **kwargs)
+        if labels is None:
+            # States of MTP layers on earlier stages come behind those of the main model.
+            earlier = _mtp_layers_before(model, here=bool(mtp_of(args, kwargs)))
+            args, kwargs = put_states(args, kwargs, states_of(args, kwargs).chunk(1 + earlier, dim=0)[0])
+            args, kwargs = put_mtp(args, kwargs, False)
+            return original(_without_mtp(model), *args[1:], **kwargs)
+        with in_step(row, counts_divide=True):
+            args, kwargs = with_mask(args, kwargs, labels, row, group_of(row, model.cp_group))
+            return original(*args, **kwargs)
+
+    return _postprocess
+
+
+def _mtp_layers_before(model: Any, here: bool) -> int:
+    """How many MTP layers earlier pipeline stages ran (possible from 0.16)."""
+    if here:
+        return layers_on_earlier_stages(model.config, getattr(model, "vp_stage", None))
+    return 0 if model.mtp_process or not has_layout(model.config) else model.config.mtp_num_layers
+
+
+def _without_mtp(model: Any) -> Any:
+    """A shallow copy of the model that says it has no MTP; parameters and submodules are the model's own."""
+    view = copy.copy(model)
+    view.mtp_process = False
+    # On the last of several stages with MTP the weight of tied embeddings is the embedding's; the head's own is stale.
+    view.shared_embedding_or_output_weight = model.shared_embedding_or_output_weight
+    view.config = copy.copy(model.config)
+    view.config.mtp_num_layers = None
+    return view
+
+
+def patch_layer_forward(original: Function, options: Options) -> Function:
+    """0.14, 0.15: tells the layer of no row, and what runs inside of it, also in a recompute, of the row."""
+    row_of, put_row = argument(original, "packed_seq_params"), replacing(original, "packed_seq_params")
+    inside = vars(vars(sys.modules[original.__module__])["MultiTokenPredictionLayer"])[INSIDE]
+    put_inside = replacing(functools.partial(inside, None), "packed_seq_params")  # as it is called, bound
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        row = row_of(args, kwargs)
+        if row is None:
+            return original(*args, **kwargs)
+        layer, *others = args
+        told = WithRow(getattr(layer, INSIDE), put_inside, row)
+        args, kwargs = put_row((view_of(layer, **{INSIDE: told}), *others), kwargs, None)
+        with in_step(row):
+            return original(*args, **kwargs)
+
+    return forward

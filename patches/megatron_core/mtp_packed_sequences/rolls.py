@@ -1,0 +1,91 @@
+"""The roll of all releases, and the loss mask that goes into it.
+
+Up to 0.15 roll_tensor is not told of the packed row, and takes that of the step. From 0.16 on it hands a packed row to
+_roll_tensor_packed_seq, a loop over sequences that sends messages for each of them; one roll takes its place. The roll
+itself is in shim.ops.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from shim.patches._arguments import Function, add_parameters, argument, replacing
+from shim.patches.megatron_core.mtp_packed_sequences.step import (
+    THREAD,
+    group_of,
+    is_parallel,
+    roll_row,
+    roll_unpacked_on_rank,
+    valid_tokens,
+)
+
+Options = Mapping[str, Any]
+
+
+def _returned(rolled: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """What upstream's rolls return. `count` is the sum of `rolled`: of a loss mask, the number of targets."""
+    # 0 / 0 would be NaN where every target is masked; one instead of zero divides a sum that is zero.
+    divides = THREAD.step is not None and THREAD.step.counts_divide
+    return rolled, count + (count == 0) if divides else count
+
+
+def patch_roll_tensor(original: Function, options: Options) -> Function:
+    """Up to 0.16: counts that can divide. Up to 0.15: the row of the call, else that of the step, is rolled."""
+    known = inspect.signature(original).parameters
+
+    @functools.wraps(original)
+    def roll_tensor(
+        tensor: Tensor, shifts: int = -1, dims: int = -1, cp_group: Any = None, packed_seq_params: Any = None
+    ) -> Any:
+        if tensor is None:
+            return None, None
+        step = THREAD.step
+        if "packed_seq_params" in known and packed_seq_params is not None:
+            return original(tensor, shifts, dims, cp_group, packed_seq_params)  # to _roll_tensor_packed_seq
+        row = packed_seq_params if packed_seq_params is not None or step is None else step.row
+        if "packed_seq_params" not in known and row is not None:
+            rolled = roll_row(tensor, shifts, dims, row, group_of(row, cp_group), options["partition"])
+        elif "cp_group" in known:
+            return _returned(*original(tensor, shifts, dims, cp_group))
+        elif step is not None and is_parallel(step.group):
+            rolled = roll_unpacked_on_rank(tensor, dims, step.group)
+        else:
+            return _returned(*original(tensor, shifts, dims))
+        return _returned(rolled, rolled.sum())
+
+    add_parameters(roll_tensor, original, "cp_group", "packed_seq_params")
+    return roll_tensor
+
+
+def patch_roll_tensor_packed_seq(original: Function, options: Options) -> Function:
+    """From 0.16: takes the place of the loop over sequences."""
+
+    @functools.wraps(original)
+    def _roll_tensor_packed_seq(
+        tensor: Tensor, shifts: int, dims: int, packed_seq_params: Any, cp_group: Any = None
+    ) -> Any:
+        group = group_of(packed_seq_params, cp_group)
+        rolled = roll_row(tensor, shifts, dims, packed_seq_params, group, options["partition"])
+        return _returned(rolled, rolled.sum())
+
+    return _roll_tensor_packed_seq
+
+
+def with_loss_mask(original: Function, options: Options) -> Callable[..., tuple[Any, Any]]:
+    """For a function that takes a loss mask: its arguments with a mask of all valid tokens where none was given.
+
+    The mask has the dtype and shape of `like`; padding of `row`, which is cut over `group`, is zero in it.
+    """
+    mask_of, put_mask = argument(original, "loss_mask"), replacing(original, "loss_mask")
+
+    def prepare(args: Any, kwargs: Any, like: Tensor, row: Any, group: Any) -> tuple[Any, Any]:
+        if mask_of(args, kwargs) is not None:
+            return args, kwargs
+        return put_mask(args, kwargs, valid_tokens(like, row, group, options["partition"]))
+
+    return prepare
