@@ -117,6 +117,19 @@ def losses(fused: bool, dtype_name: str) -> Callable[[str], Callable[[], Any]]:
     return work
 
 
+def packed_rotation(size: str) -> Callable[[], Any]:
+    """Of one sequence, for which there is no loop to save."""
+    import torch
+    from megatron.core.models.common.embeddings import rope_utils
+
+    from shim import testing
+
+    tokens, config = TOKENS[size], testing.build_gpt(mtp_num_layers=None).config
+    t, freqs = torch.randn(tokens, 4, 64, requires_grad=True), torch.randn(tokens + 1, 1, 1, 64)
+    cu_seqlens = torch.tensor([0, tokens], dtype=torch.int32)
+    return lambda: rope_utils.apply_rotary_pos_emb(t, freqs, config, cu_seqlens).sum().backward()
+
+
 def rotation(size: str) -> Callable[[], Any]:
     import torch
     from megatron.core.models.common.embeddings import rope_utils
@@ -134,12 +147,14 @@ WORK: dict[str, dict[str, Callable[[str], Callable[[], Any]]]] = {
     "mtp-recompute": {"": model_step(mtp_num_layers=1)},
     "fp8-fp4-recompute": {"": checkpoint},
     "frozen-recompute": {"": model_step(**FULL)},
+    "label-smoothing": {"": losses(False, "float32")},
     "chunked-logprob": {
         "fp32": losses(False, "float32"),
         "bf16": losses(False, "bfloat16"),
         "fp32, fused": losses(True, "float32"),
         "bf16, fused": losses(True, "bfloat16"),
     },
+    "rope-packed-rows": {"": packed_rotation},
     "rope-fusion": {"": rotation},
     "config-override": {"": checkpoint},
     "paged-stash": {"off": model_step(**EXPERTS)},
@@ -150,6 +165,7 @@ WORK_OF_PAIR = {
 }
 NOT_HERE = {
     "paged-stash": "on: its experts are kernels of a GPU; benchmarks/paged_stash.py has its parts",
+    "mla-rope-table": "the table of fused MLA is made for kernels of a GPU",
     "te-moved-symbols": "what its names call are kernels of a GPU",
     "te-cpu-offload": "a region copies on streams of a GPU",
     "te-skip-weight-update": "what it skips are kernels of a GPU",

@@ -3,6 +3,10 @@
 Transformer Engine's queues are the process's own, first in, first out. What the forward pass of such a checkpoint puts
 there is taken out when it ends, and put in front at every recompute: in whatever order they come, however often. The
 numbers that modules have in the queues are part of a saved state: they are afterwards as they were.
+
+_fp8_scales has another way, and both are needed. te-fp8-state binds the functions of Transformer Engine that fill the
+queues, and so gets scales before they are in one. A patch of megatron-core binds none of those functions and is to work
+alone, so all it can do is move entries of the queues around the calls of its own checkpoints.
 """
 
 from __future__ import annotations

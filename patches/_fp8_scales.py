@@ -3,7 +3,8 @@
 Transformer Engine keeps what a recompute takes again in queues of the process, first in, first out: one of scales for
 each module, and one that says whether a module was the first of its region. That is right where recomputes come in the
 order of their forward passes, each of them once. Here every checkpoint has its own `ForwardScales` instead, which
-te-fp8-state fills from Transformer Engine's own functions and hands back to them; those queues stay empty.
+te-fp8-state fills from Transformer Engine's own functions and hands back to them; those queues stay empty. Where that
+patch is not in force, nothing fills them, and _fp8_queues says what is done instead.
 """
 
 from __future__ import annotations

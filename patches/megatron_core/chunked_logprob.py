@@ -1,9 +1,8 @@
 """megatron-core's vocab-parallel cross entropy through shim.ops.token_logprobs.
 
-What is wrong (0.12 to 0.19):
+What is slow or large (0.12 to 0.19):
 - vocab_parallel_cross_entropy makes an fp32 copy of half-precision logits and keeps it as softmax: 1.5 fp32 logits at
   its peak, and three all-reduces. fp32 logits are overwritten in forward, under the eyes of whoever still reads them.
-- Its label smoothing takes the rank's part of the vocabulary for the whole: wrong values as soon as TP is above one.
 - fused_vocab_parallel_cross_entropy takes 2.5 fp32 logits, and rounds every gradient to bf16, that of fp32 logits too.
 - Tokens without a target (-100) get a gradient.
 
@@ -14,10 +13,13 @@ autograd's error. Logits that are a leaf, or whose memory another tensor has, ge
 those that are few (at most 2 MiB in fp32), for which there is a shorter way. Negative targets mean no target:
 a loss and a gradient of zero. A target beyond the vocabulary is an error; stock returned a wrong loss.
 
+Labels are smoothed over the whole vocabulary, as by label-smoothing, which mends that alone. With both applied, this
+patch is the outer one, and the other is not reached.
+
 With option fp32_output=False, Float16Module hands logits out as the model made them instead of a copy in fp32, unless
 the caller asks by the keyword fp32_output, which 0.12 to 0.14 get here. Losses are fp32 either way.
 
-Upstream: open. Delete when the functions save no softmax and smooth over the whole vocabulary.
+Upstream: open. Delete when the functions save no softmax.
 
 Not covered: cross_entropy_fusion_impl="te". Transformer Engine's kernel needs no memory beyond the logits, because it
 overwrites them with the gradient in forward already; whoever chooses it gets it.
@@ -31,48 +33,15 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from shim.ops._logprob_small import is_small, small_token_losses
-from shim.ops.logprob import token_logprobs
 from shim.patches._arguments import Function, add_parameters
+from shim.patches.megatron_core._token_losses import token_losses
 
 PLAIN = "megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy"
 FUSED = "megatron.core.fusions.fused_cross_entropy:fused_vocab_parallel_cross_entropy"
 FORWARD = "megatron.core.transformer.module:Float16Module.forward"
 UPCAST = "megatron.core.transformer.module:float16_to_fp32"
-
-NO_TARGET = -100
-
-
-def _losses(logits: Tensor, target: Tensor, group: Any, label_smoothing: float = 0.0) -> Tensor:
-    """The loss of each token, [s, b] in fp32, from logits [s, b, V / TP] in any floating dtype."""
-    if torch.compiler.is_compiling():
-        outside: Tensor = _losses_outside_graph(logits, target, group, label_smoothing)
-        return outside
-    label_smoothing = max(label_smoothing, 0.0)  # stock smooths nothing below zero
-    if (group is None or group.size() == 1) and label_smoothing < 1 and is_small(logits, target):
-        return small_token_losses(logits, target, label_smoothing).float()
-    found = token_logprobs(
-        logits,
-        target.masked_fill(target < 0, NO_TARGET),
-        tp_group=group,
-        label_smoothing=label_smoothing,
-        ignore_index=NO_TARGET,
-        inplace_backward=_may_be_overwritten(logits),
-    )
-    return -found.logprob.float()
-
-
-# Reads values on CPU, and takes a way of its own where logits are few; imports dynamo when called.
-_losses_outside_graph = torch._disable_dynamo(_losses)
-
-
-def _may_be_overwritten(logits: Tensor) -> bool:
-    # A gradient of its own is more than stock takes only where stock overwrites the logits: in fp32.
-    memory = logits._base if logits._is_view() else logits
-    return logits.dtype == torch.float32 and not (memory is not None and memory.is_leaf and memory.requires_grad)
 
 
 def _vocab_parallel_cross_entropy(original: Function) -> Function:
@@ -83,7 +52,7 @@ def _vocab_parallel_cross_entropy(original: Function) -> Function:
         from megatron.core import parallel_state
 
         group = parallel_state.get_tensor_model_parallel_group() if tp_group is None else tp_group
-        return _losses(vocab_parallel_logits, target, group, label_smoothing)
+        return token_losses(vocab_parallel_logits, target, group, label_smoothing)
 
     add_parameters(vocab_parallel_cross_entropy, original, "tp_group")
     return vocab_parallel_cross_entropy
@@ -92,7 +61,7 @@ def _vocab_parallel_cross_entropy(original: Function) -> Function:
 def _fused_vocab_parallel_cross_entropy(original: Function) -> Function:
     @functools.wraps(original)
     def fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any) -> Tensor:
-        return _losses(vocab_parallel_logits, target, tp_group)
+        return token_losses(vocab_parallel_logits, target, tp_group)
 
     return fused_vocab_parallel_cross_entropy
 

@@ -20,6 +20,32 @@ flags are read from the config where somebody has put them there, else from the 
 where a field that still has its default says nothing. Experts of 0.12.0 are not given the router's probabilities, so
 that nobody could tell which rows are padding.
 
+Who calls what, in the order of one step. "Upstream" is what 0.18 and 0.19 call; up to 0.17 only the three rows with a
+star are there. What is on the right is in ExpertStash (_expert_stash), one for each time the patch is applied:
+
+    when                   upstream                              here
+    ---------------------  ------------------------------------  --------------------------------------------------
+    a step begins          paged_stash_reset                     step_begins: sizes pools; off while evaluating
+    experts run, fused     TEGroupedMLP._fused_forward           enter_module: whose settings they are
+                             paged_stash_group_start               begin: notes what goes in
+                             with get_paged_stash_context          open: a StashGroup, which sees what autograd saves
+                               the fused operations
+                             paged_stash_group_commit              commit: copies what is on the way to the output
+                                                                     into pages; the originals are let go
+                                                                 leave_module
+    * experts run, plain   (TE)GroupedMLP, MLP .forward          run: open, upstream's forward, commit
+    * their backward       autograd asks for what it saved       PagedStash: copies rows back, frees their pages
+    * a step ends          finalize_model_grads; also            step_ends: an error if tensors were lost, unless a
+                           FullCudaGraphWrapper.__call__           runner is there that repeats the step
+    a runner repeats it    PagedStashRunner.__call__             keeps the state of all random numbers
+                             check_paged_stash_overflow            overflowed: asks all pools
+                             check_paged_stash_host_spill          spilled: asks all host pools
+                             prepare_for_rerun                     forget_overflow; random numbers as before; no
+                                                                     stash until the repetition is over
+    graphs are dropped     release_stash_buffers                 release: drops all pools
+
+paged_stash_init_chunk_handler, which announces the next chunk of the schedule, has nothing to do here.
+
 Upstream: Megatron-LM #2690, #4247; the toggling on a rerun #6419. Delete when upstream's stash has these properties.
 """
 

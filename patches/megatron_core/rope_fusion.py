@@ -1,4 +1,4 @@
-"""Fused rotary embeddings that ignore what they are asked, and packed rows without a loop.
+"""Fused rotary embeddings that ignore what they are asked.
 
 What is wrong, since when. With apply_rope_fusion, these arguments never reach the fused kernel:
 
@@ -10,19 +10,14 @@ What is wrong, since when. With apply_rope_fusion, these arguments never reach t
 | a table with one row per packed token, with or without context parallelism | - | 0.12 to 0.19 |
 
 The last one: the kernel counts positions from the start of each sequence, the unfused function takes the row of the
-token where the table has as many rows as the whole row has tokens (multimodal embeddings), from 0.15 on. Up to 0.14 it
-counts too, and only the first sequence is right; there the patch takes the row of the token where in such a table every
-sequence begins with the row that the first one begins with.
-
-- Fused MLA under context parallelism (0.13 to 0.19): the table of an unpacked row is a slice of the longest one so far,
-  cut short, so that any shorter sequence gets positions of other ranks.
-- Unfused packed rows cost a loop over sequences with a host read in each (all releases).
+token where the table has as many rows as the whole row has tokens (multimodal embeddings), from 0.15 on. Up to 0.14 the
+unfused function counts too, and only the first sequence is right.
 
 The patch: such a call is made unfused, by upstream's own function with a shallow copy of the config, fusion off; the
 config that others read is never written. Where a fused call is wanted and the fused function is missing, upstream's
-error stays. Fused MLA gets a table of its own sequence length. Unfused packed rows are rotated as one, by upstream's
-function for unpacked ones, with the row of the table gathered for each token (shim.ops.rope): the same bits, forward
-and backward. Large rows go in a few pieces, so that temporaries stay as small as a loop over sequences has them.
+error stays. Up to 0.14 unfused packed rows take the row of the token where in such a table every sequence begins with
+the row that the first one begins with, as a table of positions does not. They are rotated as rope-packed-rows does it,
+since a loop over sequences could not tell without a host read.
 
 Not covered:
 - fused_single_qkv_rope (0.15 to 0.19) ignores rotary_interleaved and the factor of YaRN. Attention.forward decides on
@@ -35,9 +30,8 @@ Not covered:
   the cause is open. With what megatron-core hands over (unpacked: the rank's slice of the table; packed: the whole
   table, size and rank), positions are those of the unfused function.
 
-Upstream: Megatron-LM pull request 5243 (one row per token under context parallelism, unfused); later main rotates
-packed rows without a loop. Delete when the fused path refuses what it cannot do, and the releases before that are
-not supported.
+Upstream: Megatron-LM pull request 5243 (one row per token under context parallelism, unfused). Delete when the fused
+path refuses what it cannot do, and the releases before that are not supported.
 """
 
 from __future__ import annotations
@@ -49,16 +43,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
-from shim.ops.rope import thd_freqs
-from shim.patches._arguments import Function, argument, replacing, takes
-
-ROPE = "megatron.core.models.common.embeddings.rope_utils:"
-YARN = "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding."
-
-# Rotating takes three temporaries of the size of what it rotates.
-PIECES, PIECE_BYTES = 8, 16 << 20
+from shim.patches._arguments import Function, argument, replacing
+from shim.patches.megatron_core.rope_packed_rows import ROPE, rotate_as_one
 
 INTERLEAVED, MSCALE, MLA, PER_TOKEN = "rotary_interleaved", "mscale", "interleaving of MLA", "a row per token"
 
@@ -135,74 +121,20 @@ def _cp_size(original: Function, upstream: dict[str, Any]) -> Callable[[tuple[An
     return get
 
 
-def _apply_rotary_pos_emb_thd(original: Function, row_per_token: bool | None) -> Function:
-    """`row_per_token`: True where this release takes a table as long as the row for one with a row per token, and None
-    where it is to do so only for a table that says so itself."""
-    names = list(inspect.signature(original).parameters)
-    upstream = vars(sys.modules[ROPE[:-1]])
-
-    @functools.wraps(original)
-    def _apply_rotary_pos_emb_thd(*args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(names, args)), **kwargs}
-        t, cu_seqlens, freqs = given.pop("t"), given.pop("cu_seqlens"), given.pop("freqs")
-        if "cp_group" in names:
-            group = given.pop("cp_group", None)
-            if group is None:
-                raise ValueError("rotating packed rows needs the argument cp_group")
-            cp_size, cp_rank = group.size(), group.rank()
-        else:
-            state = upstream["parallel_state"]
-            cp_size, cp_rank = state.get_context_parallel_world_size(), state.get_context_parallel_rank()
-        rows = thd_freqs(freqs, cu_seqlens, t.size(0), cp_size=cp_size, cp_rank=cp_rank, row_per_token=row_per_token)
-        # What is left of the arguments says how to rotate, in upstream's own words for both formats.
-        rotate = functools.partial(upstream["_apply_rotary_pos_emb_bshd"], **given)
-        pieces = min(PIECES, t.numel() * t.element_size() // PIECE_BYTES)
-        if pieces < 2:
-            return rotate(t.unsqueeze(1), rows).squeeze(1)
-        size = -(-t.size(0) // pieces)
-        # split, not slices: the gradient of a slice is as large as the whole.
-        together = zip(t.unsqueeze(1).split(size), rows.split(size), strict=True)
-        return torch.cat([rotate(*piece) for piece in together]).squeeze(1)
-
-    how = inspect.signature(upstream["_apply_rotary_pos_emb_bshd"]).parameters
-    takes(_apply_rotary_pos_emb_thd, {"t", "cu_seqlens", "freqs", "cp_group", *how})
-    return _apply_rotary_pos_emb_thd
+def _unfused(unpacked: set[str], packed: set[str]) -> Callable[[Function], Function]:
+    return functools.partial(_apply_rotary_pos_emb, unpacked=frozenset(unpacked), packed=frozenset(packed))
 
 
-def _get_cached_cos_sin(original: Function) -> Function:
-    """The table of fused MLA: under context parallelism, a slice of a longer one is not the slice of a shorter one."""
-    length_of = argument(original, "seq_len")
-    packed_of = argument(original, "packed_seq") if "packed_seq" in inspect.signature(original).parameters else None
-
-    @functools.wraps(original)
-    def get_cached_cos_sin(*args: Any, **kwargs: Any) -> Any:
-        self, group = args[0], args[0].cp_group
-        sliced = group is not None and group.size() > 1 and not (packed_of and packed_of(args, kwargs))
-        if sliced and length_of(args, kwargs) != self.max_seq_len_cached:
-            self.max_seq_len_cached = -1  # shorter than any: upstream makes the table anew
-        return original(*args, **kwargs)
-
-    return get_cached_cos_sin
-
-
-def _bindings(unpacked: set[str], packed: set[str], row_per_token: bool | None = True) -> dict[str, Any]:
-    told = {"unpacked": frozenset(unpacked), "packed": frozenset(packed)}
-    return {
-        ROPE + "apply_rotary_pos_emb": functools.partial(_apply_rotary_pos_emb, **told),
-        ROPE + "_apply_rotary_pos_emb_thd": functools.partial(_apply_rotary_pos_emb_thd, row_per_token=row_per_token),
-    }
-
-
-FUSED_MLA = {YARN + "get_cached_cos_sin": _get_cached_cos_sin}
+APPLY, THD = ROPE + "apply_rotary_pos_emb", ROPE + "_apply_rotary_pos_emb_thd"
+ROW_OF_TOKEN = {THD: functools.partial(rotate_as_one, row_per_token=None)}  # where the values of the table show it
 
 BINDINGS: dict[str, dict[str, Callable[[Function], Function]]] = {
-    "plain": _bindings({INTERLEAVED, MSCALE, MLA}, {INTERLEAVED, MSCALE, MLA, PER_TOKEN}, None),  # 0.12.0
-    "interleaved": _bindings({MSCALE, MLA}, {INTERLEAVED, MSCALE, MLA, PER_TOKEN}, None),  # 0.12.1 to 0.12.3
-    "mla": {**_bindings({MSCALE, MLA}, {INTERLEAVED, MSCALE, MLA, PER_TOKEN}, None), **FUSED_MLA},  # 0.13, 0.14
-    "table": {**_bindings({MSCALE, MLA}, {INTERLEAVED, MSCALE, MLA, PER_TOKEN}), **FUSED_MLA},  # 0.15
-    "mscale": {**_bindings({MLA}, {INTERLEAVED, MSCALE, MLA, PER_TOKEN}), **FUSED_MLA},  # 0.16
-    "packed": {**_bindings({MLA}, {MSCALE, MLA, PER_TOKEN}), **FUSED_MLA},  # 0.17, 0.18
-    "flag": {**_bindings(set(), {MSCALE, MLA, PER_TOKEN}), **FUSED_MLA},  # 0.19
+    "plain": {APPLY: _unfused({INTERLEAVED, MSCALE, MLA}, {INTERLEAVED, MSCALE, MLA, PER_TOKEN}), **ROW_OF_TOKEN},
+    "interleaved": {APPLY: _unfused({MSCALE, MLA}, {INTERLEAVED, MSCALE, MLA, PER_TOKEN}), **ROW_OF_TOKEN},
+    "table": {APPLY: _unfused({MSCALE, MLA}, {INTERLEAVED, MSCALE, MLA, PER_TOKEN})},
+    "mscale": {APPLY: _unfused({MLA}, {INTERLEAVED, MSCALE, MLA, PER_TOKEN})},
+    "packed": {APPLY: _unfused({MLA}, {MSCALE, MLA, PER_TOKEN})},
+    "flag": {APPLY: _unfused(set(), {MSCALE, MLA, PER_TOKEN})},
 }
 
 

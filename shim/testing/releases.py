@@ -16,7 +16,7 @@ from shim._matrix.load import load_matrix
 
 __all__ = ["RELEASES", "TE_RELEASES", "FetchError", "cache_dir", "environment", "fetch"]
 
-_SUPPORTED = load_matrix().supported
+_SUPPORTED = load_matrix(pins=False).supported
 RELEASES = _SUPPORTED["megatron-core"]
 # Transformer Engine; the distribution is transformer-engine, whose wheel holds all Python sources.
 TE_RELEASES = _SUPPORTED["transformer-engine"]

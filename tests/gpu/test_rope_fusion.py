@@ -12,7 +12,7 @@ import shim
 
 pytestmark = pytest.mark.gpu
 
-ID = "rope-fusion"
+ID, ROWS = "rope-fusion", "rope-packed-rows"
 HEADS, WIDTH, ROTARY = 2, 64, 32
 LENGTHS = (8, 16, 24)
 TOKENS = sum(LENGTHS)
@@ -35,7 +35,7 @@ def rope(monkeypatch):
     """rope_utils with the patch, and a function that says which rank this is."""
     from megatron.core.models.common.embeddings import rope_utils
 
-    with shim.patched(only=[ID], require=[ID]) as report:
+    with shim.patched(only=[ID, ROWS], require=[ID]) as report:
         if report[ID].state == "out-of-range":
             pytest.skip(report[ID].reason)
 

@@ -1,0 +1,44 @@
+"""The vocab-parallel cross entropy of shim.ops, for the patches that put it in the place of upstream's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shim.ops._logprob_small import is_small, small_token_losses
+from shim.ops.logprob import token_logprobs
+
+__all__ = ["token_losses"]
+
+NO_TARGET = -100
+
+
+def token_losses(logits: Tensor, target: Tensor, group: Any, label_smoothing: float = 0.0) -> Tensor:
+    """The loss of each token, [s, b] in fp32, from logits [s, b, V / TP] in any floating dtype."""
+    if torch.compiler.is_compiling():
+        outside: Tensor = _losses_outside_graph(logits, target, group, label_smoothing)
+        return outside
+    label_smoothing = max(label_smoothing, 0.0)  # stock smooths nothing below zero
+    if (group is None or group.size() == 1) and label_smoothing < 1 and is_small(logits, target):
+        return small_token_losses(logits, target, label_smoothing).float()
+    found = token_logprobs(
+        logits,
+        target.masked_fill(target < 0, NO_TARGET),
+        tp_group=group,
+        label_smoothing=label_smoothing,
+        ignore_index=NO_TARGET,
+        inplace_backward=_may_be_overwritten(logits),
+    )
+    return -found.logprob.float()
+
+
+# Reads values on CPU, and takes a way of its own where logits are few; imports dynamo when called.
+_losses_outside_graph = torch._disable_dynamo(token_losses)
+
+
+def _may_be_overwritten(logits: Tensor) -> bool:
+    # A gradient of its own is more than stock takes only where stock overwrites the logits: in fp32.
+    memory = logits._base if logits._is_view() else logits
+    return logits.dtype == torch.float32 and not (memory is not None and memory.is_leaf and memory.requires_grad)

@@ -1,0 +1,42 @@
+"""Fused MLA under context parallelism takes its rotary table from a longer one.
+
+What is wrong (0.13 to 0.19): YarnRotaryEmbedding.get_cached_cos_sin keeps the table of the longest row so far, already
+cut for this rank, and hands out its beginning. The rank's part of a shorter row is another part, so any row that is
+shorter than one before it gets positions of other ranks. Packed rows are given the whole table, which is right.
+
+The patch has the table made anew, by upstream's own function, where the length is another than that of the table.
+
+Upstream: open. Delete when the table is cut after it is taken from the cache, and the releases before that are not
+supported.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shim.patches._arguments import Function, argument
+
+YARN = "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding."
+
+
+def _get_cached_cos_sin(original: Function) -> Function:
+    length_of = argument(original, "seq_len")
+    packed_of = argument(original, "packed_seq") if "packed_seq" in inspect.signature(original).parameters else None
+
+    @functools.wraps(original)
+    def get_cached_cos_sin(*args: Any, **kwargs: Any) -> Any:
+        self, group = args[0], args[0].cp_group
+        sliced = group is not None and group.size() > 1 and not (packed_of and packed_of(args, kwargs))
+        if sliced and length_of(args, kwargs) != self.max_seq_len_cached:
+            self.max_seq_len_cached = -1  # shorter than any: upstream makes the table anew
+        return original(*args, **kwargs)
+
+    return get_cached_cos_sin
+
+
+def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
+    """The factories of a variant: target -> function from upstream's object to the one that takes its place."""
+    return {YARN + "get_cached_cos_sin": _get_cached_cos_sin}

@@ -1,0 +1,73 @@
+"""Packed rows are rotated without a loop over sequences.
+
+What is slow (all releases): the unfused rotation of a packed (THD) row rotates each sequence by itself (0.12 to 0.14,
+0.19), or slices the table for each (0.15 to 0.18), with a host read per sequence.
+
+The patch rotates the row as one, by upstream's function for unpacked rows, with the row of the table gathered for each
+token (shim.ops.rope): the same bits, forward and backward. Large rows go in a few pieces, so that temporaries stay as
+small as a loop over sequences has them.
+
+Up to 0.14 the table has a row per position. From 0.15 on one with as many rows as the whole row has tokens has a row
+per token instead (multimodal embeddings), as upstream's own loop takes it.
+
+Upstream: later main rotates packed rows without a loop. Delete when the releases before that are not supported.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from shim.ops.rope import thd_freqs
+from shim.patches._arguments import Function, takes
+
+ROPE = "megatron.core.models.common.embeddings.rope_utils:"
+
+# Rotating takes three temporaries of the size of what it rotates.
+PIECES, PIECE_BYTES = 8, 16 << 20
+
+
+def rotate_as_one(original: Function, row_per_token: bool | None) -> Function:
+    """What takes the place of _apply_rotary_pos_emb_thd. `row_per_token`: as in shim.ops.rope.thd_freqs."""
+    names = list(inspect.signature(original).parameters)
+    upstream = vars(sys.modules[ROPE[:-1]])
+
+    @functools.wraps(original)
+    def _apply_rotary_pos_emb_thd(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args)), **kwargs}
+        t, cu_seqlens, freqs = given.pop("t"), given.pop("cu_seqlens"), given.pop("freqs")
+        if "cp_group" in names:
+            group = given.pop("cp_group", None)
+            if group is None:
+                raise ValueError("rotating packed rows needs the argument cp_group")
+            cp_size, cp_rank = group.size(), group.rank()
+        else:
+            state = upstream["parallel_state"]
+            cp_size, cp_rank = state.get_context_parallel_world_size(), state.get_context_parallel_rank()
+        rows = thd_freqs(freqs, cu_seqlens, t.size(0), cp_size=cp_size, cp_rank=cp_rank, row_per_token=row_per_token)
+        # What is left of the arguments says how to rotate, in upstream's own words for both formats.
+        rotate = functools.partial(upstream["_apply_rotary_pos_emb_bshd"], **given)
+        pieces = min(PIECES, t.numel() * t.element_size() // PIECE_BYTES)
+        if pieces < 2:
+            return rotate(t.unsqueeze(1), rows).squeeze(1)
+        size = -(-t.size(0) // pieces)
+        # split, not slices: the gradient of a slice is as large as the whole.
+        together = zip(t.unsqueeze(1).split(size), rows.split(size), strict=True)
+        return torch.cat([rotate(*piece) for piece in together]).squeeze(1)
+
+    how = inspect.signature(upstream["_apply_rotary_pos_emb_bshd"]).parameters
+    takes(_apply_rotary_pos_emb_thd, {"t", "cu_seqlens", "freqs", "cp_group", *how})
+    return _apply_rotary_pos_emb_thd
+
+
+VARIANTS = {"positions": False, "tokens": True}  # 0.12 to 0.14; from 0.15 on
+
+
+def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
+    """The factories of a variant: target -> function from upstream's object to the one that takes its place."""
+    return {ROPE + "_apply_rotary_pos_emb_thd": functools.partial(rotate_as_one, row_per_token=VARIANTS[variant])}

@@ -1,0 +1,176 @@
+"""rope-packed-rows: unfused packed rows are rotated without a loop, to the same bits."""
+
+import functools
+import inspect
+import sys
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings import rope_utils
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shim
+from shim import testing
+from shim._engine.signatures import misfit
+from shim.patches.megatron_core.rope_packed_rows import bindings
+
+ID = "rope-packed-rows"
+MINOR = tuple(int(part) for part in testing.release().split(".")[:2])
+HEADS, WIDTH, ROTARY = 2, 12, 8
+LENGTHS = (4, 8, 12)  # multiples of four, so that two ranks can cut each by zigzag
+TOKENS = sum(LENGTHS)
+STOCK = {"_apply_rotary_pos_emb_thd": rope_utils._apply_rotary_pos_emb_thd}
+
+
+class Group:
+    """A context-parallel group of one process's imagination."""
+
+    def __init__(self, ranks=1, rank=0):
+        self._ranks, self._rank = ranks, rank
+
+    def size(self):
+        return self._ranks
+
+    def rank(self):
+        return self._rank
+
+
+@pytest.fixture(scope="module")
+def applied():
+    """The patch, once for all tests of this module that want it: binding it for each would take longer than they do."""
+    with shim.patched(only=[ID], require=[ID]) as report:
+        assert report[ID].state == "applied", str(report)
+        yield report
+
+
+@pytest.fixture
+def on_rank(monkeypatch):
+    """A function that says which rank of how many this is, and gives the argument that tells upstream."""
+
+    def tell(ranks=1, rank=0):
+        monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: ranks)
+        monkeypatch.setattr(parallel_state, "get_context_parallel_rank", lambda: rank)
+        return {} if MINOR < (0, 13) else {"cp_group": Group(ranks, rank)}
+
+    return tell
+
+
+def table(rows):
+    return torch.randn(rows, 1, 1, ROTARY, generator=torch.Generator().manual_seed(rows))
+
+
+def offsets(lengths=LENGTHS):
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is dispatched."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_number_of_operations_does_not_depend_on_the_number_of_sequences(on_rank, applied):
+    """On stock it does."""
+    counts = {}
+    functions = {"stock": STOCK["_apply_rotary_pos_emb_thd"], "shim": rope_utils._apply_rotary_pos_emb_thd}
+    for name, function in functions.items():
+        for sequences in (2, 16):
+            t = torch.randn(64, HEADS, WIDTH)
+            with Operations() as counted:
+                function(t, offsets([64 // sequences] * sequences), table(65), **on_rank())
+            counts[name, sequences] = counted.count
+    assert counts["shim", 2] == counts["shim", 16] and counts["stock", 2] < counts["stock", 16], counts
+
+
+FLAG = "mla_rotary_interleaved" if MINOR >= (0, 19) else "multi_latent_attention"
+HOW = {"plain": {}, "interleaved": {"rotary_interleaved": True}, "mla": {FLAG: True}, "mscale": {"mscale": 1.25}}
+
+
+def rotated(function, t, cu_seqlens, freqs, weights, **how):
+    t = t.clone().requires_grad_()
+    result = function(t, cu_seqlens, freqs, **how)
+    (result * weights).sum().backward()
+    return result, t.grad
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("rows", ["positions", "tokens"])
+@pytest.mark.parametrize("large", [False, True], ids=["", "in pieces"])
+def test_packed_rows_keep_every_bit(how, dtype, rows, large, on_rank, applied, monkeypatch):
+    """Forward and backward, on one, two and four ranks, with sequences of no length; large rows go in pieces."""
+    if large:
+        monkeypatch.setattr(sys.modules["shim.patches.megatron_core.rope_packed_rows"], "PIECE_BYTES", 64)
+    # With no length and interleaving, releases that rotate each sequence raise.
+    lengths = (8, 16, 24) if how == "interleaved" else (8, 0, 16, 24, 0)
+    freqs = table(sum(lengths) if rows == "tokens" else 29)
+    for ranks, rank in ((1, 0), (2, 0), (2, 1), (4, 0), (4, 3)):
+        generator = torch.Generator().manual_seed(rank)
+        t = torch.randn(sum(lengths) // ranks, HEADS, WIDTH, generator=generator).to(dtype)
+        weights = torch.randn(t.shape, generator=generator).to(dtype)
+        given = (t, offsets(lengths), freqs, weights)
+        keywords = HOW[how] | on_rank(ranks, rank)
+        mine, theirs = (
+            rotated(f, *given, **keywords)
+            for f in (rope_utils._apply_rotary_pos_emb_thd, STOCK["_apply_rotary_pos_emb_thd"])
+        )
+        assert all(map(torch.equal, mine, theirs)), (ranks, rank)
+
+
+def test_large_packed_rows_take_no_more_memory_than_stock(on_rank, applied, monkeypatch):
+    """Forward and backward together, in which a loop over many sequences holds little at a time."""
+    monkeypatch.setattr(sys.modules["shim.patches.megatron_core.rope_packed_rows"], "PIECE_BYTES", 1024)
+    peaks = []
+    for function in rope_utils._apply_rotary_pos_emb_thd, STOCK["_apply_rotary_pos_emb_thd"]:
+        t = torch.randn(1024, HEADS, WIDTH).requires_grad_() * 1
+        with testing.Footprint() as footprint:
+            result = function(t, offsets([64] * 16), table(65), **on_rank())
+            torch.autograd.grad(result, t, torch.ones_like(result))
+        peaks.append(footprint.peak_bytes / (t.numel() * t.element_size()))
+    assert peaks[0] <= peaks[1] + 0.1
+
+
+@pytest.mark.parametrize("lengths", [(4, 8), (TOKENS, 1), (TOKENS - 1,)], ids=["padding", "too long", "short"])
+def test_offsets_that_do_not_fit_are_an_error(lengths, on_rank, applied):
+    """As stock has it, which raises where it splits the row."""
+    given = (torch.randn(TOKENS, HEADS, WIDTH), offsets(lengths), table(TOKENS + 1))
+    for function in STOCK["_apply_rotary_pos_emb_thd"], rope_utils._apply_rotary_pos_emb_thd:
+        with pytest.raises((ValueError, RuntimeError)):
+            function(*given, **on_rank())
+
+
+def test_a_table_that_is_too_short_is_an_error(on_rank, applied):
+    given = (torch.randn(TOKENS, HEADS, WIDTH), offsets(), table(max(LENGTHS) - 1))
+    for function in STOCK["_apply_rotary_pos_emb_thd"], rope_utils._apply_rotary_pos_emb_thd:
+        with pytest.raises((IndexError, RuntimeError)):
+            function(*given, **on_rank())
+
+
+def test_a_release_with_an_argument_more_is_refused(on_rank):
+    """A later one tells the rotation of packed rows their longest length: every row would be a TypeError."""
+    stock = STOCK["_apply_rotary_pos_emb_thd"]
+    signature = inspect.signature(stock)
+    added = inspect.Parameter("max_seqlen", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+
+    @functools.wraps(stock)
+    def later(*args, max_seqlen=None, **kwargs):
+        return stock(*args, **kwargs)
+
+    later.__signature__ = signature.replace(parameters=[*signature.parameters.values(), added])
+    factory = bindings(shim.plan()[ID].variant, {})[rope_utils.__name__ + ":_apply_rotary_pos_emb_thd"]
+    with pytest.raises(TypeError, match="max_seqlen"):
+        t = torch.randn(TOKENS, HEADS, WIDTH)
+        factory(later)(t, offsets(), table(TOKENS), max_seqlen=1, **on_rank())
+    assert misfit(factory(stock), stock) == ""
+    assert "max_seqlen" in misfit(factory(later), later)
+
+
+@pytest.mark.skipif(MINOR < (0, 13), reason="0.12 has no argument cp_group")
+def test_the_group_is_asked_for(applied):
+    with pytest.raises(ValueError, match="cp_group"):
+        rope_utils._apply_rotary_pos_emb_thd(torch.randn(TOKENS, HEADS, WIDTH), offsets(), table(TOKENS))
