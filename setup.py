@@ -81,6 +81,7 @@ if __name__ == "__main__":
             "shim.patches.megatron_core",
             "shim.patches.megatron_core.mtp_packed_sequences",
             "shim.patches.megatron_core.mtp_recompute",
+            "shim.patches.megatron_core.paged_stash",
             "shim.patches.transformer_engine",
         ],
         package_data={

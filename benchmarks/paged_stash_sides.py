@@ -151,7 +151,7 @@ class Shim(Stock):
     ) -> None:
         from shim.ops import _stash_eager
         from shim.ops import paged_stash as ops
-        from shim.patches.megatron_core._expert_stash import ExpertStash
+        from shim.patches.megatron_core.paged_stash.experts import ExpertStash
 
         self.config, self.watching = config, watching
         self.stash = ExpertStash({**vars(config), "overflow": "keep"})

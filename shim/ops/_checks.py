@@ -1,4 +1,4 @@
-"""What values have to be, checked without making the host wait for a device."""
+"""Value checks without a device sync."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ RIGHT_FROM = {
 IS_RIGHT = {key: bool(first and first <= RELEASE) for key, first in RIGHT_FROM.items()}
 IS_RIGHT["packed", "row per token"] = MINOR < (0, 15)
 CASES = list(IS_RIGHT)
-STOCK = {name: getattr(rope_utils, name) for name in ("apply_rotary_pos_emb", "_apply_rotary_pos_emb_thd")}
+STOCK, STOCK_THD = rope_utils.apply_rotary_pos_emb, rope_utils._apply_rotary_pos_emb_thd
 
 of_each_case = pytest.mark.parametrize("case", CASES, ids=" ".join)
 has_fused_qkv = pytest.mark.skipif(MINOR < (0, 15), reason="fused_single_qkv_rope came with 0.15")
@@ -66,9 +66,9 @@ def applied():
 @pytest.fixture
 def stock():
     """Without the patch, in whatever order tests run; these come first, because switching it off takes a while."""
-    is_stock = rope_utils.apply_rotary_pos_emb is STOCK["apply_rotary_pos_emb"]
+    is_stock = rope_utils.apply_rotary_pos_emb is STOCK
     with contextlib.nullcontext() if is_stock else shim.patched(exclude=[ID]):
-        assert rope_utils.apply_rotary_pos_emb is STOCK["apply_rotary_pos_emb"]
+        assert rope_utils.apply_rotary_pos_emb is STOCK
         yield
 
 
@@ -156,7 +156,7 @@ def call_of(case, on_rank, ranks=1, rank=0):
 def unfused(config, given):
     plain = config_of()
     plain.__dict__.update(config.__dict__, apply_rope_fusion=False)
-    return STOCK["apply_rotary_pos_emb"](config=plain, **given)
+    return STOCK(config=plain, **given)
 
 
 @pytest.fixture
@@ -218,7 +218,7 @@ def test_such_a_call_is_not_fused(case, ranks, kernels, on_rank, applied):
     assert vars(config) == before
     if IS_RIGHT[case] and case != ("packed", "row per token"):
         calls = list(kernels)
-        assert torch.equal(result, STOCK["apply_rotary_pos_emb"](config=config, **given)) and kernels == 2 * calls
+        assert torch.equal(result, STOCK(config=config, **given)) and kernels == 2 * calls
     else:
         assert torch.equal(result, unfused(config, given)) and kernels == []
 
@@ -256,7 +256,7 @@ def test_the_shared_config_never_changes(kernels, on_rank, applied, monkeypatch)
 
     monkeypatch.setattr(rope_utils, "_apply_rotary_pos_emb_bshd", looking)
     rope_utils.apply_rotary_pos_emb(config=config, **call_of(("packed", "mscale"), on_rank))
-    assert seen == [True] and kernels == []
+    assert set(seen) == {True} and kernels == []
 
 
 def test_an_exception_leaves_the_config_alone(kernels, on_rank, applied):
@@ -270,10 +270,9 @@ def test_an_exception_leaves_the_config_alone(kernels, on_rank, applied):
 def test_aliases_are_rebound_and_restored(applied):
     """Attention took the function by name."""
     names = [rope_utils, attention]
-    assert all(module.apply_rotary_pos_emb is not STOCK["apply_rotary_pos_emb"] for module in names)
+    assert all(module.apply_rotary_pos_emb is not STOCK for module in names)
     with shim.patched(exclude=[ID]):
-        assert all(module.apply_rotary_pos_emb is STOCK["apply_rotary_pos_emb"] for module in names)
-        assert rope_utils._apply_rotary_pos_emb_thd is STOCK["_apply_rotary_pos_emb_thd"]
+        assert all(module.apply_rotary_pos_emb is STOCK for module in names)
 
 
 def test_the_decision_compiles_in_one_graph(kernels, on_rank, applied):
@@ -282,6 +281,24 @@ def test_the_decision_compiles_in_one_graph(kernels, on_rank, applied):
     compiled = torch.compile(rope_utils.apply_rotary_pos_emb, fullgraph=True, backend="eager")
     assert torch.equal(compiled(config=config, **given), unfused(config, given))
     assert len(kernels) == (ask == "nothing")
+
+
+# Unfused packed rows, up to 0.14
+
+
+@pytest.mark.skipif(MINOR >= (0, 15), reason="stock takes the row of the token from 0.15")
+@pytest.mark.parametrize("per_token", [True, False], ids=["tokens", "positions"])
+def test_unfused_packed_rows_take_the_row_that_the_table_has_for_them(per_token, on_rank, applied):
+    """One per token where every sequence begins with the first one's row. With a row per position, stock is right."""
+    by_position = table(TOKENS)
+    freqs = torch.cat([by_position[:length] for length in LENGTHS]) if per_token else by_position
+    t = torch.randn(TOKENS, HEADS, WIDTH, generator=torch.Generator().manual_seed(1))
+    rotate = rope_utils._apply_rotary_pos_emb_bshd
+    pieces = zip(t.split(LENGTHS), LENGTHS, strict=True)
+    alone = torch.cat([rotate(piece.unsqueeze(1), by_position[:length]).squeeze(1) for piece, length in pieces])
+    found, stock = (f(t, offsets(), freqs, **on_rank()) for f in (rope_utils._apply_rotary_pos_emb_thd, STOCK_THD))
+    assert torch.equal(found, alone)
+    assert torch.equal(stock, alone) != per_token
 
 
 # Whole models

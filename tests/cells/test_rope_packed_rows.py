@@ -87,6 +87,13 @@ def test_the_number_of_operations_does_not_depend_on_the_number_of_sequences(on_
     assert counts["shim", 2] == counts["shim", 16] and counts["stock", 2] < counts["stock", 16], counts
 
 
+def test_the_function_is_given_back(applied):
+    """rope-fusion wraps the same one up to 0.14."""
+    assert rope_utils._apply_rotary_pos_emb_thd is not STOCK["_apply_rotary_pos_emb_thd"]
+    with shim.patched(exclude=[ID, "rope-fusion"]):
+        assert rope_utils._apply_rotary_pos_emb_thd is STOCK["_apply_rotary_pos_emb_thd"]
+
+
 FLAG = "mla_rotary_interleaved" if MINOR >= (0, 19) else "multi_latent_attention"
 HOW = {"plain": {}, "interleaved": {"rotary_interleaved": True}, "mla": {FLAG: True}, "mscale": {"mscale": 1.25}}
 

@@ -21,7 +21,7 @@ where a field that still has its default says nothing. Experts of 0.12.0 are not
 that nobody could tell which rows are padding.
 
 Who calls what, in the order of one step. "Upstream" is what 0.18 and 0.19 call; up to 0.17 only the three rows with a
-star are there. What is on the right is in ExpertStash (_expert_stash), one for each time the patch is applied:
+star are there. What is on the right is in ExpertStash (`experts`), one for each time the patch is applied:
 
     when                   upstream                              here
     ---------------------  ------------------------------------  --------------------------------------------------
@@ -35,8 +35,8 @@ star are there. What is on the right is in ExpertStash (_expert_stash), one for 
                                                                  leave_module
     * experts run, plain   (TE)GroupedMLP, MLP .forward          run: open, upstream's forward, commit
     * their backward       autograd asks for what it saved       PagedStash: copies rows back, frees their pages
-    * a step ends          finalize_model_grads; also            step_ends: an error if tensors were lost, unless a
-                           FullCudaGraphWrapper.__call__           runner is there that repeats the step
+    * a step ends          finalize_model_grads; from 0.18 on    step_ends: an error if tensors were lost, unless a
+                           FullCudaGraphWrapper.__call__ too       runner is there that repeats the step
     a runner repeats it    PagedStashRunner.__call__             keeps the state of all random numbers
                              check_paged_stash_overflow            overflowed: asks all pools
                              check_paged_stash_host_spill          spilled: asks all host pools
@@ -62,7 +62,7 @@ from torch import Tensor
 from shim._kept import Bindings, Kept
 from shim.ops.paged_stash import StashStatistics
 from shim.patches._arguments import Function, argument
-from shim.patches.megatron_core._expert_stash import FLAG, ExpertStash, cannot_gain, check_settings, total_of
+from shim.patches.megatron_core.paged_stash.experts import FLAG, ExpertStash, cannot_gain, check_settings, total_of
 
 EXPERTS = "megatron.core.transformer.moe.experts:"
 MLP = "megatron.core.transformer.mlp:MLP.forward"
