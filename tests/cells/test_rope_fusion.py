@@ -36,7 +36,8 @@ RIGHT_FROM = {
 IS_RIGHT = {key: bool(first and first <= RELEASE) for key, first in RIGHT_FROM.items()}
 IS_RIGHT["packed", "row per token"] = MINOR < (0, 15)
 CASES = list(IS_RIGHT)
-STOCK, STOCK_THD = rope_utils.apply_rotary_pos_emb, rope_utils._apply_rotary_pos_emb_thd
+# In a dictionary, because shim rebinds names at the top of a module.
+STOCK = {name: getattr(rope_utils, name) for name in ("apply_rotary_pos_emb", "_apply_rotary_pos_emb_thd")}
 
 of_each_case = pytest.mark.parametrize("case", CASES, ids=" ".join)
 has_fused_qkv = pytest.mark.skipif(MINOR < (0, 15), reason="fused_single_qkv_rope came with 0.15")
@@ -66,9 +67,9 @@ def applied():
 @pytest.fixture
 def stock():
     """Without the patch, in whatever order tests run; these come first, because switching it off takes a while."""
-    is_stock = rope_utils.apply_rotary_pos_emb is STOCK
+    is_stock = rope_utils.apply_rotary_pos_emb is STOCK["apply_rotary_pos_emb"]
     with contextlib.nullcontext() if is_stock else shim.patched(exclude=[ID]):
-        assert rope_utils.apply_rotary_pos_emb is STOCK
+        assert rope_utils.apply_rotary_pos_emb is STOCK["apply_rotary_pos_emb"]
         yield
 
 
@@ -156,7 +157,7 @@ def call_of(case, on_rank, ranks=1, rank=0):
 def unfused(config, given):
     plain = config_of()
     plain.__dict__.update(config.__dict__, apply_rope_fusion=False)
-    return STOCK(config=plain, **given)
+    return STOCK["apply_rotary_pos_emb"](config=plain, **given)
 
 
 @pytest.fixture
@@ -218,7 +219,7 @@ def test_such_a_call_is_not_fused(case, ranks, kernels, on_rank, applied):
     assert vars(config) == before
     if IS_RIGHT[case] and case != ("packed", "row per token"):
         calls = list(kernels)
-        assert torch.equal(result, STOCK(config=config, **given)) and kernels == 2 * calls
+        assert torch.equal(result, STOCK["apply_rotary_pos_emb"](config=config, **given)) and kernels == 2 * calls
     else:
         assert torch.equal(result, unfused(config, given)) and kernels == []
 
@@ -270,9 +271,9 @@ def test_an_exception_leaves_the_config_alone(kernels, on_rank, applied):
 def test_aliases_are_rebound_and_restored(applied):
     """Attention took the function by name."""
     names = [rope_utils, attention]
-    assert all(module.apply_rotary_pos_emb is not STOCK for module in names)
+    assert all(module.apply_rotary_pos_emb is not STOCK["apply_rotary_pos_emb"] for module in names)
     with shim.patched(exclude=[ID]):
-        assert all(module.apply_rotary_pos_emb is STOCK for module in names)
+        assert all(module.apply_rotary_pos_emb is STOCK["apply_rotary_pos_emb"] for module in names)
 
 
 def test_the_decision_compiles_in_one_graph(kernels, on_rank, applied):
@@ -296,7 +297,8 @@ def test_unfused_packed_rows_take_the_row_that_the_table_has_for_them(per_token,
     rotate = rope_utils._apply_rotary_pos_emb_bshd
     pieces = zip(t.split(LENGTHS), LENGTHS, strict=True)
     alone = torch.cat([rotate(piece.unsqueeze(1), by_position[:length]).squeeze(1) for piece, length in pieces])
-    found, stock = (f(t, offsets(), freqs, **on_rank()) for f in (rope_utils._apply_rotary_pos_emb_thd, STOCK_THD))
+    functions = rope_utils._apply_rotary_pos_emb_thd, STOCK["_apply_rotary_pos_emb_thd"]
+    found, stock = (function(t, offsets(), freqs, **on_rank()) for function in functions)
     assert torch.equal(found, alone)
     assert torch.equal(stock, alone) != per_token
 

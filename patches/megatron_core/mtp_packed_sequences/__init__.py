@@ -44,6 +44,7 @@ from shim.patches.megatron_core.mtp_packed_sequences.loss import (
 from shim.patches.megatron_core.mtp_packed_sequences.recompute import patch_checkpointed_forward
 from shim.patches.megatron_core.mtp_packed_sequences.rolls import (
     Options,
+    patch_count_of_roll_tensor,
     patch_roll_tensor,
     patch_roll_tensor_packed_seq,
 )
@@ -66,7 +67,7 @@ BINDINGS: dict[str, dict[str, Callable[..., Function]]] = {
         GPT + "_postprocess": patch_postprocess,
     },
     "loop": {  # 0.16: packed rows, by a loop that does not know of padding
-        MTP + "roll_tensor": patch_roll_tensor,
+        MTP + "roll_tensor": patch_count_of_roll_tensor,
         MTP + "_roll_tensor_packed_seq": patch_roll_tensor_packed_seq,
         MTP + "MultiTokenPredictionLayer._checkpointed_forward": patch_checkpointed_forward,
         GPT + "_postprocess": patch_postprocess,

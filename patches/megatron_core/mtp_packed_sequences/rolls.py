@@ -35,8 +35,8 @@ def _returned(rolled: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def patch_roll_tensor(original: Function, options: Options) -> Function:
-    """Up to 0.16: counts that can divide. Up to 0.15: the row of the call, else that of the step, is rolled."""
-    known = inspect.signature(original).parameters
+    """Up to 0.15: rolls the row of the call, else that of the step."""
+    takes_group = "cp_group" in inspect.signature(original).parameters  # 0.14, 0.15
 
     @functools.wraps(original)
     def roll_tensor(
@@ -45,12 +45,10 @@ def patch_roll_tensor(original: Function, options: Options) -> Function:
         if tensor is None:
             return None, None
         step = THREAD.step
-        if "packed_seq_params" in known and packed_seq_params is not None:
-            return original(tensor, shifts, dims, cp_group, packed_seq_params)  # to _roll_tensor_packed_seq
-        row = packed_seq_params if packed_seq_params is not None or step is None else step.row
-        if "packed_seq_params" not in known and row is not None:
+        row = step.row if packed_seq_params is None and step is not None else packed_seq_params
+        if row is not None:
             rolled = roll_row(tensor, shifts, dims, row, group_of(row, cp_group), options["partition"])
-        elif "cp_group" in known:
+        elif takes_group:
             return _returned(*original(tensor, shifts, dims, cp_group))
         elif step is not None and is_parallel(step.group):
             rolled = roll_unpacked_on_rank(tensor, dims, step.group)
@@ -59,6 +57,21 @@ def patch_roll_tensor(original: Function, options: Options) -> Function:
         return _returned(rolled, rolled.sum())
 
     add_parameters(roll_tensor, original, "cp_group", "packed_seq_params")
+    return roll_tensor
+
+
+def patch_count_of_roll_tensor(original: Function, options: Options) -> Function:
+    """0.16, which hands packed rows on: counts of unpacked rows that can divide."""
+    row_of = argument(original, "packed_seq_params")
+
+    @functools.wraps(original)
+    def roll_tensor(*args: Any, **kwargs: Any) -> Any:
+        tensor = args[0] if args else kwargs["tensor"]
+        if tensor is None:
+            return None, None
+        result = original(*args, **kwargs)
+        return result if row_of(args, kwargs) is not None else _returned(*result)
+
     return roll_tensor
 
 
