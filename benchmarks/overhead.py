@@ -154,7 +154,7 @@ WORK: dict[str, dict[str, Callable[[str], Callable[[], Any]]]] = {
         "fp32, fused": losses(True, "float32"),
         "bf16, fused": losses(True, "bfloat16"),
     },
-    "rope-packed-rows": {"": packed_rotation},
+    "rope-thd": {"": packed_rotation},
     "rope-fusion": {"": rotation},
     "config-override": {"": checkpoint},
     "paged-stash": {"off": model_step(**EXPERTS)},

@@ -24,7 +24,7 @@ from typing import Any
 
 TOP = str(Path(__file__).resolve().parent.parent)
 RELEASE = "0.19.2"
-PATCH = "rope-packed-rows"
+PATCH = "rope-thd"
 WIDTH = 64
 TOKENS = 4096
 HEADS = (1, 8)

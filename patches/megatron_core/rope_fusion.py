@@ -16,7 +16,7 @@ unfused function counts too, and only the first sequence is right.
 The patch: such a call is made unfused, by upstream's own function with a shallow copy of the config, fusion off; the
 config that others read is never written. Where a fused call is wanted and the fused function is missing, upstream's
 error stays. Up to 0.14 unfused packed rows take the row of the token where in such a table every sequence begins with
-the row that the first one begins with, as a table of positions does not. They are rotated as rope-packed-rows does it,
+the row that the first one begins with, as a table of positions does not. They are rotated as rope-thd does it,
 since a loop over sequences could not tell without a host read.
 
 Not covered:
@@ -44,7 +44,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shim.patches._arguments import Function, argument, replacing
-from shim.patches.megatron_core.rope_packed_rows import ROPE, rotate_as_one
+from shim.patches.megatron_core.rope_thd import ROPE, rotate_as_one
 
 INTERLEAVED, MSCALE, MLA, PER_TOKEN = "rotary_interleaved", "mscale", "interleaving of MLA", "a row per token"
 

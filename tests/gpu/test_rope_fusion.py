@@ -12,7 +12,7 @@ import shim
 
 pytestmark = pytest.mark.gpu
 
-ID, ROWS = "rope-fusion", "rope-packed-rows"
+ID, ROWS = "rope-fusion", "rope-thd"
 HEADS, WIDTH, ROTARY = 2, 64, 32
 LENGTHS = (8, 16, 24)
 TOKENS = sum(LENGTHS)
