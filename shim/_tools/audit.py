@@ -9,7 +9,7 @@ import itertools
 import zipfile
 from bisect import bisect_right
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from packaging.version import Version
@@ -17,6 +17,7 @@ from packaging.version import Version
 from shim._errors import ShimError, SourceError
 from shim._matrix.model import Matrix, PatchEntry, Variant
 from shim._planning.match import Match, match
+from shim._record import replace
 from shim._releases.detect import DISTRIBUTIONS, Environment, Installed
 from shim._releases.fingerprint import definitions, fingerprint, split_target
 from shim._releases.sources import Sources

@@ -6,7 +6,7 @@ import weakref
 import pytest
 
 import shim
-from shim._releases import archives as _archives
+from shim._releases import files as _files
 from shim._releases import sources as _sources
 
 CORE = "megatron.core."
@@ -15,7 +15,7 @@ CORE = "megatron.core."
 @pytest.fixture
 def parsed(world, monkeypatch):
     """The number of files parsed so far, in a list; the files of the fake world count as old enough to be known."""
-    monkeypatch.setattr(_archives, "SETTLED_NS", -(10**18))
+    monkeypatch.setattr(_files, "SETTLED_NS", -(10**18))
     world.patch("p", [CORE + "ops:double", CORE + "layers:Layer.forward"])
     count = []
     parse = _sources.parse
@@ -67,7 +67,7 @@ def test_another_copy_on_the_path_is_read(world, parsed, tmp_path, monkeypatch):
 
 def test_a_file_that_was_written_just_now_is_read_again(world, parsed, monkeypatch):
     """The clock of a file system may not have ticked between two edits."""
-    monkeypatch.setattr(_archives, "SETTLED_NS", 10**12)
+    monkeypatch.setattr(_files, "SETTLED_NS", 10**12)
     shim.plan()
     parsed.clear()
     shim.plan()

@@ -2,12 +2,12 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from audit_cases import EDITED, check_markdown, examiner, refuse_as_fetch, verdicts_of
 from unit_helpers import megatron, write_file
 
-from shim._record import replace
 from shim._tools.audit import VERDICTS, Difference
 from shim._tools.audit_report import as_markdown, as_text
 from shim._tools.cli import main

@@ -48,7 +48,7 @@ def test_a_known_body_decides_under_any_version(world, version, text, variant):
 
 def test_a_known_body_decides_under_a_vendor_string(world):
     """A version that is not PEP 440 decides nothing."""
-    environment = Environment({"megatron-core": Installed("megatron-core", "megatron.core", "", "nv-24.05")})
+    environment = Environment({"megatron-core": Installed("megatron-core", "megatron.core", "", "nv-24.05")}, Sources())
     world.install(BROKEN)
     matrix = load_matrix(world.matrix)
     found = match(matrix.patches["roll-fix"], environment, matrix)
