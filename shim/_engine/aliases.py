@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 __all__ = ["Location", "find_aliases", "namespace_of", "rewrap", "unwrap"]
@@ -36,12 +36,15 @@ def namespace_of(owner: Any) -> Mapping[str, Any]:
     return found
 
 
-def _classes(namespace: Mapping[str, Any], seen: set[int]) -> Iterator[type]:
-    for value in list(namespace.values()):
-        if issubclass(type(value), type) and id(value) not in seen:
-            seen.add(id(value))
-            yield value
-            yield from _classes(namespace_of(value), seen)
+def _kinds(*of: type) -> frozenset[type]:
+    """These and all classes derived from them, in the whole process."""
+    found, left = set(of), list(of)
+    while left:
+        kinds: list[type] = type.__subclasses__(left.pop())
+        derived = [kind for kind in kinds if kind not in found]
+        found.update(derived)
+        left += derived
+    return frozenset(found)
 
 
 def find_aliases(objects: Iterable[Any], modules: Iterable[str] | None = None) -> list[Location]:
@@ -53,6 +56,11 @@ def find_aliases(objects: Iterable[Any], modules: Iterable[str] | None = None) -
     wanted = {id(item) for item in objects}
     if not wanted:
         return []
+    # Some hundred thousand values are looked at, so what is done for each of them is done in C: whether one has a
+    # wanted id, and which are classes or descriptors, told by their exact types. Dictionaries are copied first, because
+    # another thread may write to them.
+    absent, metaclasses, descriptors = wanted.isdisjoint, _kinds(type), _kinds(*DESCRIPTORS)
+    either = metaclasses | descriptors
     found: list[Location] = []
     seen: set[int] = set()
     for name in list(sys.modules) if modules is None else list(modules):
@@ -60,11 +68,20 @@ def find_aliases(objects: Iterable[Any], modules: Iterable[str] | None = None) -
         if not issubclass(type(module), types.ModuleType) or name == "shim" or name.startswith("shim."):
             continue
         namespace = namespace_of(module)
-        for key, value in list(namespace.items()):
-            if id(value) in wanted:
-                found.append((module, key, value))
-        for cls in _classes(namespace, seen):
-            for key, value in list(namespace_of(cls).items()):
-                if id(unwrap(value)) in wanted:
-                    found.append((cls, key, value))
+        values = list(namespace.values())
+        if not absent(map(id, values)):
+            found += [(module, key, value) for key, value in list(namespace.items()) if id(value) in wanted]
+        left = [value for value in values if type(value) in metaclasses]
+        while left:
+            cls = left.pop()
+            if id(cls) in seen:
+                continue
+            seen.add(id(cls))
+            namespace = namespace_of(cls)
+            values = list(namespace.values())
+            inside = [value for value in values if type(value) in either]
+            left += [value for value in inside if type(value) in metaclasses]
+            held = [value.__func__ for value in inside if type(value) in descriptors]
+            if not absent(map(id, values)) or not absent(map(id, held)):
+                found += [(cls, key, value) for key, value in list(namespace.items()) if id(unwrap(value)) in wanted]
     return found

@@ -49,11 +49,25 @@ def _layers(value: Any) -> Iterator[Any]:
 def _is_from(value: Any, path: str, found: list[Definition]) -> bool:
     if not _is(value, types.FunctionType):
         return False
-    code = value.__code__
+    line = value.__code__.co_firstlineno
+    return _is_of_file(value, path) and any(first <= line <= last for first, last in (d.lines for d in found))
+
+
+def _is_plainly(value: Any, path: str, module: str, qualname: str) -> bool:
+    """Whether it is upstream's own by what it says itself. To parse the file would be most of the time of apply()."""
+    if _is(value, property):
+        value = value.fget
+    if _is(value, type):
+        return bool(value.__module__ == module and value.__qualname__ == qualname)
+    # Byte code keeps the qualified name from Python 3.11 on, which no decorator copies to a wrapper.
+    name = getattr(value.__code__, "co_qualname", None) if _is(value, types.FunctionType) else None
+    return name == qualname and _is_of_file(value, path)
+
+
+def _is_of_file(function: types.FunctionType, path: str) -> bool:
     # Byte code keeps the path it was imported by, which may be another spelling of the same file.
-    if code.co_filename != path and os.path.realpath(code.co_filename) != os.path.realpath(path):
-        return False
-    return any(first <= code.co_firstlineno <= last for first, last in (d.lines for d in found))
+    made_in = function.__code__.co_filename
+    return made_in == path or os.path.realpath(made_in) == os.path.realpath(path)
 
 
 def _is_wrapped(definition: Definition) -> bool:
@@ -106,6 +120,8 @@ def foreign_on(target: str, value: Any, sources: Sources) -> str:
     module, qualname = split_target(target)
     try:
         path = sources.path(module)
+        if path is not None and _is_plainly(value, path, module, qualname):
+            return ""
         found = outline(sources, module, qualname)
     except SourceError:
         return ""

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import sys
 
 import pytest
 from fake_world import same
@@ -289,3 +290,15 @@ def test_conflicts_are_looked_for_once(patched_world, monkeypatch):
     assert len(looked) == 1
     patched_world.get("layers:Layer")
     assert len(looked) == 2
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="byte code has no qualified names yet, so that files are parsed")
+def test_what_says_itself_that_it_is_upstreams_is_not_looked_up(patched_world, monkeypatch):
+    """Parsing the files of targets would be most of the time of apply() where they are loaded already."""
+    from shim._engine import foreign
+
+    patched_world.get("layers:Layer"), patched_world.get("ops:double")
+    parsed = []
+    monkeypatch.setattr(foreign, "outline", lambda *given: parsed.append(given[1:]) or [])
+    shim.apply()
+    assert parsed == []
