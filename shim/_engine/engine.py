@@ -3,19 +3,18 @@
 What holds whenever `lock` is free:
 - `plan` is the plan in force, with its conflicts found; None where nothing is wanted.
 - The binder's chains are what the plan wants in all modules that have run to the end, without the patches in `failed`.
-  Exceptions are modules in `late`, which catch_up() brings up to date.
-- `modules`, `patches` and `watched` follow from the plan, and the import hook is installed if `watched` is not empty.
+  Exceptions are modules that `watch` has as late, which catch_up() brings up to date.
+- What `watch`, `stand_ins` and `variables` have follows from the plan; the import hook is installed if there is
+  something to watch.
 - `factories` has those of the plan at most; what other patches keep has ended, or is told of until it can end.
 
 `lock` guards every field, and is held while the binder writes. Under it nobody imports, logs, or asks finders: another
 thread may hold an import lock, or the lock of a logging handler, and wait for this one. What is to be logged waits in
-`deferred`. `wants` is asked for every import of the process and takes no lock; the sets it reads are replaced as a
-whole, never changed.
+`deferred`. `wants` is asked for every import of the process and takes no lock.
 """
 
 from __future__ import annotations
 
-import importlib
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -31,15 +30,14 @@ from shim._engine.deferred_log import DeferredLog, log
 from shim._engine.factories import Factories
 from shim._engine.import_hook import ImportHook
 from shim._engine.models import Checked, with_findings
-from shim._engine.modules import is_lazy
 from shim._engine.report import Report
 from shim._engine.stand_ins import StandIns
 from shim._engine.variables import Variables
 from shim._engine.verify import not_applied, read_report
+from shim._engine.watch import Watch
 from shim._errors import BindError, ShimError
 from shim._planning.plan import Plan
 from shim._planning.requirements import enforce
-from shim._releases.fingerprint import split_target
 from shim._releases.sources import Sources
 
 __all__ = ["ENGINE", "Engine"]
@@ -64,11 +62,7 @@ class Engine:
         self.last: Plan | None = None  # the last plan that was wanted
         self.adoptions = 0  # how often a plan was to come in force
         self.failed: dict[str, str] = {}  # by patch, why it could not be bound under this plan
-        self.modules: frozenset[str] = frozenset()  # modules of the targets of the plan
-        self.patches: frozenset[str] = frozenset()  # patch modules of the plan, and the packages they are in
-        self.watched: frozenset[str] = frozenset()  # `modules`, and those that may run with a stand-in for a package
-        self.late: frozenset[str] = frozenset()  # those of `modules` that no commit has seen loaded yet
-        self.hook = ImportHook(self.wants, self.before_import, self.after_import)
+        self.watch = Watch(ImportHook(self.wants, self.before_import, self.after_import))
         self._sources: Sources | None = None
 
     # Plans
@@ -103,7 +97,7 @@ class Engine:
         """
         try:
             if wanted is not None:
-                self._wait_for_imports(wanted)
+                self.watch.wait_for(wanted, self.binder.loaded)
                 self.warn(warnings_for(wanted))
                 enforce(wanted)
             try:
@@ -132,8 +126,7 @@ class Engine:
                 if wanted is None or not self._misses(wanted, postponed):
                     self._switch(wanted, context)
                     return
-                self.watched |= _target_modules(wanted)  # `_finish` makes it exact again
-                self._watch_imports()
+                self.watch.add(wanted)
             postponed |= self.factories.load(wanted, postponed, self.binder.loaded)
 
     def _switch(self, wanted: Plan | None, context: Context | None) -> None:
@@ -164,7 +157,7 @@ class Engine:
         Asks neither for the requirements nor for the lock of what it found anew: they were met when that was applied.
         """
         if context.beneath is not None:
-            self._wait_for_imports(context.beneath)
+            self.watch.wait_for(context.beneath, self.binder.loaded)
         try:
             with self.lock:
                 if not self.contexts.leave(context):
@@ -182,13 +175,9 @@ class Engine:
         self.last = plan or self.last
         if plan is None:
             self.checked.forget()
-        self.modules = frozenset() if plan is None else frozenset(_target_modules(plan))
-        self.patches = frozenset() if plan is None else frozenset(_patch_modules(plan))
         self.stand_ins.follow(plan)
-        self.watched = self.modules.union(self.stand_ins.modules)
-        self.late = frozenset(name for name in self.modules if self.binder.loaded(name) is None)
         self.deferred.warn_once(self.variables.follow(plan))
-        self._watch_imports()
+        self.watch.follow(plan, self.stand_ins.modules, self.binder.loaded)
 
     def _bring_up_to_date(
         self, imported: Imported | None = None, only_if_changed: bool = False, may_load: bool = True
@@ -247,21 +236,19 @@ class Engine:
     def _commit(self, imported: Imported | None = None) -> None:
         """Have the binder write what the plan in force asks for, as far as its factories are loaded."""
         # Asked before anything is looked at: what another thread imports meanwhile is still to be bound.
-        loaded = {name for name in self.modules if self.binder.loaded(name) is not None}
+        late = frozenset(name for name in self.watch.targets if self.binder.loaded(name) is None)
         with self.deferred.deferring():
             lost = self.binder.commit(self.factories.layers(self.plan, self.failed), imported)
         for item in lost:
             self.deferred.warn(f"{item} since shim bound it; it is left alone")
         self.factories.keep_only(self.plan, self.failed)
-        self.late = self.modules - loaded
+        self.watch.late = late
 
     def _finish(self) -> None:
         """What is left to do once the lock is free, whether it went well or not."""
         with self.lock:
-            self.watched = self.modules.union(self.stand_ins.modules)
+            self.watch.tidy()
             self.factories.keep_only(self.plan, self.failed)
-            if not self.watched:
-                self.hook.remove()
         self.factories.end_kept()
         self.deferred.flush()
 
@@ -271,10 +258,11 @@ class Engine:
         """Whether the import hook is to act on the import of a module."""
         # Asked for every import of the process, so without the lock, and with no more work than this.
         # Not while a patch module is being found: catching up may import that very module, and load it twice.
-        if sys.modules.keys().isdisjoint(self.late) or self.factories.loading or module in self.patches:
-            return module in self.watched
+        watch = self.watch
+        if sys.modules.keys().isdisjoint(watch.late) or self.factories.loading or module in watch.patches:
+            return module in watch.watched
         # What cannot be done here is done when this module has run.
-        return not self._catch_up(may_load=False) or bool(self.deferred) or module in self.watched
+        return not self._catch_up(may_load=False) or bool(self.deferred) or module in watch.watched
 
     def before_import(self, module: ModuleType) -> None:
         missing = self.stand_ins.missing(namespace_of(module)["__name__"])
@@ -285,7 +273,7 @@ class Engine:
         name = namespace_of(module)["__name__"]
         with self.lock:
             self.binder.modules.executed.add(name)
-            self.late -= {name}
+            self.watch.late -= {name}
             self.binder.renew(module)
             for id in [id for id in self.failed if self.plan and name in self.plan[id].modules]:
                 del self.failed[id]  # each import of a target tries again, and raises again
@@ -320,29 +308,9 @@ class Engine:
         with self.lock:
             if not may_load and self.plan is not None and self._misses(self.plan, self.failed):
                 return False
-            ready = {name for name in self.late if self.binder.loaded(name) is not None}
-            self.late -= ready
+            ready = self.watch.take_ready(self.binder.loaded)
             due = bool(ready or self.binder.modules.overdue() or self.binder.places.given_back())
         return self._bring_up_to_date(only_if_changed=not due, may_load=may_load)
-
-    def _wait_for_imports(self, plan: Plan) -> None:
-        """Wait for target modules that other threads are importing right now; called without the lock."""
-        names = {name for name in _target_modules(plan) if name in sys.modules and self.binder.loaded(name) is None}
-        for name in names:
-            if is_lazy(sys.modules.get(name)):
-                continue
-            try:
-                importlib.import_module(name)  # returns at once where it is this very thread that imports it
-            except Exception as error:  # noqa: BLE001 - whoever imports it raises it; here the module stays pending
-                log.debug("the import of %s, which was under way, failed: %s", name, error)
-
-    def _watch_imports(self) -> None:
-        if self.watched:
-            self.hook.install()
-        for name in self.watched:
-            module = sys.modules.get(name)
-            if module is not None and is_lazy(module):
-                self.hook.adopt_lazy(module)
 
     # What is
 
@@ -382,19 +350,6 @@ class Engine:
         for id, text in [*variables, *self.factories.held()]:
             found[id] = (*found.get(id, ()), text)
         return found
-
-
-def _target_modules(plan: Plan) -> set[str]:
-    """Modules whose import concerns the plan: what is to be bound there, or what is required and cannot be."""
-    required = {id for id in plan.options.require if plan[id].action == "conflict"}
-    concerned = [d for d in plan.decisions.values() if d.wanted or d.id in required]
-    return {split_target(target)[0] for d in concerned for target in d.targets}
-
-
-def _patch_modules(plan: Plan) -> set[str]:
-    """The modules of all patches, and the packages they are in."""
-    parts = [entry.module.split(".") for entry in plan.matrix.patches.values()]
-    return {".".join(path[:count]) for path in parts for count in range(1, len(path) + 1)}
 
 
 def _failure(error: BindError, plan: Plan | None) -> BindError:

@@ -30,6 +30,7 @@ class _Row(Record):
     remedy: str
     variant: str | None
     targets: Mapping[str, str]
+    holds: tuple[str, ...] = ()
 
 
 def _group(state: str, kind: str, pending_is_amiss: bool) -> str:
@@ -85,6 +86,7 @@ def _grouped(rows: Sequence[_Row], applied: str, verbose: bool) -> Iterable[str]
                 yield f"      {row.reason}"
             if row.remedy:
                 yield f"      Remedy: {row.remedy}"
+            yield from (f"      keeps {text}" for text in row.holds)
     for group, title in _IN_A_LINE.items():
         members = [row for row in rows if row.group == group]
         for reason in dict.fromkeys(row.reason for row in members):
@@ -134,7 +136,15 @@ def report_text(report: Report, verbose: bool = False, pending_is_amiss: bool = 
     """What is. `pending_is_amiss`: nothing will be imported any more, so that who waits for it waits in vain."""
     rows = [
         _Row(
-            id, _group(p.state, p.kind, pending_is_amiss), p.state, p.summary, p.reason, p.remedy, p.variant, p.targets
+            id,
+            _group(p.state, p.kind, pending_is_amiss),
+            p.state,
+            p.summary,
+            p.reason,
+            p.remedy,
+            p.variant,
+            p.targets,
+            p.holds,
         )
         for id, p in report.patches.items()
     ]

@@ -58,6 +58,7 @@ def made():
 def test_status_tells_of_it_and_revert_ends_it(keeping):
     report = shim.apply()
     assert report["keeps"].holds == ("a buffer of 8 bytes",)
+    assert "keeps a buffer of 8 bytes" in str(report)
     assert report.to_dict()["patches"]["keeps"]["holds"] == ["a buffer of 8 bytes"]
     assert shim.check()["keeps"].holds == ("a buffer of 8 bytes",)
     assert shim.revert()["keeps"].holds == ()
