@@ -12,12 +12,6 @@ OUTSIDE = {
     # The checkpoint runs its function again, so what packed rows need has to be in there. _checkpointed_forward of
     # mtp-recompute does the whole job itself, and calls that of mtp-packed-sequences no more.
     ("mtp-packed-sequences", "mtp-recompute"): {MTP + "forward", MTP + "_checkpointed_forward"},
-    # The chunked loss computes all anew, smoothed labels too; what it leaves to stock, the inner one mends.
-    ("label-smoothing", "chunked-logprob"): {
-        "megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy"
-    },
-    # rope-fusion rotates some packed rows by a table that the rotation without a loop does not know.
-    ("rope-thd", "rope-fusion"): {"megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd"},
     # config-override only marks the function and calls it: either order does.
     ("fp8-fp4-recompute", "config-override"): {
         RANDOM + "CheckpointFunction.forward",
@@ -26,6 +20,14 @@ OUTSIDE = {
     # The input has to require a gradient before a checkpoint takes it: either order does.
     ("fp8-fp4-recompute", "frozen-recompute"): {
         "megatron.core.transformer.transformer_block:TransformerBlock._checkpointed_forward"
+    },
+    # Both take the function's place, and chunked-logprob smooths labels as label-smoothing does: either order does.
+    ("label-smoothing", "chunked-logprob"): {
+        "megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy"
+    },
+    # Both take the function's place, and only that of rope-fusion tells from its values which rows a table has.
+    ("rope-thd", "rope-fusion"): {
+        "megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd"
     },
 }
 
