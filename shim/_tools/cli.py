@@ -1,5 +1,4 @@
-"""The command `shim`: list, status, plan, explain, doctor, matrix, audit, pin, run, new-patch; all but run
-take --json.
+"""The command `shim`: plan, explain, list, status, doctor, run, pin, matrix, audit, new-patch; all but run take --json.
 
 Exit codes: 0 fine, 1 something asked for is not met, 2 wrong usage; those of `run` are its command's.
 """
@@ -7,355 +6,14 @@ Exit codes: 0 fine, 1 something asked for is not met, 2 wrong usage; those of `r
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
 
-from shim._errors import MatrixError, NotMetError, OptionError, ShimError
-
-if TYPE_CHECKING:
-    from shim._matrix.model import Matrix
-    from shim._planning.plan import Plan
+from shim._errors import MatrixError, OptionError, ShimError
+from shim._tools import commands
+from shim._tools.output import NOT_MET, USAGE, complain, nobody_reads
 
 __all__ = ["main"]
-
-OK, NOT_MET, USAGE = 0, 1, 2
-
-
-def _print(data: Any, text: str, as_json: bool) -> None:
-    _say(json.dumps(data, indent=2, default=str) if as_json else text)
-
-
-def _say(text: str) -> None:
-    """Print to whoever still reads: `shim plan | head` gets its lines, and the exit code is what it is."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        _nobody_reads(sys.stdout)
-    except OSError as error:  # a full disk, for one
-        _nobody_reads(sys.stdout)
-        raise NotMetError(f"standard output cannot be written: {error}") from None
-
-
-def _complain(error: Exception) -> None:
-    try:
-        print(f"shim: {error}", file=sys.stderr)
-    except BrokenPipeError:
-        _nobody_reads(sys.stderr)
-
-
-def _nobody_reads(stream: TextIO) -> None:
-    # Else the interpreter tries again when it ends, and complains.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def _selection(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options of apply() that a command line can give; left out where not given, so that variables count."""
-    from shim._planning.options import from_json
-
-    chosen: dict[str, Any] = {}
-    for name in ("only", "exclude", "require"):
-        value = getattr(arguments, name)
-        if value:
-            chosen[name] = value.replace(",", " ").split()
-    if arguments.strict:
-        chosen["strict"] = True
-    if arguments.on_drift:
-        chosen["on_drift"] = arguments.on_drift
-    if arguments.matrix:
-        chosen["matrix"] = arguments.matrix
-    if arguments.kinds:
-        chosen["kinds"] = arguments.kinds
-    if arguments.package:
-        chosen["packages"] = arguments.package
-    if arguments.options:
-        chosen["options"] = from_json("--options", arguments.options)
-    return chosen
-
-
-def _held(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The same with --lock, of commands that are held to one."""
-    if arguments.lock == "":
-        raise OptionError("--lock is empty; name a file")
-    return {**_selection(arguments), **({"lock": arguments.lock} if arguments.lock else {})}
-
-
-def _plan(arguments: argparse.Namespace) -> int:
-    from shim._api import plan
-    from shim._planning.overview import nothing_installed, plan_text
-    from shim._planning.requirements import enforce
-
-    made = plan(**_held(arguments))
-    _print(made.to_dict(), plan_text(made, arguments.verbose), arguments.json)
-    enforce(made)
-    return NOT_MET if nothing_installed(made) else OK
-
-
-def _status(arguments: argparse.Namespace) -> int:
-    """Applies in this process, imports the targets, reads back, reverts: what a trainer started here would get."""
-    from shim._api import apply, plan, revert, status
-    from shim._planning.overview import nothing_installed, report_text
-
-    made = plan(**_held(arguments))
-    missing = nothing_installed(made)
-    apply(**_held(arguments))
-    _import_targets(made, arguments.verbose)
-    report = status()
-    revert()
-    text = missing or report_text(report, arguments.verbose, pending_is_amiss=True)
-    _print(report.to_dict(), text, arguments.json)
-    amiss = ("pending", "drifted", "conflict", "failed", "shadowed")
-    return NOT_MET if missing or any(p.state in amiss for p in report.patches.values()) else OK
-
-
-def _import_targets(made: Plan, verbose: bool) -> None:
-    """Import every module that the plan patches; what upstream says meanwhile is shown where verbose."""
-    import contextlib
-    import importlib
-
-    from shim._releases.fingerprint import split_target
-    from shim._tools.progress import Progress, hushed
-
-    progress = Progress()
-    modules = list(dict.fromkeys(split_target(t)[0] for d in made.decisions.values() if d.wanted for t in d.targets))
-    failures: dict[str, list[str]] = {}
-    for place, module in enumerate(modules, 1):
-        progress(f"importing {module} ({place} of {len(modules)})")
-        try:
-            with contextlib.nullcontext() if verbose else hushed():
-                importlib.import_module(module)
-        except ShimError:
-            raise
-        except Exception as error:  # noqa: BLE001 - upstream's import fails with whatever it likes without a GPU
-            failures.setdefault(f"{type(error).__name__}: {error}", []).append(module)
-    progress.done()
-    for what, failed in failures.items():
-        first, more = failed[0], f" and {len(failed) - 1} more modules" if failed[1:] else ""
-        print(f"shim: {first}{more} cannot be imported here: {what}", file=sys.stderr)
-
-
-def _list(arguments: argparse.Namespace) -> int:
-    from shim._matrix.load import load_matrix
-    from shim._planning.options import matrix_argument
-    from shim._planning.overview import list_text, listed
-
-    matrix = load_matrix(matrix_argument(arguments.matrix))
-    _print(listed(matrix), list_text(matrix), arguments.json)
-    return OK
-
-
-def _explain(arguments: argparse.Namespace) -> int:
-    from shim._api import explain, plan
-
-    text = explain(arguments.id)
-    decision = plan()[arguments.id]
-    _print({"text": text, **decision.to_dict()}, text, arguments.json)
-    return OK
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    from shim._tools.doctor import as_text, examine
-
-    found = examine()
-    _print(found, as_text(found), arguments.json)
-    return OK if not found["problems"] else NOT_MET
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    from shim._workers.environment import CommandError, run
-
-    command = arguments.command_line[1:] if arguments.command_line[:1] == ["--"] else arguments.command_line
-    if not command:
-        raise OptionError("shim run needs a command behind --, for instance: shim run -- torchrun train.py")
-    try:
-        run(command, **_held(arguments))
-    except CommandError as error:
-        print(f"shim: {error}", file=sys.stderr)
-        return error.exit_code
-    raise AssertionError("exec returned")
-
-
-def _matrix(arguments: argparse.Namespace) -> int:
-    from shim._matrix.load import load_matrix
-    from shim._planning.options import matrix_argument
-    from shim._tools.support import support, support_table
-
-    matrix = load_matrix(matrix_argument(arguments.matrix), check_ranges=True)
-    if (arguments.pairs or arguments.range) and not (arguments.cells or arguments.github):
-        raise OptionError("--pairs and --range belong to --cells or --github")
-    if arguments.cells or arguments.github:
-        from shim._matrix.cells import cells
-
-        found = cells(matrix, arguments.range, pairs=arguments.pairs)
-        _say(json.dumps({"include": found} if arguments.github else found, indent=None if arguments.github else 2))
-        return OK
-    _print(support(matrix), support_table(matrix), arguments.json)
-    return _complain_of_unfilled(matrix)
-
-
-def _complain_of_unfilled(matrix: Matrix) -> int:
-    """Says what of a new patch is still the template's, where `matrix` is that of a source checkout."""
-    from shim._matrix.load import PACKAGE
-    from shim._tools.new_patch import is_checkout, unfilled
-
-    top = PACKAGE.parent
-    if not is_checkout(top) or Path(matrix.path).resolve() != top / "version_matrix.yaml":
-        return OK
-    places = unfilled(top)
-    for place in places:
-        print(f"shim: {place}", file=sys.stderr)
-    return NOT_MET if places else OK
-
-
-def _new_patch(arguments: argparse.Namespace) -> int:
-    from shim._matrix.load import PACKAGE, load_matrix
-    from shim._tools.new_patch import pin_patch, propose, require_checkout, said, unfilled, write_patch
-    from shim._tools.progress import Progress
-
-    top = PACKAGE.parent
-    require_checkout(top)
-    matrix, progress = load_matrix(), Progress()
-
-    def fetch(distribution: str, release: str) -> Path:
-        progress(f"{distribution} {release}")
-        return _fetch(distribution, release)
-
-    found = propose(arguments.id, arguments.target, matrix, fetch)
-    written = write_patch(found, matrix, top, arguments.dry_run)
-    if not arguments.dry_run:
-        pin_patch(found.id, fetch)
-    progress.done()
-    left = [] if arguments.dry_run else unfilled(top)
-    _print(
-        {**found.to_dict(), "files": [str(path.relative_to(top)) for path in written], "unfilled": left},
-        said(found, {path.relative_to(top): text for path, text in written.items()}, left, arguments.dry_run),
-        arguments.json,
-    )
-    return OK
-
-
-def _audit(arguments: argparse.Namespace) -> int:
-    from shim._matrix.load import load_matrix
-    from shim._planning.options import matrix_argument
-    from shim._releases.trees import open_tree
-    from shim._tools.audit import audit
-    from shim._tools.audit_report import as_markdown, as_text
-
-    matrix = load_matrix(matrix_argument(arguments.matrix))
-    found = audit(matrix, open_tree(arguments.target, _fetch), _fetch)
-    text = as_markdown(found) if arguments.markdown else as_text(found)
-    _print(found.to_dict(), text, arguments.json)
-    return OK if found.clean else NOT_MET
-
-
-def _fetch(distribution: str, release: str) -> Path:
-    """A release from the cache, else downloaded, which is said on standard error."""
-    from shim.testing.releases import FetchError, fetch
-
-    try:
-        return fetch(release, distribution, lambda line: print(line, file=sys.stderr))
-    except FetchError as error:
-        raise NotMetError(str(error)) from None
-
-
-def _pin(arguments: argparse.Namespace) -> int:
-    if arguments.lock is not None:
-        if arguments.check or arguments.releases:
-            raise OptionError("--lock writes a lock of what is installed here; leave out --check and --releases")
-        return _lock(arguments)
-    if _selection(arguments).keys() - {"matrix"}:
-        raise OptionError("pins are of all patches; a selection belongs to --lock FILE")
-    if not (arguments.check or arguments.releases):
-        raise OptionError(
-            "say what to pin. shim pin --lock FILE writes down what is installed here, which is what trainers want. "
-            "shim pin --releases is for developers of shim: it fetches every supported release and rewrites the pins "
-            "in version_matrix.lock.json; shim pin --check fetches them too and only says whether the pins are current."
-        )
-    from shim._matrix.load import PACKAGE, compile_matrix, load_matrix, matrix_path
-    from shim._matrix.pins import lock_path, render_pins
-    from shim._planning.options import matrix_argument
-    from shim._releases import known_files
-    from shim._tools.pin import measure, write
-    from shim._tools.progress import Progress
-
-    matrix = load_matrix(matrix_argument(arguments.matrix), pins=False)
-    path = Path(matrix.path).absolute()
-    if arguments.releases and not arguments.check and PACKAGE in path.parents:
-        raise OptionError(
-            f"{path} is that of an installed shim, and would no longer be what was tested. Run shim pin --releases in "
-            "a source tree of shim, or with --matrix on a file of your own; for a job, shim pin --lock FILE is meant."
-        )
-    releases = {name: list(found) for name, found in matrix.supported.items()}
-    total, done, progress = sum(map(len, releases.values())), 0, Progress()
-    what = "compares them with" if arguments.check else "rewrites"
-    print(f"shim: fetches {total} releases, where the cache lacks them, and {what} the pins of {path}", file=sys.stderr)
-
-    def say(distribution: str, release: str) -> None:
-        nonlocal done
-        done += 1
-        progress(f"{distribution} {release} ({done} of {total})")
-
-    files: dict[str, dict[str, dict[str, str]]] = {}
-    text = render_pins(measure(matrix, _fetch, say, files))
-    tables: dict[Path, str] = {}
-    if path == matrix_path():  # these tables ship with that one
-        tables = {known_files.FILE: known_files.render_files(files), **_tables_of_names(releases, progress)}
-    progress.done()
-    if arguments.check:
-        lock = lock_path(path)
-        stale = not lock.is_file() or lock.read_text("utf-8") != text
-        stale = stale or any(file.read_text("utf-8") != names for file, names in tables.items())
-        _print(
-            {"stale": stale, "releases": releases},
-            "pins are stale; run shim pin --releases" if stale else "pins are current",
-            arguments.json,
-        )
-        return NOT_MET if stale else OK
-    changed = write(matrix.path, text)
-    if tables:  # of rules and pins, so it comes after them
-        compiled, fast = compile_matrix()
-        tables[compiled] = fast
-    for file, names in tables.items():
-        if not file.exists() or file.read_text("utf-8") != names:
-            file.write_text(names, "utf-8")
-            changed = True
-    what = "pins written beside" if changed else "pins were current beside"
-    _print({"changed": changed, "matrix": matrix.path, "releases": releases}, f"{what} {matrix.path}", arguments.json)
-    return OK
-
-
-def _tables_of_names(releases: dict[str, list[str]], progress: Callable[[str], None]) -> dict[Path, str]:
-    """What megatron-core imports of Transformer Engine, and what is lost where that is not there."""
-    from shim._te import names, tables
-    from shim._te.measure import MORE_ENGINES, measure_losses, render_losses
-
-    megatrons, engines = (
-        [(release, _fetch(name, release)) for release in releases[name]] for name in (tables.MEGATRON, tables.ENGINE)
-    )
-    more = [(release, _fetch(tables.ENGINE, release)) for release in MORE_ENGINES]
-    progress("names that megatron-core wants of Transformer Engine")
-    wanted = names.render_names(names.measure_names(megatrons, engines))
-    losses = render_losses(measure_losses(megatrons, [*more, *engines], progress))
-    return {names.FILE: wanted, tables.FILE: losses}
-
-
-def _lock(arguments: argparse.Namespace) -> int:
-    from shim._api import plan
-    from shim._planning.lock import locked, write_lock
-    from shim._planning.overview import nothing_installed
-
-    if not arguments.lock:
-        raise OptionError("--lock is empty; name a file")
-    made = plan(**_selection(arguments))
-    missing = nothing_installed(made)
-    if missing:
-        raise NotMetError(f"{missing} No lock was written.")
-    write_lock(arguments.lock, made)
-    _print(locked(made), f"wrote {arguments.lock}: digest {made.digest}", arguments.json)
-    return OK
 
 
 def _add_selection(sub: argparse.ArgumentParser) -> None:
@@ -386,31 +44,47 @@ def _parser() -> argparse.ArgumentParser:
     from shim import __version__
 
     parser.add_argument("--version", action="version", version=f"megatron-shim {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=summary, description=summary)
-        if run is not _run:  # which prints nothing of its own
+        sub = parsers.add_parser(name, help=summary, description=summary)
+        if run is not commands.do_run:  # which prints nothing of its own
             sub.add_argument("--json", action="store_true", help="print JSON with stable keys (docs/cli.md)")
         sub.set_defaults(run=run)
         return sub
 
-    plan = command("plan", _plan, "print what shim.apply() would do here, and why; imports neither torch nor megatron")
-    explain = command("explain", _explain, "print what a patch is for, how it is wired, and what was decided about it")
+    plan = command(
+        "plan", commands.do_plan, "print what shim.apply() would do here, and why; imports neither torch nor megatron"
+    )
+    explain = command(
+        "explain", commands.do_explain, "print what a patch is for, how it is wired, and what was decided about it"
+    )
     explain.add_argument("id", metavar="ID")
-    listing = command("list", _list, "print all patches by kind, each with what it does and the releases that get it")
-    status = command("status", _status, "apply here, import the targets, print the state of every patch, and revert")
+    listing = command(
+        "list", commands.do_list, "print all patches by kind, each with what it does and the releases that get it"
+    )
+    status = command(
+        "status", commands.do_status, "apply here, import the targets, print the state of every patch, and revert"
+    )
     for sub in (plan, status):
         _add_held(sub)
         sub.add_argument("-v", "--verbose", action="store_true", help="add variant, targets and reason of every patch")
-    command("doctor", _doctor, "print what an issue report needs, as Markdown: places, versions, plan, surroundings")
+    command(
+        "doctor",
+        commands.do_doctor,
+        "print what an issue report needs, as Markdown: places, versions, plan, surroundings",
+    )
     run = command(
-        "run", _run, "run a command in which every Python process applies shim: shim run -- torchrun train.py"
+        "run",
+        commands.do_run,
+        "run a command in which every Python process applies shim: shim run -- torchrun train.py",
     )
     _add_held(run)
     run.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND")
     pin = command(
-        "pin", _pin, "write a lock of what is installed here (--lock); for developers of shim: measure the pins"
+        "pin",
+        commands.do_pin,
+        "write a lock of what is installed here (--lock); for developers of shim: measure the pins",
     )
     _add_selection(pin)
     pin.add_argument("--lock", metavar="FILE", help="write down what is installed here, and what is applied to it")
@@ -418,7 +92,9 @@ def _parser() -> argparse.ArgumentParser:
     pin.add_argument(
         "--releases", action="store_true", help="fetch all supported releases and write their pins beside the matrix"
     )
-    matrix = command("matrix", _matrix, "check the matrix, and print which release gets which variant of each patch")
+    matrix = command(
+        "matrix", commands.do_matrix, "check the matrix, and print which release gets which variant of each patch"
+    )
     matrix.add_argument("--cells", action="store_true", help="print the releases a trainer should test, as JSON")
     matrix.add_argument(
         "--github", action="store_true", help="print them as the matrix of a GitHub workflow, in one line"
@@ -426,7 +102,9 @@ def _parser() -> argparse.ArgumentParser:
     matrix.add_argument("--pairs", action="store_true", help="print each with the TE releases that differ")
     matrix.add_argument("--range", metavar="SPEC", help='only these releases of megatron-core: ">=0.16"')
     audit = command(
-        "audit", _audit, "print what a release, wheel or source tree means for every patch, without running it"
+        "audit",
+        commands.do_audit,
+        "print what a release, wheel or source tree means for every patch, without running it",
     )
     audit.add_argument(
         "target", metavar="TARGET", help="megatron-core==X, transformer-engine==X, a wheel file, or a directory"
@@ -434,7 +112,9 @@ def _parser() -> argparse.ArgumentParser:
     audit.add_argument("--markdown", action="store_true", help="print Markdown for a pull request")
     for sub in (listing, matrix, audit):
         sub.add_argument("--matrix", metavar="FILE", help="another version_matrix.yaml")
-    new = command("new-patch", _new_patch, "for developers of shim: write module, matrix entry and test of a new patch")
+    new = command(
+        "new-patch", commands.do_new_patch, "for developers of shim: write module, matrix entry and test of a new patch"
+    )
     new.add_argument("id", metavar="ID", help="lower-case words with hyphens between")
     new.add_argument(
         "--target", metavar="MODULE:NAME", action="append", required=True, help="what the patch binds; may be repeated"
@@ -452,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if sys.stdout is not None:
                 sys.stdout.flush()
         except BrokenPipeError:
-            _nobody_reads(sys.stdout)
+            nobody_reads(sys.stdout)
 
 
 def _main(argv: Sequence[str] | None) -> int:
@@ -464,8 +144,8 @@ def _main(argv: Sequence[str] | None) -> int:
     try:
         return arguments.run(arguments)
     except (OptionError, MatrixError) as error:
-        _complain(error)
+        complain(error)
         return USAGE
     except ShimError as error:
-        _complain(error)
+        complain(error)
         return NOT_MET

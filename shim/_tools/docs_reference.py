@@ -114,8 +114,9 @@ one reason. A plan says `apply` for what a report calls `applied`, `pending`, `i
 
 STATES_TAIL = """
 `shim.status()` reads the state from the process at the moment of the call. `shim.check(model)` also looks at the
-modules of the model. While that model lives, `shim.status()` looks at it again, so that both say the same. A
-correctness patch that cannot be applied is a WARNING of the logger `shim`, with the reason and the remedy.
+modules of the model. While that model lives, `shim.status()` looks at it again, so that both say the same.
+
+A correctness patch that cannot be applied is a WARNING of the logger `shim`, with the reason and the remedy.
 
 Under `require=[...]` and `strict=True` the states `drifted` and `conflict` are errors: `shim.apply()` raises
 NotMetError and applies nothing. The command line exits with 1, see [cli.md](cli.md#exit-codes).

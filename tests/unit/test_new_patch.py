@@ -203,7 +203,7 @@ def checkout(fetch, tmp_path, monkeypatch):
     (top / "patches" / "megatron_core" / "first.py").touch()
     (top / "version_matrix.yaml").write_text(CHECKOUT)
     monkeypatch.setattr("shim._matrix.load.PACKAGE", top / "shim")
-    monkeypatch.setattr("shim._tools.cli._fetch", fetch)
+    monkeypatch.setattr("shim._tools.commands._fetch", fetch)
     return top
 
 
