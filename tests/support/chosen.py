@@ -30,6 +30,7 @@ ONLY = {
     "test_demo": {"0.15.3", "0.16.1"},
     "test_grpo_loss": {"0.15.3", "0.16.1"},
     "test_mtp_pipeline_and_models": {"0.13.1", "0.19.2"},
+    "test_tutorial": {"0.15.3", "0.16.1"},
 }
 # Files about no patch of their own, but about the engine, all patches, or the harness.
 EVERYWHERE = {"test_all_patches", "test_factories", "test_harness", "test_import_orders", "test_others_hooks"}

@@ -59,6 +59,7 @@ def test_pairs_show_every_variant_of_what_has_to_do_with_transformer_engine(id):
 
 def test_files_that_have_gone_are_not_spoken_of():
     there = {stem for place in PLACES for stem in files_of(place)}
+    assert set(files_of("examples")) <= set(chosen.ONLY)
     assert {*chosen.ABOUT, *chosen.EVERYWHERE, *chosen.ONLY} <= {*there, *files_of("examples")}
 
 

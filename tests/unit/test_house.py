@@ -1,4 +1,4 @@
-"""The order of imports between the parts of shim, and no circle among its modules."""
+"""The order of imports between the parts of shim, a test for each module, and files that can be read in one sitting."""
 
 import ast
 from graphlib import TopologicalSorter
@@ -76,3 +76,111 @@ def test_every_part_has_its_place():
 def test_no_module_imports_itself_by_way_of_others():
     """Raises CycleError, which names the modules. The public names in shim/__init__ are resolved on use."""
     TopologicalSorter({module: set(imports_of(module)) - {"shim"} for module in FILES if module != "shim"}).prepare()
+
+
+LONGEST = 600  # lines
+TESTS = REPOSITORY / "tests"
+# What tests a module where no file of tests has its name.
+TESTED_IN = {
+    "_api": "engine/test_public",
+    "_config_override.override": "unit/test_config_override",
+    "_config_override.recompute": "unit/test_config_override",
+    "_config_override.threads": "unit/test_config_override_threads",
+    "_config_override.values": "unit/test_config_override",
+    "_engine.aliases": "engine/test_bind",
+    "_engine.binder": "engine/test_bind",
+    "_engine.chain": "unit/test_nesting",
+    "_engine.conflicts": "engine/test_foreign",
+    "_engine.deferred_log": "engine/test_logging",
+    "_engine.engine": "engine/test_state_machine",
+    "_engine.import_hook": "engine/test_imports",
+    "_engine.models": "engine/test_one_truth",
+    "_engine.modules": "engine/test_imports",
+    "_engine.places": "engine/test_bind",
+    "_engine.report": "engine/test_public",
+    "_engine.signatures": "engine/test_fits",
+    "_engine.verify": "engine/test_failures",
+    "_engine.wrappers": "unit/test_nesting",
+    "_errors": "engine/test_public",
+    "_matrix.compiled": "unit/test_pins",
+    "_matrix.coverage": "unit/test_matrix",
+    "_matrix.declared": "unit/test_factories",
+    "_matrix.load": "unit/test_matrix",
+    "_matrix.model": "unit/test_matrix",
+    "_matrix.read_options": "unit/test_options",
+    "_matrix.reader": "unit/test_matrix",
+    "_matrix.rules": "unit/test_matrix",
+    "_planning.explain": "unit/test_cli",
+    "_planning.identity": "unit/test_plan",
+    "_planning.overview": "unit/test_cli",
+    "_planning.requirements": "unit/test_plan",
+    "_releases.archives": "unit/test_hostile_trees",
+    "_releases.files": "unit/test_hostile_trees",
+    "_releases.recorded": "testing/test_known_files",
+    "_releases.trees": "unit/test_audit",
+    "_releases.wheels": "unit/test_audit",
+    "_te.features": "unit/test_lost_features",
+    "_te.interpreter": "unit/test_lost_features",
+    "_te.measure": "unit/test_lost_features",
+    "_te.names": "unit/test_te_names",
+    "_te.tables": "unit/test_lost_features",
+    "_tools.docs_reference": "unit/test_docs",
+    "_tools.docs_te": "unit/test_docs",
+    "_tools.new_patch_text": "unit/test_new_patch",
+    "_tools.pin": "unit/test_pins",
+    "_tools.support": "unit/test_docs",
+    "_tools.surroundings": "unit/test_doctor",
+    "_workers.environment": "unit/test_run",
+    "_workers.run.sitecustomize": "unit/test_run",
+    "_tasks": "unit/test_config_override_threads",
+    "ops._checks": "ops/test_paged_stash",
+    "ops._logprob_chunks": "ops/test_logprob",
+    "ops._logprob_linear": "ops/test_linear_logprob",
+    "ops._logprob_rows": "ops/test_logprob",
+    "ops._logprob_small": "ops/test_logprob",
+    "ops._row_provenance": "ops/test_stash_provenance",
+    "ops._row_rules": "ops/test_stash_operators",
+    "ops._saved_tensors": "ops/test_paged_stash_gradients",
+    "ops._stash_compiled": "ops/test_paged_stash",
+    "ops._stash_eager": "ops/test_paged_stash",
+    "ops._stash_group": "ops/test_paged_stash",
+    "ops._stash_pool": "ops/test_paged_stash",
+    "ops._stash_rows": "ops/test_stash_provenance",
+    "ops._stash_triton": "ops/test_paged_stash_triton",
+    "ops._stashed_tensor": "ops/test_paged_stash_gradients",
+    "testing.attention": "cells/test_harness",
+    "testing.cpu": "cells/test_harness",
+    "testing.footprint": "ops/test_logprob_memory",
+    "testing.layout": "cells/test_harness",
+    "testing.model": "cells/test_harness",
+    "testing.oracle": "cells/test_harness",
+}
+
+
+def test_every_module_has_a_test_of_its_name_or_one_that_is_named_here():
+    """A patch's modules are of the patch, which has a test of its id; a package has none of its own."""
+    there = {file.relative_to(TESTS).with_suffix("").as_posix() for file in TESTS.rglob("test_*.py")}
+    names = {name.rpartition("/test_")[2] for name in there}
+    modules = [name.removeprefix("shim.") for name, file in FILES.items() if not file.stem.startswith("__")]
+
+    def has_one(module):
+        name = module.rpartition(".")[2].strip("_")
+        return module.startswith("patches.") or any(f"{found}_".startswith(f"{name}_") for found in names)
+
+    without = [module for module in modules if not has_one(module)]
+    assert sorted(without) == sorted(TESTED_IN)
+    assert set(TESTED_IN.values()) <= there
+
+
+def test_no_file_is_too_long_to_be_read():
+    tops = ("shim", "patches", "tests", "benchmarks", "examples")
+    files = [file for top in tops for file in (REPOSITORY / top).rglob("*.py")]
+    lengths = {str(file.relative_to(REPOSITORY)): len(file.read_text("utf-8").splitlines()) for file in files}
+    assert not {name: lines for name, lines in lengths.items() if lines > LONGEST}
+
+
+def test_what_tests_share_lies_in_one_place():
+    """In tests/support, which pytest puts on sys.path; no test does so by itself."""
+    calls = [f"sys.path.{how}(" for how in ("insert", "append", "extend")]
+    texts = {file: file.read_text("utf-8") for file in TESTS.rglob("*.py")}
+    assert not [str(file) for file, text in texts.items() if any(call in text for call in calls)]
