@@ -22,10 +22,8 @@ files="
     tests/unit/test_fingerprint.py
     tests/unit/test_sources.py
     tests/unit/test_detect.py
-    tests/unit/test_match.py
     tests/unit/test_hostile_trees.py
     tests/unit/test_run.py
-    tests/unit/test_wheel.py
     tests/unit/test_config_override.py
     tests/unit/test_config_override_threads.py
     tests/engine/test_imports.py
