@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 RELEASE ?= 0.16.1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test lint unit unit-pythons helpers cells matrix gpu bench docs pins wheel clean
+.PHONY: help env demo test lint unit unit-pythons coverage helpers cells matrix gpu bench docs pins wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -29,8 +29,18 @@ lint: env
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-unit: env  ## the engine, without torch
-	$(BIN)/python -m pytest -q -n 2 tests/unit tests/engine --ignore tests/engine/test_with_torch.py
+comma := ,
+# COVERAGE= leaves the measure out, which takes half of the time.
+COVERAGE ?= --cov --cov-report=
+
+unit: env  ## the engine, without torch; and the coverage of shim by these tests, branches included
+	$(BIN)/python -m pytest -q -n 2 $(COVERAGE) tests/unit tests/engine --ignore tests/engine/test_with_torch.py
+	$(if $(COVERAGE),$(BIN)/python -m coverage report --omit "patches/*$(comma)shim/ops/*$(comma)shim/testing/*")
+
+coverage: env  ## of shim and patches, branches included: the tests without torch, shim.ops, and the newest release
+	$(BIN)/python -m pytest -q -n 2 --cov --cov-report= tests/unit tests/engine tests/ops tests/testing
+	$(BIN)/python -m shim.testing.cells --releases $(RELEASE) -- -q -p no:warnings --cov --cov-append --cov-report= tests/cells
+	$(BIN)/python -m coverage report
 
 unit-pythons: env  ## what can differ there, on every other Python there is
 	PYTHON=$(BIN)/python sh tests/other_pythons.sh
