@@ -26,9 +26,7 @@ OUTSIDE = {
         "megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy"
     },
     # Both take the function's place, and only that of rope-fusion tells from its values which rows a table has.
-    ("rope-thd", "rope-fusion"): {
-        "megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd"
-    },
+    ("rope-thd", "rope-fusion"): {"megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd"},
 }
 
 
