@@ -37,7 +37,7 @@ unit: env  ## the engine, without torch; and the coverage of shim by these tests
 	$(BIN)/python -m pytest -q -n 2 $(COVERAGE) tests/unit tests/engine --ignore tests/engine/test_with_torch.py
 	$(if $(COVERAGE),$(BIN)/python -m coverage report --omit "patches/*$(comma)shim/ops/*$(comma)shim/testing/*")
 
-coverage: env  ## of shim and patches, branches included: the tests without torch, shim.ops, and the newest release
+coverage: env  ## of shim and patches, branches included: the tests without a release, and one release (RELEASE=0.16.1)
 	$(BIN)/python -m pytest -q -n 2 --cov --cov-report= tests/unit tests/engine tests/ops tests/testing
 	$(BIN)/python -m shim.testing.cells --releases $(RELEASE) -- -q -p no:warnings --cov --cov-append --cov-report= tests/cells
 	$(BIN)/python -m coverage report
