@@ -17,6 +17,7 @@ $(VENV)/.ready: setup.py tests/requirements.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(BIN)/python -m compileall -q shim patches  # as an installation does, for machines that write no byte code
 	@touch $@
 
 demo: env  ## train a small GPT with MTP on packed text, stock against shim (RELEASE=0.16.1)

@@ -190,6 +190,8 @@ def say_parts(what: str, environ: Mapping[str, str], is_loaded: bool) -> None:
 def measure(release: str, top: Path, times: int, runs: int) -> bool:
     """Print all rows for the shim at `top`; returns whether a limit was missed."""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([release, str(top)])}
+    environ.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its byte code
+    os.chdir(top)  # which comes first on the path of `python -c`
     suffix = "" if times == 1 else f", {times}x patches"
     missed = False
     for name, program, against, limit in PAIRS:
