@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shim._engine import engine as _engine
 from shim._engine.contexts import Context
+from shim._engine.deferred_log import logger
 from shim._engine.ranks import NOTHING, PARTS, is_rank_zero, ranks_that_differ
 from shim._engine.report import PatchReport, Report
 from shim._errors import MatrixError, NotMetError, OptionError
@@ -46,8 +46,6 @@ __all__ = [
     "revert",
     "status",
 ]
-
-log = logging.getLogger("shim")
 
 
 def _load_matrix(asked: Arguments) -> Matrix:
@@ -262,7 +260,7 @@ def check(model: Any = None, group: Any = None) -> Report:
             "megatron-shim among them, and call shim.apply() with the same arguments on every rank."
         )
     if is_rank_zero():
-        log.info("%s", report.summary)
+        logger().info("%s", report.summary)
     return report
 
 
@@ -286,7 +284,7 @@ def _judge(report: Report, options: Options) -> None:
         text = f"{patch.id} is {patch.state}: {patch.reason}." + (f" Remedy: {patch.remedy}." if patch.remedy else "")
         if patch.id in options.require or (options.strict and patch.kind == "correctness"):
             raise NotMetError(f"shim.check: required, but {text}")
-        log.warning("%s", text)
+        logger().warning("%s", text)
 
 
 def _amiss(patch: PatchReport, required: bool) -> bool:
@@ -313,7 +311,7 @@ def check_resume(saved: Mapping[str, Any] | str | None) -> bool:
     """
     found = differs(saved, _in_force("check_resume"))
     if found:
-        log.warning(
+        logger().warning(
             "the checkpoint was trained with other patches than are in force now: %s. Remedy: install what it was "
             "trained with, or go on if the change is meant.",
             found,

@@ -7,17 +7,26 @@ atomically, and `said` is changed under the engine's lock only.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-__all__ = ["DeferredLog", "log"]
+if TYPE_CHECKING:
+    import logging
 
-log = logging.getLogger("shim")
+__all__ = ["DeferredLog", "logger"]
 
 _SAID_LIMIT = 1000
+_WARNING = 30  # logging.WARNING
+
+
+def logger() -> logging.Logger:
+    """The logger of shim. The module logging is imported when there is something to log: it takes as long as a plan."""
+    import logging
+
+    return logging.getLogger("shim")
 
 
 class DeferredLog:
@@ -31,7 +40,7 @@ class DeferredLog:
         return bool(self._waiting)
 
     def warn(self, text: str) -> None:
-        self._waiting.append((logging.WARNING, text))
+        self._waiting.append((_WARNING, text))
 
     def warn_once(self, texts: Iterable[str]) -> None:
         """Queue what was not queued before."""
@@ -47,7 +56,7 @@ class DeferredLog:
                 level, text = self._waiting.popleft()
             except IndexError:
                 return
-            log.log(level, "%s", text)
+            logger().log(level, "%s", text)
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
@@ -60,6 +69,7 @@ class DeferredLog:
                 self._waiting.append((record.levelno, record.getMessage()))
             return not mine
 
+        log = logger()
         log.addFilter(keep)
         try:
             yield

@@ -18,6 +18,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -26,7 +27,7 @@ from shim._engine.binder import Binder
 from shim._engine.chain import Imported
 from shim._engine.conflicts import require_none, warnings_for, with_conflicts
 from shim._engine.contexts import Context, Contexts
-from shim._engine.deferred_log import DeferredLog, log
+from shim._engine.deferred_log import DeferredLog, logger
 from shim._engine.factories import Factories
 from shim._engine.import_hook import ImportHook
 from shim._engine.models import Checked, with_findings
@@ -106,7 +107,7 @@ class Engine:
                 try:
                     self._bring_up_to_date()  # to the plan before, where the writes were done when an interrupt came
                 except ShimError as error:
-                    log.warning("what was applied before could not be restored as a whole: %s", error)
+                    logger().warning("what was applied before could not be restored as a whole: %s", error)
                 raise
         except BindError as error:
             if error.patch is None:
@@ -237,8 +238,9 @@ class Engine:
         """Have the binder write what the plan in force asks for, as far as its factories are loaded."""
         # Asked before anything is looked at: what another thread imports meanwhile is still to be bound.
         late = frozenset(name for name in self.watch.targets if self.binder.loaded(name) is None)
-        with self.deferred.deferring():
-            lost = self.binder.commit(self.factories.layers(self.plan, self.failed), imported)
+        layers = self.factories.layers(self.plan, self.failed)
+        with self.deferred.deferring() if layers else nullcontext():
+            lost = self.binder.commit(layers, imported)
         for item in lost:
             self.deferred.warn(f"{item} since shim bound it; it is left alone")
         self.factories.keep_only(self.plan, self.failed)

@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable
 
-from shim._engine.deferred_log import log
+from shim._engine.deferred_log import logger
 from shim._engine.import_hook import ImportHook
 from shim._engine.modules import is_lazy
 from shim._planning.plan import Plan
@@ -68,7 +68,7 @@ class Watch:
             try:
                 importlib.import_module(name)  # returns at once where it is this very thread that imports it
             except Exception as error:  # noqa: BLE001 - whoever imports it raises it; here the module stays pending
-                log.debug("the import of %s, which was under way, failed: %s", name, error)
+                logger().debug("the import of %s, which was under way, failed: %s", name, error)
 
 
 def _target_modules(plan: Plan) -> set[str]:

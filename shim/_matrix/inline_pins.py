@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import re
 from collections.abc import Mapping
 
 import yaml
@@ -23,7 +24,7 @@ def _pin(read: Reader, node: yaml.Node, entry: PatchEntry) -> Pin:
         raise read.fail(entries["variant"], f"there is no variant {name!r} of {entry.id}")
     prints = read.mapping(entries["fingerprints"], "fingerprints")
     for value in prints.values():
-        if not FINGERPRINT.fullmatch(read.text(value, "a fingerprint")):
+        if not re.fullmatch(FINGERPRINT, read.text(value, "a fingerprint")):
             raise read.fail(value, f"{value.value!r} is not a fingerprint; run shim pin")
     if name == UPSTREAM and not set(prints) <= set(entry.bodies):
         odd = sorted(set(prints) - set(entry.bodies))[0]

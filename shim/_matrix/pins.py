@@ -18,7 +18,7 @@ from shim._releases.fingerprint import ABSENT
 
 __all__ = ["FINGERPRINT", "by_body", "lock_path", "read_pins", "render_pins"]
 
-FINGERPRINT = re.compile(r"[0-9a-f]{16}\.([0-9a-f]{8}|-)|" + ABSENT)
+FINGERPRINT = r"[0-9a-f]{16}\.([0-9a-f]{8}|-)|" + ABSENT
 
 
 def lock_path(matrix: Path) -> Path:
@@ -88,7 +88,7 @@ def _check_variant(
     for target, bodies in targets.items():
         what = f"{entry.id} {name} {target}"
         for body, given in _mapping(file, bodies, what).items():
-            if not FINGERPRINT.fullmatch(body):
+            if not re.fullmatch(FINGERPRINT, body):
                 _fail(file, f"{what}: {body!r} is not a fingerprint")
             if not isinstance(given, list) or not given or not all(isinstance(release, str) for release in given):
                 _fail(file, f"{what}: {body} must have a list of releases")

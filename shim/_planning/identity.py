@@ -23,8 +23,9 @@ __all__ = ["Code", "digest_of", "identity_of"]
 
 PACKAGE_FILE = "__init__.py"
 SHIPPED = "shipped"  # in the place of the hash of a matrix
-# Import statements, found in the text: parsing would take a hundred times as long, and a false one does no harm.
-IMPORT = re.compile(rb"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]+)|import[ \t]+([^\n#]+))", re.M)
+# Import statements, found in the text: parsing would take a hundred times as long, and a false one does no harm. What
+# is imported from elsewhere than shim and one other package is passed over where it is found.
+IMPORT = rb"^[ \t]*(?:from[ \t]+((?:\.|shim\b|%s\b)[\w.]*)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]+)|import[ \t]+([^\n#]+))"
 
 
 def identity_of(plan: Plan) -> dict[str, Any]:
@@ -65,7 +66,7 @@ class Code:
         self._sources = Sources()
         self._files: dict[str, str | None] = {}
         self._contents: dict[str, bytes | None] = {}
-        self._imports: dict[str, list[str]] = {}
+        self._imports: dict[tuple[str, str], list[str]] = {}
 
     def of(self, module: str) -> str:
         """A hash over a patch module and the modules that it imports of shim and of its own package, and so on."""
@@ -78,7 +79,8 @@ class Code:
                 continue
             found[name] = content
             if not _is_engine(name):
-                more = {n for n in self._imported(name, content) if n not in seen and _belongs(n, module)}
+                top = module.partition(".")[0]
+                more = {n for n in self._imported(name, content, top) if n not in seen}
                 seen |= more
                 waiting += more
         hashed = hashlib.sha256()
@@ -99,23 +101,20 @@ class Code:
             self._files[name] = _found(name, self._sources) if holds else None  # of what no package holds: a function
         return self._files[name]
 
-    def _imported(self, name: str, content: bytes) -> list[str]:
-        if name not in self._imports:
-            self._imports[name] = list(_imports(content, name))
-        return self._imports[name]
+    def _imported(self, name: str, content: bytes, top: str) -> list[str]:
+        if (name, top) not in self._imports:
+            found = _imports(content, name, top)
+            self._imports[name, top] = [n for n in found if n.partition(".")[0] in ("shim", top)]
+        return self._imports[name, top]
 
 
 def _is_engine(name: str) -> bool:
     return name.startswith("shim._")  # which shim's version stands for, so that its own imports are not followed
 
 
-def _belongs(name: str, module: str) -> bool:
-    return name.partition(".")[0] in ("shim", module.partition(".")[0])
-
-
-def _imports(content: bytes, name: str) -> Iterator[str]:
-    """Names of what may be a module in the import statements of module `name`."""
-    for origin, names, modules in IMPORT.findall(content.replace(b"\\\n", b" ")):
+def _imports(content: bytes, name: str, top: str) -> Iterator[str]:
+    """Names of what may be a module of shim or of package `top` in the import statements of module `name`."""
+    for origin, names, modules in re.findall(IMPORT % re.escape(top.encode()), content.replace(b"\\\n", b" "), re.M):
         listed = (item.split()[0].decode() for item in (names or modules).strip(b"()").split(b",") if item.split())
         if not origin:
             yield from listed

@@ -11,6 +11,7 @@ import ast
 import copy
 import hashlib
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 from shim._errors import SourceError
 from shim._releases.sources import Sources
@@ -55,6 +56,7 @@ class Definition:
         return bool(getattr(self.node, "decorator_list", ()))
 
 
+@lru_cache(maxsize=4096)
 def split_target(target: str) -> tuple[str, str]:
     """``"package.module:Class.attr"`` -> ``("package.module", "Class.attr")``; SourceError where it is not so."""
     module, colon, qualname = target.partition(":")

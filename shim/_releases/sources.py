@@ -59,15 +59,22 @@ def _origin(spec: ModuleSpec | None) -> str | None:
     return spec.origin if spec is not None and spec.has_location else None
 
 
-def search_path(package: str) -> list[str]:
-    """Directories in which submodules of `package` are looked for; empty where there is no such package."""
+def search_path(package: str, searched: dict[str, list[str]] | None = None) -> list[str]:
+    """Directories in which submodules of `package` are looked for; empty where there is no such package.
+
+    searched: what was found of packages that are not imported, to be used again.
+    """
     loaded = sys.modules.get(package)
     if loaded is not None:
         try:
             return list(object.__getattribute__(loaded, "__path__"))
         except AttributeError:
             return []
-    return _locations(find_spec(package))
+    if searched is None:
+        return _locations(find_spec(package))
+    if package not in searched:
+        searched[package] = _locations(find_spec(package, searched=searched))
+    return searched[package]
 
 
 def _nested_namespace(module: str, path: list[str]) -> ModuleSpec:
@@ -92,17 +99,19 @@ def _editable(finder: Any, module: str) -> ModuleSpec | None:
     return spec_from_file_location(module, file)
 
 
-def find_spec(module: str, *, everyone: bool = False) -> ModuleSpec | None:
+def find_spec(
+    module: str, *, everyone: bool = False, searched: dict[str, list[str]] | None = None
+) -> ModuleSpec | None:
     """The spec an import of `module` would use; nothing is imported, no parent either.
 
     Only Python's own finders are asked, and the tables of editable installations are read: others import what they are
     asked for, or its parents, as post-import hooks do. `everyone`: ask them as well, where something is being imported
-    anyway.
+    anyway.    searched: see search_path.
     """
     parent, _, _ = module.rpartition(".")
     path: list[str] | None = None
     if parent:
-        path = search_path(parent)
+        path = search_path(parent, searched)
         if not path:
             return None
     for finder in sys.meta_path:
@@ -147,6 +156,7 @@ class Sources:
         self._trees: dict[str, ast.Module | SourceError] = {}
         self._paths: dict[str, str | None] = {}
         self._stamps: dict[str, object] = {}
+        self._searched: dict[str, list[str]] = {}
         self._found: dict[object, tuple[list[object], Any]] = {} if before is None else dict(before._found)
 
     def remembered(self, key: object, modules: Iterable[str], find: Callable[[], T]) -> T:
@@ -226,7 +236,7 @@ class Sources:
             spec = namespace.get("__spec__")
             return source_of(namespace.get("__file__") or _origin(spec))
         try:
-            return source_of(_origin(find_spec(module)))
+            return source_of(_origin(find_spec(module, searched=self._searched)))
         except UNCOMPILED as error:  # to locate a module in a zip, zipimport compiles it
             raise SourceError(f"{module} cannot be located: {error}", "damaged") from None
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["in_range", "parse_range", "parse_version", "with_prereleases"]
 
 INTERVAL = re.compile(r"\s*(?:>=\s*([0-9.]+\.dev0))?\s*,?\s*(?:<\s*([0-9.]+\.dev0))?\s*")
-BOUND = re.compile(r"(>=|<)(\s*v?[0-9]+(\.[0-9]+)*)(?=\s*(,|$))")
+BOUND = r"(>=|<)(\s*v?[0-9]+(\.[0-9]+)*)(?=\s*(,|$))"
 
 
 @lru_cache(maxsize=512)
@@ -71,4 +71,4 @@ def with_prereleases(spec: str) -> str:
 
     So that 1.2rc1 belongs to what starts at 1.2, and not to what ends there.
     """
-    return BOUND.sub(r"\1\2.dev0", spec)
+    return re.sub(BOUND, r"\1\2.dev0", spec)
