@@ -7,21 +7,37 @@ is not that of version_matrix.yaml and the pins beside it, nobody reads it, and 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from shim._matrix.declared import Declared
-from shim._matrix.model import Matrix, PatchEntry, Rule, StandIn, Variable, Variant
+from shim._matrix.model import UPSTREAM, Matrix, PatchEntry, Pinned, Rule, StandIn, Variable, Variant
 
 __all__ = ["FILE", "read_compiled", "render_compiled"]
 
 FILE = Path(__file__).with_name("matrix.json")
+FORMAT = 2  # of the file and of the records in it; another number for another form
 
 
 def render_compiled(matrix: Matrix, digest: str) -> str:
     """The text of the file for a matrix that was read, and so checked, from what has the digest."""
-    plain = {"digest": digest, "supported": matrix.supported, "patches": matrix.patches}
+    bodies = {
+        id: {
+            variant: {target: " ".join(bodies) for target, bodies in targets.items()}
+            for variant, targets in variants.items()
+            if variant != UPSTREAM
+        }
+        for id, variants in matrix.pinned.items()
+    }
+    plain = {
+        "format": FORMAT,
+        "digest": digest,
+        "supported": matrix.supported,
+        "patches": matrix.patches,
+        "bodies": bodies,
+    }
     return json.dumps(plain, default=_plain, separators=(",", ":")) + "\n"
 
 
@@ -36,11 +52,32 @@ def read_compiled(file: Path, digest: str, lock: bytes) -> Matrix | None:
         found = json.loads(FILE.read_bytes())
     except (OSError, ValueError):
         return None
-    if not isinstance(found, dict) or found.get("digest") != digest:
+    if not isinstance(found, dict) or (found.get("format"), found.get("digest")) != (FORMAT, digest):
         return None
     supported = {name: tuple(releases) for name, releases in found["supported"].items()}
     patches = {id: _patch(entry) for id, entry in found["patches"].items()}
-    return Matrix(str(file), patches, supported, json.loads(lock))
+    return Matrix(str(file), patches, supported, _Pins(lock), bodies=found["bodies"])
+
+
+class _Pins(Mapping[str, Mapping[str, Pinned]]):
+    """The pins in the bytes of their file, read when somebody asks: a plan on a known release does not."""
+
+    def __init__(self, lock: bytes) -> None:
+        self._lock = lock
+
+    @cached_property
+    def _read(self) -> dict[str, Mapping[str, Pinned]]:
+        found: dict[str, Mapping[str, Pinned]] = json.loads(self._lock)
+        return found
+
+    def __getitem__(self, id: str) -> Mapping[str, Pinned]:
+        return self._read[id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read)
+
+    def __len__(self) -> int:
+        return len(self._read)
 
 
 def _patch(entry: Mapping[str, Any]) -> PatchEntry:

@@ -10,7 +10,7 @@ from packaging.version import Version
 
 from shim._errors import MatrixError
 from shim._matrix.declared import Declared
-from shim._record import Record
+from shim._record import EMPTY, Record
 from shim._releases.fingerprint import fingerprint
 from shim._releases.sources import Sources
 from shim._releases.versions import in_range
@@ -183,6 +183,8 @@ class PatchEntry(Record):
 class Matrix(Record):
     """The whole matrix; `pinned[patch id][variant]` are the bodies that releases were seen with.
 
+    `bodies` says the same without the releases, by patch, variant and target, as text with spaces between; a matrix may
+    do without, and then it is made of `pinned`.
     `content` is a hash over the bytes of the file and of its pins where it is not the matrix that ships with shim,
     else "".
     """
@@ -192,10 +194,19 @@ class Matrix(Record):
     supported: Mapping[str, tuple[str, ...]]
     pinned: Mapping[str, Mapping[str, Pinned]]
     content: str = ""
+    bodies: Mapping[str, Mapping[str, Mapping[str, str]]] = EMPTY
+
+    _aside = ("bodies",)
 
     @property
     def shipped(self) -> bool:
         return not self.content
+
+    def known_bodies(self, patch: str, variant: str) -> Mapping[str, Collection[str]]:
+        """By target, the bodies that releases with this variant were seen with."""
+        if self.bodies:
+            return {target: text.split() for target, text in self.bodies.get(patch, {}).get(variant, {}).items()}
+        return self.pinned.get(patch, {}).get(variant, {})
 
     def known(self, patch: str) -> Iterable[tuple[str, Pin]]:
         """Every pin of a patch with its release, in the order of the supported list."""

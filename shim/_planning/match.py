@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 
 from packaging.version import Version
 
 from shim._errors import SourceError
-from shim._matrix.model import Matrix, PatchEntry, Pin, Pinned, Variant
+from shim._matrix.model import Matrix, PatchEntry, Pin, Variant
 from shim._record import EMPTY, Record
 from shim._releases.detect import Environment
 from shim._releases.fingerprint import fingerprint, signature_part
@@ -43,6 +43,7 @@ class _Bodies:
         self.environment = environment
         self.matrix = matrix
         self.problems: dict[str, SourceError] = {}
+        self._known: dict[str, Mapping[str, Collection[str]]] = {}
         self._found: dict[tuple[str, str | None, bool], str] = {}
 
     @cached_property
@@ -50,9 +51,11 @@ class _Bodies:
         """By release, for what `known` cannot tell; a plan on a known release does without."""
         return list(self.matrix.known(self.entry.id))
 
-    def known(self, variant: str) -> Pinned:
+    def known(self, variant: str) -> Mapping[str, Collection[str]]:
         """The bodies of every target in the releases that were pinned with a variant."""
-        return self.matrix.pinned.get(self.entry.id, {}).get(variant, {})
+        if variant not in self._known:
+            self._known[variant] = self.matrix.known_bodies(self.entry.id, variant)
+        return self._known[variant]
 
     def found(self, target: str, inherits: str | None = None, added: bool = False) -> str:
         key = (target, inherits, added)
