@@ -9,6 +9,7 @@ from typing import Any
 
 from shim._engine.aliases import namespace_of, unwrap
 from shim._engine.binder import Binder
+from shim._engine.overrides import calls
 from shim._engine.report import Report
 from shim._errors import ShimError
 from shim._planning.plan import Plan
@@ -98,16 +99,18 @@ def _shadow(module: Any, owner: type, name: str, expected: Any) -> str:
     """What stands between an instance and the patched attribute of its class; "" where nothing does."""
     cls = type(module)
     own = getattr(module, "__dict__", {}).get(name)
-    if own is not None and getattr(own, "__func__", own) is not expected:
+    function = getattr(own, "__func__", own)
+    if own is not None and function is not expected and not calls(function, name, expected, cls.__mro__):
         return f"an instance of {cls.__module__}.{cls.__qualname__} ({_file_of(cls)}) holds a {name} of its own"
-    holder = _definition_of(cls, name)
-    if holder is not None and holder is not owner and unwrap(namespace_of(holder)[name]) is not expected:
-        return f"{holder.__module__}.{holder.__qualname__} ({_file_of(holder)}) overrides {name}"
+    for place, holder in enumerate(cls.__mro__):
+        if name not in namespace_of(holder):
+            continue
+        found = unwrap(namespace_of(holder)[name])
+        if holder is owner or found is expected:
+            break
+        if not calls(found, name, expected, cls.__mro__[place + 1 :]):
+            return f"{holder.__module__}.{holder.__qualname__} ({_file_of(holder)}) overrides {name}"
     return ""
-
-
-def _definition_of(cls: type, name: str) -> type | None:
-    return next((c for c in cls.__mro__ if name in namespace_of(c)), None)
 
 
 def _file_of(cls: type) -> str:

@@ -91,7 +91,7 @@ MEANINGS = {
         "Call `shim.apply()` after the other patch, or leave one of the two out.",
     ),
     "shadowed": (
-        "A subclass or an instance in the model overrides a bound method.",
+        "A subclass or an instance in the model overrides a bound method, and does not call it.",
         "Call the method of the base class in the override, or drop the override.",
     ),
     "failed": (
