@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from shim._releases.versions import parse_version
 __all__ = ["measure", "stale", "write"]
 
 INLINE = "# --- Below: written by `shim pin` from the wheels. Never by hand. ---"  # above pins that 0.1 wrote
+# The key `releases` with the marker, where it is there, to the next key or comment at the start of a line.
+PINS_INSIDE = re.compile(rf"^(?:{re.escape(INLINE)}\n+)?releases:.*\n?(?:(?:[ \t].*)?(?:\n|\Z))*", re.MULTILINE)
 
 
 def _or_none(sources: Sources, target: str) -> str | None:
@@ -100,9 +103,9 @@ def write(path: str | os.PathLike[str], text: str) -> bool:
     """
     matrix = Path(path)
     rules = matrix.read_text("utf-8")
-    without = rules.partition(INLINE)[0].rstrip("\n") + "\n"
+    without = PINS_INSIDE.sub("", rules)
     changed = _replace(lock_path(matrix), text)
-    return (INLINE in rules and _replace(matrix, without)) or changed
+    return (without != rules and _replace(matrix, without.rstrip("\n") + "\n")) or changed
 
 
 def _replace(file: Path, text: str) -> bool:

@@ -77,3 +77,14 @@ def test_hand_edits_are_errors(inline, old, new, message):
     inline.matrix.write_text(head + edited)
     with pytest.raises(MatrixError, match=rf"matrix.yaml:\d+: .*{re.escape(message)}"):
         load_matrix(inline.matrix)
+
+
+def test_pins_without_the_marker_are_taken_out_too(inline):
+    """As in a matrix that somebody has put in order; what stands below them stays."""
+    rules, _, pins = inline.matrix.read_text().partition(INLINE)
+    head, _, patches = rules.partition("patches:")
+    inline.matrix.write_text(head + pins.lstrip() + "# a note\n\npatches:" + patches)
+    assert load_matrix(inline.matrix).pins == inline.pins
+    assert write(inline.matrix, inline.lock)
+    assert inline.matrix.read_text() == MATRIX.replace("patches:", "# a note\n\npatches:")
+    assert load_matrix(inline.matrix).pins == inline.pins
