@@ -23,7 +23,7 @@ class Match(Record):
 
     `state` is one of ``apply``, ``upstream``, ``not-installed``, ``out-of-range``, ``drifted``. `fingerprints` are
     those of the bodies of `variant`, `drifted` the ones among them that no pinned release has with this variant, with
-    the reason, and `cause` is that of the first of them (see SourceError).
+    the reason, and `cause` is that of the first of them: see SourceError, or ``changed``, or ``unpinned``.
     """
 
     state: str
@@ -181,12 +181,16 @@ def _drifted(release: str, bodies: _Bodies, variant: Variant) -> Match:
     first, why = next(iter(drifted.items()))
     relied = "" if first in variant.targets else ", which the patch relies on"
     more = f" (and {len(drifted) - 1} more)" if len(drifted) > 1 else ""
+    reason = f"{release} differs at {first}{relied}{more}: {why}"
+    cause = bodies.problems[first].cause if found[first] == GONE else "changed"
+    if cause == "changed" and not bodies.pins:
+        cause, reason = "unpinned", f"no release is pinned, so no body of {release} is known"
     return Match(
         "drifted",
-        f"{release} differs at {first}{relied}{more}: {why}",
+        reason,
         variant.name,
         found,
         drifted,
         bodies.signatures_fit(variant, found),
-        bodies.problems[first].cause if found[first] == GONE else "changed",
+        cause,
     )

@@ -172,6 +172,8 @@ def _drift_remedy(entry: PatchEntry, environment: Environment, matrix: Matrix, f
     if found.cause == "damaged":
         python = environment.python
         return f"reinstall {release}; if the file is whole, it is written for a newer Python than {python}: run that"
+    if found.cause == "unpinned":
+        return f"run shim pin --releases --matrix {matrix.path}"
     fits = f", or apply it all the same with on_drift='apply' after reading shim explain {entry.id}"
     if installed.raw in supported:
         remedy = f"reinstall {release}, because that is not how it was released"
@@ -192,7 +194,8 @@ def _decide(entry: PatchEntry, environment: Environment, options: Options, matri
         if options.on_drift == "apply" and found.signatures_fit:
             action, reason, remedy = "apply", f"applied to a body that is not known, as asked for: {reason}", ""
         elif options.on_drift == "apply":
-            reason += "; on_drift='apply' does not help, because the signature of a target changed too"
+            why = "no signature is pinned" if found.cause == "unpinned" else "the signature of a target changed too"
+            reason += f"; on_drift='apply' does not help, because {why}"
     return Decision(
         entry.id,
         entry.kind,

@@ -7,6 +7,7 @@ from unit_helpers import BROKEN, FIXED, MATRIX, REWORKED, write_file
 
 from shim._errors import MatrixError, NotMetError
 from shim._matrix.load import load_matrix
+from shim._matrix.pins import lock_path
 from shim._planning.match import match
 from shim._planning.requirements import enforce
 from shim._releases.detect import Environment, Installed, detect
@@ -299,3 +300,14 @@ def test_sources_may_come_from_a_tree_that_is_not_installed(world):
     )
     matrix = load_matrix(world.matrix)
     assert match(matrix.patches["roll-fix"], environment, matrix).variant == "new"
+
+
+@pytest.mark.parametrize("on_drift", ["skip", "apply"])
+def test_a_matrix_without_pins_is_not_blamed_on_the_release(world, on_drift):
+    """A matrix of one's own before `shim pin --releases`: nothing is known, and the remedy is to measure it."""
+    lock_path(world.matrix).unlink()
+    found = roll(world.install(BROKEN), on_drift=on_drift)
+    assert found.action == "drifted"
+    assert found.reason.startswith("no release is pinned, so no body of megatron-core 0.16.0 is known")
+    assert found.remedy == f"run shim pin --releases --matrix {world.matrix}"
+    assert "changed" not in found.reason
