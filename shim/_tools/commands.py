@@ -245,7 +245,7 @@ def do_pin(arguments: argparse.Namespace) -> int:
         if arguments.check or arguments.releases:
             raise OptionError("--lock writes a lock of what is installed here; leave out --check and --releases")
         return _lock(arguments)
-    if _selection(arguments).keys() - {"matrix"}:
+    if _selection(arguments).keys() - {"matrix", "packages"}:  # no patch module is imported here
         raise OptionError("pins are of all patches; a selection belongs to --lock FILE")
     if not (arguments.check or arguments.releases):
         raise OptionError(
