@@ -151,14 +151,16 @@ def match(entry: PatchEntry, environment: Environment, matrix: Matrix) -> Match:
     if candidate is not None:
         found = bodies.of(candidate)
         if bodies.all_known(candidate.name, found):
-            reason = f"{release} needs it{note}; all {len(found)} bodies are known"
+            known = "its body is" if len(found) == 1 else f"all {len(found)} bodies are"
+            reason = f"{release} needs it{note}; {known} known"
             return Match("apply", reason, candidate.name, found)
     # A known body decides even where the version says otherwise or says nothing: nightlies, commits, vendor forks.
     possible = [variant for variant in entry.variants.values() if entry.possible(variant.name, versions, unclear)]
     for variant in possible:
         found = bodies.of(variant)
         if bodies.all_known(variant.name, found):
-            reason = f"whatever its version, all {len(found)} bodies of {release} are those of variant {variant.name}"
+            those = "the body of {} is that" if len(found) == 1 else f"all {len(found)} bodies of {{}} are those"
+            reason = f"whatever its version, {those.format(release)} of variant {variant.name}"
             return Match("apply", reason, variant.name, found)
     for pinned, pin in bodies.pins:
         if pin.variant is None and bodies.are_those_of(pin):

@@ -52,6 +52,7 @@ def test_plan_begins_with_a_headline_and_says_what_each_patch_does(shim):
     out = shim("plan", "-v")[1]
     assert "variant old of megatron.core.roll:roll, megatron.core.roll:Layer.forward\n" in out
     assert "megatron-core 0.16.0 needs it; all 3 bodies are known" in out
+    assert "megatron-core 0.16.0 needs it; its body is known" in out
 
 
 def test_problems_come_first(shim, world):
