@@ -20,8 +20,10 @@ def _unmet(plan: Plan, decision: Decision) -> str:
     }
     remedy = decision.remedy or remedies.get(decision.action, "see shim doctor")
     installed = ", ".join(f"{i.distribution} {i.raw}" for i in plan.environment.installed.values()) or "nothing"
-    targets = ", ".join(decision.targets or entry.targets)
-    return f"{decision.reason}. Its targets: {targets}. Installed: {installed}. Remedy: {remedy}."
+    targets = decision.targets or entry.targets
+    if decision.action == "not-installed":  # the targets of all variants, which are too many to be read
+        targets = tuple(dict.fromkeys(target.partition(":")[0] for target in targets))
+    return f"{decision.reason}. Its targets: {', '.join(targets)}. Installed: {installed}. Remedy: {remedy}."
 
 
 def enforce(plan: Plan) -> None:
