@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["did_you_mean", "nearest", "one_of"]
+__all__ = ["all_of", "did_you_mean", "nearest", "one_of"]
 
 SHORTEST = 3  # letters; what is shorter is part of too many names
 MOST = 3
@@ -37,8 +37,13 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 def one_of(name: object, known: Iterable[str]) -> str:
     """The same for the few choices there are, all of them named: "one of a, b; did you mean 'a'?"."""
+    return f"one of {all_of(name, known)}"
+
+
+def all_of(name: object, known: Iterable[str]) -> str:
+    """The same without the words before it: "a, b; did you mean 'a'?"."""
     names = list(known)
-    return "; ".join(filter(None, (f"one of {', '.join(names)}", _asked(name, names))))
+    return "; ".join(filter(None, (", ".join(names), _asked(name, names))))
 
 
 def _asked(name: object, known: list[str]) -> str:

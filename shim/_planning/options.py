@@ -9,7 +9,7 @@ from typing import Any
 
 from shim._errors import OptionError
 from shim._matrix.model import KINDS, Matrix
-from shim._matrix.spelling import did_you_mean, one_of
+from shim._matrix.spelling import all_of, did_you_mean, one_of
 from shim._record import EMPTY, Record
 
 __all__ = [
@@ -253,8 +253,8 @@ def _patch_options(matrix: Matrix, what: str, given: Any) -> dict[str, dict[str,
         checked[id] = {}
         for name, value in values.items():
             if name not in declared:
-                has = one_of(name, declared) if declared else "none, because it has no options"
-                raise OptionError(f"{what} of {id} name {name!r}, which is not an option of it; there is {has}")
+                has = f"it has {all_of(name, declared)}" if declared else "it has no options"
+                raise OptionError(f"{what} of {id} name {name!r}, which is not an option of this patch; {has}")
             try:
                 checked[id][name] = declared[name].checked(value)
             except ValueError as error:

@@ -171,7 +171,7 @@ def test_an_empty_lock_variable_is_as_if_unset(asked):
         (
             {},
             {"options": {"faster-forward": {"page": 1}}},
-            "name 'page', .* there is one of pages; did you mean 'pages'?",
+            "name 'page', .*; it has pages; did you mean 'pages'?",
         ),
         ({}, {"kinds": ["correct"]}, "kinds names 'correct'; it must be one of correctness, compat"),
         ({}, {"on_drift": "raise"}, "on_drift is 'raise'; it must be one of skip, error, apply"),
