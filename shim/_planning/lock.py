@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["differences", "enforce_lock", "locked", "read_lock", "write_lock"]
 
 FORMAT = 2
+SHIM = "megatron-shim"
 MAX_BYTES = 4_000_000  # a lock of a hundred patches has 100 kB
 
 
@@ -92,23 +93,31 @@ def _well_formed(found: Any) -> bool:
 
 
 def differences(lock: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """Every difference between two locks, each with both sides."""
-    found = []
+    """Every difference between two locks, each with both sides.
+
+    What another release brings with it is only counted: bodies, and of another megatron-shim the code of patches.
+    """
+    found: list[str] = []
     for name in sorted({*lock["releases"], *here["releases"]}):
         found += _differing(name, lock["releases"].get(name), here["releases"].get(name), "not installed")
+    other = {line.partition(":")[0] for line in found}
     found += _differing("matrix", lock.get("matrix"), here["matrix"], "none")
     found += _differing("kinds", _listed(lock["kinds"]), _listed(here["kinds"]), "none")
+    bodies: list[str] = []
+    code: list[str] = []
     for id in sorted({*lock["patches"], *here["patches"]}):
         theirs, ours = lock["patches"].get(id), here["patches"].get(id)
         if theirs is None or ours is None:
             found.append(f"{id}: {_applied(theirs)} in the lock, {_applied(ours)} here")
             continue
-        for part in ("variant", "module", "code"):
+        for part in ("variant", "module"):
             found += _differing(f"{id}: {part}", theirs.get(part), ours[part], "none")
-        for part in ("fingerprints", "options"):
+        code += _differing(f"{id}: code", theirs.get("code"), ours["code"], "none")
+        for part, what, lines in (("fingerprints", "body of", bodies), ("options", "option", found)):
             for name in sorted({*theirs[part], *ours[part]}):
-                what = f"{id}: body of {name}" if part == "fingerprints" else f"{id}: option {name}"
-                found += _differing(what, theirs[part].get(name), ours[part].get(name), "none")
+                lines += _differing(f"{id}: {what} {name}", theirs[part].get(name), ours[part].get(name), "none")
+    for what, lines, brought in (("bodies", bodies, other - {SHIM}), ("code of patches", code, other & {SHIM})):
+        found += [f"{what}: {len(lines)} in the lock, others here"] if brought and lines else lines
     return found or _differing("digest", lock["digest"], here["digest"], "none")
 
 

@@ -172,6 +172,27 @@ def test_all_differences_are_named_at_once(held):
     assert len(str(caught.value).split("; ")) == 3
 
 
+def test_bodies_that_come_with_another_release_are_counted(held):
+    """Their fingerprints would bury what differs: the release, and the variants it brings."""
+    held.install(REWORKED, "0.17.0")
+    with pytest.raises(NotMetError) as caught:
+        shim.apply(lock=held.lock)
+    said = str(caught.value)
+    assert "megatron-core: 0.16.0 in the lock, 0.17.0 here" in said
+    assert "roll-fix: variant: old in the lock, new here" in said
+    assert "; bodies: 3 in the lock, others here. Nothing" in said and "body of" not in said
+
+
+def test_code_that_comes_with_another_shim_is_counted(held):
+    """Each patch differs in it after an update, which says nothing about any of them."""
+    edit(held.lock, lambda lock: lock["releases"].update({"megatron-shim": "0.0.1"}))
+    edit(held.lock, lambda lock: lock["patches"]["roll-fix"].update(code="0" * 16))
+    with pytest.raises(NotMetError) as caught:
+        shim.apply(lock=held.lock)
+    assert f"megatron-shim: 0.0.1 in the lock, {shim.__version__} here" in str(caught.value)
+    assert "; code of patches: 1 in the lock, others here. Nothing" in str(caught.value)
+
+
 def test_options_of_the_caller_count(held):
     """They change what is applied, so the lock says what they are, and what differs where they do not agree."""
     for value in (4, 8):
