@@ -172,8 +172,10 @@ def _drift_remedy(entry: PatchEntry, environment: Environment, matrix: Matrix, f
     if found.cause == "damaged":
         python = environment.python
         return f"reinstall {release}; if the file is whole, it is written for a newer Python than {python}: run that"
-    if found.cause == "unpinned":
-        return f"run shim pin --releases --matrix {matrix.path}"
+    pinned = {release for release, _ in matrix.known(entry.id)}
+    if found.cause == "unpinned" or (installed.raw in supported and installed.raw not in pinned):
+        command = "make pins" if matrix.shipped else f"shim pin --releases --matrix {matrix.path}"
+        return f"run {command}"
     fits = f", or apply it all the same with on_drift='apply' after reading shim explain {entry.id}"
     if installed.raw in supported:
         remedy = f"reinstall {release}, because that is not how it was released"

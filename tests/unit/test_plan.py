@@ -7,6 +7,7 @@ from unit_helpers import BROKEN, FIXED, MATRIX, output_of, write_file
 
 from shim._errors import NotMetError
 from shim._matrix.load import load_matrix
+from shim._matrix.pins import lock_path
 from shim._planning.options import resolve
 from shim._planning.plan import make_plan
 from shim._planning.requirements import enforce
@@ -160,6 +161,26 @@ def test_a_requirement_that_is_not_met_names_everything(world, text, version, ar
         enforce(plan)
     for part in (f"roll-fix is {action}", "megatron.core.roll:roll", f"megatron-core {version}", f"Remedy: {remedy}"):
         assert part in str(caught.value)
+
+
+def test_a_patch_without_pins_asks_for_pins(world):
+    """The release is whole; the author of the patch has not measured it yet."""
+    pins = json.loads(lock_path(world.matrix).read_text())
+    del pins["roll-fix"]
+    lock_path(world.matrix).write_text(json.dumps(pins))
+    plan = world.install(BROKEN).plan()
+    assert plan["faster-forward"].action == "apply"
+    assert plan["roll-fix"].action == "drifted"
+    assert plan["roll-fix"].remedy == f"run shim pin --releases --matrix {world.matrix}"
+
+
+def test_a_supported_release_without_pins_asks_for_pins(world):
+    """It was added to the supported list, and nobody has measured it yet."""
+    world.matrix.write_text(world.matrix.read_text().replace('"0.16.0", ', '"0.16.0", "0.16.1", ', 1))
+    found = world.install(EDITED, "0.16.1").plan()["roll-fix"]
+    assert (found.action, found.remedy) == ("drifted", f"run shim pin --releases --matrix {world.matrix}")
+    found = world.install(EDITED, "0.16.0").plan()["roll-fix"]
+    assert (found.action, found.remedy.partition(",")[0]) == ("drifted", "reinstall megatron-core 0.16.0")
 
 
 def test_a_requirement_with_nothing_installed_says_what_to_install(world):
