@@ -37,7 +37,7 @@ KINDS = ("correctness", "compat", "performance", "feature")
 CHANGES = ("nothing", "rounding", "values")
 
 
-DISTRIBUTIONS = ("megatron-core", "transformer-engine", "torch")
+DISTRIBUTIONS = ("megatron-core", "transformer-engine")  # what patches are of, and ranges over
 
 
 class Variant(Record):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from shim._matrix.model import DISTRIBUTIONS
 from shim._record import Record
 
 if TYPE_CHECKING:
@@ -12,9 +13,8 @@ if TYPE_CHECKING:
     from shim._matrix.model import Matrix
     from shim._planning.plan import Plan
 
-__all__ = ["PATCHED", "list_text", "listed", "nothing_installed", "plan_text", "report_text"]
+__all__ = ["list_text", "listed", "nothing_installed", "plan_text", "report_text"]
 
-PATCHED = ("megatron-core", "transformer-engine")  # what patches are of
 AMISS = ("drifted", "conflict", "failed", "shadowed")
 NOT_NEEDED = ("upstream", "not-installed")
 
@@ -156,12 +156,12 @@ def report_text(report: Report, verbose: bool = False, pending_is_amiss: bool = 
 
 def nothing_installed(plan: Plan) -> str:
     """Says that there is nothing to patch, and what to do about it; "" where there is."""
-    if any(name in plan.environment.installed for name in PATCHED):
+    if any(name in plan.environment.installed for name in DISTRIBUTIONS):
         return ""
     import sys
 
     return (
-        f"Neither {' nor '.join(PATCHED)} is installed for {sys.executable}, so there is nothing to patch. "
+        f"Neither {' nor '.join(DISTRIBUTIONS)} is installed for {sys.executable}, so there is nothing to patch. "
         "Remedy: run shim with the Python of the trainer (python -m shim), or put the source tree on PYTHONPATH."
     )
 

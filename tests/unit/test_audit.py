@@ -182,10 +182,10 @@ def test_a_rule_that_speaks_of_what_is_not_audited_has_a_verdict(world, verdicts
     text = world.matrix.read_text()
     for rule in ('<0.17.0.dev0", variant: old', '<0.18.0.dev0", variant: new', '<0.19.0.dev0", note: mended'):
         assert rule in text
-        text = text.replace(rule, rule.replace('dev0"', 'dev0", torch: ">=0.dev0"'))
+        text = text.replace(rule, rule.replace('dev0"', 'dev0", transformer-engine: ">=0.dev0"'))
     world.matrix.write_text(text)
     assert verdicts(BROKEN)["roll-fix"].verdict == "apply"
-    assert "beside torch of unknown version" in verdicts.audit.findings[0].reason
+    assert "beside transformer-engine of unknown version" in verdicts.audit.findings[0].reason
     assert verdicts(EDITED)["roll-fix"].verdict == "drifted"
     assert verdicts.audit.to_dict() and as_text(verdicts.audit) and as_markdown(verdicts.audit)
 

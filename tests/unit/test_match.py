@@ -203,39 +203,39 @@ def test_the_environment_excludes_too(world, monkeypatch, name, value, why):
 
 TWO_AXES = MATRIX.replace(
     '{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", variant: old}',
-    '{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", torch: "<3", variant: old}',
+    '{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", transformer-engine: "<3", variant: old}',
 ).replace(
     '{megatron-core: ">=0.18.0.dev0,<0.19.0.dev0", note: mended in 0.18}',
-    '{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", torch: ">=3", note: torch 3 does it}\n'
+    '{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", transformer-engine: ">=3", note: TE 3 does it}\n'
     '      - {megatron-core: ">=0.18.0.dev0,<0.19.0.dev0"}',
 )
 
 
 def test_bodies_do_not_overrule_the_version_of_another_distribution(world):
-    """The bodies of megatron-core say nothing about torch, whose version has made the patch superfluous."""
+    """A release of Transformer Engine makes the patch superfluous. The bodies of megatron-core cannot show that."""
     world.install(BROKEN)
-    write_file(world.own / "torch/__init__.py", "")
-    write_file(world.own / "torch/version.py", "__version__ = '3.0.0'\n")
+    write_file(world.own / "transformer_engine/__init__.py", "")
+    write_file(world.own / "build_tools/VERSION.txt", "3.0.0\n")
     world.matrix.write_text(TWO_AXES, "utf-8")
     world.install(BROKEN)
     matrix = load_matrix(world.matrix, check_ranges=False)
     found = match(matrix.patches["roll-fix"], detect(), matrix)
-    assert (found.state, found.reason.endswith("(torch 3 does it)")) == ("upstream", True)
-    write_file(world.own / "torch/version.py", "__version__ = '2.9.0'\n")
+    assert (found.state, found.reason.endswith("(TE 3 does it)")) == ("upstream", True)
+    write_file(world.own / "build_tools/VERSION.txt", "2.9.0\n")
     assert match(matrix.patches["roll-fix"], detect(), matrix).state == "apply"
 
 
 BESIDE = (
     MATRIX.replace(
         '{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", variant: old}',
-        '{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", torch: ">=2.dev0", variant: old}',
+        '{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", transformer-engine: ">=2.dev0", variant: old}',
     )
     .replace(
         '{megatron-core: ">=0.18.0.dev0,<0.19.0.dev0", note: mended in 0.18}',
-        '{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", torch: "<2.dev0", note: torch 1 needs nothing}\n'
-        '      - {megatron-core: ">=0.18.0.dev0,<0.19.0.dev0", torch: ">=0.dev0"}',
+        '{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", transformer-engine: "<2.dev0", note: TE 1 needs nothing}\n'
+        '      - {megatron-core: ">=0.18.0.dev0,<0.19.0.dev0", transformer-engine: ">=0.dev0"}',
     )
-    .replace('<0.18.0.dev0", variant: new}', '<0.18.0.dev0", torch: ">=0.dev0", variant: new}')
+    .replace('<0.18.0.dev0", variant: new}', '<0.18.0.dev0", transformer-engine: ">=0.dev0", variant: new}')
 )
 
 
@@ -244,12 +244,12 @@ def test_what_every_rule_needs_beside_its_distribution_has_to_be_installed(world
     world.pin(BESIDE)
     world.install(BROKEN)
     matrix = load_matrix(world.matrix, check_ranges=False)
-    assert matrix.patches["roll-fix"].needs == ("megatron-core", "torch")
+    assert matrix.patches["roll-fix"].needs == ("megatron-core", "transformer-engine")
     found = match(matrix.patches["roll-fix"], detect(), matrix)
-    assert (found.state, found.reason) == ("not-installed", "torch is not installed")
+    assert (found.state, found.reason) == ("not-installed", "transformer-engine is not installed")
     for version, state in (("2.9.0", "apply"), ("1.9.0", "upstream")):
-        write_file(world.own / "torch/__init__.py", "")
-        write_file(world.own / "torch/version.py", f"__version__ = {version!r}\n")
+        write_file(world.own / "transformer_engine/__init__.py", "")
+        write_file(world.own / "build_tools/VERSION.txt", version)
         assert match(matrix.patches["roll-fix"], detect(), matrix).state == state
 
 
@@ -257,8 +257,8 @@ def test_what_else_is_installed_does_not_choose_between_variants(world):
     """A release has one set of pins for each patch."""
     text = MATRIX.replace(
         '{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", variant: old}',
-        '{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", torch: ">=2.dev0", variant: old}\n'
-        '      - {megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", torch: "<2.dev0", variant: new}',
+        '{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", transformer-engine: ">=2.dev0", variant: old}\n'
+        '      - {megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", transformer-engine: "<2.dev0", variant: new}',
     )
     with pytest.raises(MatrixError, match="new, old are all variants of megatron-core"):
         world.pin(text)

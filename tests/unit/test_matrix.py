@@ -93,6 +93,7 @@ def test_the_shipped_matrix_names_only_patches_of_shim(tmp_path, monkeypatch, co
         ("  faster-forward:", "  faster forward:", "is not a patch id"),
         ("        reads: [", "        needs: [", "unknown key 'needs'"),
         ("variant: old}", "variant: old, when: now}", "unknown key 'when'"),
+        ("variant: old}", 'variant: old, torch: "<3"}', "unknown key 'torch'"),
         # values
         ("kind: correctness", "kind: correct", "one of correctness, compat, performance, feature"),
         ("changes: values", "changes: much", "one of nothing, rounding, values"),
@@ -190,8 +191,8 @@ def test_a_variant_that_no_release_has_is_an_error(world, complaint):
 def test_several_distributions_span_a_plane(complaint):
     """Ranges over two distributions overlap only where both do."""
     rules = (
-        '      - {megatron-core: ">=0.16.0.dev0,<0.19.0.dev0", torch: "<2.9.dev0", variant: old}\n'
-        '      - {megatron-core: ">=0.16.0.dev0,<0.19.0.dev0", torch: ">=2.9.dev0", variant: new}\n'
+        '      - {megatron-core: ">=0.16.0.dev0,<0.19.0.dev0", transformer-engine: "<2.9.dev0", variant: old}\n'
+        '      - {megatron-core: ">=0.16.0.dev0,<0.19.0.dev0", transformer-engine: ">=2.9.dev0", variant: new}\n'
     )
     start, end = MATRIX.index("      - {megatron"), MATRIX.index("    delete_when: megatron-core 0.17")
     text = MATRIX[:start] + rules + MATRIX[end:]

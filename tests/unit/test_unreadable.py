@@ -220,14 +220,14 @@ def test_a_body_that_is_known_elsewhere_says_where(world):
 def test_another_distribution_of_unknown_version_rules_nothing_out(world):
     """Its rule may hold; one whose version is known must."""
     text = world.matrix.read_text()
-    text = text.replace('<0.17.0.dev0", variant: old}', '<0.17.0.dev0", torch: ">=2.dev0", variant: old}')
-    text = text.replace('<0.18.0.dev0", variant: new}', '<0.18.0.dev0", torch: ">=2.dev0", variant: new}')
-    world.matrix.write_text(text.replace('<0.19.0.dev0", note', '<0.19.0.dev0", torch: ">=2.dev0", note'))
-    write_file(world.own / "torch/__init__.py", "")
+    text = text.replace('<0.17.0.dev0", variant: old}', '<0.17.0.dev0", transformer-engine: ">=2.dev0", variant: old}')
+    text = text.replace('<0.18.0.dev0", variant: new}', '<0.18.0.dev0", transformer-engine: ">=2.dev0", variant: new}')
+    world.matrix.write_text(text.replace('<0.19.0.dev0", note', '<0.19.0.dev0", transformer-engine: ">=2.dev0", note'))
+    write_file(world.own / "transformer_engine/__init__.py", "")
     for version in ("0.16.0", "0.99.0", None):
         found = world.install(BROKEN, version)
         assert planned(world)["roll-fix"].action == "apply"
-    write_file(world.own / "torch/version.py", "__version__ = '1.0'\n")
+    write_file(world.own / "build_tools/VERSION.txt", "1.0\n")
     for version in ("0.16.0", "0.99.0", None):
         found = world.install(BROKEN, version)
         assert planned(found)["roll-fix"].action == "out-of-range"
