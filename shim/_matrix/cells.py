@@ -26,8 +26,8 @@ def cells(matrix: Matrix, spec: str | None = None, pairs: bool = False) -> list[
         raise OptionError(f"no supported release of megatron-core lies in {spec!r}")
     if not pairs:
         return [{"megatron-core": core} for core in cores]
-    engines = _distinct(matrix, "transformer-engine", None)
-    return [{"megatron-core": core, "transformer-engine": engine} for core in cores for engine in engines]
+    te_releases = _distinct(matrix, "transformer-engine", None)
+    return [{"megatron-core": core, "transformer-engine": te} for core in cores for te in te_releases]
 
 
 def _distinct(matrix: Matrix, distribution: str, spec: str | None) -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 from shim._releases.versions import parse_range
-from shim._te.tables import ENGINE, MEGATRON, expanded, remedies, table
+from shim._te.tables import MEGATRON, TE, expanded, remedies, table
 
 if TYPE_CHECKING:
     from shim._planning.plan import Decision
@@ -87,21 +87,21 @@ def _known(version: Version | None, releases: Sequence[str]) -> str | None:
 def pair_is_known(environment: Environment) -> bool | None:
     """Whether both installed releases are among the measured ones; None where one of them is not installed."""
     installed = environment.installed
-    if MEGATRON not in installed or ENGINE not in installed:
+    if MEGATRON not in installed or TE not in installed:
         return None
-    return all(_known(installed[name].version, table()[name]) is not None for name in (MEGATRON, ENGINE))
+    return all(_known(installed[name].version, table()[name]) is not None for name in (MEGATRON, TE))
 
 
-def places(megatron: Version | None, engine: Version | None) -> dict[str, list[str]] | None:
+def places(megatron: Version | None, te: Version | None) -> dict[str, list[str]] | None:
     """For each name that is lost with this pair what becomes of whom; None where the pair was not measured."""
     measured = table()
-    mine, other = _known(megatron, measured[MEGATRON]), _known(engine, measured[ENGINE])
+    mine, other = _known(megatron, measured[MEGATRON]), _known(te, measured[TE])
     if mine is None or other is None:
         return None
     found: dict[str, list[str]] = {}
     for loss in measured["losses"]:
         if any(
-            mine in expanded(wanting, measured[MEGATRON]) and other in expanded(lacking, measured[ENGINE])
+            mine in expanded(wanting, measured[MEGATRON]) and other in expanded(lacking, measured[TE])
             for wanting, lacking in loss["on"].items()
         ):
             found.setdefault(loss["name"], []).extend(f"{loss['module']}: {what}" for what in loss["what"])
@@ -116,33 +116,33 @@ def lost_features(
     With `read_sources` such a pair is looked through now, which takes a second or two.
     """
     installed = environment.installed
-    if MEGATRON not in installed or ENGINE not in installed:
+    if MEGATRON not in installed or TE not in installed:
         return ()
-    megatron, engine = installed[MEGATRON].version, installed[ENGINE].version
-    found = places(megatron, engine)
+    megatron, te = installed[MEGATRON].version, installed[TE].version
+    found = places(megatron, te)
     if found is None and read_sources:
         from shim._te.measure import losses_here
 
         found = {}
-        for loss in losses_here(environment.sources, Path(installed[MEGATRON].location), installed[ENGINE].raw):
+        for loss in losses_here(environment.sources, Path(installed[MEGATRON].location), installed[TE].raw):
             found.setdefault(loss.name, []).append(f"{loss.module}: {loss.what}")
-    if found is None or megatron is None or engine is None:
+    if found is None or megatron is None or te is None:
         return None
-    return (*_of_names(found, megatron, engine, decisions), *_of_drifts(megatron, engine, decisions))
+    return (*_of_names(found, megatron, te, decisions), *_of_drifts(megatron, te, decisions))
 
 
 def _of_names(
-    found: Mapping[str, Sequence[str]], megatron: Version, engine: Version, decisions: Mapping[str, Decision]
+    found: Mapping[str, Sequence[str]], megatron: Version, te: Version, decisions: Mapping[str, Decision]
 ) -> Iterator[LostFeature]:
     for name, where in found.items():
         judged = remedy_for(name, megatron) or {"remedy": "", "lost": "; ".join(where)}
         if judged["remedy"] != "unneeded":
-            yield _feature(name, judged, decisions, _comes_with(name, engine), tuple(where))
+            yield _feature(name, judged, decisions, _comes_with(name, te), tuple(where))
 
 
-def _of_drifts(megatron: Version, engine: Version, decisions: Mapping[str, Decision]) -> Iterator[LostFeature]:
+def _of_drifts(megatron: Version, te: Version, decisions: Mapping[str, Decision]) -> Iterator[LostFeature]:
     for drift in remedies()["drifts"]:
-        if _holds(drift[MEGATRON], megatron) and _holds(drift[ENGINE], engine):
+        if _holds(drift[MEGATRON], megatron) and _holds(drift[TE], te):
             yield _feature(drift["name"], drift, decisions, "", tuple(drift["places"]))
 
 
@@ -158,8 +158,8 @@ def _feature(
     return LostFeature(name, judged["lost"], judged["remedy"], patch, mended, why_not, comes_with, where)
 
 
-def _comes_with(name: str, engine: Version) -> str:
+def _comes_with(name: str, te: Version) -> str:
     from shim._te.names import wanted_names
 
     found = wanted_names().get(name, {"in": []})["in"]
-    return next((release for release in found if Version(release) > engine), "")
+    return next((release for release in found if Version(release) > te), "")

@@ -19,9 +19,9 @@ from packaging.version import InvalidVersion, Version
 from shim._errors import SourceError
 from shim._releases.fingerprint import blocks
 from shim._releases.sources import Sources
-from shim._te.names import ENGINE, Names, absolute_origin, as_target, dotted
+from shim._te.names import TE_PACKAGE, Names, absolute_origin, as_target, dotted
 
-__all__ = ["Engine", "Loss", "Megatron", "Pair"]
+__all__ = ["TeRelease", "Loss", "Megatron", "Pair"]
 
 # Fallbacks of megatron-core that are rarely there: counting them as there would hide what is lost without them.
 ABSENT = frozenset({"amp_C", "apex"})
@@ -50,19 +50,19 @@ class Loss:
 class Value:
     """What is known of the object that a name is bound to, and of which missing names it is so."""
 
-    kind: str  # engine, constant, version, definition, import, other
+    kind: str  # te, constant, version, definition, import, other
     content: Any = None
     causes: frozenset[str] = frozenset()
 
     def is_like(self, other: Value) -> bool:
-        return self.kind == other.kind and (self.kind == "engine" or self.content == other.content)
+        return self.kind == other.kind and (self.kind == "te" or self.content == other.content)
 
 
 UNKNOWN = Value("other", "...")
 
 
 @dataclass
-class Engine:
+class TeRelease:
     """A release of Transformer Engine: its version, for gates, and its names."""
 
     version: Version
@@ -78,7 +78,7 @@ class Engine:
         return self._has[name]
 
     def has_module(self, module: str) -> bool:
-        return module == ENGINE or self.sources.path(module) is not None
+        return module == TE_PACKAGE or self.sources.path(module) is not None
 
 
 class Megatron:
@@ -91,7 +91,7 @@ class Megatron:
             parts = ["megatron", "core", *path.relative_to(package).with_suffix("").parts]
             module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
             try:
-                if ENGINE in sources.text(module):
+                if TE_PACKAGE in sources.text(module):
                     self.modules[module] = sources.tree(module)
             except SourceError:
                 continue  # what cannot be read tells nothing
@@ -118,9 +118,9 @@ class Module:
 class Pair:
     """A release of megatron-core with one of Transformer Engine."""
 
-    def __init__(self, megatron: Megatron, engine: Engine) -> None:
+    def __init__(self, megatron: Megatron, te: TeRelease) -> None:
         self.megatron = megatron
-        self.engine = engine
+        self.te = te
         self._modules: dict[str, Module] = {}
         self._losses: dict[Loss, None] = {}
 
@@ -191,7 +191,7 @@ class _Follower:
         for qualname, node in sorted(self.waiting, key=lambda item: item[1].name != "__init__"):
             owner = qualname.rpartition(".")[0]
             named = self.pair.megatron.names_in(node)
-            reads = "import" in named or any(self._of_engine(name) for name in named)
+            reads = "import" in named or any(self._of_te(name) for name in named)
             if owner in unbuilt:
                 continue  # its __init__ refuses this Transformer Engine, so no method is ever called
             if not reads and "is_te_min_version" not in named:
@@ -199,9 +199,9 @@ class _Follower:
             if self.follow_function(qualname, node) == RAISES and node.name == "__init__":
                 unbuilt.add(owner)
 
-    def _of_engine(self, name: str) -> bool:
+    def _of_te(self, name: str) -> bool:
         value = self.found.scope.get(name)
-        return value is not None and value.kind == "engine"
+        return value is not None and value.kind == "te"
 
     def follow_function(self, qualname: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
         arguments = node.args
@@ -239,10 +239,10 @@ class _Follower:
     def _import(self, node: ast.Import) -> None:
         for alias in node.names:
             top = alias.name.partition(".")[0]
-            if top == ENGINE:
-                if not self.pair.engine.has_module(alias.name):
+            if top == TE_PACKAGE:
+                if not self.pair.te.has_module(alias.name):
                     self.miss(frozenset({as_target(alias.name.split("."))}), "ModuleNotFoundError")
-                self.bind(alias.asname or top, Value("engine", alias.name if alias.asname else top))
+                self.bind(alias.asname or top, Value("te", alias.name if alias.asname else top))
                 continue
             if top in ABSENT:
                 self.miss(frozenset(), "ModuleNotFoundError")
@@ -256,12 +256,12 @@ class _Follower:
         provider = self.pair.module(origin) if top == "megatron" else None
         for alias in node.names:
             name = alias.asname or alias.name
-            if top == ENGINE:
+            if top == TE_PACKAGE:
                 target = f"{origin}:{alias.name}"
-                if not self.pair.engine.has(target):
-                    there = self.pair.engine.has_module(origin)
+                if not self.pair.te.has(target):
+                    there = self.pair.te.has_module(origin)
                     self.miss(frozenset({target}), "ImportError" if there else "ModuleNotFoundError")
-                self.bind(name, Value("engine", f"{origin}.{alias.name}"))
+                self.bind(name, Value("te", f"{origin}.{alias.name}"))
             elif provider is not None and alias.name in provider.gone:
                 self.miss(provider.gone[alias.name], "ImportError")
                 self.bind(name, Value("definition", name))
@@ -396,8 +396,8 @@ class _Follower:
 
     def _lost_in_function(self, wanted: Mapping[str, Value], causes: frozenset[str], end: str) -> None:
         scope = self.scopes[-1]
-        engines = [name for name, value in wanted.items() if value.kind == "engine"]
-        if not engines or any(scope.get(name, UNKNOWN).kind != "engine" for name in engines):
+        of_te = [name for name, value in wanted.items() if value.kind == "te"]
+        if not of_te or any(scope.get(name, UNKNOWN).kind != "te" for name in of_te):
             what = f"raises {self.raised or 'an error'}" if end == RAISES else "goes on without it"
             self.pair.lose(causes, self.name, f"{self.function} {what}")
 
@@ -416,7 +416,7 @@ class _Follower:
                 given[name] = _holds(name, scope[name])
         # What the handler sets says best what is lost, and a flag says it better than the names themselves.
         lost = given or undefined
-        own = [what for name, what in lost.items() if wanted[name].kind != "engine"]
+        own = [what for name, what in lost.items() if wanted[name].kind != "te"]
         if lost and not own and not given and any(self._fell_back(name, wanted) for name in scope):
             return
         for what in own or lost.values():
@@ -424,7 +424,7 @@ class _Follower:
 
     def _fell_back(self, name: str, wanted: Mapping[str, Value]) -> bool:
         """Whether the name is bound to something else of Transformer Engine, of the same use."""
-        return name in wanted and self.scopes[-1][name].kind == wanted[name].kind == "engine"
+        return name in wanted and self.scopes[-1][name].kind == wanted[name].kind == "te"
 
     def miss(self, causes: frozenset[str], error: str) -> None:
         self._missed(_Missing(causes, error), dict(self.scopes[-1]))
@@ -471,7 +471,7 @@ class _Follower:
     def _there(self, target: str) -> bool:
         """Whether an attribute is there; a member of a class that is gone was noted with the class."""
         owner = target.rpartition(".")[0]
-        return self.pair.engine.has(target) or (":" in owner and not self.pair.engine.has(owner))
+        return self.pair.te.has(target) or (":" in owner and not self.pair.te.has(owner))
 
     def _parts(self, node: ast.expr) -> list[str]:
         """The dotted name that an expression stands for, where that is of Transformer Engine."""
@@ -479,7 +479,7 @@ class _Follower:
         if not parts:
             return []
         root = self.look_up(parts[0])
-        return [*root.content.split("."), *parts[1:]] if root.kind == "engine" else []
+        return [*root.content.split("."), *parts[1:]] if root.kind == "te" else []
 
     def _target(self, node: ast.expr) -> str:
         parts = self._parts(node)
@@ -492,9 +492,9 @@ class _Follower:
             return self.look_up(node.id)
         parts = self._parts(node)
         if parts[-1:] == ["__version__"]:
-            return Value("version", self.pair.engine.version)
+            return Value("version", self.pair.te.version)
         if parts:
-            return Value("engine", ".".join(parts))
+            return Value("te", ".".join(parts))
         if isinstance(node, ast.Call):
             known = self._called(node)
             if known is not None:
@@ -506,13 +506,13 @@ class _Follower:
         name = (dotted(node.func) or [""])[-1]
         first = self.value(node.args[0]) if node.args else UNKNOWN
         if name == "get_te_version":
-            return Value("version", self.pair.engine.version)
+            return Value("version", self.pair.te.version)
         if name == "is_te_min_version":
             wanted = _version(first)
             equal = next((k.value for k in node.keywords if k.arg == "check_equality"), ast.Constant(True))
             if wanted is None or not isinstance(equal, ast.Constant):
                 return None
-            mine = self.pair.engine.version
+            mine = self.pair.te.version
             return Value("constant", mine >= wanted if equal.value else mine > wanted)
         if name in ("Version", "PkgVersion", "str") and first.kind in ("constant", "version"):
             found = _version(first)
@@ -521,7 +521,7 @@ class _Follower:
             parts = self._parts(node.args[0])
             if parts:
                 attribute = str(node.args[1].value)
-                there = attribute.startswith("__") or self.pair.engine.has(as_target([*parts, attribute]))
+                there = attribute.startswith("__") or self.pair.te.has(as_target([*parts, attribute]))
                 return Value("constant", there)
         return None
 
@@ -541,11 +541,11 @@ class _Follower:
         value = self.value(node)
         if value.kind == "constant":
             return bool(value.content)
-        return True if value.kind in ("engine", "definition") else None
+        return True if value.kind in ("te", "definition") else None
 
     def _compared(self, left: Value, operator: ast.cmpop, right: Value) -> bool | None:
         if isinstance(operator, (ast.Is, ast.IsNot)) and right == Value("constant", None):
-            if left.kind in ("constant", "engine", "definition"):
+            if left.kind in ("constant", "te", "definition"):
                 return (left.kind == "constant" and left.content is None) is isinstance(operator, ast.Is)
             return None
         if left.kind == right.kind == "version":
@@ -560,8 +560,8 @@ def _merged(one: Mapping[str, Value], other: Mapping[str, Value]) -> dict[str, V
     merged = {**one, **other}
     for name in one.keys() & other.keys():
         if not one[name].is_like(other[name]):
-            engines = [value for value in (one[name], other[name]) if value.kind == "engine"]
-            merged[name] = next(iter(engines), UNKNOWN)
+            of_te = [value for value in (one[name], other[name]) if value.kind == "te"]
+            merged[name] = next(iter(of_te), UNKNOWN)
     return merged
 
 

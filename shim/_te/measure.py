@@ -11,36 +11,36 @@ from packaging.version import Version
 
 from shim._releases.sources import Sources
 from shim._releases.versions import parse_version
-from shim._te.interpreter import Engine, Loss, Megatron, Pair
-from shim._te.tables import ENGINE, MEGATRON, spans
+from shim._te.interpreter import Loss, Megatron, Pair, TeRelease
+from shim._te.tables import MEGATRON, TE, spans
 
-__all__ = ["MORE_ENGINES", "losses_here", "measure_losses", "render_losses"]
+__all__ = ["MORE_TE", "losses_here", "measure_losses", "render_losses"]
 
 # Not supported, but met in images with an old megatron-core: what is lost with them is told, and nothing is tried.
-MORE_ENGINES = ("1.11.0", "1.13.0")
+MORE_TE = ("1.11.0", "1.13.0")
 
 
 def measure_losses(
     megatrons: Iterable[tuple[str, Path]],
-    engines: Iterable[tuple[str, Path]],
+    te_releases: Iterable[tuple[str, Path]],
     progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """What is lost with every pair of releases, each unpacked in a directory; `progress` hears what is next."""
-    ordered = sorted(engines, key=lambda item: Version(item[0]))
-    opened = [(release, Engine(Version(release), Sources([root]))) for release, root in ordered]
+    ordered = sorted(te_releases, key=lambda item: Version(item[0]))
+    opened = [(release, TeRelease(Version(release), Sources([root]))) for release, root in ordered]
     wanted_by: dict[tuple[str, str, tuple[str, ...]], dict[str, list[str]]] = {}
     releases: list[str] = []
     for release, root in megatrons:
         releases.append(release)
         megatron = Megatron(Sources([root]), root / "megatron" / "core")
-        for engine_release, engine in opened:
-            progress(f"what megatron-core {release} loses with transformer-engine {engine_release}")
-            for key in _by_place(Pair(megatron, engine).losses()):
-                wanted_by.setdefault(key, {}).setdefault(release, []).append(engine_release)
+        for te_release, te in opened:
+            progress(f"what megatron-core {release} loses with transformer-engine {te_release}")
+            for key in _by_place(Pair(megatron, te).losses()):
+                wanted_by.setdefault(key, {}).setdefault(release, []).append(te_release)
     order = [release for release, _ in opened]
     return {
         MEGATRON: releases,
-        ENGINE: order,
+        TE: order,
         "losses": [
             {"name": name, "module": module, "what": list(what), "on": _on(found, releases, order)}
             for (name, module, what), found in sorted(wanted_by.items())
@@ -55,17 +55,17 @@ def _by_place(losses: Iterable[Loss]) -> list[tuple[str, str, tuple[str, ...]]]:
     return [(name, module, tuple(sorted(found))) for (name, module), found in what.items()]
 
 
-def _on(found: Mapping[str, Sequence[str]], megatrons: Sequence[str], engines: Sequence[str]) -> dict[str, str]:
+def _on(found: Mapping[str, Sequence[str]], megatrons: Sequence[str], te_releases: Sequence[str]) -> dict[str, str]:
     """``{releases of megatron-core: releases of Transformer Engine}``; those with the same share an entry."""
     grouped: dict[str, list[str]] = {}
     for release, lacking in found.items():
-        grouped.setdefault(spans(lacking, engines), []).append(release)
+        grouped.setdefault(spans(lacking, te_releases), []).append(release)
     return {spans(releases, megatrons): lacking for lacking, releases in grouped.items()}
 
 
 def render_losses(table: Mapping[str, Any]) -> str:
     """The text of lost_names.json, a line for each name and place."""
-    heads = [f" {json.dumps(name)}: {json.dumps(table[name])}," for name in (MEGATRON, ENGINE)]
+    heads = [f" {json.dumps(name)}: {json.dumps(table[name])}," for name in (MEGATRON, TE)]
     lines = ",\n".join("  " + json.dumps(loss) for loss in table["losses"])
     return "\n".join(["{", *heads, ' "losses": [', lines, " ]", "}"]) + "\n"
 
@@ -75,4 +75,4 @@ def losses_here(sources: Sources, package: Path, version: str | None) -> list[Lo
     known = parse_version(version)
     if known is None:
         return []
-    return list(Pair(Megatron(sources, package), Engine(known, sources)).losses())
+    return list(Pair(Megatron(sources, package), TeRelease(known, sources)).losses())

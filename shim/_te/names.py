@@ -21,7 +21,7 @@ from shim._releases.fingerprint import blocks, names_bound_by, split_target
 from shim._releases.sources import Sources
 
 __all__ = [
-    "ENGINE",
+    "TE_PACKAGE",
     "FILE",
     "LostName",
     "Names",
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 FILE = Path(__file__).with_name("wanted_names.json")
-ENGINE = "transformer_engine"
+TE_PACKAGE = "transformer_engine"
 CHAIN_LIMIT = 100  # modules that pass a name on to each other; real ones are fewer than five
 
 
@@ -153,7 +153,7 @@ class Names:
 
     def _passes(self, module: str, node: ast.ImportFrom, name: str, seen: set[str]) -> bool:
         origin = absolute_origin(self._sources, module, node)
-        if len(seen) > CHAIN_LIMIT or origin is None or not origin.startswith(ENGINE + "."):
+        if len(seen) > CHAIN_LIMIT or origin is None or not origin.startswith(TE_PACKAGE + "."):
             return True  # cannot be told, of the compiled extension, or of somebody else
         return self._has(f"{origin}:{name}", seen)
 
@@ -185,14 +185,14 @@ def absolute_origin(sources: Sources, module: str, node: ast.ImportFrom) -> str 
 
 
 def measure_names(
-    megatrons: Iterable[tuple[str, Path]], engines: Iterable[tuple[str, Path]]
+    megatrons: Iterable[tuple[str, Path]], te_releases: Iterable[tuple[str, Path]]
 ) -> dict[str, dict[str, list[str]]]:
     """Every name some megatron-core imports: the releases that do, and those of Transformer Engine that have it."""
     wanted: dict[str, dict[str, list[str]]] = {}
     for release, root in megatrons:
         for name in sorted(_names_imported_below(root / "megatron" / "core")):
             wanted.setdefault(name, {"wanted_by": [], "in": []})["wanted_by"].append(release)
-    for release, root in engines:
+    for release, root in te_releases:
         names = Names(Sources([root]))
         for name, found in wanted.items():
             if names.has(name):
@@ -204,7 +204,7 @@ def _names_imported_below(package: Path) -> set[str]:
     found: set[str] = set()
     for path in package.rglob("*.py"):
         text = path.read_text("utf-8")
-        if ENGINE in text:
+        if TE_PACKAGE in text:
             found |= set(_names_imported_in(ast.parse(text)))
     return found
 
@@ -213,12 +213,12 @@ def _names_imported_in(tree: ast.Module) -> Iterator[str]:
     """``from transformer_engine.x import y`` and, with what ``import transformer_engine.x as t`` binds, ``t.y``."""
     aliases: dict[str, str] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == ENGINE:
+        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == TE_PACKAGE:
             yield from (f"{node.module}:{alias.name}" for alias in node.names if alias.name != "*")
             aliases |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
-            mine = [alias for alias in node.names if alias.name.split(".")[0] == ENGINE]
-            aliases |= {alias.asname or ENGINE: alias.name if alias.asname else ENGINE for alias in mine}
+            mine = [alias for alias in node.names if alias.name.split(".")[0] == TE_PACKAGE]
+            aliases |= {alias.asname or TE_PACKAGE: alias.name if alias.asname else TE_PACKAGE for alias in mine}
     for node in ast.walk(tree):
         parts = dotted(node) if isinstance(node, ast.Attribute) else []
         if parts and parts[0] in aliases:

@@ -8,9 +8,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ENGINE", "FILE", "MEGATRON", "expanded", "remedies", "spans", "table"]
+__all__ = ["TE", "FILE", "MEGATRON", "expanded", "remedies", "spans", "table"]
 
-MEGATRON, ENGINE = "megatron-core", "transformer-engine"
+MEGATRON, TE = "megatron-core", "transformer-engine"
 FILE = Path(__file__).with_name("lost_names.json")  # measured
 REMEDIES = Path(__file__).with_name("te_remedies.json")  # judged by hand
 

@@ -119,10 +119,10 @@ def audit(matrix: Matrix, tree: Tree, fetch: Fetch) -> Audit:
         for entry in matrix.patches.values()
         if entry.distribution in installed
     )
-    engine = installed.get("transformer-engine")
+    te = installed.get("transformer-engine")
     lost: tuple[LostName, ...] = ()
-    if engine is not None:
-        lost = lost_names(tree.environment.sources, engine.version, matrix.supported.get("transformer-engine", ()))
+    if te is not None:
+        lost = lost_names(tree.environment.sources, te.version, matrix.supported.get("transformer-engine", ()))
     problems = [
         f"{i.distribution}: no readable version; judged by bodies alone" for i in installed.values() if not i.raw
     ]

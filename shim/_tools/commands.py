@@ -309,15 +309,15 @@ def do_pin(arguments: argparse.Namespace) -> int:
 def _tables_of_names(releases: dict[str, list[str]], progress: Callable[[str], None]) -> dict[Path, str]:
     """What megatron-core imports of Transformer Engine, and what is lost where that is not there."""
     from shim._te import names, tables
-    from shim._te.measure import MORE_ENGINES, measure_losses, render_losses
+    from shim._te.measure import MORE_TE, measure_losses, render_losses
 
-    megatrons, engines = (
-        [(release, _fetch(name, release)) for release in releases[name]] for name in (tables.MEGATRON, tables.ENGINE)
+    megatrons, te_releases = (
+        [(release, _fetch(name, release)) for release in releases[name]] for name in (tables.MEGATRON, tables.TE)
     )
-    more = [(release, _fetch(tables.ENGINE, release)) for release in MORE_ENGINES]
+    more = [(release, _fetch(tables.TE, release)) for release in MORE_TE]
     progress("names that megatron-core wants of Transformer Engine")
-    wanted = names.render_names(names.measure_names(megatrons, engines))
-    losses = render_losses(measure_losses(megatrons, [*more, *engines], progress))
+    wanted = names.render_names(names.measure_names(megatrons, te_releases))
+    losses = render_losses(measure_losses(megatrons, [*more, *te_releases], progress))
     return {names.FILE: wanted, tables.FILE: losses}
 
 

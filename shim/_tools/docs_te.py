@@ -9,7 +9,7 @@ from packaging.version import Version
 
 from shim._te.features import remedy_for
 from shim._te.names import wanted_names
-from shim._te.tables import ENGINE, MEGATRON, expanded, remedies, spans, table
+from shim._te.tables import MEGATRON, TE, expanded, remedies, spans, table
 
 __all__ = ["feature_page"]
 
@@ -36,15 +36,15 @@ Names are below `transformer_engine`. A wheel does not show the names of the com
 
 def feature_page() -> str:
     """The text of docs/transformer-engine.md."""
-    from shim._te.measure import MORE_ENGINES
+    from shim._te.measure import MORE_TE
 
-    lines = [HEAD.format(more=" and ".join(MORE_ENGINES))]
+    lines = [HEAD.format(more=" and ".join(MORE_TE))]
     lines += ["| name | wanted by megatron-core | not in Transformer Engine | lost | remedy |", "|---|---|---|---|---|"]
     lines += [line for name in _names() for line in _rows(name)]
     lines += ["", "## There, but not as megatron-core uses it", ""]
     lines += ["| name | megatron-core | Transformer Engine | lost | remedy |", "|---|---|---|---|---|"]
     for drift in remedies()["drifts"]:
-        ranges = " | ".join(f"`{drift[distribution]}`" for distribution in (MEGATRON, ENGINE))
+        ranges = " | ".join(f"`{drift[distribution]}`" for distribution in (MEGATRON, TE))
         lines.append(f"| `{_short(drift['name'])}` | {ranges} | {drift['lost']} | {_remedy(drift)} |")
     lines += [
         "",
@@ -83,9 +83,9 @@ def _rows(name: str) -> list[str]:
                 judged = remedy_for(name, Version(release)) or {"remedy": "", "lost": ""}
                 case = cases.setdefault(id(judged), (judged, set(), set()))
                 case[1].add(release)
-                case[2].update(expanded(lacking, table()[ENGINE]))
+                case[2].update(expanded(lacking, table()[TE]))
     return [
-        f"| `{_short(name)}` | {spans(wanting, table()[MEGATRON])} | {spans(lacking, table()[ENGINE])} "
+        f"| `{_short(name)}` | {spans(wanting, table()[MEGATRON])} | {spans(lacking, table()[TE])} "
         f"| {judged['lost']} | {_remedy(judged)} |"
         for judged, wanting, lacking in cases.values()
     ]

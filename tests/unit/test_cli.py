@@ -455,7 +455,7 @@ def shipped(world, fetched, monkeypatch):
     monkeypatch.setattr("shim._releases.known_files.FILE", world.root / "known_files.json")
     monkeypatch.setattr("shim._matrix.compiled.FILE", world.root / "matrix.json")
     monkeypatch.setattr("shim._te.tables.FILE", world.root / "lost_names.json")
-    monkeypatch.setattr("shim._te.measure.MORE_ENGINES", ())
+    monkeypatch.setattr("shim._te.measure.MORE_TE", ())
     (world.root / "lost_names.json").write_text("{}\n")
     (world.root / "wanted_names.json").write_text("{}\n")
     (world.root / "known_files.json").write_text("{}\n")

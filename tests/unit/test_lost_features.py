@@ -12,10 +12,10 @@ from shim._matrix.load import load_matrix
 from shim._releases.sources import Sources
 from shim._te import features as _features
 from shim._te.features import places, remedy_for
-from shim._te.interpreter import Engine, Megatron, Pair
-from shim._te.measure import MORE_ENGINES, measure_losses, render_losses
+from shim._te.interpreter import Megatron, Pair, TeRelease
+from shim._te.measure import MORE_TE, measure_losses, render_losses
 from shim._te.names import wanted_names
-from shim._te.tables import ENGINE, FILE, MEGATRON, expanded, remedies, spans, table
+from shim._te.tables import FILE, MEGATRON, TE, expanded, remedies, spans, table
 from shim._tools.cli import main
 
 ENGINE_FILES = {
@@ -37,7 +37,7 @@ def losses(tmp_path):
         for name, content in ENGINE_FILES.items():
             write_file(tmp_path / "te" / "transformer_engine" / name, content)
         megatron(tmp_path / "mc", "0.16.0", {"extension.py": text, **{f"{n}.py": t for n, t in others.items()}})
-        engine = Engine(Version(version), Sources([tmp_path / "te"]))
+        engine = TeRelease(Version(version), Sources([tmp_path / "te"]))
         opened = Megatron(Sources([tmp_path / "mc"]), tmp_path / "mc" / "megatron" / "core")
         found = {}
         for loss in Pair(opened, engine).losses():
@@ -334,7 +334,7 @@ def test_the_table_is_as_written_and_of_the_supported_releases():
     assert FILE.read_text("utf-8") == render_losses(table())
     supported = load_matrix().supported
     assert table()[MEGATRON] == list(supported[MEGATRON])
-    assert table()[ENGINE] == sorted([*MORE_ENGINES, *supported[ENGINE]], key=Version)
+    assert table()[TE] == sorted([*MORE_TE, *supported[TE]], key=Version)
     assert {loss["name"] for loss in table()["losses"]} <= set(wanted_names())
 
 
@@ -423,7 +423,7 @@ def test_judgements_are_well_formed():
 def test_drifts_are_of_supported_releases():
     """What is there in another shape is known by versions alone."""
     for drift in remedies()["drifts"]:
-        for distribution in (MEGATRON, ENGINE):
+        for distribution in (MEGATRON, TE):
             ranges = SpecifierSet(drift[distribution])
             assert any(ranges.contains(release, prereleases=True) for release in table()[distribution])
 
