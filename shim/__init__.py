@@ -1,19 +1,20 @@
-"""shim: whatever release of megatron-core and Transformer Engine is installed behaves.
+"""shim: fixes and backports for every supported release of megatron-core and Transformer Engine.
 
     import shim
     shim.apply()            # as early as you can; after megatron was imported works too
     ...
     shim.check(model)       # after the model is built
 
-The public names are resolved on first use, because a trainer imports this module in every process: importing shim
-costs about nothing, and imports neither torch nor megatron.
+A trainer imports this module in every process. So the public names are resolved on first use: importing shim costs
+almost nothing, and imports neither torch nor megatron.
 """
 
 from __future__ import annotations
 
 import os
 
-TYPE_CHECKING = False  # as type checkers read it; importing typing would be most of the cost of importing shim
+# Type checkers know this name. Importing typing would be most of the cost of importing shim.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
@@ -49,7 +50,7 @@ __all__ = [
     "status",
 ]
 
-_HOMES = {  # all others of __all__ are in shim._api
+_HOMES = {  # the other names of __all__ are in shim._api
     **dict.fromkeys(
         ("BindError", "MatrixError", "NotMetError", "OptionError", "ShimError", "StandInError"), "shim._errors"
     ),

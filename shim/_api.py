@@ -1,4 +1,4 @@
-"""The public functions: plan, apply, patched, revert, status, check, explain."""
+"""The public functions: plan, apply, patched, revert, status, check, explain, checkpoint_state, check_resume."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def _load_matrix(asked: Arguments) -> Matrix:
     except MatrixError:
         if not is_disabled():
             raise
-        return load_matrix()  # nothing of it is applied, so nobody need mend it first
+        return load_matrix()  # shim is disabled, so a matrix that is not valid must not stop the run
 
 
 def _make_plan(asked: Arguments) -> Plan:
-    """The plan for arguments, and a warning for each thing in the environment that may not be meant."""
+    """The plan for arguments. Warns of unknown variables, and of another matrix than the shipped one."""
     matrix = _load_matrix(asked)
     if not is_disabled():
         check_modules(matrix, asked.package_names)
@@ -68,7 +68,7 @@ def _make_plan(asked: Arguments) -> Plan:
 
 
 class _LostFeatures:
-    """shim._te.features, imported when somebody asks what is lost: a plan by itself does not."""
+    """shim._te.features, imported when somebody asks for lost features. A plan alone does not need it."""
 
     def __getattr__(self, name: str) -> Any:
         from shim._te import features
@@ -88,7 +88,7 @@ def _of_another_matrix(matrix: Matrix) -> list[str]:
 
 
 def default_plan() -> Plan:
-    """The plan without arguments, for whoever only reads it: a matrix may name modules that apply() refuses."""
+    """The plan without arguments, for reports. Modules outside shim.patches are not refused, since none is imported."""
     asked = Arguments()
     return _planned(_load_matrix(asked), asked)
 
@@ -108,7 +108,7 @@ def plan(
 ) -> Plan:
     """Return what `apply` with the same arguments would do, one decision and one reason per patch.
 
-    Imports neither torch nor megatron and changes nothing. Raises OptionError for arguments that are not usable,
+    Imports neither torch nor megatron, and changes nothing. Raises OptionError for arguments that are not usable,
     and MatrixError for a matrix that is not valid.
     """
     asked = Arguments(
@@ -139,24 +139,25 @@ def apply(
     matrix: str | os.PathLike[str] | None = UNSET.matrix,
     lock: str | os.PathLike[str] | None = UNSET.lock,
 ) -> Report:
-    """Apply every patch the installed releases need: now where the target is imported, else when it is.
+    """Apply every patch that the installed releases need. Bind now what is imported, and the rest when it is.
 
-    only, exclude: patch ids to take, or to leave out.    kinds: of correctness, compat, performance, feature.
-    require: ids that must be applicable (or upstream already); NotMetError otherwise, and nothing is applied.
-    strict: NotMetError where any correctness patch has drifted or is in conflict.
-    on_drift: "skip" leaves a patch out whose targets are not known, "error" raises, "apply" applies it where the
-        signature still fits.
+    only, exclude: patch ids to apply, or to leave out.
+    kinds: the kinds to apply, of correctness, compat, performance and feature.
+    require: patch ids. NotMetError, with nothing applied, where one of them is neither applied nor upstream.
+    strict: NotMetError where a correctness patch has drifted or is in conflict.
+    on_drift: "skip" leaves a drifted patch out, "error" raises, "apply" applies it where the signature still fits.
     options: {patch id: {option: value}}, each of the type and in the range that `shim explain ID` shows.
-    matrix: another version_matrix.yaml; None is the one that ships.    lock: a lock file, or None.
-    packages: names of packages, besides shim.patches, in which the modules of such a matrix may lie.
+    matrix: another version_matrix.yaml. None: the one that ships with shim.
+    lock: a lock file, or None.
+    packages: packages besides shim.patches in which the patch modules of such a matrix may lie.
 
-    Lists may be one text with commas between the names. What is not given is taken from MEGATRON_SHIM_ONLY, _REQUIRE,
-    _KINDS, _STRICT, _ON_DRIFT, _OPTIONS (JSON), _MATRIX and _LOCK. What is given outranks them, also with its default
-    value; MEGATRON_SHIM_DISABLE and _EXCLUDE outrank every argument.
+    A list may be one text with commas between the names. An argument that is not given is taken from
+    MEGATRON_SHIM_ONLY, _REQUIRE, _KINDS, _STRICT, _ON_DRIFT, _OPTIONS (JSON), _MATRIX or _LOCK. An argument that is
+    given outranks its variable, even with its default value. MEGATRON_SHIM_DISABLE and _EXCLUDE outrank all arguments.
 
-    Idempotent and thread-safe; a second call with other arguments adjusts to them. Raises OptionError for arguments
-    that are not usable, MatrixError for a matrix that is not, and BindError where a patch fails; it is then rolled
-    back as a whole.
+    Idempotent and thread-safe. A second call with other arguments adjusts to them. Raises OptionError for arguments
+    that are not usable, MatrixError for a matrix that is not valid, and BindError where a patch fails. The failed
+    patch is rolled back as a whole.
     """
     asked = Arguments(
         only=only,
@@ -175,10 +176,10 @@ def apply(
 
 
 def revert() -> Report:
-    """Take everything back: every name shim wrote holds the very object it held before.
+    """Take everything back: every name that shim wrote holds the very object that it held before.
 
-    What somebody else has replaced meanwhile is left alone and reported, and no later apply() or import takes it
-    back. Out of reach are bound methods, partials and closures taken while shim was applied, and pickles.
+    shim leaves alone what somebody else has replaced meanwhile, and reports it. No later apply() or import takes it
+    back. Pickles are out of reach, and so are bound methods, partials and closures taken while shim was applied.
     """
     _engine.ENGINE.adopt(None)
     return status()
@@ -198,11 +199,11 @@ def patched(
     matrix: str | os.PathLike[str] | None = UNSET.matrix,
     lock: str | os.PathLike[str] | None = UNSET.lock,
 ) -> Iterator[Report]:
-    """Apply within a with-statement; takes the arguments of `apply`, and restores what was there before.
+    """Apply within a with-statement, and restore at its end what was in force before. Arguments as for `apply`.
 
-    Blocks nest. Patches are of the whole process: in several threads or asyncio tasks at once, blocks must have the
-    same arguments, and what was there before is restored at the end of the last. OptionError otherwise, and for apply()
-    and revert() from outside of the block.
+    Blocks nest. Patches concern the whole process. So blocks that run at once, in several threads or asyncio tasks,
+    must have the same arguments, and the last of them to end restores. Raises OptionError for blocks with other
+    arguments, and for apply() or revert() from outside the block.
     """
     asked = Arguments(
         only=only,
@@ -227,28 +228,30 @@ def patched(
 def status() -> Report:
     """Return the state of every patch, read from the process at this moment.
 
-    The model that `check` looked at last is looked at again while it lives, so that both say the same: a patch that an
-    override shadows there, or that has no effect on it, is not ``applied``.
+    While the model lives that `check` looked at last, status() looks at it again, so that both say the same. A patch
+    that an override in this model shadows, or that has no effect on it, is not ``applied``.
     """
     return _engine.ENGINE.report(default_plan)
 
 
 def check(model: Any = None, group: Any = None) -> Report:
-    """Verify that everything wanted is active, on `model` itself, and on every rank of `group`.
+    """Verify that every wanted patch has its effect on `model`, and that the ranks of `group` agree.
 
-    model: a torch module, or an iterable of them (virtual pipeline chunks). A subclass or an instance that overrides
-    a patched method makes the patch ``shadowed``; where something else keeps it from its effect on this model, as a
-    variable that had to be set earlier, it is ``inactive``. `status` says so from then on too, for as long as the model
-    lives: it is held weakly, looked at anew each time, and forgotten by revert(). None: what was checked last.
-    group: a torch.distributed process group, or None for the default one where torch.distributed is initialised; it
-    gathers one short digest per rank.
+    model: a torch module, or an iterable of them (virtual pipeline chunks). None: the model that was checked last.
+        A patch is ``shadowed`` where a subclass or an instance overrides a patched method. It is ``inactive`` where
+        something else keeps it from its effect on this model, such as a variable that had to be set earlier.
+        `status` says the same from then on: it looks at the model anew each time. shim holds the model weakly, and
+        revert() forgets it.
+    group: a torch.distributed process group. None: the default group, where torch.distributed is initialised. Each
+        rank contributes one short digest.
 
-    Pending, inactive, shadowed and conflicting patches are warnings; NotMetError where the patch is required, or
-    with strict, and where ranks differ. Logs one INFO line on rank 0.
+    Pending, inactive, shadowed, conflicting and failed patches, and drifted correctness patches, are warnings. The
+    same is a NotMetError for a patch of `require`, and under `strict` for a correctness patch. Ranks that differ are
+    a NotMetError, too. Logs one INFO line on rank 0.
     """
     _engine.ENGINE.catch_up()
     current = _engine.ENGINE.plan
-    # Before anything raises: a rank that does not take part would leave the others waiting.
+    # Gather before anything raises: a rank that does not take part would leave the others waiting.
     differing = ranks_that_differ(*_compared(current), group)
     current = _in_force("check")
     models = [model] if hasattr(model, "modules") else None if model is None else list(model)
@@ -256,8 +259,8 @@ def check(model: Any = None, group: Any = None) -> Report:
     _judge(report, current.options)
     if differing:
         raise NotMetError(
-            f"ranks disagree about what is applied: {differing}. Remedy: install the same releases everywhere, that of "
-            "megatron-shim among them, and call shim.apply() with the same arguments on every rank."
+            f"ranks disagree about what is applied: {differing}. Remedy: install the same releases on every rank, "
+            "megatron-shim included, and call shim.apply() with the same arguments on every rank."
         )
     if is_rank_zero():
         logger().info("%s", report.summary)
@@ -265,7 +268,7 @@ def check(model: Any = None, group: Any = None) -> Report:
 
 
 def _compared(current: Plan | None) -> tuple[str, dict[str, tuple[str, ...]], dict[str, str]]:
-    """What ranks compare: the digest, the parts of every patch that go into it (none: not applied), and releases."""
+    """What ranks compare: the digest, the part of each patch in it (empty where not applied), and the releases."""
     if current is None:
         return NOTHING, {}, {}
     identity = identity_of(current)
@@ -289,14 +292,14 @@ def _judge(report: Report, options: Options) -> None:
 
 def _amiss(patch: PatchReport, required: bool) -> bool:
     if patch.state == "inactive":
-        return required or patch.kind != "feature"  # which nobody may have wanted
+        return required or patch.kind != "feature"  # nobody may have wanted the feature
     return patch.state in ("pending", "shadowed", "conflict", "failed") or (
         patch.state == "drifted" and patch.kind == "correctness"
     )
 
 
 def checkpoint_state() -> dict[str, Any]:
-    """Return what a training checkpoint should keep about the patches in force: plain data, less than a few kB.
+    """Return what a training checkpoint should keep about the patches in force: plain data of a few kB.
 
     Raises OptionError where nothing was applied in this process.
     """
@@ -304,10 +307,10 @@ def checkpoint_state() -> dict[str, Any]:
 
 
 def check_resume(saved: Mapping[str, Any] | str | None) -> bool:
-    """Say whether what a checkpoint was trained with is in force again; a WARNING names every difference.
+    """Say whether the patches that a checkpoint was trained with are in force. A WARNING names every difference.
 
-    saved: what `checkpoint_state` gave, or a ``report.digest``; None where the checkpoint has neither, which is a
-    difference. Raises OptionError where nothing was applied.
+    saved: what `checkpoint_state` returned, or a ``report.digest``. None, for a checkpoint that has neither, counts
+    as a difference. Raises OptionError where nothing was applied in this process.
     """
     found = differs(saved, _in_force("check_resume"))
     if found:
@@ -327,7 +330,7 @@ def _in_force(caller: str) -> Plan:
 
 
 def explain(id: str) -> str:
-    """Return in words what a patch is for, how it is wired, and what was decided about it here, and why."""
+    """Return a text: what a patch is for, how it is wired, what was decided about it here, and why."""
     made = _engine.ENGINE.plan or default_plan()
     if id not in made.decisions:
         raise OptionError(f"there is no patch {id!r}; {did_you_mean(id, made.decisions)}")

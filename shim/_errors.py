@@ -1,4 +1,4 @@
-"""The errors shim raises; every message names the patch, the target, the release and the remedy."""
+"""The errors that shim raises. A message names the patch, the target, the release and the remedy."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ __all__ = ["BindError", "MatrixError", "NotMetError", "OptionError", "ShimError"
 class ShimError(Exception):
     """Base of every error of shim.
 
-    Deliberately not an ImportError: megatron-core guards its imports with ``try: ... except ImportError``, and a
-    patch that failed must not vanish in there.
+    Deliberately not an ImportError: megatron-core guards its imports with ``try: ... except ImportError``, which would
+    swallow the error of a failed patch.
     """
 
 
@@ -18,14 +18,14 @@ class OptionError(ShimError, ValueError):
 
 
 class MatrixError(ShimError, ValueError):
-    """version_matrix.yaml is not valid; the message starts with file and line."""
+    """version_matrix.yaml is not valid. The message starts with file and line."""
 
 
 class SourceError(ShimError):
-    """A source file cannot be located, read, parsed, or lacks the definition asked for.
+    """A source file cannot be located, read or parsed, or it lacks the definition that was asked for.
 
-    `cause` is "missing" (no such module or definition), "bytecode" (there is no source), "damaged" (it cannot be
-    decoded or parsed), "unreadable" (the system refuses), or "changed" (it is there, but not as it was).
+    `cause` is "missing" (no such module or definition), "bytecode" (there is no source), "damaged" (the file cannot be
+    decoded or parsed), "unreadable" (the system refuses), or "changed" (the definition has another body).
     """
 
     def __init__(self, message: str, cause: str = "unreadable") -> None:
@@ -38,11 +38,11 @@ class NotMetError(ShimError):
 
 
 class StandInError(ShimError, RuntimeError):
-    """Something was used that needs a package which is missing, and for which shim has put a stand-in."""
+    """Code used a stand-in that shim put in the place of a missing package."""
 
 
 class BindError(ShimError):
-    """A patch could not be bound, or did not read back; it was rolled back as a whole."""
+    """A patch could not be bound, or its bindings did not read back. shim has rolled the whole patch back."""
 
     def __init__(self, message: str, patch: str | None = None) -> None:
         super().__init__(message)

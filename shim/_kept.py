@@ -1,13 +1,13 @@
-"""What a patch keeps in the process beside its functions: buffers, flags, an override that is entered.
+"""What a patch holds in the process besides its functions: buffers, flags, an override that is entered.
 
-The `bindings()` of a patch says so with what it returns:
+The `bindings()` of such a patch returns a Bindings, with a Kept for each thing that it holds:
 
     stash = Stash(options)
     return Bindings({TARGET: functools.partial(_forward, stash=stash)}, Kept(stash.held, stash.release))
 
-status() then tells of it (``report[id].holds``), and revert(), or an apply() that does not take the patch with these
-options, ends it. State that lives no longer than a call, or in what the call returns, needs no entry. Nor does what
-only the functions of `bindings()` hold on to: the engine lets go of them.
+status() then names what is held (``report[id].holds``). revert() ends it, and so does an apply() without the patch or
+with other options of it. State needs no entry when it ends with a call or belongs to what the call returns. State that
+only the functions of `bindings()` refer to needs none either: the engine drops these functions.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = ["Bindings", "Kept"]
 
 
 class Kept(NamedTuple):
-    """One thing that is kept. Both functions are called at any time, from any thread, and more than once.
+    """One thing that a patch holds. The engine calls both functions at any time, from any thread, and more than once.
 
-    tells: says in a few words what is kept at this moment, with its size; "" where nothing is.
-    release: ends it as far as it can be ended now. None where nobody but the user can end it: the header of the patch
-        says so then, and status() goes on telling of it.
+    tells: says in a few words what is held at this moment, with its size. "" where nothing is held.
+    release: ends as much of it as can end now. None where only the user can end it. The header of the patch then says
+        so, and status() goes on naming it.
     """
 
     tells: Callable[[], str]
@@ -31,7 +31,7 @@ class Kept(NamedTuple):
 
 
 class Bindings(dict[str, Callable[[Any], Any]]):
-    """The factories of a patch by target, and what the patch keeps."""
+    """The factories of a patch by target, and what the patch holds."""
 
     def __init__(self, factories: Mapping[str, Callable[[Any], Any]], *kept: Kept) -> None:
         super().__init__(factories)

@@ -1,7 +1,7 @@
 """Records: immutable values with named fields, as frozen dataclasses are.
 
-A plan is made in every process of a job, often hundreds of them. The module dataclasses and the twenty classes that it
-would have to generate take longer to load than everything else in a plan (benchmarks/startup.py).
+Every process of a job makes a plan, often hundreds of processes. Importing dataclasses and generating twenty classes
+takes longer than everything else in a plan (benchmarks/startup.py).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ else:
 
 __all__ = ["EMPTY", "Record", "replace"]
 
-EMPTY: dict[str, Any] = {}  # a default that nobody writes to
+EMPTY: dict[str, Any] = {}  # a shared default; nobody writes to it
 
 R = TypeVar("R", bound="Record")
 
 
 @dataclass_transform(frozen_default=True)
 class Record:
-    """Base of classes whose annotations are their fields, in that order; a class attribute is a default.
+    """Base of the records: the annotations of a class are its fields, in that order. A class attribute is a default.
 
-    Records of one class are equal, and have one hash, where all fields are; those that `_aside` names are neither
-    compared nor shown. Defaults are shared, so they are immutable or never written to.
+    Two records of one class are equal, and have the same hash, when all their fields are equal. Fields that `_aside`
+    names are neither compared nor shown. Records share their defaults, so defaults are immutable or never written to.
     """
 
     _fields: ClassVar[tuple[str, ...]] = ()
@@ -43,7 +43,7 @@ class Record:
         cls._names = frozenset(cls._fields)
         cls._defaults = {name: getattr(cls, name) for name in cls._fields if hasattr(cls, name)}
 
-    if not TYPE_CHECKING:  # type checkers make one of the fields
+    if not TYPE_CHECKING:  # type checkers make an __init__ of the fields
 
         def __init__(self, *args, **kwargs) -> None:
             fields = self._fields
@@ -73,7 +73,7 @@ class Record:
         return hash((type(self), self._compared()))
 
     def to_plain(self) -> dict[str, Any]:
-        """The fields by name; the values are themselves, not copies."""
+        """The fields by name. The values are not copied."""
         return {name: self.__dict__[name] for name in self._fields}
 
     def __repr__(self) -> str:
@@ -94,5 +94,5 @@ def _complain(cls: type[Record], args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def replace(record: R, **changes: Any) -> R:
-    """A copy of `record` with other values in the fields named; TypeError for what is no field."""
+    """A copy of `record` with other values in some fields. TypeError for a name that is no field."""
     return type(record)(**{**record.to_plain(), **changes})

@@ -1,4 +1,4 @@
-"""The task of asyncio that asks, for whoever tells tasks of one thread apart."""
+"""The current task of asyncio, for code that keeps the tasks of one thread apart."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["current_task"]
 
 
 def current_task() -> Any:
-    """The task of asyncio that this runs in, or None; asyncio is not imported for the question."""
+    """The task of asyncio that the caller runs in, or None. Does not import asyncio."""
     asyncio = sys.modules.get("asyncio")
     try:
         return asyncio.current_task() if asyncio is not None else None

@@ -1,4 +1,4 @@
-"""The cells a trainer should test: one release for every set of bodies that differ."""
+"""The cells that a trainer should test: the everyday releases, one for each set of bodies."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ __all__ = ["cells"]
 
 
 def cells(matrix: Matrix, spec: str | None = None, pairs: bool = False) -> list[dict[str, str]]:
-    """Cells as ``{"megatron-core": release}``: of releases that patches cannot tell apart, the newest.
+    """Cells as ``{"megatron-core": release}``: the newest of the releases that no patch can tell apart.
 
-    spec: a PEP 440 range of megatron-core.    pairs: each cell with every release of Transformer Engine that differs,
-    under "transformer-engine". Raises OptionError where `spec` is no range, or leaves nothing.
+    spec: a PEP 440 range of megatron-core.
+    pairs: combine each cell with every everyday TE release, under "transformer-engine".
+
+    Raises OptionError where `spec` is no range, or leaves no release.
     """
     try:
         parse_range(spec or "")
@@ -31,7 +33,7 @@ def cells(matrix: Matrix, spec: str | None = None, pairs: bool = False) -> list[
 
 
 def _distinct(matrix: Matrix, distribution: str, spec: str | None) -> list[str]:
-    newest: dict[str, str] = {}  # by all that is pinned; dictionaries keep the place of the first of a group
+    newest: dict[str, str] = {}  # keyed by the pins. A group keeps the place of its first release.
     for release in sorted(matrix.supported.get(distribution, ()), key=Version):
         if in_range(Version(release), spec or ""):
             pins = matrix.pins.get(distribution, {}).get(release, {})

@@ -1,7 +1,7 @@
-"""The matrix in a form that loads fast: matrix.json, the rules as plain data with a digest of what they were read from.
+"""The matrix in a form that loads fast: matrix.json, the rules as plain data with a digest of their sources.
 
-YAML takes longer to read than everything else in a plan. `make docs` and `make pins` write the file; where its digest
-is not that of version_matrix.yaml and the pins beside it, nobody reads it, and the matrix is read as any other.
+Reading YAML takes longer than everything else in a plan. `make docs` and `make pins` write the file. shim ignores it,
+and reads version_matrix.yaml, where the digest is not that of version_matrix.yaml and the pins beside it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FORMAT = 2  # of the file and of the records in it; another number for another f
 
 
 def render_compiled(matrix: Matrix, digest: str) -> str:
-    """The text of the file for a matrix that was read, and so checked, from what has the digest."""
+    """The text of the file, for a matrix that was read and checked. `digest` is that of its rules and pins."""
     bodies = {
         id: {
             variant: {target: " ".join(bodies) for target, bodies in targets.items()}
@@ -42,12 +42,12 @@ def render_compiled(matrix: Matrix, digest: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON does not know: a set is a sorted list, and a record a mapping."""
+    """What JSON does not know: a set becomes a sorted list, and a record a mapping."""
     return sorted(value) if isinstance(value, frozenset) else value.to_plain()
 
 
 def read_compiled(file: Path, digest: str, lock: bytes) -> Matrix | None:
-    """The matrix at `file`, whose pins are `lock`; None where the digest of both is another."""
+    """The matrix at `file` with the pins in `lock`. None where FILE has another digest than these two."""
     try:
         found = json.loads(FILE.read_bytes())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Whether the rules of a patch say exactly one thing about every release: no gaps, no overlaps."""
+"""Check that exactly one rule of a patch holds for every release: no gaps, no overlaps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["check_coverage"]
 
 
 def _samples(specs: Iterable[str], supported: Iterable[str]) -> list[Version]:
-    """Versions at, just below and just above every boundary: enough to see each gap and overlap of intervals."""
+    """Versions at, just below and just above every boundary. They show each gap and each overlap of intervals."""
     found: set[Version] = {Version(release) for release in supported}
     for spec in specs:
         for part in parse_range(spec):
@@ -34,7 +34,7 @@ def _samples(specs: Iterable[str], supported: Iterable[str]) -> list[Version]:
 
 
 def check_coverage(read: Reader, node: yaml.Node, entry: PatchEntry, supported: Mapping[str, tuple[str, ...]]) -> None:
-    """MatrixError, at the line of a rule or of the patch, where ranges of `entry` overlap or leave a gap."""
+    """Raise MatrixError, with the line of the rule or of the patch, where ranges of `entry` overlap or leave a gap."""
     axes = list(dict.fromkeys(name for rule in entry.rules for name in rule.ranges))
     samples = {
         axis: _samples((r.ranges[axis] for r in entry.rules if axis in r.ranges), supported.get(axis, ()))

@@ -16,9 +16,9 @@ BOUNDS = {"minimum": "at least", "above": "above", "maximum": "at most"}
 
 
 class Declared(Record):
-    """One option. Where the default is None, None can be given, too.
+    """One option. Where the default is None, a caller may also give None.
 
-    `minimum` and `maximum` are allowed themselves, `above` is not.
+    The values `minimum` and `maximum` are allowed, the value `above` is not.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Declared(Record):
 
     @property
     def takes(self) -> str:
-        """In words, the values that the option takes."""
+        """The values that the option takes, in words."""
         if self.choices:
             what = "one of " + ", ".join(self.choices)
         else:
@@ -42,7 +42,7 @@ class Declared(Record):
         return what if self.default is not None else f"{what}, or None"
 
     def checked(self, value: Any) -> Any:
-        """`value` as the patch gets it; ValueError says what it must be."""
+        """`value` as the patch gets it. A ValueError says what the value must be."""
         if value is None and self.default is None:
             return None
         if self.type == "float" and isinstance(value, int) and not isinstance(value, bool):
@@ -56,7 +56,7 @@ class Declared(Record):
         return value
 
     def _allows(self, value: Any) -> bool:
-        # A bool is an int to Python, and hardly ever meant as one.
+        # To Python a bool is an int, but hardly anybody means it as one.
         if not isinstance(value, TYPES[self.type]) or (isinstance(value, bool) and self.type != "bool"):
             return False
         if self.choices and value not in self.choices:

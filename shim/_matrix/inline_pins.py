@@ -1,4 +1,4 @@
-"""Pins inside of a matrix, under the key ``releases``: how shim 0.1 wrote them, and how a small matrix may."""
+"""Pins inside a matrix, under the key ``releases``: shim 0.1 wrote them there, and a small matrix may have them."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def _pin(read: Reader, node: yaml.Node, entry: PatchEntry) -> Pin:
 def inline_pins(
     read: Reader, node: yaml.Node, patches: Mapping[str, PatchEntry], supported: Mapping[str, tuple[str, ...]]
 ) -> dict[str, dict[str, Pinned]]:
-    """The pins in `node`, by patch and variant as in a file of pins. MatrixError names file and line."""
+    """The pins in `node`, by patch and variant as in the lock file of a matrix. MatrixError names file and line."""
     pins: dict[str, dict[str, dict[str, Pin]]] = {}
-    done: dict[tuple[str, int], Pin] = {}  # an alias (*name) composes to the very same node
+    done: dict[tuple[str, int], Pin] = {}  # by id() of the node: an alias (*name) composes to the same node
     for distribution, releases in read.mapping(node, "releases", dict.fromkeys(DISTRIBUTIONS, False)).items():
         pins[distribution] = {}
         for release, ids in read.mapping(releases, f"releases of {distribution}").items():

@@ -1,4 +1,4 @@
-"""The matrix: its rules, its pins, and the fast form of both."""
+"""Loading a matrix: its rules, its pins, and the fast form of both."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def patches_path() -> Path:
 
 
 def _module_exists(module: str, shipped: bool) -> bool:
-    """Whether there is such a patch module; only a matrix that is not the shipped one may name modules elsewhere."""
+    """Whether the patch module exists. The shipped matrix may only name modules in shim.patches."""
     prefix = "shim.patches."
     names = module.removeprefix(prefix).split(".")
     if not all(name.isidentifier() for name in names):
@@ -50,13 +50,16 @@ def load_matrix(
 ) -> Matrix:
     """Read and check a matrix (default: the one that ships with shim). MatrixError names file and line.
 
-    `check_ranges` searches for gaps and overlaps; by default in any matrix but the one that ships, where a test does
-    it and plan time need not pay for it. `pins=False` leaves the pins out, for whoever is about to write them anew. A
-    matrix of one's own may name patch modules outside shim, see `check_modules`, and must not be writable by others.
+    check_ranges: search for gaps and overlaps of ranges. By default shim does so in every matrix but the shipped one,
+        where a test does it, so that a plan need not.
+    pins: False leaves the pins out, for a caller that writes them anew.
+
+    Another matrix than the shipped one may name patch modules outside shim (see `check_modules`). MatrixError where
+    others may write such a matrix.
     """
     file = Path(path) if path is not None else matrix_path()
     shipped = _is_shipped(file)
-    # Whoever may write the matrix that ships may write the code beside it, too.
+    # The shipped matrix needs no guard: who may write it may also write the code beside it.
     content = _bytes_of(file, guarded=not shipped)
     beside = lock_path(file)
     lock = (beside, _bytes_of(beside, guarded=not shipped)) if pins and beside.is_file() else None
@@ -65,7 +68,7 @@ def load_matrix(
         found = compiled.read_compiled(file, digest, lock[1])
         if found is not None:
             return found
-    from shim._matrix.rules import read_matrix  # here, because it takes a while to import
+    from shim._matrix.rules import read_matrix  # here, because it is slow to import
 
     ranges = check_ranges or (check_ranges is None and not shipped)
     matrix = read_matrix(
@@ -75,14 +78,14 @@ def load_matrix(
 
 
 def compile_matrix() -> tuple[Path, str]:
-    """The file that holds the fast form of the matrix that ships, and what must stand in it."""
+    """The file with the fast form of the shipped matrix, and the text that belongs in it."""
     file = matrix_path()
     digest = hashlib.sha256(file.read_bytes() + lock_path(file).read_bytes()).hexdigest()
     return compiled.FILE, compiled.render_compiled(load_matrix(check_ranges=True), digest)
 
 
 def _bytes_of(file: Path, *, guarded: bool) -> bytes:
-    """What `file` holds; MatrixError where it cannot be read, or others may write it (unless not `guarded`)."""
+    """The content of `file`. MatrixError where it cannot be read or, if `guarded`, where others may write it."""
     try:
         return read_bounded(file, MAX_BYTES, guarded=guarded)
     except UnsafeFileError as error:
@@ -99,9 +102,10 @@ def _is_shipped(file: Path) -> bool:
 
 
 def check_modules(matrix: Matrix, packages: Iterable[str]) -> None:
-    """MatrixError where a patch module lies neither in shim.patches nor in one of `packages`.
+    """Raise MatrixError where a patch module lies neither in shim.patches nor in one of `packages`.
 
-    A matrix names code that is imported, so it must not be enough to write one, or to set MEGATRON_SHIM_MATRIX.
+    shim imports the code that a matrix names. Writing a matrix, or setting MEGATRON_SHIM_MATRIX, must not be enough to
+    have any code imported.
     """
     allowed = (*TRUSTED, *packages)
     for entry in matrix.patches.values():

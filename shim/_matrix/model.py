@@ -41,13 +41,13 @@ DISTRIBUTIONS = ("megatron-core", "transformer-engine")  # what patches are of, 
 
 
 class Variant(Record):
-    """One way a patch is wired: the targets it binds and the bodies it relies on, as ``module:qualname``.
+    """One way in which a patch is wired: the targets it binds and the names it reads, as ``module:qualname``.
 
-    `inherited` maps a target that is bound on a subclass to the definition it inherits. `optional` targets are bound
-    like all others, but not waited for: their modules are imported only by those who use them. `added` targets are
-    names that releases lack, or define only where something else is installed: their factories get MISSING where there
-    is nothing, and revert() takes away what they gave. `alone` targets hold what upstream has elsewhere for others too:
-    they are bound under this name and no other.
+    inherited: maps a target on a subclass to the definition that the subclass inherits.
+    optional: targets that the patch binds but does not wait for. Not every job imports their modules.
+    added: targets that a release may lack. Their factories get MISSING where the name is absent. revert() removes the
+        names again.
+    alone: targets whose object upstream uses under other names for other purposes. shim binds no alias of them.
     """
 
     name: str
@@ -60,20 +60,20 @@ class Variant(Record):
 
     @property
     def bodies(self) -> tuple[str, ...]:
-        """All that is fingerprinted, targets first."""
+        """All names that are fingerprinted, targets first."""
         return (*self.targets, *self.reads)
 
     def inherits(self, target: str) -> str | None:
-        """The definition that `target` inherits, and whose body counts for it; None where it has its own."""
+        """The definition that `target` inherits, whose body counts. None where it has a definition of its own."""
         return (self.inherited or {}).get(target)
 
     def fingerprint(self, sources: Sources, target: str) -> str:
-        """Of one of `bodies` in `sources`; SourceError where it is not what the variant takes it for."""
+        """The fingerprint of one of `bodies` in `sources`. SourceError where it is not what the variant expects."""
         return fingerprint(sources, target, self.inherits(target), target in self.added)
 
 
 class Rule(Record):
-    """Ranges over distributions that, when all hold, give a variant (None: the release needs no patch)."""
+    """Ranges over distributions. When all hold, the release gets `variant` (None: it needs no patch)."""
 
     ranges: Mapping[str, str]
     variant: str | None
@@ -81,16 +81,17 @@ class Rule(Record):
     line: int = 0
 
     def holds(self, versions: Mapping[str, Version], but: Collection[str] = ()) -> bool:
-        """Whether all ranges hold; those over the distributions `but` do not count."""
+        """Whether all ranges hold. Ranges over the distributions in `but` do not count."""
         ranges = [(name, spec) for name, spec in self.ranges.items() if name not in but]
         return all(name in versions and in_range(versions[name], spec) for name, spec in ranges)
 
 
 class Variable(Record):
-    """An environment variable that only counts if it is set before a package is imported.
+    """An environment variable that only counts when it is set before the import of the package `before`.
 
-    `ranges` says for which releases, all that are named; `option` is the patch's option that has shim set it, and
-    `without` what goes wrong where it is not set.
+    option: the option of the patch that has shim set the variable.
+    without: what goes wrong where it is not set.
+    ranges: the releases that read it, by distribution. All ranges must hold.
     """
 
     name: str
@@ -108,25 +109,25 @@ class Variable(Record):
 
 
 class StandIn(Record):
-    """A top-level package that may be missing, and the modules whose code may run without it."""
+    """A top-level package that may be missing, and the modules that can run without it."""
 
     package: str
     modules: tuple[str, ...]
 
 
 Pinned = Mapping[str, Mapping[str, Sequence[str]]]  # of one variant: target -> body -> releases
-UPSTREAM = "upstream"  # in the place of a variant: releases that are right
+UPSTREAM = "upstream"  # stands for a variant: the releases that are right without the patch
 
 
 class Pin(Record):
-    """What `shim pin` measured for one patch on one release: the variant (None: upstream) and its fingerprints."""
+    """One patch on one release, as `shim pin` measured it: the variant (None: upstream) and the fingerprints."""
 
     variant: str | None
     fingerprints: Mapping[str, str]
 
 
 class PatchEntry(Record):
-    """One patch as the matrix describes it; `options` are the defaults of `declared`."""
+    """One patch as the matrix describes it. `options` are the defaults of the options in `declared`."""
 
     id: str
     summary: str
@@ -146,26 +147,26 @@ class PatchEntry(Record):
     line: int = 0
 
     def rule_for(self, versions: Mapping[str, Version], but: Collection[str] = ()) -> Rule | None:
-        """The first rule that holds; see Rule.holds."""
+        """The first rule that holds, see Rule.holds."""
         return next((rule for rule in self.rules if rule.holds(versions, but)), None)
 
     def pinned_rule(self, version: Version) -> Rule | None:
-        """What a release of the patch's own distribution is pinned with, whatever else is installed beside it."""
+        """The rule that a release of the patch's distribution is pinned by, whatever is installed beside it."""
         here = self.distribution
         own = [r for r in self.rules if here not in r.ranges or in_range(version, r.ranges[here])]
         variants = {rule.variant for rule in own} - {None}
         if len(variants) > 1:
             what = f"{self.id}: {', '.join(sorted(map(str, variants)))} are all variants of {here} {version}"
-            raise MatrixError(f"{what}; what else is installed may only decide between one variant and none")
+            raise MatrixError(f"{what}; another distribution may only decide between one variant and none")
         return next((rule for rule in own if rule.variant), next(iter(own), None))
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The distributions that every rule speaks of: without one of them there is nothing to patch."""
+        """The distributions that every rule has a range over. Where one is not installed, there is nothing to patch."""
         return tuple(name for name in DISTRIBUTIONS if all(name in rule.ranges for rule in self.rules))
 
     def possible(self, variant: str, versions: Mapping[str, Version], but: Collection[str] = ()) -> bool:
-        """Whether a rule gives `variant` on some release of the distribution, beside what else is installed."""
+        """Whether a rule gives `variant` to some release of the patch's distribution beside what else is installed."""
         but = {self.distribution, *but}
         return any(rule.variant == variant and rule.holds(versions, but) for rule in self.rules)
 
@@ -181,12 +182,11 @@ class PatchEntry(Record):
 
 
 class Matrix(Record):
-    """The whole matrix; `pinned[patch id][variant]` are the bodies that releases were seen with.
+    """The whole matrix. `pinned[patch id][variant]` holds the pinned bodies with their releases.
 
-    `bodies` says the same without the releases, by patch, variant and target, as text with spaces between; a matrix may
-    do without, and then it is made of `pinned`.
-    `content` is a hash over the bytes of the file and of its pins where it is not the matrix that ships with shim,
-    else "".
+    `bodies` holds the same without the releases, by patch, variant and target: text with spaces between. Where it is
+    empty, `pinned` is asked.
+    `content` is "" for the shipped matrix. For another one it is a hash over the file and its pins.
     """
 
     path: str
@@ -222,7 +222,7 @@ class Matrix(Record):
 
     @cached_property
     def pins(self) -> Mapping[str, Mapping[str, Mapping[str, Pin]]]:
-        """``pins[distribution][release][patch id]``, for whoever goes through releases; to decide takes `pinned`."""
+        """``pins[distribution][release][patch id]``, for callers that go through releases. A plan uses `pinned`."""
         found: dict[str, dict[str, dict[str, Pin]]] = {
             distribution: {release: {} for release in releases} for distribution, releases in self.supported.items()
         }

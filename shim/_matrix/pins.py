@@ -1,7 +1,7 @@
 """The pins beside a matrix: version_matrix.lock.json, written by `shim pin --releases` and never by hand.
 
-Its form is patch -> variant (or "upstream") -> target -> body -> releases, so that the diff of a new release shows
-which bodies it changed and nothing else.
+Its form is patch -> variant (or "upstream") -> target -> body -> releases. So the diff of a new release shows which
+bodies it changed and nothing else.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ FINGERPRINT = r"[0-9a-f]{16}\.([0-9a-f]{8}|-)|" + ABSENT
 
 
 def lock_path(matrix: Path) -> Path:
-    """Where the pins of a matrix stand: matrix.yaml has matrix.lock.json beside it."""
+    """The file of the pins of a matrix: matrix.lock.json beside matrix.yaml."""
     return matrix.with_suffix(".lock.json")
 
 
 def by_body(pins: Mapping[str, Mapping[str, Mapping[str, Pin]]]) -> dict[str, dict[str, Pinned]]:
-    """Pins by distribution, release and patch, turned to ``{patch: {variant: {target: {body: releases}}}}``."""
+    """Turn pins by distribution, release and patch into ``{patch: {variant: {target: {body: releases}}}}``."""
     found: dict[str, Any] = {}
     for releases in pins.values():
         for release, ids in releases.items():
@@ -54,7 +54,7 @@ def _text(value: Any, indent: str) -> str:
 def read_pins(
     file: Path, content: bytes, patches: Mapping[str, PatchEntry], supported: Mapping[str, tuple[str, ...]]
 ) -> dict[str, dict[str, Pinned]]:
-    """Read and check the pins in `content`, which is that of `file`. MatrixError names what does not fit the rules."""
+    """Read and check the pins in `content`, the content of `file`. MatrixError names what does not fit the rules."""
     found = _parsed(file, content)
     for id, variants in _mapping(file, found, "the file").items():
         if id not in patches:

@@ -16,7 +16,7 @@ KEYS = {"default": True, "type": False, "choices": False, "minimum": False, "max
 
 
 def read_declared(read: Reader, name: str, node: yaml.Node) -> Declared:
-    """An option of the matrix: a mapping of KEYS, or just the default, whose type is then all that is checked."""
+    """An option: a mapping of KEYS, or just the default. Then shim checks nothing but the type."""
     if not isinstance(node, yaml.MappingNode):
         return Declared(name, default := read.scalar(node, name), _type(read, name, node, default, None))
     given = read.mapping(node, f"option {name}", KEYS)

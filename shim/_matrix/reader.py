@@ -1,4 +1,4 @@
-"""YAML with places: what is read from a composed document, and every complaint with file and line."""
+"""Reading YAML with places: every error carries file and line."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from shim._releases.versions import parse_range, parse_version, with_prereleases
 
 __all__ = ["Reader", "compose"]
 
-QUOTED = ("'", '"', "|", ">")  # styles of scalars that are text; the C and the Python loader differ on plain ones
-TEXT_LIMIT = 20_000  # characters in a line, brackets in the text; a hundred times that for the whole
+# Styles of scalars that are text. The C loader and the Python loader differ on plain scalars.
+QUOTED = ("'", '"', "|", ">")
+TEXT_LIMIT = 20_000  # characters of a line, and brackets in the text. The whole text may have a hundred times that.
 
 
 def compose(file: Path, content: bytes) -> yaml.Node:
-    """The document in `content`, which is that of `file`; MatrixError where it is empty, or is made to be slow."""
+    """The document in `content`, the content of `file`. MatrixError where it is empty, damaged or made to be slow."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise MatrixError(f"{file}:1: is not UTF-8: {error}") from None
-    # Nesting overruns the C stack of libyaml's loader; it takes many brackets, or long lines, or much indentation.
+    # Deep nesting overruns the C stack of libyaml's loader. It takes many brackets, long lines or deep indentation.
     long = any(len(line) > TEXT_LIMIT for line in text.splitlines())
     if long or text.count("[") + text.count("{") > TEXT_LIMIT or len(text) > 100 * TEXT_LIMIT:
         raise MatrixError(f"{file}:1: is too large, or nested too deeply, to be a matrix")
@@ -42,7 +43,7 @@ def compose(file: Path, content: bytes) -> yaml.Node:
 
 
 class Reader:
-    """Reads a composed YAML document; every complaint carries file and line."""
+    """Reads a composed YAML document. Every error carries file and line."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -52,7 +53,7 @@ class Reader:
         return MatrixError(f"{self.path}:{line}: {message}")
 
     def mapping(self, node: yaml.Node, what: str, keys: Mapping[str, bool] | None = None) -> dict[str, yaml.Node]:
-        """The entries of a mapping; `keys` names the allowed ones and whether they must be there."""
+        """The entries of a mapping. `keys` names the allowed keys, and says of each whether it is required."""
         if not isinstance(node, yaml.MappingNode) or not node.tag.endswith(":map"):
             raise self.fail(node, f"{what} must be a mapping")
         found: dict[str, yaml.Node] = {}
@@ -95,7 +96,7 @@ class Reader:
         return value
 
     def quoted(self, node: yaml.Node, what: str) -> str:
-        """Text in quotes: YAML reads 0.20 as the number 0.2, and an unquoted range may not be read at all."""
+        """Text in quotes. Without quotes YAML reads 0.20 as the number 0.2, and fails on some ranges."""
         if not isinstance(node, yaml.ScalarNode) or node.style not in QUOTED[:2]:
             shown = getattr(node, "value", "")
             raise self.fail(node, f"{what} must be a quoted version string, not {shown}")
@@ -108,7 +109,7 @@ class Reader:
         return value
 
     def range(self, node: yaml.Node, what: str) -> str:
-        """A range of releases; pre-releases belong to the release that they come before."""
+        """A range of releases. A pre-release belongs to its release, see with_prereleases."""
         value = with_prereleases(self.quoted(node, what))
         try:
             parse_range(value)

@@ -1,4 +1,4 @@
-"""The rules of a matrix: version_matrix.yaml, read and checked, with file and line in every complaint."""
+"""The rules of a matrix: version_matrix.yaml, read and checked, with file and line in every error."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from shim._matrix.reader import Reader, compose
 
 __all__ = ["read_matrix"]
 
-# Environment variables list them, with commas and spaces between, and say "none" for an empty list.
+# Environment variables list ids with commas and spaces between, and say "none" for an empty list.
 PATCH_ID = re.compile(r"(?!none$)[A-Za-z0-9_-]+")
-# Variables that a matrix can have shim set: what a library reads as a switch. Others name code to load (LD_PRELOAD).
+# The variables that a matrix may have shim set: switches of libraries. Other variables name code to load (LD_PRELOAD).
 SETTABLE = ("NVTE_CPU_OFFLOAD_V1",)
 
 TOP_KEYS = {"supported": True, "patches": True, "releases": False}
@@ -116,7 +116,7 @@ def _stand_ins(read: Reader, node: yaml.Node) -> Iterator[StandIn]:
 
 
 def _rules(read: Reader, node: yaml.Node, what: str, variants: Collection[str] = ()) -> Iterator[Rule]:
-    """The rules in a list of them, each with its variant; the list is ``upstream`` where there are no variants."""
+    """The rules in a list. Each names one of `variants`. Without `variants` the list is that of ``upstream``."""
     for item in read.sequence(node, what):
         entries = read.mapping(item, "a rule", {**RULE_KEYS, "variant": True} if variants else RULE_KEYS)
         name = read.text(entries["variant"], "variant") if variants else None
@@ -127,7 +127,7 @@ def _rules(read: Reader, node: yaml.Node, what: str, variants: Collection[str] =
 
 
 def _rules_of(read: Reader, variant: str, node: yaml.Node) -> Iterator[Rule]:
-    """The rules that stand beside the targets of a variant: ranges, or a list of them."""
+    """The rules in the `applies` of a variant: one rule, or a list of them."""
     items = read.sequence(node, "applies") if isinstance(node, yaml.SequenceNode) else [node]
     for item in items:
         yield _rule(read, item, read.mapping(item, f"applies of {variant}", RULE_KEYS), variant)
@@ -142,9 +142,9 @@ def _rule(read: Reader, item: yaml.Node, entries: Mapping[str, yaml.Node], varia
 
 
 def _check_targets(read: Reader, node: yaml.Node, entry: PatchEntry, matrix: Matrix) -> None:
-    """Every body of every variant must have been seen in a release, and none of them all in a release that is right.
+    """Raise MatrixError where no release has a variant, or where an upstream release has all bodies of a variant.
 
-    Says nothing before the first `shim pin`.
+    Before the first `shim pin` there is nothing to check.
     """
     pinned = [pin for _, pin in matrix.known(entry.id)]
     for release, right in matrix.known(entry.id):
@@ -211,9 +211,9 @@ def read_matrix(
     check_ranges: bool,
     pins: bool = True,
 ) -> Matrix:
-    """The matrix in `content`, which is that of `file`, with the pins in `lock` (its file and what that holds).
+    """The matrix in `content`, the content of `file`. `lock` is the file of its pins and the content of that.
 
-    module_exists: says whether there is a patch module of a name. For the rest see `load_matrix`.
+    module_exists: says whether a patch module exists. For the other arguments see `load_matrix`.
     """
     read = Reader(str(file))
     document = compose(file, content)

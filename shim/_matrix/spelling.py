@@ -1,4 +1,4 @@
-"""The right spelling of a wrong name: what holds it or is held by it, else what is nearest by edits."""
+"""The right spelling of a wrong name: names that contain it or lie within it, else the nearest by edits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 __all__ = ["all_of", "did_you_mean", "nearest", "one_of"]
 
-SHORTEST = 3  # letters; what is shorter is part of too many names
+SHORTEST = 3  # letters. A shorter name is part of too many others.
 MOST = 3
 
 
@@ -24,24 +24,24 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
         return [by_plain[wanted]]
     similar = difflib.get_close_matches(wanted, by_plain, MOST, 0.6)
     held = [one for one in by_plain if min(len(one), len(wanted)) >= SHORTEST and (wanted in one or one in wanted)]
-    # Of those that hold the name, the ones that hold little else.
+    # Prefer the names that contain little more than `name`.
     held.sort(key=lambda one: (one not in similar, abs(len(one) - len(wanted))))
     return [by_plain[one] for one in dict.fromkeys([*held, *similar])][:MOST]
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """A half sentence for an error message: the nearest of `known`, or all of them; "" where there is none."""
+    """A half sentence for an error message: the nearest of `known`, or all of them. "" where `known` is empty."""
     names = list(known)
     return _asked(name, names) or (f"known are {', '.join(names)}" if names else "")
 
 
 def one_of(name: object, known: Iterable[str]) -> str:
-    """The same for the few choices there are, all of them named: "one of a, b; did you mean 'a'?"."""
+    """The same for a few choices. It names all of them: "one of a, b; did you mean 'a'?"."""
     return f"one of {all_of(name, known)}"
 
 
 def all_of(name: object, known: Iterable[str]) -> str:
-    """The same without the words before it: "a, b; did you mean 'a'?"."""
+    """The same without the first words: "a, b; did you mean 'a'?"."""
     names = list(known)
     return "; ".join(filter(None, (", ".join(names), _asked(name, names))))
 
