@@ -1,4 +1,4 @@
-"""Members of a zip that stands on sys.path, or of a wheel. No more than a limit is unpacked."""
+"""Members of a zip on sys.path, or of a wheel. Nothing unpacks more than a limit."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from shim._errors import SourceError
 
 __all__ = ["DAMAGED", "beginning_in", "beginning_of_member", "has_member"]
 
-# zipimport knows no other, and of others zipfile unpacks whole blocks, of which a few kB may stand for gigabytes.
+# zipimport knows no other methods. For others, zipfile unpacks whole blocks, and a few kB may unpack to gigabytes.
 METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error, OSError, RuntimeError, ValueError, EOFError, OverflowError)
 
 
 def has_member(archive: str, name: str) -> bool:
-    """Whether the zip at `archive` can be read and has a member of that name."""
+    """Whether the zip at `archive` can be read and has the member `name`."""
     try:
         with zipfile.ZipFile(archive) as opened:
             return name in opened.NameToInfo
@@ -25,7 +25,7 @@ def has_member(archive: str, name: str) -> bool:
 
 
 def beginning_in(archive: str, name: str, size: int) -> bytes:
-    """The first `size` bytes of a member of the zip at `archive`; SourceError says why there are none."""
+    """The first `size` bytes of a member of the zip at `archive`. SourceError says why it cannot be read."""
     try:
         with zipfile.ZipFile(archive) as opened:
             return beginning_of_member(opened, name, size)
@@ -36,7 +36,7 @@ def beginning_in(archive: str, name: str, size: int) -> bytes:
 
 
 def beginning_of_member(archive: zipfile.ZipFile, name: str, size: int) -> bytes:
-    """The first `size` bytes of a member, for which no more than that is unpacked; SourceError where damaged."""
+    """The first `size` bytes of a member; no more is unpacked. SourceError where it is missing or damaged."""
     where = f"{name} in {archive.filename}"
     if name not in archive.NameToInfo:
         raise SourceError(f"there is no {where}", "missing")

@@ -27,9 +27,10 @@ VERSION_FILE_LIMIT = 100_000  # bytes; the largest real one has 3 kB
 class Installed(Record):
     """One distribution as found on this machine.
 
-    `raw` is the version as it is written, `version` what of it PEP 440 understands (None: patches go by bodies
-    alone), `origin` says which of the sources gave it, `location` is the package directory an import would use, and
-    `problems` lists what the sources disagree about.
+    raw: the version as it is written.    origin: the source that gave it.
+    version: `raw` as a PEP 440 version. None where it is not one: then bodies alone decide.
+    location: the package directory that an import would use.
+    problems: what the sources disagree about.
     """
 
     distribution: str
@@ -57,7 +58,7 @@ class Installed(Record):
 
 
 class Environment(Record):
-    """What is installed, and where its sources are read from."""
+    """What is installed, and the sources to read."""
 
     _aside = ("sources",)
 
@@ -78,7 +79,7 @@ def _read(path: Path) -> str | None:
 
 
 def _constants(text: str) -> dict[str, object]:
-    """Literal assignments at the top level of a version file; nothing of it is run."""
+    """Literal assignments at the top level of a version file. Nothing is run."""
     found: dict[str, object] = {}
     try:
         tree = parse(text)
@@ -103,7 +104,7 @@ def _megatron_core_version(package: Path) -> str | None:
 
 
 def version_in_package_info(text: str) -> str | None:
-    """The version that megatron-core's package_info.py spells out in parts; None where it does not."""
+    """The version that megatron-core's package_info.py gives in parts. None where it does not."""
     found = _constants(text)
     numbers = [found.get(name) for name in ("MAJOR", "MINOR", "PATCH")]
     if not all(type(number) is int and number < 10**6 for number in numbers):
@@ -139,7 +140,7 @@ def _public(raw: str | None) -> str | None:
 
 
 def _same(a: Path, b: Path) -> bool:
-    # What lies in a zip is no file to the system; its path is all there is to compare.
+    # The system knows no files inside a zip, so compare the paths first.
     if os.path.normpath(os.path.abspath(a)) == os.path.normpath(os.path.abspath(b)):
         return True
     try:
@@ -149,19 +150,19 @@ def _same(a: Path, b: Path) -> bool:
 
 
 def _describes(found: Recorded, package: Path, parts: list[str]) -> bool:
-    """Whether this metadata lies beside the package directory that an import would use."""
+    """Whether the metadata lies beside the package directory that an import would use."""
     return _same(Path(found.directory, *parts), package)
 
 
 def _edits(found: Recorded, package: Path) -> bool:
-    """Whether this is an editable install of the package, which keeps its metadata apart and records the sources."""
+    """Whether the metadata is that of an editable install, which lies apart from the package and names its sources."""
     if found.direct_url is None:
         return False
     from urllib.parse import unquote, urlparse  # here, because most installs have no such record
 
     try:
         record = json.loads(found.direct_url)
-        # An install that copied the sources records them as well, but is not editable.
+        # An install that copied the sources names them, too, but is not editable.
         url = urlparse(str(record["url"])) if record["dir_info"]["editable"] is True else None
     except (ValueError, TypeError, KeyError):
         return False
@@ -169,7 +170,7 @@ def _edits(found: Recorded, package: Path) -> bool:
 
 
 def _other_copies(known: _Known, package: Path, parts: list[str]) -> dict[str, str]:
-    """Versions of further copies of the package on sys.path, by directory; with or without metadata."""
+    """Versions of other copies of the package on sys.path by directory, whether they have metadata or not."""
     found: dict[str, str] = {}
     for entry in sys.path:
         copy = Path(entry or os.curdir, *parts)
@@ -182,8 +183,8 @@ def _location(sources: Sources, known: _Known) -> Path | None:
     path = sources.path(known.package)
     if path is not None:
         return Path(path).parent
-    # Without its __init__.py it is a namespace, which an import takes all the same. Any directory of that name is one,
-    # so it has to be known by its version file.
+    # Without __init__.py the package is a namespace, which an import accepts, too. Any directory of that name is such a
+    # namespace, so only one with a version file counts.
     places = map(Path, sources.namespace(known.package))
     return next((place for place in places if known.version_file(place) is not None), None)
 
@@ -217,7 +218,7 @@ def _installed(distribution: str, known: _Known, sources: Sources) -> Installed 
     stale = bool(mine and written) and _public(mine[0]) != _public(written)
     if stale:
         problems.append(f"metadata says {mine[0]}, the package's version file says {written}")
-    # The metadata of an editable install is as old as the install; its sources move on.
+    # The metadata of an editable install is as old as the install. Its sources move on.
     use_metadata = bool(mine) and not (stale and editable)
     raw = mine[0] if use_metadata else written
     origin = "distribution metadata" if use_metadata else "version file" if written else "unknown"
@@ -229,10 +230,10 @@ def _installed(distribution: str, known: _Known, sources: Sources) -> Installed 
 
 
 def detect(sources: Sources | None = None) -> Environment:
-    """Return what is installed. Imports neither torch nor megatron, starts no process, runs no code of theirs.
+    """Return what is installed. Imports neither torch nor megatron, runs none of their code, and starts no process.
 
-    The version is that of the copy an import would use: its distribution metadata, or, for a source tree (which
-    also wins where it shadows an installed copy), the package's own version file read as text.
+    The version is that of the copy that an import would use, be it a source tree that shadows an installed copy. It
+    comes from the distribution metadata of that copy, else from the version file in the package, read as text.
     """
     sources = sources or Sources()
     installed: dict[str, Installed] = {}

@@ -1,6 +1,6 @@
-"""Files as an import reads them, on disk or in a zip on sys.path, and files that decide what is applied.
+"""Reading files: sources as an import reads them, on disk or in a zip, and files that decide what is applied.
 
-All are read in bounded time and memory; those that decide are refused where others may write them.
+Time and memory are bounded. A file that decides what is applied is refused where others may write it.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from shim._errors import SourceError
 
 __all__ = ["UnsafeFileError", "read_beginning", "read_bounded", "source_of", "stamp_of"]
 
-SETTLED_NS = 2_000_000_000  # the coarsest clock of a file system in use ticks every two seconds
+SETTLED_NS = 2_000_000_000  # two seconds: the tick of the coarsest clock of a file system in use
 WRITERS = ((stat.S_IWOTH, "everybody"), (stat.S_IWGRP, "its group"))
 
 
 class UnsafeFileError(OSError):
-    """Others than its owner may write the file; the message says who, and the remedy."""
+    """Others than its owner may write the file. The message says who, and names the remedy."""
 
 
 def read_bounded(file: Path, limit: int, *, guarded: bool = True) -> bytes:
-    """The content of a regular file of at most `limit` bytes, or its first `limit` + 1; OSError says why there is none.
+    """The content of a regular file, of which no more than `limit` + 1 bytes. OSError says why it cannot be read.
 
-    guarded: refuse what its group or everybody may write.
+    guarded: refuse a file that its group or everybody may write.
     """
-    # Looked at before it is opened, because opening a device can have an effect, and again afterwards.
+    # Examined before it is opened, because opening a device can have an effect, and again afterwards.
     _examine(file, os.stat(file), guarded)
-    # Without waiting, in case a pipe has taken the file's place.
+    # Opened without waiting, in case a pipe has taken the file's place.
     opened = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     try:
         _examine(file, os.fstat(opened), guarded)
@@ -45,7 +45,7 @@ def read_bounded(file: Path, limit: int, *, guarded: bool = True) -> bytes:
 def _examine(file: Path, found: os.stat_result, guarded: bool) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise OSError(f"{file} is not a regular file")
-    # Elsewhere than on POSIX the mode says nothing about who may write.
+    # On other systems than POSIX the mode does not say who may write.
     for bit, who in WRITERS if guarded and os.name == "posix" else ():
         if found.st_mode & bit:
             mode = stat.S_IMODE(found.st_mode)
@@ -56,7 +56,7 @@ def _examine(file: Path, found: os.stat_result, guarded: bool) -> None:
 
 
 def _split(path: str) -> tuple[str, str] | None:
-    """The zip that `path` leads into, and the name in it; None where no parent of `path` is a file."""
+    """The zip that `path` leads into, and the name in it. None where no parent of `path` is a file."""
     place, inside = os.path.split(path)
     while inside and place and not os.path.isdir(place):
         if os.path.isfile(place):
@@ -69,7 +69,7 @@ def _split(path: str) -> tuple[str, str] | None:
 
 
 def source_of(path: str | None) -> str | None:
-    """The source beside byte code in a zip, of which zipimport takes the byte code; any other path as it is."""
+    """`path`. For byte code in a zip the source beside it, where there is one: zipimport prefers the byte code."""
     found = _split(path) if path is not None and path.endswith(".pyc") else None
     if path is None or found is None:
         return path
@@ -79,7 +79,7 @@ def source_of(path: str | None) -> str | None:
 
 
 def read_beginning(path: str, size: int) -> bytes:
-    """The first `size` bytes of the file at `path`, which may lie in a zip; SourceError says why there are none."""
+    """The first `size` bytes of the file at `path`, which may lie in a zip. SourceError says why it cannot be read."""
     found = _split(path)
     if found is not None:
         from shim._releases.archives import beginning_in  # here, because hardly anything lies in a zip
@@ -94,14 +94,14 @@ def read_beginning(path: str, size: int) -> bytes:
 
 
 def stamp_of(path: str) -> object:
-    """What is another as soon as the file at `path`, or the zip it lies in, may be another."""
+    """A value that differs as soon as the file at `path`, or the zip around it, may have changed."""
     found = _split(path)
     try:
         status = os.stat(path if found is None else found[0])
     except OSError:
         return object()
     changed = max(status.st_mtime_ns, status.st_ctime_ns)
-    # The clock of a file system ticks slowly: what was written just now may be written again without a trace.
+    # The clock of a file system ticks slowly: a file written just now may be written again without a new time.
     if changed > time.time_ns() - SETTLED_NS:
         return object()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -1,8 +1,8 @@
-"""Fingerprints of definitions: one short string for what a function, class or name is in the source.
+"""Fingerprints: one short string for the body of a function, class or name.
 
-The walk over the syntax tree is our own, because ast.dump prints different text on different Python versions. It
-covers decorators, defaults, annotations and the guards (``if``, ``try``) around every definition of the name, and
-leaves out docstrings, comments and positions.
+shim walks the syntax tree itself, because ast.dump prints different text on different Python versions. The walk covers
+decorators, defaults, annotations, and the guards (``if``, ``try``) around every definition of the name. It leaves out
+docstrings, comments and positions.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ __all__ = [
     "split_target",
 ]
 
-# Fields without meaning for the program, or filled differently by different Python versions.
+# Fields that mean nothing to the program, or that Python versions fill differently.
 SKIPPED_FIELDS = frozenset({"ctx", "kind", "type_comment", "type_ignores"})
 
-ABSENT = "absent"  # the fingerprint of a name that is not there, as a patch that adds it needs it
+ABSENT = "absent"  # the fingerprint of a missing name, for a target that a patch adds
 
 Guard = tuple[str, object]
 FunctionNode = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class Definition:
-    """One place that gives a qualified name its value: the node, and the guards it stands under."""
+    """One place that gives a qualified name its value: the node, and the guards around it."""
 
     def __init__(self, node: ast.stmt, guards: tuple[Guard, ...]) -> None:
         self.node = node
@@ -58,7 +58,7 @@ class Definition:
 
 @lru_cache(maxsize=4096)
 def split_target(target: str) -> tuple[str, str]:
-    """``"package.module:Class.attr"`` -> ``("package.module", "Class.attr")``; SourceError where it is not so."""
+    """``"package.module:Class.attr"`` -> ``("package.module", "Class.attr")``. SourceError for any other form."""
     module, colon, qualname = target.partition(":")
     parts = [*module.split("."), *qualname.split(".")]
     if not colon or not all(part.isidentifier() for part in parts):
@@ -67,7 +67,7 @@ def split_target(target: str) -> tuple[str, str]:
 
 
 def blocks(statement: ast.stmt) -> Iterator[tuple[Guard, Sequence[ast.stmt]]]:
-    """The statement lists inside a compound statement that does not open a scope, each with its guard."""
+    """The blocks of a compound statement that opens no scope, each with its guard."""
     if isinstance(statement, ast.If):
         yield ("if", statement.test), statement.body
         yield ("else", statement.test), statement.orelse
@@ -91,7 +91,7 @@ def blocks(statement: ast.stmt) -> Iterator[tuple[Guard, Sequence[ast.stmt]]]:
 
 
 def names_bound_by(statement: ast.stmt) -> Iterator[str]:
-    """The names that a statement itself gives a value, those in its blocks not counted."""
+    """The names that a statement itself binds. Names bound in its blocks do not count."""
     if isinstance(statement, (*FunctionNode, ast.ClassDef)):
         yield statement.name
     elif isinstance(statement, (ast.Import, ast.ImportFrom)):
@@ -111,7 +111,7 @@ def _find(body: Sequence[ast.stmt], name: str, guards: tuple[Guard, ...]) -> Ite
 
 
 def definitions(tree: ast.Module, qualname: str) -> list[Definition]:
-    """All definitions of `qualname` in source order; empty where there is none."""
+    """All definitions of `qualname`, in source order."""
     scopes: list[tuple[Sequence[ast.stmt], tuple[Guard, ...]]] = [(tree.body, ())]
     found: list[Definition] = []
     for name in qualname.split("."):
@@ -128,7 +128,7 @@ def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _joined(values: list[ast.expr]) -> list[object]:
-    """Parts of an f-string with neighbouring text merged and empty text dropped, which Python versions do unlike."""
+    """The parts of an f-string, with neighbouring text merged and empty text dropped. Python versions differ there."""
     parts: list[object] = []
     for value in values:
         if isinstance(value, ast.Constant):
@@ -143,7 +143,7 @@ def _joined(values: list[ast.expr]) -> list[object]:
 
 
 def _constant(value: object) -> str:
-    # ascii(), not repr(): what counts as printable grows with each Unicode version. hex(): no digit limit.
+    # ascii(), because repr() prints more characters with each Unicode version. hex(), because it has no digit limit.
     text = hex(value) if type(value) is int else ascii(value)
     return f"{type(value).__name__}:{text}"
 
@@ -180,13 +180,13 @@ def _digest(value: object, length: int) -> str:
 
 
 def _import_of(node: ast.Import | ast.ImportFrom, name: str) -> list[object]:
-    """Only the alias that binds `name`: neighbours in the same statement do not matter."""
+    """Only the alias that binds `name`. Other names of the same statement do not matter."""
     aliases = [a for a in node.names if (a.asname or a.name.partition(".")[0]) == name]
     return [getattr(node, "module", None) or "", getattr(node, "level", 0), aliases]
 
 
 def _parameters(node: ast.stmt) -> object:
-    """Names, kinds and defaults of the parameters; annotations do not decide how a function may be called."""
+    """Names, kinds and defaults of the parameters, without annotations, which do not restrict calls."""
     if not isinstance(node, FunctionNode):
         return None
     a = node.args
@@ -195,7 +195,7 @@ def _parameters(node: ast.stmt) -> object:
 
 
 def fingerprint_of(found: Sequence[Definition], qualname: str) -> str:
-    """``"<body>.<signature>"`` of these definitions: 16 and 8 hexadecimal digits; ``-`` where there is no signature."""
+    """``"<body>.<signature>"``: 16 and 8 hexadecimal digits. The signature of anything but a function is ``-``."""
     name = qualname.rpartition(".")[2]
     bodies: list[object] = []
     for definition in found:
@@ -210,16 +210,16 @@ def fingerprint_of(found: Sequence[Definition], qualname: str) -> str:
 
 
 def signature_part(value: str) -> str:
-    """The part of a fingerprint that says how the target may be called."""
+    """The part of a fingerprint that stands for the signature."""
     return value.rpartition(".")[2]
 
 
 def fingerprint(sources: Sources, target: str, inherits: str | None = None, added: bool = False) -> str:
-    """Fingerprint of ``"package.module:Qualified.name"``; SourceError where it is gone or cannot be read.
+    """Fingerprint of ``"package.module:Qualified.name"``. SourceError where it is missing or cannot be read.
 
-    `inherits` is the definition that a class inherits under the name `target`; the fingerprint is then that of the
-    inherited one, and a class that has come to define the name itself is a SourceError. With `added` the name may be
-    missing from its module or class, and the fingerprint is ABSENT then.
+    inherits: the definition that a class inherits under the name `target`. The fingerprint is that of `inherits`.
+        SourceError where the class defines the name itself.
+    added: the name may be missing from its module or class. The fingerprint is then ABSENT.
     """
     modules = [split_target(name)[0] for name in (target, inherits) if name is not None]
     key = (target, inherits, added)
@@ -227,7 +227,7 @@ def fingerprint(sources: Sources, target: str, inherits: str | None = None, adde
 
 
 def outline(sources: Sources, module: str, qualname: str) -> list[Definition]:
-    """The definitions of a name without what is in them: kinds, places, decorators. SourceError as for trees."""
+    """The definitions of a name without their contents: kinds, places, decorators. SourceError as for trees."""
     return sources.remembered(
         (module, qualname), [module], lambda: _outlined(definitions(sources.tree(module), qualname))
     )
@@ -258,7 +258,7 @@ def _fingerprint(sources: Sources, target: str, inherits: str | None, added: boo
             return ABSENT
         if not found:
             raise SourceError(f"{module} has no {qualname}", "missing")
-        outline(sources, module, qualname)  # while the tree is at hand: whoever binds asks for it
+        outline(sources, module, qualname)  # remembered now, while the tree is at hand: binding needs it
         return fingerprint_of(found, qualname)
     except RecursionError:
         raise SourceError(f"{target} is nested too deeply to be read", "damaged") from None

@@ -1,8 +1,8 @@
-"""Files of known releases, by a digest of what they hold: the bodies in them are known without parsing.
+"""Files of known releases by digest, so that shim knows their bodies without parsing.
 
-known_files.json is written by `shim pin --releases`: {module: {digest of a file: {qualified name: fingerprint}}}, for
-all names that a patch of the matrix binds or relies on. A digest is that of the whole file, so that nothing in it can
-be stale: another file is another digest, and is parsed.
+`shim pin --releases` writes known_files.json: {module: {digest of a file: {qualified name: fingerprint}}}, for all
+names that a patch of the matrix binds or reads. The digest covers the whole file, so no entry can be stale. A file with
+an unknown digest is parsed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shim._releases.sources import Sources
 __all__ = ["FILE", "KnownFiles", "known_files", "known_value", "measure_files", "render_files"]
 
 FILE = Path(__file__).with_name("known_files.json")
-MISSING = ""  # in the place of a fingerprint: neither the name nor what it would be in is there
+MISSING = ""  # stands for a fingerprint: the name is missing, and so is its class or module
 
 KnownFiles = Mapping[str, Mapping[str, Mapping[str, str]]]
 
@@ -31,7 +31,7 @@ def known_files() -> KnownFiles:
 
 
 def measure_files(sources: Sources, targets: Iterable[str], into: dict[str, dict[str, dict[str, str]]]) -> None:
-    """Enter what `sources`, a release, has of the files and bodies of `targets` into a table."""
+    """Enter the files and bodies of `targets` in the release `sources` into a table."""
     for target in targets:
         module, qualname = split_target(target)
         digest = sources.digest(module)
@@ -41,7 +41,7 @@ def measure_files(sources: Sources, targets: Iterable[str], into: dict[str, dict
 
 
 def _value(sources: Sources, target: str) -> str:
-    """The fingerprint; ABSENT where only the name is missing; MISSING where what it would be in is missing as well."""
+    """The fingerprint. ABSENT where only the name is missing, MISSING where its class or module is missing, too."""
     try:
         return fingerprint(sources, target, added=True)
     except SourceError:
@@ -49,8 +49,10 @@ def _value(sources: Sources, target: str) -> str:
 
 
 def known_value(digest: str, module: str, qualname: str, added: bool) -> str | None:
-    """The fingerprint of a name in a file by its digest; None where it is not in the table. SourceError where the name
-    is missing, as fingerprint() has it."""
+    """The fingerprint of a name in the file with this digest. None where the table does not have it.
+
+    Raises SourceError where the name is missing from the file, as fingerprint() does.
+    """
     value = known_files().get(module, {}).get(digest, {}).get(qualname)
     if value == MISSING or (value == ABSENT and not added):
         raise SourceError(f"{module} has no {qualname}", "missing")
@@ -58,7 +60,7 @@ def known_value(digest: str, module: str, qualname: str, added: bool) -> str | N
 
 
 def render_files(table: KnownFiles) -> str:
-    """The text of the table: a line for each file, so that a change shows which ones a release has brought."""
+    """The text of the table, with one line for each file, so that a diff shows the files of a new release."""
     modules = []
     for module, digests in sorted(table.items()):
         lines = (f'  "{digest}": {json.dumps(bodies, sort_keys=True)}' for digest, bodies in sorted(digests.items()))

@@ -1,7 +1,7 @@
 """What installers recorded about a distribution: versions and origins, read from the metadata on sys.path.
 
-importlib.metadata takes longer to import than a whole plan, so directories are read here. It is asked for archives and
-for what other finders know, which is rare.
+Importing importlib.metadata takes longer than a whole plan, so this module reads directories itself. It uses
+importlib.metadata only for archives, and where other finders know distributions. Both are rare.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FILE_LIMIT = 1_000_000  # bytes; the largest real METADATA has 100 kB
 
 
 class Recorded(NamedTuple):
-    """One installation: its version, the directory that its files are relative to, and its direct_url.json."""
+    """One installation: its version, the directory that its files are relative to, the text of its direct_url.json."""
 
     version: str | None
     directory: str
@@ -27,7 +27,7 @@ class Recorded(NamedTuple):
 
 
 def recorded(distribution: str) -> Iterator[Recorded]:
-    """Every installation of `distribution` that metadata on sys.path speaks of, in the order of sys.path."""
+    """Every installation of `distribution` with metadata on sys.path, in the order of sys.path."""
     others = [finder for finder in sys.meta_path if finder is not PathFinder and hasattr(finder, "find_distributions")]
     if others:
         yield from _by_importlib(distribution, sys.path)
@@ -65,7 +65,7 @@ def _text(*parts: str) -> str | None:
 
 
 def _version(text: str) -> str | None:
-    """The version in the header of metadata, which ends at the first empty line."""
+    """The version in the header of metadata. The header ends at the first empty line."""
     for line in text.splitlines():
         key, colon, value = line.partition(":")
         if not line.strip():

@@ -1,4 +1,4 @@
-"""Where the source of a module lies, found and read without importing it or its parents."""
+"""Locating and reading the source of a module, without importing it or its parents."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ __all__ = ["MAX_SOURCE_BYTES", "Sources", "find_spec", "is_ours", "parse", "sear
 
 UNCOMPILED = (SyntaxError, ValueError, EOFError, zlib.error, RecursionError, MemoryError)
 T = TypeVar("T")
-# Of a digest of a file, its module, a name in it, and whether the name may be missing.
+# Arguments: the digest of a file, its module, a name in it, and whether the name may be missing.
 Known = Callable[[str, str, str, bool], "str | None"]
 
-# Parsing costs time and memory in proportion; the largest file of any release is below 400 kB.
+# Parsing takes time and memory in proportion. The largest file of any release has less than 400 kB.
 MAX_SOURCE_BYTES = 1_000_000
-# What sources are written in. A file can name other codecs, some of which unpack it or take quadratic time.
+# The encodings of sources. A file can name other codecs, some of which unpack it or take quadratic time.
 ENCODINGS = ("utf-8", "utf-8-sig", "ascii", "iso-8859-1", "cp1252")
 
 PYTHONS_OWN = (BuiltinImporter, FrozenImporter, PathFinder)
 
-# Of the whole process: what catch_warnings changes and puts back, and the depth at which ast.parse builds its nodes,
-# which is counted wrongly where two threads build at once (SystemError, seen on Python 3.11).
+# Two things of ast.parse concern the whole process: the warning filters that catch_warnings changes and puts back, and
+# the recursion depth, which is miscounted where two threads build nodes at once (SystemError, seen on Python 3.11).
 PARSING = threading.Lock()
 
 
 def parse(text: str) -> ast.Module:
-    """The syntax tree of `text`, without its warnings: they are upstream's, and no error under -W error."""
+    """The syntax tree of `text`. Warnings are ignored: they are upstream's, and must not raise under -W error."""
     with PARSING, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ast.parse(text)
@@ -60,9 +60,9 @@ def _origin(spec: ModuleSpec | None) -> str | None:
 
 
 def search_path(package: str, searched: dict[str, list[str]] | None = None) -> list[str]:
-    """Directories in which submodules of `package` are looked for; empty where there is no such package.
+    """The directories to search for submodules of `package`. Empty where there is no such package.
 
-    searched: what was found of packages that are not imported, to be used again.
+    `searched` keeps the directories of packages that are not imported, for the next search.
     """
     loaded = sys.modules.get(package)
     if loaded is not None:
@@ -85,7 +85,7 @@ def _nested_namespace(module: str, path: list[str]) -> ModuleSpec:
 
 
 def _editable(finder: Any, module: str) -> ModuleSpec | None:
-    """The spec of what ``pip install -e`` has mapped, read from the table of the finder that it has installed."""
+    """The spec of a module that ``pip install -e`` has mapped, read from the table in its finder."""
     cls = finder if issubclass(type(finder), type) else type(finder)
     place = None
     if cls.__module__.startswith("__editable__") and cls.__module__ in sys.modules:  # setuptools
@@ -102,11 +102,11 @@ def _editable(finder: Any, module: str) -> ModuleSpec | None:
 def find_spec(
     module: str, *, everyone: bool = False, searched: dict[str, list[str]] | None = None
 ) -> ModuleSpec | None:
-    """The spec an import of `module` would use; nothing is imported, no parent either.
+    """The spec that an import of `module` would use. Imports nothing, no parent either.
 
-    Only Python's own finders are asked, and the tables of editable installations are read: others import what they are
-    asked for, or its parents, as post-import hooks do. `everyone`: ask them as well, where something is being imported
-    anyway.    searched: see search_path.
+    Asks only Python's own finders, and reads the tables of editable installs. Other finders, such as post-import hooks,
+    may import the module or its parents. With `everyone` they are asked, too, for a module that is being imported now.
+    `searched`: see search_path.
     """
     parent, _, _ = module.rpartition(".")
     path: list[str] | None = None
@@ -123,10 +123,10 @@ def find_spec(
                 spec = None if look is None else look(module, path)
             else:
                 spec = _editable(finder, module)
-        except ImportError:  # a finder that forbids the module; an import would fail just so
+        except ImportError:  # the finder forbids the module; an import would fail in the same way
             return None
         except KeyError:
-            # PathFinder asks sys.modules for the parent of a namespace package, which is not imported here.
+            # PathFinder looks in sys.modules for the parent of a namespace package. The parent is not imported here.
             if path is None:
                 raise
             spec = _nested_namespace(module, path)
@@ -136,12 +136,11 @@ def find_spec(
 
 
 class Sources:
-    """Sources of modules, each located, read and parsed at most once.
+    """Sources of modules. Each module is located, read and parsed at most once.
 
-    `roots` replaces the search on sys.path: the modules are then those of the trees below these directories, which
-    is how releases are pinned and audited without being installed. What was found out about files that are still as
-    they were is taken over from `before`. `known` gives the fingerprint of a name in a module whose file is known as a
-    whole (see known_files), or None.
+    roots: directories to search in the place of sys.path. So releases can be pinned and audited without an install.
+    before: earlier Sources. Their results stay valid for files that have not changed.
+    known: gives the fingerprint of a name in a known file (see known_files), or None.
     """
 
     def __init__(
@@ -160,7 +159,7 @@ class Sources:
         self._found: dict[object, tuple[list[object], Any]] = {} if before is None else dict(before._found)
 
     def remembered(self, key: object, modules: Iterable[str], find: Callable[[], T]) -> T:
-        """What `find` returns, or the SourceError it raises: asked once, as long as the files of `modules` stay."""
+        """What `find` returns, or its SourceError. `find` is called again only when a file of `modules` has changed."""
         stamps = [self._stamp(module) for module in modules]
         held = self._found.get(key)
         if held is None or held[0] != stamps:
@@ -171,26 +170,26 @@ class Sources:
                 found = SourceError(str(error), error.cause)
             held = self._found[key] = stamps, found
         if isinstance(held[1], SourceError):
-            # Not itself: a traceback holds the frames, and the trees in them.
+            # A new error each time: a traceback would keep the frames alive, and the trees in them.
             raise SourceError(str(held[1]), held[1].cause)
         return held[1]
 
     def _stamp(self, module: str) -> object:
-        """What is another when the file of `module` is another, and as long as the file is too new to be sure."""
+        """A value that differs once the file of `module` has changed, or while the file is too new to tell."""
         if module not in self._stamps:
             path = self.path(module)
             self._stamps[module] = None if path is None else (path, stamp_of(path))
         return self._stamps[module]
 
     def known(self, module: str, qualname: str, added: bool) -> str | None:
-        """The fingerprint of a name where the file of its module is known as a whole, so that nobody need parse it."""
+        """The fingerprint of a name in a known file, which nobody need parse. None where the file is not known."""
         if self._known is None:
             return None
         digest = self.digest(module)
         return None if digest is None else self._known(digest, module, qualname, added)
 
     def digest(self, module: str) -> str | None:
-        """32 hexadecimal digits for what the file of `module` holds; None where it is no source that can be read."""
+        """32 hexadecimal digits over the file of `module`. None where it is no source, or cannot be read."""
         if module not in self._digests:
             path = self.path(module)
             try:
@@ -201,17 +200,17 @@ class Sources:
         return self._digests[module]
 
     def forget_trees(self) -> None:
-        """Let go of the syntax trees, which take a hundred times the room of what is remembered about them."""
+        """Free the syntax trees, which take a hundred times the memory of what is remembered about them."""
         self._trees.clear()
 
     def path(self, module: str) -> str | None:
-        """The file of `module`, or None where there is none (not installed, a namespace, built in)."""
+        """The file of `module`. None where it has none (not installed, a namespace, built in)."""
         if module not in self._paths:
             self._paths[module] = self._locate(module)
         return self._paths[module]
 
     def namespace(self, package: str) -> list[str]:
-        """The directories of `package` where it is a namespace, which has no file of its own; else none."""
+        """The directories of `package` where it is a namespace. Empty where it has a file."""
         if self.path(package) is not None:
             return []
         if self._roots is not None:
@@ -223,12 +222,12 @@ class Sources:
             relative = Path(*module.split("."))
             for root in self._roots:
                 for candidate in (root / relative.with_suffix(".py"), root / relative / "__init__.py"):
-                    if os.path.isfile(candidate):  # Path.is_file raises where it may not look, or the name is too long
+                    if os.path.isfile(candidate):  # Path.is_file would raise for a forbidden place or a name too long
                         return str(candidate)
             return None
         loaded = sys.modules.get(module)
         if loaded is not None:
-            # Read from the dictionary: an attribute read would fire a lazy module's import.
+            # Read from the dictionary: reading an attribute of a lazy module would import something.
             try:
                 namespace = object.__getattribute__(loaded, "__dict__")
             except AttributeError:
@@ -237,11 +236,11 @@ class Sources:
             return source_of(namespace.get("__file__") or _origin(spec))
         try:
             return source_of(_origin(find_spec(module, searched=self._searched)))
-        except UNCOMPILED as error:  # to locate a module in a zip, zipimport compiles it
+        except UNCOMPILED as error:  # zipimport compiles a module in order to locate it
             raise SourceError(f"{module} cannot be located: {error}", "damaged") from None
 
     def tree(self, module: str) -> ast.Module:
-        """The syntax tree of `module`; SourceError says why there is none."""
+        """The syntax tree of `module`. SourceError says why there is none."""
         if module not in self._trees:
             try:
                 self._trees[module] = self._parse(module)
@@ -259,7 +258,7 @@ class Sources:
             raise SourceError(f"{self.path(module)} cannot be parsed: {error}", "damaged") from None
 
     def text(self, module: str) -> str:
-        """The source of `module`; SourceError says why there is none."""
+        """The source of `module`. SourceError says why there is none."""
         path = self.path(module)
         if path is None:
             raise SourceError(f"there is no module {module}", "missing")
@@ -267,7 +266,7 @@ class Sources:
             raise SourceError(f"{path} is not Python source, so the body of {module} cannot be known", "bytecode")
         try:
             import io
-            import tokenize  # here, because a plan on a known release decodes nothing
+            import tokenize  # here, because a plan on a known release decodes no file
 
             content = self._bytes(path)
             encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)

@@ -1,4 +1,4 @@
-"""A release to look at without installing it: a wheel, a directory, a checkout, or a name to download."""
+"""Releases to audit without installing them: a wheel, a directory, a checkout, or a name to download."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Fetch = Callable[[str, str], Path]  # distribution and release -> the directory 
 
 
 class Tree(Record):
-    """What was found at one place; `environment` holds just that, and nothing of it is ever imported or run."""
+    """The releases at one place. `environment` holds nothing else. Nothing of them is ever imported or run."""
 
     name: str
     environment: Environment
@@ -58,7 +58,7 @@ def open_tree(target: str, fetch: Fetch) -> Tree:
 
 
 def _root_of(path: Path) -> Path | None:
-    """The directory to put on PYTHONPATH for what is at `path`, which may be a package itself; None for no package."""
+    """The directory to put on PYTHONPATH for the package at or above `path`. None where there is no package."""
     for root in (path, *path.parents[:2]):
         inside = path.relative_to(root).parts
         packages = [DISTRIBUTIONS[name].package for name in AUDITED]
@@ -119,12 +119,12 @@ def _tree(name: str, place: str, sources: Sources, metadata: Mapping[str, str], 
 
 
 def _printable(version: str | None) -> str | None:
-    """What a tree calls its version goes into reports: no line ends, no control characters, no thousands of digits."""
+    """The version without line ends and control characters, cut to VERSION_LIMIT, because reports show it."""
     return "".join(filter(str.isprintable, version or ""))[:VERSION_LIMIT] or None
 
 
 def _stated_version(metadata: str) -> str | None:
-    headers = itertools.takewhile(str.strip, metadata.splitlines())  # an empty line, and the description begins
+    headers = itertools.takewhile(str.strip, metadata.splitlines())  # the description begins after an empty line
     stated = (line.partition(":")[2].strip() for line in headers if line.lower().startswith("version:"))
     return next(stated, None)
 

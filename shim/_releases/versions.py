@@ -1,4 +1,4 @@
-"""Version strings as releases really write them, and ranges that admit pre-releases."""
+"""Versions as releases write them, and ranges that admit pre-releases."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ BOUND = r"(>=|<)(\s*v?[0-9]+(\.[0-9]+)*)(?=\s*(,|$))"
 
 @lru_cache(maxsize=512)
 def parse_version(raw: str | None) -> Version | None:
-    """Return the version, or None where `raw` is not a PEP 440 version (vendor strings, broken files)."""
+    """The version. None where `raw` is not a PEP 440 version (vendor strings, broken files)."""
     if raw is None:
         return None
     try:
         return Version(raw)
-    except ValueError:  # InvalidVersion, and int() of more digits than it reads
+    except ValueError:  # InvalidVersion, or int() of too many digits
         return None
 
 
 @lru_cache(maxsize=512)
 def parse_range(spec: str) -> SpecifierSet:
-    """Return the specifier set of `spec`; ValueError where it is not one, or compares text (``===``)."""
-    from packaging.specifiers import SpecifierSet  # here, because a plan needs it only for what is no plain interval
+    """The specifier set of `spec`. ValueError where it is none, or compares text (``===``)."""
+    from packaging.specifiers import SpecifierSet  # here, because a plan needs it only for unusual ranges
 
     found = SpecifierSet(spec)
     for part in found:
@@ -42,8 +42,8 @@ def parse_range(spec: str) -> SpecifierSet:
 def in_range(version: Version, spec: str) -> bool:
     """Whether the public part of `version` lies in `spec`.
 
-    Pre-releases always count: packaging's default for them changed between releases, and what RL images run is
-    mostly a release candidate or a development version. The local part (``+abc``) never decides.
+    Pre-releases count, because RL images mostly run a release candidate or a development version. packaging's default
+    for them has changed between its releases. The local part (``+abc``) never decides.
     """
     public = Version(version.public) if version.local else version
     bounds = _interval(spec)
@@ -55,9 +55,9 @@ def in_range(version: Version, spec: str) -> bool:
 
 @lru_cache(maxsize=512)
 def _interval(spec: str) -> tuple[Version | None, Version | None] | None:
-    """The bounds of ``>=low,<high``, or of half of it, where both are the first of their kind; None for all others.
+    """The bounds of ``>=low,<high``, or of one half of that, where each bound ends in .dev0. None for other ranges.
 
-    PEP 440 keeps the pre-releases of `high` out of ``<high``; there are none before a development release 0.
+    PEP 440 keeps the pre-releases of `high` out of ``<high``. Nothing comes before .dev0, so comparing is enough.
     """
     found = INTERVAL.fullmatch(spec)
     if found is None:
@@ -67,8 +67,8 @@ def _interval(spec: str) -> tuple[Version | None, Version | None] | None:
 
 
 def with_prereleases(spec: str) -> str:
-    """`spec` with each release in ``>=`` and ``<`` as its first development version: ``<1.2`` as ``<1.2.dev0``.
+    """`spec` with .dev0 at each release behind ``>=`` and ``<``: ``<1.2`` becomes ``<1.2.dev0``.
 
-    So that 1.2rc1 belongs to what starts at 1.2, and not to what ends there.
+    So 1.2rc1 belongs to the range that starts at 1.2, and not to the range that ends there.
     """
     return re.sub(BOUND, r"\1\2.dev0", spec)

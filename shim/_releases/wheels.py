@@ -13,7 +13,7 @@ __all__ = ["WheelSources"]
 
 
 class WheelSources(Sources):
-    """Sources inside a wheel, read one by one: nothing is unpacked, and no member counts for more than its limit."""
+    """Sources inside a wheel, read member by member. Nothing is unpacked to disk, and no member beyond its limit."""
 
     def __init__(self, wheel: str | os.PathLike[str]) -> None:
         super().__init__()
@@ -29,14 +29,14 @@ class WheelSources(Sources):
         return list(self._members)
 
     def member(self, name: str) -> bytes:
-        """The content of one member; SourceError where it is too large or damaged."""
-        found = self.beginning(name, MAX_SOURCE_BYTES + 1)  # the size that the archive states need not be true
+        """The content of one member. SourceError where it is too large or damaged."""
+        found = self.beginning(name, MAX_SOURCE_BYTES + 1)  # the archive may state a wrong size
         if len(found) > MAX_SOURCE_BYTES:
             raise SourceError(f"{name} in {self._wheel} is larger than {MAX_SOURCE_BYTES} bytes", "damaged")
         return found
 
     def beginning(self, name: str, size: int) -> bytes:
-        """The first `size` bytes of a member, for which no more than that is unpacked; SourceError where damaged."""
+        """The first `size` bytes of a member; no more is unpacked. SourceError where it is missing or damaged."""
         return beginning_of_member(self._archive, name, size)
 
     def _locate(self, module: str) -> str | None:
