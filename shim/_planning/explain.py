@@ -1,4 +1,4 @@
-"""What a patch is for and what was decided about it, in words."""
+"""The text of `shim explain`: what a patch is for, and what was decided about it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["explanation", "patch_docstring"]
 
 
 def patch_docstring(entry: PatchEntry) -> str:
-    """The header of the patch file, read as text: importing the patch would import torch."""
+    """The header of the patch file. It is read as text, because importing the patch would import torch."""
     try:
         return ast.get_docstring(Sources().tree(entry.module)) or ""
     except SourceError as error:
@@ -21,7 +21,7 @@ def patch_docstring(entry: PatchEntry) -> str:
 
 
 def explanation(plan: Plan, id: str) -> str:
-    """Several paragraphs for `shim explain`."""
+    """The text, in several paragraphs."""
     entry, decision = plan.matrix.patches[id], plan[id]
     lines = [
         f"{id}: {entry.summary}",

@@ -1,4 +1,4 @@
-"""What makes a plan the same as another: releases, matrix, and of every patch in force the bodies and its own code."""
+"""The identity of a plan: the releases, the matrix, and the bodies and code of every patch to apply."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 __all__ = ["Code", "digest_of", "identity_of"]
 
 PACKAGE_FILE = "__init__.py"
-SHIPPED = "shipped"  # in the place of the hash of a matrix
-# Import statements, found in the text: parsing would take a hundred times as long, and a false one does no harm. What
-# is imported from elsewhere than shim and one other package is passed over where it is found.
+SHIPPED = "shipped"  # stands for the hash of the matrix that ships
+# Import statements, found in the text: parsing takes a hundred times as long, and a false match does no harm. The
+# pattern passes over imports from any package but shim and one other.
 IMPORT = rb"^[ \t]*(?:from[ \t]+((?:\.|shim\b|%s\b)[\w.]*)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]+)|import[ \t]+([^\n#]+))"
 
 
 def identity_of(plan: Plan) -> dict[str, Any]:
-    """Plain data, the same in every process that has the same files and asks for the same, whatever it has imported."""
+    """Plain data that is equal in two processes with the same files and arguments, whatever they have imported."""
     code, patches = Code(), {}
     for id, decision in plan.decisions.items():
         if decision.wanted:
@@ -50,17 +50,17 @@ def identity_of(plan: Plan) -> dict[str, Any]:
 
 
 def digest_of(identity: Mapping[str, Any]) -> str:
-    """16 hexadecimal digits."""
+    """16 hexadecimal digits over an identity."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as a file gives them back: what JSON does not know is text."""
+    """Options as a file would give them back: what JSON does not know becomes text."""
     return json.loads(json.dumps(dict(options), default=str))
 
 
 class Code:
-    """Files of patch modules, each read once."""
+    """The code of patch modules. Each file is read once."""
 
     def __init__(self) -> None:
         self._sources = Sources()
@@ -69,13 +69,13 @@ class Code:
         self._imports: dict[tuple[str, str], list[str]] = {}
 
     def of(self, module: str) -> str:
-        """A hash over a patch module and the modules that it imports of shim and of its own package, and so on."""
+        """A hash over a patch module and all modules of shim and its own package that it imports, directly or not."""
         found: dict[str, bytes] = {}
         seen, waiting = {module}, [module]
         while waiting:
             name = waiting.pop()
             content = self._content(name)
-            if content is None:  # a name within a module
+            if content is None:  # no module, but a name in one
                 continue
             found[name] = content
             if not _is_engine(name):
@@ -98,7 +98,8 @@ class Code:
         if name not in self._files:
             parent = name.rpartition(".")[0]
             holds = not parent or parent == "shim" or (self._file(parent) or PACKAGE_FILE).endswith(PACKAGE_FILE)
-            self._files[name] = _found(name, self._sources) if holds else None  # of what no package holds: a function
+            # Below a module that is no package there is no module, but a function or a class.
+            self._files[name] = _found(name, self._sources) if holds else None
         return self._files[name]
 
     def _imported(self, name: str, content: bytes, top: str) -> list[str]:
@@ -109,7 +110,8 @@ class Code:
 
 
 def _is_engine(name: str) -> bool:
-    return name.startswith("shim._")  # which shim's version stands for, so that its own imports are not followed
+    # The version of shim stands for these modules, so their imports are not followed.
+    return name.startswith("shim._")
 
 
 def _imports(content: bytes, name: str, top: str) -> Iterator[str]:
@@ -135,7 +137,7 @@ def _read(file: str) -> bytes:
 
 
 def _found(name: str, sources: Sources) -> str | None:
-    """The file of a module, found without importing it; shim's own by their place, which no finder is asked for."""
+    """The file of a module, which is not imported. shim's own modules are found by their place, without a finder."""
     top, *names = name.split(".")
     if top != "shim":
         try:

@@ -1,4 +1,4 @@
-"""Lock files: what one environment got, so that another process can be held to it."""
+"""Locks: files that record one environment and its plan. A process under a lock accepts nothing else."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ MAX_BYTES = 4_000_000  # a lock of a hundred patches has 100 kB
 
 
 def locked(plan: Plan) -> dict[str, Any]:
-    """What a lock holds: what makes the plan what it is, its digest, and the kinds of patches that were asked for."""
+    """The content of a lock: the identity of the plan, its digest, and the kinds that were asked for."""
     kinds = [kind for kind in KINDS if plan.options.kinds is None or kind in plan.options.kinds]
     return {"format": FORMAT, **identity_of(plan), "kinds": kinds, "digest": plan.digest}
 
 
 def write_lock(path: str | os.PathLike[str], plan: Plan) -> None:
-    """Write the lock of `plan`, whole or not at all; OptionError where it cannot be, or everything is switched off."""
+    """Write the lock of `plan`, whole or not at all. OptionError where it cannot be written, or shim is disabled."""
     if plan.options.disabled:
         raise OptionError("MEGATRON_SHIM_DISABLE is set, so there is nothing to lock; unset it")
     file = Path(path)
@@ -39,8 +39,8 @@ def write_lock(path: str | os.PathLike[str], plan: Plan) -> None:
     text = json.dumps(locked(plan), indent=2, sort_keys=True) + "\n"
     try:
         if file.exists() and not file.is_file():
-            raise OSError("there is something that is not a regular file")  # whose place it would take
-        # With a mode that `read_lock` accepts, whatever the umask is.
+            raise OSError("the path is not a regular file")  # os.replace would take its place
+        # `read_lock` accepts this mode, whatever the umask is.
         opened = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         with open(opened, "w", encoding="utf-8") as written:
             written.write(text)
@@ -53,7 +53,7 @@ def write_lock(path: str | os.PathLike[str], plan: Plan) -> None:
 
 
 def read_lock(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The content of a lock; OptionError where the file is none."""
+    """The content of a lock. OptionError where the file is none."""
     file = Path(path)
     remedy = "Remedy: write it anew with `shim pin --lock FILE`."
     try:
@@ -137,7 +137,7 @@ def _differing(what: str, theirs: Any, ours: Any, missing: str) -> list[str]:
 
 
 def enforce_lock(plan: Plan) -> None:
-    """NotMetError with every difference where the plan is not that of its lock."""
+    """Raise NotMetError, with every difference, where the plan is not that of its lock."""
     path = plan.options.lock
     if path is None or plan.options.disabled:
         return

@@ -1,4 +1,4 @@
-"""Step 2, match: versions name a candidate variant, the bodies of its targets decide."""
+"""Step 2, match: the version names a candidate variant, and its bodies decide."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from shim._releases.fingerprint import fingerprint, signature_part
 
 __all__ = ["GONE", "Match", "match"]
 
-GONE = ""  # stands for the fingerprint of a target that cannot be found or read
+GONE = ""  # stands for the fingerprint of a body that cannot be found or read
 
 
 class Match(Record):
-    """What installed sources mean for one patch.
+    """What the installed sources mean for one patch.
 
-    `state` is one of ``apply``, ``upstream``, ``not-installed``, ``out-of-range``, ``drifted``. `fingerprints` are
-    those of the bodies of `variant`, `drifted` the ones among them that no pinned release has with this variant, with
-    the reason, and `cause` is that of the first of them: see SourceError, or ``changed``, or ``unpinned``.
+    state: ``apply``, ``upstream``, ``not-installed``, ``out-of-range`` or ``drifted``.
+    fingerprints: those of the bodies of `variant`.
+    drifted: the bodies that no pin of this variant knows, each with the reason.
+    signatures_fit: whether every target can still be called as in some pinned release of the variant.
+    cause: why the first of `drifted` is not known: "changed", "unpinned", or the cause of its SourceError.
     """
 
     state: str
@@ -36,7 +38,7 @@ class Match(Record):
 
 
 class _Bodies:
-    """The bodies a patch may stand on, known ones from the pins and installed ones from the sources."""
+    """The bodies of one patch: known ones from the pins, installed ones from the sources."""
 
     def __init__(self, entry: PatchEntry, environment: Environment, matrix: Matrix) -> None:
         self.entry = entry
@@ -48,11 +50,11 @@ class _Bodies:
 
     @cached_property
     def pins(self) -> list[tuple[str, Pin]]:
-        """By release, for what `known` cannot tell; a plan on a known release does without."""
+        """The pins with their releases. A plan on a known release needs only `known`."""
         return list(self.matrix.known(self.entry.id))
 
     def known(self, variant: str) -> Mapping[str, Collection[str]]:
-        """The bodies of every target in the releases that were pinned with a variant."""
+        """The known bodies of a variant, by target."""
         if variant not in self._known:
             self._known[variant] = self.matrix.known_bodies(self.entry.id, variant)
         return self._known[variant]
@@ -71,7 +73,7 @@ class _Bodies:
         return {t: self.found(t, variant.inherits(t), t in variant.added) for t in variant.bodies}
 
     def unknown(self, name: str, bodies: Mapping[str, str]) -> dict[str, str]:
-        """The bodies that no pinned release with this variant has, each with the reason."""
+        """The bodies that no pin of this variant knows, each with the reason."""
         known = self.known(name)
         return {
             target: str(self.problems[target]) if value == GONE else self._elsewhere(target, value)
@@ -80,7 +82,7 @@ class _Bodies:
         }
 
     def _elsewhere(self, target: str, value: str) -> str:
-        """Which release has this body, though with another variant, or without the patch."""
+        """The reason why a body is not known: which pinned release has it with another variant, if any."""
         having = [(release, pin) for release, pin in self.pins if pin.fingerprints.get(target) == value]
         if not having:
             return "its body is not that of any pinned release"
@@ -96,7 +98,7 @@ class _Bodies:
         return all(self.found(target) == value for target, value in pin.fingerprints.items())
 
     def signatures_fit(self, variant: Variant, bodies: Mapping[str, str]) -> bool:
-        """Whether every target can still be called as in some pinned release of the variant."""
+        """Whether every target has the signature that it has in some pinned release of the variant."""
         known = self.known(variant.name)
         return all(
             any(signature_part(bodies[target]) == signature_part(value) for value in known.get(target, ()))
@@ -104,7 +106,7 @@ class _Bodies:
         )
 
     def nearest(self, variants: list[Variant], to: Variant) -> Variant:
-        """The variant of which the largest part of the bodies is known; among equals the one nearest to `to`."""
+        """The variant with the largest share of known bodies. Among equals the one nearest to `to` in the matrix."""
         order = list(self.entry.variants)
 
         def distance(variant: Variant) -> tuple[float, int]:
@@ -115,7 +117,7 @@ class _Bodies:
         return min(variants, key=distance)
 
     def all_absent(self, variants: list[Variant]) -> bool:
-        """Whether no target of these variants is there; a file that cannot be read may well hold one."""
+        """Whether all targets of these variants are missing. A file that cannot be read may hold one."""
         return all(
             self.found(target, variant.inherits(target)) == GONE and self.problems[target].cause == "missing"
             for variant in variants
@@ -124,16 +126,16 @@ class _Bodies:
 
 
 def _beyond(entry: PatchEntry, versions: Mapping[str, Version], matrix: Matrix) -> bool:
-    """Whether the release is newer than all that the matrix speaks of, so that nobody knows what it needs."""
+    """Whether the release is newer than all supported ones, or of unknown version: nobody knows what it needs."""
     supported = matrix.supported.get(entry.distribution)
     version = versions.get(entry.distribution)
     return version is None or not supported or version > max(map(Version, supported))
 
 
 def match(entry: PatchEntry, environment: Environment, matrix: Matrix) -> Match:
-    """Return which variant of `entry` the installed sources call for, and why.
+    """Return which variant of `entry` the installed release needs, and why.
 
-    A distribution that is there with an unknown version rules nothing out.
+    A distribution of unknown version may lie in any range.
     """
     for name in (entry.distribution, *entry.needs):
         if name not in environment.installed:
@@ -171,7 +173,7 @@ def match(entry: PatchEntry, environment: Environment, matrix: Matrix) -> Match:
         return Match("upstream", f"{release} has it already{note}")
     if candidate is None:
         outside = not possible or not _beyond(entry, versions, matrix)
-        # Of a release of unknown version nobody can say that it is too old or too new to have been there.
+        # A release of unknown version is never too old or too new, so missing targets do not put it out of range.
         if outside or (installed.version is not None and bodies.all_absent(possible)):
             return Match("out-of-range", f"{release} lies outside the ranges of this patch, and its bodies are unknown")
     return _drifted(release, bodies, bodies.nearest(possible, candidate or possible[-1]))

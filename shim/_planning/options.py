@@ -1,4 +1,4 @@
-"""What the caller and the environment ask for, as one checked value."""
+"""The arguments of the caller and the variables of the environment, joined and checked."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ VARIABLES = tuple(
         "LOCK",
     )
 )
-# Of shim.testing, and what ray_runtime_env says to its workers.
+# Variables of shim.testing, and those that ray_runtime_env sets for its workers.
 OTHER_VARIABLES = tuple(PREFIX + name for name in ("CACHE", "RAY_NEXT_HOOK", "RAY_PACKAGES"))
 TRUE, FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
-NONE = "none"  # a variable with an empty list; an empty variable is as if unset
+NONE = "none"  # the value for an empty list. An empty variable counts as unset.
 
 Ids = Iterable[str] | str
 PatchOptions = Mapping[str, Mapping[str, Any]]
 
 
 class _Unset:
-    """In the place of an argument that was not given, so that a variable counts; shown as what holds without one."""
+    """Stands for an argument that was not given, so that its variable counts. Its repr shows the default of both."""
 
     def __init__(self, name: str, default: Any) -> None:
         self.variable, self.default = PREFIX + name, default
@@ -65,7 +65,7 @@ class _Unset:
 
 
 class UNSET:
-    """The defaults of the arguments for which there are variables."""
+    """The defaults of the arguments that have variables."""
 
     only: Any = _Unset("ONLY", None)
     require: Any = _Unset("REQUIRE", ())
@@ -78,7 +78,7 @@ class UNSET:
 
 
 class Arguments(Record):
-    """The arguments of `apply` as they were given; those of UNSET that were not stand for their variables."""
+    """The arguments of `apply` as they were given. An argument that was not given is that of UNSET."""
 
     only: Any = UNSET.only
     exclude: Any = ()
@@ -93,7 +93,7 @@ class Arguments(Record):
 
     @property
     def package_names(self) -> tuple[str, ...]:
-        """`packages`, checked: OptionError for what cannot be a package."""
+        """`packages`, checked. OptionError for a name that cannot be a package."""
         names = _words("packages", self.packages)
         for name in names:
             if not all(part.isidentifier() for part in name.split(".")):
@@ -101,16 +101,16 @@ class Arguments(Record):
         return names
 
     def variables(self) -> dict[str, str]:
-        """The MEGATRON_SHIM_ variables that say to another process what these arguments say here.
+        """The MEGATRON_SHIM_ variables that mean the same to another process as these arguments do here.
 
-        An argument with its default value is an empty variable, which outranks one that is there already. Packages are
-        not among them. OptionError where an argument is not usable whatever the matrix is.
+        An argument that was given with its default value becomes an empty variable, which overrides a variable of the
+        other process. `packages` has no variable. OptionError where no matrix could make an argument usable.
         """
         found: dict[str, str] = {}
         for name in ("only", "kinds", "require"):
             given = getattr(self, name)
             if not isinstance(given, _Unset):
-                # No kinds and no patches is not the same as all of them; no requirement is just that.
+                # No kinds and no patches differ from all kinds and all patches. No requirements need no word.
                 empty = "" if given is None or name == "require" else NONE
                 found[name] = ",".join(_words(name, () if given is None else given)) or empty
         if words := _words("exclude", self.exclude):
@@ -130,7 +130,7 @@ class Arguments(Record):
 
 
 class Options(Record):
-    """Resolved options: None for `only` and `kinds` means all; `disabled` turns everything off."""
+    """Resolved options. None for `only` and `kinds` means all. `disabled` turns everything off."""
 
     only: frozenset[str] | None = None
     exclude: frozenset[str] = frozenset()
@@ -147,7 +147,7 @@ class Options(Record):
 
 
 def _words(what: str, given: Ids) -> tuple[str, ...]:
-    """Names in a list, or in one text with commas or spaces between them."""
+    """Names from a list, or from one text with commas or spaces between the names."""
     items = [given] if isinstance(given, str) else given
     if isinstance(items, (bytes, bytearray)) or not isinstance(items, Iterable):
         raise OptionError(f"{what} is {given!r}; it must be a list of names, or text with commas between them")
@@ -160,7 +160,7 @@ def _words(what: str, given: Ids) -> tuple[str, ...]:
 
 
 def is_true(name: str, text: str) -> bool:
-    """Whether the text of a variable means yes; OptionError where it means neither yes nor no."""
+    """Whether the text of a variable means true. OptionError where it means neither true nor false."""
     word = text.strip().lower()
     if word in TRUE or word in FALSE:
         return word in TRUE
@@ -168,7 +168,7 @@ def is_true(name: str, text: str) -> bool:
 
 
 def _checked_flag(strict: Any) -> bool:
-    if not isinstance(strict, bool):  # "false" would be true to Python
+    if not isinstance(strict, bool):  # to Python, the text "false" is true
         raise OptionError(f"strict is {strict!r}; it must be True or False")
     return strict
 
@@ -217,12 +217,12 @@ def _as_json(given: PatchOptions | None) -> str:
 
 
 def from_json(name: str, text: str) -> Any:
-    """Options of patches from text; OptionError where it is not JSON."""
+    """Options of patches from text. OptionError where the text is not JSON."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            raise ValueError("a key stands there twice")
+            raise ValueError("a key is there twice")
         return found
 
     try:
@@ -244,7 +244,7 @@ def _mapping_of_mappings(what: str, given: Any) -> dict[str, dict[str, Any]]:
 
 
 def _patch_options(matrix: Matrix, what: str, given: Any) -> dict[str, dict[str, Any]]:
-    """Options of patches, each checked against what the matrix declares of it."""
+    """Options of patches, each checked against its declaration in the matrix."""
     asked = _mapping_of_mappings(what, given)
     _ids(what, asked, matrix.patches)
     checked: dict[str, dict[str, Any]] = {}
@@ -263,9 +263,9 @@ def _patch_options(matrix: Matrix, what: str, given: Any) -> dict[str, dict[str,
 
 
 def matrix_argument(matrix: Any = None) -> str | os.PathLike[str] | None:
-    """The matrix to read, None for the one that ships: the argument, else MEGATRON_SHIM_MATRIX.
+    """The matrix to read: the argument, else MEGATRON_SHIM_MATRIX, else None for the one that ships.
 
-    `matrix` is None or UNSET.matrix where it was not given.
+    An argument that was not given is None or UNSET.matrix.
     """
     if matrix is None or isinstance(matrix, _Unset):
         return os.environ.get(PREFIX + "MATRIX") or None
@@ -278,7 +278,7 @@ def is_disabled() -> bool:
 
 
 def unknown_variables() -> list[str]:
-    """A warning for each variable that looks like one of shim's and is none."""
+    """A warning for each MEGATRON_SHIM_ variable that shim does not know."""
     known = [*VARIABLES, *OTHER_VARIABLES]
     return [
         f"the environment variable {name} means nothing to shim; {did_you_mean(name, VARIABLES)}"
@@ -288,7 +288,7 @@ def unknown_variables() -> list[str]:
 
 
 def _from_variables(asked: Arguments) -> dict[str, tuple[str, Any]]:
-    """By argument: what to call it in a complaint, and its value, from its variable where it was not given."""
+    """For each argument its name for error messages and its value. Both are the variable's where it was not given."""
     found: dict[str, tuple[str, Any]] = {}
     for name, value in asked.to_plain().items():
         if not isinstance(value, _Unset):
@@ -308,10 +308,10 @@ def _from_variables(asked: Arguments) -> dict[str, tuple[str, Any]]:
 
 
 def resolve(matrix: Matrix, asked: Arguments | None = None, **given: Any) -> Options:
-    """Join arguments (`asked`, or by their names) and variables; OptionError where one of them is not usable.
+    """Join arguments (`asked`, or given by name) and variables. OptionError where one of them is not usable.
 
-    MEGATRON_SHIM_DISABLE and MEGATRON_SHIM_EXCLUDE always win; the other variables yield to arguments that are given.
-    Where everything is off, nothing else is looked at.
+    MEGATRON_SHIM_DISABLE and MEGATRON_SHIM_EXCLUDE always win. The other variables yield to arguments that were given.
+    Under MEGATRON_SHIM_DISABLE nothing else is read.
     """
     asked = asked or Arguments(**given)
     if is_disabled():
@@ -325,7 +325,7 @@ def resolve(matrix: Matrix, asked: Arguments | None = None, **given: Any) -> Opt
     return Options(
         only=_ids(*values["only"], known),
         exclude=(_ids("exclude", asked.exclude, known) or frozenset()) | by_operator,
-        require=required - by_operator,  # who runs the job gets past a patch without editing the trainer
+        require=required - by_operator,  # an operator gets past a required patch without editing the trainer
         kinds=_kinds(values["kinds"][1], values["kinds"][0]),
         strict=_checked_flag(values["strict"][1]),
         on_drift=_choice(*values["on_drift"], ON_DRIFT),

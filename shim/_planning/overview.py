@@ -1,4 +1,4 @@
-"""Plans and reports as text: a headline, then the patches, grouped by what their states mean to a reader."""
+"""Plans and reports as text: a headline, then the patches in groups that a reader can act on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOT_NEEDED = ("upstream", "not-installed")
 
 
 class _Row(Record):
-    """One patch as it is shown; `group` is one of the names in _groups."""
+    """One line of the text: a patch. `group` is what `_group` returns."""
 
     id: str
     group: str
@@ -57,7 +57,7 @@ _IN_A_LINE = {"excluded": "Left out", "out-of-range": "For other releases", "not
 
 
 def _headline(rows: Sequence[_Row], applied: str, more_problems: int = 0) -> str:
-    """ "8 applied, 5 not needed here, 0 problems", and what else there is."""
+    """For instance "8 applied, 2 left out, 5 not needed here, 0 problems"."""
 
     def count(*groups: str) -> int:
         return sum(row.group in groups for row in rows)
@@ -100,7 +100,7 @@ def _patches(count: int) -> str:
 
 
 def plan_text(plan: Plan, verbose: bool = False) -> str:
-    """What would be done, with the releases and what they lose on each other; the reasons of all where verbose."""
+    """The text of a plan, with the releases and the lost features. `verbose` adds the reason of every decision."""
     rows = [
         _Row(
             id,
@@ -133,7 +133,7 @@ def plan_text(plan: Plan, verbose: bool = False) -> str:
 
 
 def report_text(report: Report, verbose: bool = False, pending_is_amiss: bool = False) -> str:
-    """What is. `pending_is_amiss`: nothing will be imported any more, so that who waits for it waits in vain."""
+    """The text of a report. `pending_is_amiss`: nothing will be imported any more, so a pending patch is a problem."""
     rows = [
         _Row(
             id,
@@ -155,7 +155,7 @@ def report_text(report: Report, verbose: bool = False, pending_is_amiss: bool = 
 
 
 def nothing_installed(plan: Plan) -> str:
-    """Says that there is nothing to patch, and what to do about it; "" where there is."""
+    """A sentence and a remedy for a machine without anything to patch. "" where a distribution is installed."""
     if any(name in plan.environment.installed for name in DISTRIBUTIONS):
         return ""
     import sys
@@ -166,11 +166,11 @@ def nothing_installed(plan: Plan) -> str:
     )
 
 
-# What there is, whatever is installed
+# All patches, whatever is installed
 
 
 def listed(matrix: Matrix) -> dict[str, dict[str, str]]:
-    """By patch id: `kind`, `summary`, `changes`, `distribution`, and the supported `releases` that get it."""
+    """`kind`, `summary`, `changes` and `distribution` of each patch by id, and the supported `releases` that get it."""
     found = {}
     for id, entry in matrix.patches.items():
         pins = matrix.pins.get(entry.distribution, {})
@@ -190,7 +190,7 @@ def _gets(pin: object) -> bool:
 
 
 def list_text(matrix: Matrix) -> str:
-    """All patches with their summaries, by kind."""
+    """The text of `shim list`: all patches with their summaries, by kind."""
     patches = listed(matrix)
     width = max(map(len, patches), default=0)
     lines = [f"{_patches(len(patches))}; shim explain ID says more of one, shim plan which are needed here."]

@@ -1,4 +1,4 @@
-"""Step 3, plan: one decision with one reason per patch; a pure function of environment, matrix and options."""
+"""Step 3, plan: one decision with one reason per patch, a pure function of environment, matrix and options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Decision", "Plan", "make_plan"]
 
 
 class Decision(Record):
-    """What is to become of one patch. `action` is ``apply`` or the state that says why it is not applied."""
+    """What is to become of one patch. `action` is ``apply``, or the state that says why not."""
 
     _aside = ("displaced",)
 
@@ -30,11 +30,11 @@ class Decision(Record):
     kind: str
     action: str
     reason: str
-    wiring: Variant | None = None  # how the patch is bound where it is applied
+    wiring: Variant | None = None  # the variant to bind
     fingerprints: Mapping[str, str] = EMPTY
     options: Mapping[str, Any] = EMPTY
     remedy: str = ""
-    displaced: Decision | None = None  # what holds again without the conflict
+    displaced: Decision | None = None  # of a conflict: the decision that holds again without it
 
     @property
     def wanted(self) -> bool:
@@ -51,7 +51,7 @@ class Decision(Record):
 
     @property
     def optional(self) -> frozenset[str]:
-        """Targets that are bound, but not waited for."""
+        """Targets that the patch binds but does not wait for."""
         return frozenset() if self.wiring is None else self.wiring.optional
 
     @property
@@ -61,7 +61,7 @@ class Decision(Record):
 
     @property
     def alone(self) -> frozenset[str]:
-        """Targets whose aliases are not theirs."""
+        """Targets whose aliases shim does not bind."""
         return frozenset() if self.wiring is None else self.wiring.alone
 
     @property
@@ -84,7 +84,7 @@ class Decision(Record):
 
 
 class Losses(Protocol):
-    """What knows which features one release does not get from another: shim._te.features, which `_api` hands in."""
+    """Knows the lost features of a pair of releases: shim._te.features, which `_api` passes in."""
 
     def lost_features(
         self, environment: Environment, decisions: Mapping[str, Decision]
@@ -94,7 +94,7 @@ class Losses(Protocol):
 
 
 class Plan(Record):
-    """Decisions by patch id, the environment they were made for, and a digest that ranks can compare."""
+    """Decisions by patch id, the environment they are for, and a digest that ranks can compare."""
 
     _aside = ("matrix", "losses")
 
@@ -115,21 +115,21 @@ class Plan(Record):
 
     @cached_property
     def digest(self) -> str:
-        """16 hexadecimal digits over what `identity_of` gives."""
+        """16 hexadecimal digits over the identity of the plan, see `identity_of`."""
         return digest_of(identity_of(self))
 
     @cached_property
     def lost_features(self) -> tuple[LostFeature, ...]:
-        """What the installed megatron-core does not get from the installed Transformer Engine, mended or not.
+        """The lost features of the installed pair, mended or not. Empty where `pair_is_known` is not true.
 
-        Looked up by version when it is first asked for; empty where `pair_is_known` is not true.
+        Looked up by version on first use.
         """
         found = None if self.losses is None else self.losses.lost_features(self.environment, self.decisions)
         return found or ()
 
     @property
     def pair_is_known(self) -> bool | None:
-        """Whether it was measured what this pair of releases loses; None where one of them is not installed."""
+        """Whether somebody has measured what this pair of releases loses. None where one of them is not installed."""
         return None if self.losses is None else self.losses.pair_is_known(self.environment)
 
     def to_dict(self) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def _excluded(entry: PatchEntry, options: Options) -> str:
 
 
 def _drift_remedy(entry: PatchEntry, environment: Environment, matrix: Matrix, found: Match) -> str:
-    """What helps against the cause of a drift; see SourceError."""
+    """The remedy for a drift, by its cause (see Match.cause)."""
     installed = environment.installed[entry.distribution]
     supported = matrix.supported.get(entry.distribution, ())
     release = f"{entry.distribution} {installed.raw or ''}".rstrip()
@@ -170,15 +170,15 @@ def _drift_remedy(entry: PatchEntry, environment: Environment, matrix: Matrix, f
     if found.cause == "unreadable":
         return f"let this process read the files of {release}"
     if found.cause == "damaged":
-        python = environment.python
-        return f"reinstall {release}; if the file is whole, it is written for a newer Python than {python}: run that"
+        newer = f"a newer Python than {environment.python}"
+        return f"reinstall {release}; if the file is whole, it is written for {newer}: run that"
     pinned = {release for release, _ in matrix.known(entry.id)}
     if found.cause == "unpinned" or (installed.raw in supported and installed.raw not in pinned):
         command = "make pins" if matrix.shipped else f"shim pin --releases --matrix {matrix.path}"
         return f"run {command}"
     fits = f", or apply it all the same with on_drift='apply' after reading shim explain {entry.id}"
     if installed.raw in supported:
-        remedy = f"reinstall {release}, because that is not how it was released"
+        remedy = f"reinstall {release}, because the installed code is not the released code"
     else:
         releases = f" ({supported[0]} to {supported[-1]})" if supported else ""
         remedy = f"update megatron-shim, or install a supported release of {entry.distribution}{releases}"
@@ -211,7 +211,7 @@ def _decide(entry: PatchEntry, environment: Environment, options: Options, matri
 
 
 def make_plan(environment: Environment, matrix: Matrix, options: Options, losses: Losses | None = None) -> Plan:
-    """Decide about every patch of the matrix; imports and changes nothing."""
+    """Decide about every patch of the matrix. Imports nothing, and changes nothing."""
     decisions = {id: _decide(entry, environment, options, matrix) for id, entry in matrix.patches.items()}
     environment.sources.forget_trees()
     return Plan(decisions, environment, options, matrix, losses)

@@ -1,4 +1,4 @@
-"""What a plan has to meet: require, strict, on_drift, the lock."""
+"""The requirements on a plan: require, strict, on_drift, the lock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["enforce"]
 
 
 def _unmet(plan: Plan, decision: Decision) -> str:
-    """Reason, targets, releases and remedy of a decision that is not what was asked for."""
+    """Reason, targets, releases and remedy of a decision that does not meet a requirement."""
     entry = plan.matrix.patches[decision.id]
     releases = plan.matrix.supported.get(entry.distribution, ("any",))
     remedies = {
@@ -27,7 +27,7 @@ def _unmet(plan: Plan, decision: Decision) -> str:
 
 
 def enforce(plan: Plan) -> None:
-    """Raise NotMetError where `require`, `strict`, ``on_drift="error"`` or the lock is not met by the plan."""
+    """Raise NotMetError where the plan does not meet `require`, `strict`, ``on_drift="error"`` or the lock."""
     for decision in plan.decisions.values():
         met = decision.wanted or decision.action == "upstream"
         if met or plan.options.disabled:

@@ -1,4 +1,4 @@
-"""What a training checkpoint can say about the patches it was trained with, and whether that is still so."""
+"""What a training checkpoint keeps about its patches, and how that differs from the patches in force now."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["differs", "state_of"]
 
 
 def state_of(plan: Plan) -> dict[str, Any]:
-    """What to store: plain data of a few kB, that of a lock without the bodies."""
+    """What to store: plain data of a few kB, as in a lock, without the bodies."""
     whole = locked(plan)
     parts = ("variant", "options", "code")
     patches = {id: {part: p[part] for part in parts} for id, p in whole["patches"].items()}
@@ -20,7 +20,7 @@ def state_of(plan: Plan) -> dict[str, Any]:
 
 
 def differs(saved: Mapping[str, Any] | str | None, plan: Plan) -> str:
-    """In words, what of `saved` (what `state_of` gave, or just the digest) is not so now; "" where all is so."""
+    """Every difference between `saved` (a `state_of`, or just a digest) and the plan, in words. "" for none."""
     here = state_of(plan)
     if isinstance(saved, str):
         return "" if saved == here["digest"] else f"digest {saved} then, {here['digest']} now"

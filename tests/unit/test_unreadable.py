@@ -120,7 +120,7 @@ SUPPORTED, LATER, VENDOR = "0.16.0", "0.16.9", "0.16.0+nv1"
         (b"def roll(:\n", LATER, "reinstall megatron-core 0.16.9; if the file is whole"),
         (b"x = '\xff'\n", SUPPORTED, "reinstall megatron-core 0.16.0; if"),
         (BROKEN.encode()[:60], SUPPORTED, "reinstall megatron-core 0.16.0"),
-        (None, SUPPORTED, "reinstall megatron-core 0.16.0, because that is not how it was released"),
+        (None, SUPPORTED, "reinstall megatron-core 0.16.0, because the installed code is not the released code"),
         (b"x = 1\n", SUPPORTED, "reinstall megatron-core 0.16.0, because"),
         (b"x = 1\n", LATER, r"update megatron-shim, or install a supported release of megatron-core \(0.16.0 to 0.18"),
         (b"x = 1\n", VENDOR, "update megatron-shim"),
