@@ -1,4 +1,4 @@
-"""Features that the installed megatron-core does not get from the installed Transformer Engine, and what mends it."""
+"""The lost features of the installed pair of releases, and the patches that mend them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["LostFeature", "lost_features", "pair_is_known", "places", "remedy_fo
 
 @dataclass(frozen=True)
 class LostFeature:
-    """A name of Transformer Engine that is not there, or not as megatron-core uses it, and what follows from that.
+    """A name that the TE release lacks or has in another shape, and what megatron-core loses by that.
 
-    `remedy` is "alias" (the same is in another place), "adapter" (it is there in another shape), "none" (it cannot be
-    had with this release), or "" where nobody has judged it yet; `patch` is what mends it, `mended` whether it does
-    so in this plan.
+    remedy: "alias" (the same object is in another place), "adapter" (the object has another shape), "none" (this TE
+        release cannot give it), or "" where nobody has judged it yet.
+    patch: the id of the patch that mends it.    mended: whether this plan applies that patch.
     """
 
     name: str
@@ -32,8 +32,8 @@ class LostFeature:
     remedy: str
     patch: str = ""
     mended: bool = False
-    why_not: str = ""  # where a patch would mend it and does not
-    comes_with: str = ""  # the next release of Transformer Engine that has the name
+    why_not: str = ""  # why this plan does not apply `patch`
+    comes_with: str = ""  # the next TE release that has the name
     places: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class LostFeature:
 
     @property
     def outcome(self) -> str:
-        """What becomes of it, in a few words."""
+        """What becomes of the feature, in a few words."""
         if self.mended:
             return f"mended by {self.patch}"
         if self.patch:
@@ -67,7 +67,7 @@ class LostFeature:
 
 
 def remedy_for(name: str, megatron: Version) -> Mapping[str, str] | None:
-    """What was judged about a name that this megatron-core wants; the first case whose range holds counts."""
+    """The remedy for a name that this megatron-core wants: the first case whose range holds. None: not judged."""
     cases = remedies()["names"].get(name, [])
     return next((case for case in cases if _holds(case.get(MEGATRON, ""), megatron)), None)
 
@@ -77,7 +77,7 @@ def _holds(ranges: str, version: Version) -> bool:
 
 
 def _known(version: Version | None, releases: Sequence[str]) -> str | None:
-    """The measured release that this is, its local part aside."""
+    """The measured release with the public part of `version`, if there is one."""
     if version is None:
         return None
     public = Version(version.public)
@@ -85,7 +85,7 @@ def _known(version: Version | None, releases: Sequence[str]) -> str | None:
 
 
 def pair_is_known(environment: Environment) -> bool | None:
-    """Whether both installed releases are among the measured ones; None where one of them is not installed."""
+    """Whether both installed releases were measured. None where one of them is not installed."""
     installed = environment.installed
     if MEGATRON not in installed or TE not in installed:
         return None
@@ -93,7 +93,7 @@ def pair_is_known(environment: Environment) -> bool | None:
 
 
 def places(megatron: Version | None, te: Version | None) -> dict[str, list[str]] | None:
-    """For each name that is lost with this pair what becomes of whom; None where the pair was not measured."""
+    """For each name that this pair loses, the modules and what becomes of them. None: the pair was not measured."""
     measured = table()
     mine, other = _known(megatron, measured[MEGATRON]), _known(te, measured[TE])
     if mine is None or other is None:
@@ -111,9 +111,9 @@ def places(megatron: Version | None, te: Version | None) -> dict[str, list[str]]
 def lost_features(
     environment: Environment, decisions: Mapping[str, Decision], *, read_sources: bool = False
 ) -> tuple[LostFeature, ...] | None:
-    """What is lost with the installed pair; () where either is not installed, None where the pair was not measured.
+    """The lost features of the installed pair. () where one is not installed, None where the pair was not measured.
 
-    With `read_sources` such a pair is looked through now, which takes a second or two.
+    With `read_sources` shim measures such a pair now, which takes a second or two.
     """
     installed = environment.installed
     if MEGATRON not in installed or TE not in installed:

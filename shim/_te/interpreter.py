@@ -1,9 +1,9 @@
-"""What a module of megatron-core loses with a Transformer Engine that lacks some names, told from the sources of both.
+"""What a module of megatron-core loses with a TE release that lacks some names, read from the sources of both.
 
-A module is followed statement by statement, as an import would run it: a gate on the version of Transformer Engine is
-decided, a name that is not there sends the rest of a try-statement to its handler, and what the handler leaves behind
-is compared with what the body would have bound. Functions that exist then are followed likewise, for what they would
-read when called. Nothing is run; where a condition cannot be decided, both of its branches count.
+The interpreter follows a module statement by statement, as an import would run it. It decides gates on the version of
+Transformer Engine. At a missing name it leaves the body of a try-statement for the handler, and compares what the
+handler binds with what the body would have bound. It then follows the functions that exist, for the names that they
+would read when called. It runs nothing. Where it cannot decide a condition, both branches count.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shim._te.names import TE_PACKAGE, Names, absolute_origin, as_target, dotted
 
 __all__ = ["TeRelease", "Loss", "Megatron", "Pair"]
 
-# Fallbacks of megatron-core that are rarely there: counting them as there would hide what is lost without them.
+# Fallbacks of megatron-core that are rarely installed. Counting them as there would hide what is lost without them.
 ABSENT = frozenset({"amp_C", "apex"})
 CATCH_ALL = frozenset({"Exception", "BaseException"})
 CATCHES = {
@@ -31,15 +31,15 @@ CATCHES = {
     "ModuleNotFoundError": frozenset({"ImportError", "ModuleNotFoundError"}),
     "AttributeError": frozenset({"AttributeError"}),
 }
-RAISES, LEAVES = "raises", "leaves"  # how a block ends that does not end at its last statement
+RAISES, LEAVES = "raises", "leaves"  # how a block ends before its last statement
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 TEXT_LIMIT = 60
-HOPS = 2  # modules of megatron-core that pass a name on; more add nothing in any release
+HOPS = 2  # modules of megatron-core that pass a name on. No release has longer chains.
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A name that is not there, the module of megatron-core that wants it, and what becomes of that."""
+    """A missing name, the module of megatron-core that wants it, and what becomes of that module."""
 
     name: str
     module: str
@@ -48,7 +48,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Value:
-    """What is known of the object that a name is bound to, and of which missing names it is so."""
+    """What is known about the object that a name is bound to, and the missing names that caused it."""
 
     kind: str  # te, constant, version, definition, import, other
     content: Any = None
@@ -63,7 +63,7 @@ UNKNOWN = Value("other", "...")
 
 @dataclass
 class TeRelease:
-    """A release of Transformer Engine: its version, for gates, and its names."""
+    """A TE release: its version, for gates, and its names."""
 
     version: Version
     sources: Sources
@@ -82,7 +82,7 @@ class TeRelease:
 
 
 class Megatron:
-    """The modules of a release of megatron-core whose text speaks of Transformer Engine."""
+    """The modules of a release of megatron-core whose text names Transformer Engine."""
 
     def __init__(self, sources: Sources, package: Path) -> None:
         self.sources = sources
@@ -94,11 +94,11 @@ class Megatron:
                 if TE_PACKAGE in sources.text(module):
                     self.modules[module] = sources.tree(module)
             except SourceError:
-                continue  # what cannot be read tells nothing
+                continue  # a file that cannot be read tells nothing
         self._named: dict[int, frozenset[str]] = {}
 
     def names_in(self, node: ast.AST) -> frozenset[str]:
-        """The names that a function reads, and "import" where it imports; what neither holds need not be followed."""
+        """The names that a function reads, and "import" where it imports anything."""
         if id(node) not in self._named:
             found = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
             if any(isinstance(n, (ast.Import, ast.ImportFrom)) for n in ast.walk(node)):
@@ -109,14 +109,14 @@ class Megatron:
 
 @dataclass
 class Module:
-    """What a module holds after its import, and what it would hold were it not for missing names."""
+    """The names of a module after its import (`scope`), and those it lacks because of missing names (`gone`)."""
 
     scope: dict[str, Value]
     gone: dict[str, frozenset[str]]
 
 
 class Pair:
-    """A release of megatron-core with one of Transformer Engine."""
+    """A release of megatron-core and a TE release."""
 
     def __init__(self, megatron: Megatron, te: TeRelease) -> None:
         self.megatron = megatron
@@ -125,8 +125,10 @@ class Pair:
         self._losses: dict[Loss, None] = {}
 
     def losses(self) -> tuple[Loss, ...]:
-        """All that is lost. Modules import from each other in cycles, so each is followed anew with what the others
-        were found to hold the time before."""
+        """Everything that is lost.
+
+        Modules import from each other in cycles. So each pass follows all modules with the results of the pass before.
+        """
         for last in (False,) * HOPS + (True,):
             self._losses = {}
             self._modules = {
@@ -135,7 +137,7 @@ class Pair:
         return tuple(self._losses)
 
     def module(self, name: str) -> Module | None:
-        """The module after its import, as far as it is known by now."""
+        """The module after its import, as far as earlier passes know it."""
         return self._modules.get(name)
 
     def lose(self, causes: Iterable[str], module: str, what: str) -> None:
@@ -144,13 +146,13 @@ class Pair:
 
 @dataclass
 class _Missing:
-    causes: frozenset[str]  # none: somebody else's package, which is not counted
+    causes: frozenset[str]  # the missing names. Empty for another package, which does not count as a loss.
     error: str
 
 
 @dataclass
 class _Attempt:
-    """A try-statement, or a whole module or function: what was missing in it, and how things stood at that moment."""
+    """A try-statement, module or function: what was missing in it, and the scope at the first missing name."""
 
     missing: list[_Missing] = field(default_factory=list)
     before: dict[str, Value] = field(default_factory=dict)
@@ -193,7 +195,7 @@ class _Follower:
             named = self.pair.megatron.names_in(node)
             reads = "import" in named or any(self._of_te(name) for name in named)
             if owner in unbuilt:
-                continue  # its __init__ refuses this Transformer Engine, so no method is ever called
+                continue  # __init__ refuses this TE release, so no method is ever called
             if not reads and "is_te_min_version" not in named:
                 continue
             if self.follow_function(qualname, node) == RAISES and node.name == "__init__":
@@ -216,7 +218,7 @@ class _Follower:
     # Statements
 
     def run(self, body: Sequence[ast.stmt]) -> str:
-        """How the block ends: at its last statement (""), or before."""
+        """Follow a block. Returns how it ends: "" at its last statement, else RAISES or LEAVES."""
         for statement in body:
             end = self.statement(statement)
             if end:
@@ -233,7 +235,7 @@ class _Follower:
             elif isinstance(child, ast.withitem):
                 self.read(child.context_expr)
         for _, block in blocks(node):
-            self.run(block)  # whether a loop is entered, or a case is met, is not known
+            self.run(block)  # nobody knows whether a loop is entered or a case matches
         return ""
 
     def _import(self, node: ast.Import) -> None:
@@ -299,7 +301,7 @@ class _Follower:
             self.read(part)
         self.bind(node.name, Value("definition", node.name))
         if self.function:
-            self.run(node.body)  # a function within a function: as if called where it stands
+            self.run(node.body)  # a function within a function counts as called where it is defined
         else:
             self.waiting.append((".".join([*self.classes, node.name]), node))
 
@@ -333,7 +335,7 @@ class _Follower:
         return ""
 
     def _put_back(self, scope: Mapping[str, Value]) -> dict[str, Value]:
-        """Make `scope` what the innermost scope holds; returns what it held."""
+        """Replace the content of the innermost scope. Returns the old content."""
         held = dict(self.scopes[-1])
         self.scopes[-1].clear()
         self.scopes[-1].update(scope)
@@ -378,9 +380,9 @@ class _Follower:
     _trystar = _try
 
     def _handled(self, handler: ast.ExceptHandler, attempt: _Attempt, start: Mapping[str, Value]) -> str:
-        """The body went wrong: run the handler from where it did, and compare what both bind."""
+        """The body fails: run the handler from the scope at that point, and compare what both bind."""
         if not attempt.missing:
-            return self.run(handler.body)  # by a gate, so nothing is lost
+            return self.run(handler.body)  # a gate has raised, so nothing is lost
         there = self._put_back(attempt.before)
         del self.waiting[attempt.waiting :]  # functions that the body would have defined
         end = self.run(handler.body)
@@ -414,7 +416,7 @@ class _Follower:
             elif not held.is_like(value):
                 scope[name] = Value(held.kind, held.content, held.causes | causes)
                 given[name] = _holds(name, scope[name])
-        # What the handler sets says best what is lost, and a flag says it better than the names themselves.
+        # What the handler sets tells best what is lost, and a flag tells it better than the names.
         lost = given or undefined
         own = [what for name, what in lost.items() if wanted[name].kind != "te"]
         if lost and not own and not given and any(self._fell_back(name, wanted) for name in scope):
@@ -423,14 +425,14 @@ class _Follower:
             self.pair.lose(causes, self.name, what)
 
     def _fell_back(self, name: str, wanted: Mapping[str, Value]) -> bool:
-        """Whether the name is bound to something else of Transformer Engine, of the same use."""
+        """Whether the name is bound to another object of Transformer Engine, which serves instead."""
         return name in wanted and self.scopes[-1][name].kind == wanted[name].kind == "te"
 
     def miss(self, causes: frozenset[str], error: str) -> None:
         self._missed(_Missing(causes, error), dict(self.scopes[-1]))
 
     def _missed(self, missing: _Missing, before: dict[str, Value]) -> None:
-        """Note it, and go on as if it were there, since all that is missing has to be named."""
+        """Note a missing name, and go on as if it were there, so that every missing name is found."""
         attempt = self.attempts[-1]
         if not attempt.missing:
             attempt.before = before
@@ -445,7 +447,7 @@ class _Follower:
         return next((scope[name] for scope in reversed(self.scopes) if name in scope), UNKNOWN)
 
     def read(self, node: ast.expr) -> None:
-        """Look for what is missing in an expression, guards within it minded."""
+        """Look for missing names in an expression. Guards in the expression count."""
         if isinstance(node, ast.BoolOp):
             for part in node.values:
                 self.read(part)
@@ -469,12 +471,12 @@ class _Follower:
                         self.read(found)
 
     def _there(self, target: str) -> bool:
-        """Whether an attribute is there; a member of a class that is gone was noted with the class."""
+        """Whether an attribute is there. A member of a missing class counts as there: the class itself was noted."""
         owner = target.rpartition(".")[0]
         return self.pair.te.has(target) or (":" in owner and not self.pair.te.has(owner))
 
     def _parts(self, node: ast.expr) -> list[str]:
-        """The dotted name that an expression stands for, where that is of Transformer Engine."""
+        """The parts of the dotted name that an expression stands for, if it is one of Transformer Engine."""
         parts = dotted(node)
         if not parts:
             return []
@@ -502,7 +504,7 @@ class _Follower:
         return Value("other", node)
 
     def _called(self, node: ast.Call) -> Value | None:
-        """What the calls that gates are made of give."""
+        """The value of a call that gates are made of. None for any other call."""
         name = (dotted(node.func) or [""])[-1]
         first = self.value(node.args[0]) if node.args else UNKNOWN
         if name == "get_te_version":
@@ -526,7 +528,7 @@ class _Follower:
         return None
 
     def truth(self, node: ast.expr) -> bool | None:
-        """Whether a condition holds; None where that cannot be told."""
+        """Whether a condition holds. None where the sources do not tell."""
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             known = self.truth(node.operand)
             return None if known is None else not known
@@ -556,7 +558,7 @@ class _Follower:
 
 
 def _merged(one: Mapping[str, Value], other: Mapping[str, Value]) -> dict[str, Value]:
-    """What a scope holds after one of two branches, of which one is not known."""
+    """The content of a scope after one of two branches, where nobody knows which."""
     merged = {**one, **other}
     for name in one.keys() & other.keys():
         if not one[name].is_like(other[name]):
@@ -585,6 +587,6 @@ def _version(value: Value) -> Version | None:
 def _holds(name: str, value: Value) -> str:
     if value.kind == "constant":
         return f"{name}={value.content!r}"
-    # Spelled out only here, since unparsing every assignment takes most of the time.
+    # Unparsed only here, because unparsing every assignment would take most of the time.
     text = ast.unparse(value.content) if isinstance(value.content, ast.AST) else str(value.content)
     return f"{name}={text if len(text) <= TEXT_LIMIT else text[:TEXT_LIMIT] + '...'}"

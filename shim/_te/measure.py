@@ -1,4 +1,4 @@
-"""The table of what megatron-core loses with each Transformer Engine: lost_names.json, written by `shim pin`."""
+"""The table of what each megatron-core loses with each TE release: lost_names.json, written by `shim pin`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shim._te.tables import MEGATRON, TE, spans
 
 __all__ = ["MORE_TE", "losses_here", "measure_losses", "render_losses"]
 
-# Not supported, but met in images with an old megatron-core: what is lost with them is told, and nothing is tried.
+# TE releases that images have beside an old megatron-core. They are measured, but not supported and not tested.
 MORE_TE = ("1.11.0", "1.13.0")
 
 
@@ -25,7 +25,7 @@ def measure_losses(
     te_releases: Iterable[tuple[str, Path]],
     progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """What is lost with every pair of releases, each unpacked in a directory; `progress` hears what is next."""
+    """What every pair of releases loses. Each release is unpacked in a directory. `progress` is told each pair."""
     ordered = sorted(te_releases, key=lambda item: Version(item[0]))
     opened = [(release, TeRelease(Version(release), Sources([root]))) for release, root in ordered]
     wanted_by: dict[tuple[str, str, tuple[str, ...]], dict[str, list[str]]] = {}
@@ -56,7 +56,7 @@ def _by_place(losses: Iterable[Loss]) -> list[tuple[str, str, tuple[str, ...]]]:
 
 
 def _on(found: Mapping[str, Sequence[str]], megatrons: Sequence[str], te_releases: Sequence[str]) -> dict[str, str]:
-    """``{releases of megatron-core: releases of Transformer Engine}``; those with the same share an entry."""
+    """``{releases of megatron-core: TE releases}``. Releases with the same TE releases share an entry."""
     grouped: dict[str, list[str]] = {}
     for release, lacking in found.items():
         grouped.setdefault(spans(lacking, te_releases), []).append(release)
@@ -64,14 +64,14 @@ def _on(found: Mapping[str, Sequence[str]], megatrons: Sequence[str], te_release
 
 
 def render_losses(table: Mapping[str, Any]) -> str:
-    """The text of lost_names.json, a line for each name and place."""
+    """The text of lost_names.json, with one line for each name and module."""
     heads = [f" {json.dumps(name)}: {json.dumps(table[name])}," for name in (MEGATRON, TE)]
     lines = ",\n".join("  " + json.dumps(loss) for loss in table["losses"])
     return "\n".join(["{", *heads, ' "losses": [', lines, " ]", "}"]) + "\n"
 
 
 def losses_here(sources: Sources, package: Path, version: str | None) -> list[Loss]:
-    """What is lost with the two releases that `sources` finds, told from them; for versions the table does not have."""
+    """What the two releases in `sources` lose, measured now. For releases that the table does not have."""
     known = parse_version(version)
     if known is None:
         return []

@@ -1,7 +1,7 @@
-"""Names of Transformer Engine that megatron-core imports, and which of them a release lacks.
+"""The names of Transformer Engine that megatron-core imports, and those among them that a TE release lacks.
 
-megatron-core guards its imports of Transformer Engine, so a name that is gone raises nothing: a feature goes off in
-silence. The list in wanted_names.json is written by `shim pin` from the wheels of both.
+megatron-core guards its imports of Transformer Engine. So a missing name raises nothing: a feature goes off in silence.
+`shim pin` writes the names into wanted_names.json, from the wheels of both.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ __all__ = [
 
 FILE = Path(__file__).with_name("wanted_names.json")
 TE_PACKAGE = "transformer_engine"
-CHAIN_LIMIT = 100  # modules that pass a name on to each other; real ones are fewer than five
+CHAIN_LIMIT = 100  # modules that pass a name on to each other. In real releases they are fewer than five.
 
 
 @dataclass(frozen=True)
 class LostName:
-    """A name that a release of Transformer Engine lacks: which megatron-core wants it, and where it is to be found."""
+    """A name that a TE release lacks, the megatron-core that wants it, and the TE releases that have it."""
 
     name: str
-    wanted: str  # first and last release of megatron-core that imports it
-    last_seen: str  # the newest release before this one that has it; "" where none has
-    comes_with: str  # the first release after this one that has it; "" where none has
-    newly: bool  # the release just before this one still has it
+    wanted: str  # the first and the last release of megatron-core that import it
+    last_seen: str  # the newest TE release before this one that has it; "" for none
+    comes_with: str  # the first TE release after this one that has it; "" for none
+    newly: bool  # the TE release just before this one has it
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -74,9 +74,9 @@ def wanted_names() -> Mapping[str, Mapping[str, list[str]]]:
 
 
 def lost_names(sources: Sources, version: Version | None, supported: Iterable[str]) -> tuple[LostName, ...]:
-    """The names that the Transformer Engine of `sources` lacks, newly lost ones first, then lost ones.
+    """The names that the TE release in `sources` lacks: first the newly lost ones, then those that others have.
 
-    `version` is its own, None for unknown, which counts as newer than all `supported` releases.
+    `version` is the version of that release. None, for an unknown version, counts as newer than all `supported`.
     """
     names = Names(sources)
     releases = sorted(supported, key=Version)
@@ -98,29 +98,29 @@ def lost_names(sources: Sources, version: Version | None, supported: Iterable[st
 
 @dataclass(frozen=True)
 class _Module:
-    """What the statements of a module bind at its top level, guarded or not, and its ``import *``."""
+    """The names that a module or class binds at its top level, guarded or not, and its ``import *``."""
 
     bound: dict[str, list[ast.stmt]]
     stars: list[ast.ImportFrom]
 
 
 class Names:
-    """The names of Transformer Engine in `sources`; each module is looked through once."""
+    """The names of Transformer Engine in `sources`. Each module is read once."""
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
         self._modules: dict[str, _Module | None] = {}
 
     def has(self, name: str) -> bool:
-        """Whether ``module:name`` or ``module:Class.name`` is there: defined, imported, a submodule, by ``import *``.
+        """Whether ``module:name`` or ``module:Class.name`` is there: defined, imported, a submodule, or by ``import *``.
 
-        What cannot be told from the sources counts as there: names of the compiled extension, members of base classes.
+        Names that the sources do not show count as there: those of the compiled extension, members of base classes.
         """
         return self._has(name, set())
 
     def _has(self, name: str, seen: set[str]) -> bool:
         if name in seen:
-            return False  # whoever asked first is still looking, or has looked in vain
+            return False  # an earlier call looks for it already, or has not found it
         seen.add(name)
         module, qualname = split_target(name)
         first, _, member = qualname.partition(".")
@@ -142,7 +142,7 @@ class Names:
         return self._modules[module]
 
     def _gives(self, module: str, node: ast.stmt, name: str, member: str, seen: set[str]) -> bool:
-        """Whether what a statement binds to `name` has the member."""
+        """Whether the object that a statement binds to `name` has the member."""
         if isinstance(node, ast.ImportFrom):
             original = next((a.name for a in node.names if (a.asname or a.name) == name), name)
             return self._passes(module, node, f"{original}.{member}", seen)
@@ -154,7 +154,7 @@ class Names:
     def _passes(self, module: str, node: ast.ImportFrom, name: str, seen: set[str]) -> bool:
         origin = absolute_origin(self._sources, module, node)
         if len(seen) > CHAIN_LIMIT or origin is None or not origin.startswith(TE_PACKAGE + "."):
-            return True  # cannot be told, of the compiled extension, or of somebody else
+            return True  # an unknown module, the compiled extension, or another package
         return self._has(f"{origin}:{name}", seen)
 
 
@@ -172,7 +172,7 @@ def _looked_through(tree: ast.Module | ast.ClassDef) -> _Module:
 
 
 def absolute_origin(sources: Sources, module: str, node: ast.ImportFrom) -> str | None:
-    """The module an import is from, as seen from `module`."""
+    """The absolute name of the module that an import statement in `module` imports from."""
     if not node.level:
         return node.module
     path = sources.path(module) or ""
@@ -187,7 +187,7 @@ def absolute_origin(sources: Sources, module: str, node: ast.ImportFrom) -> str 
 def measure_names(
     megatrons: Iterable[tuple[str, Path]], te_releases: Iterable[tuple[str, Path]]
 ) -> dict[str, dict[str, list[str]]]:
-    """Every name some megatron-core imports: the releases that do, and those of Transformer Engine that have it."""
+    """For every name that a megatron-core imports: the releases that import it, and the TE releases that have it."""
     wanted: dict[str, dict[str, list[str]]] = {}
     for release, root in megatrons:
         for name in sorted(_names_imported_below(root / "megatron" / "core")):
@@ -210,7 +210,7 @@ def _names_imported_below(package: Path) -> set[str]:
 
 
 def _names_imported_in(tree: ast.Module) -> Iterator[str]:
-    """``from transformer_engine.x import y`` and, with what ``import transformer_engine.x as t`` binds, ``t.y``."""
+    """Names in ``from transformer_engine.x import y``, and in ``t.y`` after ``import transformer_engine.x as t``."""
     aliases: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == TE_PACKAGE:
@@ -226,7 +226,7 @@ def _names_imported_in(tree: ast.Module) -> Iterator[str]:
 
 
 def as_target(parts: list[str]) -> str:
-    """``module:name``, or ``module:Class.name``: what is written large is no module."""
+    """``module:name``, or ``module:Class.name``: a part with a capital letter is a class."""
     large = (i for i, part in enumerate(parts) if part.lstrip("_")[:1].isupper())
     split = next(large, len(parts) - 1)
     return f"{'.'.join(parts[:split])}:{'.'.join(parts[split : split + 2])}"
@@ -242,6 +242,6 @@ def dotted(node: ast.expr) -> list[str]:
 
 
 def render_names(names: Mapping[str, Mapping[str, list[str]]]) -> str:
-    """The text of wanted_names.json, a line for each name."""
+    """The text of wanted_names.json, with one line for each name."""
     lines = (f" {json.dumps(name)}: {json.dumps(found)}" for name, found in names.items())
     return "{\n" + ",\n".join(lines) + "\n}\n"

@@ -1,4 +1,4 @@
-"""The tables of what is lost: which names, on which pairs of releases (measured), and what mends them (judged)."""
+"""The tables of lost names: on which pairs of releases (measured), and what mends them (judged by people)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REMEDIES = Path(__file__).with_name("te_remedies.json")  # judged by hand
 
 
 def spans(releases: Iterable[str], order: Sequence[str]) -> str:
-    """`releases` in few words, as stretches of `order`: "2.1.0 - 2.5.0, 2.15.0"."""
+    """`releases` in short, as stretches of `order`: "2.1.0 - 2.5.0, 2.15.0"."""
     chosen = set(releases)
     stretches: list[list[str]] = []
     for index, release in enumerate(order):
@@ -30,7 +30,7 @@ def spans(releases: Iterable[str], order: Sequence[str]) -> str:
 
 
 def expanded(text: str, order: Sequence[str]) -> Iterator[str]:
-    """The releases that `spans` made `text` of."""
+    """The releases of which `spans` made `text`."""
     for stretch in text.split(", "):
         first, _, last = stretch.partition(" - ")
         yield from order[order.index(first) : order.index(last or first) + 1]
