@@ -1,28 +1,31 @@
 """megatron-core's vocab-parallel cross entropy through shim.ops.token_logprobs.
 
 What is slow or large (0.12 to 0.19):
-- vocab_parallel_cross_entropy makes an fp32 copy of half-precision logits and keeps it as softmax: 1.5 fp32 logits at
-  its peak, and three all-reduces. fp32 logits are overwritten in forward, under the eyes of whoever still reads them.
-- fused_vocab_parallel_cross_entropy takes 2.5 fp32 logits, and rounds every gradient to bf16, that of fp32 logits too.
+- vocab_parallel_cross_entropy copies half-precision logits to fp32 and keeps the copy as softmax. Its peak is 1.5 times
+  the logits in fp32, and it needs three all-reduces. It overwrites fp32 logits in forward, while others may still read
+  them.
+- fused_vocab_parallel_cross_entropy peaks at 2.5 times the logits in fp32. It rounds every gradient to bf16, also that
+  of fp32 logits.
 - Tokens without a target (-100) get a gradient.
 
-What the patch does: both functions return the negative log-probability that shim.ops has: the logits are saved as they
-are, one gradient in their dtype, one all-gather forward and nothing backward. Logits in fp32 that were computed are
-overwritten too, as stock does, but in backward and with their gradient: who needs them in a backward of his own gets
-autograd's error. Logits that are a leaf, or whose memory another tensor has, get a gradient of their own, and so do
-those that are few (at most 2 MiB in fp32), for which there is a shorter way. Negative targets mean no target:
-a loss and a gradient of zero. A target beyond the vocabulary is an error; stock returned a wrong loss.
-
-Labels are smoothed over the whole vocabulary, as by label-smoothing, which mends that alone. With both applied, this
-patch is the outer one, and the other is not reached.
-
-With option fp32_output=False, Float16Module hands logits out as the model made them instead of a copy in fp32, unless
-the caller asks by the keyword fp32_output, which 0.12 to 0.14 get here. Losses are fp32 either way.
+The patch: both functions return the negative log-probability that shim.ops computes.
+- shim.ops saves the logits as they are and makes one gradient in their dtype. It needs one all-gather in forward and no
+  collective in backward.
+- Computed fp32 logits are overwritten, as stock does, but in backward and with their gradient. Whoever needs those
+  logits in a backward pass of his own gets autograd's error.
+- Some logits get a separate gradient: leaves, logits that share memory with another tensor, and few logits (at most 2
+  MiB in fp32). Few logits take a shorter path.
+- A negative target means no target: loss and gradient are zero. A target beyond the vocabulary is an error, where stock
+  returned a wrong loss.
+- Labels are smoothed over the whole vocabulary. label-smoothing mends that alone. With both patches applied, this one
+  is the outer layer, and calls never reach the other.
+- Option fp32_output=False: Float16Module returns logits as the model made them, instead of a copy in fp32. The caller
+  can still ask for fp32 by the keyword fp32_output, which the patch adds to 0.12 to 0.14. Losses are fp32 either way.
 
 Upstream: open. Delete when the functions save no softmax.
 
-Not covered: cross_entropy_fusion_impl="te". Transformer Engine's kernel needs no memory beyond the logits, because it
-overwrites them with the gradient in forward already; whoever chooses it gets it.
+Not covered: cross_entropy_fusion_impl="te". Transformer Engine's kernel overwrites the logits with the gradient in
+forward, so it needs no memory beyond the logits.
 """
 
 from __future__ import annotations

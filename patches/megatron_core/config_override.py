@@ -1,19 +1,19 @@
-"""shim.config_override in the recompute of what ran inside of it: megatron-core's checkpoints.
+"""shim.config_override in a recompute by megatron-core's checkpoints.
 
-What is missing (0.12 to 0.19): a trainer that sets a field of a config around a call, and sets it back, has the call
-recomputed in backward with the old value: the gradient is silently that of another function.
+What is missing (0.12 to 0.19): a trainer sets a field of a config around a call and then restores it. Backward
+recomputes the call with the restored value, so the gradient is silently that of another function.
 
-The patch says that this release's checkpoints keep the function that they run again where shim.config_override looks
-for it (shim/_config_override/recompute.py), which the fingerprints have shown, and changes nothing. While an override
-is entered, and only then, a checkpoint keeps its function together with the values of that moment.
+The patch marks this release's checkpoints for shim.config_override: they keep the recomputed function where
+shim/_config_override/recompute.py looks for it, which the fingerprints prove. The patch changes nothing else. While an
+override is entered, and only then, a checkpoint keeps its function together with the values of that moment.
 
-Covered: tensor_parallel.checkpoint, and all that calls it or CheckpointFunction; CheckpointWithoutOutput. te_checkpoint
-is covered by te-config-override.
+Covered: tensor_parallel.checkpoint, all callers of it or of CheckpointFunction, and CheckpointWithoutOutput.
+te-config-override covers te_checkpoint.
 
-revert() ends no override that is entered, because it is its caller's: its fields and checkpoints stay as they are
-until it is left, and status() says that there is one.
+revert() ends no entered override, because the override belongs to its caller. Fields and checkpoints stay as they are
+until the caller leaves it, and status() names it.
 
-Upstream: nothing of the kind. Delete with shim.config_override.
+Upstream: nothing like it. Delete with shim.config_override.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Padding and the bias of experts (moe_router_enable_expert_bias).
 
-What is wrong (0.16 to 0.19): the router counts the tokens of each expert, and moves the bias by the counts. It leaves
-out padding by a mask with one value per token [T], where the counts are made from a map of tokens and experts [T, E].
-Every step with a padding mask raises. With as many tokens as experts on a rank the shapes fit: then the mask leaves out
-experts instead of tokens, and the bias moves the wrong way in silence.
+What is wrong (0.16 to 0.19): the router counts the tokens of each expert and moves the bias by the counts. To leave out
+padding, it combines a mask with one value per token, [T], with a map of tokens and experts, [T, E]. Every step with a
+padding mask raises. If a rank has as many tokens as experts, the shapes fit: the mask then leaves out experts instead
+of tokens, and the bias silently moves the wrong way.
 
-What the patch does: it hands the mask on as a column [T, 1]. A step without a mask is not touched.
+The patch passes the mask as a column [T, 1]. A step without a mask does not change.
 
 Upstream: Megatron-LM pull request 6114, on the main branch and in no release yet.
 
-Delete when the releases before the one that brings it are not supported.
+Delete when no supported release lacks that pull request.
 """
 
 from __future__ import annotations

@@ -1,28 +1,32 @@
 """FP8 and FP4 contexts under activation recompute.
 
-What is wrong, since when (0.12 to 0.19 where nothing else is said):
-- tensor_parallel.checkpoint restores the random states in a recompute, but not the FP8/FP4 autocast region: what ran
-  in one is recomputed outside of it, in BF16 or with a crash.
-- CheckpointWithoutOutput raises a NameError without Transformer Engine (0.13 and later); up to 0.15 its recompute
-  fails where no forward pass was recorded; in 0.12 it does not restore the region either.
-- TransformerBlock of 0.12 recomputes without the regions of its layers that all recipes but delayed scaling need, so
-  that forward and recompute run unquantized.
+What is wrong (0.12 to 0.19 unless noted):
+- tensor_parallel.checkpoint restores random states in a recompute, but not the FP8/FP4 autocast region. The recompute
+  runs outside the region: in BF16, or it crashes.
+- CheckpointWithoutOutput raises a NameError without Transformer Engine (0.13 and later). Its recompute fails if no
+  forward pass was recorded (up to 0.15). In 0.12 it does not restore the region either.
+- TransformerBlock of 0.12 recomputes outside the regions of its layers, which all recipes but delayed scaling need.
+  Forward and recompute then run unquantized.
 
-The rule: a recompute runs in the region that was active around the forward pass (whether it quantizes or calibrates,
-recipe, group), and with delayed scaling takes the scales of the forward pass, as the checkpoint of Transformer Engine
-does. Nothing changes where no region was active. The region is kept in the recomputed function, so it is there also
-when a trainer has replaced CheckpointFunction.backward.
+The patch: a recompute runs in the region that was active around the forward pass: the same recipe and group, quantizing
+or calibrating as before. With delayed scaling the recompute also uses the scales of the forward pass, as Transformer
+Engine's own checkpoint does. Nothing changes if no region was active. The recomputed function holds the region, so the
+patch also works if a trainer has replaced CheckpointFunction.backward.
 
-With te-fp8-state the scales stay with the checkpoint, in whatever order and however often backward runs, also in a
-checkpoint inside of another one. Without it tensor_parallel.checkpoint puts them back into Transformer Engine's queues
-for each recompute (_fp8_queues); CheckpointWithoutOutput from 0.13 takes them first in, first out, as upstream has it.
+With te-fp8-state each checkpoint holds its own scales: backward may run in any order and more than once, and
+checkpoints may nest. Without te-fp8-state, tensor_parallel.checkpoint puts the scales back into Transformer Engine's
+queues before each recompute (_fp8_queues), and CheckpointWithoutOutput from 0.13 takes them first in, first out, as
+upstream does.
 
-Covered: tensor_parallel.checkpoint and all that calls it or CheckpointFunction (attention, MoE, MLP, TransformerBlock,
-recompute.py); CheckpointWithoutOutput; TransformerBlock of 0.12. Not covered, because they are right: te_checkpoint
-(on Transformer Engine 2.1 with te-fp8-state), and with it TransformerBlock and recompute.py under FP8 and FP4. Not
-covered, because it is another's: torch.utils.checkpoint. CheckpointWithoutOutput keeps its bookkeeping (`fp8` is set
-also where the argument is False, on purpose: amax of layer norms and activations depends on it), and from 0.13 restores
-the recipe but not the group, as upstream has it.
+Covered: tensor_parallel.checkpoint, all callers of it or of CheckpointFunction (attention, MoE, MLP, TransformerBlock,
+recompute.py), CheckpointWithoutOutput, and TransformerBlock of 0.12.
+
+Not covered:
+- te_checkpoint is right (on Transformer Engine 2.1 with te-fp8-state). TransformerBlock and recompute.py use it under
+  FP8 and FP4.
+- torch.utils.checkpoint belongs to torch.
+- CheckpointWithoutOutput keeps its bookkeeping. It sets `fp8` even if the argument is False, on purpose: amax of layer
+  norms and activations depends on it. From 0.13 it restores the recipe but not the group, as upstream does.
 
 Upstream: Megatron-LM issue 7538 (open). Delete a variant when its releases are no longer supported, and the patch when
 CheckpointFunction restores the region upstream.

@@ -1,21 +1,22 @@
 """Activation recompute of layers with adapters behind frozen embeddings.
 
-What is wrong (0.12 to 0.19): with the base weights frozen, as LoRA has it, the embeddings require no gradient.
-- The output of a checkpoint requires one only where an input does, so with recompute_granularity="full" no layer of the
-  decoder gets one: adapters in the decoder are silently not trained, and where all of them are there, backward raises.
+What is wrong (0.12 to 0.19): if the base weights are frozen, as under LoRA, the embeddings require no gradient.
+- The output of a checkpoint requires a gradient only if an input does. With recompute_granularity="full" no layer of
+  the decoder gets one. Adapters in the decoder silently do not train. If all adapters are there, backward raises.
 - With recompute_modules=["layernorm"] the norms in front of the first adapter save nothing for their recompute, and
   backward raises a TypeError.
 
-The patch lets the hidden states [s, b, h] that a block begins with require a gradient, where none is required yet, the
-block has weights to train, and layers or norms are recomputed. Trainers that make their embeddings require a gradient
-by a hook see no change.
+The patch makes the hidden states [s, b, h] that enter a block require a gradient, if none is required yet, the block
+has trainable weights, and layers or norms are recomputed. Trainers whose hook makes the embeddings require a gradient
+see no change.
 
 Upstream: open. Delete when TransformerBlock does so itself.
 
-Not covered: other single modules (recompute_granularity="selective") in front of the first adapter, because stock is
-right where adapters come before them, and would need more memory. With tensor_parallel.checkpoint adapters inside of
-them are not trained; with CheckpointWithoutOutput (moe_act, mla_up_proj) backward raises the TypeError, because nothing
-was saved for the recompute. The remedy for both: let the embeddings require a gradient, by a hook on their output.
+Not covered: other single modules (recompute_granularity="selective") in front of the first adapter. Stock is right if
+adapters come before such a module, and the patch would cost that case memory. In front of the first adapter,
+tensor_parallel.checkpoint does not train the adapters inside the module, and CheckpointWithoutOutput (moe_act,
+mla_up_proj) makes backward raise the TypeError, because it saved nothing for the recompute. The remedy for both: make
+the embeddings require a gradient by a hook on their output.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Label smoothing under tensor parallelism.
 
 What is wrong (0.12 to 0.19): vocab_parallel_cross_entropy with label_smoothing takes the rank's part of the vocabulary
-for the whole, in the number of entries as in the mean of their log-probabilities. As soon as TP is above one, losses
-and gradients are wrong, and the losses of the ranks differ.
+for the whole vocabulary, both in the number of entries and in the mean of their log-probabilities. With TP above one,
+losses and gradients are wrong, and the losses differ between ranks.
 
-The patch: with label smoothing and TP above one, the loss is that of shim.ops.token_logprobs, which smooths over the
-global vocabulary, with one all-gather. Negative targets mean no target there: a loss and a gradient of zero. Every
-other call goes to upstream's function.
+The patch: with label smoothing and TP above one, shim.ops.token_logprobs computes the loss. It smooths over the global
+vocabulary with one all-gather. A negative target then means no target: loss and gradient are zero. Every other call
+goes to upstream's function.
 
-chunked-logprob, where it is applied too, is the outer one and computes the same.
+If chunked-logprob is applied too, it is the outer layer and computes the same loss.
 
-Upstream: open. Delete when the function smooths over the whole vocabulary, and the releases before are not supported.
+Upstream: open. Delete when no supported release smooths over a part of the vocabulary.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Fused MLA under context parallelism takes its rotary table from a longer one.
+"""Wrong rotary positions for fused MLA under context parallelism.
 
-What is wrong (0.13 to 0.19): YarnRotaryEmbedding.get_cached_cos_sin keeps the table of the longest row so far, already
-cut for this rank, and hands out its beginning. The rank's part of a shorter row is another part, so any row that is
-shorter than one before it gets positions of other ranks. Packed rows are given the whole table, which is right.
+What is wrong (0.13 to 0.19): YarnRotaryEmbedding.get_cached_cos_sin caches the table of the longest row so far, already
+cut for this rank, and returns its beginning for shorter rows. A shorter row is cut elsewhere, so every row that is
+shorter than an earlier one gets positions of other ranks. Packed rows get the whole table, which is right.
 
-The patch has the table made anew, by upstream's own function, where the length is another than that of the table.
+The patch makes upstream's function compute a new table whenever the length differs from that of the cached table.
 
-Upstream: open. Delete when the table is cut after it is taken from the cache, and the releases before that are not
-supported.
+Upstream: open. Delete when every supported release cuts the table after it reads the cache.
 """
 
 from __future__ import annotations

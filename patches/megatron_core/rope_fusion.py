@@ -1,6 +1,6 @@
-"""Fused rotary embeddings that ignore what they are asked.
+"""Fused rotary embeddings that ignore some arguments.
 
-What is wrong, since when. With apply_rope_fusion, these arguments never reach the fused kernel:
+What is wrong: with apply_rope_fusion, these arguments never reach the fused kernel:
 
 | | unpacked [s, b, h, d] | packed (THD) [t, h, d] |
 |---|---|---|
@@ -9,29 +9,30 @@ What is wrong, since when. With apply_rope_fusion, these arguments never reach t
 | interleaving of MLA (config.multi_latent_attention; an argument in 0.19) | 0.12 to 0.18 | 0.12 to 0.19 |
 | a table with one row per packed token, with or without context parallelism | - | 0.12 to 0.19 |
 
-The last one: the kernel counts positions from the start of each sequence, the unfused function takes the row of the
-token where the table has as many rows as the whole row has tokens (multimodal embeddings), from 0.15 on. Up to 0.14 the
-unfused function counts too, and only the first sequence is right.
+In the last case (multimodal embeddings) the table has as many rows as the packed row has tokens. The kernel counts
+positions from the start of each sequence. From 0.15 on the unfused function takes the token's own row instead. Up to
+0.14 the unfused function counts too, and only the first sequence is right.
 
-The patch: such a call is made unfused, by upstream's own function with a shallow copy of the config, fusion off; the
-config that others read is never written. Where a fused call is wanted and the fused function is missing, upstream's
-error stays. Up to 0.14 unfused packed rows take the row of the token where in such a table every sequence begins with
-the row that the first one begins with, as a table of positions does not. They are rotated as rope-thd does it,
-since a loop over sequences could not tell without a host read.
+The patch makes such a call unfused: upstream's own function gets a shallow copy of the config with fusion off. The
+original config is never written. If the fused function is missing, upstream's error stays.
+
+Up to 0.14 the patch also tells the two kinds of table apart for unfused packed rows: a token takes its own row if every
+sequence begins with the row that the first sequence begins with. A table of positions differs there. Such rows are
+rotated as in rope-thd, because a loop over sequences would need a host read to tell.
 
 Not covered:
 - fused_single_qkv_rope (0.15 to 0.19) ignores rotary_interleaved and the factor of YaRN. Attention.forward decides on
-  it in the middle of its body and calls Transformer Engine itself; it is overridden by the attentions of MLA, which
-  shim.check would have to call shadowed. Leave the option off with either of the two.
-- Other reads of config.apply_rope_fusion in multi_latent_attention and absorbed_mla: their kernels interleave, have the
-  factor of YaRN in the table, and are given the offsets and, from 0.14, the ranks. In 0.13 packed rows of MLA under
-  context parallelism are wrong unfused too. DSA forbids fusion; it and dynamic_context call apply_rotary_pos_emb.
-- Automodel issue 1439 (a wrong loss, fused, with context parallelism): Automodel calls Transformer Engine itself, and
-  the cause is open. With what megatron-core hands over (unpacked: the rank's slice of the table; packed: the whole
-  table, size and rank), positions are those of the unfused function.
+  it in the middle of its body and calls Transformer Engine directly. The attentions of MLA override that method, so
+  shim.check would call a patch there shadowed. Leave the option off with either argument.
+- Other reads of config.apply_rope_fusion in multi_latent_attention and absorbed_mla. Their kernels interleave, find the
+  factor of YaRN in the table, and get the offsets and, from 0.14 on, the ranks. In 0.13 packed rows of MLA under
+  context parallelism are wrong unfused too. DSA forbids fusion; DSA and dynamic_context call apply_rotary_pos_emb.
+- Automodel issue 1439 (a wrong loss, fused, with context parallelism). Automodel calls Transformer Engine itself, and
+  the cause is open. With megatron-core's arguments (unpacked: the rank's slice of the table; packed: the whole table,
+  size and rank) the positions equal those of the unfused function.
 
 Upstream: Megatron-LM pull request 5243 (one row per token under context parallelism, unfused). Delete when the fused
-path refuses what it cannot do, and the releases before that are not supported.
+path of every supported release refuses what it cannot do.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Packed rows are rotated without a loop over sequences.
 
-What is slow (all releases): the unfused rotation of a packed (THD) row rotates each sequence by itself (0.12 to 0.14,
-0.19), or slices the table for each (0.15 to 0.18), with a host read per sequence.
+What is slow (all releases): the unfused rotation of a packed (THD) row rotates sequence by sequence (0.12 to 0.14,
+0.19) or slices the table sequence by sequence (0.15 to 0.18). Each sequence costs a host read.
 
-The patch rotates the row as one, by upstream's function for unpacked rows, with the row of the table gathered for each
-token (shim.ops.rope): the same bits, forward and backward. Large rows go in a few pieces, so that temporaries stay as
-small as a loop over sequences has them.
+The patch gathers the row of the table for each token (shim.ops.rope). Upstream's function for unpacked rows then
+rotates the whole row at once. The result has the same bits, forward and backward. Large rows are rotated in a few
+pieces, so temporaries stay as small as those of upstream's loop.
 
-Up to 0.14 the table has a row per position. From 0.15 on one with as many rows as the whole row has tokens has a row
-per token instead (multimodal embeddings), as upstream's own loop takes it.
+Up to 0.14 the table has a row per position. From 0.15 on, a table with as many rows as the packed row has tokens has a
+row per token (multimodal embeddings). Upstream's loop reads it the same way.
 
-Upstream: later main rotates packed rows without a loop. Delete when the releases before that are not supported.
+Upstream: the main branch rotates packed rows without a loop. Delete when no supported release has the loop.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
 """The flag by which Transformer Engine knows of fine-grained activation offloading, and an argument of 0.17.
 
 What is wrong:
-- 0.16 to 0.19 set CPUOffloadEnabled when they enter a region and clear it when they leave it, whatever it was before:
-  an inner region, or one inside somebody else's, ends the outer one early.
-- 0.17 passes Transformer Engine 2.5 to 2.9 retain_pinned_cpu_buffers, which came with 2.10: no GPTModel can be built.
-- With Transformer Engine 2.10 and later the flag only counts where NVTE_CPU_OFFLOAD_V1=1 was set before its import.
-  Without it Transformer Engine takes nothing for offloaded and marks no weight to stay (2.15; 0.19 heeds the mark), so
-  that weights, above all quantised ones, are offloaded too.
+- 0.16 to 0.19 set CPUOffloadEnabled when they enter a region and clear it when they leave, whatever its value was. An
+  inner region, or a region inside another library's, ends the outer one early.
+- 0.17 passes retain_pinned_cpu_buffers to Transformer Engine 2.5 to 2.9. The argument came with 2.10, so no GPTModel
+  can be built.
+- Transformer Engine 2.10 and later heeds the flag only if NVTE_CPU_OFFLOAD_V1=1 was set before its import. Without the
+  variable Transformer Engine treats nothing as offloaded and marks no weight to stay (2.15; 0.19 heeds the mark). Then
+  weights are offloaded too, above all quantized weights.
 
-What the patch does: a region gives back what it found, under exceptions too; 0.17 keeps the argument from those that
-do not know it, as 0.18 does. The option set_variable has shim.apply() set the variable, where it comes before the
-import of Transformer Engine; shim.check(model) and `shim doctor` say where it is missing.
+The patch: a region restores the value it found, also after an exception. 0.17 drops the argument for TE releases that
+lack it, as 0.18 does. With option set_variable, shim.apply() sets the variable if Transformer Engine is not imported
+yet. shim.check(model) and `shim doctor` report a missing variable.
 
 Upstream: 0.18 (the argument). Delete when the flag is restored upstream.
 """

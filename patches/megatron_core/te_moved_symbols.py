@@ -1,26 +1,26 @@
-"""Names that Transformer Engine has moved, given back to the megatron-core that looks for them at the old place.
+"""Names that Transformer Engine has moved, for a megatron-core that looks for them at the old place.
 
-What is wrong: megatron-core guards what it imports from Transformer Engine, so where a name has moved a feature goes
-off without a word.
-- _SplitAlongDim (now utils.SplitAlongDim, from 2.3 on): every release splits QKV with torch.split, whose backward makes
-  a copy more.
-- FusedRoPEFunc and apply_rotary_pos_emb (2.2 and 2.3): 0.12 has no fused RoPE, and refuses apply_rope_fusion. With 2.2,
-  0.12.1 to 0.12.3 pass it an argument that came with 2.3: TypeError.
+What is wrong: megatron-core guards its imports from Transformer Engine. If a name has moved, a feature goes off in
+silence.
+- _SplitAlongDim (from 2.3 on utils.SplitAlongDim): every release splits QKV by torch.split, whose backward makes an
+  extra copy.
+- FusedRoPEFunc and apply_rotary_pos_emb (2.2 and 2.3): 0.12 has no fused RoPE and refuses apply_rope_fusion. With 2.2,
+  0.12.1 to 0.12.3 pass it an argument that came with 2.3, which raises a TypeError.
 - get_workspace, and the argument `workspace` of general_gemm (gone with 2.10): 0.13 to 0.16 have no te_general_gemm,
-  and the router's product is torch's.
-- multi_tensor_scale_tensor (from 2.14 on): for want of this one, 0.17 to 0.19 use none of its neighbours, and without
-  Apex the norm of the gradients and their clipping are loops with a host read for every parameter.
-- get_dummy_wgrad (from 2.3 on): 0.14 to 0.19 take Transformer Engine for absent in their own linear layers, allocate a
-  placeholder for every fused gradient, and refuse CPU offloading.
+  and torch computes the router's product.
+- multi_tensor_scale_tensor (from 2.14 on): without this name, 0.17 to 0.19 use none of its neighbours. Without Apex,
+  the norm of the gradients and their clipping are then loops with a host read for every parameter.
+- get_dummy_wgrad (from 2.3 on): the linear layers of 0.14 to 0.19 take Transformer Engine for absent. They allocate a
+  placeholder for every fused gradient and refuse CPU offloading.
 
-What the patch does: where megatron-core holds None or nothing under such a name, it gets a function that calls the name
-at its new place, with that place's arguments; the neighbours that are there; a placeholder that is made once. What
-works is left alone. Modules imported before apply() are mended as well.
+The patch: if megatron-core holds None or nothing under such a name, the name gets a function that calls the new place
+with the arguments of the new place. Neighbours that exist are given back, and the placeholder is made once. Working
+names do not change. The patch also mends modules that were imported before apply().
 
-Upstream: 0.13 (RoPE), 0.17 (workspace). Delete with the releases, of both, that disagree.
+Upstream: 0.13 (RoPE), 0.17 (workspace). Delete when no two supported releases disagree on these names.
 
-docs/transformer-engine.md has the names that cannot be had, because the installed Transformer Engine has not got what
-they stand for.
+docs/transformer-engine.md lists the names that no patch can give back, because the installed Transformer Engine lacks
+what they stand for.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""shim.config_override in the recompute of what ran inside of it: the checkpoint of Transformer Engine.
+"""shim.config_override in a recompute by Transformer Engine's checkpoint.
 
 What is missing (2.1 to 2.20.2): see config-override, which does the same for megatron-core's own checkpoints. Under FP8
-and FP4 megatron-core takes this one (te_checkpoint).
+and FP4 megatron-core uses this checkpoint (te_checkpoint).
 
-The patch says that this release keeps the function where shim.config_override looks for it, and changes nothing.
+The patch marks this release's checkpoint for shim.config_override: it keeps the recomputed function where
+shim.config_override looks for it. The patch changes nothing else.
 
-revert() ends no override that is entered (see config-override).
+revert() ends no entered override (see config-override).
 
-Upstream: nothing of the kind. Delete with shim.config_override.
+Upstream: nothing like it. Delete with shim.config_override.
 """
 
 from __future__ import annotations

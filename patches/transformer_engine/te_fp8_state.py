@@ -1,33 +1,34 @@
-"""The FP8 state of Transformer Engine: in a recompute, and when a region cannot be entered.
+"""The FP8 state of Transformer Engine in a recompute, and after a region that cannot be entered.
 
-What is wrong, since when:
-- 2.1: `checkpoint` recomputes outside of the FP8 region it was called in, so what ran in FP8 is recomputed in BF16, or
-  fails with delayed scaling. 2.2 restores the region.
-- 2.1 to 2.3, delayed scaling: while a layer recomputes with the scales of its forward pass, what was updated since is
-  kept by reference, and so overwritten: after the recompute the update is lost. 2.4 keeps copies.
+What is wrong:
+- 2.1: `checkpoint` recomputes outside the FP8 region of its call. The recompute runs in BF16, or fails with delayed
+  scaling. 2.2 restores the region.
+- 2.1 to 2.3, delayed scaling: a layer recomputes with the scales of its forward pass. Meanwhile the updated scales are
+  kept by reference and so overwritten: after the recompute the update is lost. 2.4 keeps copies.
 - 2.2 to 2.20, delayed scaling: leaving the restored region reduces amax over ranks and moves every amax history on,
-  once for each recomputed chunk, although the region of the forward pass has done so. Histories forget earlier than
+  once for each recomputed chunk, although the forward pass has already done so. Histories forget earlier than
   amax_history_len says, scales differ from those without recompute, and each chunk costs a collective.
-- 2.1 to 2.20, delayed scaling: what a recompute takes again (scales, amax histories, whether the first module of the
-  region is to come) is in queues of the process, first in, first out. A recompute takes another forward pass's scales
-  where backward comes in another order (one layer for several depths of MTP, two microbatches) or where a forward pass
-  never ran backward; a second backward (retain_graph) finds none, nor does a module in evaluation mode (up to 2.19).
-- a checkpoint inside of another one ends the tracking of the outer one, and takes the scales of now in its recompute.
-- a recompute that raises leaves its modules with the scales of the forward pass.
-- entering a region that the GPU cannot do raises after the state was set, and leaves FP8 switched on for everything
-  that comes. 2.7 looks first, but not for NVFP4 and not where no recipe is given.
+- 2.1 to 2.20, delayed scaling: queues of the process, first in, first out, keep what a recompute takes again (scales,
+  amax histories, whether the first module of the region is still to come). A recompute takes the scales of another
+  forward pass if backward runs in another order (one layer for several depths of MTP, two microbatches) or if a forward
+  pass never ran backward. A second backward (retain_graph) finds no scales, nor does a module in evaluation mode (up to
+  2.19).
+- A nested checkpoint ends the tracking of the outer one, and its own recompute takes the current scales.
+- A recompute that raises leaves its modules with the scales of the forward pass.
+- Entering a region that the GPU does not support raises after the state was set, and leaves FP8 switched on for all
+  that follows. 2.7 checks first, but not for NVFP4 and not without a recipe.
 
-The rule: a recompute runs in the region of its forward pass, takes the scales that this forward pass had, and leaves
-scales and histories as they were; a region that cannot be entered leaves nothing behind. Every checkpoint keeps the
-scales of its own forward pass (_fp8_scales), so that they go when it goes.
+The patch: a recompute runs in the region of its forward pass, takes the scales of that forward pass, and leaves scales
+and histories as they were. A region that cannot be entered leaves no trace. Every checkpoint keeps the scales of its
+own forward pass (_fp8_scales), so the scales are freed with the checkpoint.
 
-What megatron-core needs of `checkpoint` is the reentrant one; in 2.1 that with use_reentrant=False is left as it is.
-The region that `checkpoint` restores from 2.2 on has no amax group; in a recompute none is used.
+megatron-core uses the reentrant `checkpoint`, so in 2.1 use_reentrant=False does not change. The region that
+`checkpoint` restores from 2.2 on has no amax group; a recompute uses none.
 
-Not covered: operations of transformer_engine.pytorch.ops, which take no part in Transformer Engine's own bookkeeping
-either; LayerNormMLP(checkpoint=True), which recomputes itself and keeps its queue; the scales of gradients, which every
-recomputed module moves on (upstream). Attention in FP8 of a module in evaluation mode (2.8 to 2.19) keeps no scales:
-its recompute raises ScalesError.
+Not covered: operations of transformer_engine.pytorch.ops, which Transformer Engine's own bookkeeping leaves out too;
+LayerNormMLP(checkpoint=True), which recomputes itself and keeps its queue; the scales of gradients, which every
+recomputed module moves on (upstream). FP8 attention in a module in evaluation mode (2.8 to 2.19) keeps no scales: its
+recompute raises ScalesError.
 
 Upstream: open. Delete a variant when its releases are no longer supported, and the patch when leaving a region in a
 recompute reduces nothing and a failed entry restores the state.

@@ -1,10 +1,11 @@
-"""FP8GlobalStateManager.set_skip_fp8_weight_update_tensor for the releases of Transformer Engine that lack it.
+"""FP8GlobalStateManager.set_skip_fp8_weight_update_tensor for TE releases that lack it.
 
-What is wrong (2.15 to 2.16.1): the state moved to FP8GlobalStateManager.quantization_state, and the method that sets
-the flag was forgotten. megatron-core calls it when it captures and replays CUDA graphs under FP8: AttributeError.
+What is wrong (2.15 to 2.16.1): the state moved to FP8GlobalStateManager.quantization_state without the method that sets
+the flag. megatron-core calls the method when it captures and replays CUDA graphs under FP8, which raises an
+AttributeError.
 
-The patch adds the method: the flag is a CUDA tensor [1] in fp32, made once and written in place, because captured
-graphs hold on to it.
+The patch adds the method. The flag is a CUDA tensor [1] in fp32. The method makes the tensor once and writes in place,
+because captured graphs hold the tensor.
 
 Upstream: back with 2.17. Delete when 2.16 is not supported.
 """

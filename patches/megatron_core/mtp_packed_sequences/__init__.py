@@ -1,29 +1,29 @@
 """Packed sequences (THD rows) in multi-token prediction.
 
-What is wrong, since when:
-- 0.12 to 0.15 refuse packed rows with an AssertionError, and under ``python -O`` train on tokens of the neighbouring
-  sequence: the MTP gradient is off by 4e-2.
-- 0.16 to 0.19 roll inside sequences but read cu_seqlens_q only, while attention and rope use the padded offsets: with
-  padding between sequences the gradient is off by 9e-2. Without a loss mask, padding is trained on.
-- up to 0.16 a row whose targets are all masked gives NaN, and labels=None (RL, inference) raises.
+What is wrong:
+- 0.12 to 0.15 refuse packed rows with an AssertionError. Under ``python -O`` they train on tokens of the neighbouring
+  sequence, and the MTP gradient is off by 4e-2.
+- 0.16 to 0.19 roll inside sequences but read only cu_seqlens_q, while attention and rope use the padded offsets. With
+  padding between sequences the gradient is off by 9e-2. Without a loss mask the model trains on padding.
+- Up to 0.16 a row whose targets are all masked gives NaN, and labels=None (RL, inference) raises.
 - 0.14 to 0.18 cannot recompute an MTP layer of a packed row.
 
-The rule: cu_seqlens stay as they are. Inside each sequence tokens move left by one; the last valid position and the
-padding become zero, and count neither in the loss nor in the number of tokens.
+The patch leaves cu_seqlens as they are. Inside each sequence, tokens move left by one. The last valid position and the
+padding become zero. They count neither in the loss nor in the number of tokens.
 
-Upstream: Megatron-LM pull requests 6205 and 4494 (padding; open). Delete a variant when its releases are no longer
-supported, and the patch when padding is respected upstream.
+Context parallelism may cut a row over ranks in two ways: each sequence by zigzag (option partition="sequence", the
+default), or the row as a whole (partition="row"). 0.12 and 0.13 pass no group to the roll, so the roll uses the group
+of parallel_state, also for unpacked rows. Each rank divides by its own count of targets, as upstream does.
 
-Context parallelism: a row may be cut over ranks, each sequence by zigzag (option partition="sequence", the default) or
-the row as a whole (partition="row"). 0.12 and 0.13, which pass no group to the roll, get that of parallel_state, for
-unpacked rows too. Each rank divides by its own count of targets, as upstream does.
-
-Where to read: `block` (0.12, 0.13), `layer` (0.14 to 0.16) and `loss` (0.17 on) each tell the story of a step in one
-generation of upstream's code. `rolls` has the roll of all of them and `step` what the rolls of a step share;
+Where to read: `block` (0.12, 0.13), `layer` (0.14 to 0.16) and `loss` (from 0.17) each cover one step in one generation
+of upstream's code. `rolls` has the roll for all generations, and `step` has what the rolls of a step share.
 `refused_row` and `recompute` serve several generations.
 
-Not covered: the expert all-to-all overlap path asserts on its own against packed rows, in a nested function that cannot
-be reached.
+Upstream: Megatron-LM pull requests 6205 and 4494 (padding; open). Delete a variant when its releases are no longer
+supported, and the patch when upstream respects padding.
+
+Not covered: the expert all-to-all overlap path. A nested function there, which a patch cannot reach, asserts against
+packed rows.
 """
 
 from __future__ import annotations

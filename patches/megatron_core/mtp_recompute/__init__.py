@@ -1,29 +1,30 @@
 """Full activation recompute of multi-token prediction layers.
 
-What is wrong with recompute_granularity="full", since when:
-- 0.12, 0.13: MTP layers are never recomputed; they keep all activations.
-- 0.14 to 0.19: recompute_num_layers above 1 raises an AssertionError, although it is about chunks of the decoder.
-- 0.14, 0.15: method block raises a NameError, because warnings is not imported; 0.16 to 0.19 do not recompute then.
-- 0.14 to 0.17: packed rows raise a TypeError, because a checkpoint is given packed_seq_params as if it were a tensor.
+What is wrong with recompute_granularity="full":
+- 0.12, 0.13: MTP layers are never recomputed and keep all activations.
+- 0.14 to 0.19: recompute_num_layers above 1 raises an AssertionError, although the option counts chunks of the decoder.
+- 0.14, 0.15: method block raises a NameError, because warnings is not imported. In 0.16 to 0.19 it does not recompute.
+- 0.14 to 0.17: packed rows raise a TypeError, because the checkpoint gets packed_seq_params as if it were a tensor.
 - 0.18: every step raises a TypeError about padding_mask.
-- frozen base weights: where no input requires a gradient, adapters in the MTP layer are silently not trained (up to
-  0.18; 0.19 makes hidden_states require one).
-- FP8: up to 0.17 the checkpoint gets its tensors by name, which its graph does not see, and with delayed scaling no
-  context is entered around it. 0.12 asks the layer for an attribute it has not, and knows delayed scaling only.
+- Frozen base weights (up to 0.18): no input requires a gradient, so adapters in the MTP layer silently do not train.
+  0.19 makes hidden_states require one.
+- FP8: up to 0.17 the checkpoint gets its tensors by name, so its graph does not see them, and with delayed scaling no
+  context is entered around the checkpoint. 0.12 reads an attribute that the layer lacks, and knows delayed scaling
+  only.
 - FP4 (0.15 and later): MTP layers run unquantized, with and without recompute.
 
-The rule: uniform recomputes every MTP layer as a chunk of its own, block the first recompute_num_layers of them,
-counted within the MTP block. The checkpoint saves hidden_states, decoder_input and what else requires a gradient; all
-the rest is in the recomputed function. Contexts are those of TransformerBlock: with delayed scaling one around the
-checkpoint, and inside, in forward and in recompute, one for the layer. Losses and gradients are those without
+The patch: uniform recomputes every MTP layer as a separate chunk. block recomputes the first recompute_num_layers,
+counted within the MTP block. The checkpoint saves hidden_states, decoder_input and all else that requires a gradient;
+the recomputed function holds the rest. Contexts are those of TransformerBlock: with delayed scaling one around the
+checkpoint, and inside it one for the layer, in forward and in recompute. Losses and gradients equal those without
 recompute, to the bit.
 
-Upstream: Megatron-LM issues 6760 and 7452 (the group given to the checkpoint); block and recompute_num_layers are open.
-Delete when upstream recomputes MTP layers under both methods, and the releases before that are not supported.
+If a release gives the layer a tensor-parallel group (0.17 and later), the checkpoint gets the same group. From 0.18 on
+a hybrid MTP layer also recomputes the layers of its own stack, inside the chunk, as upstream does. If one layer serves
+all depths (mtp_use_repeated_layer), that layer is number 0 each time.
 
-Where a release gives the layer a tensor-parallel group (0.17 and later), the checkpoint gets that one. A hybrid MTP
-layer recomputes the layers of its own stack as well (0.18 and later, upstream), inside the chunk. With one layer for
-all depths (mtp_use_repeated_layer) that layer is number 0 each time.
+Upstream: Megatron-LM issues 6760 and 7452 (the group given to the checkpoint); block and recompute_num_layers are open.
+Delete when every supported release recomputes MTP layers under both methods.
 """
 
 from __future__ import annotations

@@ -1,33 +1,34 @@
-"""A paged stash for the activations of experts that cannot corrupt: shim.ops.PagedStash.
+"""A paged stash for the activations of experts that never corrupts gradients: shim.ops.PagedStash.
 
-What is wrong with upstream's (0.18, 0.19):
-- It records the pipeline schedule in its first iteration and asserts it from then on: evaluation before training,
-  another number of microbatches, a microbatch after the 999th, and an exception in an expert all end in AssertionError.
-- One overflow makes all that was stashed before useless. Only PagedStashRunner looks for it; in any other loop the
-  gradients are silently wrong. The buffer is sized in tokens, although it is spent in pages.
-- Tensors without Transformer Engine's marks are not stashed, without a word.
-- The runner repeats a step with other random numbers, and leaves the stash on in layers with a config of their own.
+What is wrong with upstream's stash (0.18, 0.19):
+- It records the pipeline schedule in its first iteration and asserts the same schedule afterwards. Evaluation before
+  training, another number of microbatches, a microbatch after the 999th, and an exception in an expert all end in an
+  AssertionError.
+- One overflow spoils everything stashed before it. Only PagedStashRunner checks for overflow; in any other loop the
+  gradients are silently wrong. The buffer is sized in tokens but spent in pages.
+- Tensors without Transformer Engine's marks are silently not stashed.
+- The runner repeats a step with other random numbers, and leaves the stash on in layers with a separate config.
 - Pipeline schedules cannot be imported without triton.
 
-What the patch does: upstream's functions and flags stay, and lead to a stash in which every saved tensor owns its
-pages and its flag. No order of microbatches is expected. On overflow the original is kept (option overflow), and where
-that is not possible, because a CUDA graph is captured, PagedStashRunner repeats the step, or an error comes before
-gradients are used. Experts without the fused operations are stashed too, where their buffers have rows to spare.
+The patch keeps upstream's functions and flags, and puts another stash behind them. In it every saved tensor owns its
+pages and its flag, and microbatches may come in any order. On overflow the stash keeps the original (option overflow).
+While a CUDA graph is captured it cannot: then PagedStashRunner repeats the step, or an error is raised before gradients
+are used. Experts without the fused operations are stashed too, if their buffers have spare rows.
 
-0.12.1 to 0.17: the same, as a backport. Those releases have no oversized buffers but with
-moe_pad_expert_input_to_capacity; without it, only a host pool gains anything, and forward passes are left alone. The
-flags are read from the config where somebody has put them there, else from the options; so are they on 0.18 and 0.19,
-where a field that still has its default says nothing. Experts of 0.12.0 are not given the router's probabilities, so
-that nobody could tell which rows are padding.
+0.12.1 to 0.17 get the same stash as a backport. In those releases only moe_pad_expert_input_to_capacity makes oversized
+buffers. Without that flag only a host pool saves anything, and forward passes do not change. The patch reads the flags
+from the config if somebody has set them there, else from the options. The same holds for 0.18 and 0.19, where a field
+with its default value counts as not set. 0.12.0 does not pass the router's probabilities to the experts, so nobody can
+tell which rows are padding.
 
-Who calls what, in the order of one step. "Upstream" is what 0.18 and 0.19 call; up to 0.17 only the three rows with a
-star are there. What is on the right is in ExpertStash (`experts`), one for each time the patch is applied:
+Who calls what, in the order of one step. "Upstream" is what 0.18 and 0.19 call. Up to 0.17 only the three rows with a
+star exist. The methods on the right belong to ExpertStash (`experts`); each time the patch is applied it makes one:
 
     when                   upstream                              here
     ---------------------  ------------------------------------  --------------------------------------------------
     a step begins          paged_stash_reset                     step_begins: sizes pools; off while evaluating
     experts run, fused     TEGroupedMLP._fused_forward           enter_module: whose settings they are
-                             paged_stash_group_start               begin: notes what goes in
+                             paged_stash_group_start               begin: notes the inputs
                              with get_paged_stash_context          open: a StashGroup, which sees what autograd saves
                                the fused operations
                              paged_stash_group_commit              commit: copies what is on the way to the output
@@ -44,7 +45,7 @@ star are there. What is on the right is in ExpertStash (`experts`), one for each
                                                                      stash until the repetition is over
     graphs are dropped     release_stash_buffers                 release: drops all pools
 
-paged_stash_init_chunk_handler, which announces the next chunk of the schedule, has nothing to do here.
+paged_stash_init_chunk_handler, which announces the next chunk of the schedule, does nothing here.
 
 Upstream: Megatron-LM #2690, #4247; the toggling on a rerun #6419. Delete when upstream's stash has these properties.
 """
