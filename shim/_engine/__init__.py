@@ -1,1 +1,1 @@
-"""What is written into the process, read back and taken back."""
+"""The engine: writes patches into the process, reads them back, and takes them back."""

@@ -1,4 +1,4 @@
-"""Aliases: further names under which modules and classes hold a function or class that is being replaced."""
+"""Aliases: other names under which modules and classes hold the same function or class."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Location", "find_aliases", "namespace_of", "rewrap", "unwrap"]
 # (module or class, name in its dictionary, the value found there)
 Location = tuple[Any, str, Any]
 
-# Types are asked of type() here, because isinstance() asks the object for its __class__, which fires lazy objects.
+# issubclass(type(x), ...) instead of isinstance: isinstance reads x.__class__, which loads lazy objects.
 DESCRIPTORS = (staticmethod, classmethod)
 
 
@@ -27,7 +27,7 @@ def rewrap(raw: Any, inner: Any) -> Any:
 
 
 def namespace_of(owner: Any) -> Mapping[str, Any]:
-    """The dictionary of a module or class. Never a plain attribute read: that would load a lazy module."""
+    """The dictionary of a module or class, without an attribute read, which would load a lazy module."""
     found: Mapping[str, Any]
     if issubclass(type(owner), type):
         found = type.__dict__["__dict__"].__get__(owner)
@@ -37,7 +37,7 @@ def namespace_of(owner: Any) -> Mapping[str, Any]:
 
 
 def _kinds(*of: type) -> frozenset[type]:
-    """These and all classes derived from them, in the whole process."""
+    """The types `of` and all their subclasses in the process."""
     found, left = set(of), list(of)
     while left:
         kinds: list[type] = type.__subclasses__(left.pop())
@@ -50,15 +50,15 @@ def _kinds(*of: type) -> frozenset[type]:
 def find_aliases(objects: Iterable[Any], modules: Iterable[str] | None = None) -> list[Location]:
     """All places that hold one of `objects`, in one pass over sys.modules (or over the named modules).
 
-    Looks at the values of module dictionaries and at the dictionaries of the classes in them, through staticmethod
-    and classmethod. Instances, closures, default arguments and containers are out of reach.
+    The search covers the dictionaries of modules and of the classes in them, and looks inside staticmethod and
+    classmethod. It does not reach instances, closures, default arguments and containers.
     """
     wanted = {id(item) for item in objects}
     if not wanted:
         return []
-    # Some hundred thousand values are looked at, so what is done for each of them is done in C: whether one has a
-    # wanted id, and which are classes or descriptors, told by their exact types. Dictionaries are copied first, because
-    # another thread may write to them.
+    # The search looks at some hundred thousand values, so both tests for each value run in C: whether its id is wanted,
+    # and whether its exact type is that of a class or descriptor. Dictionaries are copied first, because another thread
+    # may write to them.
     absent, metaclasses, descriptors = wanted.isdisjoint, _kinds(type), _kinds(*DESCRIPTORS)
     either = metaclasses | descriptors
     found: list[Location] = []

@@ -1,4 +1,4 @@
-"""Step 4, bind: ordered chains of patches per target, written in one transaction, every write in a journal."""
+"""Step 4, bind: write ordered chains of patches onto targets, in transactions, with a journal of every write."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["Binder"]
 
 
 class Binder:
-    """Owns the chains of one process, and the places that they stand on. Not thread-safe: the engine holds a lock.
+    """Owns the chains of one process and the places they stand on. Not thread-safe: the engine holds a lock.
 
-    What holds between transactions:
-    - `chains` has one chain for each target with layers, and `places` a slot for it and for each alias, or the place
-      is lost. Every slot's target has a chain.
-    - What stands in a slot is the chain's top, in the descriptor that was there; or, after a reload, an older top of
-      the same target, which is given back with the chain.
-    - A transaction (`commit`) is all or nothing: what raises leaves chains, slots, lost names and the process as they
+    Invariants between transactions:
+    - `chains` has one chain for each target with layers. `places` has a slot for the target and for each alias,
+      unless that place is lost. Every slot's target has a chain.
+    - A slot holds the chain's top, in the descriptor that was there before. After a reload a slot may hold an older top
+      of the same target; the binder restores it together with the chain.
+    - A transaction (`commit`) is all or nothing. An exception leaves chains, slots, lost names and the process as they
       were. Nothing is written before everything new is built.
     """
 
@@ -36,14 +36,14 @@ class Binder:
         self.places = Places(self.wrappers.beneath)
         self.chains: dict[str, Chain] = {}
 
-    # What is there
+    # Reading targets
 
     def loaded(self, name: str) -> types.ModuleType | None:
         """See Modules.loaded."""
         return self.modules.loaded(name)
 
     def resolve(self, target: str, added: bool = False) -> tuple[Any, str, Any]:
-        """Owner, name and value of a target whose module is loaded; BindError where it is gone, but for `added`."""
+        """Owner, name and value of a target in a loaded module. BindError if the target is gone and not `added`."""
         module_name, qualname = split_target(target)
         owner: Any = self.loaded(module_name)
         if owner is None:
@@ -51,7 +51,7 @@ class Binder:
         *path, name = qualname.split(".")
         for part in path:
             owner = namespace_of(owner).get(part, MISSING)
-            if not issubclass(type(owner), type):  # a proxy passes for a class with isinstance
+            if not issubclass(type(owner), type):  # not isinstance, which a proxy of a class passes
                 raise BindError(f"{target} is gone: {part} is not a class of the installed release")
         value = namespace_of(owner).get(name, MISSING)
         if value is MISSING and isinstance(owner, type):
@@ -69,14 +69,14 @@ class Binder:
         return slot is not None and slot.current() is slot.written
 
     def lost_targets(self) -> dict[str, Lost]:
-        """Those among `lost_now` that are a target itself, not one of its aliases."""
+        """The entries of `lost_now` that are targets; aliases are left out."""
         targets = {chain.key: target for target, chain in self.chains.items()}
         return {targets[lost.slot.key]: lost for lost in self.places.lost_now() if lost.slot.key in targets}
 
     # Modules that run again, or whose import fails
 
     def renew(self, module: types.ModuleType) -> None:
-        """Let go of what a module held whose code has run (again), as far as it holds new objects since."""
+        """Forget chains and places in a module whose code has run again, if it holds new objects there."""
         name = namespace_of(module)["__name__"]
         for target, chain in list(self.chains.items()):
             if split_target(target)[0] == name and not self._stands(chain):
@@ -91,25 +91,24 @@ class Binder:
         return owner is chain.owner and unwrap(value) is unwrap(chain.top)
 
     def abandon(self, name: str) -> None:
-        """Take everything off a module whose import fails and which is about to leave sys.modules."""
+        """Unbind everything in a module whose import fails: the module is about to leave sys.modules."""
         self.commit({t: chain.layers for t, chain in self.chains.items() if split_target(t)[0] != name})
 
     # Transactions
 
     def commit(self, wanted: Mapping[str, tuple[Layer, ...]], imported: Imported | None = None) -> list[Lost]:
-        """Make the chains what `wanted` says, for every target that is loaded; all of it or nothing.
+        """Bring the chains of all loaded targets to `wanted`, all or nothing. Returns the names found lost.
 
-        `wanted` maps targets to their layers, innermost first; a target that is not named loses all layers.
-        `imported` limits the search for aliases of what a module has just defined. Everything new is built before
-        anything is written, every write is read back, and an exception undoes the writes in reverse. Returns what
-        was found lost.
+        `wanted` maps targets to their layers, innermost first. A target that is not named loses all layers.
+        `imported` limits the search for aliases of objects that a module has just defined. Everything new is built
+        before the first write, every write is read back, and an exception undoes the writes in reverse.
         """
         places = self.places
         before = dict(self.chains), dict(places.slots), dict(places.lost)
         places.journal = []
         try:
             for slot in places.regain():
-                self.chains.pop(slot.target, None)  # what came back may be an older wrapper
+                self.chains.pop(slot.target, None)  # the name may hold an older wrapper now
             if imported is None:
                 self._adopt_returned()
             changes = [
@@ -134,10 +133,10 @@ class Binder:
         return [lost for key, lost in places.lost.items() if before[2].get(key) is not lost]
 
     def _adopt_returned(self) -> None:
-        """Govern places to which somebody gave back a retired wrapper.
+        """Govern places that hold a retired wrapper again.
 
-        A module imported while shim was bound took the wrapper as its own; whoever patched it there meanwhile kept
-        the wrapper beyond the revert that would have found it. Costs nothing where no such wrapper is alive.
+        A module imported while shim was bound took the wrapper. Then somebody patched the module, so revert() did not
+        find the wrapper there, and later put the wrapper back. Costs nothing if no such wrapper is alive.
         """
         for owner, name, raw in find_aliases(self.wrappers.retired(self.chains.values())):
             key = (id(owner), name)
@@ -146,22 +145,21 @@ class Binder:
                 self.places.slots[key] = Slot(owner, name, rewrap(raw, unwrap(base)), raw, target)
 
     def _open(self, wanted: Mapping[str, tuple[Layer, ...]]) -> Iterator[tuple[Chain, tuple[Layer, ...]]]:
-        """The chains as they stand, new ones for targets that are loaded and have none, with the layers they are to
-        have."""
+        """Each chain with its wanted layers. Loaded targets without a chain get a new one."""
         for target, layers in wanted.items():
             chain = self.chains.get(target)
             if chain is None and layers and self.loaded(split_target(target)[0]) is not None:
                 owner, name, value = self.resolve(target, layers[0].added)
                 base = self.wrappers.beneath(value)
-                self.places.lost.pop((id(owner), name), None)  # what is there now was looked at: it is not foreign
-                # What stands on a class further up is that class's own.
+                self.places.lost.pop((id(owner), name), None)  # conflicts were found before: the object is not foreign
+                # An inherited object belongs to the base class.
                 top = value if name in namespace_of(owner) else base
                 chain = Chain(target, owner, name, base, top)
             if chain is not None:
                 yield chain, layers
 
     def _build(self, chain: Chain, layers: tuple[Layer, ...]) -> Change:
-        """Have the factories make what is to stand on the target, from the inside out; writes nothing."""
+        """Let the factories build the new object of the target, from the inside out. Writes nothing."""
         from shim._engine.signatures import misfit  # here, because inspect is needed only once something is bound
 
         inner = unwrap(chain.base)
@@ -176,15 +174,15 @@ class Binder:
                 raise BindError(f"{layer.target} would no longer take the calls it took: {problem}", layer.patch)
             inner = outer
         top = rewrap(chain.base, inner) if layers else chain.base
-        # Asked now, because once bound under upstream's name a wrapper is found by that name too. What takes an added
-        # name from us has nothing to go back to.
+        # Asked before the write: once bound, a wrapper too is found by upstream's name. An added name is borrowed as
+        # well, because its aliases have no object to go back to.
         borrowed = chain.base is MISSING or (inner is not unwrap(chain.base) and found_by_name(inner))
         return chain, replace(chain, layers=layers, top=top, borrowed=borrowed)
 
     def _keep_pairs(self, changes: Iterable[Change]) -> None:
-        """Leave forward in place where backward cannot be taken off because somebody stands on it, and vice versa.
+        """Keep forward bound while a foreign object on backward keeps that one from being unbound, and vice versa.
 
-        The foreign function still calls ours beneath it, so a pair torn apart would compute wrong gradients.
+        The foreign function still calls shim's function beneath it, so half a pair would compute wrong gradients.
         """
         for chain, after in changes:
             other = {"forward": "backward", "backward": "forward"}.get(chain.name)
@@ -196,8 +194,8 @@ class Binder:
                 self.places.lose(self.places.slots[chain.key], why, partner.key)
 
     def _write_all(self, changes: Sequence[Change], imported: Imported | None) -> None:
-        """First the targets and all places known, then the aliases, so that an import meanwhile takes no old one."""
-        # Before anything is looked at: what is over by the end of this may have been looked at too early.
+        """Write targets and known places first, aliases second, so that a concurrent import takes no old object."""
+        # Asked before the search: a module that finishes its import during the search may have been searched too early.
         overdue = self.modules.overdue()
         self.modules.looked_through(overdue)
         if changes:
@@ -208,7 +206,7 @@ class Binder:
         for chain, after in changes:
             self.places.put(chain.owner, chain.name, chain, after)
             inner = unwrap(chain.top)
-            # Constants are not known by identity.
+            # Constants have no identity of their own, so only callables have aliases.
             alone = chain.top is chain.base and after.layers and after.layers[0].alone
             if callable(inner) and not self._is_borrowed(chain) and not alone:
                 old[id(inner)] = (chain, after)
@@ -223,13 +221,13 @@ class Binder:
         self._write_late(changes, overdue)
 
     def _write_known(self, changes: Sequence[Change]) -> None:
-        """Write to the aliases that are known, and give back those whose target has no chain any more."""
+        """Write to known aliases, and restore aliases whose target has no chain any more."""
         by_target = {chain.target: (chain, after) for chain, after in changes}
         for slot in list(self.places.slots.values()):
             change = by_target.get(slot.target)
             if change is not None:
                 chain, after = change
-                # After a reload, older places keep the older wrapper, but give it up in the end.
+                # After a reload, older places keep the older wrapper until the chain loses its layers.
                 beneath = unwrap(self.wrappers.beneath(slot.written))
                 same = beneath is unwrap(chain.base) or slot.original is chain.base
                 if same or not after.layers:
@@ -238,13 +236,13 @@ class Binder:
                 self.places.restore(slot)
 
     def _write_late(self, changes: Iterable[Change], overdue: set[str]) -> None:
-        """Rebind aliases in modules that finished importing late, also where a chain stays as it is."""
+        """Rebind aliases in modules that finished importing late, also for chains that do not change."""
         changed = {chain.target: (chain, after) for chain, after in changes}
         governed: dict[int, tuple[Any, Change]] = {}
         for target, chain in ({**self.chains, **{t: c for t, (c, _) in changed.items()}} if overdue else {}).items():
             before, after = changed.get(target, (chain, chain))
             slot, inner = self.places.slots.get(chain.key), unwrap(chain.base)
-            # What stands on a class further up is that class's own.
+            # An inherited object belongs to the base class.
             own = slot is not None and slot.original is not MISSING
             if after.layers and callable(inner) and own and not after.borrowed and not after.layers[0].alone:
                 governed[id(inner)] = inner, (before, after)
@@ -252,12 +250,12 @@ class Binder:
             self.places.put(owner, name, *governed[id(unwrap(raw))][1])
 
     def _is_borrowed(self, chain: Chain) -> bool:
-        """Whether `top` belongs to others: to a class further up, or to wherever a factory took it from."""
+        """Whether `top` belongs to someone else: to a base class, or to the place a factory took it from."""
         slot = self.places.slots.get(chain.key)
         inherited = chain.top is chain.base and slot is not None and slot.original is MISSING
         return inherited or chain.borrowed
 
     def _is_new(self, chain: Chain, module: str) -> bool:
-        """Whether the module that was just imported has itself made what stands on the target."""
+        """Whether the module that was just imported defined the object on the target."""
         made_in = getattr(unwrap(chain.top), "__module__", None)
         return not chain.layers and split_target(chain.target)[0] == module == made_in

@@ -1,8 +1,8 @@
-"""What the binder keeps: layers, chains, slots, and names that were lost.
+"""The binder's records: layers, chains, slots and lost names.
 
-Patches that share a target nest in the order of version_matrix.yaml: the first in the file is innermost and gets
-upstream's object, each further one gets what the one before it has made, and the last is what callers see. Neither the
-order of imports nor that of calls of apply() changes that: where a layer comes or goes, the chain is built anew.
+Patches that share a target nest in the order of version_matrix.yaml. The first patch in the file is innermost and gets
+upstream's object. Each further patch gets the result of the one before it. Callers see the last. Neither the order of
+imports nor the order of apply() calls changes this: whenever a layer is added or removed, the chain is built anew.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ MISSING = _Missing()
 
 
 class Layer(Record):
-    """One patch on one target: `factory(inner)` returns what takes the place of `inner`."""
+    """One patch on one target. `factory(inner)` returns the replacement of `inner`."""
 
     _aside = ("factory", "wiring")
 
     patch: str
     target: str
     factory: Factory
-    wiring: Variant | None = None  # that of the patch which has the target
-    content: object = None  # variant and options of the patch: where they differ, the chain is built anew
+    wiring: Variant | None = None  # the variant that names the target
+    content: object = None  # variant and options of the patch; a change rebuilds the chain
 
     @property
     def alone(self) -> bool:
-        """Whether upstream's object is another module's own, which holds it under other names in its own right."""
+        """Whether upstream's object belongs to another module, so that its other names are no aliases."""
         return self.wiring is not None and self.target in self.wiring.alone
 
     @property
     def added(self) -> bool:
-        """Whether upstream may lack the name: `inner` is MISSING then, and the factory makes what stands there."""
+        """Whether upstream may lack the name. Then `inner` is MISSING, and the factory creates the object."""
         return self.wiring is not None and self.target in self.wiring.added
 
 
 class Slot(Record):
-    """One name shim wrote: what it held before (MISSING: nothing of its own), and what shim put there last."""
+    """One name that shim wrote: its object before (MISSING: none), and the object that shim wrote last."""
 
     owner: Any
     name: str
@@ -80,26 +80,26 @@ class Slot(Record):
 
 
 class Lost(Record):
-    """A name shim no longer governs, mostly because somebody else replaced it: left alone, never taken back."""
+    """A name that shim no longer governs, mostly because somebody else replaced the object. shim leaves it alone."""
 
     slot: Slot
     why: str
-    partner: Key | None = None  # the place whose loss is the reason, where this one was not replaced itself
+    partner: Key | None = None  # the lost place that is the reason, if this one was not replaced itself
 
     def __str__(self) -> str:
         return f"{self.slot} {self.why}"
 
 
 class Chain(Record):
-    """The patches on one target, in order, above the object that was there before."""
+    """The layers on one target, in order, above the object that was there before."""
 
     target: str
     owner: Any
     name: str
     base: Any  # as in the owner's dictionary, or as inherited
-    top: Any  # what stands on the target now, as in the dictionary
+    top: Any  # the object on the target now, as in the owner's dictionary
     layers: tuple[Layer, ...] = ()
-    borrowed: bool = False  # others hold `top` in their own right, so that its further places are not ours to rebind
+    borrowed: bool = False  # `top` belongs to someone else, so its aliases are not rebound
 
     @property
     def key(self) -> Key:
@@ -125,7 +125,7 @@ def replaced_by(value: Any) -> str:
 
 
 def found_by_name(value: Any) -> bool:
-    """Whether `value` is what its own module and qualified name lead to: not made by a factory, but there before."""
+    """Whether the module and qualified name of `value` lead back to `value`. If so, no factory made it."""
     found: Any = sys.modules.get(getattr(value, "__module__", None) or "")
     for part in getattr(value, "__qualname__", "").split("."):
         if not issubclass(type(found), (types.ModuleType, type)):
@@ -137,4 +137,4 @@ def found_by_name(value: Any) -> bool:
 Change = tuple[Chain, Chain]  # before and after
 
 
-Imported = tuple[str, Iterable[str]]  # a module just imported, and the modules that can hold its new objects already
+Imported = tuple[str, Iterable[str]]  # a module just imported, and the modules that may already hold its new objects

@@ -1,4 +1,4 @@
-"""Conflicts: patches that are not bound because somebody else's object stands on one of their targets already."""
+"""Conflicts: patches that are not bound because somebody else's object stands on one of their targets."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["require_none", "warnings_for", "with_conflicts"]
 
 
 def with_conflicts(plan: Plan, binder: Binder) -> Plan:
-    """The plan with every patch turned to ``conflict`` whose target somebody else holds, and back where nobody does.
+    """The plan with each patch in ``conflict`` if somebody else's object stands on a target, and out of it otherwise.
 
-    The very plan where that changes nothing.
+    Returns the same plan object if nothing changes.
     """
     decisions = {id: decision.displaced or decision for id, decision in plan.decisions.items()}
     for id, decision in list(decisions.items()):
@@ -31,9 +31,9 @@ def with_conflicts(plan: Plan, binder: Binder) -> Plan:
 
 
 def _conflict(decision: Decision, plan: Plan, binder: Binder) -> str:
-    """Whose object sits on a target of a patch that is about to be bound; "" where nobody's does."""
+    """The foreign object on a target of a patch that is about to be bound, in words; "" if there is none."""
     for target in decision.targets:
-        # What is bound was looked at then; what has replaced it since is found lost.
+        # A bound target was checked when it was bound. An object that replaced it since is found as lost.
         if target in binder.chains or binder.loaded(split_target(target)[0]) is None:
             continue
         try:
@@ -52,7 +52,7 @@ def _conflict(decision: Decision, plan: Plan, binder: Binder) -> str:
 
 
 def require_none(plan: Plan, module: str | None) -> None:
-    """NotMetError where a required patch is in conflict, in `module` where one is given, which was just imported."""
+    """NotMetError if a required patch is in conflict. `module`: look only at patches of this just imported module."""
     for id in plan.options.require:
         decision = plan[id]
         if decision.action == "conflict" and (module is None or module in decision.modules):
@@ -60,7 +60,7 @@ def require_none(plan: Plan, module: str | None) -> None:
 
 
 def warnings_for(plan: Plan) -> Iterator[str]:
-    """A text for every correctness patch that cannot be applied."""
+    """One warning for each correctness patch that cannot be applied."""
     for decision in plan.decisions.values():
         if decision.kind == "correctness" and decision.action in ("drifted", "conflict"):
             yield (

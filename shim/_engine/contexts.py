@@ -1,4 +1,4 @@
-"""Open `with shim.patched()` blocks: which may be open at once, and what is in force again when one ends."""
+"""Open `with shim.patched()` blocks: which blocks may overlap, and which plan each end restores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REMEDY = "Remedy: let it end first, or use the same arguments in both, or call s
 
 
 class Context:
-    """One block: the plan it asks for, the plan it found in force, and the thread and task that began it."""
+    """One block: its plan, the plan in force before it, and the thread and task that entered it."""
 
     def __init__(self) -> None:
         self.thread, self.task = threading.get_ident(), current_task()
@@ -25,22 +25,22 @@ class Context:
         self.beneath: Plan | None = None
 
     def is_around(self, thread: int, task: Any) -> bool:
-        """Whether what runs in `thread` and `task` runs within the block, or while whoever began it waits."""
-        # Outside of tasks, the block is further down the stack of the thread. A task that is done was a fixture's.
+        """Whether code in `thread` and `task` runs inside the block, or while the task that entered it waits."""
+        # Outside of tasks, the block is further down this thread's stack. A finished task belonged to a test fixture.
         return self.thread == thread and (self.task is None or self.task is task or self.task.done())
 
 
 class Contexts:
-    """The open blocks, oldest first. Whoever calls holds the engine's lock.
+    """The open blocks, oldest first. Callers hold the engine's lock.
 
-    Patches are of the process, so blocks nest, but cannot differ from each other at the same time.
+    Patches belong to the process. So blocks may nest, but blocks of different threads or tasks must ask for the same.
     """
 
     def __init__(self) -> None:
         self._open: list[Context] = []
 
     def enter(self, context: Context, wanted: Plan, in_force: Plan | None) -> None:
-        """Open a block; OptionError where another thread or task has one open that asks for something else."""
+        """Open a block. OptionError if another thread or task has an open block with another plan."""
         if not self._all_around() and not all(_same(wanted, other.plan) for other in self._open):
             raise OptionError(
                 "shim.patched() cannot begin, because another thread or task is within a shim.patched() with other "
@@ -50,7 +50,7 @@ class Contexts:
         self._open.append(context)
 
     def refuse_from_outside(self, what: str) -> None:
-        """OptionError where a block is open that whoever calls is not in: its end would undo the call."""
+        """OptionError if a block is open that the caller is not inside: the end of the block would undo the call."""
         if not self._all_around():
             raise OptionError(
                 f"shim.{what}() cannot be called while another thread or task is within shim.patched(), because the "
@@ -58,7 +58,7 @@ class Contexts:
             )
 
     def leave(self, context: Context) -> bool:
-        """Close a block; whether what it found is to be in force again. If not, the block above it gives that back."""
+        """Close a block. Returns whether its earlier plan returns now; if not, the next block restores that plan."""
         place = self._open.index(context) if context in self._open else None
         if place is None:
             return False

@@ -1,8 +1,8 @@
-"""What is to be logged while nobody may log: it waits until the engine's lock is free.
+"""Log messages that wait until the engine's lock is free.
 
-A handler of logging may wait for another thread, and that thread for the engine. So under the engine's lock, and while
-importlib asks finders for a module, texts are queued here. The queue needs no lock of its own: a deque appends and pops
-atomically, and `said` is changed under the engine's lock only.
+A logging handler may wait for another thread while that thread waits for the engine. So messages are queued here while
+the engine's lock is held, and while importlib asks finders for a module. The queue needs no lock: a deque appends and
+pops atomically, and `said` changes under the engine's lock only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def logger() -> logging.Logger:
 
 
 class DeferredLog:
-    """The queue, and what was warned of already."""
+    """The queue, and the warnings queued so far."""
 
     def __init__(self) -> None:
         self.said: set[str] = set()
@@ -43,14 +43,14 @@ class DeferredLog:
         self._waiting.append((_WARNING, text))
 
     def warn_once(self, texts: Iterable[str]) -> None:
-        """Queue what was not queued before."""
+        """Queue each text once in the process."""
         for text in texts:
             if text not in self.said and len(self.said) < _SAID_LIMIT:
                 self.said.add(text)
                 self.warn(text)
 
     def flush(self) -> None:
-        """Log what waits; called without the lock, and not while importlib asks for a module."""
+        """Log the queued messages. Called without the lock, and not while importlib asks finders for a module."""
         while True:
             try:
                 level, text = self._waiting.popleft()
@@ -60,7 +60,7 @@ class DeferredLog:
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """What this thread logs meanwhile waits too: factories of patches log, and know no lock."""
+        """Queue everything this thread logs in the block: factories of patches log under the lock unawares."""
         thread = threading.get_ident()
 
         def keep(record: logging.LogRecord) -> bool:

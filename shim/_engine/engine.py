@@ -1,16 +1,16 @@
 """The engine: one object that holds all state of shim in a process, and keeps the process in step with the plan.
 
-What holds whenever `lock` is free:
-- `plan` is the plan in force, with its conflicts found; None where nothing is wanted.
-- The binder's chains are what the plan wants in all modules that have run to the end, without the patches in `failed`.
-  Exceptions are modules that `watch` has as late, which catch_up() brings up to date.
-- What `watch`, `stand_ins` and `variables` have follows from the plan; the import hook is installed if there is
-  something to watch.
-- `factories` has those of the plan at most; what other patches keep has ended, or is told of until it can end.
+Invariants whenever `lock` is free:
+- `plan` is the plan in force, conflicts included; None if nothing is wanted.
+- The binder's chains match the plan in all modules that have run to the end, without the patches in `failed`. Modules
+  in `watch.late` are the exception; catch_up() brings them up to date.
+- `watch`, `stand_ins` and `variables` follow from the plan. The import hook is installed if there is a module to watch.
+- `factories` has factories of the plan only. Everything else that patches hold has ended, or is reported until it can
+  end.
 
-`lock` guards every field, and is held while the binder writes. Under it nobody imports, logs, or asks finders: another
-thread may hold an import lock, or the lock of a logging handler, and wait for this one. What is to be logged waits in
-`deferred`. `wants` is asked for every import of the process and takes no lock.
+`lock` guards every field, and is held while the binder writes. No code imports, logs or asks finders under `lock`:
+another thread may hold an import lock, or the lock of a logging handler, while it waits for `lock`. Messages wait in
+`deferred` instead. `wants` runs for every import of the process and takes no lock.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ __all__ = ["ENGINE", "Engine"]
 
 
 class Engine:
-    """Brings the process to a plan, keeps it there while modules are imported, and says what is.
+    """Brings the process to a plan, keeps it there while modules are imported, and reports the state.
 
-    `_api` asks `plan`, `find_conflicts`, `adopt`, `release`, `catch_up`, `report`, `check`, `warn` and `new_sources`.
+    `_api` uses `plan`, `find_conflicts`, `adopt`, `release`, `catch_up`, `report`, `check`, `warn` and `new_sources`.
     """
 
     def __init__(self) -> None:
@@ -61,40 +61,40 @@ class Engine:
         self.checked = Checked()
         self.plan: Plan | None = None
         self.last: Plan | None = None  # the last plan that was wanted
-        self.adoptions = 0  # how often a plan was to come in force
-        self.failed: dict[str, str] = {}  # by patch, why it could not be bound under this plan
+        self.adoptions = 0  # how many times adopt() or release() set out to change the plan
+        self.failed: dict[str, str] = {}  # patch -> why it could not be bound under this plan
         self.watch = Watch(ImportHook(self.wants, self.before_import, self.after_import))
         self._sources: Sources | None = None
 
     # Plans
 
     def new_sources(self, known: Callable[..., Any]) -> Sources:
-        """Sources for a new plan, which know what those of the last plan have read. `known`: see Sources."""
+        """Sources for a new plan. They reuse what the last plan's Sources have read. `known`: see Sources."""
         self._sources = Sources(before=self._sources, known=known)
         return self._sources
 
     def find_conflicts(self, plan: Plan) -> Plan:
-        """The plan as it would be if it were adopted now."""
+        """The plan with the conflicts that adopt() would find now."""
         with self.lock:
             return with_conflicts(plan, self.binder)
 
     def warn(self, texts: Iterable[str]) -> None:
-        """Warn of each of these once in the process."""
+        """Log each text as a warning, once in the process."""
         with self.lock:
             self.deferred.warn_once(texts)
         self.deferred.flush()
 
     def beneath(self, value: Any) -> Any:
-        """`value`, or where it is a wrapper of shim's what was there before it."""
+        """The object beneath `value` if `value` is a wrapper of shim's, else `value`."""
         with self.lock:
             return self.binder.wrappers.beneath(value)
 
     # Adopting a plan
 
     def adopt(self, wanted: Plan | None, context: Context | None = None) -> None:
-        """Make `wanted` the plan in force (None: nothing is wanted); on any error the plan before it stays.
+        """Make `wanted` the plan in force (None: nothing is wanted). After an error the earlier plan stays in force.
 
-        context: the with-block that it is for, until `release`.
+        context: the with-block that the plan belongs to, until `release`.
         """
         try:
             if wanted is not None:
@@ -105,7 +105,7 @@ class Engine:
                 self._load_and_switch(wanted, context)
             except BaseException:
                 try:
-                    self._bring_up_to_date()  # to the plan before, where the writes were done when an interrupt came
+                    self._bring_up_to_date()  # to the earlier plan: an interrupt may come after the writes
                 except ShimError as error:
                     logger().warning("what was applied before could not be restored as a whole: %s", error)
                 raise
@@ -117,9 +117,9 @@ class Engine:
             self._finish()
 
     def _load_and_switch(self, wanted: Plan | None, context: Context | None) -> None:
-        """Load the factories that are needed at once, and switch when none is missing any more.
+        """Load the needed factories, then switch. Loops until no factory is missing.
 
-        Patch modules are imported without the lock, so another thread may import a target meanwhile.
+        Patch modules are imported without the lock, so another thread may import a further target meanwhile.
         """
         postponed: set[str] = set()
         while True:
@@ -131,7 +131,7 @@ class Engine:
             postponed |= self.factories.load(wanted, postponed, self.binder.loaded)
 
     def _switch(self, wanted: Plan | None, context: Context | None) -> None:
-        """Find conflicts, and where what is required is met all the same, bind and take off; all or nothing."""
+        """Find conflicts, check the requirements again, then bind and unbind; all or nothing."""
         plan = None if wanted is None else self._with_conflicts(wanted)
         if plan is not None and plan is not wanted:
             enforce(plan)
@@ -153,9 +153,9 @@ class Engine:
             raise
 
     def release(self, context: Context) -> None:
-        """End a with-block: what it found in force is so again, unless another block is open that asks for the same.
+        """End a with-block: its earlier plan is in force again, unless another block with the same plan is open.
 
-        Asks neither for the requirements nor for the lock of what it found anew: they were met when that was applied.
+        Requirements and the lock file are not checked again: the earlier plan met them when it was applied.
         """
         if context.beneath is not None:
             self.watch.wait_for(context.beneath, self.binder.loaded)
@@ -171,7 +171,7 @@ class Engine:
             self._finish()
 
     def _follow(self, plan: Plan | None) -> None:
-        """Make `plan` the plan in force, and all that follows from it, but for what is bound."""
+        """Make `plan` the plan in force, with stand-ins, variables and watched modules. Binds nothing."""
         self.plan = plan
         self.last = plan or self.last
         if plan is None:
@@ -183,13 +183,13 @@ class Engine:
     def _bring_up_to_date(
         self, imported: Imported | None = None, only_if_changed: bool = False, may_load: bool = True
     ) -> bool:
-        """Bind and take off what the plan in force asks for in modules that have run; BindError names a failing patch.
+        """Bind and unbind as the plan in force asks, in modules that have run. BindError names the failed patch.
 
-        Loops because the patch modules are imported without the lock, and the plan may change meanwhile, and because
-        the patches that do not fail are bound all the same.
+        Loops for two reasons: patch modules are imported without the lock, so the plan may change meanwhile, and after
+        one patch fails the others are still bound. Returns whether everything was done.
 
-        imported: see Binder.commit.    only_if_changed: leave all as it is where no conflict has come or gone.
-        may_load: whether patch modules may be imported. Returns whether all was done.
+        imported: see Binder.commit.    only_if_changed: change nothing unless a conflict has come or gone.
+        may_load: whether patch modules may be imported.
         """
         first: BindError | None = None
         postponed: set[str] = set()
@@ -201,7 +201,7 @@ class Engine:
                         found = None if plan is None else self._with_conflicts(plan)
                         done = found is None or not self._misses(found, but)
                         if done or not may_load:
-                            found = found if done else plan  # a conflict that has ended waits
+                            found = found if done else plan  # leave an ended conflict for later
                             if found is not plan:
                                 self._follow(found)
                             if found is not plan or not only_if_changed:
@@ -212,11 +212,11 @@ class Engine:
                         plan = found
                 if plan is not None:
                     postponed |= self.factories.load(plan, but, self.binder.loaded)
-                    only_if_changed = False  # what has waited for its factories is bound with them
+                    only_if_changed = False  # patches that waited for these factories are bound now
             except BindError as error:
                 if error.patch is None or error.patch in self.failed:
                     raise
-                # The whole patch is taken off, also where earlier imports had bound it.
+                # The whole patch is unbound, also from targets that were bound at earlier imports.
                 with self.lock:
                     self.failed[error.patch] = str(error)
                 first, only_if_changed = first or error, False
@@ -225,7 +225,7 @@ class Engine:
         return done
 
     def _with_conflicts(self, plan: Plan) -> Plan:
-        """The one place that looks for conflicts of a plan that is or comes in force."""
+        """The plan with its conflicts. Plans get conflicts here only, apart from find_conflicts()."""
         found = with_conflicts(plan, self.binder)
         if found is not plan:
             self.deferred.warn_once(warnings_for(found))
@@ -235,8 +235,8 @@ class Engine:
         return any(True for _ in self.factories.missing(plan, but, self.binder.loaded))
 
     def _commit(self, imported: Imported | None = None) -> None:
-        """Have the binder write what the plan in force asks for, as far as its factories are loaded."""
-        # Asked before anything is looked at: what another thread imports meanwhile is still to be bound.
+        """Let the binder write the layers of the plan in force whose factories are loaded."""
+        # Asked before the commit: a module that another thread imports meanwhile counts as late.
         late = frozenset(name for name in self.watch.targets if self.binder.loaded(name) is None)
         layers = self.factories.layers(self.plan, self.failed)
         with self.deferred.deferring() if layers else nullcontext():
@@ -247,7 +247,7 @@ class Engine:
         self.watch.late = late
 
     def _finish(self) -> None:
-        """What is left to do once the lock is free, whether it went well or not."""
+        """Clean up after adopt() and release(), also after an error: end what patches hold, and log."""
         with self.lock:
             self.watch.tidy()
             self.factories.keep_only(self.plan, self.failed)
@@ -258,12 +258,12 @@ class Engine:
 
     def wants(self, module: str) -> bool:
         """Whether the import hook is to act on the import of a module."""
-        # Asked for every import of the process, so without the lock, and with no more work than this.
-        # Not while a patch module is being found: catching up may import that very module, and load it twice.
+        # This runs for every import of the process, so it takes no lock and does little work. It does not catch up
+        # while a patch module is being imported: catching up may import the same module a second time.
         watch = self.watch
         if sys.modules.keys().isdisjoint(watch.late) or self.factories.loading or module in watch.patches:
             return module in watch.watched
-        # What cannot be done here is done when this module has run.
+        # True if work is left: after_import() does it when this module has run.
         return not self._catch_up(may_load=False) or bool(self.deferred) or module in watch.watched
 
     def before_import(self, module: ModuleType) -> None:
@@ -278,13 +278,13 @@ class Engine:
             self.watch.late -= {name}
             self.binder.renew(module)
             for id in [id for id in self.failed if self.plan and name in self.plan[id].modules]:
-                del self.failed[id]  # each import of a target tries again, and raises again
+                del self.failed[id]  # each import of a target tries the patch again, and raises again
         try:
             self._bring_up_to_date((name, [name, *meanwhile]))
         except BaseException:
             with self.lock:
                 self.binder.modules.executed.discard(name)
-                if self.binder.loaded(name) is None:  # it is not being reloaded, so it leaves sys.modules
+                if self.binder.loaded(name) is None:  # not a reload: importlib removes the module from sys.modules
                     self.binder.abandon(name)
             raise
         finally:
@@ -293,8 +293,11 @@ class Engine:
             self.deferred.flush()
 
     def catch_up(self) -> None:
-        """Bind target modules that were half imported at apply(), or that came in past the hook, look for aliases in
-        modules that were half imported when they were looked for, and bind what a foreign object is gone from."""
+        """Do the work that had to wait.
+
+        Bind targets in modules that were half imported at apply() or came past the hook. Look for aliases in modules
+        that were half imported at the last search. Bind targets that a foreign object has left.
+        """
         try:
             self._catch_up()
         finally:
@@ -302,10 +305,10 @@ class Engine:
             self.deferred.flush()
 
     def _catch_up(self, may_load: bool = True) -> bool:
-        """See catch_up. Returns whether all was done.
+        """See catch_up. Returns whether everything was done.
 
-        may_load: not within the search for a module. There importlib holds a lock of the whole process, and whoever
-        imports a patch module meanwhile waits for it.
+        may_load: whether patch modules may be imported. False while importlib searches for a module, because importlib
+        then holds a lock of the whole process, which another thread's import of a patch module waits for.
         """
         with self.lock:
             if not may_load and self.plan is not None and self._misses(self.plan, self.failed):
@@ -314,12 +317,12 @@ class Engine:
             due = bool(ready or self.binder.modules.overdue() or self.binder.places.given_back())
         return self._bring_up_to_date(only_if_changed=not due, may_load=may_load)
 
-    # What is
+    # Reports
 
     def report(self, otherwise: Callable[[], Plan]) -> Report:
-        """The state of every patch at this moment, also on the models that `check` looked at last and that still live.
+        """The state of every patch now, also on the models of the last `check` that still live.
 
-        otherwise: makes the plan that is shown where there was none.
+        otherwise: makes a plan to report on if there has been none.
         """
         self.catch_up()
         models = self.checked.living()
@@ -327,9 +330,9 @@ class Engine:
         return with_findings(report, models, plan, self.binder, raising=False)
 
     def check(self, models: list[Any] | None, plan: Plan) -> Report:
-        """The same for these models, or those that were checked last; errors of patches that look at them are raised.
+        """The report for these models (None: those of the last check). Raises errors of the patches' own checks.
 
-        plan: the one in force, for where another thread reverts it meanwhile.
+        plan: the plan in force, used if another thread reverts it meanwhile.
         """
         if models is not None:
             self.checked.remember(models)
@@ -345,7 +348,7 @@ class Engine:
             return read_report(plan, self.binder, failed, held), plan
 
     def _held(self) -> dict[str, tuple[str, ...]]:
-        """By patch id what it keeps in the process at this moment, in words. Called without the lock."""
+        """Patch id -> what the patch holds in the process now, in words. Called without the lock."""
         found: dict[str, tuple[str, ...]] = {}
         with self.lock:
             variables = list(self.variables.held())
@@ -364,6 +367,6 @@ def _failure(error: BindError, plan: Plan | None) -> BindError:
     )
 
 
-# The engine of this process. All that shim remembers is in it, but for what shim.config_override, which works without
-# apply(), has entered (shim._config_override.recompute).
+# The engine of this process. It holds all of shim's state, except the entered overrides of shim.config_override, which
+# works without apply() (shim._config_override.recompute).
 ENGINE = Engine()

@@ -1,4 +1,4 @@
-"""The factories of patches: imported when a target is loaded, dropped when no plan needs them, with what they keep."""
+"""The factories of patches: loaded when a target is imported, dropped when no plan needs them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shim._planning.plan import Decision, Plan
 
 __all__ = ["Factories"]
 
-# What factories depend on: patch, variant, options and targets.
+# The key of factories: patch, variant, options and targets.
 _Content = tuple[str, "str | None", str, tuple[str, ...]]
 
 
@@ -25,7 +25,7 @@ def _content(decision: Decision) -> _Content:
 
 
 class _Entry(NamedTuple):
-    """What a patch keeps, and the factories with which it was made."""
+    """What a patch holds, and the factories it came with."""
 
     content: _Content
     factories: Mapping[str, Any]
@@ -33,23 +33,23 @@ class _Entry(NamedTuple):
 
 
 class _Loading(threading.local):
-    """Whether this thread is importing patch modules, whose own imports are no occasion to import others of them."""
+    """Whether this thread is importing a patch module. Imports inside it then load no further patch modules."""
 
     active = False
 
 
 class Factories:
-    """Factories by what they depend on. Fields are read and changed under `lock`, the engine's.
+    """Factories by their key. Fields are read and changed under `lock`, the engine's lock.
 
-    Patch modules are imported without the lock, because an import may wait for another thread. Two threads may so load
-    the factories of one patch at once; those that come later hold, and what the others keep ends.
+    Patch modules are imported without the lock, because an import may wait for another thread. So two threads may load
+    the factories of one patch at once. The later factories count, and what the earlier ones hold ends.
     """
 
     def __init__(self, lock: threading.RLock, deferred: DeferredLog) -> None:
         self._lock = lock
         self._log = deferred
         self._made: dict[_Content, Mapping[str, Any]] = {}
-        self._kept: list[_Entry] = []  # of the patches in `_made`, and what could not end with theirs yet
+        self._kept: list[_Entry] = []  # of the factories in `_made`, and of dropped ones that could not end yet
         self._loading = _Loading()
 
     def __len__(self) -> int:
@@ -60,7 +60,7 @@ class Factories:
         return self._loading.active
 
     def missing(self, plan: Plan, but: Collection[str], loaded: Callable[[str], object]) -> Iterator[Decision]:
-        """The patches that are needed now and whose modules have not been asked for their factories.
+        """The patches that are needed now and whose factories are not loaded.
 
         but: ids that are not needed.    loaded: whether a module has run to the end.
         """
@@ -71,10 +71,10 @@ class Factories:
                 yield decision
 
     def load(self, plan: Plan, but: Collection[str], loaded: Callable[[str], object]) -> set[str]:
-        """Import the patch modules that are needed now; called without the lock. BindError names what fails.
+        """Import the patch modules that are needed now. Called without the lock. BindError names the failing patch.
 
-        Returns ids of patches whose module imports a target itself, and this is that import: whoever imports the patch
-        binds it in the end.
+        Returns the ids of patches that must wait: this call runs inside the import of their module, which imports a
+        target. Whoever imports that module binds the patch in the end.
         """
         postponed = set()
         for decision in self.missing(plan, but, loaded):
@@ -103,7 +103,7 @@ class Factories:
         return postponed
 
     def layers(self, plan: Plan | None, but: Collection[str]) -> dict[str, tuple[Layer, ...]]:
-        """The layers of each target, innermost first: the order of the plan, which is that of the matrix."""
+        """Target -> layers, innermost first, in the order of the plan, which is that of the matrix."""
         wanted: dict[str, tuple[Layer, ...]] = {}
         for decision in () if plan is None else plan.decisions.values():
             content = _content(decision)
@@ -116,17 +116,17 @@ class Factories:
         return wanted
 
     def keep_only(self, plan: Plan | None, but: Collection[str]) -> None:
-        """Drop the factories of patches that are not applied, so that what only they hold on to is freed."""
+        """Drop the factories of patches that are not applied, so that objects which only they reference are freed."""
         wanted = [] if plan is None else [d for d in plan.decisions.values() if d.wanted and d.id not in but]
         needed = {_content(decision) for decision in wanted}
         self._made = {content: factories for content, factories in self._made.items() if content in needed}
 
-    # What patches keep besides
+    # What patches hold besides functions
 
     def end_kept(self) -> None:
-        """End what patches keep whose factories were dropped. Called without the lock: a patch may have its own.
+        """Free what a patch holds once its factories were dropped. Called without the lock: a patch may have its own.
 
-        What cannot end yet, because something still uses it, is asked again at the next occasion.
+        Whatever is still in use and cannot end yet is tried again at the next call.
         """
         with self._lock:
             over = [entry for entry in self._kept if self._made.get(entry.content) is not entry.factories]
@@ -134,7 +134,7 @@ class Factories:
             if entry.kept.release is not None:
                 try:
                     entry.kept.release()
-                except Exception as error:  # noqa: BLE001 - one patch must not keep what others hold from being freed
+                except Exception as error:  # noqa: BLE001 - an error of one patch must not keep others from being freed
                     text = f"{entry.content[0]} could not end what it keeps: {type(error).__name__}: {error}"
                     with self._lock:
                         self._log.warn_once([text])
@@ -143,7 +143,7 @@ class Factories:
             self._kept = [entry for entry in self._kept if id(entry) not in ended]
 
     def held(self) -> Iterator[tuple[str, str]]:
-        """(patch, what it keeps at this moment, in words). Called without the lock."""
+        """Pairs of a patch and what it holds now, in words. Called without the lock."""
         with self._lock:
             kept = list(self._kept)
         for entry in kept:
@@ -155,5 +155,5 @@ class Factories:
 def _told(kept: Kept) -> str:
     try:
         return kept.tells()
-    except Exception as error:  # noqa: BLE001 - status() tells of the error in the place of what is kept
+    except Exception as error:  # noqa: BLE001 - status() reports the error instead
         return f"something that cannot be told: {type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Whether the object on a target is upstream's own, or somebody else's patch."""
+"""Whether the object on a target is upstream's own or somebody else's patch."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["describe", "foreign_on"]
 
 
 def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
-    """Whether it is one in truth: isinstance asks the object, and a proxy passes for what it wraps."""
+    """Whether the type of `value` is a `kind`. isinstance would also accept a proxy."""
     return issubclass(type(value), kind)
 
 
 def describe(value: Any) -> str:
-    """Where an object comes from, for people: module, name and file."""
+    """Module, name and file of an object, for messages."""
     if not _is(value, (types.FunctionType, types.BuiltinFunctionType, type)):
         kind = type(value)
         text = f"{kind.__module__}.{kind.__qualname__}"
-        # What it does: the function of a wrapt.FunctionWrapper, of a partial, or of a property.
+        # The function inside a wrapt.FunctionWrapper, a partial or a property says more than the type.
         names = ("_self_wrapper", "func", "fget")
         inner = next((found for name in names if _is(found := getattr(value, name, None), types.FunctionType)), None)
         return text if inner is None else f"{text} with {describe(inner)}"
@@ -38,7 +38,7 @@ def describe(value: Any) -> str:
 
 
 def _layers(value: Any) -> Iterator[Any]:
-    """The object and what it wraps, as functools.wraps records it."""
+    """The object and the objects it wraps, as functools.wraps records them."""
     seen: set[int] = set()
     while value is not None and id(value) not in seen:
         seen.add(id(value))
@@ -54,36 +54,36 @@ def _is_from(value: Any, path: str, found: list[Definition]) -> bool:
 
 
 def _is_plainly(value: Any, path: str, module: str, qualname: str) -> bool:
-    """Whether it is upstream's own by what it says itself. To parse the file would be most of the time of apply()."""
+    """Whether names and file alone prove the object upstream's own. Parsing would take most of apply()'s time."""
     if _is(value, property):
         value = value.fget
     if _is(value, type):
         return bool(value.__module__ == module and value.__qualname__ == qualname)
-    # Byte code keeps the qualified name from Python 3.11 on, which no decorator copies to a wrapper.
+    # From Python 3.11 on byte code has the qualified name, which no decorator copies to a wrapper.
     name = getattr(value.__code__, "co_qualname", None) if _is(value, types.FunctionType) else None
     return name == qualname and _is_of_file(value, path)
 
 
 def _is_of_file(function: types.FunctionType, path: str) -> bool:
-    # Byte code keeps the path it was imported by, which may be another spelling of the same file.
+    # Byte code has the path it was imported by, which may be another spelling of the same path.
     made_in = function.__code__.co_filename
     return made_in == path or os.path.realpath(made_in) == os.path.realpath(path)
 
 
 def _is_wrapped(definition: Definition) -> bool:
-    """Whether a decorator may have put something else in the place of the function that stands in the source."""
+    """Whether a decorator may have replaced the function in the source by another object."""
     plain = ("staticmethod", "classmethod", "property", "setter", "getter", "deleter", "abstractmethod")
     decorators = getattr(definition.node, "decorator_list", ())
     return any((getattr(d, "attr", None) or getattr(d, "id", None)) not in plain for d in decorators)
 
 
 def _may_come_of(value: Any, module: str, found: list[Definition]) -> bool:
-    """Whether upstream's own decorators can have made `value`: its code is upstream's or that of a decorator's package.
+    """Whether upstream's decorators may have made `value`: its code is from upstream's or a decorator's package.
 
-    True also where a decorator cannot be resolved.
+    True also if a decorator cannot be resolved.
     """
     if _is(value, functools.partial):
-        return False  # which a decorator of functools would be taken to have left
+        return False  # else any functools decorator would explain a partial
     namespace = vars(sys.modules[module]) if module in sys.modules else {}
     packages = {_package(module)}
     for definition in found:
@@ -99,9 +99,9 @@ def _may_come_of(value: Any, module: str, found: list[Definition]) -> bool:
 
 
 def _home_of(value: Any) -> str:
-    """The module that a decorator, or what it is an attribute of, comes from."""
+    """The module that defines a decorator, or the object whose attribute the decorator is."""
     if _is(value, types.ModuleType):
-        return str(namespace_of(value)["__name__"])  # an attribute read would wake a lazy module
+        return str(namespace_of(value)["__name__"])  # an attribute read would load a lazy module
     return str(getattr(value, "__module__", None) or type(value).__module__)
 
 
@@ -111,11 +111,11 @@ def _package(module: str) -> str:
 
 
 def foreign_on(target: str, value: Any, sources: Sources) -> str:
-    """Say whose object sits on `target`, or return "" where it is upstream's own (or nothing can be said).
+    """The foreign object on `target`, in words; "" if the object is upstream's own or its origin is unknown.
 
-    Upstream's own is a function or property whose code stands in the file and at the lines of the target's
-    definition. Where the definition has decorators, what they wrap is compared, and the outermost object must be of
-    upstream's package, or of that of a decorator. Of what a module has imported or computed nothing can be said.
+    A function or property is upstream's own if its code is in the file and at the lines of the target's definition. If
+    the definition has decorators, the wrapped functions are compared, and the outermost object must be from upstream's
+    package or from a decorator's. The origin of names that a module imports or computes is unknown.
     """
     module, qualname = split_target(target)
     try:
@@ -138,7 +138,7 @@ def foreign_on(target: str, value: Any, sources: Sources) -> str:
         layers = list(_layers(value))
         if not _may_come_of(value, module, found):
             return describe(value)
-        # Of what hides what it wraps nothing can be said.
+        # An object that hides the function it wraps has an unknown origin.
         hidden = not _is(value, types.FunctionType) and len(layers) == 1
         return "" if hidden or any(_is_from(layer, path, found) for layer in layers) else describe(value)
     return "" if _is_from(value, path, found) else describe(value)

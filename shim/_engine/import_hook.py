@@ -1,4 +1,4 @@
-"""The import hook: lets the engine act right before and right after the code of a module runs, within its import."""
+"""The import hook: lets the engine act just before and just after the code of a module runs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["ImportHook"]
 
 
 class _HookedLoader:
-    """Stands in for the real loader only while the module's code runs; afterwards no trace of it is left.
+    """Replaces the real loader until the module's code runs, and leaves no trace.
 
-    Not of importlib.abc.Loader, whose import takes longer than that of the rest of the engine.
+    It does not derive from importlib.abc.Loader, whose import takes longer than that of the rest of the engine.
     """
 
     def __init__(self, loader: Any, hook: ImportHook) -> None:
@@ -41,16 +41,16 @@ class _HookedLoader:
         module.__loader__ = self._loader
         known = set(sys.modules)
         was_lazy = is_lazy(module)
-        if not isinstance(self._loader, importlib.util.LazyLoader):  # which runs no code yet
+        if not isinstance(self._loader, importlib.util.LazyLoader):  # a LazyLoader runs no code yet
             self._hook.before(module)
         self._loader.exec_module(module)
         if is_lazy(module) and not was_lazy:
-            # The loader was importlib.util.LazyLoader: no code has run yet, and an attribute read would run it.
+            # The loader was importlib.util.LazyLoader. No code has run yet, and an attribute read would run it.
             self._hook.adopt_lazy(module)
             return
-        # Someone may load a copy of the module for himself; what everybody imports is the one in sys.modules.
+        # Somebody may load a private copy of the module. Imports get the module in sys.modules.
         if sys.modules.get(name) is module:
-            # Only modules that came up meanwhile, or are still coming up, can have taken an alias already.
+            # Only modules imported meanwhile, or half imported now, can already hold an alias.
             meanwhile = [
                 name for name in list(sys.modules) if name not in known or is_initialising(sys.modules.get(name))
             ]
@@ -58,12 +58,12 @@ class _HookedLoader:
 
 
 class ImportHook:
-    """A finder in front of sys.meta_path that wraps the loader of modules `wants(name)` is true of.
+    """A finder in front of sys.meta_path that wraps the loaders of those modules that `wants` accepts.
 
-    `before(module)` runs just before the module's code, also where it is run again or in a copy somebody loads for
-    himself. `after(module, names)` runs just after it, `names` being the modules that were imported meanwhile.
-    An exception in `after` makes the import raise, each time: importlib takes the module out of sys.modules and never
-    binds it in its parent.
+    `before(module)` runs just before the module's code, also for a reload and for a private copy of the module.
+    `after(module, names)` runs just after the code; `names` are the modules imported meanwhile or half imported.
+    An exception in `after` makes every import of the module raise: importlib removes the module from sys.modules and
+    never binds it in its parent.
     """
 
     is_shim_finder = True
@@ -87,24 +87,24 @@ class ImportHook:
                 continue
             spec: ModuleSpec | None = look(name, path, target)
             if spec is not None:
-                # Built-in and frozen modules have a class for a loader, and run no code that could be waited for.
+                # The loader of built-in and frozen modules is a class, and runs no code to wait for.
                 if hasattr(spec.loader, "exec_module") and not isinstance(spec.loader, type):
                     spec.loader = _HookedLoader(spec.loader, self)  # type: ignore[assignment]
                 return spec
         return None
 
     def adopt_lazy(self, module: ModuleType) -> None:
-        """Hook a module of importlib.util.LazyLoader that is in sys.modules but whose code has not run."""
+        """Hook a lazy module: it is in sys.modules, but its code has not run."""
         spec = namespace_of(module).get("__spec__")
         if spec is not None and not isinstance(spec.loader, _HookedLoader):
             spec.loader = _HookedLoader(spec.loader, self)
 
     def install(self) -> None:
-        """Put the hook in front, where no other finder can shadow it."""
+        """Put the hook in front, so that no other finder comes before it."""
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
 
     def remove(self) -> None:
         if self in sys.meta_path:
-            # A new list: from that which another thread is going through, for an import, a finder would be skipped.
+            # A new list, because another thread may iterate over the old one and would skip a finder.
             sys.meta_path = [finder for finder in sys.meta_path if finder is not self]

@@ -1,4 +1,4 @@
-"""Step 5, verify: whether patches have their effect on a model, which is more than that they are bound."""
+"""Step 5, verify: whether bound patches take effect on a model."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ __all__ = ["Checked", "with_findings"]
 
 
 class Checked:
-    """The models that check() looked at last. Held weakly, so that none is kept alive: what is gone is not looked at.
+    """The models of the last check(), as weak references, so that none is kept alive.
 
-    Only the models are remembered, not what was found: whoever asks has them looked at anew, so that an override that
-    is gone is gone, and what another plan binds is found.
+    Findings are not remembered. Each report examines the models anew, so it neither shows an override that is gone nor
+    misses a target that another plan has bound.
     """
 
     def __init__(self) -> None:
         self._models: list[weakref.ref[Any]] = []
 
     def remember(self, models: list[Any]) -> None:
-        # A class with slots may forbid it; a torch module never does.
+        # A class with slots may forbid weak references; a torch module never does.
         self._models = [weakref.ref(model) for model in models if hasattr(type(model), "__weakref__")]
 
     def forget(self) -> None:
@@ -41,9 +41,9 @@ class Checked:
 
 
 def with_findings(report: Report, models: list[Any], plan: Plan, binder: Binder, *, raising: bool) -> Report:
-    """The report with what keeps patches from their effect on these models. Called without the engine's lock.
+    """The report, with the reasons why patches have no effect on these models. Called without the engine's lock.
 
-    raising: whether an error of a patch that looks at them is raised, or is the reason why the patch is inactive.
+    raising: whether an error in a patch's own check is raised. If not, the patch is inactive with that error as reason.
     """
     if not models:
         return report
@@ -64,7 +64,7 @@ def with_findings(report: Report, models: list[Any], plan: Plan, binder: Binder,
 
 
 def _problems_in(models: list[Any], plan: Plan, raising: bool) -> Iterator[tuple[str, str, str]]:
-    """(patch, what keeps it from having its effect on the models, remedy), as the patch modules themselves see it."""
+    """Triples (patch, why it has no effect on the models, remedy), from the `problems` functions of patches."""
     for decision in plan.decisions.values():
         module = sys.modules.get(plan.matrix.patches[decision.id].module) if decision.wanted else None
         find = namespace_of(module).get("problems") if module is not None else None
@@ -78,7 +78,7 @@ def _problems_in(models: list[Any], plan: Plan, raising: bool) -> Iterator[tuple
 
 
 def _shadows_in(models: list[Any], plan: Plan, binder: Binder) -> Iterator[tuple[str, str, str]]:
-    """(patch, target, what shadows it) for every wanted method that the modules of the models would not run."""
+    """Triples (patch, target, what shadows it) for every bound method that the models would not run."""
     instances = [module for item in models for module in item.modules()]
     for decision in plan.decisions.values():
         for target in decision.targets if decision.wanted else ():
@@ -96,7 +96,7 @@ def _shadows_in(models: list[Any], plan: Plan, binder: Binder) -> Iterator[tuple
 
 
 def _shadow(module: Any, owner: type, name: str, expected: Any) -> str:
-    """What stands between an instance and the patched attribute of its class; "" where nothing does."""
+    """The object that hides the bound method of a class from an instance, in words; "" if there is none."""
     cls = type(module)
     own = getattr(module, "__dict__", {}).get(name)
     function = getattr(own, "__func__", own)

@@ -1,4 +1,4 @@
-"""How far the import of a module has come, asked without waking lazy modules."""
+"""How far the import of a module has come, without loading lazy modules."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ _LAZY: type = importlib.util._LazyModule  # type: ignore[attr-defined]
 
 
 def is_lazy(module: object) -> bool:
-    """Whether it is a module of importlib.util.LazyLoader whose code has not run."""
+    """Whether importlib.util.LazyLoader made the module and its code has not run."""
     return issubclass(type(module), _LAZY)
 
 
 def is_initialising(module: object) -> bool:
-    """Whether the import of a module is not over yet."""
+    """Whether the module's import is under way."""
     if not issubclass(type(module), types.ModuleType):
         return False
     return bool(getattr(namespace_of(module).get("__spec__"), "_initializing", False))
 
 
 class Modules:
-    """Which modules have run to the end, and which have to be looked through for aliases once more.
+    """Which modules have run to the end, and which must be searched for aliases again.
 
-    `executed` are modules whose code has run to the end though their import is not over; the engine keeps it.
-    `_unfinished` are those that were half imported when somebody looked for aliases in them: a name that they had read
-    by then, and not stored yet, was out of sight.
+    `executed` are modules whose code has run to the end although their import is not over. The engine maintains it.
+    `_unfinished` are modules that were half imported during a search for aliases. The search could not see an object
+    that such a module had read but not stored yet.
     """
 
     def __init__(self) -> None:
@@ -38,23 +38,23 @@ class Modules:
         self._unfinished: set[str] = set()
 
     def loaded(self, name: str) -> types.ModuleType | None:
-        """The module, if its code has run to the end; None for absent, lazy and half imported ones."""
+        """The module if its code has run to the end; None if it is absent, lazy or half imported."""
         module = sys.modules.get(name)
-        # type() of the object, never an attribute of it: that would load a lazy module.
+        # issubclass(type(x), ...) reads no attribute, which would load a lazy module.
         if not issubclass(type(module), types.ModuleType):
             return None
-        # From Python 3.12 on a lazy module is still one while its code runs.
+        # From Python 3.12 on a lazy module keeps its lazy type while its code runs.
         if name not in self.executed and (is_lazy(module) or is_initialising(module)):
             return None
         return module
 
     def overdue(self) -> set[str]:
-        """Modules whose import is over since somebody looked for aliases in them."""
+        """Modules that were half imported at the last search for aliases and are no longer."""
         return {name for name in self._unfinished if not is_initialising(sys.modules.get(name))}
 
     def looked_through(self, names: set[str]) -> None:
         self._unfinished -= names
 
     def note_unfinished(self) -> None:
-        """Remember what is half imported now."""
+        """Remember the modules that are half imported now."""
         self._unfinished |= {name for name, module in list(sys.modules.items()) if is_initialising(module)}

@@ -1,4 +1,4 @@
-"""The names that shim has written: what each held before, the journal of a transaction, and names that were lost."""
+"""The names that shim has written: the objects before, the journal of a transaction, and lost names."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["Places"]
 
 
 class Places:
-    """Every name shim has written, target or alias, one slot each. Not thread-safe: the engine holds a lock.
+    """A slot for every name that shim has written, target or alias. Not thread-safe: the engine holds a lock.
 
-    What holds between transactions:
-    - A name is in `slots` or in `lost`, never in both. In `slots` it held `written` when shim looked last.
-    - Nothing in `lost` is ever written, until whoever replaced it has put ours or upstream's object back.
-    - `journal` is empty. Within a transaction it has every write so far, so that `undo` gives back the very objects.
+    Invariants between transactions:
+    - A name is in `slots` or in `lost`, never in both. A name in `slots` held `written` when shim last read it.
+    - shim never writes a name in `lost`, until somebody puts shim's or upstream's object back there.
+    - `journal` is empty. Within a transaction it has every write so far, so that `undo` restores the very objects.
     """
 
     def __init__(self, beneath: Callable[[Any], Any]) -> None:
@@ -38,7 +38,7 @@ class Places:
                 write_name(owner, name, value)
 
     def put(self, owner: Any, name: str, chain: Chain, after: Chain) -> None:
-        """Write the new top to one place (the original, where no layer is left), unless somebody else holds it now."""
+        """Write the new top to one place, or the original if no layer is left. A foreign object makes it lost."""
         key = (id(owner), name)
         if key in self.lost:
             return
@@ -48,7 +48,7 @@ class Places:
             self.lose(slot, replaced_by(current))
             return
         if slot is None:
-            # An alias taken while shim was bound would hold upstream's object, had shim never been there.
+            # A module imported while shim was bound took shim's object. Without shim it would hold upstream's.
             upstream = current is MISSING or unwrap(current) is unwrap(chain.base)
             original = current if upstream else rewrap(current, unwrap(chain.base))
             slot = Slot(owner, name, original, current, chain.target)
@@ -65,7 +65,7 @@ class Places:
         self._write(slot, value, current, after.layers[-1].patch)
 
     def restore(self, slot: Slot) -> None:
-        """Give a place back what it held before, unless somebody else holds it now."""
+        """Restore the original of one place. A foreign object makes the place lost."""
         current = slot.current()
         self.slots.pop(slot.key, None)
         if current is not slot.written:
@@ -74,7 +74,7 @@ class Places:
             self._write(slot, slot.original, current)
 
     def _write(self, slot: Slot, value: Any, current: Any, patch: str | None = None) -> None:
-        """Write one name, with an entry in the journal, and read it back."""
+        """Enter the write in the journal, write one name, and read it back."""
         self.journal.append((slot.owner, slot.name, current))
         try:
             write_name(slot.owner, slot.name, value)
@@ -95,7 +95,7 @@ class Places:
         return key in self.lost or (slot is not None and slot.current() is not slot.written)
 
     def lost_now(self) -> list[Lost]:
-        """What others have replaced, including what no transaction has noticed yet; changes nothing."""
+        """All lost names, including losses that no transaction has noticed yet. Changes nothing."""
         fresh = [
             Lost(slot, replaced_by(slot.current()))
             for slot in self.slots.values()
@@ -104,11 +104,11 @@ class Places:
         return [*self.lost.values(), *fresh]
 
     def given_back(self) -> bool:
-        """Whether `regain` would govern a name again."""
+        """Whether `regain` would take a name back into `slots`."""
         return any(map(self._is_back, self.lost.values()))
 
     def regain(self) -> list[Slot]:
-        """Govern names again where whoever replaced them has put ours or upstream's object back."""
+        """Take names back into `slots` if somebody has put shim's or upstream's object back there."""
         found = []
         for key, lost in sorted(self.lost.items(), key=lambda item: item[1].partner is not None):
             if self._is_back(lost):
@@ -123,6 +123,6 @@ class Places:
         return lost.partner not in self.lost and ours
 
     def forget_what_was_replaced_in(self, module: Any) -> None:
-        """For a module whose code has run again: the names it holds new objects under are as if never written."""
+        """Forget all names in a module whose code has run again, except names that still hold shim's object."""
         self.slots = {k: s for k, s in self.slots.items() if s.owner is not module or s.current() is s.written}
         self.lost = {k: lost for k, lost in self.lost.items() if lost.slot.owner is not module}

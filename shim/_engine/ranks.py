@@ -1,4 +1,4 @@
-"""What ranks have to agree on, gathered with one small collective."""
+"""Compares what ranks have applied, with one small collective."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 
 __all__ = ["NOTHING", "PARTS", "is_rank_zero", "ranks_that_differ"]
 
-# What a patch is compared in: keys of its identity, each in 16 bits of its slot; and in words.
+# The parts of a patch that are compared, each by 16 bits of the patch's slot, with the words for each in messages.
 PARTS = {"variant": "variant", "fingerprints": "upstream's bodies", "options": "options", "code": "shim's own code"}
-# Releases are compared by a hash, and sent as text besides, so that they can be named.
+# Releases are compared by a hash. Their text is sent too, so that messages can name them.
 NAMES = ("megatron-shim", "megatron-core", "transformer-engine", "torch", "the matrix")
 TEXT = 3  # slots, of 8 bytes
 HEAD = 2 + len(NAMES) * (1 + TEXT)
-# Of int64: the digest, a hash of the ids, the releases, and one of each patch. The same on all ranks whatever they
-# have, because a collective in which ranks send different sizes hangs.
+# Slots of int64: the digest, a hash of the ids, the releases, and one slot for each patch. The number is fixed, because
+# a collective in which ranks send different sizes hangs.
 SLOTS = 128
-NOTHING = "nothing applied"  # in the place of a digest
+NOTHING = "nothing applied"  # instead of a digest
 
 
 def _distributed() -> Any:
-    """torch.distributed where it is imported and initialised, else None; nothing is imported for the question."""
+    """torch.distributed if it is imported and initialised, else None. Imports nothing."""
     torch = sys.modules.get("torch")
     distributed = getattr(torch, "distributed", None)
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
@@ -33,7 +33,7 @@ def _distributed() -> Any:
 
 
 def is_rank_zero() -> bool:
-    """Whether this process speaks for all: rank 0, or a process without ranks."""
+    """Whether this process logs for all ranks: rank 0, or a process without ranks."""
     distributed = _distributed()
     if distributed is not None:
         return bool(distributed.get_rank() == 0)
@@ -43,13 +43,13 @@ def is_rank_zero() -> bool:
 def ranks_that_differ(
     digest: str, patches: Mapping[str, Sequence[str]], releases: Mapping[str, str | None], group: Any = None
 ) -> str:
-    """Name the ranks of `group` that differ from its first rank, and in what; "" where all agree.
+    """The ranks of `group` that differ from its first rank, and in which parts, in words; "" if all agree.
 
-    digest: of the plan.    releases: by NAMES, those that are there.
-    patches: by id, what identifies the patch as applied here, in the order of PARTS; empty where it is not applied.
-    group: a process group of any backend; None is the default one, and no ranks where there is none.
+    digest: that of the plan.    releases: name (of NAMES) -> release, for what is installed.
+    patches: id -> the parts of the patch as applied here, in the order of PARTS; empty if it is not applied.
+    group: a process group of any backend. None is the default group; without one there are no ranks.
 
-    One all-gather of 1 kB per rank, on the device the backend of the group works on.
+    Costs one all-gather of 1 kB per rank, on the device of the group's backend.
     """
     distributed = _distributed()
     if distributed is None:
@@ -63,7 +63,7 @@ def ranks_that_differ(
         mine += _as_slots(releases.get(name))
     mine += [_of_parts(patches[id]) for id in ids]
     rows = _gathered(distributed, mine + [0] * (SLOTS - len(mine)), size, group)
-    # Of the world, as everybody counts them, not of the group.
+    # Ranks are numbered as in the world, not as in the group.
     ranks = range(size) if group is None else distributed.get_process_group_ranks(group)
     said = [f"rank {rank} differs in {_what(rows[0], row, ids)}" for rank, row in zip(ranks, rows) if row != rows[0]]
     return f"{'; '.join(said)} (against rank {ranks[0]})" if said else ""
@@ -74,7 +74,7 @@ def _number(text: str) -> int:
 
 
 def _as_slots(text: str | None) -> list[int]:
-    """A hash, and the first letters, of a text; zeros where there is none."""
+    """A hash of the text and its first letters; zeros for None."""
     if text is None:
         return [0] * (1 + TEXT)
     letters = text.encode()[: 8 * TEXT].ljust(8 * TEXT, b"\0")
@@ -87,7 +87,7 @@ def _as_text(slots: list[int]) -> str:
 
 
 def _of_parts(parts: Sequence[str]) -> int:
-    """16 bits for each part, in one number; 0 where there are none."""
+    """One number with 16 bits for each part; 0 without parts."""
     bits = [(_number(part) & 0xFFFF) or 1 for part in parts[: len(PARTS)]]
     (number,) = struct.unpack("<q", struct.pack("<4H", *bits, *[0] * (len(PARTS) - len(bits))))
     return int(number)
@@ -124,7 +124,7 @@ def _gathered(distributed: Any, mine: list[int], size: int, group: Any) -> list[
 
 
 def _device(torch: Any, distributed: Any, group: Any) -> Any:
-    """The device that the group can gather on: CPU where it can, so that no other device is set up for it."""
+    """A device that the group can gather on: CPU if possible, so that no other device is initialised."""
     chosen = group if group is not None else distributed.group.WORLD
     kinds = [device.type for device in getattr(chosen, "_device_types", ())]
     if not kinds:
@@ -135,9 +135,9 @@ def _device(torch: Any, distributed: Any, group: Any) -> Any:
     if bound is not None:
         return bound
     accelerator = getattr(torch, kinds[0])
-    # Before a trainer has chosen its device, the current one is 0 on every rank, which no backend takes twice.
+    # Before a trainer chooses its device, the current device is 0 on every rank, and no backend accepts one twice.
     local = os.environ.get("LOCAL_RANK")
     if local is not None and not getattr(accelerator, "is_initialized", lambda: True)():
-        # Where each process is shown one device of its own, that is number 0.
+        # If each process sees only one device, that device is number 0.
         return torch.device(kinds[0], int(local) % max(1, accelerator.device_count()))
     return torch.device(kinds[0], accelerator.current_device())

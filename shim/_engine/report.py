@@ -1,4 +1,4 @@
-"""Step 6, report: per patch one state and one reason, as text for people and as JSON for machines."""
+"""Step 6, report: one state and one reason per patch, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STATES = (
 
 
 class PatchReport(Record):
-    """The state of one patch: `targets` maps each of its targets to ``bound``, ``pending`` or what else it is."""
+    """The state of one patch. `targets` maps each target to ``bound``, ``pending`` or another state."""
 
     id: str
     kind: str
@@ -37,7 +37,7 @@ class PatchReport(Record):
     targets: Mapping[str, str] = EMPTY
     remedy: str = ""
     summary: str = ""  # what the patch does
-    holds: tuple[str, ...] = ()  # what it keeps in the process besides its functions, in words
+    holds: tuple[str, ...] = ()  # what it holds in the process besides its functions, in words
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -53,10 +53,10 @@ class PatchReport(Record):
 
 
 class Report(Record):
-    """What is, read at one moment. ``report["id"].state`` is one of STATES.
+    """The states of all patches at one moment. ``report["id"].state`` is one of STATES.
 
-    `digest` is that of the plan, so that ranks can compare it; `releases` are the versions it was made for; `lost`
-    lists names that somebody else has replaced since shim wrote them.
+    `digest` is that of the plan; ranks compare it. `releases` are the versions that the plan was made for. `lost` lists
+    names that somebody else has replaced since shim wrote them.
     """
 
     patches: Mapping[str, PatchReport]
@@ -75,7 +75,7 @@ class Report(Record):
 
     @property
     def applied(self) -> tuple[str, ...]:
-        """Ids of the patches that were read back as bound."""
+        """Ids of the applied patches, read back as bound."""
         return tuple(id for id, patch in self.patches.items() if patch.state == "applied")
 
     @property

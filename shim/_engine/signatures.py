@@ -1,4 +1,4 @@
-"""Whether what a factory returned can stand in for upstream's object: the same kind, and every call it took."""
+"""Whether a factory's result can replace upstream's object: the same kind, and every call that upstream's takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 __all__ = ["misfit"]
 
 _TAKES = "_shim_takes"  # set by takes() of shim.patches._arguments
-_MOST_HELD = 1000  # objects looked at for upstream's, beneath one that takes its place
+_MOST_HELD = 1000  # limit for the search for upstream's object inside its replacement
 
 
 def _said_to_take(function: Any) -> frozenset[str] | None:
@@ -20,9 +20,9 @@ def _said_to_take(function: Any) -> frozenset[str] | None:
 
 
 def _wrong_kind(new: Any, old: Any) -> str:
-    """Why `new` is not the kind of thing `old` is: real functions, classes and properties only, no proxies."""
+    """Why `new` is not of the kind of `old`. Only real functions, classes and properties count, no proxies."""
     for kind, name in ((types.FunctionType, "function"), (type, "class"), (property, "property")):
-        # Asked of type(): a proxy passes for what it wraps with isinstance.
+        # type(), because isinstance would accept a proxy.
         if issubclass(type(old), kind) and not issubclass(type(new), kind):
             return f"the factory returned a {type(new).__name__} in the place of a {name}"
     if (callable(old) and not callable(new)) or isinstance(new, (staticmethod, classmethod)):
@@ -31,7 +31,7 @@ def _wrong_kind(new: Any, old: Any) -> str:
 
 
 def _refused(new: types.FunctionType, before: Mapping[str, inspect.Parameter]) -> str:
-    """Which call in upstream's parameters the code of `new` does not take, whatever functools.wraps lets it show."""
+    """Which call of upstream's the code of `new` refuses, even if functools.wraps shows upstream's signature."""
     code = new.__code__
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     positional = [p for p in before.values() if p.kind <= p.POSITIONAL_OR_KEYWORD]
@@ -46,7 +46,7 @@ def _refused(new: types.FunctionType, before: Mapping[str, inspect.Parameter]) -
     ):
         if any(p.kind is kind for p in before.values()) and not code.co_flags & flag:
             return f"its code does not take {what}, which upstream's does"
-    # The first of a method (self, cls, ctx) is never given by name.
+    # The first argument of a method (self, cls, ctx) is never passed by name.
     for position, parameter in list(enumerate(before.values()))[1:]:
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             taken = parameter.name in names[code.co_posonlyargcount :]
@@ -57,7 +57,7 @@ def _refused(new: types.FunctionType, before: Mapping[str, inspect.Parameter]) -
 
 
 def _held(function: types.FunctionType) -> Iterator[Any]:
-    """`function`, and what it has in its closure and default arguments, through functions, partials and tuples."""
+    """`function` and all that it references by closures, default arguments, partials, methods, tuples and lists."""
     seen: set[int] = set()
     left: list[Any] = [function]
     while left and len(seen) < _MOST_HELD:
@@ -74,13 +74,13 @@ def _held(function: types.FunctionType) -> Iterator[Any]:
             left += [value.func, *value.args, *value.keywords.values()]
         elif type(value) is types.MethodType:
             left += [value.__func__, value.__self__]
-        # Not dictionaries: one may be the namespace of upstream's module, which has everything.
+        # Not dictionaries: one may be the namespace of upstream's module, which references everything.
         elif type(value) in (tuple, list):
             left += value
 
 
 def _unknown(new: types.FunctionType, old: Any, before: Mapping[str, inspect.Parameter]) -> str:
-    """Which argument of upstream's `new` takes by ``**kwargs`` and hands on to code that does not know it."""
+    """Which argument of upstream's `new` takes by ``**kwargs`` and passes on to code that does not know it."""
     code = new.__code__
     own = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     named = [p.name for p in list(before.values())[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -102,14 +102,14 @@ def _unknown(new: types.FunctionType, old: Any, before: Mapping[str, inspect.Par
 
 
 def misfit(new: Any, old: Any) -> str:
-    """Why `new` cannot stand in for `old`; "" where it can. A backport may add optional parameters."""
+    """Why `new` cannot replace `old`; "" if it can. A backport may add optional parameters."""
     problem = _wrong_kind(new, old)
     if problem or not callable(old):
         return problem
     try:
         before, after = inspect.signature(old).parameters, inspect.signature(new).parameters
     except (TypeError, ValueError):
-        return ""  # built-in functions have none
+        return ""  # built-in functions have no signature
     positional = [name for name, p in before.items() if p.kind <= p.POSITIONAL_OR_KEYWORD]
     if list(after)[: len(positional)] != positional or not set(before) <= set(after):
         return f"its parameters are {', '.join(after)}; upstream's are {', '.join(before)}"
@@ -117,7 +117,7 @@ def misfit(new: Any, old: Any) -> str:
         if name not in before:
             if parameter.default is parameter.empty:
                 return f"parameter {name} is added without a default"
-        # By identity: a default may be a tensor, which has no plain equality.
+        # By identity: a default may be a tensor, whose == gives no bool.
         elif parameter.kind is not before[name].kind or parameter.default is not before[name].default:
             return f"parameter {name} is not as upstream has it"
     if type(new) is not types.FunctionType:

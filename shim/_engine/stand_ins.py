@@ -1,14 +1,14 @@
-"""Modules of upstream that may be imported although a package they import at top level is missing.
+"""Stand-ins: modules of upstream that run although a package they import at top level is missing.
 
-A patch names the package and those modules (key `stand_ins` of the matrix). Where the package cannot be imported, each
-of them runs with builtins of its own, whose `__import__` gives it an inert object in the place of the package. No other
-module sees that: nothing is put into sys.modules, so that whoever guards with ``try: import package`` still finds it
-missing. Where the package can be imported, the modules are not touched.
+A patch names the package and the modules (key `stand_ins` of the matrix). If the package cannot be imported, each of
+the modules runs with separate builtins, whose `__import__` returns an inert object for the package. No other module
+sees the object: sys.modules gets no entry, so a guard ``try: import package`` still fails. If the package can be
+imported, the modules do not change.
 
-After revert() the modules stay imported: without the package there is nothing to go back to. What they took from the
-stand-in they keep, and so do functions they had defined by then, which find it also in imports of their own. Only the
-module's ordinary builtins are put back, so that a reload fails as it does upstream. Out of reach is
-importlib.import_module, and what asks for the package by other ways than an import statement.
+After revert() the modules stay imported, because without the package there is no earlier state. Names from the stand-in
+stay, also in functions that the module has defined, which find the stand-in in their own imports too. Only the module's
+builtins are restored, so that a reload fails as it does upstream. The stand-in does not cover importlib.import_module,
+nor any other way to ask for the package than an import statement.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ __all__ = ["StandIns", "is_missing"]
 
 
 def is_missing(package: str) -> bool:
-    """Whether there is no such top-level package; a broken one is there. Asks all finders, as its import would."""
+    """Whether no finder knows the top-level package. A broken package is not missing."""
     if package in sys.modules:
-        return sys.modules[package] is None  # which forbids its import
+        return sys.modules[package] is None  # None forbids the import
     return find_spec(package, everyone=True) is None
 
 
@@ -41,22 +41,22 @@ def _is_dunder(name: str) -> bool:
 
 
 class _Inert:
-    """Stands for a missing package, or for whatever is read from it: names, calls and items of it are inert too.
+    """Stands for a missing package and for everything read from it: its names, calls and items are inert too.
 
-    It can be a decorator, an annotation or a constant. What would need its value raises StandInError.
+    It works as a decorator, an annotation or a constant. An operation that needs its value raises StandInError.
     """
 
-    __name__ = __package__ = ""  # of one that copy or pickle is about to fill: they ask it for protocols first
+    __name__ = __package__ = ""  # copy and pickle read attributes before they fill an instance
 
     def __init__(self, package: str, name: str) -> None:
         self.__name__ = name
         self.__package__ = package
 
     def __getattr__(self, name: str) -> _Inert:
-        # Whoever looks for a protocol (copy, inspect.unwrap, torch) must find that there is none.
+        # copy, inspect.unwrap and torch look for protocols, and must find none.
         if _is_dunder(name):
             raise AttributeError(f"{self!r} has no {name}")
-        # Kept, so that a constant is the same object wherever it is read.
+        # Stored, so that a constant is the same object at each read.
         inert: _Inert = self.__dict__.setdefault(name, _Inert(self.__package__, f"{self.__name__}.{name}"))
         return inert
 
@@ -79,14 +79,14 @@ class _Inert:
     def _refuse(self, *_: Any) -> NoReturn:
         raise _unusable(self.__name__, self.__package__)
 
-    # Else a program would go on with what is no value: truth is true by default, and items make it an iterable.
+    # Else a program would go on with a value that is none: bool() is True by default, and items allow iteration.
     __bool__ = __int__ = __float__ = __index__ = __len__ = __iter__ = __contains__ = __enter__ = __exit__ = _refuse
     __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _refuse
 
 
 class _Decorated:
-    """What a decorator of a missing package makes of a function: named like it, and not to be called."""
+    """A function decorated by a missing package. It has the function's name, and a call raises."""
 
     __package__ = ""  # see _Inert
 
@@ -98,7 +98,7 @@ class _Decorated:
         raise _unusable(self._name, self.__package__)
 
     def __getitem__(self, grid: Any) -> _Decorated:
-        return self  # kernel[grid] is still to be called
+        return self  # kernel[grid] is no call yet
 
     def __getattr__(self, name: str) -> NoReturn:
         if _is_dunder(name):
@@ -122,12 +122,12 @@ def _unusable(name: str, package: str) -> StandInError:
 
 
 class StandIns:
-    """Which modules may run without which packages, and which of them do."""
+    """Which modules may run without which packages, and which modules run so now."""
 
     def __init__(self) -> None:
-        self._packages: Mapping[str, frozenset[str]] = {}  # by module
-        self._tops: dict[str, _Inert] = {}  # by package
-        # Modules that run with builtins of ours, and those builtins.
+        self._packages: Mapping[str, frozenset[str]] = {}  # module -> packages
+        self._tops: dict[str, _Inert] = {}  # package -> its stand-in
+        # Modules that run with shim's builtins, and those builtins.
         self._given: weakref.WeakKeyDictionary[ModuleType, dict[str, Any]] = weakref.WeakKeyDictionary()
 
     @property
@@ -135,7 +135,7 @@ class StandIns:
         return self._packages.keys()
 
     def follow(self, plan: Plan | None) -> None:
-        """Take over what the plan wants, and put back the builtins of modules for which it no longer wants any."""
+        """Take the stand-ins of the plan, and restore the builtins of modules that the plan no longer names."""
         packages: dict[str, frozenset[str]] = {}
         for decision in () if plan is None else plan.decisions.values():
             for entry in plan.matrix.patches[decision.id].stand_ins if plan is not None and decision.wanted else ():
@@ -146,19 +146,19 @@ class StandIns:
                 self._withdraw(module)
 
     def missing(self, module: str) -> frozenset[str]:
-        """The packages without which a module may run and must. Asks finders, so no lock may be held."""
+        """The missing packages that need a stand-in in `module`. Asks finders, so no lock may be held."""
         return frozenset(package for package in self._packages.get(module, ()) if is_missing(package))
 
     def give(self, module: ModuleType, missing: frozenset[str]) -> None:
-        """Have the code of a module, which is about to run, find a stand-in for each of the missing packages."""
+        """Let a module whose code is about to run find a stand-in for each missing package."""
         namespace: Any = namespace_of(module)
         missing &= self._packages.get(namespace["__name__"], frozenset())  # the plan may have changed meanwhile
         if missing:
-            # What runs and is defined there takes these builtins; with anything but a dict of them it is slow.
+            # The module's code and its functions use these builtins. Anything but a dict would make name lookup slow.
             namespace["__builtins__"] = given = {**vars(builtins), "__import__": self._importer(missing)}
             self._given[module] = given
         elif module in self._given:
-            self._withdraw(module)  # it is reloaded, and the package is there by now
+            self._withdraw(module)  # a reload, and the package exists by now
 
     def _withdraw(self, module: ModuleType) -> None:
         given = self._given.pop(module)
@@ -180,7 +180,7 @@ class StandIns:
                 package = name.partition(".")[0]
                 if level or package not in missing or (error.name or "").partition(".")[0] != package:
                     raise
-                # It may have been installed since. What a star would bring in nobody knows.
+                # The package may have been installed since. The names of a star import are unknown.
                 if not is_missing(package) or "*" in (fromlist or ()):
                     raise
             top = self._tops.setdefault(package, _Inert(package, package))

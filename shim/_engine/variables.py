@@ -1,4 +1,4 @@
-"""Environment variables that a patch can set for a package that reads them while it is imported."""
+"""Environment variables that a patch sets for a package that reads them at its import."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Variables", "concerning"]
 
 
 def concerning(plan: Plan) -> Iterator[tuple[str, Variable]]:
-    """Each variable that concerns what is installed, with the patch that knows of it and is to be applied."""
+    """Pairs (patch, variable): the variables of patches to apply that concern the installed releases."""
     versions = {n: i.version for n, i in plan.environment.installed.items() if i.version is not None}
     for decision in plan.decisions.values():
         for variable in plan.matrix.patches[decision.id].variables if decision.wanted else ():
@@ -22,22 +22,22 @@ def concerning(plan: Plan) -> Iterator[tuple[str, Variable]]:
 
 
 class Variables:
-    """What shim has set, and what was there before."""
+    """The variables that shim has set, with their values before."""
 
     def __init__(self) -> None:
         self._set: dict[str, tuple[str | None, str]] = {}
-        self._for: dict[str, str] = {}  # the patch that each was set for
+        self._for: dict[str, str] = {}  # variable -> the patch it was set for
 
     def held(self) -> Iterator[tuple[str, str]]:
-        """The patch and the text, for each variable that shim has set and that still has its value."""
+        """Pairs (patch, text) for each variable that shim has set and that still has shim's value."""
         for name, (_, mine) in self._set.items():
             if os.environ.get(name) == mine:
                 yield self._for[name], f"{name}={mine} in the environment"
 
     def follow(self, plan: Plan | None) -> list[str]:
-        """Set what the plan's options ask for and put back what they no longer do; returns what came too late.
+        """Set the variables that the plan's options ask for, and restore the others. Returns warnings for late ones.
 
-        What somebody else has set meanwhile is left alone.
+        A variable that somebody else has changed meanwhile is left alone.
         """
         asked = [] if plan is None else list(concerning(plan))
         wanted = {v.name: (id, v) for id, v in asked if plan is not None and plan[id].options.get(v.option)}

@@ -1,4 +1,4 @@
-"""Step 5, verify: states read back from the process as it is; those of a model are in models.py."""
+"""Step 5, verify: states of patches, read back from the process. models.py adds the states on a model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _state(decision: Decision, summary: str, binder: Binder, failed: Mapping[str
 
 
 def read_report(plan: Plan, binder: Binder, failed: Mapping[str, str], held: Mapping[str, tuple[str, ...]]) -> Report:
-    """The report of this moment: "applied" is only said of what was read back. `held`: see PatchReport.holds."""
+    """The report of this moment. A patch is "applied" only if it was read back. `held`: see PatchReport.holds."""
     releases = {name: i.raw or "unknown" for name, i in plan.environment.installed.items()}
     patches = {
         id: replace(_state(decision, plan.matrix.patches[id].summary, binder, failed), holds=held.get(id, ()))
@@ -54,7 +54,7 @@ def read_report(plan: Plan, binder: Binder, failed: Mapping[str, str], held: Map
 
 
 def not_applied(plan: Plan) -> Plan:
-    """The plan of a process in which nothing is applied."""
+    """The plan to report on if nothing is applied."""
     reason = "shim.apply() has not been called in this process, or was reverted"
     excluded = {
         id: replace(decision, action="excluded", reason=reason)

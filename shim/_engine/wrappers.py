@@ -1,4 +1,4 @@
-"""What shim has ever put on a target, in force or retired, and what was there before it."""
+"""The objects that shim has bound, in force or retired, and the objects before them."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ __all__ = ["Wrappers"]
 
 
 class Wrappers:
-    """Functions and classes of patches by identity. Kept weakly: one that nobody holds any more is forgotten.
+    """Functions and classes of patches by identity, as weak references: an unused wrapper is forgotten.
 
-    A wrapper outlives revert() where a module took it as its own, where somebody wrapped it, and in graphs of autograd.
-    Wherever it turns up again, it is known for what it is, and not taken for a foreign object.
+    A wrapper may outlive revert(): a module took it, somebody wrapped it, or a graph of autograd references it. If the
+    wrapper appears on a target again, shim recognises it and does not call it foreign.
     """
 
     def __init__(self) -> None:
         self._before: weakref.WeakKeyDictionary[Any, tuple[str, Any]] = weakref.WeakKeyDictionary()
-        self._added: weakref.WeakSet[Any] = weakref.WeakSet()  # what shim has put where nothing was
+        self._added: weakref.WeakSet[Any] = weakref.WeakSet()  # objects under added names
 
     def __len__(self) -> int:
         return len(self._before)
 
     def note(self, chain: Chain) -> None:
-        """Remember what a chain has put on its target."""
+        """Remember the object that a chain puts on its target."""
         inner = unwrap(chain.top)
         if not _is_plain(inner):
             return
@@ -38,27 +38,27 @@ class Wrappers:
             self._before[inner] = chain.target, chain.base
 
     def beneath(self, value: Any) -> Any:
-        """`value`, or where it is ours what was there before it."""
+        """The object beneath `value` if `value` is shim's, else `value`."""
         inner = unwrap(value)
         if not _is_plain(inner):
             return value
         if inner in self._added:
-            return None  # what upstream's guarded import of it would have left
+            return None  # upstream's guarded import of a missing name leaves None
         if inner not in self._before:
             return value
         base = self._before[inner][1]
         return base if type(base) is type(value) else rewrap(value, unwrap(base))
 
     def retired(self, in_force: Iterable[Chain]) -> list[Any]:
-        """Those that stand on no target now."""
+        """Wrappers that stand on no target now."""
         tops = {id(unwrap(chain.top)) for chain in in_force}
         return [inner for inner in list(self._before) if id(inner) not in tops]
 
     def origin(self, inner: Any) -> tuple[str, Any]:
-        """The target that it stood on, and what was there before."""
+        """The target a wrapper stood on, and the object before it."""
         return self._before[inner]
 
 
 def _is_plain(inner: Any) -> bool:
-    # Asked of type(): a proxy passes for the function it wraps, and equals it too.
+    # type(), because isinstance accepts a proxy of a function, which also equals the function.
     return issubclass(type(inner), (types.FunctionType, type))
