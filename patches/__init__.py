@@ -1,1 +1,1 @@
-"""Patches, one package per distribution and one module or folder per patch; nothing runs at import."""
+"""Patches: one package per distribution, one module or folder per patch. A patch runs no code at import."""

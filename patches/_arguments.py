@@ -1,4 +1,4 @@
-"""Arguments of upstream functions, read and replaced by name, however a call passes them."""
+"""Read and replace arguments of upstream functions by name, however a call passes them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Function = Callable[..., Any]
 
 
 def argument(function: Function, name: str) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Any]:
-    """A getter for the argument `name` of a call of `function`, however it was passed; its default where it was not."""
+    """A getter for the argument `name` of a call of `function`, or its default if the call does not pass it."""
     parameters = inspect.signature(function).parameters
     position, default = list(parameters).index(name), parameters[name].default
     if default is inspect.Parameter.empty:
@@ -35,7 +35,7 @@ def replacing(function: Function, name: str) -> Callable[[tuple[Any, ...], dict[
 
 
 def add_parameters(wrapper: Any, original: Function, *names: str) -> None:
-    """Give the wrapper upstream's signature and, behind it, parameters that a later release has."""
+    """Give the wrapper upstream's signature, with added parameters of a later release at the end."""
     signature = inspect.signature(original)
     added = [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
@@ -46,10 +46,10 @@ def add_parameters(wrapper: Any, original: Function, *names: str) -> None:
 
 
 def takes(wrapper: Any, names: Iterable[str]) -> None:
-    """Say which arguments the code of `wrapper`, a function that takes any, knows what to do with.
+    """Declare which arguments `wrapper` handles, for a wrapper that takes any.
 
-    For one that hands them on to something else than the function in whose place it stands: the engine refuses it
-    where that function has others.
+    Needed for a wrapper that passes its arguments to another function than the one it replaces. The engine refuses the
+    wrapper if the replaced function has other arguments.
     """
-    # With the code it is said of, because functools.wraps hands attributes on to wrappers of the wrapper.
+    # Stored with the code object, because functools.wraps copies attributes to wrappers of the wrapper.
     wrapper._shim_takes = (wrapper.__code__, frozenset(names))

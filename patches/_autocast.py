@@ -1,6 +1,6 @@
-"""The FP8/FP4 autocast state of Transformer Engine, taken in a forward pass and entered again in its recompute.
+"""The FP8/FP4 autocast state of Transformer Engine: taken in a forward pass, entered again in its recompute.
 
-Only names that every release from 2.1 has are used, but for `autocast`, which took the place of `fp8_autocast` in 2.9.
+The module uses only names that every release from 2.1 has, and `autocast`, which replaced `fp8_autocast` in 2.9.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shim.patches._fp8_scales import ForwardScales, own_flags
 
 
 class Autocast(NamedTuple):
-    """What an autocast region says: whether it quantizes or calibrates, by which recipe, reducing amax over whom."""
+    """The state of an autocast region: whether it quantizes or calibrates, its recipe, and its amax group."""
 
     enabled: bool
     calibrating: bool
@@ -26,8 +26,8 @@ class Autocast(NamedTuple):
 
 
 def active_autocast() -> Autocast | None:
-    """The region this call is in; None outside of any, or in one that is switched off."""
-    # Asked of modules that are loaded: a process without Transformer Engine is in no region of its.
+    """The region around this call; None outside a region or in a disabled one."""
+    # Only loaded modules matter: without Transformer Engine there is no region.
     loaded = (sys.modules.get(f"transformer_engine.pytorch.{name}") for name in ("quantization", "fp8"))
     manager = next((module.FP8GlobalStateManager for module in loaded if module is not None), None)
     if manager is None or not (manager.is_fp8_enabled() or manager.is_fp8_calibration()):
@@ -47,23 +47,23 @@ def _region(state: Autocast) -> AbstractContextManager[Any]:
 
 @contextmanager
 def entered(state: Autocast) -> Iterator[None]:
-    """The region `state` anew, whatever region the caller is in."""
+    """Enter the region `state` again, inside any region."""
     region = _region(state)
     region.__enter__()
     try:
         yield
     finally:
-        # Leaving the outermost region with gradients enabled reduces amax and updates scales, which the region of
-        # the forward pass has done already: once more, from the same values, would move them on.
+        # Leaving the outermost region with gradients enabled reduces amax and updates scales. The forward pass has
+        # already done so; a second update from the same values would change the scales.
         with torch.no_grad():
             region.__exit__(None, None, None)
 
 
 @contextmanager
 def _tracked(recompute_phase: bool, flags: list[Any]) -> Iterator[None]:
-    """Makes Transformer Engine keep the scales of the forward pass, and take them in the recompute.
+    """Let Transformer Engine keep the scales of the forward pass, and use them in the recompute.
 
-    `flags` gets whether a module of the region was still to come, or says so in a recompute.
+    `flags` holds whether the first module of the region is still to come. The forward pass fills it, a recompute reads.
     """
     from transformer_engine.pytorch.distributed import activation_recompute_forward
 
@@ -83,11 +83,11 @@ def _in_tracked_region() -> bool:
 
 
 def remembering(function: Callable[..., Any], track: bool) -> Callable[..., Any]:
-    """`function` of a checkpoint, which from its second call on runs in the autocast region of now.
+    """A checkpoint's `function` that runs in the current autocast region from its second call on.
 
-    It is `function` itself where no region is active. With `track`, delayed scaling takes the scales of the first call
-    again in all later ones; a checkpoint of Transformer Engine's own does not need it. A checkpoint inside of another
-    one that tracks is tracked with te-fp8-state only.
+    Returns `function` itself if no region is active. With `track`, delayed scaling uses the scales of the first call in
+    all later calls. Transformer Engine's own checkpoint needs no `track`. A checkpoint nested in a tracked one is
+    tracked only with te-fp8-state.
     """
     state = active_autocast()
     if state is None:
@@ -110,10 +110,10 @@ def _in_its_region(function: Callable[..., Any], state: Autocast) -> Callable[..
 
 
 def _with_its_scales(function: Callable[..., Any], state: Autocast) -> Callable[..., Any]:
-    # Inside of a tracked region its flags are right for the first call already.
+    # Inside a tracked region the flags are already right for the first call.
     tracked = not _in_tracked_region()
     scales, flags = ForwardScales(), list[Any]()
-    # Those scales are filled by te-fp8-state; without it they are in queues, which other recipes do not have.
+    # te-fp8-state fills `scales`. Without it the scales are in queues, which only delayed scaling uses.
     queued = tracked and not scales_stay_with_checkpoints() and _has_scales(state.recipe)
     entries = OwnEntries()
     first = True
@@ -142,5 +142,5 @@ def _with_its_scales(function: Callable[..., Any], state: Autocast) -> Callable[
 
 
 def _has_scales(recipe: Any) -> bool:
-    custom = getattr(recipe, "custom", None)  # later: quantizers of all kinds
+    custom = getattr(recipe, "custom", None)  # later releases: a recipe with any quantizers
     return bool(recipe.delayed() or (custom is not None and custom()))

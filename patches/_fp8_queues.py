@@ -1,12 +1,12 @@
-"""Scales of delayed scaling for a checkpoint of megatron-core, where te-fp8-state is not in force.
+"""Scales of delayed scaling for a checkpoint of megatron-core, if te-fp8-state is not applied.
 
-Transformer Engine's queues are the process's own, first in, first out. What the forward pass of such a checkpoint puts
-there is taken out when it ends, and put in front at every recompute: in whatever order they come, however often. The
-numbers that modules have in the queues are part of a saved state: they are afterwards as they were.
+Transformer Engine's queues belong to the process and are first in, first out. OwnEntries takes out what the forward
+pass of a checkpoint puts there, and puts it in front at every recompute, in any order and any number of times. The
+numbers of modules in the queues are part of a saved state, so they are restored.
 
-_fp8_scales has another way, and both are needed. te-fp8-state binds the functions of Transformer Engine that fill the
-queues, and so gets scales before they are in one. A patch of megatron-core binds none of those functions and is to work
-alone, so all it can do is move entries of the queues around the calls of its own checkpoints.
+_fp8_scales works in another way, and both are needed. te-fp8-state binds the functions of Transformer Engine that fill
+the queues, so it gets scales before they are queued. A patch of megatron-core binds none of those functions and must
+work alone, so it can only move entries of the queues around the calls of its own checkpoints.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Queues = list[deque[Any]]
 
 
 class OwnEntries:
-    """What Transformer Engine keeps in the forward pass of one checkpoint, for each module."""
+    """The entries that Transformer Engine queues in the forward pass of one checkpoint, per module."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[Meta, list[Any]]] = []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Around the forward pass."""
+        """The context of the forward pass."""
         before = [len(queue) for queue in _queues()]
         calls, metas = dict[int, int](), dict[int, Meta]()
 
@@ -44,7 +44,7 @@ class OwnEntries:
             if meta is None or "scaling_fwd" not in meta or not module.fp8:
                 return
             metas[id(meta)], calls[id(meta)] = meta, calls.get(id(meta), 0) + 1
-            # Up to 2.19 a module in evaluation mode keeps nothing. No scale moves before the region ends.
+            # Up to 2.19 a module in evaluation mode queues nothing. Scales do not change before the region ends.
             if entries_of(meta) < calls[id(meta)]:
                 _manager().copy_forward_fp8_meta_tensors_for_recompute(meta)
 
@@ -61,14 +61,14 @@ class OwnEntries:
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Around a recompute. What a checkpoint inside of it keeps stays, behind what is put in front here."""
+        """The context of a recompute. Entries of a nested checkpoint stay behind the entries put in front here."""
         kept = [(meta, entries) for meta, entries in self._kept if entries]
         given = [meta for meta, _ in kept if POSITION not in meta]
         for meta in given:
             number(_manager(), meta)
         for meta, entries in kept:
             _queues()[meta[POSITION]].extendleft(reversed(entries))
-        # Up to 2.3 Transformer Engine loses them in a recompute, and every release does in one that raises.
+        # Up to 2.3 Transformer Engine loses the state in a recompute. Every release loses it if the recompute raises.
         states = [[value.clone() for value in _values(meta)] for meta, _ in kept]
         try:
             yield
@@ -86,7 +86,7 @@ class OwnEntries:
 
 
 def _take_back(metas: list[Meta], queues: Queues) -> None:
-    """Take the numbers of these modules back, and their queues, where no other module has one of the last."""
+    """Remove the numbers of these modules and their queues, if those queues are empty and the last ones."""
     found = _queues()
     if len(metas) != len(queues) or any(queues) or any(a is not b for a, b in zip(queues, found[-len(queues) :])):
         return
@@ -111,5 +111,5 @@ def _queues() -> Queues:
 
 
 def scales_stay_with_checkpoints() -> bool:
-    """Whether te-fp8-state is in force."""
+    """Whether te-fp8-state is applied."""
     return hasattr(_manager().copy_forward_fp8_meta_tensors_for_recompute, BY_CHECKPOINT)

@@ -1,10 +1,10 @@
 """Scales of delayed scaling, kept by the checkpoint whose forward pass they belong to.
 
-Transformer Engine keeps what a recompute takes again in queues of the process, first in, first out: one of scales for
-each module, and one that says whether a module was the first of its region. That is right where recomputes come in the
-order of their forward passes, each of them once. Here every checkpoint has its own `ForwardScales` instead, which
-te-fp8-state fills from Transformer Engine's own functions and hands back to them; those queues stay empty. Where that
-patch is not in force, nothing fills them, and _fp8_queues says what is done instead.
+Transformer Engine keeps a recompute's state in queues of the process, first in, first out: one queue of scales for each
+module, and one of flags for whether a module was the first of its region. That works only if recomputes run once each,
+in the order of their forward passes. Here every checkpoint has its own `ForwardScales` instead. te-fp8-state fills it
+from Transformer Engine's own functions and passes it back to them; the queues stay empty. Without te-fp8-state nothing
+fills it, and _fp8_queues takes over.
 """
 
 from __future__ import annotations
@@ -21,29 +21,28 @@ from shim._errors import ShimError
 
 # Where Transformer Engine keeps the number of a module's queue, from 2.1 on.
 POSITION = "global_fp8_buffer_pos_fwd_recompute"
-# What te-fp8-state writes on Transformer Engine's function, so that others see it in force.
+# te-fp8-state sets this attribute on Transformer Engine's function, so that other patches see it is applied.
 BY_CHECKPOINT = "shim_keeps_scales_by_checkpoint"
 
 Meta = dict[str, Any]  # fp8_meta of a module
 
 
 class ScalesError(ShimError, RuntimeError):
-    """A module of Transformer Engine is recomputed under delayed scaling, but its forward pass has left no scales."""
+    """A module of Transformer Engine is recomputed under delayed scaling, but its forward pass kept no scales."""
 
 
 class ForwardScales:
-    """What the forward pass of one checkpoint leaves for its recomputes, however many there are, in whatever order.
+    """The scales of one checkpoint's forward pass, for any number of recomputes in any order.
 
-    It goes when the checkpoint does, so that what never ran backward, or raised, leaves nothing. `numbered`:
-    Transformer Engine keeps scales for this checkpoint by itself too, and so gives its modules the numbers of their
-    queues, which are part of a saved state.
+    They are freed with the checkpoint, also if backward never ran or raised. `numbered`: in stock, Transformer Engine
+    keeps scales for this checkpoint too and so numbers the queues of its modules. A saved state has the numbers.
     """
 
     def __init__(self, numbered: bool = False) -> None:
         self.numbered = numbered
-        # By the identity of fp8_meta, which is kept beside it: amax history and scale for each call of the module.
+        # id(fp8_meta) -> fp8_meta, and amax history and scale for each call of the module.
         self._kept: dict[int, tuple[Meta, list[Any]]] = {}
-        # Whether a module of its region is still to come when the forward pass begins; None before.
+        # Whether the first module of the region is still to come when the forward pass begins; None before that.
         self.is_first_module: bool | None = None
 
     def keep(self, meta: Meta, entry: Any) -> None:
@@ -56,13 +55,13 @@ class ForwardScales:
         return bool(self._kept)
 
     def release(self) -> None:
-        """Forget what a second backward would need, where this one frees the graph as well."""
+        """Forget the scales if this backward frees the graph, so that no second backward can follow."""
         if not graph_is_kept():
             self._kept.clear()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Around the forward pass. Checkpoints around this one keep the same: they are going to recompute it too."""
+        """The context of the forward pass. Outer checkpoints record the same scales: they recompute this one too."""
         before = _now.recording
         _now.recording = (*before, self)
         try:
@@ -72,7 +71,7 @@ class ForwardScales:
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Around a recompute, which begins again with the first call of every module."""
+        """The context of a recompute, which starts with the first call of every module."""
         before = _now.recording, _now.replay
         _now.recording, _now.replay = (), Replay(self)
         try:
@@ -85,30 +84,30 @@ class ForwardScales:
 
 
 class Replay:
-    """One recompute: how far each module has come in what its forward pass has left."""
+    """One recompute: how many of its kept scales each module has used."""
 
     def __init__(self, scales: ForwardScales) -> None:
         self.scales = scales
-        self.entered = False  # the region of Transformer Engine that belongs to it
+        self.entered = False  # whether Transformer Engine's region of this recompute was entered
         self._taken: dict[int, int] = {}
         self._open: dict[int, tuple[Any, Meta]] = {}
 
     def take(self, manager: Any, meta: Meta) -> list[Any]:
-        """The entry of the next call of this module, in a list that is empty where nothing was kept."""
+        """The entry of the module's next call, in a list; an empty list if none was kept."""
         number = self._taken.get(id(meta), 0)
         self._taken[id(meta)] = number + 1
         self._open[id(meta)] = manager, meta
         return self.scales.of(meta)[number : number + 1]
 
     def abandon(self) -> None:
-        """Give modules that an exception has left in the middle of a recompute the scales from before it."""
+        """Restore the scales of modules that an exception left in the middle of a recompute."""
         for manager, meta in self._open.values():
             if "updated_scale_fwd" in meta:
                 manager.restore_fp8_meta_tensors(meta)
 
 
 class _Now(threading.local):
-    """The checkpoints that this thread is in: backward runs in threads of its own."""
+    """The checkpoints that this thread is in. Per thread, because backward runs in threads of autograd."""
 
     recording: tuple[ForwardScales, ...] = ()
     replay: Replay | None = None
@@ -118,7 +117,7 @@ _now = _Now()
 
 
 def recording() -> tuple[ForwardScales, ...]:
-    """The checkpoints in whose forward pass this thread is, from the outermost on."""
+    """The checkpoints whose forward pass this thread is in, outermost first."""
     return _now.recording
 
 
@@ -128,8 +127,8 @@ def replay() -> Replay | None:
 
 
 def graph_is_kept() -> bool:
-    """Whether the backward that this call is in keeps its graph, so that another one may follow."""
-    # Outside of any there is nothing to free. A torch that does not say is taken to keep it.
+    """Whether the running backward keeps its graph, so that a second backward may follow."""
+    # Outside a backward nothing is freed. If torch cannot tell, the graph counts as kept.
     if torch._C._current_graph_task_id() == -1:
         return True
     keeps = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
@@ -137,12 +136,12 @@ def graph_is_kept() -> bool:
 
 
 def queues_owner(manager: Any) -> Any:
-    """What has the queues of Transformer Engine: an object of its own from 2.15."""
+    """The object that has the queues of Transformer Engine: the manager, from 2.15 on its quantization_state."""
     return getattr(manager, "quantization_state", manager)
 
 
 def number(manager: Any, meta: Meta) -> None:
-    """Give a module the number of a queue, as Transformer Engine does when it first keeps something for it."""
+    """Give a module a numbered queue, as Transformer Engine does when it first queues scales for the module."""
     queues = queues_owner(manager).fp8_tensors_recompute_buffer
     queues.append(deque())
     meta[POSITION] = len(queues) - 1
@@ -150,7 +149,7 @@ def number(manager: Any, meta: Meta) -> None:
 
 @contextmanager
 def own_queue(manager: Any, meta: Meta, entries: list[Any]) -> Iterator[deque[Any]]:
-    """While it is entered, Transformer Engine finds `entries` as the queue of this module, and leaves its own alone."""
+    """Inside, Transformer Engine uses `entries` as the queue of this module, and does not touch its own queue."""
     owner = queues_owner(manager)
     queue, queues = deque(entries), owner.fp8_tensors_recompute_buffer
     position = {POSITION: meta[POSITION]} if POSITION in meta else {}
@@ -165,10 +164,10 @@ def own_queue(manager: Any, meta: Meta, entries: list[Any]) -> Iterator[deque[An
 
 @contextmanager
 def own_flags(flags: list[Any]) -> Iterator[list[Any]]:
-    """While it is entered, Transformer Engine finds `flags` as its queue of flags of first modules."""
+    """Inside, Transformer Engine uses `flags` as its queue of first-module flags."""
     from transformer_engine.pytorch.distributed import FP8GlobalStateManager, activation_recompute_forward
 
-    if flags == [None]:  # the forward pass was in another one's region: it is as that region has left it
+    if flags == [None]:  # the forward pass ran in an outer checkpoint's region, so that region's flag counts
         state = getattr(FP8GlobalStateManager, "quantization_state", None)  # from 2.15
         flags = [FP8GlobalStateManager.IS_FIRST_FP8_MODULE if state is None else state.is_first_fp8_module]
     queue = activation_recompute_forward._is_first_fp8_module
@@ -180,7 +179,7 @@ def own_flags(flags: list[Any]) -> Iterator[list[Any]]:
 
 
 class Within(AbstractContextManager[Any]):
-    """A context of upstream's inside of one that `ours` makes anew each time: it may be entered again and again."""
+    """A reusable context: upstream's context inside one that `ours` makes at each entry."""
 
     def __init__(self, ours: Callable[[], AbstractContextManager[Any]], upstream: AbstractContextManager[Any]) -> None:
         self._ours, self._upstream, self._entered = ours, upstream, list[ExitStack]()

@@ -1,4 +1,4 @@
-"""The vocab-parallel cross entropy of shim.ops, for the patches that put it in the place of upstream's."""
+"""The vocab-parallel cross entropy of shim.ops, for the patches that replace upstream's with it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def token_losses(logits: Tensor, target: Tensor, group: Any, label_smoothing: fl
     if torch.compiler.is_compiling():
         outside: Tensor = _losses_outside_graph(logits, target, group, label_smoothing)
         return outside
-    label_smoothing = max(label_smoothing, 0.0)  # stock smooths nothing below zero
+    label_smoothing = max(label_smoothing, 0.0)  # stock ignores a label_smoothing below zero
     if (group is None or group.size() == 1) and label_smoothing < 1 and is_small(logits, target):
         return small_token_losses(logits, target, label_smoothing).float()
     found = token_logprobs(
@@ -34,11 +34,12 @@ def token_losses(logits: Tensor, target: Tensor, group: Any, label_smoothing: fl
     return -found.logprob.float()
 
 
-# Reads values on CPU, and takes a way of its own where logits are few; imports dynamo when called.
+# Outside the graph, because token_losses reads values on CPU and branches on the number of logits. The first call
+# imports dynamo.
 _losses_outside_graph = torch._disable_dynamo(token_losses)
 
 
 def _may_be_overwritten(logits: Tensor) -> bool:
-    # A gradient of its own is more than stock takes only where stock overwrites the logits: in fp32.
+    # Stock overwrites logits in fp32 only. There a separate gradient would need more memory than stock does.
     memory = logits._base if logits._is_view() else logits
     return logits.dtype == torch.float32 and not (memory is not None and memory.is_leaf and memory.requires_grad)

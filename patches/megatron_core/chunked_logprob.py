@@ -73,7 +73,7 @@ def _fused_vocab_parallel_cross_entropy(original: Function) -> Function:
 
 
 def _forward(original: Function, fp32_output: bool) -> Function:
-    """From 0.15: another default for the keyword."""
+    """From 0.15: the keyword gets another default."""
 
     @functools.wraps(original)
     def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
@@ -92,7 +92,7 @@ _OUTPUT = _Output()
 
 
 def _forward_with_keyword(original: Function, fp32_output: bool) -> Function:
-    """Up to 0.14: the keyword, for the upcast below."""
+    """Up to 0.14: adds the keyword. `_upcast` reads its value."""
 
     def forward(self: Any, *inputs: Any, fp32_output: bool = fp32_output, **kwargs: Any) -> Any:
         outer, _OUTPUT.fp32 = _OUTPUT.fp32, fp32_output
@@ -116,7 +116,7 @@ def _upcast(original: Function) -> Function:
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
-    """The factories of a variant: target -> function from upstream's object to the one that takes its place."""
+    """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
     forward = {"upcast": _forward_with_keyword, "fp32_output": _forward}[variant]
     found: dict[str, Callable[[Function], Function]] = {
         PLAIN: _vocab_parallel_cross_entropy,

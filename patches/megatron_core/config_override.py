@@ -33,5 +33,5 @@ BINDINGS: dict[str, Callable[[Function], Function]] = dict.fromkeys(
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
-    """The factories of the variant: target -> function from upstream's object to the one that takes its place."""
+    """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
     return Bindings(BINDINGS, Kept(entered))

@@ -37,5 +37,5 @@ def _apply_expert_bias(original: Function) -> Function:
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
-    """The factories of a variant: target -> function from upstream's object to the one that takes its place."""
+    """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
     return {APPLY_EXPERT_BIAS: _apply_expert_bias}

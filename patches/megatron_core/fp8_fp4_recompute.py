@@ -51,7 +51,7 @@ BLOCK = "megatron.core.transformer.transformer_block:TransformerBlock."
 
 
 def _checkpoint(original: Function) -> Function:
-    """Without gradients there is no recompute, so nothing is kept for one: the next one would take it for its own."""
+    """Without gradients nothing is recomputed, so no scales are queued, which a later recompute would wrongly take."""
 
     @functools.wraps(original)
     def checkpoint(function: Function, distribute_saved_activations: bool, *args: Any) -> Any:
@@ -71,7 +71,7 @@ def _checkpoint_function_forward(original: Function) -> Function:
 
 
 def _checkpoint_without_output(original: Function) -> Function:
-    """CheckpointWithoutOutput of 0.12; later ones restore the region themselves."""
+    """CheckpointWithoutOutput of 0.12. Later releases restore the region themselves."""
 
     @functools.wraps(original)
     def checkpoint(self: Any, run_function: Function, *args: Any) -> Any:
@@ -82,7 +82,7 @@ def _checkpoint_without_output(original: Function) -> Function:
 
 
 def _init(original: Function) -> Function:
-    """From 0.13: no FP8 bookkeeping where there is no Transformer Engine to keep books with."""
+    """From 0.13: no FP8 bookkeeping without Transformer Engine."""
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -96,7 +96,7 @@ def _init(original: Function) -> Function:
 
 
 def _recompute(original: Function) -> Function:
-    """Up to 0.15: without a recorded forward pass there is nothing to recompute."""
+    """Up to 0.15: returns early if no forward pass was recorded."""
 
     @functools.wraps(original)
     def _recompute(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -106,7 +106,7 @@ def _recompute(original: Function) -> Function:
 
 
 def _keeping_scales(original: Function) -> Function:
-    """CheckpointWithoutOutput from 0.13: the scales of its forward pass, with te-fp8-state."""
+    """CheckpointWithoutOutput from 0.13: keeps the scales of its forward pass, with te-fp8-state."""
 
     @functools.wraps(original)
     def checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -122,7 +122,7 @@ def _keeping_scales(original: Function) -> Function:
 def _with_its_scales(original: Function) -> Function:
     @functools.wraps(original)
     def _recompute(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # There is one recompute: the next call finds that, and returns.
+        # Only the first call recomputes; later calls return early.
         scales = vars(self).pop("forward_scales", None)
         with scales.replaying() if scales is not None else nullcontext():
             return original(self, *args, **kwargs)
@@ -135,7 +135,7 @@ def _guarded_with_its_scales(original: Function) -> Function:
 
 
 def _block_checkpointed_forward(original: Function) -> Function:
-    """0.12: each recomputed layer in the region that it has without recompute."""
+    """0.12: each recomputed layer runs in the region that it has without recompute."""
 
     @functools.wraps(original)
     def _checkpointed_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -143,7 +143,7 @@ def _block_checkpointed_forward(original: Function) -> Function:
 
         if not self.config.fp8 or self.config.fp8_recipe == Fp8Recipe.delayed:
             return original(self, *args, **kwargs)
-        # The recomputed functions ask the block for its layers: a shallow copy, which only they see, answers them.
+        # The recomputed functions get their layers from the block. They see a shallow copy of it with wrapped layers.
         view = copy.copy(self)
         view._get_layer = lambda number: _in_its_region(self._get_layer(number))
         return original(view, *args, **kwargs)
@@ -187,5 +187,5 @@ BINDINGS: dict[str, dict[str, Callable[[Function], Function]]] = {
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
-    """The factories of a variant: target -> function from upstream's object to the one that takes its place."""
+    """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
     return BINDINGS[variant]

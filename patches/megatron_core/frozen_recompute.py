@@ -34,7 +34,7 @@ FUNCTION = "megatron.core.recompute:checkpointed_forward"
 
 
 def _checkpointed_forward(original: Function) -> Function:
-    """All of it runs under full recompute."""
+    """Runs under full recompute only."""
     return _from_trained_states(original, lambda config: True)
 
 
@@ -48,7 +48,7 @@ def _from_trained_states(original: Function, recomputes: Callable[[Any], bool]) 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         block, states = args[0], states_of(args, kwargs)
-        # Inference wraps them, and stages of a pipeline but the first are given none here.
+        # No tensor: inference wraps the states, and later pipeline stages get none here.
         begins = isinstance(states, torch.Tensor) and not states.requires_grad and torch.is_grad_enabled()
         if begins and recomputes(block.config) and _trains(block):
             args, kwargs = put_states(args, kwargs, states.detach().requires_grad_())
@@ -66,6 +66,6 @@ def _trains(block: Any) -> bool:
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
-    """The factories of a variant: target -> function from upstream's object to the one that takes its place."""
+    """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
     full = {"method": BLOCK + "_checkpointed_forward", "function": FUNCTION}[variant]
     return {full: _checkpointed_forward, BLOCK + "forward": _forward}

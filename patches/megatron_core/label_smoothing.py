@@ -45,7 +45,7 @@ def _vocab_parallel_cross_entropy(original: Function) -> Function:
 
 
 def _group(original: Function) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Any]:
-    """A getter for the tensor-parallel group of a call, which releases take as an argument from some version on."""
+    """A getter for the tensor-parallel group of a call. Later releases take the group as an argument."""
     given_of = (
         argument(original, "tp_group")
         if "tp_group" in inspect.signature(original).parameters
@@ -62,5 +62,5 @@ def _group(original: Function) -> Callable[[tuple[Any, ...], Mapping[str, Any]],
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
-    """The factories of a variant: target -> function from upstream's object to the one that takes its place."""
+    """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
     return {TARGET: _vocab_parallel_cross_entropy}

@@ -30,12 +30,12 @@ def _get_cached_cos_sin(original: Function) -> Function:
         self, group = args[0], args[0].cp_group
         sliced = group is not None and group.size() > 1 and not (packed_of and packed_of(args, kwargs))
         if sliced and length_of(args, kwargs) != self.max_seq_len_cached:
-            self.max_seq_len_cached = -1  # shorter than any: upstream makes the table anew
+            self.max_seq_len_cached = -1  # shorter than any row: upstream computes a new table
         return original(*args, **kwargs)
 
     return get_cached_cos_sin
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
-    """The factories of a variant: target -> function from upstream's object to the one that takes its place."""
+    """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
     return {YARN + "get_cached_cos_sin": _get_cached_cos_sin}

@@ -51,7 +51,7 @@ INTERLEAVED, MSCALE, MLA, PER_TOKEN = "rotary_interleaved", "mscale", "interleav
 
 
 def _apply_rotary_pos_emb(original: Function, unpacked: frozenset[str], packed: frozenset[str]) -> Function:
-    """`unpacked` and `packed`: what the fused function of each format is not told in this release."""
+    """`unpacked` and `packed`: the arguments that never reach the fused function of each format in this release."""
     get = {name: argument(original, name) for name in ("t", "freqs", "config", "cu_seqlens", "mscale")}
     put_config = replacing(original, "config")
     upstream = vars(sys.modules[ROPE[:-1]])
@@ -64,14 +64,14 @@ def _apply_rotary_pos_emb(original: Function, unpacked: frozenset[str], packed: 
         else:
             untold, fused = packed, upstream["fused_apply_rotary_pos_emb_thd"]
         if fused is None:
-            return False  # upstream says so itself
+            return False  # upstream raises an error itself
         if INTERLEAVED in untold and config.rotary_interleaved:
             return True
         if MSCALE in untold and get["mscale"](args, kwargs) != 1.0:
             return True
         if MLA in untold and mla_of(args, kwargs):
             return True
-        # One sequence has the same rows either way. Over all ranks there are as many tokens as cu_seqlens ends with.
+        # A single sequence has the same rows either way. The packed row is cut over all context-parallel ranks.
         if PER_TOKEN not in untold or cu_seqlens is None or cu_seqlens.numel() <= 2:
             return False
         tokens = get["t"](args, kwargs).size(0) * cp_size_of(args, kwargs)
@@ -88,7 +88,7 @@ def _apply_rotary_pos_emb(original: Function, unpacked: frozenset[str], packed: 
 
 
 def _with(config: Any, **fields: Any) -> Any:
-    """A shallow copy of `config`, which others share, with other values for `fields`."""
+    """A shallow copy of the shared `config` with new values for `fields`."""
     config = copy.copy(config)
     for name, value in fields.items():
         setattr(config, name, value)
@@ -96,7 +96,7 @@ def _with(config: Any, **fields: Any) -> Any:
 
 
 def _mla(original: Function) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-    """A getter for whether a call asks for the interleaving of MLA: by an argument from 0.19, else by the config."""
+    """A getter for the MLA interleaving of a call: an argument from 0.19 on, before that the config."""
     config_of = argument(original, "config")
     if "mla_rotary_interleaved" not in inspect.signature(original).parameters:
         return lambda args, kwargs: config_of(args, kwargs).multi_latent_attention
@@ -127,7 +127,7 @@ def _unfused(unpacked: set[str], packed: set[str]) -> Callable[[Function], Funct
 
 
 APPLY, THD = ROPE + "apply_rotary_pos_emb", ROPE + "_apply_rotary_pos_emb_thd"
-ROW_OF_TOKEN = {THD: functools.partial(rotate_as_one, row_per_token=None)}  # where the values of the table show it
+ROW_OF_TOKEN = {THD: functools.partial(rotate_as_one, row_per_token=None)}  # a table whose values show it
 
 BINDINGS: dict[str, dict[str, Callable[[Function], Function]]] = {
     "plain": {APPLY: _unfused({INTERLEAVED, MSCALE, MLA}, {INTERLEAVED, MSCALE, MLA, PER_TOKEN}), **ROW_OF_TOKEN},
@@ -140,5 +140,5 @@ BINDINGS: dict[str, dict[str, Callable[[Function], Function]]] = {
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
-    """The factories of a variant: target -> function from upstream's object to the one that takes its place."""
+    """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
     return BINDINGS[variant]

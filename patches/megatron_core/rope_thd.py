@@ -28,12 +28,12 @@ from shim.patches._arguments import Function, takes
 
 ROPE = "megatron.core.models.common.embeddings.rope_utils:"
 
-# Rotating takes three temporaries of the size of what it rotates.
+# A rotation needs three temporaries, each as large as its input.
 PIECES, PIECE_BYTES = 8, 16 << 20
 
 
 def rotate_as_one(original: Function, row_per_token: bool | None) -> Function:
-    """What takes the place of _apply_rotary_pos_emb_thd. `row_per_token`: as in shim.ops.rope.thd_freqs."""
+    """The replacement of _apply_rotary_pos_emb_thd. `row_per_token`: see shim.ops.rope.thd_freqs."""
     names = list(inspect.signature(original).parameters)
     upstream = vars(sys.modules[ROPE[:-1]])
 
@@ -50,13 +50,13 @@ def rotate_as_one(original: Function, row_per_token: bool | None) -> Function:
             state = upstream["parallel_state"]
             cp_size, cp_rank = state.get_context_parallel_world_size(), state.get_context_parallel_rank()
         rows = thd_freqs(freqs, cu_seqlens, t.size(0), cp_size=cp_size, cp_rank=cp_rank, row_per_token=row_per_token)
-        # What is left of the arguments says how to rotate, in upstream's own words for both formats.
+        # The remaining arguments say how to rotate. Upstream names them alike for both formats.
         rotate = functools.partial(upstream["_apply_rotary_pos_emb_bshd"], **given)
         pieces = min(PIECES, t.numel() * t.element_size() // PIECE_BYTES)
         if pieces < 2:
             return rotate(t.unsqueeze(1), rows).squeeze(1)
         size = -(-t.size(0) // pieces)
-        # split, not slices: the gradient of a slice is as large as the whole.
+        # split instead of slices, because the gradient of a slice is as large as the whole tensor.
         together = zip(t.unsqueeze(1).split(size), rows.split(size), strict=True)
         return torch.cat([rotate(*piece) for piece in together]).squeeze(1)
 
@@ -69,5 +69,5 @@ VARIANTS = {"positions": False, "tokens": True}  # 0.12 to 0.14; from 0.15 on
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
-    """The factories of a variant: target -> function from upstream's object to the one that takes its place."""
+    """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
     return {ROPE + "_apply_rotary_pos_emb_thd": functools.partial(rotate_as_one, row_per_token=VARIANTS[variant])}

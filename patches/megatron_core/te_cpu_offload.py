@@ -34,7 +34,7 @@ CONTEXT = EXTENSIONS + ":get_cpu_offload_context"
 
 
 class _Regions(threading.local):
-    """What was found on entering each region that this thread is in: the manager, the flag, and the manager's own."""
+    """The state before each entered region of this thread: the manager, TE's flag, and the manager's flag."""
 
     def __init__(self) -> None:
         self.entered: list[tuple[Any, Any, bool]] = []
@@ -43,16 +43,16 @@ class _Regions(threading.local):
 _REGIONS = _Regions()
 
 
-def _engine() -> Any:
-    """Transformer Engine's module that has the flag, as megatron-core knows it."""
+def _offload_module() -> Any:
+    """The module of Transformer Engine that has the flag, as megatron-core imported it."""
     return getattr(sys.modules[EXTENSIONS], "cpu_offload", None)
 
 
 def _enter(original: Function) -> Function:
     @functools.wraps(original)
     def __enter__(self: Any) -> Any:
-        engine = _engine()
-        found = (self, getattr(engine, "CPUOffloadEnabled", None), getattr(self, "inside_context", False))
+        te = _offload_module()
+        found = (self, getattr(te, "CPUOffloadEnabled", None), getattr(self, "inside_context", False))
         try:
             result = original(self)
         except BaseException:
@@ -67,7 +67,7 @@ def _enter(original: Function) -> Function:
 def _exit(original: Function) -> Function:
     @functools.wraps(original)
     def __exit__(self: Any, *args: Any) -> Any:
-        # A region entered before apply() has left nothing here.
+        # A region entered before apply() has no entry here.
         found = _REGIONS.entered.pop() if _REGIONS.entered and _REGIONS.entered[-1][0] is self else None
         try:
             return original(self, *args)
@@ -80,9 +80,9 @@ def _exit(original: Function) -> Function:
 
 def _restore(found: tuple[Any, Any, bool]) -> None:
     manager, flag, inside = found
-    engine = _engine()
-    if engine is not None and flag is not None:
-        engine.CPUOffloadEnabled = flag
+    te = _offload_module()
+    if te is not None and flag is not None:
+        te.CPUOffloadEnabled = flag
     manager.inside_context = inside
 
 
@@ -111,16 +111,16 @@ def _context(original: Function) -> Function:
 
 
 def problems(models: Iterable[Any]) -> Iterator[tuple[str, str]]:
-    """What keeps the flag from having its effect on these models, and the remedy; for shim.check()."""
-    engine = sys.modules.get("transformer_engine.pytorch.cpu_offload")
-    if getattr(engine, "NVTE_CPU_OFFLOAD_V1", True):  # before 2.10 there is no such choice
+    """Pairs for shim.check(): why the flag has no effect on these models, and the remedy."""
+    te = sys.modules.get("transformer_engine.pytorch.cpu_offload")
+    if getattr(te, "NVTE_CPU_OFFLOAD_V1", True):  # before 2.10 the choice does not exist
         return
     asked = "shim.apply(options={'te-cpu-offload': {'set_variable': True}})"
     remedy = f"set NVTE_CPU_OFFLOAD_V1=1 for the process, or call {asked} before Transformer Engine is imported"
     configs = [getattr(module, "config", None) for model in models for module in model.modules()]
     if any(getattr(config, "fine_grained_activation_offloading", False) for config in configs):
         what = "fine_grained_activation_offloading is set, but Transformer Engine was imported without"
-        yield f"{what} NVTE_CPU_OFFLOAD_V1=1 and takes nothing for offloaded: weights are offloaded too", remedy
+        yield f"{what} NVTE_CPU_OFFLOAD_V1=1 and treats nothing as offloaded: weights are offloaded too", remedy
     if any(getattr(c, "cpu_offloading", False) and getattr(c, "cpu_offloading_weights", False) for c in configs):
         what = "cpu_offloading_weights has no effect, because Transformer Engine was imported without"
         yield f"{what} NVTE_CPU_OFFLOAD_V1=1", remedy
@@ -131,8 +131,8 @@ def _told() -> str:
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
-    """The factories of a variant: target -> function from upstream's object to the one that takes its place."""
+    """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
     flag = {MANAGER + "__enter__": _enter, MANAGER + "__exit__": _exit}
     factories = {**flag, CONTEXT: _context} if variant == "context" else flag
-    # Once reverted, a region is left by upstream's own function, which takes nothing out.
+    # After revert() upstream's own function leaves the regions, and would not remove the entries.
     return Bindings(factories, Kept(_told, lambda: _REGIONS.entered.clear()))

@@ -45,16 +45,17 @@ log = logging.getLogger("shim")
 
 
 def _home(name: str, *modules: str) -> Any:
-    """The module that has `name` now; None, with a warning, where it has moved on.
+    """The module that has `name` now; None, with a warning, if no module has.
 
-    What is bound reads the name from there at each call: others replace it, as the batch-invariant mode of 0.16 does.
+    Bound functions read the name from the module at each call, because others replace it, such as the batch-invariant
+    mode of 0.16.
     """
-    # Importing is not for a factory; where Transformer Engine could not be imported there is nothing to give.
+    # A factory must not import. If Transformer Engine could not be imported, there is nothing to give back.
     if "transformer_engine.pytorch" not in sys.modules:
         return None
     for module in modules:
         home = sys.modules.get(f"transformer_engine.pytorch.{module}")
-        # Past the module's own attribute read, which would import a lazy one.
+        # Not by an attribute read, which would import a lazy module.
         if home is not None and object.__getattribute__(home, "__dict__").get(name) is not None:
             return home
     log.warning("te-moved-symbols: no %s in %s of Transformer Engine: a feature stays off", name, ", ".join(modules))
@@ -80,7 +81,7 @@ def _rope(original: Any) -> Any:
     if callable(original) and (interleaves or original.__module__ + ":" != EXTENSIONS):
         return original
 
-    # transpose_output_memory is about memory alone, and Transformer Engine has nothing like it.
+    # transpose_output_memory concerns the memory layout only, and Transformer Engine has no such option.
     def fused_apply_rotary_pos_emb(
         t: Tensor, freqs: Tensor, transpose_output_memory: bool = False, interleaved: bool = False
     ) -> Tensor:
@@ -129,11 +130,11 @@ def _general_gemm(original: Any) -> Any:
 
 
 def _neighbour(original: Any, name: str) -> Any:
-    """The module with Transformer Engine's function, where megatron-core has its own loop."""
+    """Transformer Engine's module with the function, if megatron-core uses its own loop; else None."""
     return _home(name, "optimizers") if original.__module__ == "megatron.core.utils" else None
 
 
-# Their arguments have the names that the loops give them.
+# The arguments below have the names that megatron-core's loops use.
 
 
 def _applier(original: Any) -> Any:
@@ -164,7 +165,7 @@ def _scale(original: Any) -> Any:
 
 
 def _have_te(original: Any) -> Any:
-    # What the flag stands for in this module is the placeholder below, and what layers themselves do.
+    # In this module the flag decides about the placeholder below and about branches in the layers.
     return original or "transformer_engine.pytorch" in sys.modules
 
 
@@ -206,5 +207,5 @@ _VARIANTS: dict[str, dict[str, Callable[[Any], Any]]] = {
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Any], Any]]:
-    """The factories of a variant: target -> function from what upstream found to what takes its place."""
+    """Target -> factory for a variant. A factory takes the object that upstream found and returns the replacement."""
     return _VARIANTS[variant]

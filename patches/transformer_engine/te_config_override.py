@@ -24,5 +24,5 @@ CHECKPOINT = "transformer_engine.pytorch.distributed:checkpoint"
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
-    """The factories of the variant: target -> function from upstream's object to the one that takes its place."""
+    """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
     return Bindings({CHECKPOINT: marked}, Kept(entered))

@@ -67,7 +67,7 @@ QUANTIZATION = "transformer_engine.pytorch.quantization:FP8GlobalStateManager." 
 
 
 def _forward(original: Function) -> Function:
-    """2.1: the region is kept in the recomputed function; which phase it is in, `checkpoint` itself says."""
+    """2.1: the recomputed function holds the region. `checkpoint` itself tracks the phase."""
 
     @functools.wraps(original)
     def forward(ctx: Any, run_function: Function, *args: Any, **kwargs: Any) -> Any:
@@ -77,13 +77,13 @@ def _forward(original: Function) -> Function:
 
 
 def _get_old_fp8_meta_tensors_for_recompute(original: Function) -> Function:
-    """Up to 2.3: copies of scale and amax history in the place of references to what is about to be overwritten."""
+    """Up to 2.3: copies scale and amax history, because the referenced tensors are about to be overwritten."""
 
     @functools.wraps(original)
     def get_old_fp8_meta_tensors_for_recompute(cls: Any, fp8_meta: dict[str, Any]) -> None:
         names = {"amax_history": "updated_amax_history_fwd", "scale": "updated_scale_fwd"}
         state = fp8_meta["scaling_fwd"]
-        # Other recipes have no history, and nothing is kept for them.
+        # Other recipes have no history, so there is nothing to copy.
         copies = {name: getattr(state, name).clone() for name in names if hasattr(state, "amax_history")}
         original(cls, fp8_meta)
         fp8_meta.update({names[name]: copy for name, copy in copies.items()})
@@ -92,7 +92,7 @@ def _get_old_fp8_meta_tensors_for_recompute(original: Function) -> Function:
 
 
 def _copy_forward_fp8_meta_tensors_for_recompute(original: Function) -> Function:
-    """What Transformer Engine would put into its queue goes to the checkpoints whose forward pass this is."""
+    """Scales that Transformer Engine would queue go to the checkpoints whose forward pass is running."""
 
     @functools.wraps(original)
     def copy_forward_fp8_meta_tensors_for_recompute(cls: Any, fp8_meta: dict[str, Any]) -> None:
@@ -104,7 +104,7 @@ def _copy_forward_fp8_meta_tensors_for_recompute(original: Function) -> Function
             original(cls, fp8_meta)
         for scales, entry in itertools.product(checkpoints, queue):
             scales.keep(fp8_meta, entry)
-        # The number is part of a saved state: it is there where Transformer Engine would have given one.
+        # The queue's number is part of a saved state, so the module gets one if Transformer Engine would give one.
         if queue and POSITION not in fp8_meta and any(scales.numbered for scales in checkpoints):
             number(cls, fp8_meta)
 
@@ -113,7 +113,7 @@ def _copy_forward_fp8_meta_tensors_for_recompute(original: Function) -> Function
 
 
 def _replayed(original: Function) -> Function:
-    """What Transformer Engine takes from its queue is what the forward pass of this checkpoint has left."""
+    """Transformer Engine gets the scales of this checkpoint's forward pass instead of those in its queue."""
 
     @functools.wraps(original)
     def get_old_fp8_meta_tensors_for_recompute(cls: Any, fp8_meta: dict[str, Any]) -> None:
@@ -123,7 +123,7 @@ def _replayed(original: Function) -> Function:
         if now is None or not in_fp8_activation_recompute_phase():
             return original(cls, fp8_meta)
         entries = now.take(cls, fp8_meta)
-        # The forward pass of a checkpoint inside of this recompute.
+        # A checkpoint nested in this recompute records its own forward pass.
         for scales, entry in itertools.product(recording(), entries):
             scales.keep(fp8_meta, entry)
         try:
@@ -142,7 +142,7 @@ def _replayed(original: Function) -> Function:
 
 
 def _init_fp8_metadata(original: Function) -> Function:
-    """Up to 2.19: a module in evaluation mode keeps its scales for a recompute too; one in training does so itself."""
+    """Up to 2.19: keeps scales for a recompute in evaluation mode too. In training a module does so itself."""
 
     @functools.wraps(original)
     def init_fp8_metadata(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -153,7 +153,7 @@ def _init_fp8_metadata(original: Function) -> Function:
 
         if distributed.is_fp8_activation_recompute_enabled():
             manager = distributed.FP8GlobalStateManager
-            with own_queue(manager, self.fp8_meta, []):  # in stock it has no number
+            with own_queue(manager, self.fp8_meta, []):  # stock gives it no number
                 manager.copy_forward_fp8_meta_tensors_for_recompute(self.fp8_meta)
 
     return init_fp8_metadata
@@ -172,7 +172,7 @@ def _checkpoint_forward(original: Function) -> Function:
 def _checkpoint_backward(original: Function) -> Function:
     @functools.wraps(original)
     def backward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        scales = getattr(ctx, "forward_scales", None)  # none where the forward pass was before the patch
+        scales = getattr(ctx, "forward_scales", None)  # None if the forward pass ran before the patch was applied
         with scales.replaying() if scales is not None else nullcontext():
             result = original(ctx, *args, **kwargs)
         if scales is not None:
@@ -183,7 +183,7 @@ def _checkpoint_backward(original: Function) -> Function:
 
 
 def _get_activation_recompute_contexts(original: Function) -> Function:
-    """The contexts of a checkpoint that is not reentrant: for its forward pass, and for its recomputes."""
+    """The contexts of a non-reentrant checkpoint: for its forward pass and for its recomputes."""
 
     @functools.wraps(original)
     def get_activation_recompute_contexts(*args: Any, **kwargs: Any) -> Any:
@@ -194,7 +194,7 @@ def _get_activation_recompute_contexts(original: Function) -> Function:
     return get_activation_recompute_contexts
 
 
-# The flags of a tracked region: until 2.18, and from 2.19.
+# The flags of a tracked region: up to 2.18, and from 2.19 on.
 FLAGS = (
     ("_FP8_ACTIVATION_RECOMPUTE_ENABLED", "_FP8_ACTIVATION_RECOMPUTE_PHASE"),
     ("_IN_ACTIVATION_RECOMPUTE_REGION", "_ACTIVATION_RECOMPUTE_PHASE"),
@@ -202,7 +202,7 @@ FLAGS = (
 
 
 def _region_enter(original: Function) -> Function:
-    """A tracked region keeps its flag of the first module itself; a forward pass inside of a recompute stays one."""
+    """Each tracked region keeps its own first-module flag. A forward pass in a recompute stays a forward pass."""
 
     @functools.wraps(original)
     def __enter__(self: Any) -> Any:
@@ -233,7 +233,7 @@ def _region_enter(original: Function) -> Function:
 
 
 def _region_exit(original: Function) -> Function:
-    """What is around a tracked region goes on being tracked when it ends."""
+    """At its end, restores the flags of the outer tracked region."""
 
     @functools.wraps(original)
     def __exit__(self: Any, *exception: Any) -> Any:
@@ -241,7 +241,7 @@ def _region_exit(original: Function) -> Function:
 
         result = original(self, *exception)
         found = vars(self).get("flags_found")
-        if found:  # not where it was entered before the patch
+        if found:  # empty if the region was entered before the patch was applied
             vars(distributed).update(found.pop())
         return result
 
@@ -249,7 +249,7 @@ def _region_exit(original: Function) -> Function:
 
 
 def _autocast_enter(original: Function) -> Function:
-    """A region that cannot be entered leaves nothing behind."""
+    """Restores the state if a region cannot be entered."""
 
     @functools.wraps(original)
     def autocast_enter(cls: Any, *args: Any, **kwargs: Any) -> None:
@@ -268,16 +268,16 @@ def _autocast_enter(original: Function) -> Function:
 
 
 def _autocast_exit(original: Function) -> Function:
-    """From 2.2: in a recompute no region reduces amax when it ends."""
+    """From 2.2: the end of a region inside a recompute reduces no amax."""
 
     @functools.wraps(original)
     def autocast_exit(cls: Any, *args: Any, **kwargs: Any) -> None:
         from transformer_engine.pytorch.distributed import in_fp8_activation_recompute_phase
 
-        # CheckpointWithoutOutput of megatron-core leaves its region when that phase is over.
+        # CheckpointWithoutOutput of megatron-core leaves its region after the recompute phase, hence replay().
         if not in_fp8_activation_recompute_phase() and replay() is None:
             return original(cls, *args, **kwargs)
-        with torch.no_grad():  # that is what it goes by
+        with torch.no_grad():  # upstream reduces amax only with gradients enabled
             return original(cls, *args, **kwargs)
 
     return autocast_exit
@@ -333,5 +333,5 @@ BINDINGS: dict[str, Bindings] = {
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
-    """The factories of a variant: target -> function from upstream's object to the one that takes its place."""
+    """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
     return BINDINGS[variant]

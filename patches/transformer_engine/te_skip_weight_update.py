@@ -31,5 +31,5 @@ def _set_skip(missing: Any) -> Any:
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Any], Any]]:
-    """The factories of a variant: target -> function from what upstream has, here nothing, to what is added."""
+    """Target -> factory for a variant. A factory takes upstream's object, here none, and returns the added one."""
     return {METHOD: _set_skip}

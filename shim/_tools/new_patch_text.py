@@ -83,7 +83,7 @@ from __future__ import annotations
 {factories}
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[{of}], {of}]]:
-    """The factories of a variant: target -> function from upstream's object to the one that takes its place."""
+    """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
     return {{{table}}}
 '''
 

@@ -98,7 +98,7 @@ BINDINGS: dict[str, dict[str, Callable[..., Function]]] = {
 
 
 def bindings(variant: str, options: Options) -> Mapping[str, Callable[[Function], Function]]:
-    """The factories of a variant: target -> function from upstream's object to the one that takes its place."""
+    """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
     if options["partition"] not in PARTITIONS:
         raise ValueError(f"partition is {options['partition']!r}; it must be one of {', '.join(PARTITIONS)}")
     return {target: functools.partial(factory, options=options) for target, factory in BINDINGS[variant].items()}

@@ -1,9 +1,9 @@
 """0.12 and 0.13: the MTP block rolls everything and computes the loss.
 
-The story of a step: MultiTokenPredictionBlock.forward rolls ids, labels and loss mask once for each depth, by
-roll_tensor, and calls a MultiTokenPredictionLayer in between. The patch opens a step around it. The step tells the
-rolls of the row, and of the context-parallel group, because these releases pass neither. The layer asserts that there
-is no packed row; its transformer layer gets the row all the same (see refused_row).
+One step: MultiTokenPredictionBlock.forward rolls ids, labels and loss mask once per depth with roll_tensor, and calls a
+MultiTokenPredictionLayer in between. The patch opens a step around it. The step tells the rolls the packed row and the
+context-parallel group, because these releases pass neither. The layer asserts that the row is unpacked. The patch
+passes the packed row to the layer's transformer layer directly (see refused_row).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shim.patches.megatron_core.mtp_packed_sequences.step import group_of, in_st
 
 
 def patch_block_forward(original: Function, options: Options) -> Function:
-    """Opens the step. Without labels there is nothing to predict, and the main model's states go on as they are."""
+    """Opens the step. Without labels, MTP predicts nothing and returns the main model's states unchanged."""
     row_of, labels_of = argument(original, "packed_seq_params"), argument(original, "labels")
     states_of, with_mask = argument(original, "hidden_states"), with_loss_mask(original, options)
 
@@ -43,7 +43,7 @@ def _context_parallel_group() -> Any:
 
 
 def patch_layer_forward(original: Function, options: Options) -> Function:
-    """Tells the layer of no row, and its transformer layer of the row."""
+    """Hides the row from the layer, and passes the row to its transformer layer."""
     row_of, put_row = argument(original, "packed_seq_params"), replacing(original, "packed_seq_params")
 
     @functools.wraps(original)
@@ -60,5 +60,5 @@ def patch_layer_forward(original: Function, options: Options) -> Function:
 
 
 def _by_name(args: Any, kwargs: Any, row: Any) -> Any:
-    """The layer names all that it passes to its transformer layer."""
+    """Puts the row by keyword: the layer calls its transformer layer with keywords only."""
     return args, {**kwargs, "packed_seq_params": row}

@@ -1,11 +1,11 @@
 """0.14 to 0.16: layers roll their inputs, and the model rolls labels and loss mask.
 
-The story of a step: GPTModel._postprocess runs the MTP layers, where it is not done earlier, and then computes the loss
-of each depth from rolled labels and a rolled mask. The patch opens a step around it. A layer rolls ids and positions
-(_get_embeddings) and then runs _proj_and_transformer_layer, by _checkpointed_forward under full recompute.
+One step: GPTModel._postprocess runs the MTP layers, unless an earlier call did. It then computes the loss of each depth
+from rolled labels and a rolled mask. The patch opens a step around it. A layer rolls ids and positions
+(_get_embeddings) and then runs _proj_and_transformer_layer, through _checkpointed_forward under full recompute.
 
-0.14, 0.15: the layer asserts that there is no packed row; _proj_and_transformer_layer gets the row all the same (see
-refused_row), and the rolls take that of the step. 0.16: the layer takes the row, and passes it to the rolls.
+0.14, 0.15: the layer asserts that the row is unpacked. _proj_and_transformer_layer gets the packed row directly (see
+refused_row), and the rolls use the row of the step. 0.16: the layer takes the row and passes it to the rolls.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INSIDE = "_proj_and_transformer_layer"
 
 
 def patch_postprocess(original: Function, options: Options) -> Function:
-    """Opens the step. labels=None gives logits, without MTP."""
+    """Opens the step. With labels=None the model returns logits, without MTP."""
     row_of, labels_of = argument(original, "packed_seq_params"), argument(original, "labels")
     states_of, put_states = argument(original, "hidden_states"), replacing(original, "hidden_states")
     mtp_of, put_mtp = argument(original, "mtp_in_postprocess"), replacing(original, "mtp_in_postprocess")
@@ -38,7 +38,7 @@ def patch_postprocess(original: Function, options: Options) -> Function:
             with in_step(row):
                 return original(*args, **kwargs)
         if labels is None:
-            # States of MTP layers on earlier stages come behind those of the main model.
+            # The states of MTP layers on earlier stages follow those of the main model.
             earlier = _mtp_layers_before(model, here=bool(mtp_of(args, kwargs)))
             args, kwargs = put_states(args, kwargs, states_of(args, kwargs).chunk(1 + earlier, dim=0)[0])
             args, kwargs = put_mtp(args, kwargs, False)
@@ -58,10 +58,10 @@ def _mtp_layers_before(model: Any, here: bool) -> int:
 
 
 def _without_mtp(model: Any) -> Any:
-    """A shallow copy of the model that says it has no MTP; parameters and submodules are the model's own."""
+    """A shallow copy of the model with MTP off. Parameters and submodules are the model's own."""
     view = copy.copy(model)
     view.mtp_process = False
-    # On the last of several stages with MTP the weight of tied embeddings is the embedding's; the head's own is stale.
+    # On the last of several stages with MTP the head's own weight is stale; tied embeddings use the embedding's weight.
     view.shared_embedding_or_output_weight = model.shared_embedding_or_output_weight
     view.config = copy.copy(model.config)
     view.config.mtp_num_layers = None
@@ -69,10 +69,10 @@ def _without_mtp(model: Any) -> Any:
 
 
 def patch_layer_forward(original: Function, options: Options) -> Function:
-    """0.14, 0.15: tells the layer of no row, and what runs inside of it, also in a recompute, of the row."""
+    """0.14, 0.15: hides the row from the layer, and passes it to the method inside, also in a recompute."""
     row_of, put_row = argument(original, "packed_seq_params"), replacing(original, "packed_seq_params")
     inside = vars(vars(sys.modules[original.__module__])["MultiTokenPredictionLayer"])[INSIDE]
-    put_inside = replacing(functools.partial(inside, None), "packed_seq_params")  # as it is called, bound
+    put_inside = replacing(functools.partial(inside, None), "packed_seq_params")  # bound, as the layer calls it
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""0.17 to 0.19: the loss in a function of its own, process_mtp_loss, which trainers call too.
+"""0.17 to 0.19: the loss is in a function of its own, process_mtp_loss, which trainers call too.
 
-The story of a step: the model (GPTModel._postprocess, or the forward of a hybrid model) runs the MTP layers and calls
-process_mtp_loss, which rolls labels and loss mask for each depth. Everybody passes the row on, so the step only keeps
-the index of the row for all rolls. From 0.18 on a layer also rolls a padding mask for the router (_get_embeddings).
+One step: the model (GPTModel._postprocess, or the forward of a hybrid model) runs the MTP layers and calls
+process_mtp_loss, which rolls labels and loss mask for each depth. Upstream passes the row everywhere, so the step only
+keeps the row's index for all rolls. From 0.18 on a layer also rolls a padding mask for the router (_get_embeddings).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def patch_model_step(original: Function, options: Options) -> Function:
 
 
 def patch_process_mtp_loss(original: Function, options: Options) -> Function:
-    """Without a loss mask, all valid tokens count, and padding does not."""
+    """Without a loss mask, valid tokens count and padding does not."""
     known = inspect.signature(original).parameters
     row_of, group_from = argument(original, "packed_seq_params"), argument(original, "cp_group")
     labels_of, with_mask = argument(original, "labels"), with_loss_mask(original, options)
@@ -42,7 +42,7 @@ def patch_process_mtp_loss(original: Function, options: Options) -> Function:
         labels, row = labels_of(args, kwargs), row_of(args, kwargs)
         like = labels if labels is not None else ids_of(args, kwargs)
         if like is None:
-            return original(*args, **kwargs)  # nothing to predict, and nothing is rolled
+            return original(*args, **kwargs)  # nothing to predict and nothing to roll
         with in_step(row):
             args, kwargs = with_mask(args, kwargs, like, row, group_of(row, group_from(args, kwargs)))
             return original(*args, **kwargs)
@@ -51,7 +51,7 @@ def patch_process_mtp_loss(original: Function, options: Options) -> Function:
 
 
 def patch_get_embeddings(original: Function, options: Options) -> Function:
-    """From 0.18: padding stays padding for the router, where a plain roll would call it tokens."""
+    """From 0.18: padding stays padding for the router. A plain roll would turn some of it into tokens."""
     row_of, mask_of = argument(original, "packed_seq_params"), argument(original, "padding_mask")
     put_mask = replacing(original, "padding_mask")
 
@@ -73,6 +73,6 @@ def _rolled_padding(layer: Any, row: Any, mask: Tensor, length: int, partition: 
     padding = ~index_of(row, length, mask.device, group, partition).valid
     if mask.size(-1) == length:
         return roll_row(mask, -1, -1, row, group, partition) | padding
-    # Under sequence parallelism this rank holds one share of the tokens, whose neighbours are elsewhere.
+    # Under sequence parallelism this rank holds one share of the tokens, and their neighbours are on other ranks.
     share = mask.size(-1)
     return mask | padding.narrow(0, layer.tp_group.rank() * share, share)

@@ -1,8 +1,8 @@
-"""0.12 to 0.15: MTP layers refuse a packed row, although what is inside of them takes one.
+"""0.12 to 0.15: MTP layers refuse a packed row, although the modules inside take one.
 
-The layer's forward runs on a view of the layer, and is told of no row. The one part of the view that must know of the
-row gets it: the transformer layer (0.12, 0.13), or the method around it (0.14, 0.15), which a recompute calls again.
-The row goes where that part goes, so a recompute has it too, whoever recomputes.
+The layer's forward runs on a view of the layer and gets no row. One part of the view gets the packed row: the
+transformer layer (0.12, 0.13), or the method around it (0.14, 0.15), which a recompute calls again. The part carries
+the row with it, so any recompute of the part has the row too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class WithRow:
-    """A callable of a layer that gets `row` as its packed_seq_params, whatever the caller passes."""
+    """A callable of a layer that always gets `row` as its packed_seq_params."""
 
     def __init__(self, function: Callable[..., Any], put_row: Callable[..., Any], row: Any) -> None:
         self.function = function
@@ -25,10 +25,10 @@ class WithRow:
 
 
 def view_of(layer: Any, **parts: Any) -> Any:
-    """A second object with all that the module `layer` has, parameters and submodules too, but for `parts`.
+    """A view of the module `layer`: the same parameters and submodules, with `parts` replaced.
 
-    Written into its dictionary, where an attribute is found before a submodule of the same name. Not by copy.copy,
-    which torch.compile cannot trace.
+    The parts go into the dictionary of the view, where an attribute comes before a submodule of the same name.
+    torch.compile cannot trace copy.copy.
     """
     view = object.__new__(type(layer))
     vars(view).update(vars(layer), **parts)

@@ -1,8 +1,8 @@
-"""The roll of all releases, and the loss mask that goes into it.
+"""The roll for all releases, and the loss mask for the roll.
 
-Up to 0.15 roll_tensor is not told of the packed row, and takes that of the step. From 0.16 on it hands a packed row to
-_roll_tensor_packed_seq, a loop over sequences that sends messages for each of them; one roll takes its place. The roll
-itself is in shim.ops.
+Up to 0.15 roll_tensor does not get the packed row, and uses the row of the step. From 0.16 on it passes a packed row to
+_roll_tensor_packed_seq, a loop over sequences that sends messages for each. One roll replaces the loop. The roll itself
+is in shim.ops.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Options = Mapping[str, Any]
 
 
 def _returned(rolled: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """What upstream's rolls return. `count` is the sum of `rolled`: of a loss mask, the number of targets."""
-    # 0 / 0 would be NaN where every target is masked; one instead of zero divides a sum that is zero.
+    """The result of upstream's rolls. `count` is the sum of `rolled`: for a loss mask, the number of targets."""
+    # If every target is masked, upstream divides zero by the count. A count of one avoids NaN.
     divides = THREAD.step is not None and THREAD.step.counts_divide
     return rolled, count + (count == 0) if divides else count
 
 
 def patch_roll_tensor(original: Function, options: Options) -> Function:
-    """Up to 0.15: rolls the row of the call, else that of the step."""
+    """Up to 0.15: rolls by the row of the call, else by the row of the step."""
     takes_group = "cp_group" in inspect.signature(original).parameters  # 0.14, 0.15
 
     @functools.wraps(original)
@@ -61,7 +61,7 @@ def patch_roll_tensor(original: Function, options: Options) -> Function:
 
 
 def patch_count_of_roll_tensor(original: Function, options: Options) -> Function:
-    """0.16, which hands packed rows on: counts of unpacked rows that can divide."""
+    """0.16 passes packed rows on. For unpacked rows, makes the count safe to divide by."""
     row_of = argument(original, "packed_seq_params")
 
     @functools.wraps(original)
@@ -76,7 +76,7 @@ def patch_count_of_roll_tensor(original: Function, options: Options) -> Function
 
 
 def patch_roll_tensor_packed_seq(original: Function, options: Options) -> Function:
-    """From 0.16: takes the place of the loop over sequences."""
+    """From 0.16: replaces the loop over sequences."""
 
     @functools.wraps(original)
     def _roll_tensor_packed_seq(
@@ -90,9 +90,9 @@ def patch_roll_tensor_packed_seq(original: Function, options: Options) -> Functi
 
 
 def with_loss_mask(original: Function, options: Options) -> Callable[..., tuple[Any, Any]]:
-    """For a function that takes a loss mask: its arguments with a mask of all valid tokens where none was given.
+    """A function that adds a mask of all valid tokens to the arguments of a call without a loss mask.
 
-    The mask has the dtype and shape of `like`; padding of `row`, which is cut over `group`, is zero in it.
+    The mask has the dtype and shape of `like`. Padding of `row`, which is cut over `group`, is zero.
     """
     mask_of, put_mask = argument(original, "loss_mask"), replacing(original, "loss_mask")
 

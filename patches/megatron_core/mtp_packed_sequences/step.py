@@ -1,9 +1,9 @@
-"""What the rolls of one model step share: the packed row they are on, its index, and the roll itself.
+"""State that the rolls of one model step share: the packed row and its index. Also the roll itself.
 
-`THREAD.step` is the only ambient state of the patch. It is there because upstream's rolls are not told of the row (up
-to 0.15), and because all rolls of a step share one index (all releases). It belongs to the thread and ends with the
-step, so nothing in it can be stale: neither a buffer that is filled anew for the next step, nor a graph that is
-captured with one row and replayed with another.
+`THREAD.step` is the only ambient state of the patch, for two reasons: upstream's rolls do not get the row (up to 0.15),
+and all rolls of a step share one index (all releases). The state belongs to the thread and ends with the step, so it
+cannot be stale: neither for a buffer that the next step refills, nor for a graph that is captured with one row and
+replayed with another.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from shim.ops.packed_roll import RollIndex, roll_index, roll_with
 class Step:
     """One model step.
 
-    row: its PackedSeqParams; None for an unpacked row.
-    group: its context-parallel group, where the release does not pass one to the roll (0.12, 0.13).
+    row: the PackedSeqParams of the step; None for an unpacked row.
+    group: the context-parallel group, if the release does not pass one to the roll (0.12, 0.13).
     counts_divide: whether the caller divides by the count that a roll returns (up to 0.16).
-    indices: of the row, by (length, device, number of ranks).
+    indices: (length, device, number of ranks) -> index of the row.
     """
 
     def __init__(self, row: Any = None, group: Any = None, counts_divide: bool = False) -> None:
@@ -44,9 +44,9 @@ THREAD = _Thread()
 
 
 class in_step:
-    """Enters a step on `row`. Inside of another step it inherits what is not given, and the indices of the same row.
+    """Enters a step on `row`. A nested step inherits missing arguments, and the indices if the row is the same.
 
-    A class, because torch.compile with fullgraph=True takes it where it would not take a generator.
+    A class, because torch.compile with fullgraph=True does not accept a generator here.
     """
 
     def __init__(self, row: Any, group: Any = None, counts_divide: bool = False) -> None:
@@ -70,7 +70,7 @@ def is_parallel(group: Any) -> bool:
 
 
 def group_of(row: Any, cp_group: Any) -> Any:
-    """The group a row is cut over: its own (dynamic context parallelism), else the one passed, else the step's."""
+    """The group that a row is cut over: the row's (dynamic context parallelism), else `cp_group`, else the step's."""
     for group in (getattr(row, "cp_group", None), cp_group):
         if group is not None:
             return group
@@ -105,14 +105,14 @@ def roll_row(tensor: Tensor, shifts: int, dims: int, row: Any, group: Any, parti
 
 
 def roll_unpacked_on_rank(tensor: Tensor, dims: int, group: Any) -> Tensor:
-    """Roll this rank's share of an unpacked row, cut by zigzag; for releases that know no group."""
+    """Roll this rank's share of an unpacked row, cut by zigzag, for releases whose roll takes no group."""
     length, ranks = tensor.size(dims), group.size()
     whole = torch.arange(2, device=tensor.device, dtype=torch.int32) * (length * ranks)  # one sequence over all shares
     return roll_on_rank(tensor, rank_roll_index(whole, None, length, tensor.device, group.rank(), ranks), dims, group)
 
 
 def valid_tokens(like: Tensor, row: Any, group: Any, partition: str) -> Tensor:
-    """The loss mask of a row for which none was given: ones in the dtype and shape of `like`, zero on padding."""
+    """A loss mask with the dtype and shape of `like`: one for valid tokens, zero on padding."""
     if row is None:
         return ones_like(like)
     index = index_of(row, like.size(-1), like.device, group, partition)

@@ -42,7 +42,7 @@ LAYER = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLa
 
 
 def _forward(original: Function, quantizes: bool) -> Function:
-    """0.12 and 0.13: the whole layer is what a checkpoint can be put around."""
+    """0.12 and 0.13: the checkpoint goes around the whole layer."""
     signature = inspect.signature(original)
     run = original if quantizes else _quantized_as_the_decoder(original)
 
@@ -57,7 +57,7 @@ def _forward(original: Function, quantizes: bool) -> Function:
 
 
 def _quantized_as_the_decoder(original: Function) -> Function:
-    """0.12: the FP8 context of the decoder's layers in the place of the layer's own."""
+    """0.12: uses the FP8 context of the decoder's layers instead of the layer's own."""
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ def _quantized_as_the_decoder(original: Function) -> Function:
             return original(self, *args, **kwargs)
         from megatron.core.fp8_utils import get_fp8_context
 
-        # A shallow copy, told of no FP8; parameters and submodules are the layer's own.
+        # A shallow copy with FP8 off. Parameters and submodules are the layer's own.
         view = copy.copy(self)
         view.config = copy.copy(self.config)
         view.config.fp8 = None
@@ -76,7 +76,7 @@ def _quantized_as_the_decoder(original: Function) -> Function:
 
 
 def _proj_and_transformer_layer(original: Function) -> Function:
-    """From 0.15: FP4, as the decoder's layers have it; FP8 upstream enters itself."""
+    """From 0.15: enters FP4 as the decoder's layers do. Upstream enters FP8 itself."""
 
     @functools.wraps(original)
     def _proj_and_transformer_layer(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -102,5 +102,5 @@ BINDINGS: dict[str, dict[str, Callable[[Function], Function]]] = {
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
-    """The factories of a variant: target -> function from upstream's object to the one that takes its place."""
+    """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
     return BINDINGS[variant]

@@ -1,4 +1,4 @@
-"""Activation recompute of one multi-token prediction layer, packed rows or not; one implementation for all releases."""
+"""Activation recompute of one multi-token prediction layer, for packed and unpacked rows and for all releases."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch import Tensor
 
 from shim.patches._arguments import add_parameters, takes
 
-# By name, or by position behind the recomputed function: hidden_states first, decoder_input second.
+# By name, or by position after the recomputed function.
 ACTIVATIONS = ("hidden_states", 0, "decoder_input", 1)
 
 Arguments = Mapping[Any, Any]  # by name or position
 
 
 def checkpointed_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What takes the place of MultiTokenPredictionLayer._checkpointed_forward, 0.14 to 0.19.
+    """The replacement of MultiTokenPredictionLayer._checkpointed_forward, 0.14 to 0.19.
 
-    Up to 0.17 the recomputed function is an argument in front of the others; later it is
-    self._proj_and_transformer_layer, but subclasses written for earlier releases pass one all the same.
+    Up to 0.17 the recomputed function is the first argument. Later it is self._proj_and_transformer_layer, but
+    subclasses written for earlier releases still pass a function.
     """
     names = list(inspect.signature(original).parameters)
     takes_function = "forward_func" in names
@@ -40,7 +40,8 @@ def checkpointed_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         return checkpointed(self, function or self._proj_and_transformer_layer, arguments)
 
     if not takes_function:
-        add_parameters(_checkpointed_forward, original, "padding_mask")  # 0.18 passes one that it does not take
+        # 0.18 passes padding_mask, which its own function does not take.
+        add_parameters(_checkpointed_forward, original, "padding_mask")
         layer = vars(sys.modules[original.__module__])["MultiTokenPredictionLayer"]
         takes(_checkpointed_forward, inspect.signature(layer._proj_and_transformer_layer).parameters)
     else:
@@ -49,16 +50,16 @@ def checkpointed_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def checkpointed(layer: Any, function: Callable[..., Any], arguments: Arguments) -> Any:
-    """`function` with `arguments`, recomputed in backward where the layer's config wants that.
+    """Call `function` with `arguments`. Backward recomputes it if the layer's config asks for that.
 
-    layer: the MTP layer; its config is asked for the method, its parameters for whether anything in it is trained.
-    function: what is recomputed; returns hidden_states [s, b, h].
-    arguments: by name, or by position. Those in ACTIVATIONS (tensors [s, b, h]) are always saved by the checkpoint,
-        other tensors only where they require a gradient; all the rest is kept in the recomputed function, because
-        a checkpoint can save nothing but tensors (packed_seq_params is none).
+    layer: the MTP layer. Its config has the method; its parameters show whether the layer is trained.
+    function: the recomputed function. It returns hidden_states [s, b, h].
+    arguments: by name, or by position. The checkpoint always saves those in ACTIVATIONS (tensors [s, b, h]), and
+        other tensors only if they require a gradient. The recomputed function holds the rest, because a checkpoint
+        saves tensors only (packed_seq_params is none).
 
-    Method "uniform" makes every layer a chunk of its own, whatever recompute_num_layers; "block" recomputes the first
-    recompute_num_layers layers of the MTP block. Raises ValueError for any other method, as upstream does.
+    Method "uniform" recomputes every layer as a separate chunk and ignores recompute_num_layers. Method "block"
+    recomputes the first recompute_num_layers layers of the MTP block. Any other method is a ValueError, as upstream.
     """
     method = layer.config.recompute_method
     if method not in ("uniform", "block"):
@@ -75,8 +76,8 @@ def checkpointed(layer: Any, function: Callable[..., Any], arguments: Arguments)
     kept = {key: value for key, value in arguments.items() if key not in saved}
 
     def run(*values: Any) -> Any:
-        # Makes the layer one of the closure's own cells: trainers whose backward frees the inputs of checkpoints look
-        # for it there, because those of an MTP layer are still needed.
+        # Puts the layer into a cell of the closure. Trainers whose backward frees the inputs of checkpoints look for an
+        # MTP layer there, because its inputs are still needed.
         _ = layer
         return _differentiable(_call(function, {**kept, **dict(zip(saved, values))}))
 
@@ -89,24 +90,24 @@ def _call(function: Callable[..., Any], arguments: Arguments) -> Any:
 
 
 def _saved(arguments: Arguments) -> dict[str | int, Tensor]:
-    """The inputs of the checkpoint, hidden_states first: that is the one which is distributed over ranks."""
+    """The inputs of the checkpoint. hidden_states comes first, because the first input is distributed over ranks."""
     tensors = {key: value for key, value in arguments.items() if isinstance(value, Tensor)}
     first = {key: tensors[key] for key in ACTIVATIONS if key in tensors}
     return {**first, **{key: value for key, value in tensors.items() if value.requires_grad}}
 
 
 def _number_in_block(layer: Any) -> int:
-    """Which of the MTP layers of this pipeline stage it is, from 0; layers are numbered from 1 over all stages."""
+    """The index of the layer among this pipeline stage's MTP layers. layer_number counts from 1 over all stages."""
     return layer.layer_number - 1 - layers_on_earlier_stages(layer.config, getattr(layer, "vp_stage", None))
 
 
 def has_layout(config: Any) -> bool:
-    """Whether layers are laid out over pipeline stages freely (0.16 and later, where MTP layers may be anywhere)."""
+    """Whether layers have a free layout over pipeline stages (0.16 and later): any stage may have MTP layers."""
     return getattr(config, "pipeline_model_parallel_layout", None) is not None
 
 
 def layers_on_earlier_stages(config: Any, vp_stage: int | None) -> int:
-    """How many MTP layers the stages before this one hold; only a layout (0.16 and later) can put any there."""
+    """How many MTP layers earlier stages hold. Only a layout (0.16 and later) can put MTP layers there."""
     if not has_layout(config):
         return 0
     from megatron.core.transformer.multi_token_prediction import get_mtp_layer_offset
@@ -115,10 +116,10 @@ def layers_on_earlier_stages(config: Any, vp_stage: int | None) -> int:
 
 
 def _made_differentiable(layer: Any, saved: dict[str | int, Tensor]) -> dict[str | int, Tensor]:
-    """Inputs of which one requires a gradient, for a layer that has weights to train; {} for one that has none.
+    """The inputs with one made to require a gradient, if the layer has trainable weights; else {}.
 
-    With the base weights frozen no input may require one. The output of a checkpoint would not either then, and
-    adapters inside would never be trained.
+    With frozen base weights no input may require a gradient. Then the output of the checkpoint would not either, and
+    adapters inside would never train.
     """
     key = next(iter(saved), None)
     if key is None or not any(weight.requires_grad for weight in layer.parameters()):
@@ -127,7 +128,7 @@ def _made_differentiable(layer: Any, saved: dict[str | int, Tensor]) -> dict[str
 
 
 def _first_apart(saved: dict[str | int, Tensor]) -> dict[str | int, Tensor]:
-    """The first input as a tensor of its own: distributing it cuts its data, and the caller may hold that tensor."""
+    """Replace the first input by a view: distribution cuts the tensor's data, and the caller may hold the tensor."""
     from megatron.core.utils import make_viewless_tensor
 
     key, value = next(iter(saved.items()))
@@ -136,14 +137,14 @@ def _first_apart(saved: dict[str | int, Tensor]) -> dict[str | int, Tensor]:
 
 
 def _differentiable(output: Any) -> Any:
-    """In the recompute, an output through which backward can run, even where nothing in it has a gradient."""
+    """An output that backward can run through in the recompute, even if no part of it requires a gradient."""
     if torch.is_grad_enabled() and isinstance(output, Tensor) and not output.requires_grad:
         return output.detach().requires_grad_()
     return output
 
 
 def _checkpoint(layer: Any, run: Callable[..., Any], values: list[Any]) -> Any:
-    """One chunk, under the contexts and by the checkpoint that TransformerBlock of the same release chooses."""
+    """Recompute one chunk with the contexts and the checkpoint that TransformerBlock of the same release uses."""
     from megatron.core import tensor_parallel
 
     config = layer.config
@@ -152,7 +153,7 @@ def _checkpoint(layer: Any, run: Callable[..., Any], values: list[Any]) -> Any:
     from megatron.core.extensions.transformer_engine import te_checkpoint
 
     if not hasattr(layer, "_checkpointed_forward"):
-        values = values + [None] * (5 - len(values))  # 0.12 takes exactly five inputs; `run` needs no more than it has
+        values = values + [None] * (5 - len(values))  # 0.12 takes exactly five inputs; `run` ignores the extra
     track = tensor_parallel.random.get_cuda_rng_tracker
     with _outer_context(config):
         return te_checkpoint(run, config.distribute_saved_activations, track, _tensor_parallel_group(layer), *values)
@@ -163,7 +164,7 @@ def quantized(config: Any) -> bool:
 
 
 def _outer_context(config: Any) -> AbstractContextManager[Any]:
-    """Around the checkpoint, with delayed scaling only: there amax is reduced once, when the region ends."""
+    """The context around the checkpoint, for delayed scaling only: amax is reduced once, when the region ends."""
     from megatron.core.enums import Fp8Recipe
     from megatron.core.fp8_utils import get_fp8_context
 
@@ -172,7 +173,7 @@ def _outer_context(config: Any) -> AbstractContextManager[Any]:
 
 
 def _tensor_parallel_group(layer: Any) -> Any:
-    """The layer's own group; up to 0.16 layers keep none, and everything in them uses that of parallel_state."""
+    """The layer's own group. Up to 0.16 layers have none, and their modules use the group of parallel_state."""
     group = getattr(layer, "tp_group", None)
     if group is None:
         from megatron.core import parallel_state

@@ -344,7 +344,7 @@ def _reason(module: Any, stash: ExpertStash) -> str:
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
-    """The factories of a variant: target -> function from upstream's object to the one that takes its place."""
+    """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
     stash = ExpertStash(options)
     _STASHES.add(stash)
     factories = {target: functools.partial(factory, stash=stash) for target, factory in VARIANTS[variant].items()}
