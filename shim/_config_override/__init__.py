@@ -1,4 +1,4 @@
-"""shim.config_override: a field of a config with another value around a call, and in the recompute of that call."""
+"""shim.config_override: other values for fields of a config around a call and in its recompute."""
 
 from shim._config_override.override import config_override
 

@@ -1,4 +1,4 @@
-"""The context that callers enter: which configs of a model it means, and what it promises."""
+"""The context manager: which configs of a model it covers, and what it guarantees."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ from shim._errors import OptionError
 __all__ = ["config_override"]
 
 logger = logging.getLogger("shim")
-_said: set[str] = set()  # so that a warning of every step is one
+_said: set[str] = set()  # warnings logged so far, so that each is logged once
 
 
 @contextmanager
 def config_override(config: Any, **fields: Any) -> Iterator[None]:
-    """`config` with other values for `fields` while the context is entered, and in every recompute of what ran in it.
+    """Give `fields` of `config` other values inside the context, and in every recompute of calls made inside it.
 
         with shim.config_override(model, apply_rope_fusion=False):
             output = model(...)
         output.sum().backward()      # layers are recomputed with apply_rope_fusion=False
 
-    config: a config, a model, or a list of a model's chunks. Given a model, its config and the copies that its modules
-        hold (shared experts have one, and a sequential expert layer under padding, core attention, output layers) get
-        the values. A copy in which a field differs from the model's config keeps it, because upstream or the trainer
-        made it differ; a WARNING says which. Given a config, that object alone: modules with a copy do not follow.
-    fields: their values. What a module took out of its config when it was built is out of reach.
+    config: a config, a model, or a list of a model's chunks. For a model, the values go to its config and to the copies
+        that its modules hold (shared experts, a sequential expert layer under padding, core attention and output layers
+        have one). If a field of a copy differs from the model's config, upstream or the trainer made it differ: the
+        copy keeps the field, and a WARNING names it. For a config, only that object changes; copies in modules do not.
+    fields: the new values. A value that a module read from its config when it was built is out of reach.
 
-    The fields are written, because layers hold on to the config they were built with: all layers and all threads that
-    read this object see the values. What is assigned to a field inside of the context holds from then on, and until it
-    is left; leaving restores what was there on entry, under exceptions too. Contexts nest, in one thread with any
-    values. What cannot be written leaves nothing written; what cannot be restored raises, and leaves no more behind
-    than that value.
+    The context writes the fields, because layers keep the config they were built with. All layers and all threads that
+    read the config see the values. An assignment to a field inside the context holds until the context ends. The end
+    restores the values from the entry, also after an exception. Contexts nest, in one thread with any values. If a
+    field cannot be written, no field changes. If a field cannot be restored, the end raises, and only that field keeps
+    its value.
 
-    A recompute sees what its forward pass saw: the values that overridden fields had when the checkpoint was entered,
-    and fields as they were before all overrides where none was entered then. Afterwards the config holds again what it
-    held before the recompute. Lists, dicts and sets are copied for it; OptionError in backward where another object
-    was changed in place since. That holds for the checkpoints of megatron-core and Transformer Engine with the patches
-    config-override and te-config-override applied, and for torch.utils.checkpoint. NotMetError where one of these
-    libraries is loaded and would not carry the values: the recompute would silently run with others. A checkpoint of
-    anybody else's does not see them; enter the context inside of the function that it runs. The same goes for
-    torch.compile: outside of a compiled function the context works as ever.
+    A recompute sees the values of its forward pass: overridden fields have the values they had when the checkpoint was
+    entered, and fields without an override then have the values from before all overrides. Afterwards the config holds
+    its earlier values again. Lists, dicts and sets are copied. If another object was changed in place since, backward
+    raises OptionError. All this holds for torch.utils.checkpoint, and for the checkpoints of megatron-core and
+    Transformer Engine with the patches config-override and te-config-override applied. If one of these libraries is
+    loaded and would not carry the values, the entry raises NotMetError, because the recompute would silently run with
+    others. Other checkpoints do not see the values: enter the context inside the function that they run. The same goes
+    for torch.compile; outside of a compiled function the context works as usual.
 
-    Threads and tasks of asyncio may ask for one value at one time, and backward may run on threads of autograd.
-    OptionError, on entry or in backward, where two threads need different values: overrides, recomputes of what ran
-    under one, and recomputes that another thread is in the middle of; and on entry where two tasks do, or a task beside
-    others within an override around them all. A recompute needs a config that its function can reach (by attributes,
-    items, closures, and globals that are named), so that threads with a config of their own do not meet. A thread or
-    task that runs without either, on a config that others override or recompute with, sees their values; a generator
-    that is suspended inside of the context keeps it entered.
+    Threads and tasks of asyncio may ask for the same value at once, and backward may run on threads of autograd. If two
+    threads need different values, the entry or backward raises OptionError. A thread needs a value through an
+    override, through the recompute of a call made under one, or through a recompute under way. The entry also raises
+    OptionError if two tasks need different values, or if one task differs from others inside an override around them
+    all. A recompute needs only configs that its function can reach (by attributes, items, closures and named globals),
+    so threads with separate configs never conflict. A thread or task without an override or recompute sees the values
+    of others on a shared config. A generator that is suspended inside the context keeps the context entered.
 
-    OptionError where `config` has no such field, and for a model without a config.
+    Raises OptionError if `config` lacks a field, and for a model without a config.
     """
     wanted = _wanted(config, fields)
     refuse_what_is_not_carried()
@@ -82,7 +82,7 @@ def _wanted(target: Any, fields: dict[str, Any]) -> list[Wanted]:
 
 
 def _configs(target: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """The config that is meant, for a model one of each chunk, and by place the other configs that its modules hold."""
+    """Each config to override (a model has one per chunk), with other configs that the modules hold: path -> config."""
     torch = sys.modules.get("torch")
     chunks = target if isinstance(target, (list, tuple)) else [target]
     if torch is None or not chunks or not all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
@@ -99,7 +99,7 @@ def _configs(target: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 
 def _config_of(model: Any) -> Any:
-    """That of the model, which a wrapper (DDP, mixed precision) may not have."""
+    """The config of the model, or of the module inside a wrapper without one (DDP, mixed precision)."""
     inner = model
     while inner is not None:
         if getattr(inner, "config", None) is not None:
@@ -112,7 +112,7 @@ def _config_of(model: Any) -> Any:
 
 
 def _held_by(module: Any) -> Iterator[Any]:
-    """What a module holds, and the configs of what it holds and is no module (token dispatchers)."""
+    """The attributes of a module, and the configs of those attributes that are no modules (token dispatchers)."""
     for value in vars(module).values():
         yield value
         config = getattr(value, "__dict__", {}).get("config") if not isinstance(value, type) else None
@@ -121,7 +121,7 @@ def _held_by(module: Any) -> Iterator[Any]:
 
 
 def _of_its_kind(value: Any, config: Any) -> bool:
-    """Whether both are configs of one family, as the config of a heterogeneous model and those of its layers are."""
+    """Whether both configs share a base class, as the config of a heterogeneous model and those of its layers do."""
     return any(kind is not object and kind in type(config).__mro__ for kind in type(value).__mro__)
 
 

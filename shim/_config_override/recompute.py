@@ -1,19 +1,20 @@
-"""Where libraries keep a function to run it again in backward, and what that function sees then.
+"""Where libraries keep a function for a recompute in backward, and which config values the function sees then.
 
-This module holds state of the process: which fields of which configs are claimed now, and by whom. Recompute runs in
-backward, often on another thread and after the override was left, so that no frame and no thread-local can say it.
+This module holds state of the process: which config fields are claimed now, and by whom. No frame and no thread-local
+can carry that, because recompute runs in backward, often on another thread and after the override has ended.
 
-A claim is one wish for one field: an override's, or a recompute's that sees what its forward pass saw. The rules:
+A claim is the wish of one caller for one value of one field. An override makes claims, and so does a recompute that
+must see the values of its forward pass. The rules:
 
-1. A claim writes its value, and when it ends puts back what the field held when it began. One that ends below others
-   leaves that to the claim above it.
-2. Claims of one caller, a thread and a task of asyncio, nest. One of another caller has to want the value that the
-   field holds: else OptionError. No task can go on while a recompute runs in its thread, whose claims nest with all.
-3. A claim that changes a field is refused while another thread is inside of a recompute that reaches the config.
-4. While there are claims, and only then, the places where a checkpoint keeps its function are watched: what is kept is
-   kept with the values of that moment, and what was kept before runs with the fields as they were before all claims.
+1. A claim writes its value. At its end it restores the value from its start. If the claim ends below others, the
+   claim above it restores that value later.
+2. Claims of one caller (a thread and a task of asyncio) nest. A claim of another caller must want the value that the
+   field holds, else OptionError. While a recompute runs, no task of its thread can go on, so its claims nest with all.
+3. A claim that would change a field is refused while another thread is inside a recompute that reaches the config.
+4. While claims exist, and only then, the attributes in which checkpoints keep their functions are watched. A function
+   stored then keeps the values of that moment. A function stored earlier runs with the values from before all claims.
 
-Without a claim, checkpoints run as if this module were not there: they keep the very function that they are given.
+Without a claim, checkpoints run as if this module did not exist: they keep the very function they were given.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ MARK = "_carries_config_overrides"
 class Place(NamedTuple):
     """A library's class whose instances keep a function in an attribute, and the function that runs it again.
 
-    `patch` has bound `bound`, and by that has seen that the release still does it this way; torch is asked itself.
+    `patch` binds `bound`, so the fingerprints have proved that the release still does this. torch has no patch; see
+    `_keeps_as_expected`.
     """
 
     module: str
@@ -68,7 +70,7 @@ PLACES = (
 
 
 class _Claim:
-    """One wish for one field of one config."""
+    """The wish of one caller for one value of one field."""
 
     def __init__(self, config: Any, name: str, caller: Caller, may_suspend: bool) -> None:
         self.config, self.name, self.caller, self.may_suspend = config, name, caller, may_suspend
@@ -83,16 +85,16 @@ class Wanted(NamedTuple):
     value: Held
 
 
-_claims: dict[tuple[int, str], list[_Claim]] = {}  # by field, the oldest first; a claim keeps its config alive
-_watched: list[tuple[type, str, Any, Any]] = []  # class, attribute, what stood there, what stands there instead
+_claims: dict[tuple[int, str], list[_Claim]] = {}  # field -> claims, oldest first; a claim keeps its config alive
+_watched: list[tuple[type, str, Any, Any]] = []  # class, attribute, object before, object now
 _lock = threading.RLock()
 
 
 @contextmanager
 def claimed(wanted: Callable[[], Iterable[Wanted]], may_suspend: bool = False) -> Iterator[None]:
-    """The fields have the values that `wanted` says, all or none; it is asked when no claim can change any more.
+    """Give the fields the values that `wanted` returns, all or none. `wanted` is called under the lock.
 
-    may_suspend: whether other tasks of this thread may run before the end. None does within a recompute.
+    may_suspend: whether other tasks of this thread may run before the end. Inside a recompute none can.
     """
     with ExitStack() as stack:
         with _lock:
@@ -123,7 +125,7 @@ def _begin(config: Any, name: str, wanted: Held, may_suspend: bool) -> _Claim:
             )
         put(config, name, wanted)
     except BaseException:
-        with ExitStack() as stack:  # forgotten also where a write was half done, and cannot be undone
+        with ExitStack() as stack:  # forget the claim even if a half-done write cannot be undone
             stack.callback(_forget, claim)
             put(config, name, now)
         raise
@@ -131,12 +133,12 @@ def _begin(config: Any, name: str, wanted: Held, may_suspend: bool) -> _Claim:
 
 
 def _in_the_way(claim: _Claim) -> str | None:
-    """What could read another value than the one it claimed, if `claim` changed the field."""
+    """The kind of caller ("thread" or "task") whose claimed value `claim` would change; None if there is none."""
     others = _claims.get((id(claim.config), claim.name), [])
     if any(other.caller.thread != claim.caller.thread for other in others):
         return "thread"
     for other in reversed(others):
-        if not (claim.may_suspend and other.may_suspend):  # tasks that began before a recompute go on after it
+        if not (claim.may_suspend and other.may_suspend):  # other tasks go on only after the recompute
             return None
         if not other.caller.waits():
             return "task"
@@ -154,7 +156,7 @@ def _end(claim: _Claim) -> None:
 
 
 def _captured(frame: types.FrameType, config: Any, name: str) -> bool:
-    """Whether this is the call of a function that brings a value for the field: it claims that, or waits to do so."""
+    """Whether the frame is a call of a _Carried with a value for the field, which it claims now or will claim."""
     carried = frame.f_locals.get("self") if frame.f_code is _Carried.__call__.__code__ else None
     return carried is not None and any(one.config is config and one.name == name for one in carried.seen)
 
@@ -181,7 +183,7 @@ def _kind(config: Any) -> str:
 
 
 class _Carried:
-    """A function that sees, whenever it is called, what `seen` captured, and other claimed fields as if unclaimed."""
+    """A function that always sees the values in `seen`, and other claimed fields as if unclaimed."""
 
     def __init__(self, function: Callable[..., Any], seen: tuple[Captured, ...]) -> None:
         functools.update_wrapper(self, function, updated=())
@@ -189,7 +191,7 @@ class _Carried:
 
     @property
     def __closure__(self) -> tuple[types.CellType, ...]:
-        """Trainers look into the closure of what a checkpoint runs again, for a layer among its cells."""
+        """Trainers look for a layer among the cells of the function that a checkpoint runs again."""
         return (types.CellType(self.function), *(getattr(self.function, "__closure__", None) or ()))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -209,7 +211,7 @@ class _Carried:
 
 
 def carrying(function: Any) -> Any:
-    """What a checkpoint keeps in the place of `function`: with the values that claimed fields have now, or itself."""
+    """The function a checkpoint keeps: `function` with the current values of claimed fields, or `function` itself."""
     if not _claims or not callable(function) or isinstance(function, _Carried):
         return function
     with _lock:
@@ -218,7 +220,7 @@ def carrying(function: Any) -> Any:
 
 
 def _concerning(function: Any) -> list[list[_Claim]]:
-    """The claims by field that this caller has made, or that others made on a config that `function` reaches."""
+    """Claims per field: those of this thread, and those of others on a config that `function` reaches."""
     ours = caller().thread
     return [
         claims
@@ -228,7 +230,7 @@ def _concerning(function: Any) -> list[list[_Claim]]:
 
 
 def entered() -> str:
-    """What overrides and recomputes have changed in the process at this moment, in words; "" where none is entered."""
+    """What overrides and recomputes change in the process now, in words; "" if there is none."""
     with _lock:
         if not _claims:
             return ""
@@ -237,7 +239,7 @@ def entered() -> str:
 
 
 class _Kept:
-    """Stands for the attribute in which instances of a class keep the function."""
+    """A descriptor for the attribute in which instances of a class keep the function."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -271,7 +273,7 @@ def _watch() -> None:
 
 
 def _holders(holder: Any) -> list[type]:
-    """The classes of the instances; for a function of autograd that of the contexts, one for each subclass."""
+    """The classes of the instances. For an autograd function: its context class, and those of its subclasses."""
     if not hasattr(holder, "_backward_cls"):
         return [holder]
     return [holder._backward_cls, *(kind for sub in holder.__subclasses__() for kind in _holders(sub))]
@@ -280,7 +282,7 @@ def _holders(holder: Any) -> list[type]:
 def _unwatch() -> None:
     while _watched:
         holder, name, before, instead = _watched.pop()
-        if vars(holder).get(name) is instead:  # someone else's replacement stays
+        if vars(holder).get(name) is instead:  # a foreign replacement stays
             if before is MISSING:
                 delattr(holder, name)
             else:
@@ -288,11 +290,11 @@ def _unwatch() -> None:
 
 
 def _recomputing(place: Place) -> Iterator[types.CodeType]:
-    """The code that runs the function again: upstream's, and that of whoever replaced or wrapped it."""
+    """The code that runs the function again: upstream's, a replacement's, and that of functions they wrap."""
     value: Any = sys.modules.get(place.module)
     for part in place.again.split(".") if value is not None else ():
         code = getattr(value, "__code__", None)
-        if code is not None:  # a function inside of a function
+        if code is not None:  # a nested function
             value = next((c for c in code.co_consts if getattr(c, "co_name", None) == part), None)
         else:
             value = getattr(value, part, None)
@@ -304,25 +306,25 @@ def _recomputing(place: Place) -> Iterator[types.CodeType]:
 
 
 def _keeps_as_expected(module: types.ModuleType, place: Place) -> bool:
-    """For a library without a patch that has seen its fingerprints: whether its class writes the attribute at all."""
+    """For a library without a patch, and so without fingerprints: whether its class writes the attribute."""
     holder = getattr(module, place.holder, None)
     writers = (getattr(holder, name, None) for name in ("__init__", "forward"))
     return any(place.attribute in getattr(getattr(one, "__code__", None), "co_names", ()) for one in writers)
 
 
 def marked(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`original`, by which a patch says that its release keeps the function where PLACES has it."""
+    """A marked `original`: the patch declares that its release keeps the function where PLACES says."""
 
     @functools.wraps(original)
     def checkpoint(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
-    setattr(checkpoint, MARK, True)  # functools.wraps hands it on to the wrappers of other patches
+    setattr(checkpoint, MARK, True)  # functools.wraps copies the mark to wrappers of other patches
     return checkpoint
 
 
 def refuse_what_is_not_carried() -> None:
-    """NotMetError where a loaded library would recompute with other values."""
+    """Raise NotMetError if a loaded library would recompute with other values."""
     for place in PLACES:
         module = sys.modules.get(place.module)
         if module is None:

@@ -1,4 +1,4 @@
-"""Which thread and task a call belongs to, and which recomputes other threads are in the middle of."""
+"""Which thread and task a call belongs to, and which recomputes other threads are inside."""
 
 from __future__ import annotations
 
@@ -14,42 +14,43 @@ from shim._tasks import current_task
 
 __all__ = ["Caller", "caller", "reaches", "recomputing_elsewhere"]
 
-# Where the first frame of Python is, in a thread of autograd that recomputes
+# The module of the first Python frame in an autograd thread that recomputes
 _OF_AUTOGRAD = {"torch.autograd.function", "torch.utils.checkpoint", "transformer_engine.pytorch.distributed"}
 _LIBRARIES = {"torch", "megatron", "transformer_engine", "numpy", "shim", *sys.stdlib_module_names}
-_MOST = 500_000  # objects looked at before a config counts as reached
+_MOST = 500_000  # after this many objects a config counts as reached
 _INSIDES = (types.CodeType, types.FrameType, types.TracebackType, types.ModuleType)
 _NOT_FOLLOWED = (str, bytes, int, float, complex, *_INSIDES)
 
 
 class Caller(NamedTuple):
-    """Who asks for a value: a thread, and the task of asyncio that runs in it."""
+    """Who claims a value: a thread, and the task of asyncio that runs in it."""
 
     thread: int
     task: Any
 
     def waits(self) -> bool:
-        """Whether the task cannot go on before what runs now in its thread is done with."""
+        """Whether the task cannot go on until the running code of its thread is done."""
         asyncio = sys.modules.get("asyncio")
         if asyncio is None:
             return True
         if self.task is not None and not self.task.done():
             return asyncio.current_task(self.task.get_loop()) is self.task
-        try:  # begun outside of the loop, or in the task of a fixture: every task of the loop runs within
+        try:  # claimed outside the loop, or in a fixture's task: every task of the loop runs inside the claim
             return len(asyncio.all_tasks(asyncio.get_running_loop())) < 2
         except RuntimeError:  # no loop is running in this thread
             return True
 
 
 def caller() -> Caller:
-    """On whose behalf this runs: in a thread of autograd on that of the thread that called backward, and waits for it.
+    """The caller that this code runs for. An autograd thread runs for the thread that called backward and waits.
 
-    Seen from the threads' stacks, because what autograd hands on to its threads ends the process in an abort where a
-    thread ends with it. Where several threads are in a backward, nothing says which of them it is: a caller of its own.
+    The answer comes from the threads' stacks. State that autograd passes to its threads would not do: the process
+    aborts if a thread ends with such state. If several threads are in a backward, the stacks cannot tell which of them
+    waits, so the autograd thread counts as a caller of its own.
     """
     thread, frames = threading.get_ident(), sys._current_frames()
     if _is_of_autograd(frames[thread]):
-        # megatron-core calls the engine of autograd itself, so that the name of what it calls is all there is to know.
+        # megatron-core calls autograd directly, so the name of the called function is the only evidence.
         backward = [
             other
             for other, top in frames.items()
@@ -67,10 +68,10 @@ def _is_of_autograd(top: types.FrameType) -> bool:
 def recomputing_elsewhere(
     codes: set[types.CodeType], config: Any, settled: Callable[[types.FrameType], bool] = lambda frame: False
 ) -> bool:
-    """Whether another thread is inside of a function that one of `codes` runs again, and that reaches `config`.
+    """Whether another thread is inside a function that one of `codes` runs again and that reaches `config`.
 
-    Seen from the threads' stacks, so that checkpoints need not say anything while they run. `settled` says of a frame
-    inside of the function whether that recompute has its own way to see a conflict.
+    The answer comes from the threads' stacks, so running checkpoints need no bookkeeping. `settled` tells for a frame
+    inside the function whether that recompute detects a conflict itself.
     """
     torch = sys.modules.get("torch")
     backward = torch.autograd.backward.__code__ if torch is not None else None
@@ -78,9 +79,9 @@ def recomputing_elsewhere(
         if thread == threading.get_ident():
             continue
         above: list[types.FrameType] = []
-        inner = 0  # where the frames of the next recompute inside of this one end
+        inner = 0  # index of the first frame outside the nested recompute
         for frame in _stack(top):
-            # With torch.autograd.backward above, the checkpoint has run its function and is at its gradients.
+            # torch.autograd.backward above: the checkpoint has run its function and computes gradients.
             over = above and above[-1].f_code is backward
             above.append(frame)
             if frame.f_code in codes:
@@ -103,10 +104,11 @@ def _locals(frames: Iterable[types.FrameType]) -> list[Any]:
 
 
 def reaches(roots: Iterable[Any], config: Any) -> bool:
-    """Whether `config` can be found from `roots`: over attributes, items, closures, methods of classes, and the globals
-    that functions name; those of libraries, which hold no configs, are left out. True where the search grows too long.
+    """Whether `config` is reachable from `roots`, by attributes, items, closures, methods and named globals.
+
+    Globals of libraries are left out, because libraries hold no configs. True if the search grows too long.
     """
-    seen: dict[int, Any] = {}  # keeps what it has seen, so that no address is used twice
+    seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
     left = list(roots)
     while left:
         value = left.pop()
@@ -145,7 +147,7 @@ def _named_globals(function: types.FunctionType) -> list[Any]:
     names = set(_names(function.__code__))
     found = [function.__globals__[name] for name in names if name in function.__globals__]
     cells = [value for cell in function.__closure__ or () for value in gc.get_referents(cell)]
-    imported = [sys.modules[name] for name in names if name in sys.modules]  # within the function, maybe
+    imported = [sys.modules[name] for name in names if name in sys.modules]  # the function may import them
     reached, left = list(found), [*found, *cells, *imported]
     seen: set[int] = set()
     while left:

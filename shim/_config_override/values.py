@@ -1,4 +1,4 @@
-"""What a field of a config holds: read, put back, compared, and captured against changes in place."""
+"""The value of a config field: read, restored, compared, and captured against changes in place."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MISSING = object()
 
 
 class Held(NamedTuple):
-    """What stands in a field: the value, and whether in the config itself (else its class, a property, a proxy)."""
+    """The value of a field, and whether the config itself holds it (else its class, a property or a proxy)."""
 
     value: Any
     own: bool
 
 
 def _own(config: Any) -> Any:
-    """The attributes of the config itself, past any __getattr__; a class may be a config too."""
+    """The attributes of the config itself, without __getattr__. A class may be a config too."""
     kind = type if issubclass(type(config), type) else object
     try:
         return kind.__getattribute__(config, "__dict__")
@@ -38,16 +38,17 @@ def _is_own(config: Any, name: str) -> bool:
 
 
 def held(config: Any, name: str) -> Held:
-    """What `config` holds now. A class keeps staticmethods and the like as they were written."""
+    """The current value of a field. In a class as config, a staticmethod stays one."""
     if _is_own(config, name):
         return Held(_own(config)[name], True)
     return Held(getattr(config, name, MISSING), False)
 
 
 def put(config: Any, name: str, wanted: Held) -> None:
-    """`config` holds `wanted`, and nothing of its own where that is not its own; what it holds already is not written.
+    """Make `config` hold `wanted`: as its own attribute or, if `wanted` is not its own, without one.
 
-    So a config that was frozen since is no obstacle where nothing changes, nor a field whose attribute was deleted.
+    A value that `config` already holds is not written. So a frozen config or a deleted attribute raises no error if
+    nothing changes.
     """
     if wanted.own:
         if not (_is_own(config, name) and _own(config)[name] is wanted.value):
@@ -62,19 +63,19 @@ def put(config: Any, name: str, wanted: Held) -> None:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are one object, or of one type and equal; what cannot be compared (tensors) is not."""
+    """Whether two values are one object, or equal and of one type. Incomparable values (tensors) are not the same."""
     if one is other:
         return True
     if type(one) is not type(other):
         return False
     try:
         return bool(one == other)
-    except Exception:  # noqa: BLE001 - whatever __eq__ raises: the caller refuses what is not the same
+    except Exception:  # noqa: BLE001 - __eq__ may raise anything; the caller refuses values that are not the same
         return False
 
 
 class Captured:
-    """A field's value of this moment. Containers are copied; other objects that change in place are watched."""
+    """The value of a field at this moment. Containers are copied; other mutable objects are checked for changes."""
 
     def __init__(self, config: Any, name: str) -> None:
         self.config, self.name = config, name
@@ -83,8 +84,10 @@ class Captured:
         self._value = _copied(value, self._watched)
 
     def again(self) -> Held:
-        """The value for one recompute, which may change its copy. OptionError where no copy could be taken, and the
-        object was changed in place since."""
+        """The value for one recompute, which may change its copy.
+
+        OptionError if an object that cannot be copied was changed in place since.
+        """
         for value, state in self._watched.values():
             if not _unchanged(state, _state(value)):
                 raise OptionError(
@@ -96,7 +99,7 @@ class Captured:
 
 
 def _copied(value: Any, watched: dict[int, tuple[Any, Any]]) -> Any:
-    """`value` with containers copied, and all else the same object; what cannot be copied goes into `watched`."""
+    """`value` with containers copied. Other objects stay the same; mutable ones go into `watched`."""
     if isinstance(value, tuple):
         items = [_copied(item, watched) for item in value]
         if all(map(lambda ours, theirs: ours is theirs, items, value)):
@@ -110,7 +113,7 @@ def _copied(value: Any, watched: dict[int, tuple[Any, Any]]) -> Any:
     if isinstance(value, (set, bytearray)) or type(value).__module__ == "numpy":
         return copy.copy(value)
     if id(value) not in watched:
-        watched[id(value)] = (value, None)  # against cycles
+        watched[id(value)] = (value, None)  # stops at cycles
         watched[id(value)] = (value, _state(value))
         if watched[id(value)][1] is None:
             del watched[id(value)]
@@ -118,7 +121,7 @@ def _copied(value: Any, watched: dict[int, tuple[Any, Any]]) -> Any:
 
 
 def _state(value: Any) -> Any:
-    """What changes with an object that is changed in place; None for one that does not, or that acts by identity."""
+    """A snapshot that shows changes in place; None for immutable objects and objects compared by identity."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return None if value.is_inference() else value._version
