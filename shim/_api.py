@@ -18,7 +18,6 @@ from shim._matrix.load import check_modules, load_matrix
 from shim._matrix.model import Matrix
 from shim._matrix.spelling import did_you_mean
 from shim._planning.explain import explanation
-from shim._planning.identity import identity_of
 from shim._planning.options import (
     UNSET,
     Arguments,
@@ -271,7 +270,7 @@ def _compared(current: Plan | None) -> tuple[str, dict[str, tuple[str, ...]], di
     """What ranks compare: the digest, the part of each patch in it (empty where not applied), and the releases."""
     if current is None:
         return NOTHING, {}, {}
-    identity = identity_of(current)
+    identity = current.identity
     here = identity["patches"]
     patches = {
         id: tuple(json.dumps(here[id][part], sort_keys=True) for part in PARTS) if id in here else ()

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shim._planning.overview import report_text
+from shim._planning.overview import Row, group, grouped, headline
 from shim._record import EMPTY, Record
 
 __all__ = ["STATES", "PatchReport", "Report"]
@@ -96,5 +96,29 @@ class Report(Record):
             "lost": list(self.lost),
         }
 
+    def text(self, verbose: bool = False, pending_is_amiss: bool = False) -> str:
+        """The report for people. `verbose` adds the reason of every state.
+
+        pending_is_amiss: nothing will be imported any more, so a pending patch is a problem.
+        """
+        rows = [
+            Row(
+                id,
+                group(p.state, p.kind, pending_is_amiss),
+                p.state,
+                p.summary,
+                p.reason,
+                p.remedy,
+                p.variant,
+                p.targets,
+                p.holds,
+            )
+            for id, p in self.patches.items()
+        ]
+        releases = ", ".join(f"{name} {version}" for name, version in self.releases.items()) or "nothing installed"
+        lines = [headline(rows, "applied", len(self.lost)), f"  on {releases} (digest {self.digest})"]
+        lines += [f"  ! {item}" for item in self.lost]
+        return "\n".join([*lines, *grouped(rows, "applied", verbose)])
+
     def __str__(self) -> str:
-        return report_text(self)
+        return self.text()

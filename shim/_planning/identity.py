@@ -8,16 +8,16 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shim import __version__
 from shim._errors import SourceError
 from shim._matrix.load import PACKAGE, patches_path
+from shim._matrix.model import Matrix
+from shim._planning.decision import Decision
+from shim._releases.detect import Environment
 from shim._releases.files import read_bounded
 from shim._releases.sources import MAX_SOURCE_BYTES, Sources
-
-if TYPE_CHECKING:
-    from shim._planning.plan import Plan
 
 __all__ = ["Code", "digest_of", "identity_of"]
 
@@ -28,12 +28,12 @@ SHIPPED = "shipped"  # stands for the hash of the matrix that ships
 IMPORT = rb"^[ \t]*(?:from[ \t]+((?:\.|shim\b|%s\b)[\w.]*)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]+)|import[ \t]+([^\n#]+))"
 
 
-def identity_of(plan: Plan) -> dict[str, Any]:
+def identity_of(decisions: Mapping[str, Decision], matrix: Matrix, environment: Environment) -> dict[str, Any]:
     """Plain data that is equal in two processes with the same files and arguments, whatever they have imported."""
     code, patches = Code(), {}
-    for id, decision in plan.decisions.items():
+    for id, decision in decisions.items():
         if decision.wanted:
-            module = plan.matrix.patches[id].module
+            module = matrix.patches[id].module
             patches[decision.id] = {
                 "variant": decision.variant,
                 "fingerprints": dict(decision.fingerprints),
@@ -41,10 +41,10 @@ def identity_of(plan: Plan) -> dict[str, Any]:
                 "module": module,
                 "code": code.of(module),
             }
-    installed = {name: i.raw for name, i in plan.environment.installed.items()}
+    installed = {name: i.raw for name, i in environment.installed.items()}
     return {
         "releases": {"megatron-shim": __version__, **installed},
-        "matrix": plan.matrix.content or SHIPPED,
+        "matrix": matrix.content or SHIPPED,
         "patches": patches,
     }
 

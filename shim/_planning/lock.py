@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from shim._errors import NotMetError, OptionError
 from shim._matrix.model import KINDS
-from shim._planning.identity import identity_of
 from shim._releases.files import UnsafeFileError, read_bounded
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ MAX_BYTES = 4_000_000  # a lock of a hundred patches has 100 kB
 def locked(plan: Plan) -> dict[str, Any]:
     """The content of a lock: the identity of the plan, its digest, and the kinds that were asked for."""
     kinds = [kind for kind in KINDS if plan.options.kinds is None or kind in plan.options.kinds]
-    return {"format": FORMAT, **identity_of(plan), "kinds": kinds, "digest": plan.digest}
+    return {"format": FORMAT, **plan.identity, "kinds": kinds, "digest": plan.digest}
 
 
 def write_lock(path: str | os.PathLike[str], plan: Plan) -> None:

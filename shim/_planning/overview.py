@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from shim._matrix.model import DISTRIBUTIONS
+from shim._matrix.model import DISTRIBUTIONS, Matrix
+from shim._planning.decision import Decision
+from shim._planning.losses import LostFeature
 from shim._record import Record
+from shim._releases.detect import Environment
 
-if TYPE_CHECKING:
-    from shim._engine.report import Report
-    from shim._matrix.model import Matrix
-    from shim._planning.plan import Plan
-
-__all__ = ["list_text", "listed", "nothing_installed", "plan_text", "report_text"]
+__all__ = ["Row", "group", "grouped", "headline", "list_text", "listed", "nothing_installed", "plan_text"]
 
 AMISS = ("drifted", "conflict", "failed", "shadowed")
 NOT_NEEDED = ("upstream", "not-installed")
 
 
-class _Row(Record):
-    """One line of the text: a patch. `group` is what `_group` returns."""
+class Row(Record):
+    """One line of the text: a patch. `group` is what `group` returns."""
 
     id: str
     group: str
@@ -33,7 +30,7 @@ class _Row(Record):
     holds: tuple[str, ...] = ()
 
 
-def _group(state: str, kind: str, pending_is_amiss: bool) -> str:
+def group(state: str, kind: str, pending_is_amiss: bool) -> str:
     if state == "pending":
         return "stuck" if pending_is_amiss else "waiting"
     if state in AMISS or (state == "inactive" and kind != "feature"):
@@ -56,7 +53,7 @@ _TITLES = {
 _IN_A_LINE = {"excluded": "Left out", "out-of-range": "For other releases", "not-installed": "Nothing to patch"}
 
 
-def _headline(rows: Sequence[_Row], applied: str, more_problems: int = 0) -> str:
+def headline(rows: Sequence[Row], applied: str, more_problems: int = 0) -> str:
     """For instance "8 applied, 2 left out, 5 not needed here, 0 problems"."""
 
     def count(*groups: str) -> int:
@@ -70,7 +67,7 @@ def _headline(rows: Sequence[_Row], applied: str, more_problems: int = 0) -> str
     return ", ".join(parts)
 
 
-def _grouped(rows: Sequence[_Row], applied: str, verbose: bool) -> Iterable[str]:
+def grouped(rows: Sequence[Row], applied: str, verbose: bool) -> Iterable[str]:
     width = max((len(row.id) for row in rows), default=0)
     for group, title in _TITLES.items():
         members = [row for row in rows if row.group == group]
@@ -99,64 +96,50 @@ def _patches(count: int) -> str:
     return f"{count} patch{'' if count == 1 else 'es'}"
 
 
-def plan_text(plan: Plan, verbose: bool = False) -> str:
+def plan_text(
+    decisions: Mapping[str, Decision],
+    matrix: Matrix,
+    environment: Environment,
+    digest: str,
+    lost_features: Sequence[LostFeature],
+    pair_is_known: bool | None,
+    verbose: bool = False,
+) -> str:
     """The text of a plan, with the releases and the lost features. `verbose` adds the reason of every decision."""
     rows = [
-        _Row(
+        Row(
             id,
-            _group(d.action, d.kind, False),
+            group(d.action, d.kind, False),
             d.action,
-            plan.matrix.patches[id].summary,
+            matrix.patches[id].summary,
             d.reason,
             d.remedy,
             d.variant if d.wanted else None,
             dict.fromkeys(d.targets, ""),
         )
-        for id, d in plan.decisions.items()
+        for id, d in decisions.items()
     ]
-    installed = plan.environment.installed.values()
+    installed = environment.installed.values()
     problems = [f"  ! {i.distribution}: {problem}" for i in installed for problem in i.problems]
-    missing = nothing_installed(plan)
-    lines = [missing] if missing else [_headline(rows, "to apply", len(problems))]
+    missing = nothing_installed(environment)
+    lines = [missing] if missing else [headline(rows, "to apply", len(problems))]
     lines += [f"  {i}" for i in installed]
     lines += problems
     if missing and not verbose:
         return "\n".join(lines)
-    lines.append(f"  plan {plan.digest}")
-    lines += _grouped(rows, "to apply", verbose)
-    if plan.lost_features:
+    lines.append(f"  plan {digest}")
+    lines += grouped(rows, "to apply", verbose)
+    if lost_features:
         lines += ["", "What this megatron-core does not get from this Transformer Engine:"]
-    lines += [f"  {feature.verdict:<13} {feature}" for feature in plan.lost_features]
-    if plan.pair_is_known is False:
+    lines += [f"  {feature.verdict:<13} {feature}" for feature in lost_features]
+    if pair_is_known is False:
         lines += ["", "What this pair of releases loses was not measured; shim doctor looks through its sources."]
     return "\n".join(lines)
 
 
-def report_text(report: Report, verbose: bool = False, pending_is_amiss: bool = False) -> str:
-    """The text of a report. `pending_is_amiss`: nothing will be imported any more, so a pending patch is a problem."""
-    rows = [
-        _Row(
-            id,
-            _group(p.state, p.kind, pending_is_amiss),
-            p.state,
-            p.summary,
-            p.reason,
-            p.remedy,
-            p.variant,
-            p.targets,
-            p.holds,
-        )
-        for id, p in report.patches.items()
-    ]
-    releases = ", ".join(f"{name} {version}" for name, version in report.releases.items()) or "nothing installed"
-    lines = [_headline(rows, "applied", len(report.lost)), f"  on {releases} (digest {report.digest})"]
-    lines += [f"  ! {item}" for item in report.lost]
-    return "\n".join([*lines, *_grouped(rows, "applied", verbose)])
-
-
-def nothing_installed(plan: Plan) -> str:
+def nothing_installed(environment: Environment) -> str:
     """A sentence and a remedy for a machine without anything to patch. "" where a distribution is installed."""
-    if any(name in plan.environment.installed for name in DISTRIBUTIONS):
+    if any(name in environment.installed for name in DISTRIBUTIONS):
         return ""
     import sys
 

@@ -4,93 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-from shim._matrix.model import Matrix, PatchEntry, Variant
+from shim._matrix.model import Matrix, PatchEntry
+from shim._planning.decision import Decision
 from shim._planning.identity import digest_of, identity_of
+from shim._planning.losses import Losses, LostFeature
 from shim._planning.match import Match, match
 from shim._planning.options import Options
 from shim._planning.overview import plan_text
-from shim._record import EMPTY, Record
+from shim._record import Record
 from shim._releases.detect import Environment
-from shim._releases.fingerprint import split_target
-
-if TYPE_CHECKING:
-    from shim._te.features import LostFeature
 
 __all__ = ["Decision", "Plan", "make_plan"]
-
-
-class Decision(Record):
-    """What is to become of one patch. `action` is ``apply``, or the state that says why not."""
-
-    _aside = ("displaced",)
-
-    id: str
-    kind: str
-    action: str
-    reason: str
-    wiring: Variant | None = None  # the variant to bind
-    fingerprints: Mapping[str, str] = EMPTY
-    options: Mapping[str, Any] = EMPTY
-    remedy: str = ""
-    displaced: Decision | None = None  # of a conflict: the decision that holds again without it
-
-    @property
-    def wanted(self) -> bool:
-        return self.action == "apply"
-
-    @property
-    def variant(self) -> str | None:
-        """The name of the variant."""
-        return None if self.wiring is None else self.wiring.name
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return () if self.wiring is None else self.wiring.targets
-
-    @property
-    def optional(self) -> frozenset[str]:
-        """Targets that the patch binds but does not wait for."""
-        return frozenset() if self.wiring is None else self.wiring.optional
-
-    @property
-    def added(self) -> frozenset[str]:
-        """Targets that upstream may lack."""
-        return frozenset() if self.wiring is None else self.wiring.added
-
-    @property
-    def alone(self) -> frozenset[str]:
-        """Targets whose aliases shim does not bind."""
-        return frozenset() if self.wiring is None else self.wiring.alone
-
-    @property
-    def modules(self) -> set[str]:
-        """The modules of the targets."""
-        return {split_target(target)[0] for target in self.targets}
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "kind": self.kind,
-            "action": self.action,
-            "reason": self.reason,
-            "variant": self.variant,
-            "targets": list(self.targets),
-            "fingerprints": dict(self.fingerprints),
-            "options": dict(self.options),
-            "remedy": self.remedy,
-        }
-
-
-class Losses(Protocol):
-    """Knows the lost features of a pair of releases: shim._te.features, which `_api` passes in."""
-
-    def lost_features(
-        self, environment: Environment, decisions: Mapping[str, Decision]
-    ) -> tuple[LostFeature, ...] | None: ...
-
-    def pair_is_known(self, environment: Environment) -> bool | None: ...
 
 
 class Plan(Record):
@@ -115,8 +41,13 @@ class Plan(Record):
 
     @cached_property
     def digest(self) -> str:
-        """16 hexadecimal digits over the identity of the plan, see `identity_of`."""
-        return digest_of(identity_of(self))
+        """16 hexadecimal digits over `identity`."""
+        return digest_of(self.identity)
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What makes this plan the same as another, as plain data: see `identity_of`."""
+        return identity_of(self.decisions, self.matrix, self.environment)
 
     @cached_property
     def lost_features(self) -> tuple[LostFeature, ...]:
@@ -144,8 +75,20 @@ class Plan(Record):
             "lost_features": [feature.to_dict() for feature in self.lost_features],
         }
 
+    def text(self, verbose: bool = False) -> str:
+        """The plan for people. `verbose` adds the reason of every decision."""
+        return plan_text(
+            self.decisions,
+            self.matrix,
+            self.environment,
+            self.digest,
+            self.lost_features,
+            self.pair_is_known,
+            verbose,
+        )
+
     def __str__(self) -> str:
-        return plan_text(self)
+        return self.text()
 
 
 def _excluded(entry: PatchEntry, options: Options) -> str:

@@ -3,67 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from packaging.version import Version
 
+from shim._planning.decision import Decision
+from shim._planning.losses import LostFeature
+from shim._releases.detect import Environment
 from shim._releases.versions import parse_range
 from shim._te.tables import MEGATRON, TE, expanded, remedies, table
 
-if TYPE_CHECKING:
-    from shim._planning.plan import Decision
-    from shim._releases.detect import Environment
 __all__ = ["LostFeature", "lost_features", "pair_is_known", "places", "remedy_for"]
-
-
-@dataclass(frozen=True)
-class LostFeature:
-    """A name that the TE release lacks or has in another shape, and what megatron-core loses by that.
-
-    remedy: "alias" (the same object is in another place), "adapter" (the object has another shape), "none" (this TE
-        release cannot give it), or "" where nobody has judged it yet.
-    patch: the id of the patch that mends it.    mended: whether this plan applies that patch.
-    """
-
-    name: str
-    lost: str
-    remedy: str
-    patch: str = ""
-    mended: bool = False
-    why_not: str = ""  # why this plan does not apply `patch`
-    comes_with: str = ""  # the next TE release that has the name
-    places: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "lost": self.lost,
-            "remedy": self.remedy,
-            "patch": self.patch or None,
-            "mended": self.mended,
-            "outcome": self.outcome,
-            "comes_with": self.comes_with or None,
-            "places": list(self.places),
-        }
-
-    @property
-    def verdict(self) -> str:
-        return "mended" if self.mended else "lost"
-
-    @property
-    def outcome(self) -> str:
-        """What becomes of the feature, in a few words."""
-        if self.mended:
-            return f"mended by {self.patch}"
-        if self.patch:
-            return f"{self.patch} would mend it, but {self.why_not}"
-        comes = f", comes with Transformer Engine {self.comes_with}" if self.comes_with else ""
-        return f"cannot be had with this release{comes}" if self.remedy == "none" else f"not mended{comes}"
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.lost}; {self.outcome}"
 
 
 def remedy_for(name: str, megatron: Version) -> Mapping[str, str] | None:

@@ -112,7 +112,7 @@ class Names:
         self._modules: dict[str, _Module | None] = {}
 
     def has(self, name: str) -> bool:
-        """Whether ``module:name`` or ``module:Class.name`` is there: defined, imported, a submodule, or by ``import *``.
+        """Whether ``module:name`` or ``module:Class.name`` is there: defined, imported, a submodule, by ``import *``.
 
         Names that the sources do not show count as there: those of the compiled extension, members of base classes.
         """

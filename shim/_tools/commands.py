@@ -64,27 +64,27 @@ def _held(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def do_plan(arguments: argparse.Namespace) -> int:
     from shim._api import plan
-    from shim._planning.overview import nothing_installed, plan_text
+    from shim._planning.overview import nothing_installed
     from shim._planning.requirements import enforce
 
     made = plan(**_held(arguments))
-    put(made.to_dict(), plan_text(made, arguments.verbose), arguments.json)
+    put(made.to_dict(), made.text(arguments.verbose), arguments.json)
     enforce(made)
-    return NOT_MET if nothing_installed(made) else OK
+    return NOT_MET if nothing_installed(made.environment) else OK
 
 
 def do_status(arguments: argparse.Namespace) -> int:
     """Applies in this process, imports the targets, reads back, reverts: what a trainer started here would get."""
     from shim._api import apply, plan, revert, status
-    from shim._planning.overview import nothing_installed, report_text
+    from shim._planning.overview import nothing_installed
 
     made = plan(**_held(arguments))
-    missing = nothing_installed(made)
+    missing = nothing_installed(made.environment)
     apply(**_held(arguments))
     _import_targets(made, arguments.verbose)
     report = status()
     revert()
-    text = missing or report_text(report, arguments.verbose, pending_is_amiss=True)
+    text = missing or report.text(arguments.verbose, pending_is_amiss=True)
     put(report.to_dict(), text, arguments.json)
     amiss = ("pending", "drifted", "conflict", "failed", "shadowed")
     return NOT_MET if missing or any(p.state in amiss for p in report.patches.values()) else OK
@@ -329,7 +329,7 @@ def _lock(arguments: argparse.Namespace) -> int:
     if not arguments.lock:
         raise OptionError("--lock is empty; name a file")
     made = plan(**_selection(arguments))
-    missing = nothing_installed(made)
+    missing = nothing_installed(made.environment)
     if missing:
         raise NotMetError(f"{missing} No lock was written.")
     write_lock(arguments.lock, made)

@@ -50,7 +50,7 @@ def examine() -> dict[str, Any]:
         content = made.matrix.content
         digest = made.digest
         others = _patches_of_others(made, known)
-        problems += filter(None, [nothing_installed(made)])
+        problems += filter(None, [nothing_installed(made.environment)])
         for id, d in made.decisions.items():
             decisions[id] = {"action": d.action, "variant": d.variant, "reason": d.reason}
         # A pair that nobody measured is looked through here, where a second does not matter.

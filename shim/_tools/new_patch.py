@@ -6,10 +6,8 @@ import ast
 import keyword
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from packaging.version import Version
 
@@ -19,14 +17,13 @@ from shim._matrix.model import Matrix
 from shim._matrix.pins import render_pins
 from shim._matrix.reader import compose
 from shim._matrix.spelling import did_you_mean
-from shim._releases.fingerprint import definitions, fingerprint, names_bound_by, signature_part, split_target
+from shim._releases.fingerprint import definitions, fingerprint, names_bound_by, split_target
 from shim._releases.sources import Sources
 from shim._tools import new_patch_text as text
+from shim._tools.new_patch_proposal import Body, Proposal
 from shim._tools.pin import measure, write
 
 __all__ = [
-    "Body",
-    "Proposal",
     "is_checkout",
     "pin_patch",
     "propose",
@@ -39,67 +36,6 @@ __all__ = [
 ID = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 PACKAGES = {"megatron": "megatron-core", "transformer_engine": "transformer-engine"}
 Fetch = Callable[[str, str], Path]
-
-
-@dataclass(frozen=True)
-class Body:
-    """Neighbouring releases in which all targets have the same bodies; `fingerprints` is empty where one is missing."""
-
-    releases: tuple[str, ...]
-    fingerprints: tuple[str, ...]
-    number: int = 0  # from 1; releases that are no neighbours may have the same body
-
-    @property
-    def signature(self) -> tuple[str, ...]:
-        return tuple(map(signature_part, self.fingerprints))
-
-    @property
-    def span(self) -> str:
-        return span(self.releases)
-
-    def __str__(self) -> str:
-        return f"{f'body {self.number}' if self.fingerprints else 'not there':<10} {self.span}"
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """What was found out about the targets of a patch that is to be written.
-
-    `variants` maps a name to the neighbouring releases it is for; `without` are those that lack a target.
-    """
-
-    id: str
-    distribution: str
-    targets: tuple[str, ...]
-    bodies: tuple[Body, ...]
-    variants: dict[str, tuple[str, ...]]
-    without: tuple[tuple[str, ...], ...]
-    kind: str  # of what the targets name in the newest release that has them: "function", "class" or "value"
-
-    @property
-    def module(self) -> str:
-        return f"shim.patches.{self.folder}.{self.name}"
-
-    @property
-    def name(self) -> str:
-        return self.id.replace("-", "_")
-
-    @property
-    def folder(self) -> str:
-        return self.distribution.replace("-", "_")
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "distribution": self.distribution,
-            "targets": list(self.targets),
-            "bodies": [{"releases": list(b.releases), "fingerprints": list(b.fingerprints)} for b in self.bodies],
-            "variants": {name: list(releases) for name, releases in self.variants.items()},
-        }
-
-
-def span(releases: Sequence[str]) -> str:
-    return releases[0] if len(releases) == 1 else f"{releases[0]} - {releases[-1]}"
 
 
 def is_checkout(top: Path) -> bool:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from shim._releases.fingerprint import split_target
-
-if TYPE_CHECKING:
-    from shim._tools.new_patch import Proposal
+from shim._tools.new_patch_proposal import Proposal
 
 __all__ = ["MARK", "entry", "module", "test"]
 

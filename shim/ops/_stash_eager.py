@@ -6,30 +6,32 @@ row of zeros there; likewise one spare slot of the ring takes the pages that are
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from shim.ops._stash_layout import (
+    HEAD,
+    HOST_HEAD,
+    HOST_TAIL,
+    IN_POOL,
+    KEPT,
+    LOST,
+    MOST_WANTED,
+    NOWHERE,
+    ON_HOST,
+    RELEASED,
+    SPILLED,
+    STASHED,
+    TAIL,
+    WANTED,
+    Pages,
+)
 from shim.ops._stash_rows import ValidRows
-
-if TYPE_CHECKING:
-    from shim.ops._stash_pool import PagePool
 
 __all__ = ["NOWHERE", "allocate", "load", "release", "store"]
 
-# Copied as whole numbers: every bit stays, and eight-bit floats, which torch can hardly index, are like any other.
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# The elements of a pool's state. Heads and tails count up for ever; a ring is read and written at their remainder.
-HEAD, TAIL, HOST_HEAD, HOST_TAIL, WANTED, MOST_WANTED, STASHED, SPILLED, KEPT, LOST = range(10)
-STATES = 10
-
-# Where a tensor is.
-RELEASED, IN_POOL, ON_HOST, NOWHERE = range(4)
-
-
-def allocate(pool: PagePool, count: Tensor, pages: Tensor, where: Tensor, kept: bool) -> None:
+def allocate(pool: Pages, count: Tensor, pages: Tensor, where: Tensor, kept: bool) -> None:
     """Take pages for `count` [1] rows; write their ids to `pages` and to `where` [1] what they are pages of.
 
     kept: whether the host keeps the tensor if there are not enough pages; it is lost otherwise.
@@ -57,7 +59,7 @@ def allocate(pool: PagePool, count: Tensor, pages: Tensor, where: Tensor, kept: 
     state[MOST_WANTED].copy_(torch.maximum(state[MOST_WANTED], state[WANTED]))
 
 
-def store(pool: PagePool, tensor: Tensor, rows: ValidRows, pages: Tensor, where: Tensor) -> None:
+def store(pool: Pages, tensor: Tensor, rows: ValidRows, pages: Tensor, where: Tensor) -> None:
     """Copy the valid rows of `tensor` [rows, width] into their pages."""
     row, valid = _rows(pool, rows, pages)
     pool.data.index_copy_(0, torch.where(valid & (where == IN_POOL), row, pool.unused_row(pool.pages)), tensor)
@@ -66,7 +68,7 @@ def store(pool: PagePool, tensor: Tensor, rows: ValidRows, pages: Tensor, where:
         pool.host_data.index_copy_(0, torch.where(valid & (where == ON_HOST), row, unused), tensor)
 
 
-def load(pool: PagePool, out: Tensor, rows: ValidRows, pages: Tensor, where: Tensor) -> None:
+def load(pool: Pages, out: Tensor, rows: ValidRows, pages: Tensor, where: Tensor) -> None:
     """Copy the rows back into `out` [rows, width]; the others become zeros."""
     row, valid = _rows(pool, rows, pages)
     zeros = pool.zero_row(pool.pages)
@@ -76,7 +78,7 @@ def load(pool: PagePool, out: Tensor, rows: ValidRows, pages: Tensor, where: Ten
         out |= pool.host_data.index_select(0, torch.where(valid & (where == ON_HOST), row, zeros))
 
 
-def release(pool: PagePool, count: Tensor, pages: Tensor, where: Tensor) -> None:
+def release(pool: Pages, count: Tensor, pages: Tensor, where: Tensor) -> None:
     """Give the pages back; nothing happens where that was done before."""
     state = pool.state
     need = _pages(pool, count)
@@ -95,11 +97,11 @@ def _return_pages(ring: Tensor, capacity: int, tail: Tensor, pages: Tensor, slot
     tail.add_(need)
 
 
-def _pages(pool: PagePool, count: Tensor) -> Tensor:
+def _pages(pool: Pages, count: Tensor) -> Tensor:
     return (count + pool.page_size - 1) // pool.page_size
 
 
-def _rows(pool: PagePool, rows: ValidRows, pages: Tensor) -> tuple[Tensor, Tensor]:
+def _rows(pool: Pages, rows: ValidRows, pages: Tensor) -> tuple[Tensor, Tensor]:
     """The row of the buffer for each row of a tensor, and whether it has one."""
     places = rows.places
     valid = (places >= 0) & (places < rows.count)

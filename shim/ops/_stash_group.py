@@ -6,7 +6,7 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,12 +16,9 @@ from shim.ops._row_provenance import RowTensor, row_tensors
 from shim.ops._row_rules import Span
 from shim.ops._saved_tensors import HOOKED, foreign_hooks_active, now
 from shim.ops._stash_compiled import CompiledRegions
-from shim.ops._stash_pool import BITS, capturing
+from shim.ops._stash_pool import BITS, PagePool, capturing
 from shim.ops._stash_rows import ValidRows, valid_rows
 from shim.ops._stashed_tensor import StashedTensor
-
-if TYPE_CHECKING:
-    from shim.ops.paged_stash import PagedStash
 
 __all__ = ["StashGroup", "tensors_in"]
 
@@ -30,12 +27,30 @@ NARROWEST = 16
 GIVEN_UP = "its memory was given up and will be recomputed"
 
 
+class Stash(Protocol):
+    """What a group asks of the stash that it belongs to: see shim.ops.PagedStash."""
+
+    overflow: str
+
+    def settle(self) -> None: ...
+
+    def begin_forward(self) -> None: ...
+
+    def skip(self, reason: str) -> None: ...
+
+    def pool_for(self, tensor: Tensor, width: int) -> PagePool: ...
+
+    def count_offered(self, tensors: int) -> None: ...
+
+    def await_flags(self, records: list[weakref.ref[StashedTensor]], flags: Tensor) -> None: ...
+
+
 class StashGroup:
     """One forward: enter it, run the forward, leave it, and commit its output."""
 
     def __init__(
         self,
-        stash: PagedStash,
+        stash: Stash,
         rows: int,
         valid: Tensor | int | None,
         expected: int,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shim.ops import _stash_eager
-from shim.ops._stash_eager import BITS, HEAD, HOST_HEAD, HOST_TAIL, MOST_WANTED, STATES, TAIL
+from shim.ops._stash_layout import BITS, HEAD, HOST_HEAD, HOST_TAIL, MOST_WANTED, STATES, TAIL
 from shim.ops._stash_rows import ValidRows
 
 __all__ = ["PagePool", "backend_for", "bits_of", "capturing"]

@@ -16,11 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from shim.ops import _stash_eager as reference
-from shim.ops._stash_eager import BITS
+from shim.ops._stash_layout import BITS
 from shim.ops._stash_rows import ValidRows
 
 if TYPE_CHECKING:
-    from shim.ops._stash_pool import PagePool
+    from shim.ops._stash_layout import Pages
 
 __all__ = ["allocate", "check_device", "load", "release", "store"]
 
@@ -199,7 +199,7 @@ def check_device(device: torch.device) -> None:
         )
 
 
-def allocate(pool: PagePool, count: Tensor, pages: Tensor, where: Tensor, kept: bool) -> None:
+def allocate(pool: Pages, count: Tensor, pages: Tensor, where: Tensor, kept: bool) -> None:
     """Take pages for `count` [1] rows; write their ids to `pages` and to `where` [1] what they are pages of.
 
     kept: whether the host keeps the tensor if there are not enough pages; it is lost otherwise.
@@ -215,23 +215,23 @@ def allocate(pool: PagePool, count: Tensor, pages: Tensor, where: Tensor, kept: 
         )
 
 
-def release(pool: PagePool, count: Tensor, pages: Tensor, where: Tensor) -> None:
+def release(pool: Pages, count: Tensor, pages: Tensor, where: Tensor) -> None:
     """Give the pages back; nothing happens where that was done before."""
     with torch.cuda.device_of(pool.state):
         _release_kernel[(1,)](*_lists(pool, count, pages, where), BLOCK=_SLOTS, num_warps=4)
 
 
-def store(pool: PagePool, tensor: Tensor, rows: ValidRows, pages: Tensor, where: Tensor) -> None:
+def store(pool: Pages, tensor: Tensor, rows: ValidRows, pages: Tensor, where: Tensor) -> None:
     """Copy the valid rows of `tensor` [rows, width], of any strides, into their pages."""
     _copy(pool, tensor, rows, pages, where, loads=False)
 
 
-def load(pool: PagePool, out: Tensor, rows: ValidRows, pages: Tensor, where: Tensor) -> None:
+def load(pool: Pages, out: Tensor, rows: ValidRows, pages: Tensor, where: Tensor) -> None:
     """Copy the rows back into `out` [rows, width], of any strides; the others become zeros."""
     _copy(pool, out, rows, pages, where, loads=True)
 
 
-def _lists(pool: PagePool, count: Tensor, pages: Tensor, where: Tensor) -> tuple[Any, ...]:
+def _lists(pool: Pages, count: Tensor, pages: Tensor, where: Tensor) -> tuple[Any, ...]:
     return (
         pool.state,
         pool.ring,
@@ -245,7 +245,7 @@ def _lists(pool: PagePool, count: Tensor, pages: Tensor, where: Tensor) -> tuple
     )
 
 
-def _copy(pool: PagePool, tensor: Tensor, rows: ValidRows, pages: Tensor, where: Tensor, loads: bool) -> None:
+def _copy(pool: Pages, tensor: Tensor, rows: ValidRows, pages: Tensor, where: Tensor, loads: bool) -> None:
     if not tensor.numel():
         return
     unit, data, host_data = 1, pool.data, pool.host_data

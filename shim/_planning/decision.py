@@ -1,0 +1,74 @@
+"""What is decided about one patch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shim._matrix.model import Variant
+from shim._record import EMPTY, Record
+from shim._releases.fingerprint import split_target
+
+__all__ = ["Decision"]
+
+
+class Decision(Record):
+    """What is to become of one patch. `action` is ``apply``, or the state that says why not."""
+
+    _aside = ("displaced",)
+
+    id: str
+    kind: str
+    action: str
+    reason: str
+    wiring: Variant | None = None  # the variant to bind
+    fingerprints: Mapping[str, str] = EMPTY
+    options: Mapping[str, Any] = EMPTY
+    remedy: str = ""
+    displaced: Decision | None = None  # of a conflict: the decision that holds again without it
+
+    @property
+    def wanted(self) -> bool:
+        return self.action == "apply"
+
+    @property
+    def variant(self) -> str | None:
+        """The name of the variant."""
+        return None if self.wiring is None else self.wiring.name
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return () if self.wiring is None else self.wiring.targets
+
+    @property
+    def optional(self) -> frozenset[str]:
+        """Targets that the patch binds but does not wait for."""
+        return frozenset() if self.wiring is None else self.wiring.optional
+
+    @property
+    def added(self) -> frozenset[str]:
+        """Targets that upstream may lack."""
+        return frozenset() if self.wiring is None else self.wiring.added
+
+    @property
+    def alone(self) -> frozenset[str]:
+        """Targets whose aliases shim does not bind."""
+        return frozenset() if self.wiring is None else self.wiring.alone
+
+    @property
+    def modules(self) -> set[str]:
+        """The modules of the targets."""
+        return {split_target(target)[0] for target in self.targets}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "kind": self.kind,
+            "action": self.action,
+            "reason": self.reason,
+            "variant": self.variant,
+            "targets": list(self.targets),
+            "fingerprints": dict(self.fingerprints),
+            "options": dict(self.options),
+            "remedy": self.remedy,
+        }

@@ -1,0 +1,69 @@
+"""What a plan says about features that one release does not get from the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from shim._planning.decision import Decision
+from shim._record import Record
+from shim._releases.detect import Environment
+
+__all__ = ["Losses", "LostFeature"]
+
+
+class LostFeature(Record):
+    """A name that the TE release lacks or has in another shape, and what megatron-core loses by that.
+
+    remedy: "alias" (the same object is in another place), "adapter" (the object has another shape), "none" (this TE
+        release cannot give it), or "" where nobody has judged it yet.
+    patch: the id of the patch that mends it.    mended: whether this plan applies that patch.
+    """
+
+    name: str
+    lost: str
+    remedy: str
+    patch: str = ""
+    mended: bool = False
+    why_not: str = ""  # why this plan does not apply `patch`
+    comes_with: str = ""  # the next TE release that has the name
+    places: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "lost": self.lost,
+            "remedy": self.remedy,
+            "patch": self.patch or None,
+            "mended": self.mended,
+            "outcome": self.outcome,
+            "comes_with": self.comes_with or None,
+            "places": list(self.places),
+        }
+
+    @property
+    def verdict(self) -> str:
+        return "mended" if self.mended else "lost"
+
+    @property
+    def outcome(self) -> str:
+        """What becomes of the feature, in a few words."""
+        if self.mended:
+            return f"mended by {self.patch}"
+        if self.patch:
+            return f"{self.patch} would mend it, but {self.why_not}"
+        comes = f", comes with Transformer Engine {self.comes_with}" if self.comes_with else ""
+        return f"cannot be had with this release{comes}" if self.remedy == "none" else f"not mended{comes}"
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.lost}; {self.outcome}"
+
+
+class Losses(Protocol):
+    """Knows the lost features of a pair of releases: shim._te.features, which `_api` passes in."""
+
+    def lost_features(
+        self, environment: Environment, decisions: Mapping[str, Decision]
+    ) -> tuple[LostFeature, ...] | None: ...
+
+    def pair_is_known(self, environment: Environment) -> bool | None: ...

@@ -1,0 +1,72 @@
+"""What was found out about the targets of a patch that is to be written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shim._releases.fingerprint import signature_part
+
+__all__ = ["Body", "Proposal", "span"]
+
+
+def span(releases: Sequence[str]) -> str:
+    return releases[0] if len(releases) == 1 else f"{releases[0]} - {releases[-1]}"
+
+
+@dataclass(frozen=True)
+class Body:
+    """Neighbouring releases in which all targets have the same bodies; `fingerprints` is empty where one is missing."""
+
+    releases: tuple[str, ...]
+    fingerprints: tuple[str, ...]
+    number: int = 0  # from 1; releases that are no neighbours may have the same body
+
+    @property
+    def signature(self) -> tuple[str, ...]:
+        return tuple(map(signature_part, self.fingerprints))
+
+    @property
+    def span(self) -> str:
+        return span(self.releases)
+
+    def __str__(self) -> str:
+        return f"{f'body {self.number}' if self.fingerprints else 'not there':<10} {self.span}"
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What was found out about the targets of a patch that is to be written.
+
+    `variants` maps a name to the neighbouring releases it is for; `without` are those that lack a target.
+    """
+
+    id: str
+    distribution: str
+    targets: tuple[str, ...]
+    bodies: tuple[Body, ...]
+    variants: dict[str, tuple[str, ...]]
+    without: tuple[tuple[str, ...], ...]
+    kind: str  # of what the targets name in the newest release that has them: "function", "class" or "value"
+
+    @property
+    def module(self) -> str:
+        return f"shim.patches.{self.folder}.{self.name}"
+
+    @property
+    def name(self) -> str:
+        return self.id.replace("-", "_")
+
+    @property
+    def folder(self) -> str:
+        return self.distribution.replace("-", "_")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "distribution": self.distribution,
+            "targets": list(self.targets),
+            "bodies": [{"releases": list(b.releases), "fingerprints": list(b.fingerprints)} for b in self.bodies],
+            "variants": {name: list(releases) for name, releases in self.variants.items()},
+        }

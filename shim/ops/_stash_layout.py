@@ -1,0 +1,37 @@
+"""How a pool of pages lies in memory, for all that read and write it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["BITS", "NOWHERE", "STATES", "Pages"]
+
+# Copied as whole numbers: every bit stays, and eight-bit floats, which torch can hardly index, are like any other.
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+# The elements of a pool's state. Heads and tails count up for ever; a ring is read and written at their remainder.
+HEAD, TAIL, HOST_HEAD, HOST_TAIL, WANTED, MOST_WANTED, STASHED, SPILLED, KEPT, LOST = range(10)
+STATES = 10
+
+# Where a tensor is.
+RELEASED, IN_POOL, ON_HOST, NOWHERE = range(4)
+
+
+class Pages(Protocol):
+    """What the functions of a backend take of a pool: its buffers and their sizes."""
+
+    data: Tensor  # [rows of all pages and two more, width]
+    host_data: Tensor  # the same in host memory, without the two
+    ring: Tensor  # [pages + 1], int64: the free pages
+    host_ring: Tensor
+    state: Tensor  # [STATES], int64
+    pages: int
+    host_pages: int
+    page_size: int
+
+    def unused_row(self, pages: int) -> int: ...
+
+    def zero_row(self, pages: int) -> int: ...
