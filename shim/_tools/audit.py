@@ -1,4 +1,4 @@
-"""What a release that nobody has pinned yet means for every patch; nothing of it is installed, imported or run."""
+"""What a release without pins means for every patch. It is not installed, imported or run."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ VERDICTS = {
     "out-of-range": "out of range",
 }
 DIFF_LINES = 60
-LINE_LENGTH = 120  # longer ones are broken at their commas, so that a diff shows which argument changed
+LINE_LENGTH = 120  # longer lines are broken at their commas, so that a diff shows the argument that changed
 LINE_LIMIT = 400
-NODE_LIMIT = 100_000  # of a body that is to be diffed; the largest real one has a tenth of that
+NODE_LIMIT = 100_000  # nodes of a body in a diff. The largest real body has a tenth of that.
 NOTE_LIMIT = 600
-CANDIDATES = 3  # known bodies that are fetched to find the nearest one
+CANDIDATES = 3  # known bodies to fetch in order to find the nearest one
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A body that no pinned release has: what became of it, and a diff from the nearest one that is known."""
+    """An unknown body: the reason, and a diff from the nearest known body."""
 
     target: str
-    bound: bool  # a target of the patch; False: a body it relies on
+    bound: bool  # True for a target of the patch, False for a read
     why: str
-    nearest: str = ""  # the release the diff begins from
+    nearest: str = ""  # the release that the diff starts from
     diff: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the release means for one patch: `verdict` is one of VERDICTS."""
+    """What the release means for one patch. `verdict` is one of VERDICTS."""
 
     id: str
     kind: str
@@ -86,7 +86,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Audit:
-    """All findings about one tree, and of a Transformer Engine the names megatron-core wants that it lacks."""
+    """All findings about one tree. For a TE release also the names that megatron-core wants and it lacks."""
 
     tree: Tree
     findings: tuple[Finding, ...]
@@ -95,7 +95,7 @@ class Audit:
 
     @property
     def clean(self) -> bool:
-        """Whether no patch has drifted or lost a target, and no name was lost since the newest supported release."""
+        """Whether no patch has drifted or lost a target, and no name is newly lost (see LostName)."""
         amiss = any(finding.verdict in ("drifted", "gone") for finding in self.findings)
         return not amiss and not any(name.newly for name in self.lost)
 
@@ -111,7 +111,7 @@ class Audit:
 
 
 def audit(matrix: Matrix, tree: Tree, fetch: Fetch) -> Audit:
-    """Compare every patch with the bodies of `tree`; `fetch` gives the known releases that diffs begin from."""
+    """Compare every patch with the bodies of `tree`. `fetch` gives the known releases that diffs start from."""
     installed = tree.environment.installed
     known = _Known(matrix, fetch)
     findings = tuple(
@@ -130,9 +130,9 @@ def audit(matrix: Matrix, tree: Tree, fetch: Fetch) -> Audit:
 
 
 def _beside_all(entry: PatchEntry, environment: Environment) -> Environment:
-    """What is audited, beside any release of what the rules of the patch speak of besides.
+    """The audited releases, and one of unknown version for every other distribution in the rules of the patch.
 
-    Only the tree is audited: whether Transformer Engine lies there too says nothing about megatron-core.
+    The tree says nothing about the other distributions that its release will run beside.
     """
     names = {name for rule in entry.rules for name in rule.ranges}
     unknown = {name: Installed(name, DISTRIBUTIONS[name].package, "", origin="not audited") for name in sorted(names)}
@@ -161,13 +161,13 @@ def _finding(entry: PatchEntry, found: Match, tree: Tree, known: _Known) -> Find
 
 
 def _owner(target: str) -> str:
-    """The class that a target is bound on, which may inherit it; of a function, the function."""
+    """The class that a target is bound on, which may inherit the target. For a function: the function."""
     module, _, qualname = target.partition(":")
     return f"{module}:{qualname.rpartition('.')[0] or qualname}"
 
 
 def _there(sources: Sources, target: str) -> bool:
-    """False where the module or the definition is gone; a file that cannot be read is there all the same."""
+    """False where the module or the definition is missing. In a file that cannot be read it counts as there."""
     module, qualname = split_target(target)
     if sources.path(module) is None:
         return False
@@ -185,7 +185,7 @@ def _why_lost(sources: Sources, target: str) -> str:
 
 
 def _without_targets(entry: PatchEntry, variant: Variant, tree: Tree) -> Finding:
-    """The finding where no range speaks of the release, and none of the targets of the newest variant can be read."""
+    """The finding for a release outside all ranges in which no target of the newest variant can be read."""
     installed, sources = tree.environment.installed[entry.distribution], tree.environment.sources
     lost = tuple(Difference(target, True, _why_lost(sources, target)) for target in variant.targets)
     verdict = "drifted" if any(_there(sources, target) for target in variant.targets) else "gone"
@@ -195,7 +195,7 @@ def _without_targets(entry: PatchEntry, variant: Variant, tree: Tree) -> Finding
 
 
 class _Known:
-    """Bodies of the pinned releases, fetched as far as diffs need them."""
+    """The bodies of pinned releases. Releases are fetched when a diff needs them."""
 
     def __init__(self, matrix: Matrix, fetch: Fetch) -> None:
         self._matrix = matrix
@@ -204,7 +204,7 @@ class _Known:
         self.problems: list[str] = []
 
     def in_newest(self, entry: PatchEntry) -> str:
-        """The variant that the newest supported release gets; "" for none."""
+        """The variant that the newest supported release gets. "" for none."""
         supported = self._matrix.supported.get(entry.distribution, ())
         newest = max(supported, key=Version, default="")
         pin = self._matrix.pins.get(entry.distribution, {}).get(newest, {}).get(entry.id)
@@ -218,9 +218,9 @@ class _Known:
     def nearest(
         self, entry: PatchEntry, target: str, found: Match, text: list[str], version: Version | None
     ) -> tuple[str, tuple[str, ...]]:
-        """The release with the known body most like `text`, and the diff from it; ("", ()) where none is at hand.
+        """The release whose known body is most like `text`, and the diff from it. ("", ()) where there is none.
 
-        A body that is known with another variant is compared with those of the variant found, from which it differs.
+        A body that is known with another variant is compared with the bodies of the variant found only.
         """
         best: tuple[float, str, list[str]] | None = None
         value = found.fingerprints[target]
@@ -242,7 +242,7 @@ class _Known:
     def _releases(
         self, entry: PatchEntry, target: str, version: Version | None, variants: Collection[str | None]
     ) -> list[str]:
-        """One release for every body of `target` that is known with `variants`, those nearest to `version` first."""
+        """One release for every body of `target` that is known with `variants`, the nearest to `version` first."""
         pinned = self._matrix.pins.get(entry.distribution, {})
         order = sorted(pinned, key=Version)
         place = len(order) if version is None else bisect_right([Version(release) for release in order], version)
@@ -267,9 +267,9 @@ class _Known:
 
 
 def _body(sources: Sources, target: str) -> list[str] | None:
-    """The definitions of `target`, and what guards them, as lines in one normal form: no comments, no docstrings.
+    """The definitions of `target` and their guards as lines in a normal form, without comments and docstrings.
 
-    None where there is no definition, or none that can be shown.
+    None where there is no definition, or shim cannot show it.
     """
     module, qualname = split_target(target)
     lines: list[str] = []
@@ -299,7 +299,7 @@ def _broken(line: str) -> list[str]:
 
 
 class _Undocumented(ast.NodeTransformer):
-    """Takes docstrings off, which no fingerprint sees either."""
+    """Removes docstrings, because fingerprints leave them out, too."""
 
     def _visit(self, node: Any) -> Any:
         self.generic_visit(node)

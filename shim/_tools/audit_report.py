@@ -1,4 +1,4 @@
-"""An audit for people: text for a terminal, Markdown for a pull request. Nothing in it can break out of its place."""
+"""An audit for people: text for a terminal, Markdown for a pull request. Text from the tree is escaped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def as_text(found: Audit) -> str:
 
 
 def as_markdown(found: Audit) -> str:
-    """The audit for a pull request: a table, and what differs folded up below it."""
+    """The audit for a pull request: a table, and below it the differences, folded up."""
     audited = ", ".join(
         f"{i.distribution} {i.raw or 'of unknown version'}" for i in found.tree.environment.installed.values()
     )
@@ -38,7 +38,7 @@ def as_markdown(found: Audit) -> str:
     if right:
         lines += [
             "",
-            f"Upstream is right by itself where these were needed, so gates for them can go: {', '.join(right)}.",
+            f"This release is right without these patches, so gates for them can go: {', '.join(right)}.",
         ]
     for finding in found.findings:
         for difference in finding.differences:
@@ -64,10 +64,10 @@ def _one_line(text: str) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text that no Markdown is in: paths and names of a tree may hold anything."""
+    """Text with its Markdown escaped: paths and names of a tree may hold anything."""
     return re.sub(r"([\\`*_\[\]<>|&~#@])", r"\\\1", _one_line(text))
 
 
 def _longest_run(lines: Iterable[str]) -> int:
-    """Of backticks, which must not close the fence."""
+    """The longest run of backticks. The fence must be longer."""
     return max((len(run) for line in lines for run in re.findall("`+", line)), default=0)

@@ -1,6 +1,6 @@
-"""The command `shim`: plan, explain, list, status, doctor, run, pin, matrix, audit, new-patch; all but run take --json.
+"""The command `shim`: plan, explain, list, status, doctor, run, pin, matrix, audit, new-patch. All but run take --json.
 
-Exit codes: 0 fine, 1 something asked for is not met, 2 wrong usage; those of `run` are its command's.
+Exit codes: 0 fine, 1 a requirement is not met, 2 wrong usage. `run` exits with the code of its command.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _add_selection(sub: argparse.ArgumentParser) -> None:
 
 def _add_held(sub: argparse.ArgumentParser) -> None:
     _add_selection(sub)
-    sub.add_argument("--lock", metavar="FILE", help="exit 1 where what is here differs from this lock")
+    sub.add_argument("--lock", metavar="FILE", help="exit 1 where the plan here differs from this lock")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def command(name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
         sub = parsers.add_parser(name, help=summary, description=summary)
-        if run is not commands.do_run:  # which prints nothing of its own
+        if run is not commands.do_run:  # run prints nothing of its own
             sub.add_argument("--json", action="store_true", help="print JSON with stable keys (docs/cli.md)")
         sub.set_defaults(run=run)
         return sub
@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         "write a lock of what is installed here (--lock); for developers of shim: measure the pins",
     )
     _add_selection(pin)
-    pin.add_argument("--lock", metavar="FILE", help="write down what is installed here, and what is applied to it")
+    pin.add_argument("--lock", metavar="FILE", help="record what is installed here, and what is applied to it")
     pin.add_argument("--check", action="store_true", help="only say whether the pins are current; fetches all releases")
     pin.add_argument(
         "--releases", action="store_true", help="fetch all supported releases and write their pins beside the matrix"
@@ -97,9 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     matrix.add_argument("--cells", action="store_true", help="print the releases a trainer should test, as JSON")
     matrix.add_argument(
-        "--github", action="store_true", help="print them as the matrix of a GitHub workflow, in one line"
+        "--github", action="store_true", help="print these releases as the matrix of a GitHub workflow, in one line"
     )
-    matrix.add_argument("--pairs", action="store_true", help="print each with the TE releases that differ")
+    matrix.add_argument("--pairs", action="store_true", help="combine each release with the TE releases that differ")
     matrix.add_argument("--range", metavar="SPEC", help='only these releases of megatron-core: ">=0.16"')
     audit = command(
         "audit",
@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code (argparse itself exits with 2 on wrong usage)."""
+    """Run the command line. Returns the exit code. On wrong usage argparse itself exits with 2."""
     try:
         return _main(argv)
     finally:

@@ -1,4 +1,4 @@
-"""What each command of `shim` does; shim._tools.cli has their arguments."""
+"""What each command of `shim` does. shim._tools.cli has the arguments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def _selection(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options of apply() that a command line can give; left out where not given, so that variables count."""
+    """The arguments of apply() that the command line gives. The others are left out, so that their variables count."""
     from shim._planning.options import from_json
 
     chosen: dict[str, Any] = {}
@@ -56,7 +56,7 @@ def _selection(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _held(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The same with --lock, of commands that are held to one."""
+    """The same with --lock, for commands that take one."""
     if arguments.lock == "":
         raise OptionError("--lock is empty; name a file")
     return {**_selection(arguments), **({"lock": arguments.lock} if arguments.lock else {})}
@@ -74,7 +74,7 @@ def do_plan(arguments: argparse.Namespace) -> int:
 
 
 def do_status(arguments: argparse.Namespace) -> int:
-    """Applies in this process, imports the targets, reads back, reverts: what a trainer started here would get."""
+    """Apply in this process, import the targets, read back, and revert: the report of a trainer started here."""
     from shim._api import apply, plan, revert, status
     from shim._planning.overview import nothing_installed
 
@@ -91,7 +91,7 @@ def do_status(arguments: argparse.Namespace) -> int:
 
 
 def _import_targets(made: Plan, verbose: bool) -> None:
-    """Import every module that the plan patches; what upstream says meanwhile is shown where verbose."""
+    """Import every module that the plan patches. `verbose` shows what upstream prints meanwhile."""
     import contextlib
     import importlib
 
@@ -108,7 +108,7 @@ def _import_targets(made: Plan, verbose: bool) -> None:
                 importlib.import_module(module)
         except ShimError:
             raise
-        except Exception as error:  # noqa: BLE001 - upstream's import fails with whatever it likes without a GPU
+        except Exception as error:  # noqa: BLE001 - without a GPU, upstream's imports raise errors of any kind
             failures.setdefault(f"{type(error).__name__}: {error}", []).append(module)
     progress.done()
     for what, failed in failures.items():
@@ -176,7 +176,7 @@ def do_matrix(arguments: argparse.Namespace) -> int:
 
 
 def _complain_of_unfilled(matrix: Matrix) -> int:
-    """Says what of a new patch is still the template's, where `matrix` is that of a source checkout."""
+    """Print the places of new patches that still hold template text, where `matrix` is that of a source checkout."""
     from shim._matrix.load import PACKAGE
     from shim._tools.new_patch import is_checkout, unfilled
 
@@ -231,7 +231,7 @@ def do_audit(arguments: argparse.Namespace) -> int:
 
 
 def _fetch(distribution: str, release: str) -> Path:
-    """A release from the cache, else downloaded, which is said on standard error."""
+    """A release from the cache, else downloaded. A download is announced on standard error."""
     from shim.testing.releases import FetchError, fetch
 
     try:
@@ -246,10 +246,10 @@ def do_pin(arguments: argparse.Namespace) -> int:
             raise OptionError("--lock writes a lock of what is installed here; leave out --check and --releases")
         return _lock(arguments)
     if _selection(arguments).keys() - {"matrix", "packages"}:  # no patch module is imported here
-        raise OptionError("pins are of all patches; a selection belongs to --lock FILE")
+        raise OptionError("pins cover all patches; a selection belongs to --lock FILE")
     if not (arguments.check or arguments.releases):
         raise OptionError(
-            "say what to pin. shim pin --lock FILE writes down what is installed here, which is what trainers want. "
+            "say what to pin. shim pin --lock FILE records what is installed here: trainers want that one. "
             "shim pin --releases is for developers of shim: it fetches every supported release and rewrites the pins "
             "in version_matrix.lock.json; shim pin --check fetches them too and only says whether the pins are current."
         )
@@ -264,8 +264,9 @@ def do_pin(arguments: argparse.Namespace) -> int:
     path = Path(matrix.path).absolute()
     if arguments.releases and not arguments.check and PACKAGE in path.parents:
         raise OptionError(
-            f"{path} is that of an installed shim, and would no longer be what was tested. Run shim pin --releases in "
-            "a source tree of shim, or with --matrix on a file of your own; for a job, shim pin --lock FILE is meant."
+            f"{path} is the matrix of an installed shim, and would no longer be what was tested. Remedy: run "
+            "shim pin --releases in a source tree of shim, or with --matrix on a file of your own. For a job, use "
+            "shim pin --lock FILE."
         )
     releases = {name: list(found) for name, found in matrix.supported.items()}
     total, done, progress = sum(map(len, releases.values())), 0, Progress()
@@ -280,7 +281,7 @@ def do_pin(arguments: argparse.Namespace) -> int:
     files: dict[str, dict[str, dict[str, str]]] = {}
     text = render_pins(measure(matrix, _fetch, say, files))
     tables: dict[Path, str] = {}
-    if path == matrix_path():  # these tables ship with that one
+    if path == matrix_path():  # the tables ship with this matrix only
         tables = {known_files.FILE: known_files.render_files(files), **_tables_of_names(releases, progress)}
     progress.done()
     if arguments.check:
@@ -294,7 +295,7 @@ def do_pin(arguments: argparse.Namespace) -> int:
         )
         return NOT_MET if stale else OK
     changed = write(matrix.path, text)
-    if tables:  # of rules and pins, so it comes after them
+    if tables:  # the fast form holds a digest of the pins, so it is written after them
         compiled, fast = compile_matrix()
         tables[compiled] = fast
     for file, names in tables.items():
@@ -307,7 +308,7 @@ def do_pin(arguments: argparse.Namespace) -> int:
 
 
 def _tables_of_names(releases: dict[str, list[str]], progress: Callable[[str], None]) -> dict[Path, str]:
-    """What megatron-core imports of Transformer Engine, and what is lost where that is not there."""
+    """The names that megatron-core imports of Transformer Engine, and what it loses without them."""
     from shim._te import names, tables
     from shim._te.measure import MORE_TE, measure_losses, render_losses
 

@@ -1,4 +1,4 @@
-"""Documents generated from the matrix, the tables and the code: README's list, and the reference pages of docs/."""
+"""Documents generated from the matrix, the tables and the code: README's table, and the reference pages of docs/."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ END = "<!-- end -->"
 
 
 def patch_table(matrix: Matrix) -> str:
-    """README's table: each patch, what it does, and the releases that get it; and which releases are supported."""
+    """README's table of patches with the releases that get them, and the supported releases."""
     lines = ["| patch | what it does | kind | releases |", "|---|---|---|---|"]
     for id, patch in listed(matrix).items():
         where = f"{patch['distribution']} {patch['releases']}"
@@ -89,7 +89,7 @@ def _codes(names: Iterable[str]) -> str:
 
 
 def replace_between(text: str, content: str) -> str:
-    """`text` with what stands between the markers replaced; ValueError where there are no markers."""
+    """`text` with `content` between the markers. ValueError where there are no markers."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -98,7 +98,7 @@ def replace_between(text: str, content: str) -> str:
 
 
 def generated(top: Path) -> dict[Path, str]:
-    """Each file that is generated, or has a generated part, with its text: documents, and the fast matrix."""
+    """Each file that is generated, wholly or in part, with its text: documents, and the fast form of the matrix."""
     matrix = load_matrix()
     docs = top / "docs"
     whole = {
@@ -118,7 +118,7 @@ def generated(top: Path) -> dict[Path, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write what is generated in README.md and docs/; with --check only say whether it is current (exit 1)."""
+    """Write the generated files. With --check only say which are stale, and exit 1 where one is."""
     check = "--check" in (sys.argv[1:] if argv is None else argv)
     top = load.PACKAGE.parent
     wanted = generated(top)

@@ -1,4 +1,4 @@
-"""Reference pages that the code can tell: the commands with their options, the states, and the keys of the matrix."""
+"""Reference pages generated from the code: the commands with their options, the states, and the keys of the matrix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["KEYS", "MEANINGS", "TABLES", "commands", "matrix_page", "states_page
 
 
 def commands() -> str:
-    """The commands of the parser, then the options: those that several commands share once, then each one's own."""
+    """The commands, then the options that several commands share, then the options of single commands."""
     subs, bare = subparsers(_parser()), argparse.ArgumentParser()
     _add_selection(bare)
     shared = _flags(bare)
@@ -49,7 +49,7 @@ def _positionals(sub: argparse.ArgumentParser) -> str:
 
 
 def _spelling(action: argparse.Action) -> str:
-    """An option as it is typed, with what follows it."""
+    """An option with its value, as people type it."""
     what = (
         f" {{{','.join(map(str, action.choices))}}}" if action.choices else f" {action.metavar or action.dest.upper()}"
     )
@@ -66,7 +66,7 @@ def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}".rstrip(".").replace("|", "\\|") + "."
 
 
-# What each state means, and what a reader can do about it. The test of the documents compares it with STATES.
+# What each state means, and what a reader can do about it. tests/unit/test_docs.py compares the names with STATES.
 MEANINGS = {
     "applied": ("The patch is in force. shim has just read every binding back from the process.", ""),
     "upstream": ("The release is right without the patch.", ""),
@@ -129,7 +129,7 @@ def states_page() -> str:
     return STATES_HEAD + "\n".join(rows) + "\n" + STATES_TAIL
 
 
-# What each key of the matrix says, by the table of keys in the code that it stands in.
+# What each key of the matrix says, by the table of keys in the code.
 KEYS = {
     "The file": {
         "supported": "The supported releases of each distribution, oldest first.",

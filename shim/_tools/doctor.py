@@ -1,4 +1,4 @@
-"""What an issue report needs, gathered without importing torch, megatron or a trainer."""
+"""`shim doctor`: what an issue report needs, gathered without importing torch, megatron or a trainer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["as_text", "examine"]
 
-# What others read that changes what runs; values of all that begin so are shown.
+# Prefixes of variables that change what runs. The report shows all of them.
 PREFIXES = (PREFIX, "NVTE_", "NCCL_", "TORCH_NCCL_", "MINDSPEED_", "PRIMUS_", "VERL_")
 OTHER_VARIABLES = (
     *("PYTHONPATH", "PYTHONOPTIMIZE", "PYTHONSTARTUP", "LD_PRELOAD", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES"),
@@ -36,7 +36,7 @@ OTHER_VARIABLES = (
 
 
 def examine() -> dict[str, Any]:
-    """A dictionary with stable keys; `problems` holds what is wrong, `notes` what some models need."""
+    """The findings, with stable keys. `problems` lists what is wrong, `notes` what some models need."""
     environment = detect()
     problems = [f"{i.distribution}: {text}" for i in environment.installed.values() for text in i.problems]
     decisions: dict[str, Any] = {}
@@ -53,7 +53,7 @@ def examine() -> dict[str, Any]:
         problems += filter(None, [nothing_installed(made.environment)])
         for id, d in made.decisions.items():
             decisions[id] = {"action": d.action, "variant": d.variant, "reason": d.reason}
-        # A pair that nobody measured is looked through here, where a second does not matter.
+        # Measure an unknown pair here, where a second does not matter.
         lost = lost_features(environment, made.decisions, read_sources=True)
         problems += [
             f"{d.id} is {d.action}: {d.reason}. Remedy: {d.remedy}"
@@ -77,7 +77,7 @@ def examine() -> dict[str, Any]:
     flags = [flag for name, flag in deaf.items() if getattr(sys.flags, name)]
     if flags:
         problems.append(
-            f"python {flags[0]} does not notice `shim run`, nor variables with -I or -E: leave it out, or call "
+            f"python {flags[0]} does not notice `shim run`, nor any variable with -I or -E: leave it out, or call "
             "shim.apply() in the program"
         )
     return {
@@ -103,7 +103,7 @@ def examine() -> dict[str, Any]:
 
 
 def _patches_of_others(made: Plan, known: Mapping[str, Mapping[str, str | None]]) -> list[dict[str, Any]]:
-    """Each with `target`, the `patches` of shim it concerns, `who`, `where`, and whether it is in force (`loaded`)."""
+    """Patches of others: `target`, `who`, `where`, the `patches` of shim on it, and whether it is `loaded` now."""
     concerned: dict[str, list[str]] = {}
     for d in made.decisions.values():
         for target in dict.fromkeys([*d.targets, *(d.fingerprints if d.wanted else ())]):
@@ -122,7 +122,7 @@ def _patches_of_others(made: Plan, known: Mapping[str, Mapping[str, str | None]]
 
 
 def _platform() -> str:
-    # platform.platform() would start `uname -p`.
+    # Not platform.platform(), which starts `uname -p`.
     return f"{platform.system()} {platform.release()} {platform.machine()}"
 
 
@@ -132,7 +132,7 @@ def _finder(finder: Any) -> str:
 
 
 def as_text(found: dict[str, Any]) -> str:
-    """The examination as Markdown that can be pasted into an issue."""
+    """The findings as Markdown, to be pasted into an issue."""
     lines = ["### shim doctor", ""]
     lines.append(f"- shim {found['shim']['version']} from `{found['shim']['location']}`")
     content = found["shim"]["matrix_content"]
@@ -176,7 +176,7 @@ def _machine_as_text(machine: Mapping[str, Any]) -> list[str]:
 def _others_as_text(others: Sequence[Mapping[str, Any]]) -> list[str]:
     if not others:
         return []
-    lines = ["", "Others who replace what shim patches (those with a file, only if that code is run):", ""]
+    lines = ["", "Others who replace what shim patches (a line with a file counts only if that code runs):", ""]
     for other in others:
         where = f" in {other['where']}" if other["where"] else ", which is loaded"
         lines.append(f"- {other['who']}{where}: `{other['target']}` ({', '.join(other['patches'])})")
@@ -186,7 +186,7 @@ def _others_as_text(others: Sequence[Mapping[str, Any]]) -> list[str]:
 def _lost_as_text(found: dict[str, Any]) -> list[str]:
     lost = found["lost_features"]
     if lost is None and {"megatron-core", "transformer-engine"} <= found["installed"].keys():
-        return ["", "What megatron-core does not get from Transformer Engine cannot be told: a version is not known."]
+        return ["", "The features that megatron-core loses cannot be told, because a version is not known."]
     if not lost:
         return []
     lines = ["", "What this megatron-core does not get from this Transformer Engine:", ""]

@@ -1,4 +1,4 @@
-"""`shim new-patch`: look at a target on every supported release, and write the skeleton of a patch for it."""
+"""`shim new-patch`: compare a target on every supported release, and write the skeleton of a patch for it."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def require_checkout(top: Path) -> None:
 
 
 def propose(id: str, targets: Sequence[str], matrix: Matrix, fetch: Fetch) -> Proposal:
-    """Read the targets on every supported release; `fetch(distribution, release)` gives its sources.
+    """Read the targets on every supported release. `fetch(distribution, release)` gives its sources.
 
-    OptionError where id or targets are not usable, NotMetError where no release has all targets.
+    OptionError where the id or a target is not usable. NotMetError where no release has all targets.
     """
     if not ID.fullmatch(id) or keyword.iskeyword(id):
         raise OptionError(f"{id!r} is no id for a patch. Remedy: lower-case words with hyphens between: mtp-recompute")
@@ -98,7 +98,7 @@ def _distribution(targets: Sequence[str]) -> str:
 
 
 def _fingerprints(sources: Sources, targets: Sequence[str]) -> tuple[str, ...]:
-    """One for each target; empty where one of them is not there."""
+    """The fingerprint of each target. Empty where a target is missing."""
     try:
         return tuple(fingerprint(sources, target) for target in targets)
     except SourceError:
@@ -112,7 +112,7 @@ def _bodies(found: dict[str, tuple[str, ...]]) -> tuple[Body, ...]:
 
 
 def _variants(bodies: Sequence[Body], target: str) -> dict[str, tuple[str, ...]]:
-    """A variant for each run of neighbours that are called alike: one wrapper can serve several bodies."""
+    """A variant for each run of neighbours with the same signatures: one wrapper can serve several bodies."""
     runs = [
         tuple(release for body in members for release in body.releases)
         for signature, group in groupby(bodies, key=lambda body: body.signature)
@@ -124,13 +124,13 @@ def _variants(bodies: Sequence[Body], target: str) -> dict[str, tuple[str, ...]]
 
 
 def minor(release: str, between: str = ".") -> str:
-    """Major and minor number, and the rest where it is not the first of its minor releases."""
+    """The major and the minor number, with the rest where that is not zero."""
     numbers = release.split(".")
     return between.join(numbers[:2] if set(numbers[2:]) <= {"0"} else numbers)
 
 
 def ranges(proposal: Proposal, supported: Sequence[str]) -> dict[tuple[str, ...], str]:
-    """For each group of neighbours its range: from its first release to the first of the next."""
+    """The range of each group of neighbours: from its first release to the first release of the next group."""
     ordered = sorted(supported, key=Version)
     major, last_minor = Version(ordered[-1]).release[:2]
     found = {}
@@ -150,7 +150,7 @@ def _kind(sources: Sources, target: str) -> str:
 
 
 def _nobody_has(targets: Sequence[str], distribution: str, newest: Sources) -> str:
-    """Which target is missing where, and what it may have been meant to be."""
+    """An error message: the target that no release has, and names that may have been meant."""
     for target in targets:
         module, qualname = split_target(target)
         try:
@@ -179,9 +179,9 @@ def _names(body: Sequence[ast.stmt], prefix: str = "") -> list[str]:
 
 
 def write_patch(proposal: Proposal, matrix: Matrix, top: Path, dry_run: bool = False) -> dict[Path, str]:
-    """Write module, entry and test, and return their paths with what is (or would be) in them.
+    """Write module, matrix entry and test, and return their paths with their texts. `dry_run` writes nothing.
 
-    OptionError where a file of that name is there already: nothing is written then.
+    OptionError, with nothing written, where one of the files exists.
     """
     tests = "cells" if proposal.distribution == "megatron-core" else "pairs"
     module = top / "patches" / proposal.folder / f"{proposal.name}.py"
@@ -189,7 +189,7 @@ def write_patch(proposal: Proposal, matrix: Matrix, top: Path, dry_run: bool = F
     file = top / "version_matrix.yaml"
     for path in (module, test):
         if path.exists():
-            raise OptionError(f"{path} is there already, and is not overwritten")
+            raise OptionError(f"{path} is there already, and shim does not overwrite it")
     entry = text.entry(proposal, ranges(proposal, matrix.supported[proposal.distribution]))
     written = {
         module: text.module(proposal),
@@ -202,7 +202,7 @@ def write_patch(proposal: Proposal, matrix: Matrix, top: Path, dry_run: bool = F
 
 
 def pin_patch(id: str, fetch: Fetch) -> None:
-    """Measure the pins of a patch that was just written, so that the plan knows its releases."""
+    """Measure the pins of a new patch, so that a plan knows its bodies."""
     matrix = load_matrix()
     entry = matrix.patches[id]
     alone = Matrix(matrix.path, {id: entry}, {entry.distribution: matrix.supported[entry.distribution]}, {})
@@ -217,12 +217,12 @@ def pin_patch(id: str, fetch: Fetch) -> None:
 
 
 def with_entry(matrix: str, entry: str) -> str:
-    """The text of a matrix with one more entry behind the last patch; all else stays, comments included."""
+    """The text of a matrix with one more entry after the last patch. All else stays, comments included."""
     document = compose(matrix_path(), matrix.encode())
     patches = next(value for key, value in document.value if key.value == "patches")
     lines = matrix.splitlines(keepends=True)
     end = patches.end_mark.line if patches.end_mark.line < len(lines) else len(lines)
-    # A block ends where the next one begins: blank lines and comments before that belong to the next one.
+    # Blank lines and comments before the next block belong to that block.
     while end > 0 and (not lines[end - 1].strip() or lines[end - 1].startswith("#")):
         end -= 1
     rest = "".join(lines[end:])
@@ -231,7 +231,7 @@ def with_entry(matrix: str, entry: str) -> str:
 
 
 def unfilled(top: Path) -> list[str]:
-    """Every place of a checkout that still has the template's text: file, line, and what to put there."""
+    """Every place of a checkout that still holds template text: file, line, and what belongs there."""
     files = [top / "version_matrix.yaml", *sorted((top / "patches").rglob("*.py"))]
     files += [file for tests in ("cells", "pairs") for file in sorted((top / "tests" / tests).glob("test_*.py"))]
     found = []
@@ -244,7 +244,7 @@ def unfilled(top: Path) -> list[str]:
 
 
 def said(proposal: Proposal, written: Mapping[Path, str], left: Sequence[str], dry_run: bool) -> str:
-    """What was found and written, for people; with `dry_run` all texts."""
+    """What was found and written, as text. `dry_run` shows the whole texts."""
     lines = [*proposal.targets, *(f"  {body}" for body in proposal.bodies), ""]
     if dry_run:
         for path, content in written.items():

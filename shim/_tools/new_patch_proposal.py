@@ -37,9 +37,9 @@ class Body:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What was found out about the targets of a patch that is to be written.
+    """A patch to be written: its targets, their bodies, and the variants that these suggest.
 
-    `variants` maps a name to the neighbouring releases it is for; `without` are those that lack a target.
+    `variants` maps a name to the neighbouring releases that get it. `without` lists the releases that lack a target.
     """
 
     id: str

@@ -1,4 +1,4 @@
-"""The text of a new patch: module, entry of the matrix, and test, each with places that say what to put there."""
+"""The text of a new patch: module, matrix entry and test, with marked places that say what belongs there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shim._tools.new_patch_proposal import Proposal
 
 __all__ = ["MARK", "entry", "module", "test"]
 
-MARK = "FILL" + ":"  # in two parts, so that a search for places that are left finds none here
+MARK = "FILL" + ":"  # in two parts, so that a search for marked places finds none here
 
 
 def entry(proposal: Proposal, ranges: Mapping[tuple[str, ...], str]) -> str:
@@ -86,7 +86,7 @@ def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[
 
 
 def module(proposal: Proposal) -> str:
-    """The module of the patch. It runs as it is, and changes nothing."""
+    """The text of the patch module. It runs as it is, and changes nothing."""
     function = proposal.kind == "function"
     names = [split_target(target)[1].rpartition(".")[2] for target in proposal.targets]
     unique = len(set(names)) == len(names)
@@ -161,7 +161,7 @@ def one_rank():
 
 
 def test(proposal: Proposal) -> str:
-    """The tests of the patch, each of which fails until it is written."""
+    """The tests of the patch. Each fails until somebody writes it."""
     core = proposal.distribution == "megatron-core"
     text = TEST.format(
         id=proposal.id,

@@ -1,4 +1,4 @@
-"""What others do to the names that shim patches: objects that sit there now, and sources that would put some there."""
+"""What others do to the targets of shim: objects that stand there now, and sources that assign to them."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 __all__ = ["assignments_in", "loaded_foreign"]
 
 UPSTREAM = ("megatron", "transformer_engine")
-LARGEST = 1_000_000  # characters of a file that is looked at
+LARGEST = 1_000_000  # characters. Larger files are skipped.
 
 
 def loaded_foreign(plan: Plan) -> Iterator[tuple[str, str]]:
-    """(target, whose object it holds) for the targets of the plan that are loaded and that somebody has replaced."""
+    """(target, whose object stands there) for each loaded target of the plan that somebody has replaced."""
     for target in dict.fromkeys(t for d in plan.decisions.values() for t in d.targets):
         module, qualname = split_target(target)
         value = sys.modules.get(module)
         for name in qualname.split("."):
-            # Read without getattr: a lazy module would import something.
+            # Read without getattr, because a lazy module would import something.
             value = None if value is None else namespace_of(value).get(name)
-        beneath = None if value is None else unwrap(ENGINE.beneath(value))  # of what shim has put there
+        beneath = None if value is None else unwrap(ENGINE.beneath(value))  # what lies beneath shim's own object
         found = "" if beneath is None else foreign_on(target, beneath, plan.environment.sources)
         if found:
             yield target, found
@@ -40,7 +40,7 @@ def loaded_foreign(plan: Plan) -> Iterator[tuple[str, str]]:
 def assignments_in(folder: str | Path, targets: Iterable[str]) -> Iterator[tuple[str, str]]:
     """(target, file:line) for every ``Class.method = ...`` or ``setattr(module, "name", ...)`` below `folder`.
 
-    Told from imports and names in the text: nothing is imported, and what is computed is not seen.
+    Reads imports and names in the text. Imports nothing, and does not see computed names.
     """
     by_name: dict[str, list[str]] = {}
     for target in dict.fromkeys(targets):
@@ -56,7 +56,7 @@ def assignments_in(folder: str | Path, targets: Iterable[str]) -> Iterator[tuple
                 continue
             tree = ast.parse(text)
         except (OSError, ValueError, SyntaxError, RecursionError):
-            continue  # what Python cannot read it does not run either
+            continue  # Python does not run a file that it cannot read
         imported = _imported(tree)
         for line, base, name in _assigned(tree):
             owner = _dotted(base, imported)
@@ -67,7 +67,7 @@ def assignments_in(folder: str | Path, targets: Iterable[str]) -> Iterator[tuple
 
 
 def _imported(tree: ast.AST) -> dict[str, str]:
-    """The full names of what the file imports, wherever in it."""
+    """The full names of all imports of the file, by the names they bind."""
     found: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

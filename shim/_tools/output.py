@@ -1,4 +1,4 @@
-"""What the command line prints, and to whom: results to standard output, complaints to standard error."""
+"""Output of the command line: results go to standard output, errors to standard error."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def put(data: Any, text: str, as_json: bool) -> None:
 
 
 def say(text: str) -> None:
-    """Print to whoever still reads: `shim plan | head` gets its lines, and the exit code is what it is."""
+    """Print. Where the reader has gone, as in `shim plan | head`, the exit code stays the same."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
         nobody_reads(sys.stdout)
-    except OSError as error:  # a full disk, for one
+    except OSError as error:  # a full disk, for instance
         nobody_reads(sys.stdout)
         raise NotMetError(f"standard output cannot be written: {error}") from None
 
@@ -37,5 +37,5 @@ def complain(error: Exception) -> None:
 
 
 def nobody_reads(stream: TextIO) -> None:
-    # Else the interpreter tries again when it ends, and complains.
+    # Without this the interpreter flushes again at its end, and prints an error.
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

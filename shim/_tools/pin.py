@@ -55,9 +55,9 @@ def measure(
     progress: Callable[[str, str], None] | None = None,
     files: dict[str, dict[str, dict[str, str]]] | None = None,
 ) -> dict[str, dict[str, dict[str, Pin]]]:
-    """Fingerprints of every patch on every supported release; `fetch(distribution, release)` gives its sources.
+    """The pins of every patch on every supported release. `fetch(distribution, release)` gives its sources.
 
-    `files`: a table to enter the files and bodies of all releases into, see shim._releases.known_files.
+    files: a table to fill with the files and bodies of all releases, see shim._releases.known_files.
     """
     pins: dict[str, dict[str, dict[str, Pin]]] = {}
     bodies = sorted({body for entry in matrix.patches.values() for body in entry.bodies})
@@ -78,7 +78,7 @@ def measure(
 
 
 def stale(matrix: Matrix) -> list[str]:
-    """What the pins lack or have too much beside rules and supported list; bodies are compared by ``shim pin``."""
+    """Where pins disagree with rules and supported list. Does not compare bodies, as ``shim pin --check`` does."""
     found: list[str] = []
     for distribution, releases in matrix.supported.items():
         for release in releases:
@@ -97,9 +97,9 @@ def stale(matrix: Matrix) -> list[str]:
 
 
 def write(path: str | os.PathLike[str], text: str) -> bool:
-    """Write `text` as the pins of the matrix at `path`; returns whether that changed a file.
+    """Write `text` as the pins of the matrix at `path`. Returns whether a file has changed.
 
-    Takes pins out of the matrix where shim 0.1 has written them into it.
+    Removes pins that shim 0.1 wrote into the matrix itself.
     """
     matrix = Path(path)
     rules = matrix.read_text("utf-8")

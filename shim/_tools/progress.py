@@ -1,4 +1,4 @@
-"""What a command is at, on standard error, while it takes seconds."""
+"""Progress of a command that takes seconds, on standard error."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import TextIO
 
 __all__ = ["Progress", "hushed"]
 
-PATIENCE = 1.0  # seconds without a word
+PATIENCE = 1.0  # seconds between lines where there is no terminal
 
 
 class Progress:
-    """Steps of something long: on a terminal one line that overwrites itself, elsewhere a line each few seconds."""
+    """Names the step that runs: on a terminal in one line that overwrites itself, elsewhere in a line now and then."""
 
     def __init__(self, stream: TextIO | None = None, patience: float = PATIENCE) -> None:
         self._stream = sys.stderr if stream is None else stream
@@ -27,7 +27,7 @@ class Progress:
         self._width = 0
 
     def __call__(self, text: str) -> None:
-        """Say what begins now. On a terminal at once, elsewhere where nothing was said for a while."""
+        """Name the step that begins: on a terminal at once, elsewhere only after `patience` seconds of silence."""
         if self._stream is None:
             return
         if self._terminal:
@@ -39,7 +39,7 @@ class Progress:
             self._said = time.monotonic()
 
     def done(self) -> None:
-        """Take the line away."""
+        """Clear the line."""
         if self._terminal and self._width:
             self._stream.write("\r" + " " * self._width + "\r")
             self._stream.flush()
@@ -48,7 +48,7 @@ class Progress:
 
 @contextlib.contextmanager
 def hushed() -> Iterator[None]:
-    """Keep what others print, log and warn about from the terminal; what shim logs goes to standard error."""
+    """Keep the prints, logs and warnings of others off the terminal. shim's own logs go to standard error."""
     log = logging.getLogger("shim")
     ours = logging.StreamHandler(sys.stderr)
     ours.setFormatter(logging.Formatter("shim: %(message)s"))

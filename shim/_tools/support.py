@@ -1,4 +1,4 @@
-"""Which release gets which variant of each patch, as data and as a table."""
+"""The variants of all patches on all supported releases, as data and as a table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _cell(entry: PatchEntry, release: str) -> str:
 
 
 def support_table(matrix: Matrix) -> str:
-    """A Markdown table for each distribution: patches down, releases across; those that say the same share a column."""
+    """A Markdown table for each distribution: patches down, releases across. Releases with equal columns share one."""
     tables: list[str] = []
     for distribution, releases in support(matrix).items():
         columns: list[tuple[str, str, dict[str, str]]] = []

@@ -1,4 +1,4 @@
-"""What the machine and its packages are, for `shim doctor`, without importing any of them."""
+"""The machine and its packages, for `shim doctor`. Imports none of the packages."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any
 
 __all__ = ["TRAINERS", "machine", "packages"]
 
-PATIENCE = 10  # seconds for nvidia-smi, which hangs where a driver is broken
+PATIENCE = 10  # seconds. nvidia-smi hangs where the driver is broken.
 
-# Distributions and the packages they are imported as. First what changes which code of megatron-core runs.
+# Distributions, and the names of their packages. First those that change which code of megatron-core runs.
 OTHERS: Mapping[str, str] = {
     "triton": "triton",
     "flash-attn": "flash_attn",
@@ -40,7 +40,7 @@ OTHERS: Mapping[str, str] = {
     "sglang": "sglang",
     "wrapt": "wrapt",
 }
-# Then those who build on megatron-core, and patch it themselves.
+# Then trainers, which build on megatron-core and patch it themselves.
 TRAINERS: Mapping[str, str] = {
     "ms-swift": "swift",
     "mcore-bridge": "mcore_bridge",
@@ -60,7 +60,7 @@ LIBRARY_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/
 
 
 def machine(torch: str | None) -> dict[str, Any]:
-    """GPUs, driver, and the CUDA, cuDNN and NCCL there are; `torch` is the folder of torch, if it is installed."""
+    """The GPUs, the driver, and the versions of CUDA, cuDNN and NCCL. `torch` is the folder of torch, if installed."""
     gpus, driver, problem = _gpus()
     return {
         "gpus": gpus,
@@ -72,7 +72,7 @@ def machine(torch: str | None) -> dict[str, Any]:
 
 
 def _gpus() -> tuple[list[str], str | None, str]:
-    """Names with memory and compute capability, the driver, and what kept them from being told."""
+    """The GPUs with memory and compute capability, the driver, and the problem that kept nvidia-smi from telling."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return [], None, ""
@@ -117,7 +117,7 @@ def _toolkit() -> str | None:
 
 
 def _libraries() -> dict[str, str]:
-    """Versions from packages; of NCCL else from the file that the loader finds in the usual folders."""
+    """Versions from packages. For NCCL, where there is no package, from the file in the usual library folders."""
     found: dict[str, str] = {}
     for distribution in metadata.distributions():
         # A damaged installation has metadata without a name.
@@ -132,7 +132,7 @@ def _libraries() -> dict[str, str]:
 
 
 def packages() -> dict[str, dict[str, str | None]]:
-    """Version and folder of each known package; a source tree has no version, and may be all there is."""
+    """Version and folder of each known package that is there. A source tree without metadata has no version."""
     found: dict[str, dict[str, str | None]] = {}
     for distribution, package in {**OTHERS, **TRAINERS}.items():
         location = _folder(package)
@@ -146,7 +146,7 @@ def packages() -> dict[str, dict[str, str | None]]:
 
 
 def _folder(package: str) -> str | None:
-    """Where an import would find it; nothing is imported, so of a package within another only folders are looked at."""
+    """The folder in which an import would find the package. Nothing is imported, no parent package either."""
     path: list[str] | None = None
     spec = None
     for part in package.split("."):
@@ -154,5 +154,5 @@ def _folder(package: str) -> str | None:
         if spec is None:
             return None
         path = list(spec.submodule_search_locations or ())
-    # A mere folder of that name, as the checkout of a trainer is, is no package.
+    # A mere folder of that name is no package. The checkout of a trainer may be such a folder.
     return str(Path(spec.origin).parent) if spec is not None and spec.origin else None

@@ -1,1 +1,1 @@
-"""shim in every process of a job."""
+"""Applying shim in every process of a job."""

@@ -1,4 +1,4 @@
-"""Processes that a trainer starts: an environment in which all of them apply shim, and Ray's runtime environment."""
+"""An environment in which all processes of a trainer apply shim, and the runtime environment for Ray."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from shim._planning.options import PREFIX, UNSET, Arguments, Ids, PatchOptions, 
 __all__ = ["CommandError", "apply_in_ray_worker", "ray_runtime_env", "run", "run_environment"]
 
 DIRECTORY = Path(__file__).with_name("run")  # holds a sitecustomize.py
-# What an entry of PYTHONPATH below DIRECTORY starts with, which names the packages that patch modules may lie in. Not a
-# variable of its own: who may set PYTHONPATH can have any code run, who may set another variable must not.
+# Start of an entry of PYTHONPATH below DIRECTORY that names the packages in which patch modules may lie. It is not a
+# variable: who can set PYTHONPATH can run any code anyway, and who can set another variable must not be able to.
 ALLOWED = "packages="
 HOOK = "shim._workers.environment.apply_in_ray_worker"
 NEXT_HOOK = PREFIX + "RAY_NEXT_HOOK"
-RAY_PACKAGES = PREFIX + "RAY_PACKAGES"  # read by HOOK alone, which only a runtime environment sets
+RAY_PACKAGES = PREFIX + "RAY_PACKAGES"  # only HOOK reads it, and only a runtime environment sets HOOK
 
 
 def run_environment(
@@ -36,11 +36,12 @@ def run_environment(
     matrix: str | os.PathLike[str] | None = UNSET.matrix,
     lock: str | os.PathLike[str] | None = UNSET.lock,
 ) -> dict[str, str]:
-    """`base` (this process's environment) changed so that every Python process started in it applies shim.
+    """A copy of `base` in which every Python process applies shim. The default of `base` is this process's environment.
 
-    Forked, spawned and torchrun's processes inherit it. The other arguments are those of `apply`; they outrank the
-    MEGATRON_SHIM_ variables of `base`, but for _DISABLE and _EXCLUDE. Python processes that take no notice of their
-    environment (``python -I``, ``-E``, ``-S``) are out of reach. Raises OptionError for arguments that are not usable.
+    Forked and spawned processes and those of torchrun inherit it. The other arguments are those of `apply`. They
+    outrank the MEGATRON_SHIM_ variables of `base`, except _DISABLE and _EXCLUDE. Python processes that ignore
+    their environment (``python -I``, ``-E``, ``-S``) are out of reach. Raises OptionError for arguments that are not
+    usable.
     """
     asked = Arguments(
         only=only,
@@ -56,7 +57,7 @@ def run_environment(
     )
     environment = dict(os.environ if base is None else base)
     before = environment.get("PYTHONPATH")
-    # An empty entry means the working directory, and is kept.
+    # An empty entry stands for the working directory, so it is kept.
     entries = before.split(os.pathsep) if before else []
     ours = [entry for entry in entries if _is_ours(entry)]
     allowed = [name for entry in ours for name in os.path.basename(entry).partition(ALLOWED)[2].split(",") if name]
@@ -70,7 +71,7 @@ def run_environment(
 
 
 def _of_the_operator(*sources: Mapping[str, str]) -> dict[str, str]:
-    """The variables that always win: whoever has set one of them, it is not overruled by the others."""
+    """The variables that always win. Each source can add to them, and none can take one back."""
     exclude, disable = PREFIX + "EXCLUDE", PREFIX + "DISABLE"
     excluded = ",".join(filter(None, (source.get(exclude, "").strip() for source in sources)))
     off = any(is_true(disable, source.get(disable, "")) for source in sources)
@@ -83,7 +84,7 @@ def _is_ours(entry: str) -> bool:
 
 
 class CommandError(OptionError):
-    """A command cannot be run; `exit_code` is what a shell gives then."""
+    """A command cannot be run. `exit_code` is the one that a shell would return."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -91,11 +92,11 @@ class CommandError(OptionError):
 
 
 def run(command: Sequence[str], **arguments: Any) -> None:
-    """Become `command`, in `run_environment` with these arguments. Raises CommandError where that cannot be run."""
+    """Replace this process by `command`, in `run_environment(**arguments)`. CommandError where it cannot run."""
     deaf = _deaf_flag(command)
     if deaf:
         raise NotMetError(
-            f"{command[0]} {deaf} takes no notice of its environment, so shim would not be applied in it. Remedy: "
+            f"{command[0]} {deaf} ignores its environment, so shim would not be applied in it. Remedy: "
             f"leave {deaf} out, or call shim.apply() in the program."
         )
     environment = run_environment(**arguments)
@@ -103,12 +104,12 @@ def run(command: Sequence[str], **arguments: Any) -> None:
         os.execvpe(command[0], list(command), environment)
     except (OSError, ValueError) as error:  # ValueError: a null character
         missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
-        why = getattr(error, "strerror", None) or error  # the file that an OSError names is the last of those tried
+        why = getattr(error, "strerror", None) or error  # not the whole OSError: it names only the last file tried
         raise CommandError(f"{command[0]} cannot be run: {why}", 127 if missing else 126) from None
 
 
 def _deaf_flag(command: Sequence[str]) -> str:
-    """The flag with which a Python that is called directly does not run sitecustomize; "" where there is none."""
+    """The flag that keeps a Python in `command` from running sitecustomize. "" where there is none."""
     if not os.path.basename(command[0]).startswith("python"):
         return ""
     arguments = iter(command[1:])
@@ -118,9 +119,9 @@ def _deaf_flag(command: Sequence[str]) -> str:
         for place, letter in enumerate(argument[1:], 2):
             if letter in "IES":
                 return argument
-            if letter in "cm":  # what follows is for the program
+            if letter in "cm":  # the rest belongs to the program
                 return ""
-            if letter in "WX":  # the rest is its value, or else the next argument
+            if letter in "WX":  # its value is the rest of the argument, or else the next argument
                 if place == len(argument):
                     next(arguments, None)
                 break
@@ -145,10 +146,11 @@ def ray_runtime_env(
 
         ray.init(runtime_env=shim.ray_runtime_env({"env_vars": {...}}, require=["mtp-recompute"]))
 
-    Workers on other nodes inherit nothing of the driver's environment: the arguments, which are those of `apply`, and
-    what of MEGATRON_SHIM_ is set here, travel in it. shim must be installed on every node; a worker where it is not,
-    or where apply() raises, does not start. A worker_process_setup_hook that `runtime_env` has already is called
-    afterwards; it must be named by its path, "module.function". Raises OptionError for arguments that are not usable.
+    Workers on other nodes do not inherit the environment of the driver. The runtime environment carries the arguments,
+    which are those of `apply`, and the MEGATRON_SHIM_ variables of this process. shim must be installed on every node:
+    a worker without it does not start, nor one in which apply() raises. shim calls the
+    worker_process_setup_hook of `runtime_env` afterwards, which must be named by its path, "module.function". Raises
+    OptionError for arguments that are not usable.
     """
     asked = Arguments(
         only=only,
@@ -185,7 +187,7 @@ def ray_runtime_env(
 
 
 def apply_in_ray_worker() -> None:
-    """What Ray calls in every worker process before anything else."""
+    """Ray calls this in every worker process before anything else."""
     from shim._api import apply
 
     apply(packages=os.environ.get(RAY_PACKAGES, ""))
