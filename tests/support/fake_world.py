@@ -9,12 +9,12 @@ import textwrap
 import types
 from pathlib import Path
 
+from pinned import write_pins
+
 from shim import _api
 from shim._engine import engine as _engine
 from shim._matrix import load as _matrix
 from shim._planning.options import VARIABLES
-from shim._releases.fingerprint import fingerprint
-from shim._releases.sources import Sources
 
 MODULES = {
     "package_info": """
@@ -110,6 +110,14 @@ WRAPPER = """
     """
 
 
+def _entry(target) -> str:
+    """A target as the matrix has it; see World.patch."""
+    name, inherits = (target, None) if isinstance(target, str) else target
+    flags = {ALONE: "alone: true", ADDED: "added: true", None: ""}
+    more = flags.get(inherits, f"inherits: {inherits}")
+    return f"{{target: {name}, {more}}}" if more else name
+
+
 def trust_fake_patches(change=setattr) -> None:
     """Have apply() take the patches of the fake world in silence, so that no test of the engine need say so.
 
@@ -138,7 +146,10 @@ def fresh_engine(monkeypatch):
 
 
 class World:
-    """The fake tree below `root`, in front of sys.path, and a matrix with pins for it in MEGATRON_SHIM_MATRIX."""
+    """The fake tree below `root`, in front of sys.path, and a matrix with pins for it in MEGATRON_SHIM_MATRIX.
+
+    One release that is imported and patched. unit_helpers.World has three that are only read, to choose among.
+    """
 
     def __init__(self, root: Path, monkeypatch=None) -> None:
         self.root = root
@@ -175,10 +186,8 @@ class World:
         self.write()
 
     def write(self) -> None:
-        """Write the matrix, with the fingerprints of the fake tree as pins."""
-        sources = Sources([self.root])
+        """Write the matrix, and beside it the fingerprints of the fake tree as pins."""
         lines = ["supported:", '  megatron-core: ["9.9.0"]', "patches:" if self.patches else "patches: {}"]
-        pins = []
         for id, patch in self.patches.items():
             lines += [
                 f"  {id}:",
@@ -189,29 +198,15 @@ class World:
                 f"    module: fake_patches.{id.replace('-', '_')}",
                 "    variants:",
                 "      only:",
+                '        applies: {megatron-core: ">=9.9,<10"}',
                 "        targets:",
+                *(f"          - {_entry(target)}" for target in patch["targets"]),
+                "    delete_when: never",
             ]
-            pins += [f"      {id}:", "        variant: only", "        fingerprints:"]
-            for target in patch["targets"]:
-                name, inherits = (target, None) if isinstance(target, str) else target
-                lines.append(f"          - {{target: {name}, inherits: {inherits}}}".replace("target: ", "target: "))
-                if inherits is None:
-                    lines[-1] = f"          - {name}"
-                if inherits is ALONE:
-                    lines[-1] = f"          - {{target: {name}, alone: true}}"
-                if inherits is ADDED:
-                    lines[-1] = f"          - {{target: {name}, added: true}}"
-                inherited = inherits if isinstance(inherits, str) else None
-                found = fingerprint(sources, inherited or name, None, inherits is ADDED)
-                value = patch["pins"].get(name) or found
-                pins.append(f'          {name}: "{value}"')
-            lines += ["    applies:", '      - {megatron-core: ">=9.9.0.dev0,<10.0.0.dev0", variant: only}']
-            lines += ["    delete_when: never"]
             if patch["options"]:
                 lines += ["    options:"] + [f"      {name}: {value}" for name, value in patch["options"].items()]
-        if pins:
-            lines += ["releases:", "  megatron-core:", '    "9.9.0":', *pins]
         self.matrix.write_text("\n".join(lines) + "\n")
+        write_pins(self.matrix, lambda *_: self.root, {id: patch["pins"] for id, patch in self.patches.items()})
 
     # What tests look at
 

@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 from textwrap import dedent
 
+from pinned import write_pins
+
 from shim._matrix.load import load_matrix
-from shim._matrix.pins import render_pins
 from shim._planning.options import resolve
 from shim._planning.plan import make_plan
 from shim._releases.detect import detect
 from shim._te import features
-from shim._tools.pin import measure, write
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -175,7 +175,10 @@ patches:
 
 
 class World:
-    """Three fake releases of megatron-core, the pinned matrix MATRIX about them, and a place to install one."""
+    """Three fake releases of megatron-core, the pinned matrix MATRIX about them, and a place to install one.
+
+    They are read and never imported. fake_world.World has one release that is imported and patched.
+    """
 
     def __init__(self, root, on_path):
         self.root = root
@@ -192,8 +195,7 @@ class World:
         """Write `text` as the matrix, pinned on the three releases."""
         self.on_path(self.own)
         self.matrix.write_text(text, "utf-8")
-        loaded = load_matrix(self.matrix, pins=False)
-        write(self.matrix, render_pins(measure(loaded, lambda _, release: self.root / "releases" / release)))
+        write_pins(self.matrix, lambda _, release: self.root / "releases" / release)
 
     def install(self, text, version="0.16.0", **arguments):
         """Put roll.py with `text` on the path, as a source tree that calls itself `version`."""
