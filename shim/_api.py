@@ -237,8 +237,9 @@ def check(model: Any = None, group: Any = None) -> Report:
     """Verify that every wanted patch has its effect on `model`, and that the ranks of `group` agree.
 
     model: a torch module, or an iterable of them (virtual pipeline chunks). None: the model that was checked last.
-        A patch is ``shadowed`` where a subclass or an instance overrides a patched method. It is ``inactive`` where
-        something else keeps it from its effect on this model, such as a variable that had to be set earlier.
+        A patch is ``shadowed`` where a subclass or an instance overrides a patched method and does not call it. It is
+        ``inactive`` where something else keeps it from its effect on this model, such as a variable that had to be set
+        earlier.
         `status` says the same from then on: it looks at the model anew each time. shim holds the model weakly, and
         revert() forgets it.
     group: a torch.distributed process group. None: the default group, where torch.distributed is initialised. Each
