@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -86,12 +87,22 @@ def _download(distribution: str, release: str, into: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True)
     wheels = sorted(into.glob("*.whl"))
     if done.returncode or not wheels:
-        said = (done.stderr or done.stdout).strip() or "pip said nothing"
+        said = _without_list((done.stderr or done.stdout).strip()) or "pip said nothing"
         raise FetchError(
             f"could not download {distribution} {release}:\n{said}\n"
             f"Check the network and pip's index settings, or put the wheel into {into.parents[1] / 'wheels'}."
         )
     return wheels[0]
+
+
+def _without_list(said: str) -> str:
+    """What pip said, with the newest few of the versions that it lists: megatron-core has more than two hundred."""
+
+    def newest(listed: re.Match[str]) -> str:
+        versions = listed[1].split(", ")
+        return ", ".join(versions if len(versions) <= 5 else ["...", *versions[-5:]])
+
+    return re.sub(r"(?<=\(from versions: )([^()]*)", newest, said)
 
 
 def _publish(unpacked: Path, target: Path) -> None:

@@ -23,13 +23,14 @@ def pip(cache, monkeypatch):
     class Pip:
         calls: list[list[str]] = []
         fails = False
+        says = "ERROR: no matching distribution"
 
         def __call__(self, command, **kwargs):
             if "pip" not in command:
                 return real(command, **kwargs)
             self.calls.append(command)
             if self.fails:
-                return subprocess.CompletedProcess(command, 1, "", "ERROR: no matching distribution")
+                return subprocess.CompletedProcess(command, 1, "", self.says)
             into = Path(command[command.index("--dest") + 1])
             into.mkdir(parents=True)
             name, _, version = command[-1].partition("==")

@@ -85,6 +85,21 @@ def test_a_failed_download_says_what_to_do_and_leaves_nothing(pip, cache):
     assert not [path for path in (cache / "megatron-core").iterdir() if path.name.startswith((".0", "0"))]
 
 
+def test_a_failed_download_names_the_newest_versions_only(pip):
+    """pip lists every nightly, which buries what to do."""
+    pip.fails = True
+    for count, shown in (
+        (3, "0.0, 0.1, 0.2"),
+        (5, "0.0, 0.1, 0.2, 0.3, 0.4"),
+        (200, "..., 0.195, 0.196, 0.197, 0.198, 0.199"),
+    ):
+        versions = ", ".join(f"0.{number}" for number in range(count))
+        pip.says = f"ERROR: could not find megatron-core==9.9 (from versions: {versions})\nERROR: none found"
+        with pytest.raises(FetchError) as caught:
+            fetch("9.9")
+        assert f"(from versions: {shown})\nERROR: none found\n" in str(caught.value)
+
+
 def test_two_at_once_both_get_it(pip):
     found = []
     threads = [threading.Thread(target=lambda: found.append(fetch("0.14.0"))) for _ in range(4)]
