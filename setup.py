@@ -12,7 +12,8 @@ from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "shim" / "__init__.py").read_text("utf-8"), re.M).group(1)
-PROJECT = ""  # the address of the repository, which has no public one yet; docs/releasing.md asks for it
+# The address that the repository is to have. Before the first release somebody has to register it: docs/releasing.md.
+PROJECT = "https://github.com/megatron-shim/megatron-shim"
 
 
 def readme():
