@@ -259,8 +259,8 @@ def check(model: Any = None, group: Any = None) -> Report:
     _judge(report, current.options)
     if differing:
         raise NotMetError(
-            f"ranks disagree about what is applied: {differing}. Remedy: install the same releases on every rank, "
-            "megatron-shim included, and call shim.apply() with the same arguments on every rank."
+            f"ranks disagree about what is applied: {differing}. Remedy: on every rank, install the same releases, "
+            "megatron-shim included, and call shim.apply() with the same arguments."
         )
     if is_rank_zero():
         logger().info("%s", report.summary)

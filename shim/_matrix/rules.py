@@ -116,7 +116,7 @@ def _stand_ins(read: Reader, node: yaml.Node) -> Iterator[StandIn]:
 
 
 def _rules(read: Reader, node: yaml.Node, what: str, variants: Collection[str] = ()) -> Iterator[Rule]:
-    """The rules in a list. Each names one of `variants`. Without `variants` the list is that of ``upstream``."""
+    """The rules in a list. Each names one of `variants`. Without `variants` it is the list under ``upstream``."""
     for item in read.sequence(node, what):
         entries = read.mapping(item, "a rule", {**RULE_KEYS, "variant": True} if variants else RULE_KEYS)
         name = read.text(entries["variant"], "variant") if variants else None

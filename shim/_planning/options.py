@@ -78,7 +78,7 @@ class UNSET:
 
 
 class Arguments(Record):
-    """The arguments of `apply` as they were given. An argument that was not given is that of UNSET."""
+    """The arguments of `apply` as they were given. UNSET stands for those that were not."""
 
     only: Any = UNSET.only
     exclude: Any = ()

@@ -119,7 +119,7 @@ def _drift_remedy(entry: PatchEntry, environment: Environment, matrix: Matrix, f
     if found.cause == "unpinned" or (installed.raw in supported and installed.raw not in pinned):
         command = "make pins" if matrix.shipped else f"shim pin --releases --matrix {matrix.path}"
         return f"run {command}"
-    fits = f", or apply it all the same with on_drift='apply' after reading shim explain {entry.id}"
+    fits = f", or apply it anyway with on_drift='apply' after reading shim explain {entry.id}"
     if installed.raw in supported:
         remedy = f"reinstall {release}, because the installed code is not the released code"
     else:

@@ -155,7 +155,7 @@ def _describes(found: Recorded, package: Path, parts: list[str]) -> bool:
 
 
 def _edits(found: Recorded, package: Path) -> bool:
-    """Whether the metadata is that of an editable install, which lies apart from the package and names its sources."""
+    """Whether the metadata belongs to an editable install, which keeps it apart from the sources that it names."""
     if found.direct_url is None:
         return False
     from urllib.parse import unquote, urlparse  # here, because most installs have no such record
