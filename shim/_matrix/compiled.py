@@ -18,7 +18,7 @@ from shim._matrix.model import UPSTREAM, Matrix, PatchEntry, Pinned, Rule, Stand
 __all__ = ["FILE", "read_compiled", "render_compiled"]
 
 FILE = Path(__file__).with_name("matrix.json")
-FORMAT = 2  # of the file and of the records in it; another number for another form
+FORMAT = 2  # raise it with every change of the file's form or of the records in it
 
 
 def render_compiled(matrix: Matrix, digest: str) -> str:
@@ -60,7 +60,7 @@ def read_compiled(file: Path, digest: str, lock: bytes) -> Matrix | None:
 
 
 class _Pins(Mapping[str, Mapping[str, Pinned]]):
-    """The pins in the bytes of their file, read when somebody asks: a plan on a known release does not."""
+    """Pins that are parsed on first use. A plan on a known release does not use them."""
 
     def __init__(self, lock: bytes) -> None:
         self._lock = lock

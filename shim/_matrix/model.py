@@ -184,8 +184,9 @@ class PatchEntry(Record):
 class Matrix(Record):
     """The whole matrix. `pinned[patch id][variant]` holds the pinned bodies with their releases.
 
-    `bodies` holds the same without the releases, by patch, variant and target: text with spaces between. Where it is
-    empty, `pinned` is asked.
+    `bodies` holds the same bodies without releases, as text with spaces between, by patch, variant and target. Only the
+    fast form of the matrix fills it.
+
     `content` is "" for the shipped matrix. For another one it is a hash over the file and its pins.
     """
 
@@ -203,7 +204,7 @@ class Matrix(Record):
         return not self.content
 
     def known_bodies(self, patch: str, variant: str) -> Mapping[str, Collection[str]]:
-        """By target, the bodies that releases with this variant were seen with."""
+        """The pinned bodies of a variant, by target."""
         if self.bodies:
             return {target: text.split() for target, text in self.bodies.get(patch, {}).get(variant, {}).items()}
         return self.pinned.get(patch, {}).get(variant, {})

@@ -1,4 +1,4 @@
-"""What is decided about one patch."""
+"""The decision about one patch."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ __all__ = ["Code", "digest_of", "identity_of"]
 PACKAGE_FILE = "__init__.py"
 SHIPPED = "shipped"  # stands for the hash of the matrix that ships
 # Import statements, found in the text: parsing takes a hundred times as long, and a false match does no harm. The
-# pattern passes over imports from any package but shim and one other.
+# pattern finds imports from shim and from one other package, which takes the place of %s.
 IMPORT = rb"^[ \t]*(?:from[ \t]+((?:\.|shim\b|%s\b)[\w.]*)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]+)|import[ \t]+([^\n#]+))"
 
 
@@ -115,7 +115,7 @@ def _is_engine(name: str) -> bool:
 
 
 def _imports(content: bytes, name: str, top: str) -> Iterator[str]:
-    """Names of what may be a module of shim or of package `top` in the import statements of module `name`."""
+    """Names in the import statements of module `name` that may be modules of shim or of the package `top`."""
     for origin, names, modules in re.findall(IMPORT % re.escape(top.encode()), content.replace(b"\\\n", b" "), re.M):
         listed = (item.split()[0].decode() for item in (names or modules).strip(b"()").split(b",") if item.split())
         if not origin:

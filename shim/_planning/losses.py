@@ -1,4 +1,4 @@
-"""What a plan says about features that one release does not get from the other."""
+"""Lost features, as a plan names them."""
 
 from __future__ import annotations
 

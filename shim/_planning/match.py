@@ -162,7 +162,7 @@ def match(entry: PatchEntry, environment: Environment, matrix: Matrix) -> Match:
         found = bodies.of(variant)
         if bodies.all_known(variant.name, found):
             those = "the body of {} is that" if len(found) == 1 else f"all {len(found)} bodies of {{}} are those"
-            reason = f"whatever its version, {those.format(release)} of variant {variant.name}"
+            reason = f"{those.format(release)} of variant {variant.name}, whatever its version"
             return Match("apply", reason, variant.name, found)
     for pinned, pin in bodies.pins:
         if pin.variant is None and bodies.are_those_of(pin):

@@ -46,7 +46,7 @@ class Plan(Record):
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What makes this plan the same as another, as plain data: see `identity_of`."""
+        """The identity of the plan as plain data, see `identity_of`."""
         return identity_of(self.decisions, self.matrix, self.environment)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What was found out about the targets of a patch that is to be written."""
+"""A patch to be written: its targets, and their bodies in all releases."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def span(releases: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Body:
-    """Neighbouring releases in which all targets have the same bodies; `fingerprints` is empty where one is missing."""
+    """Neighbouring releases with the same bodies of all targets. `fingerprints` is empty where a target is missing."""
 
     releases: tuple[str, ...]
     fingerprints: tuple[str, ...]
-    number: int = 0  # from 1; releases that are no neighbours may have the same body
+    number: int = 0  # counts bodies from 1. Releases that are no neighbours may have the same number.
 
     @property
     def signature(self) -> tuple[str, ...]:
@@ -48,7 +48,7 @@ class Proposal:
     bodies: tuple[Body, ...]
     variants: dict[str, tuple[str, ...]]
     without: tuple[tuple[str, ...], ...]
-    kind: str  # of what the targets name in the newest release that has them: "function", "class" or "value"
+    kind: str  # what the first target is in the newest release that has it: "function", "class" or "value"
 
     @property
     def module(self) -> str:

@@ -19,8 +19,8 @@ from shim._releases.versions import parse_version
 
 __all__ = ["measure", "stale", "write"]
 
-INLINE = "# --- Below: written by `shim pin` from the wheels. Never by hand. ---"  # above pins that 0.1 wrote
-# The key `releases` with the marker, where it is there, to the next key or comment at the start of a line.
+INLINE = "# --- Below: written by `shim pin` from the wheels. Never by hand. ---"  # above the pins of shim 0.1
+# The key `releases` with its content, and the marker above it if there is one.
 PINS_INSIDE = re.compile(rf"^(?:{re.escape(INLINE)}\n+)?releases:.*\n?(?:(?:[ \t].*)?(?:\n|\Z))*", re.MULTILINE)
 
 
