@@ -1,5 +1,4 @@
-"""Algorithms on tensors, usable without megatron: the packed roll, on one rank and over ranks; log-probabilities; the
-rows of a rotary table for packed tokens; pages for saved activations."""
+"""Tensor algorithms without megatron: packed rolls, log-probabilities, rotary rows of packed tokens, paged stashes."""
 
 from shim.ops.context_parallel_roll import RankRollIndex, rank_roll_index, roll_on_rank
 from shim.ops.logprob import TokenLogprobs, linear_token_logprobs, token_logprobs

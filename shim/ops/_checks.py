@@ -9,8 +9,10 @@ __all__ = ["require"]
 
 
 def require(condition: Tensor, message: str) -> None:
-    """Raise where `condition` (bool, 0-dimensional) is false: at once on CPU, by a device-side assertion on CUDA,
-    because reading it back would make the host wait."""
+    """Raise ValueError if `condition` (bool, 0-dimensional) is false.
+
+    On CUDA a device-side assertion fails instead, because reading the condition would make the host wait.
+    """
     if condition.device.type == "cuda":
         torch._assert_async(condition, message)
     elif not bool(condition):

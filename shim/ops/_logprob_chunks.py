@@ -1,19 +1,19 @@
-"""Statistics and gradients of rows of logits, a chunk of rows at a time, with torch's own operations.
+"""Statistics and gradients of rows of logits, one chunk of rows at a time, with torch's own operations.
 
-Everything is in powers of two: for a row x with largest entry m and temperature t, ``bits = (x - m) * log2(e) / t`` and
-``exp((x - m) / t) = exp2(bits)``. Where bits are needed for that power alone, and without an entropy they are, exp is
-taken instead: on CPU it takes two thirds of the time of exp2, and at a temperature of 1 nothing is left to multiply.
+All exponents are powers of two: for a row x with largest entry m and temperature t, ``bits = (x - m) * log2(e) / t``
+and ``exp((x - m) / t) = exp2(bits)``. Without an entropy, bits are needed for that power only, and exp replaces exp2:
+on CPU it takes two thirds of the time, and at a temperature of 1 it needs no multiplication.
 
 Statistics are a tensor [K, T] in fp32 (fp64 for fp64 logits), K = 3 to 5, with these rows:
 
     TOP     the largest entry of the row
     SUM     sum of exp2(bits)
-    TARGET  the entry at the target, 0 where the target is not in these columns
-    BITS    sum of exp2(bits) * bits, only where an entropy is wanted (`entropy`)
-    TOTAL   the last row: sum of the entries, only where labels are smoothed (`total`)
+    TARGET  the entry at the target, 0 if the target is not in these columns
+    BITS    sum of exp2(bits) * bits, only if an entropy is wanted (`entropy`)
+    TOTAL   the last row: sum of the entries, only if labels are smoothed (`total`)
 
-`scale` is log2(e) / temperature throughout, a number or a tensor [T]; `place` int64 [T] says which column of these
-is the target, -1 for none; `ignored` bool [T] or None marks rows that need no statistics and get a gradient of zero.
+Common arguments: `scale` is log2(e) / temperature, a number or a tensor [T]. `place` int64 [T] is the target's column
+among these columns, -1 for none. `ignored` bool [T] or None marks rows without statistics, whose gradient is zero.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ TOP, SUM, TARGET, BITS, TOTAL = 0, 1, 2, 3, -1
 LOG2E = 1 / math.log(2)
 Scale = float | Tensor
 
-# What a chunk may use: on CPU it stays in the cache that each core has for itself, on a GPU it fills the device.
+# Scratch for one chunk: on CPU it fits each core's own cache, on a GPU it fills the device.
 _SCRATCH_CPU, _SCRATCH_DEVICE = 4 << 20, 128 << 20
-_SCRATCH_CORE = 1 << 20  # of one thread; all of them together use no more than _SCRATCH_CPU
-# exp2 of this is zero in fp64 too, and zero times this is zero: what zero times -inf would have to be.
+_SCRATCH_CORE = 1 << 20  # per thread; all threads together use at most _SCRATCH_CPU
+# exp2 of this is zero, in fp64 too, and zero times this is zero, where zero times -inf would be NaN.
 _NOTHING = -2000.0
 
 
 class RowGradient(NamedTuple):
-    """The gradient of a row: ``exp2(bits) * (factor + slope * bits) + everywhere``, and at the target `at_target` more.
+    """The gradient of a row: ``exp2(bits) * (factor + slope * bits) + everywhere``, plus `at_target` at the target.
 
-    Each is [T] in the dtype of the statistics. top: the largest entry over all columns of all ranks. slope, everywhere:
-    None where no entropy or no smoothed label asks for them.
+    Each is [T] in the dtype of the statistics. top: the largest entry over all columns of all ranks. slope: None
+    without an entropy. everywhere: None without label smoothing.
     """
 
     top: Tensor
@@ -77,7 +77,7 @@ def accumulates_in(dtype: torch.dtype) -> torch.dtype:
 
 
 def rows_at_once(device: torch.device, row_bytes: int, scratch_bytes: int | None, chunk_size: int | None) -> int:
-    """How many rows fit the scratch, at least one. `chunk_size`, where given, is the answer."""
+    """How many rows fit the scratch, at least one; `chunk_size` if given."""
     if chunk_size is not None:
         return chunk_size
     if scratch_bytes is None:
@@ -106,7 +106,7 @@ def statistics(
     buffers = 2 if entropy else 1
     rows = rows_at_once(x.device, buffers * columns * dtype.itemsize, scratch_bytes, chunk_size)
     scratch = x.new_empty((buffers, min(rows, tokens), columns), dtype=dtype)
-    # Views are made of all chunks at once: one by one they would cost as much as the work on a small chunk.
+    # Split into all views at once. Single slices would cost as much as the work on a small chunk.
     parts = zip(_split(x, rows), _split(stats, rows, 1), _split(_as_columns(scale), rows), _skipped(ignored, rows))
     for there, found, of_chunk, skip in parts:
         if not skip:
@@ -117,7 +117,7 @@ def statistics(
 def tile_statistics(
     x: Tensor, scale: Scale, stats: Tensor, scratch: Sequence[Tensor], entropy: bool, total: bool
 ) -> None:
-    """Write the statistics of x [n, V] into `stats` [K, n], all but TARGET.
+    """Write the statistics of x [n, V] into `stats` [K, n], except TARGET.
 
     scratch: one or, with entropy, two tensors [n, V] in the dtype of the statistics; the first may be x.
     """
@@ -154,11 +154,11 @@ def gradient(
     dtype = row.top.dtype
     buffers = (x.dtype != dtype) + (row.slope is not None)
     rows = rows_at_once(x.device, buffers * columns * dtype.itemsize, scratch_bytes, chunk_size)
-    if not buffers:  # a chunk in the cache even so, as it is passed over more than once
+    if not buffers:  # the chunk itself should stay in the cache, because several passes read it
         rows = min(rows, rows_at_once(x.device, columns * dtype.itemsize, None, None))
     scratch = x.new_empty((buffers, min(rows, tokens), columns), dtype=dtype)
     scale, row = _as_columns(scale), RowGradient(*map(_as_columns, row))
-    column, at_target = _at_target(x, place, scale, row)  # before x is written over
+    column, at_target = _at_target(x, place, scale, row)  # before `out`, which may be x, is written
     of_rows = zip(*(_split(value, rows) for value in row))
     parts = zip(_split(x, rows), _split(out, rows), _split(scale, rows), of_rows, _skipped(ignored, rows))
     for there, result, of_chunk, of_row, skip in parts:
@@ -166,7 +166,7 @@ def gradient(
             result.zero_()
         else:
             _everywhere(there, result, of_chunk, RowGradient(*of_row), _first(scratch, there))
-    # Not scatter_add_, which is an error on CUDA where only deterministic algorithms are allowed.
+    # Not scatter_add_, which raises on CUDA if only deterministic algorithms are allowed.
     out.scatter_(1, column, at_target)
     if ignored is not None:
         _clear_rows(out, ignored)
@@ -176,8 +176,8 @@ def tile_gradient(x: Tensor, out: Tensor, place: Tensor, scale: Scale, row: RowG
     """Write the gradient of x [n, V] into `out`, which may be x.
 
     scale: a number or a tensor [n, 1].
-    scratch: [b, n, V] in the dtype of the statistics, where b counts what is true of: x is of another dtype, an entropy
-    has a gradient.
+    scratch: [b, n, V] in the dtype of the statistics; b is 1 if x has another dtype, plus 1 if an entropy has a
+    gradient.
     """
     row = RowGradient(*map(_as_columns, row))
     column, at_target = _at_target(x, place, scale, row)
@@ -188,8 +188,8 @@ def tile_gradient(x: Tensor, out: Tensor, place: Tensor, scale: Scale, row: RowG
 def _at_target(x: Tensor, place: Tensor, scale: Scale, row: RowGradient) -> tuple[Tensor, Tensor]:
     """A column of each row of x [n, V], int64 [n, 1], and the gradient there, [n, 1] in the dtype of x.
 
-    It is the target's column where there is one. Found by itself, as `out` may be too coarse for the sum of both terms.
-    row: here and in `_everywhere`, each is [n, 1].
+    The column is the target's if the target is here. The entry is computed separately, because the dtype of `out` may
+    be too coarse for the sum of both terms. row: here and in `_everywhere`, each is [n, 1].
     """
     column = place.clamp(min=0).unsqueeze(1)
     entry = x.gather(1, column)
@@ -217,12 +217,12 @@ def _everywhere(x: Tensor, out: Tensor, scale: Scale, row: RowGradient, scratch:
 
 
 def pick(x: Tensor, place: Tensor) -> Tensor:
-    """The entry of each row of x [T, V] at `place`, 0 for -1."""
+    """The entry of each row of x [T, V] at `place`; 0 if the place is -1."""
     return torch.where(place < 0, 0, x.gather(1, place.clamp(min=0).unsqueeze(1)).squeeze(1))
 
 
 def combine(parts: Tensor, scale: Scale, entropy: bool) -> Tensor:
-    """The statistics [K, T] over all columns from those of parts of the columns, [n, K, T]."""
+    """The statistics [K, T] over all columns, from the statistics [n, K, T] of n parts of the columns."""
     top = parts[:, TOP].amax(0)
     stats = rescaled(parts, top, scale, entropy).sum(0)
     stats[TOP] = top
@@ -230,8 +230,8 @@ def combine(parts: Tensor, scale: Scale, entropy: bool) -> Tensor:
 
 
 def rescaled(parts: Tensor, top: Tensor, scale: Scale, entropy: bool) -> Tensor:
-    """The statistics `parts` [..., K, T] relative to the largest entry `top` [T] of all, instead of each to its own."""
-    # No power of two underflows here that would not in the sum: -inf becomes zero.
+    """The statistics `parts` [..., K, T], rescaled from each part's own largest entry to the overall `top` [T]."""
+    # Clamping loses nothing: such powers vanish in the sum anyway, and -inf becomes zero.
     bits = ((parts[..., TOP, :] - _finite(top)) * scale).clamp_(min=_NOTHING)
     weight = torch.exp2(bits)
     result = parts.clone()
@@ -257,7 +257,7 @@ def of_rows(scale: Scale, chunk: slice) -> Scale:
 
 
 def slices(tokens: int, rows: int, ignored: Tensor | None) -> Iterator[tuple[slice, bool]]:
-    """Slices of the rows, and whether all of them are ignored, which only the CPU can tell without waiting."""
+    """Slices of the rows, and whether a slice is ignored as a whole. Off the CPU always False, to avoid a wait."""
     for start, skip in zip(range(0, tokens, rows), _skipped(ignored, rows)):
         yield slice(start, min(tokens, start + rows)), skip
 
@@ -274,7 +274,7 @@ def _as_columns(of_rows: Any) -> Any:
 
 
 def _split(of_rows: Any, rows: int, dim: int = 0) -> Iterable[Any]:
-    """Chunks of a tensor with T entries along a dimension; numbers and None again and again."""
+    """Chunks of a tensor with T entries along `dim`. Numbers and None repeat for every chunk."""
     if not isinstance(of_rows, Tensor):
         return itertools.repeat(of_rows)
     return of_rows.split(rows, dim) if rows < of_rows.shape[dim] else (of_rows,)
@@ -287,6 +287,6 @@ def _first(scratch: Tensor, like: Tensor) -> Tensor:
 
 def _clear_rows(out: Tensor, ignored: Tensor) -> None:
     if out.device.type == "cpu":
-        out[ignored] = 0  # touches these rows alone
+        out[ignored] = 0  # touches only these rows
     else:
         out.masked_fill_(ignored.unsqueeze(1), 0)

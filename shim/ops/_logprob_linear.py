@@ -1,7 +1,7 @@
-"""The linear form: logits as tiles of tokens times columns of the vocabulary, computed in both passes and kept in none.
+"""The linear form: logits as tiles (tokens times vocabulary columns), computed in both passes and never kept.
 
-Tiles run over the vocabulary too, because the gradient of the weight is as large as the weight: with the columns in the
-outer loop each part of it is finished before the next is touched.
+Tiles also split the vocabulary, because the gradient of the weight is as large as the weight. With the columns in the
+outer loop, each part of that gradient is finished before the next part begins.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class _Tiles:
         return torch.addmm(self.bias[columns], hidden, weight, out=out)
 
     def scratch(self, like: Tensor) -> Tensor:
-        """[buffers, n, columns]; one buffer more where logits are of low precision."""
+        """[buffers, n, columns], with one more buffer for low-precision logits."""
         return self._scratch[: self._buffers * like.numel()].view(self._buffers, *like.shape)
 
 
 def _without(hidden: Tensor, ignored: Tensor | None) -> Tensor:
-    """The rows of `hidden` with zero for ignored ones, as zero times NaN would reach the gradient of the weight."""
+    """`hidden` with zeros in ignored rows, because zero times NaN would reach the gradient of the weight."""
     return hidden if ignored is None else hidden.masked_fill(ignored.unsqueeze(1), 0)
 
 
@@ -94,7 +94,7 @@ class LinearTokenLogprobs(torch.autograd.Function):
         temperature = options.temperature if per_token is None else per_token.reshape(-1)
         scale = LOG2E / temperature
         entropy, total = bool(options.entropy), options.smoothing > 0
-        # Without entropy, logits of full precision are their own scratch.
+        # Without an entropy, full-precision logits serve as their own scratch.
         tiles = _Tiles(h, weight, bias, int(entropy), options)
         stats = h.new_zeros((3 + entropy + total, h.size(0)), dtype=tiles.dtype)
         own = options.rank * weight.size(0)
@@ -175,7 +175,7 @@ class LinearTokenLogprobs(torch.autograd.Function):
 
 
 def _add_product(to: Tensor, left: Tensor, right: Tensor, begun: bool) -> None:
-    """to += left @ right, or to = where nothing is in it yet; `to` may be of a higher precision."""
+    """to += left @ right, or to = left @ right before the first sum. `to` may have a higher precision."""
     if to.dtype != left.dtype:
         product = left @ right
         to.add_(product) if begun else to.copy_(product)

@@ -1,4 +1,4 @@
-"""What both forms of the log-probabilities share: their options, the one exchange between ranks, and the formulas."""
+"""Shared by both forms of the log-probabilities: options, the one exchange between ranks, and the formulas."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Options(NamedTuple):
-    """What the autograd functions need to know besides tensors; `checked_options` makes them."""
+    """The non-tensor arguments of the autograd functions, made by `checked_options`."""
 
     group: Any
     ranks: int
@@ -58,15 +58,15 @@ def checked_options(
     chunk_size: int | None,
     inplace: bool = False,
 ) -> tuple[Options, Tensor | None]:
-    """The options and the temperature of each token (None if it is a number), or ValueError.
+    """The options, and the temperature per token (None if it is a number). ValueError for bad arguments.
 
-    columns: of the vocabulary on this rank. values: the tensor whose leading dimensions are the tokens.
+    columns: this rank's share of the vocabulary. values: the tensor whose leading dimensions are the tokens.
     """
     if values.dtype not in _DTYPES:
         raise ValueError(f"logits are {values.dtype}; they must be one of {', '.join(map(str, _DTYPES))}")
     if target.shape != values.shape[:-1]:
         raise ValueError(f"target has the shape {list(target.shape)}, not {list(values.shape[:-1])}")
-    # Narrower integers would wrap the numbers that they are compared with.
+    # A comparison with narrower integers would wrap around.
     if target.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"target is {target.dtype}; it must be torch.int64 or torch.int32")
     if target.device != values.device:
@@ -116,11 +116,11 @@ def checked_options(
 
 
 def _place_in(group: Any) -> tuple[int, int]:
-    """(ranks, this one's number), of any object that has size() and rank().
+    """(ranks, rank) of any object that has size() and rank().
 
-    Not asked of torch.distributed, which needs a default group even where no message is sent.
+    torch.distributed would need a default group even if no message is sent.
     """
-    if not (hasattr(group, "size") and hasattr(group, "rank")):  # such as what torch gives to who is no member
+    if not (hasattr(group, "size") and hasattr(group, "rank")):  # such as torch's object for a non-member
         raise ValueError(f"tp_group is {group!r}; it must have rank() and size(), and this process must be a member")
     ranks, rank = group.size(), group.rank()
     if not 0 <= rank < ranks:
@@ -129,7 +129,7 @@ def _place_in(group: Any) -> tuple[int, int]:
 
 
 class Learned(NamedTuple):
-    """What backward needs to know of the rows, each [T]. entropy: None where it gets no gradient."""
+    """The numbers per row that backward needs, each [T]. entropy: None if it gets no gradient."""
 
     top: Tensor
     total: Tensor
@@ -137,7 +137,7 @@ class Learned(NamedTuple):
 
 
 def exchanged(stats: Tensor, scale: Scale, options: Options) -> Tensor:
-    """The statistics [K, T] over all ranks from those of this one: the one point where ranks meet in forward."""
+    """The statistics [K, T] over all ranks from those of this one. The only exchange between ranks in forward."""
     if options.ranks == 1:
         return stats
     parts = stats.new_empty(options.ranks * stats.size(0), stats.size(1))
@@ -148,10 +148,10 @@ def exchanged(stats: Tensor, scale: Scale, options: Options) -> Tensor:
 def results(
     stats: Tensor, ignored: Tensor | None, temperature: float | Tensor, columns: int, options: Options
 ) -> tuple[tuple[Tensor, Tensor | None, Tensor], Learned]:
-    """(logprob, entropy, logsumexp), each [T], from the statistics over all ranks, and what backward needs."""
+    """(logprob, entropy, logsumexp), each [T], from the statistics over all ranks, and the numbers for backward."""
     top, total = stats[TOP], stats[SUM]
     log_total = total.log()
-    # Both are relative to the largest entry, which for large logits is what keeps their digits.
+    # Both terms are relative to the largest entry, which keeps the digits of large logits.
     logprob = (stats[TARGET] - top) / temperature - log_total
     if options.smoothing:
         vocabulary = columns * options.ranks
@@ -174,7 +174,7 @@ def row_gradient(
     columns: int,
     options: Options,
 ) -> RowGradient:
-    """The gradient of each row by its parts, from those of logprob, entropy and logsumexp, [T] each (None: zero)."""
+    """The parts of each row's gradient, from the gradients of logprob, entropy and logsumexp, [T] each (None: zero)."""
     top, total, entropy = learned
     of_logprob, of_entropy, of_logsumexp = of_results
     by_p = at_target = torch.zeros_like(top)
@@ -201,7 +201,7 @@ def row_gradient(
 
 
 def places(target: Tensor, ignored: Tensor | None, start: int, columns: int) -> Tensor:
-    """[T]: which of the columns from `start` on is the target, -1 for none."""
+    """[T]: the target's column among the `columns` from `start` on, -1 for none."""
     place = target.to(torch.int64) - start
     outside = (place < 0) | (place >= columns)
     if ignored is not None:
@@ -213,12 +213,12 @@ def ignored_rows(target: Tensor, ignore_index: int | None) -> Tensor | None:
     if ignore_index is None:
         return None
     ignored = target == ignore_index
-    # Where the host may look, a call without such tokens is spared the checks.
+    # On CPU the host may look: a call without ignored tokens skips the masks.
     return ignored if ignored.device.type != "cpu" or bool(ignored.any()) else None
 
 
 class _Once(torch.autograd.Function):
-    """apply(gradient, what it depends on ...) -> the gradient, whose own gradient is an error."""
+    """apply(gradient, its inputs ...) -> the gradient. A second derivative through it is an error."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, *_: Tensor | None) -> Tensor:
@@ -233,11 +233,10 @@ _Gradients = tuple[Tensor | None, ...]
 
 
 def differentiable_once(backward: Callable[..., tuple[_Gradients, Sequence[Tensor]]]) -> Callable[..., _Gradients]:
-    """Make a function's backward of one that returns its gradients and the inputs they depend on; a second derivative
-    is then an error.
+    """Make second derivatives an error. `backward` returns the gradients and the inputs that they depend on.
 
-    torch's once_differentiable lets the gradient pass as a constant where the incoming one does not require a gradient,
-    and a gradient penalty then lacks a term.
+    torch's once_differentiable treats the gradient as a constant if the incoming gradient does not require one. A
+    gradient penalty would then lack a term.
     """
 
     @functools.wraps(backward)

@@ -1,7 +1,7 @@
-"""Losses of tokens whose logits are few, on one rank: a dozen operations for both passes.
+"""Losses of tokens with few logits, on one rank: a dozen operations for both passes.
 
-Where logits are few, calls cost more than arithmetic. What is exchanged between ranks, cut into chunks or left out in
-the general form is not needed here. As there, the logits are saved by reference and the softmax is computed again.
+For few logits, calls cost more than arithmetic. So this form omits the exchange between ranks and the options of the
+general form. As in the general form, the logits are saved by reference and backward computes the softmax again.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["is_small", "small_token_losses"]
 
 
 def is_small(logits: Tensor, target: Tensor) -> bool:
-    """Whether `small_token_losses` takes these, among them nothing that would be an error of token_logprobs."""
+    """Whether `small_token_losses` takes these arguments. False for arguments that token_logprobs refuses."""
     limit = chunks._SCRATCH_CPU
     if logits.dtype == chunks.accumulates_in(logits.dtype):
-        limit //= 2  # beyond it costs less to write the gradient over the logits, as the general form can
+        limit //= 2  # beyond this size the general form is faster: it can write the gradient over the logits
     return (
         0 < _bytes(logits) <= limit
         and logits.is_floating_point()
@@ -40,11 +40,11 @@ def small_token_losses(logits: Tensor, target: Tensor, label_smoothing: float = 
     token_logprobs. ValueError for a target beyond the vocabulary; a device-side assertion on CUDA.
     """
     try:
-        # One softmax is the fewest operations, but half precision it copies, and then the cache is too small sooner.
+        # One softmax needs the fewest operations, but copies half-precision logits and so overflows the cache sooner.
         direct = logits.dtype == chunks.accumulates_in(logits.dtype)
         function = _SmallTokenLosses if direct or _bytes(logits) <= chunks._SCRATCH_CORE else _ChunkedTokenLosses
         loss: Tensor = function.apply(logits, target, label_smoothing)
-    except (IndexError, RuntimeError) as error:  # gather's own look at its indices costs nothing more
+    except (IndexError, RuntimeError) as error:  # gather checks its indices anyway
         vocabulary = logits.shape[-1]
         if target.device.type == "cpu" and bool((target >= vocabulary).any()):
             message = f"a target is outside of the vocabulary of {vocabulary}; is tp_group missing?"
@@ -58,7 +58,7 @@ def _bytes(logits: Tensor) -> int:
 
 
 def _weights(smoothing: float, vocabulary: int) -> tuple[float, float]:
-    """(of the target's log-probability, of each entry's) in the negative loss."""
+    """The weights of the target's log-probability and of each entry's, in the negative loss."""
     a = smoothing * vocabulary / (vocabulary - 1) if smoothing else 0.0
     return 1 - a, a / vocabulary
 
@@ -71,7 +71,7 @@ class _SmallTokenLosses(torch.autograd.Function):
         vocabulary = logits.shape[-1]
         x, place = logits.reshape(-1, vocabulary), target.reshape(-1, 1)
         ignored: Tensor | None = place < 0
-        # Where the host may look, a call without such tokens is spared the checks.
+        # On CPU the host may look: a call without ignored tokens skips the masks.
         if ignored is not None and ignored.device.type == "cpu" and not ignored.any():
             ignored = None
         if ignored is not None:
@@ -95,11 +95,11 @@ class _SmallTokenLosses(torch.autograd.Function):
         vocabulary = logits.shape[-1]
         x = logits.detach().reshape(-1, vocabulary)
         of_target, of_each = _weights(ctx.smoothing, vocabulary)
-        # The scratch, and in fp32 the gradient itself.
+        # Serves as scratch; in fp32 it becomes the gradient.
         gradient = torch.softmax(x, -1, dtype=chunks.accumulates_in(x.dtype))
         if ctx.smoothing:
             gradient.sub_(of_each)
-        # Not scatter_add_, which is an error on CUDA where only deterministic algorithms are allowed.
+        # Not scatter_add_, which raises on CUDA if only deterministic algorithms are allowed.
         gradient.scatter_(1, place, gradient.gather(1, place).sub_(of_target))
         gradient.mul_(of_loss.reshape(-1, 1))
         if ignored is not None:
@@ -108,14 +108,14 @@ class _SmallTokenLosses(torch.autograd.Function):
 
 
 class _ChunkedTokenLosses(torch.autograd.Function):
-    """The same, a chunk of rows at a time, which stays in the cache."""
+    """The same in chunks of rows that stay in the cache."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
         vocabulary = logits.shape[-1]
         x, place = logits.reshape(-1, vocabulary), target.reshape(-1)
         ignored: Tensor | None = place < 0
-        # Where the host may look, a call without such tokens is spared the checks.
+        # On CPU the host may look: a call without ignored tokens skips the masks.
         if ignored is not None and ignored.device.type == "cpu" and not ignored.any():
             ignored = None
         if ignored is not None:

@@ -1,9 +1,9 @@
-"""The passes of _logprob_chunks as one Triton kernel each, without scratch: the logits are read once forward; backward
-they are read once and their gradient is written once.
+"""The passes of _logprob_chunks as one Triton kernel each, without scratch.
 
-Arguments and results of `statistics` and `gradient` are those of _logprob_chunks, but for logits in fp64, which the
-kernels do not take. Imported where a kernel is wanted, as Triton takes a while and is not everywhere; the environment
-variable TRITON_INTERPRET=1, set before, has the kernels interpreted on CPU.
+Forward reads the logits once. Backward reads them once and writes their gradient once. Arguments and results of
+`statistics` and `gradient` are those of _logprob_chunks, except that the kernels take no fp64 logits. The module is
+imported only for a kernel, because Triton imports slowly and is not always installed. TRITON_INTERPRET=1, set before
+the import, interprets the kernels on CPU.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ def _statistics_kernel(
     TOTAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row of x a program."""
+    """Each program handles one row of x."""
     row = tl.program_id(0).to(tl.int64)
     if PER_TOKEN:
         scale = tl.load(scales + row)
     readable = columns
-    if SKIPS:  # nothing of an ignored row is read
+    if SKIPS:  # an ignored row is not read
         readable = tl.where(tl.load(ignored + row) == 0, columns, 0)
     start = x + row * row_stride
     top = float("-inf")
-    # A sum for every lane; they meet behind the loop.
+    # One sum per lane; the lanes are summed after the loop.
     powers = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -59,7 +59,7 @@ def _statistics_kernel(
         value = tl.load(start + column.to(tl.int64) * column_stride, mask=inside, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(top, tl.max(value, 0))
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        # -inf before the first entry that is not: the sums it scales are zero, and stay so.
+        # `top` is -inf before the first finite entry. The sums scaled by it are zero and stay zero.
         raised = tl.maximum((top - base) * scale, -2000.0)
         bits = tl.maximum((value - base) * scale, -2000.0, propagate_nan=tl.PropagateNan.ALL)
         power = tl.where(inside, tl.exp2(bits), 0.0)
@@ -106,13 +106,13 @@ def _gradient_kernel(
     EVERYWHERE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One block of one row of x a program."""
+    """Each program handles one block of one row of x."""
     row = tl.program_id(0).to(tl.int64)
     if PER_TOKEN:
         scale = tl.load(scales + row)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     readable = columns
-    if SKIPS:  # nothing of an ignored row is read
+    if SKIPS:  # an ignored row is not read
         readable = tl.where(tl.load(ignored + row) == 0, columns, 0)
     wanted = column < readable
     wide = column.to(tl.int64)
@@ -192,13 +192,13 @@ def gradient(
 
 
 def _block(columns: int) -> tuple[int, int]:
-    """(columns, warps) of a program."""
+    """(columns, warps) per program."""
     block = min(_COLUMNS, triton.next_power_of_2(columns))
     return block, 8 if block >= 2048 else 4
 
 
 def _rows(unused: Tensor, scale: Scale, ignored: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Pointers for the kernels: the scales and which rows are ignored; any tensor stands for one that is not read."""
+    """Pointers to the scales and the ignored rows; `unused` replaces a tensor that the kernel does not read."""
     scales = scale if isinstance(scale, Tensor) else unused
     return scales, unused if ignored is None else ignored.view(torch.int8)
 

@@ -1,8 +1,8 @@
-"""Which tensors that autograd has saved hold rows, decided by where they come from and where they lead to.
+"""Which tensors saved by autograd hold rows, from where they come from and where they lead.
 
-A saved tensor may be put away by its valid rows if the gradients that its node gets are zero in all others, and the
-node has a part in no other. The first is known by going from the outputs back, as long as operators keep rows where
-they are; the second by the operator. Shapes alone say neither: a weight may have as many rows.
+A saved tensor may be stashed by its valid rows under two conditions: the gradients of its node's outputs are zero in
+all invalid rows, and the node does not mix rows. A walk back from the outputs shows the first, as long as
+operators keep rows in place. The operator shows the second. Shapes alone show neither: a weight may have as many rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Edge = tuple[Any, int]  # a node, and the number of its output
 
 
 class RowTensor(NamedTuple):
-    """A saved tensor, and its rows, or why it stays; neither where it is a weight, which is expected to stay."""
+    """A saved tensor with its rows, or with the reason why it stays. A weight has neither: it always stays."""
 
     saved: Saved
     span: Span | None
@@ -41,10 +41,10 @@ class RowTensor(NamedTuple):
 
 
 class _Inputs:
-    """What the forward gets: where the walk ends, and what has rows.
+    """The inputs of the forward: where the walk ends, and which inputs have rows.
 
-    tensors: with rows. others: without, such as weights that are handed in. Without `tensors`, whatever was there
-    before and is no parameter may have rows; but only for operators that are known.
+    tensors: inputs that may have rows. others: inputs without rows, such as weights. Without `tensors`, every earlier
+    tensor that is no parameter may have rows, but only for operators with a rule.
     """
 
     def __init__(self, tensors: Collection[Tensor], others: Collection[Tensor], start: int, rows: int) -> None:
@@ -68,7 +68,7 @@ class _Inputs:
         return self.by_memory.get(_address(tensor), []) if self.by_memory else []
 
     def may_be_behind(self, node: Any) -> bool:
-        """Whether a node at the end of the walk may stand for rows."""
+        """Whether a node at the end of the walk may have rows."""
         leaf = _leaf_of(node)
         if leaf is None:
             return self.unknown or node in self.nodes
@@ -85,11 +85,11 @@ def row_tensors(
     others: Iterable[Tensor] = (),
     compiled: CompiledRegions | None = None,
 ) -> Iterator[RowTensor]:
-    """What all nodes have saved that lead from `inputs` to `outputs` and were made from `start` on, in this thread.
+    """The saved tensors of all nodes between `inputs` and `outputs` that this thread made from number `start` on.
 
-    inputs: those with `rows` rows have them; others: more tensors that the forward gets, where nothing is looked for.
-    compiled: the regions of torch.compile of which it is known that they do each element by itself.
-    Without inputs, only numbers tell nodes of another thread, which has its own, from those that are meant.
+    inputs: those with `rows` rows have rows. others: further inputs without rows, at which the walk ends.
+    compiled: the torch.compile regions that are known to work elementwise.
+    Without inputs, nodes are told apart by their numbers only, and each thread numbers its nodes separately.
     """
     return _Walk(list(outputs), _Inputs(list(inputs), list(others), start, rows), compiled or CompiledRegions()).saved()
 
@@ -97,8 +97,8 @@ def row_tensors(
 class _Walk:
     def __init__(self, outputs: list[Tensor], inputs: _Inputs, compiled: CompiledRegions) -> None:
         self.inputs, self.compiled = inputs, compiled
-        self.spans: dict[Any, dict[int, Span | None]] = {}  # of the gradients of each node's outputs, as far as used
-        self.mixed: dict[Any, str] = {}  # for nodes whose outputs are not rows: the node that is why
+        self.spans: dict[Any, dict[int, Span | None]] = {}  # rows of the gradients of each node's used outputs
+        self.mixed: dict[Any, str] = {}  # node without rows -> the name of the node that is the reason
         self.order = self._order([output.grad_fn for output in outputs])
         self.has_functions = any(isinstance(node, BackwardCFunction) for node in self.order)
         self._carries: dict[Edge, bool] = {}
@@ -118,7 +118,7 @@ class _Walk:
             self._pass_on(node)
 
     def _order(self, roots: list[Any]) -> list[Any]:
-        """Every node before those that it leads to."""
+        """The nodes in topological order from the outputs: each node before the nodes it leads to."""
         inputs, uses, waiting = self.inputs, {}, []
         for root in dict.fromkeys(roots):
             if root is not None and not inputs.ends_at(root):
@@ -144,10 +144,10 @@ class _Walk:
                         ready.append(edge)
         return order
 
-    # From the outputs back: which gradients are zero in rows that are not valid
+    # From the outputs back: which gradients are zero in invalid rows
 
     def _note(self, node: Any, number: int, span: Span | None, reason: str) -> None:
-        """A gradient of an output of a node; rows that two of them do not share are none."""
+        """Note the rows of a gradient of a node's output. If two uses disagree, the output has no rows."""
         spans = self.spans.setdefault(node, {})
         if number in spans and spans[number] != span:
             span = None
@@ -163,7 +163,7 @@ class _Walk:
                 self._note(edge, number, span, self.mixed.get(node, reason))
 
     def _inputs_of(self, node: Any, outputs: dict[int, Span | None]) -> tuple[list[Span | None], str]:
-        """The rows that the gradients of a node's inputs have, and what it is called if there are none."""
+        """The rows of the gradients of a node's inputs, and the node's name, the reason if there are none."""
         name = type(node).__name__
         if isinstance(node, BackwardCFunction):
             return self._inputs_of_function(node, outputs), name
@@ -173,7 +173,7 @@ class _Walk:
         return rule.edges(operator), name
 
     def _inputs_of_function(self, node: Any, outputs: dict[int, Span | None]) -> list[Span | None]:
-        """A function of one's own is trusted to keep rows where they are, if they come from the inputs."""
+        """A custom function is trusted to keep rows in place, if they come from the inputs."""
         spans = set(outputs.values())
         span = spans.pop() if len(spans) == 1 else None
         if span is None or self._reason_of_function(node):
@@ -190,7 +190,7 @@ class _Walk:
             return "" if self.compiled.have(node) else COMPILED
         return RECOMPUTED if getattr(getattr(node, "_forward_cls", None), "__name__", "") in CHECKPOINTS else ""
 
-    # From the inputs on: what is made of rows
+    # From the inputs on: which outputs are made from rows
 
     def _leads_to_rows(self, node: Any) -> bool:
         return self._behind[node] if node in self._behind else self.inputs.may_be_behind(node)
@@ -202,7 +202,7 @@ class _Walk:
         return (node, number) in self.inputs.edges or (leaf is not None and bool(self.inputs.sources_of(leaf)))
 
     def _is_made_from_rows(self, node: Any, number: int) -> bool:
-        """Whether an output has rows that come from the inputs, whichever rows those are."""
+        """Whether an output has any rows that come from the inputs."""
         shape = _shapes(node)[number]
         if shape is None:
             return False
@@ -222,11 +222,11 @@ class _Walk:
             return True
         if not any(of_rows and edge is None for of_rows, (edge, _) in zip(edges, following, strict=True)):
             return False
-        # An input that requires no gradient has no node; but it may have been saved.
+        # An input that requires no gradient has no node, but the node may have saved it.
         tensors = (one.tensor for one in saved_by(node))
         return any(tensor is not None and self.inputs.sources_of(tensor) for tensor in tensors)
 
-    # What is saved
+    # The saved tensors
 
     def saved(self) -> Iterator[RowTensor]:
         for node in self.order:
@@ -271,9 +271,9 @@ class _Walk:
         return RowTensor(saved, None, NOT_ROWS if base.grad_fn is not None else UNKNOWN)
 
     def _span_of(self, node: Any, tensor: Tensor) -> Span | None:
-        """The rows of what a function has saved: an input or output of its own, or of the whole."""
+        """The rows of a custom function's saved tensor: an input or output of the function or of the forward."""
         inputs = self.inputs
-        if is_compiled(node) and tuple(tensor.shape) == _shapes(node)[0]:  # it does each element by itself
+        if is_compiled(node) and tuple(tensor.shape) == _shapes(node)[0]:  # the region works elementwise
             return next(iter(self.spans[node].values()))
         for source in inputs.sources_of(tensor):
             lead = leading(source.shape, inputs.rows)
@@ -284,7 +284,7 @@ class _Walk:
             return None
         edge = tensor.grad_fn, tensor.output_nr
         span = self.spans.get(edge[0], {}).get(edge[1])
-        if edge[0] is node and span is None:  # an output that nothing uses
+        if edge[0] is node and span is None:  # an unused output
             span = next(iter(self.spans[node].values()))
         if span is None or not self._carries_rows(*edge):
             return None
@@ -305,7 +305,7 @@ def _operator(node: Any, outputs: dict[int, Span | None], total: int | None) -> 
 
 
 def _shapes(node: Any) -> list[tuple[int, ...] | None]:
-    """Those of a node's outputs, which its gradients have, too."""
+    """The shapes of a node's outputs, which are also those of their gradients."""
     leaf = _leaf_of(node)
     if leaf is not None:
         return [tuple(leaf.shape)]
@@ -327,18 +327,18 @@ def _rows_in(shape: tuple[int, ...], lead: int) -> int:
 def _address(tensor: Tensor) -> int | None:
     try:
         return tensor.untyped_storage().data_ptr() or None
-    except (NotImplementedError, RuntimeError):  # a quantized or sparse one has several, or none
+    except (NotImplementedError, RuntimeError):  # a quantized or sparse tensor has several storages, or none
         return None
 
 
 def _base_of(tensor: Tensor) -> Tensor:
-    """What a tensor is a view of, where it was made without a gradient, as within the forward of a function."""
+    """The base of a view that was made without a gradient, such as inside a custom forward; else `tensor`."""
     base = tensor._base
     return tensor if base is None or tensor.grad_fn is not None else base
 
 
 def _part_of(tensor: Tensor, whole: Tensor, span: Span) -> Span | None:
-    """The rows of a view of a tensor that has those of `span`; None where it is not made of its rows."""
+    """The rows of a view of `whole`, which has the rows `span`; None if the view does not consist of rows."""
     if tensor.data_ptr() == whole.data_ptr() and (tensor.shape, tensor.stride()) == (whole.shape, whole.stride()):
         return span if tensor.dtype == whole.dtype else None
     if tensor.layout != torch.strided or tensor.dtype != whole.dtype or not tensor.numel() or not tensor.dim():

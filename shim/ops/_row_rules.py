@@ -1,8 +1,8 @@
-"""Operators of torch of which it is known where rows go, and which of the tensors that they save hold rows.
+"""Operators of torch whose effect on rows is known, and which of their saved tensors hold rows.
 
-A rule says for a node, by the rows that the gradients of its outputs have, which rows the gradients of its inputs have.
-It has to be right for rows of which the gradient is zero and whose saved values are zeros: zero again, and finite.
-What is not listed here is left alone.
+From the rows of the gradients of a node's outputs, a rule derives the rows of the gradients of its inputs. A rule must
+be right for rows whose gradient is zero and whose saved values are zeros: their results must be zero again, and finite.
+Operators without a rule are left alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Shape = Sequence[int]
 
 
 class Span(NamedTuple):
-    """Rows `first` to `first + rows` of all; a tensor has them in its first `lead` dimensions, in order."""
+    """Rows `first` to `first + rows` of all rows. A tensor has them in its first `lead` dimensions, in order."""
 
     first: int
     rows: int
@@ -34,10 +34,11 @@ Edges = list["Span | None"]
 
 
 class Operator(NamedTuple):
-    """A node of autograd's graph. shapes: of its outputs, None where one has no gradient; inputs: of its inputs.
+    """A node of autograd's graph.
 
-    outputs: the rows of those outputs that lead to the end; None where they are not rows. total: how many rows there
-    are; None where nobody knows yet.
+    shapes: those of its outputs, None for an output without a gradient. inputs: the shapes of its inputs. outputs: the
+    rows of the outputs that lead to the end; None for an output without rows. total: the number of all rows; None while
+    unknown.
     """
 
     node: Any
@@ -48,7 +49,7 @@ class Operator(NamedTuple):
 
     @property
     def span(self) -> Span | None:
-        """The rows of all outputs, which have to be the same."""
+        """The common rows of all outputs; None if they differ."""
         spans = set(self.outputs.values())
         return spans.pop() if len(spans) == 1 else None
 
@@ -57,7 +58,7 @@ class Operator(NamedTuple):
         return self.shapes[next(iter(self.outputs))] or ()
 
     def dims(self, name: str) -> list[int] | None:
-        """Dimensions of the input, counted from its front; None for all."""
+        """Dimensions of the input as non-negative numbers; None for all."""
         value = getattr(self.node, "_saved_" + name)
         if value is None or value == ():
             return None
@@ -65,7 +66,7 @@ class Operator(NamedTuple):
         return [signed(one) % max(len(shape), 1) for one in (value if isinstance(value, tuple) else (value,))]
 
     def behind_rows(self, *names: str) -> bool:
-        """Whether all of these dimensions are behind those of the rows."""
+        """Whether all of these dimensions come after those of the rows."""
         span = self.span
         found = [self.dims(name) for name in names]
         return span is not None and all(dims is not None and min(dims) >= span.lead for dims in found)
@@ -75,12 +76,12 @@ class Operator(NamedTuple):
 
 
 def signed(number: int) -> int:
-    """A number that torch gives out without its sign."""
+    """A signed number that torch returns as unsigned."""
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
 def leading(shape: Shape, rows: int) -> int | None:
-    """In how many first dimensions a tensor of this shape has so many rows."""
+    """The number of leading dimensions of `shape` that multiply to `rows`; None if there is none."""
     product = 1
     for number, size in enumerate(shape, 1):
         product *= size
@@ -90,7 +91,7 @@ def leading(shape: Shape, rows: int) -> int | None:
 
 
 def holds_rows(shape: Shape | None, like: Shape, lead: int) -> bool:
-    """Whether something has the rows where `like` has them, as it does where both are broadcast."""
+    """Whether `shape` has rows in the same dimensions as `like`, so that broadcasting keeps them in place."""
     return shape is not None and len(shape) == len(like) and tuple(shape[:lead]) == tuple(like[:lead])
 
 
@@ -98,13 +99,13 @@ def holds_rows(shape: Shape | None, like: Shape, lead: int) -> bool:
 
 
 def _each_row(operator: Operator) -> Edges:
-    """A row of the output is made from the same row of the inputs, of which some are broadcast."""
+    """Each output row comes from the same row of the inputs. Some inputs are broadcast."""
     span, like = operator.span, operator.shape
     return [span if span and holds_rows(shape, like, span.lead) else None for shape in operator.inputs]
 
 
 def _within_rows(*names: str) -> Callable[[Operator], Edges]:
-    """The same where these dimensions, along which something is done, are none of the rows."""
+    """Like `_each_row`, if the dimensions that the operator works along are none of the rows' dimensions."""
 
     def edges(operator: Operator) -> Edges:
         if not operator.behind_rows(*names):
@@ -141,7 +142,7 @@ def _permuted(operator: Operator) -> Edges:
 
 
 def _matrix_product(place: int) -> Callable[[Operator], Edges]:
-    """place: of the input that has the rows; before it is what is added."""
+    """place: the index of the input with the rows. Inputs before it are added."""
 
     def edges(operator: Operator) -> Edges:
         added = _each_row(operator)[:place]
@@ -169,7 +170,7 @@ def _grouped_product(operator: Operator) -> Edges:
     return [span if rows and several else None, *[None] * (len(operator.inputs) - 1)]
 
 
-# Rows that are cut apart and put together
+# Operators that split and join rows
 
 
 def _concatenated(operator: Operator) -> Edges:
@@ -199,7 +200,7 @@ def _stacked(operator: Operator) -> Edges:
 
 
 def _cut(start_of: Callable[[Operator, int], int | None]) -> Callable[[Operator], Edges]:
-    """Parts of the input, of which each begins at a place in it, along `dim`."""
+    """Each output is a part of the input along `dim`. start_of: where the part begins."""
 
     def edges(operator: Operator) -> Edges:
         shape, dims = operator.inputs[0], operator.dims("dim")
@@ -243,13 +244,16 @@ def _sizes_start(operator: Operator, number: int) -> int:
     return sum(operator.node._saved_split_sizes[:number])
 
 
-# Names of nodes, without "Backward" and a number
+# Rules by the names of nodes, without "Backward" and a number
 
 
 class Rule(NamedTuple):
-    """edges: the rows of the inputs. holds: the names of saved tensors that hold rows; None for all that have the rows
-    where the output has them. reason: why none is stashed all the same. along_rows: whether it is another operator
-    where it goes along the rows, of which then no input has any."""
+    """The rule of one operator.
+
+    edges: computes the rows of the inputs. holds: the names of saved tensors that hold rows; None for all that have
+    rows in the same dimensions as the output. reason: why no saved tensor is stashed. along_rows: whether the operator
+    mixes rows if it works along them, so that no input has rows.
+    """
 
     edges: Callable[[Operator], Edges]
     holds: tuple[str, ...] | None = None
@@ -292,19 +296,19 @@ RULES: dict[str, Rule] = {
     "SplitWithSizes": Rule(_cut(_sizes_start)),
     "Unbind": Rule(_cut(lambda operator, number: number)),
 }
-SECOND_OPERANDS = "mat2", "batch2"  # of a product; they have rows only where each row has a matrix of its own
+SECOND_OPERANDS = "mat2", "batch2"  # of a product; they have rows only if each row has a matrix of its own
 
 
 @cache
 def rule_for(name: str) -> Rule | None:
-    """By the name of a node's type, as torch gives it."""
+    """The rule for a node type, by torch's name of the type; None without a rule."""
     return RULES.get(re.sub(r"Backward(s|\d*)$", "", name))
 
 
 def stays(operator: Operator, rule: Rule, name: str, tensor: Tensor) -> str:
-    """Why a saved tensor of an operator whose outputs have rows is not known to hold them; empty if it is.
+    """Why a saved tensor of an operator whose outputs have rows is not stashed; "" if it is.
 
-    name: that of the operator's argument or result, in torch's own words.
+    name: torch's name of the operator's argument or result.
     """
     span = operator.span
     if rule.along_rows and not any(rule.edges(operator)):
@@ -321,6 +325,6 @@ def stays(operator: Operator, rule: Rule, name: str, tensor: Tensor) -> str:
 
 
 def _is_whole_power(node: Any) -> bool:
-    """x**2 and the like, whose derivatives of all orders are finite at zero."""
+    """Whether the node is a power such as x**2, whose derivatives of all orders are finite at zero."""
     exponent = getattr(node, "_saved_exponent", None)
     return isinstance(exponent, (int, float)) and exponent > 0 and float(exponent).is_integer()

@@ -1,7 +1,7 @@
-"""What a node of autograd's graph has saved for backward, and which hooks it has.
+"""Which tensors a node of autograd's graph has saved for backward, and which hooks they have.
 
-Default hooks on saved tensors would be simpler, but they touch every saved tensor, and a parameter that passes one
-comes back to backward as another object, without the attributes that gradient accumulation looks for on it.
+Default hooks on saved tensors would be simpler, but they touch every saved tensor. A parameter that passes through a
+hook comes back to backward as another object, without the attributes that gradient accumulation needs.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ PYTHON_NAMES = {"_raw_saved_tensors": "saved_tensors"}
 
 
 class Saved(NamedTuple):
-    """One tensor that a node has saved: where autograd keeps it, and the tensor, or why it is not to be had.
+    """One saved tensor of a node: autograd's slot, and the tensor or the reason why it cannot be read.
 
-    name: of the argument or the result that it is, where the node is torch's own.
+    name: the operator's argument or result that it is, if the node is torch's own.
     """
 
     name: str
@@ -37,25 +37,25 @@ class Saved(NamedTuple):
 
 
 def now() -> int:
-    """The number that the next node of this thread's autograd graph gets."""
+    """The number of the next node in this thread's autograd graph."""
     return torch._C._autograd._get_sequence_nr()
 
 
 def foreign_hooks_active() -> bool:
-    """Whether somebody else has hooks on everything that is saved here: offloading, or a checkpoint of torch."""
+    """Whether foreign default hooks on saved tensors are active: offloading, or torch's checkpoint."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is not None and top(False) is not None
 
 
 def saved_by(node: Any) -> Iterator[Saved]:
-    """What a node has saved, without having anything recomputed or fetched for it."""
+    """The tensors that a node has saved. Triggers no recompute and no fetch."""
     kind = type(node)
     names = PYTHON_NAMES if isinstance(node, BackwardCFunction) else _names(cast(Hashable, kind))
     for raw_name, attribute in names.items():
         name = attribute.removeprefix("_saved_")
         try:
             raw = getattr(node, raw_name)
-        except RuntimeError:  # the graph is done with
+        except RuntimeError:  # the graph was freed
             continue
         slots = raw if isinstance(raw, tuple) else (raw,)
         reason = _reason_not_to_look(node, slots)
@@ -73,7 +73,7 @@ def saved_by(node: Any) -> Iterator[Saved]:
 
 def _reason_not_to_look(node: Any, slots: Iterable[Any]) -> str:
     if any(getattr(slot, "unpack_hook", None) is not None for slot in slots):
-        return HOOKED  # to look at what a checkpoint has would run it again
+        return HOOKED  # a read would make a checkpoint recompute
     if getattr(getattr(node, "_forward_cls", None), "clear_saved_tensors_on_access", False):
         return CLEARED
     return ""
@@ -81,5 +81,5 @@ def _reason_not_to_look(node: Any, slots: Iterable[Any]) -> str:
 
 @cache
 def _names(kind: Hashable) -> dict[str, str]:
-    """For a kind of node in C++: the attribute of each SavedTensor, and that of its tensor."""
+    """For a C++ node type: the attribute of each SavedTensor -> the attribute of its tensor."""
     return {name: "_saved_" + name.removeprefix(PREFIX) for name in dir(kind) if name.startswith(PREFIX)}

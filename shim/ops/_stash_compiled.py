@@ -1,4 +1,4 @@
-"""Regions that torch.compile has compiled from functions of which it is known what they do with rows."""
+"""Regions that torch.compile has compiled from functions whose effect on rows is known."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from shim.ops._stash_pool import capturing
 
 __all__ = ["CompiledRegions", "is_compiled"]
 
-# The kind of node that each compiled graph has for itself -> whether a function was seen to make it.
+# The node type of each compiled graph -> function -> whether the function makes such a node.
 _MADE_BY: weakref.WeakKeyDictionary[Any, dict[Callable[..., Any], bool]] = weakref.WeakKeyDictionary()
 
 
 class CompiledRegions:
-    """Knows the nodes of `functions`: compiled, of one tensor, each element by itself, that bear rows of zeros.
+    """Recognises the nodes of `functions`: compiled, elementwise functions of one tensor that work on rows of zeros.
 
-    A node does not say what it was compiled from. But a function that is called again, with what the node has saved,
-    makes another node of the same kind, if it has made the first one. Each kind is asked for once, and not while a CUDA
-    graph is captured, which would have the call in it.
+    A node does not name its source. But if a function made the node, a call of the function with the node's saved
+    tensor makes another node of the same type. Each type is tested once, and never while a CUDA graph is captured,
+    which would record the call.
     """
 
     def __init__(self, functions: Collection[Callable[..., Any]] = ()) -> None:
@@ -49,11 +49,11 @@ def _has_made(function: Callable[..., Any], node: Any) -> bool:
 
 
 def _like_input_of(node: Any) -> Tensor | None:
-    """Something that a node has saved and that looks like what it has got: most often that itself."""
+    """A saved tensor with the dtype and shape of the node's input, preferably the input itself."""
     (edge, number), made = node.next_functions[0], node._input_metadata[0]
     try:
         saved = node.saved_tensors
-    except RuntimeError:  # the graph is done with, or it was changed in place
+    except RuntimeError:  # the graph was freed, or the tensor was changed in place
         return None
     found = [one for one in saved if one is not None and one.dtype == made.dtype]
     found = [one for one in found if tuple(one.shape) == tuple(made.shape)]

@@ -1,7 +1,7 @@
-"""Pages by torch's own operations: the reference, for any device. Shapes are static and nothing is read on the host.
+"""Pages by torch's own operations: the reference, for any device. Shapes are static, and the host reads nothing.
 
-What is not to be written goes to a row of its own at the end of the buffer, and what is not to be read comes from a
-row of zeros there; likewise one spare slot of the ring takes the pages that are not given back.
+Each buffer has two extra rows at its end. Rows that must not be stored are written to one; invalid rows are read from
+the other, which holds zeros. Likewise one extra slot of the ring takes pages that are not given back.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ __all__ = ["NOWHERE", "allocate", "load", "release", "store"]
 
 
 def allocate(pool: Pages, count: Tensor, pages: Tensor, where: Tensor, kept: bool) -> None:
-    """Take pages for `count` [1] rows; write their ids to `pages` and to `where` [1] what they are pages of.
+    """Take pages for `count` [1] rows. Write their ids to `pages`, and the place of the copy to `where` [1].
 
-    kept: whether the host keeps the tensor if there are not enough pages; it is lost otherwise.
+    kept: whether the host keeps the tensor if there are too few pages. If not, the tensor is lost.
     """
     state = pool.state
     need = _pages(pool, count)
@@ -69,7 +69,7 @@ def store(pool: Pages, tensor: Tensor, rows: ValidRows, pages: Tensor, where: Te
 
 
 def load(pool: Pages, out: Tensor, rows: ValidRows, pages: Tensor, where: Tensor) -> None:
-    """Copy the rows back into `out` [rows, width]; the others become zeros."""
+    """Copy the valid rows back into `out` [rows, width]. Other rows become zeros."""
     row, valid = _rows(pool, rows, pages)
     zeros = pool.zero_row(pool.pages)
     torch.index_select(pool.data, 0, torch.where(valid & (where == IN_POOL), row, zeros), out=out)
@@ -79,7 +79,7 @@ def load(pool: Pages, out: Tensor, rows: ValidRows, pages: Tensor, where: Tensor
 
 
 def release(pool: Pages, count: Tensor, pages: Tensor, where: Tensor) -> None:
-    """Give the pages back; nothing happens where that was done before."""
+    """Give the pages back. Further calls do nothing."""
     state = pool.state
     need = _pages(pool, count)
     slots = torch.arange(pages.numel(), device=pages.device)
@@ -102,7 +102,7 @@ def _pages(pool: Pages, count: Tensor) -> Tensor:
 
 
 def _rows(pool: Pages, rows: ValidRows, pages: Tensor) -> tuple[Tensor, Tensor]:
-    """The row of the buffer for each row of a tensor, and whether it has one."""
+    """The buffer row of each row of a tensor, and whether the row is valid."""
     places = rows.places
     valid = (places >= 0) & (places < rows.count)
     first = places.clamp(min=0)

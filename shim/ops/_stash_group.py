@@ -1,4 +1,4 @@
-"""One forward pass under a stash: which of the tensors that autograd saved in it are stashed, and which stay."""
+"""One forward pass under a stash: which saved tensors are stashed, and which stay."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shim.ops._stashed_tensor import StashedTensor
 
 __all__ = ["StashGroup", "tensors_in"]
 
-# A narrower row is not worth its place in the list of pages, which takes that many bytes.
+# The least bytes of a row. A narrower row costs more in the list of pages than it saves.
 NARROWEST = 16
 GIVEN_UP = "its memory was given up and will be recomputed"
 
@@ -46,7 +46,7 @@ class Stash(Protocol):
 
 
 class StashGroup:
-    """One forward: enter it, run the forward, leave it, and commit its output."""
+    """One forward: enter the group, run the forward, leave the group, and commit the output."""
 
     def __init__(
         self,
@@ -85,10 +85,10 @@ class StashGroup:
 
     def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
         if kind is not None:
-            self._start = None  # there is no output, and nothing to commit
+            self._start = None  # no output, so nothing to commit
 
     def commit(self, output: Any) -> None:
-        """Stash what was saved on the way to `output`, a tensor or a nest of tuples, lists and dicts of tensors."""
+        """Stash tensors saved on the way to `output`: a tensor, or a nest of tuples, lists, dicts and dataclasses."""
         start, self._start = self._start, None
         if start is None:
             return
@@ -121,7 +121,7 @@ class StashGroup:
         for number, (tensor, span, slots) in enumerate(chosen):
             flag, of_tensor = flags[number : number + 1], span.of(rows)
             pool = stash.pool_for(tensor, tensor.numel() // of_tensor.rows)
-            # A pool without any pages has not got its size yet.
+            # A pool without pages has no size yet.
             kept = decides or not (pool.pages or pool.host_pages)
             expected = math.ceil(self._expected * of_tensor.rows / self._rows)
             record = StashedTensor(tensor, of_tensor, pool, flag, expected=expected, kept=kept)
@@ -129,19 +129,19 @@ class StashGroup:
             for slot in slots:
                 try:
                     slot.register_hooks(lambda _, record=record: record, StashedTensor.restore)
-                except RuntimeError:  # an older torch does not tell before that there are hooks
+                except RuntimeError:  # older torch shows hooks only by this error
                     stash.skip(HOOKED)
         stash.count_offered(len(chosen))
-        chosen.clear()  # the originals end here, or with their record
+        chosen.clear()  # frees the originals, unless a record keeps one
         if decides:
             stash.await_flags(records, flags)
 
     def _choose(
         self, tensor: Tensor, found: RowTensor, device: torch.device | None, weights: Collection[int | None]
     ) -> _Span | str | None:
-        """Which rows a tensor has, or why it stays; None where it stays because that is what it is there for."""
+        """The rows of a tensor, or why it stays; None if it is expected to stay (a weight)."""
         if isinstance(tensor, torch.nn.Parameter):
-            return None  # a weight, as is to be expected
+            return None
         if type(tensor) is not Tensor or tensor.layout != torch.strided:
             return f"it is a {type(tensor).__name__} of layout {tensor.layout}"
         if tensor.untyped_storage().data_ptr() in weights:
@@ -170,7 +170,7 @@ class StashGroup:
 
 
 class _Span(NamedTuple):
-    """The rows that a tensor has: so many from the first on, or one for each block of them."""
+    """The rows that a tensor has: `rows` from `first` on, or one row for each block of them."""
 
     first: int
     rows: int
@@ -183,7 +183,7 @@ class _Span(NamedTuple):
 
 
 class _Chosen(NamedTuple):
-    """A tensor to be stashed, and where autograd has saved it."""
+    """A tensor to stash, and the slots in which autograd saved it."""
 
     tensor: Tensor
     span: _Span
@@ -191,7 +191,7 @@ class _Chosen(NamedTuple):
 
 
 def _transformed() -> str:
-    """Why tensors are others than those that autograd saves, where they are."""
+    """Why a forward under an active transform is left alone; "" without a transform."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "a transform of torch.func is active, whose tensors have no memory of their own"
     if forward_ad._current_level >= 0:
@@ -202,12 +202,12 @@ def _transformed() -> str:
 def _address(weight: Tensor) -> int | None:
     try:
         return weight.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # a quantized or sparse one has several, or none
+    except (NotImplementedError, RuntimeError):  # a quantized or sparse tensor has several storages, or none
         return None
 
 
 def _reason_against(tensor: Tensor, span: Span) -> str:
-    """Why a tensor with such rows stays all the same."""
+    """Why a tensor with such rows stays; "" if it is stashed."""
     if tensor.numel() == 0:
         return "it is empty"
     if tensor.is_complex():

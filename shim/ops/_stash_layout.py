@@ -9,14 +9,14 @@ from torch import Tensor
 
 __all__ = ["BITS", "NOWHERE", "STATES", "Pages"]
 
-# Copied as whole numbers: every bit stays, and eight-bit floats, which torch can hardly index, are like any other.
+# Rows are copied as integers: every bit stays, and eight-bit floats, which torch can hardly index, work too.
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# The elements of a pool's state. Heads and tails count up for ever; a ring is read and written at their remainder.
+# The elements of a pool's state. Heads and tails only count up; a ring is indexed by their remainder.
 HEAD, TAIL, HOST_HEAD, HOST_TAIL, WANTED, MOST_WANTED, STASHED, SPILLED, KEPT, LOST = range(10)
 STATES = 10
 
-# Where a tensor is.
+# Where a tensor's copy is.
 RELEASED, IN_POOL, ON_HOST, NOWHERE = range(4)
 
 

@@ -1,4 +1,4 @@
-"""A buffer of pages for rows of one dtype and width, and the ring of free pages, all on the device."""
+"""A buffer of pages for rows of one dtype and width, with its ring of free pages, all on the device."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ __all__ = ["PagePool", "backend_for", "bits_of", "capturing"]
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """The same memory as whole numbers of the same size."""
+    """The same memory as integers of the same width."""
     return tensor.view(BITS[tensor.element_size()])
 
 
 def capturing() -> bool:
-    """Whether what the current stream is given goes into a CUDA graph: then the host cannot decide or wait."""
+    """Whether the current stream is being captured into a CUDA graph. Then the host can neither decide nor wait."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _tracing() -> bool:
-    """Whether torch.compile is tracing something just now, so that operators get no real tensors, or are recorded."""
+    """Whether a dispatch mode is active, such as torch.compile's trace, under which operators get no real tensors."""
     keys = torch._C._TorchDispatchModeKey.__members__.values()
     return any(torch._C._get_dispatch_mode(key) is not None for key in keys)
 
 
 def backend_for(name: str | None, device: torch.device) -> ModuleType:
-    """The module that works on pages: Triton's on a GPU if it is there, unless one is asked for by name."""
+    """The backend module: `name` if given, else Triton's on a GPU if Triton is installed, else eager."""
     if name == "eager" or (name is None and device.type != "cuda"):
         return _stash_eager
     try:
@@ -49,8 +49,8 @@ def backend_for(name: str | None, device: torch.device) -> ModuleType:
 class PagePool:
     """`pages` pages of `page_size` rows of `width` elements on `device`, and `host_pages` more in pinned memory.
 
-    Free pages are a ring of page ids: taken at its head, given back at its tail. Whoever holds pages gives them back by
-    `give_back`, at any time and from any thread, also from a finaliser that runs in the middle of another call.
+    Free pages are a ring of page ids, taken at its head and given back at its tail. `give_back` may be called at any
+    time and from any thread, also from a finaliser that runs in the middle of another call.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class PagePool:
         self.dtype, self.width, self.page_size = dtype, width, page_size
         self.device, self.backend = device, backend
         self.captured = False
-        # What the host knows without asking the device: tensors in the pool, and pages that those take with all their
-        # rows, or with as many rows as are to be expected of them.
+        # Known to the host without the device: tensors in the pool, their pages if all rows were valid, and their pages
+        # for the expected rows.
         self.live = self.full = self.expected = self.most_full = self.most_expected = 0
         self.outgrown = False
-        # When somebody asked for the pool last, in steps of his own; and the size that it had, while it is given up.
+        # The round of the stash in which the pool was last used, and the size before `give_up`.
         self.last_used = 0
         self.size_before: tuple[int, int] | None = None
         self._lock = threading.Lock()
@@ -88,19 +88,19 @@ class PagePool:
         self.pages = self.host_pages = 0
         self.allocate_pages(pages, host_pages)
 
-    @torch.inference_mode(False)  # what is made in inference mode could not be changed outside of it
+    @torch.inference_mode(False)  # tensors made in inference mode cannot be changed outside it
     def allocate_pages(self, pages: int, host_pages: int) -> bool:
-        """Begin anew with so many pages; False, and nothing happens, where something lives in the pool."""
+        """Allocate the pool anew with these sizes. Returns False, without effect, if the pool is not empty."""
         with self._lock:
             if self.live:
                 return False
             self._follow()
             if self.host_pages and self._stream is not None:
-                self._stream.synchronize()  # who pinned the memory does not know which kernels still use it
-            if self._stream is not None and self.pages:  # which may not be the one that it was made on
+                self._stream.synchronize()  # the pinned allocator does not know which kernels still use the memory
+            if self._stream is not None and self.pages:  # it may differ from the stream of the allocation
                 for buffer in (self.data, self.ring, self.host_ring):
                     buffer.record_stream(self._stream)
-            # The old memory goes before the new one comes; without any, the pool is one that has not got its size.
+            # Free the old memory before the allocation. If that fails, the pool is one without a size.
             self.pages = self.host_pages = 0
             self.data = self.host_data = torch.empty(0)
             self.data = self._buffer(pages, self.device)
@@ -109,14 +109,14 @@ class PagePool:
             self.ring = torch.arange(pages + 1, device=self.device)
             self.host_ring = torch.arange(host_pages + 1, device=self.device)
             for head, tail, size in (HEAD, TAIL, pages), (HOST_HEAD, HOST_TAIL, host_pages):
-                self.state[head].zero_()  # what was counted so far stays
+                self.state[head].zero_()  # counters keep their values
                 self.state[tail].fill_(size)
             self.pages, self.host_pages, self.outgrown = pages, host_pages, False
             self.size_before = None
         return True
 
     def give_up(self) -> None:
-        """Free the memory, if nothing lives in it and no CUDA graph uses it; `take_up` brings as much back."""
+        """Free the memory if the pool is empty and no CUDA graph uses it. `take_up` allocates it again."""
         size = self.pages, self.host_pages
         if any(size) and not self.captured and self.allocate_pages(0, 0):
             self.size_before = size
@@ -147,11 +147,11 @@ class PagePool:
         return self.host_data.numel() * self.host_data.element_size()
 
     def most_wanted(self) -> int:
-        """The most pages that were ever wanted at once. Waits for the device."""
+        """The most pages ever wanted at once. Waits for the device."""
         return int(self.current_state()[MOST_WANTED])
 
     def current_state(self) -> Tensor:
-        """The state, to be read on the current stream."""
+        """The state, safe to read on the current stream."""
         with self._lock:
             self._follow()
         return self.state
@@ -159,9 +159,9 @@ class PagePool:
     def store(
         self, tensor: Tensor, rows: ValidRows, pages: Tensor, where: Tensor, *, expected: int, kept: bool
     ) -> None:
-        """Take pages for the valid rows of `tensor` [rows, width] and copy them there, as far as there are any.
+        """Take pages for the valid rows of `tensor` [rows, width] and copy the rows there, if there are enough pages.
 
-        expected: how many pages that probably takes. kept: see the backend's `allocate`.
+        expected: the expected number of pages. kept: see the backend's `allocate`.
         """
         with self._lock:
             self._follow()
@@ -186,19 +186,19 @@ class PagePool:
         self._release_dropped()
 
     def give_back(self, count: Tensor, pages: Tensor, where: Tensor, expected: int) -> None:
-        """Give back what a `store` took; to be called once for each."""
+        """Give back the pages of one `store`. Call it once for each."""
         self._dropped.append((count, pages, where, expected))
         self._release_dropped()
 
     def _release_dropped(self) -> None:
-        # A finaliser may run within store() or load() of the same thread: then the lock is taken, and whoever has it
-        # looks here again when he is done. Amid a trace it could compute nothing: the next call does it.
+        # A finaliser may run inside store() or load() of the same thread. Then the lock is taken, and its holder calls
+        # this again at the end. Nothing can be computed during a trace, so the next call does it.
         while self._dropped and not _tracing() and self._lock.acquire(blocking=False):
             try:
                 self._follow()
                 while self._dropped:
                     count, pages, where, expected = self._dropped.popleft()
-                    if self._stream is not None:  # which may not be the one that they were made on
+                    if self._stream is not None:  # it may differ from the stream of the allocation
                         for tensor in (count, pages, where):
                             tensor.record_stream(self._stream)
                     self.backend.release(self, count, pages, where)
@@ -207,15 +207,15 @@ class PagePool:
                 self._lock.release()
 
     def _follow(self) -> None:
-        """Let the current stream wait for the one that used the pool last; within one stream that is nothing.
+        """Let the current stream wait for the last stream that used the pool, if they differ.
 
-        A replay of a CUDA graph is not seen here: use the pool on the stream that replays, or synchronise.
+        Replays of a CUDA graph are not visible here: use the pool on the replaying stream, or synchronise.
         """
         if self.device.type != "cuda":
             return
         current = torch.cuda.current_stream(self.device)
         in_graph = capturing()
-        # A capture begins synchronised, and may not wait for what is outside of it.
+        # A capture begins synchronised and may not wait for work outside the graph.
         if self._stream is not None and current != self._stream and not in_graph:
             current.wait_stream(self._stream)
         self._stream = current

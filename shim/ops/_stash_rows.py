@@ -1,4 +1,4 @@
-"""Which rows of a buffer hold something, as tensors on the device."""
+"""Which rows of a buffer are valid, as tensors on the device."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["ValidRows", "valid_rows"]
 
 @dataclass(frozen=True)
 class ValidRows:
-    """The valid ones among `rows` rows.
+    """The valid rows among `rows` rows.
 
-    count: int64 [1], how many are valid. place: int64 [rows], the place of each row among the valid ones, -1 for the
-    others; None where the valid rows are the first ones.
+    count: int64 [1], the number of valid rows. place: int64 [rows], the index of each row among the valid rows, -1 for
+    invalid rows; None if the valid rows are the first ones.
     """
 
     rows: int
@@ -24,17 +24,17 @@ class ValidRows:
 
     @property
     def places(self) -> Tensor:
-        """`place` also where it is None; places from `count` on are those of rows that are not valid."""
+        """`place`, or indices 0, 1, ... if it is None. An index from `count` on is that of an invalid row."""
         if self.place is not None:
             return self.place
         return torch.arange(self.rows, device=self.count.device)
 
     def blocks_of(self, size: int) -> ValidRows:
-        """The same for a tensor that has one row for every `size` of these, which have to be first rows."""
+        """The valid rows of a tensor with one row for every `size` of these. Only for valid rows that come first."""
         return ValidRows(self.rows // size, (self.count + size - 1) // size, None)
 
     def part(self, first: int, rows: int) -> ValidRows:
-        """The same for a tensor that is `rows` of these rows, from `first` on."""
+        """The valid rows of a tensor that has `rows` of these rows, from `first` on."""
         if self.place is None:
             return ValidRows(rows, (self.count - first).clamp(0, rows), None)
         before = (self.place[:first] >= 0).sum()
@@ -44,10 +44,12 @@ class ValidRows:
 
 
 def valid_rows(rows: int, valid: Tensor | int | None, device: torch.device) -> ValidRows:
-    """valid: None for all; a number, or an integer tensor of one element, for the first ones; an integer tensor
-    [segments] for as many first ones of each of `segments` equal parts; a bool tensor [rows] for any.
+    """The valid rows, from `valid` in any of its forms.
 
-    Nothing is read on the host. Counts are taken for what there is at most. ValueError for a shape that does not fit.
+    valid: None for all rows; a number, or an integer tensor of one element, for the first rows; an integer tensor
+    [segments] for the first rows of each of `segments` equal parts; a bool tensor [rows] for any rows.
+
+    The host reads nothing. Counts are clamped to the number of rows. ValueError for a shape that does not fit.
     """
     if valid is None or isinstance(valid, int):
         first = rows if valid is None else max(0, min(valid, rows))

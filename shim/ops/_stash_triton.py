@@ -1,7 +1,7 @@
-"""Pages by Triton kernels: what _stash_eager does, in one launch for each of its functions and without scratch.
+"""Pages by Triton kernels: the functions of _stash_eager in one launch each, without scratch.
 
-Imported where a kernel is wanted, as Triton takes a while and is not everywhere; the environment variable
-TRITON_INTERPRET=1, set before, has the kernels interpreted on CPU.
+The module is imported only for a kernel, because Triton imports slowly and is not always installed. TRITON_INTERPRET=1,
+set before the import, interprets the kernels on CPU.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _IN_POOL = tl.constexpr(reference.IN_POOL)
 _ON_HOST = tl.constexpr(reference.ON_HOST)
 _NOWHERE = tl.constexpr(reference.NOWHERE)
 
-_SLOTS = 1024  # of a list of pages, at a time
+_SLOTS = 1024  # entries of a list of pages at a time
 _TILE = 2048  # elements of a tensor that a program copies at a time
-_SQUARE = 64  # rows and columns of that where no row is contiguous
-_PROGRAMS = 8  # for each multiprocessor
+_SQUARE = 64  # rows and columns of a tile if no row is contiguous
+_PROGRAMS = 8  # per multiprocessor
 
-# Sizes that decide nothing, and pointers that may be into a list: a kernel that has been used once, as before the
-# capture of a CUDA graph, is not compiled again for other ones.
+# Arguments that must not specialise a kernel: sizes without an effect on its code, and pointers into lists. So a kernel
+# that ran once, such as before the capture of a CUDA graph, is not compiled again for other values.
 _VARYING = ["count", "where", "capacity", "host_capacity", "page_size", "slots", "refused", "rows", "width"]
 
 
@@ -67,7 +67,7 @@ def _allocate_kernel(
     refused,
     BLOCK: tl.constexpr,
 ):
-    """One program. refused: what counts a tensor for which there are no pages."""
+    """A single program. refused: the counter for a tensor that finds no pages."""
     need = (tl.load(count) + page_size - 1) // page_size
     head = tl.load(state + _HEAD)
     here = tl.load(state + _TAIL) - head >= need
@@ -82,13 +82,13 @@ def _allocate_kernel(
     for start in range(0, slots, BLOCK):
         slot = start + tl.arange(0, BLOCK)
         at = first + slot
-        at = tl.where(at < size, at, at - size)  # nobody takes more than the ring holds: once around is enough
+        at = tl.where(at < size, at, at - size)  # at most one wrap, because nobody takes more than the ring holds
         page = tl.load(source + at, mask=slot < taken, other=-1)
         tl.store(pages + slot, page, mask=slot < slots)
     wanted = tl.load(state + _WANTED) + need
     most = tl.maximum(tl.load(state + _MOST_WANTED), wanted)
     tensors = tl.load(state + counter) + 1
-    tl.debug_barrier()  # every warp has read what one of them now writes
+    tl.debug_barrier()  # all warps have read the state before one writes it
     tl.store(state + _HEAD, head + tl.where(place == _IN_POOL, need, 0))
     tl.store(state + _HOST_HEAD, host_head + tl.where(place == _ON_HOST, need, 0))
     tl.store(state + _WANTED, wanted)
@@ -110,7 +110,7 @@ def _release_kernel(
     page_size,
     BLOCK: tl.constexpr,
 ):
-    """One program."""
+    """A single program."""
     place = tl.load(where)
     need = tl.where(place == _RELEASED, 0, (tl.load(count) + page_size - 1) // page_size)
     given = tl.where(place == _NOWHERE, 0, need)
@@ -129,7 +129,7 @@ def _release_kernel(
         tl.store(target + at, page, mask=slot < given)
         start += BLOCK
     wanted = tl.load(state + _WANTED) - need
-    tl.debug_barrier()  # every warp has read what one of them now writes
+    tl.debug_barrier()  # all warps have read the state before one writes it
     tl.store(state + _TAIL, tail + tl.where(place == _IN_POOL, need, 0))
     tl.store(state + _HOST_TAIL, host_tail + tl.where(place == _ON_HOST, need, 0))
     tl.store(state + _WANTED, wanted)
@@ -156,13 +156,15 @@ def _copy_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Every so many blocks of rows, in one block of columns. width and row_stride count units of UNIT elements, so that
-    the compiler knows of what they are multiples."""
+    """Each program copies every n-th block of rows in one block of columns.
+
+    width and row_stride count units of UNIT elements, which tells the compiler that they are multiples of UNIT.
+    """
     found = tl.load(where)
     buffer = tl.where(found == _ON_HOST, host_data, data)
     valid = tl.where(found == _IN_POOL, 1, tl.where(found == _ON_HOST, 1, 0)) * tl.load(count)
     end = rows.to(tl.int64)
-    if not LOADS:  # what is loaded is written also where it is not valid
+    if not LOADS:  # a load also writes the invalid rows
         if PLACED:
             end = tl.where(valid > 0, end, 0)
         else:
@@ -191,7 +193,7 @@ def _copy_kernel(
 
 
 def check_device(device: torch.device) -> None:
-    """RuntimeError where the kernels cannot run."""
+    """Raise RuntimeError if the kernels cannot run on `device`."""
     if device.type == "cpu" and isinstance(_copy_kernel, triton.JITFunction):
         raise RuntimeError(
             "the kernels of the paged stash need a GPU: use backend='eager' on CPU, or set TRITON_INTERPRET=1 before "
@@ -200,9 +202,9 @@ def check_device(device: torch.device) -> None:
 
 
 def allocate(pool: Pages, count: Tensor, pages: Tensor, where: Tensor, kept: bool) -> None:
-    """Take pages for `count` [1] rows; write their ids to `pages` and to `where` [1] what they are pages of.
+    """Take pages for `count` [1] rows. Write their ids to `pages`, and the place of the copy to `where` [1].
 
-    kept: whether the host keeps the tensor if there are not enough pages; it is lost otherwise.
+    kept: whether the host keeps the tensor if there are too few pages. If not, the tensor is lost.
     """
     check_device(pool.state.device)
     with torch.cuda.device_of(pool.state):
@@ -216,7 +218,7 @@ def allocate(pool: Pages, count: Tensor, pages: Tensor, where: Tensor, kept: boo
 
 
 def release(pool: Pages, count: Tensor, pages: Tensor, where: Tensor) -> None:
-    """Give the pages back; nothing happens where that was done before."""
+    """Give the pages back. Further calls do nothing."""
     with torch.cuda.device_of(pool.state):
         _release_kernel[(1,)](*_lists(pool, count, pages, where), BLOCK=_SLOTS, num_warps=4)
 
@@ -227,7 +229,7 @@ def store(pool: Pages, tensor: Tensor, rows: ValidRows, pages: Tensor, where: Te
 
 
 def load(pool: Pages, out: Tensor, rows: ValidRows, pages: Tensor, where: Tensor) -> None:
-    """Copy the rows back into `out` [rows, width], of any strides; the others become zeros."""
+    """Copy the valid rows back into `out` [rows, width], of any strides. Other rows become zeros."""
     _copy(pool, out, rows, pages, where, loads=True)
 
 
@@ -279,14 +281,14 @@ def _copy(pool: Pages, tensor: Tensor, rows: ValidRows, pages: Tensor, where: Te
 
 
 def _widened(*tensors: Tensor) -> tuple[Any, ...]:
-    """(unit, the tensors [rows, width] as the widest words that rows of all are made of).
+    """(unit, the tensors [rows, width] viewed as the widest words that fit the rows of all).
 
-    unit: so many words at a time, 16 bytes at most, can be copied at once, as every row begins at a multiple of it.
+    unit: the number of words, 16 bytes at most, that can be copied at once: every row begins at a multiple of it.
     """
     size = tensors[0].element_size()
     together = 16
     for tensor in tensors:
-        start = tensor.data_ptr(), tensor.storage_offset() * size  # torch looks at the one, the device at the other
+        start = tensor.data_ptr(), tensor.storage_offset() * size  # torch checks the offset, the device the address
         together = gcd(together, *start, tensor.stride(0) * size, tensor.shape[1] * size)
     word = min(together, 8)
     if word < size:
@@ -295,10 +297,10 @@ def _widened(*tensors: Tensor) -> tuple[Any, ...]:
 
 
 def _tile(tensor: Tensor) -> tuple[int, int]:
-    """Rows and columns that a program copies at a time."""
+    """The rows and columns that a program copies at a time."""
     rows, width = (triton.next_power_of_2(size) for size in tensor.shape)
     if tensor.stride(1) != 1:
-        # Neighbours are in a column of the tensor, and in a row of the pages.
+        # Neighbouring addresses form a column in the tensor, but a row in the pages.
         return min(rows, _SQUARE), min(width, _SQUARE)
     columns = min(width, _TILE)
     return min(rows, _TILE // columns), columns
@@ -306,7 +308,7 @@ def _tile(tensor: Tensor) -> tuple[int, int]:
 
 @cache
 def _programs(device: torch.device) -> int:
-    """How many programs share the work, so that a tensor of any size is one wave of them."""
+    """How many programs share the work, so that a tensor of any size takes one wave."""
     if device.type != "cuda":
         return _PROGRAMS
     return _PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,4 +1,4 @@
-"""One tensor that autograd has saved, in pages."""
+"""One saved tensor of autograd, in pages."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["StashedTensor"]
 
 
 class StashedTensor:
-    """Owns its pages and the flag that says whether it got any; both end with it, whoever drops it and however.
+    """Owns its pages, and frees them when it is dropped, whoever drops it and however.
 
-    where: int64 [1], the flag, a part of a tensor of the caller's. expected: how many rows are probably valid.
-    kept: whether the original is held until `settle`.
+    where: int64 [1], a flag for the place of the copy, part of a tensor of the caller's. expected: how many rows are
+    probably valid. kept: whether the original is held until `settle`.
     """
 
     __slots__ = (
@@ -40,7 +40,7 @@ class StashedTensor:
     ) -> None:
         self.pool, self.rows, self.where = pool, rows, where
         self.shape, self.strides, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
-        tensor = tensor.detach()  # an output of a node would hold that node, and the node holds this
+        tensor = tensor.detach()  # an output references its node, which references this object
         self.original: Tensor | None = tensor if kept else None
         self._version = tensor._version
         flat = bits_of(tensor).reshape(rows.rows, pool.width)
@@ -51,16 +51,16 @@ class StashedTensor:
         self._pages = pages
 
     def settle(self, where: int) -> None:
-        """Drop the original, now that the host knows where its copy is, unless that is nowhere."""
+        """Drop the original if the flag, now known to the host, says that a copy exists."""
         if where == NOWHERE:
             self.pool.outgrown = True
         else:
             self.original = None
 
     def restore(self) -> Tensor:
-        """The tensor with its strides; rows that are not valid are zeros, unless it is the original.
+        """The tensor with its strides. Invalid rows are zeros, unless the original was kept.
 
-        RuntimeError where the original was kept and has been changed in place, as autograd itself would say.
+        RuntimeError if the kept original was changed in place, as from autograd itself.
         """
         original = self.original  # another thread may drop it
         if original is not None:
@@ -77,18 +77,18 @@ class StashedTensor:
         flat = bits_of(out)
         rows = flat.reshape(self.rows.rows, self.pool.width)
         self.pool.load(rows, self.rows, self._pages, self.where)
-        if rows.data_ptr() != flat.data_ptr():  # the strides let no such view be made
+        if rows.data_ptr() != flat.data_ptr():  # reshape had to copy, because the strides allow no such view
             flat.copy_(rows.view(flat.shape))
         return out
 
     def release(self) -> None:
-        """Give the pages back; once is enough, and more does nothing."""
+        """Give the pages back. Further calls do nothing."""
         pages, self._pages = self._pages, None
         if pages is not None:
             self.original = None
             self.pool.give_back(self.rows.count, pages, self.where, self._expected)
 
     def __del__(self) -> None:
-        # Also where __init__ did not get far. At the end of the process there is nobody left to give anything back to.
+        # getattr, because __init__ may have failed early. At the end of the process the pool may be gone.
         if getattr(self, "_pages", None) is not None and not sys.is_finalizing():
             self.release()

@@ -1,11 +1,13 @@
-"""The packed roll of a row that is cut over context-parallel ranks: one exchange with each neighbour, differentiable.
+"""The packed roll of a row that is split over context-parallel ranks: one differentiable exchange with each neighbour.
 
-Zigzag: a length L is cut into 2 * cp chunks, and rank r holds chunk r (its front) followed by chunk 2 * cp - 1 - r (its
-tail). Partition ``"sequence"`` cuts every slot of the row so, as attention over packed rows needs it, ``"row"`` the row
-as a whole. A token's successor lies on the same rank, except behind the last token of a chunk: behind a front it is the
-first token of the next rank's front (behind the last rank's front: of its own tail), behind a tail the first token of
-the previous rank's tail. So for all sequences together a rank sends the first tokens of its fronts to the previous rank
-and those of its tails to the next one.
+Zigzag: a length L is cut into 2 * cp chunks. Rank r holds chunk r (its front), then chunk 2 * cp - 1 - r (its tail).
+Partition ``"sequence"`` cuts every slot of the row this way, as attention over packed rows needs it. Partition
+``"row"`` cuts the row as a whole.
+
+A token's successor is on the same rank, except for the last token of a chunk. After a front comes the first token of
+the next rank's front; after the last rank's front comes its own tail. After a tail comes the first token of the
+previous rank's tail. So a rank sends the first tokens of all its fronts to the previous rank, and the first tokens of
+all its tails to the next rank, for all sequences together.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ PARTITIONS = ("sequence", "row")
 
 
 class Edge(NamedTuple):
-    """What crosses to and from one neighbour, one token for each of n pieces (sequences, or the row as one).
+    """The exchange with one neighbour: one token for each of n pieces (sequences, or the row as one piece).
 
-    sent: [n], the places of the tokens that the neighbour gets. places: [n], where those go that come from it, on top
-    of zero. arrives: which of them continue a sequence here.
+    sent: [n], positions of the tokens for the neighbour. places: [n], positions that receive the neighbour's tokens
+    and hold zero before. arrives: which received tokens continue a sequence here.
     """
 
     sent: Tensor
@@ -38,11 +40,11 @@ class Edge(NamedTuple):
 
 
 class RankRollIndex(RollIndex):
-    """What a rank needs to roll its share of a row, t = T / cp tokens.
+    """The index of one rank's share of a row, t = T / cp tokens.
 
-    mask, in_sequence, valid: as in shim.ops.packed_roll.RollIndex, for the tokens of this rank; a token whose next is
-    on another rank is not in the mask. following, preceding: the edges to the next and the previous rank, None at the
-    ends.
+    mask, in_sequence, valid: as in shim.ops.packed_roll.RollIndex, for the tokens of this rank. The mask leaves out
+    tokens whose successor is on another rank. following, preceding: the edges to the next and the previous rank, None
+    at the ends.
     """
 
     def __init__(
@@ -68,17 +70,17 @@ def rank_roll_index(
 ) -> RankRollIndex:
     """The index of rank `rank` of `ranks` for its share of `length` = T / ranks tokens.
 
-    cu_seqlens, cu_seqlens_padded: int32 or int64 [N + 1], global, as in shim.ops.packed_roll. No host read on CUDA,
-    and a number of kernels that does not depend on N. ValueError (on CUDA a device-side assertion) where a slot cannot
-    be shared out evenly; ValueError for an unknown partition.
+    cu_seqlens, cu_seqlens_padded: int32 or int64 [N + 1], global, as in shim.ops.packed_roll. No host read on CUDA. The
+    number of kernels does not depend on N. ValueError (on CUDA a device-side assertion) if a slot cannot be split
+    evenly. ValueError for an unknown partition.
     """
     if partition not in PARTITIONS:
         raise ValueError(f"partition is {partition!r}; it must be one of {', '.join(PARTITIONS)}")
     device = torch.device(device)
     cu, slots = lengths_on(device, cu_seqlens, cu_seqlens_padded)
     lengths = cu[1:] - cu[:-1]
-    # Of each piece: where it begins here, how long its chunks are, and the places in it that have a successor. The row
-    # as one piece has numbers where sequences have tensors [n].
+    # For each piece: its start on this rank, the lengths of its chunks, and the range of positions with a successor.
+    # Numbers if the row is one piece, tensors [n] for sequences.
     start: Any
     front: Any
     tail: Any
@@ -89,16 +91,16 @@ def rank_roll_index(
         require((slots % ranks == 0).all(), f"every slot of a packed row must be a multiple of the {ranks} ranks")
         starts = torch.div(slots, ranks, rounding_mode="floor")
         start, share = starts[:-1], starts[1:] - starts[:-1]
-        front = (share + 1) >> 1  # an odd share has the longer front, as torch.chunk cuts it
+        front = (share + 1) >> 1  # an odd share has the longer front, as with torch.chunk
         tail = share - front
         begin, end = None, lengths - 1
-    chunks = (  # where they begin here, where in the piece, and how long they are
+    chunks = (  # start on this rank, start in the piece, length
         (start, rank * front, front),
         (start + front, ranks * front + (ranks - 1 - rank) * tail, tail),
     )
     run_starts, run_ends = [], []
     for number, (here, there, size) in enumerate(chunks):
-        # What follows a chunk's last token comes from another rank, but for the last front: it is its own tail.
+        # The successor of a chunk's last token is on another rank, except for the last front, whose own tail follows.
         inner = size if number == 0 and rank == ranks - 1 else size - 1
         run_ends.append((end - there).clamp_(max=inner).clamp_(min=0).add_(here))
         run_starts.append(here if begin is None else (begin - there).clamp_(max=inner).clamp_(min=0).add_(here))
@@ -127,18 +129,18 @@ def rank_roll_index(
         slot = slot_of(positions, starts)
         offset, f = positions - start[slot], front[slot]
         at = offset + torch.where(offset < f, of_front[slot], of_tail[slot] - f)
-        # What lies behind the last slot is no token, on whichever rank.
+        # Positions after the last slot hold no token, on every rank.
         return at, at < torch.where(positions < starts[-1], lengths[slot], 0)
 
-    # The first tokens of fronts go to the previous rank and those of tails to the next; a front is followed by what
-    # comes from the next rank and a tail by what comes from the previous.
+    # The first tokens of fronts go to the previous rank, those of tails to the next. A front continues with tokens from
+    # the next rank, a tail with tokens from the previous.
     following = edge(sent=1, received=0) if rank < ranks - 1 else None
     preceding = edge(sent=0, received=1) if rank > 0 else None
     return RankRollIndex(mask, places, following, preceding)
 
 
 def _swap(to_previous: Tensor | None, to_next: Tensor | None, group: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Send a tensor to each neighbour there is and return (from the next rank, from the previous)."""
+    """Send a tensor to each existing neighbour. Returns (from the next rank, from the previous)."""
     from_next = from_previous = None
     if to_previous is None and to_next is None:
         return from_next, from_previous
@@ -165,7 +167,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, from_next: Tensor | None, from_previous: Tensor | None) -> Any:  # type: ignore[override]
-        # What came from a rank goes back to it: its next neighbour's gradient is that of what was sent to it.
+        # Gradients go back the way the tokens came.
         of_next, of_previous = _swap(from_previous, from_next, ctx.group)
         return of_previous, of_next, None
 
@@ -173,21 +175,21 @@ class _Exchange(torch.autograd.Function):
 def roll_on_rank(tensor: Tensor, index: RankRollIndex, dim: int, group: Any) -> Tensor:
     """Shift this rank's share of a packed row left by one inside each sequence.
 
-    tensor: any dtype and rank, ``tensor.size(dim)`` = t, the same on all ranks of `group`; differentiable, where all
-    ranks run backward. At most one message to and one from each neighbour, whatever the number of sequences.
+    tensor: any dtype and rank, ``tensor.size(dim)`` = t, the same on all ranks of `group`. Differentiable if all ranks
+    run backward. At most one message to and one from each neighbour, for any number of sequences.
     """
     if tensor.size(dim) == 0:
         return tensor.clone()
-    # Neither bool nor the eight-bit floats travel everywhere; as bytes they do.
+    # Some backends send neither bool nor eight-bit floats, but all send bytes.
     given = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
     edges = index.following, index.preceding
     to_next, to_previous = (None if edge is None else given.index_select(dim, edge.sent) for edge in edges)
-    # Tokens, labels and masks have no gradient, and need not pay for autograd.
+    # Tokens, labels and masks have no gradient, so they skip the cost of autograd.
     exchange = _Exchange.apply if tensor.requires_grad else _swap
     received = exchange(to_previous, to_next, group)
     rolled = roll_with(given, index, dim)
     for edge, values in zip(edges, received):
         if edge is not None:
-            # Added, because an empty piece has no place of its own: it adds zero to another's.
+            # Added, because an empty piece has no position: it adds zero to another piece's.
             rolled.index_add_(dim, edge.places, edge.arrives.clear_(values, dim))
     return rolled.view(tensor.dtype) if given is not tensor else rolled

@@ -1,18 +1,18 @@
-"""Log-probability, entropy and log-sum-exp of each token, from logits whose vocabulary is cut over ranks.
+"""Log-probability, entropy and log-sum-exp of each token, from logits whose vocabulary is split over ranks.
 
-With x the logits over the temperature, V the global vocabulary and p = softmax(x) over all of it:
+Let x be the logits divided by the temperature, V the global vocabulary, and p = softmax(x) over V:
 
     logsumexp = log(sum_j exp(x_j))
     logprob   = x_target - logsumexp
     entropy   = logsumexp - sum_j p_j x_j
     d logprob / d x_j = [j = target] - p_j;   d entropy / d x_j = -p_j (log p_j + entropy);   d logsumexp / d x_j = p_j
 
-Label smoothing e gives the target the weight 1 - e and each other entry e / (V - 1), as megatron-core has it:
-with a = e V / (V - 1), logprob becomes (1 - a) logprob + a mean_j(x_j - logsumexp).
+Label smoothing e gives the target the weight 1 - e and every other entry e / (V - 1), as in megatron-core. With a = e V
+/ (V - 1), logprob becomes (1 - a) logprob + a mean_j(x_j - logsumexp).
 
-Forward, each rank reduces its columns to 3 to 5 numbers per token and the ranks exchange those, once; backward needs
-only the logits and what was learned of each row, so no rank asks another. Neither makes a temporary of the size of
-the logits, and the one gradient has their dtype.
+In forward each rank reduces its columns to 3 to 5 numbers per token, and the ranks exchange the numbers once. Backward
+needs only the logits and a few numbers per row, so ranks exchange nothing. Neither pass makes a temporary as large as
+the logits. The single gradient has the dtype of the logits.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from shim.ops._saved_tensors import foreign_hooks_active
 __all__ = ["TokenLogprobs", "linear_token_logprobs", "token_logprobs"]
 
 
-_IGNORED = -2  # what is saved for such a token as the place of its target; -1 is a target on another rank
+_IGNORED = -2  # saved as the target's place for an ignored token; -1 means a target on another rank
 
 
 class TokenLogprobs(NamedTuple):
-    """Of each token, in fp32 (fp64 for fp64 logits), 0 where it is ignored; `entropy` is None unless asked for."""
+    """Results per token in fp32 (fp64 for fp64 logits); 0 for ignored tokens. `entropy` is None unless asked for."""
 
     logprob: Tensor
     entropy: Tensor | None
@@ -70,35 +70,35 @@ def token_logprobs(
     chunk_size: int | None = None,
     inplace_backward: bool = False,
 ) -> TokenLogprobs:
-    """The log-probability of each target, its log-sum-exp and, if asked for, its entropy. All are differentiable.
+    """The log-probability of each target, with its log-sum-exp and, if asked for, its entropy. All are differentiable.
 
-    logits: [..., V / ranks] in fp32, bf16, fp16 or fp64, any strides; this rank's share of the vocabulary, which is cut
-    evenly and in order of the ranks. They are saved for backward by reference.
-    target: int64 or int32 [...], places in the global vocabulary. Every rank passes the same.
-    tp_group: the ranks that share the vocabulary; None where one has all of it. Without, a share passes for the whole.
-    Where it has one rank only, any object with rank() and size() will do.
+    logits: [..., V / ranks] in fp32, bf16, fp16 or fp64, any strides: this rank's share of the vocabulary, which is
+    split evenly and in order of the ranks. Saved for backward by reference.
+    target: int64 or int32 [...], indices into the global vocabulary. Every rank passes the same.
+    tp_group: the ranks that share the vocabulary; None if one rank has all of it. Without the group a share counts as
+    the whole vocabulary. A group of one rank may be any object with rank() and size().
     temperature: divides the logits; a positive number, or a tensor that broadcasts to [...]. It gets no gradient.
-    entropy: "no_grad" computes it without a gradient.
-    label_smoothing: see the module; it changes `logprob` alone.
-    ignore_index: tokens with this target have results of 0 and a gradient of exactly 0, whatever their logits are;
-    None ignores none. A loss made of ratios or means still has to leave them out: 0 stands for a probability of 1.
-    scratch_bytes: how much memory a pass may use for its temporaries, at least that for one token; by default 1 MiB
-    per thread and at most 4 MiB on CPU (it stays in the cache), 128 MiB elsewhere. chunk_size: the number of tokens
-    that are worked on at once instead. The results do not depend on either. Kernels (see below) need no scratch.
-    inplace_backward: write the gradient over the logits, which then no longer hold logits for whoever reads them after
-    backward. Another operation that needs them in its own backward, or a second backward of this one, is a RuntimeError
-    rather than a wrong gradient. Logits get a gradient of their own where another tensor has their memory (views, what
-    detach() returns, results that autograd keeps; memory that NumPy or DLPack shares is not seen), where hooks keep
-    them, where they overlap themselves, and where no single stride reaches their rows. Logits that are a leaf, or a
-    view of one, are a ValueError.
+    entropy: "no_grad" computes the entropy without a gradient.
+    label_smoothing: see the module. It changes only `logprob`.
+    ignore_index: tokens with this target have results of 0 and a gradient of exactly 0, whatever their logits. None
+    ignores no token. A loss made of ratios or means must still mask these tokens: 0 stands for a probability of 1.
+    scratch_bytes: the memory a pass may use for temporaries; it uses at least the memory for one token. Default: 1 MiB
+    per thread and at most 4 MiB on CPU, which stays in the cache; 128 MiB elsewhere. chunk_size: the number of tokens
+    per chunk, instead of scratch_bytes. Neither changes the results. Kernels (see below) need no scratch.
+    inplace_backward: write the gradient over the logits. After backward the memory then no longer holds logits. If
+    another operation needs the logits in its own backward, or this backward runs twice, autograd raises RuntimeError
+    instead of a wrong gradient. Logits get a separate gradient if another tensor shares their memory (views, results of
+    detach(), results that autograd keeps; sharing through NumPy or DLPack is not detected), if hooks keep them, if they
+    overlap themselves, or if no single stride reaches their rows. ValueError for logits that are a leaf, or a view of
+    one.
 
     Ranks exchange 3 to 5 numbers per token in forward, by one all-gather, and nothing in backward.
 
-    A row that is -inf throughout gives NaN, as torch.log_softmax has it. ValueError for arguments that do not fit, and
-    for a target outside the vocabulary or a temperature tensor that is not positive; the last two are device-side
-    assertions on CUDA, so that the host does not wait. Differentiable once. On CUDA each pass is one Triton kernel
-    where Triton can be imported; TRITON_INTERPRET=1 runs the same kernels on CPU. torch.compile of the caller breaks
-    its graph here.
+    A row that is -inf throughout gives NaN, as in torch.log_softmax. ValueError if arguments do not fit together, for a
+    target outside the vocabulary, and for a temperature tensor that is not positive. The last two are device-side
+    assertions on CUDA, so that the host does not wait. Differentiable once. On CUDA each pass is one Triton kernel if
+    Triton can be imported; TRITON_INTERPRET=1 runs the same kernels on CPU. torch.compile breaks the caller's graph
+    here.
     """
     given = (logits, target, tp_group, temperature, entropy, label_smoothing, ignore_index)
     how = (scratch_bytes, chunk_size, inplace_backward)
@@ -122,19 +122,19 @@ def linear_token_logprobs(
     chunk_size: int | None = None,
     sum_hidden_grad: bool = True,
 ) -> TokenLogprobs:
-    """token_logprobs of ``hidden @ weight.T + bias``, whose logits exist a tile at a time and never as a whole.
+    """token_logprobs of ``hidden @ weight.T + bias``, whose logits exist one tile at a time, never as a whole.
 
     hidden: [..., H], the same on every rank. weight: [V / ranks, H] and bias: [V / ranks], this rank's share, in the
-    dtype of hidden. The logits are rounded to that dtype, as the product alone would leave them. All three get a
-    gradient where they require one.
-    scratch_bytes: for a tile of tokens times up to 4096 columns; by default 16 MiB on CPU, 256 MiB elsewhere.
-    chunk_size: the tokens of a tile instead. For bf16 and fp16, sums over tiles are kept in fp32: [T, H], and as many
-    rows of the weight as a tile has columns.
-    sum_hidden_grad: each rank finds its part of the gradient of hidden; they are summed by one all-reduce in backward,
-    the only one. False leaves the part, for callers who sum themselves (behind megatron-core's
+    dtype of hidden. The logits are rounded to that dtype, as by the product alone. All three get a gradient if they
+    require one.
+    scratch_bytes: memory for a tile of tokens times up to 4096 columns. Default: 16 MiB on CPU, 256 MiB elsewhere.
+    chunk_size: the number of tokens per tile, instead of scratch_bytes. For bf16 and fp16, sums over tiles are in fp32:
+    [T, H], and as many rows of the weight as a tile has columns.
+    sum_hidden_grad: each rank computes its part of the gradient of hidden. One all-reduce in backward, the only one,
+    sums the parts. False returns the part, for callers who sum themselves (behind megatron-core's
     copy_to_tensor_model_parallel_region, or a gather of sequence-parallel shards).
 
-    The others, the result and the errors are those of token_logprobs. Backward computes the logits again.
+    Other arguments, the result and the errors are those of token_logprobs. Backward computes the logits again.
     """
     given = (hidden, weight, bias, target, sum_hidden_grad, tp_group, temperature, entropy, label_smoothing)
     how = (ignore_index, scratch_bytes, chunk_size)
@@ -178,13 +178,13 @@ def _linear_token_logprobs(
     return TokenLogprobs(*found)
 
 
-# torch.compile cannot trace what reads values (the checks on CPU) or writes over its input; imports dynamo when called.
+# torch.compile cannot trace value reads (the checks on CPU) or writes over an input. The first call imports dynamo.
 _outside_graph = torch._disable_dynamo(_token_logprobs)
 _linear_outside_graph = torch._disable_dynamo(_linear_token_logprobs)
 
 
 class Rows:
-    """How a tensor [..., V] is looked at as [T, V] without copying it: leading dimensions in order of their strides."""
+    """Views a tensor [..., V] as [T, V] without a copy: leading dimensions in the order of their strides."""
 
     def __init__(self, tensor: Tensor) -> None:
         leading = range(tensor.dim() - 1)
@@ -193,7 +193,7 @@ class Rows:
         self.back = sorted(leading, key=lambda place: self.order[place])
 
     def of(self, tensor: Tensor) -> Tensor:
-        """[..., V] as [T, V]; a view where one stride reaches all rows, else a copy."""
+        """[..., V] as [T, V]: a view if one stride reaches all rows, else a copy."""
         return tensor.permute(*self.order, -1).reshape(math.prod(self.sizes), tensor.size(-1))
 
     def flat(self, tensor: Tensor) -> Tensor:
@@ -215,25 +215,25 @@ def _kernels() -> ModuleType | None:
 
 
 def _passes(x: Tensor) -> ModuleType:
-    """The module that has `statistics` and `gradient` for x."""
+    """The module whose `statistics` and `gradient` handle x."""
     if x.dtype != torch.float64 and (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
         return _kernels() or chunks
     return chunks
 
 
 def _is_shared(tensor: Tensor) -> bool:
-    """Whether another tensor has the memory of this one, besides the one that it is a view of.
+    """Whether a tensor other than its base shares the memory of `tensor`.
 
-    Autograd knows views. What a function of one's own returns by detach() it takes for new, be it the memory of a leaf,
-    of a cache, or of a CUDA graph; so does it with what nodes keep of their results.
+    Autograd tracks views. It does not track the result of detach() in a custom function, which may share the memory of
+    a leaf, a cache or a CUDA graph, nor the results that nodes keep.
     """
-    count = getattr(torch._C, "_storage_Use_Count", None)  # an older torch lacks it, and cannot tell
+    count = getattr(torch._C, "_storage_Use_Count", None)  # older torch lacks the counter
     memory = tensor.untyped_storage()
-    return count is None or count(memory._cdata) > 2 + tensor._is_view()  # `tensor`, `memory`
+    return count is None or count(memory._cdata) > 2 + tensor._is_view()  # 2: `tensor` and `memory`
 
 
 def _can_be_overwritten(rows: Tensor, original: Tensor) -> bool:
-    """Whether [T, V] is the memory of `original`, each entry at a place of its own."""
+    """Whether `rows` [T, V] is the memory of `original`, with every entry at its own address."""
     if rows.numel() == 0 or rows.data_ptr() != original.data_ptr():
         return False
     sizes = sorted((stride, size) for stride, size in zip(rows.stride(), rows.shape) if size > 1)
@@ -310,7 +310,7 @@ class _TokenLogprobs(torch.autograd.Function):
         row = row_gradient(Learned(*learned), grads, ignored, temperature, columns, options)
         ctx.overwrote = inplace and _can_be_overwritten(x, logits)
         if ctx.overwrote:
-            # Before anything is written, so that whoever else saved them sees it, whichever way it is written.
+            # Before the first write, so that every other saved reference sees the change.
             torch.autograd.graph.increment_version(logits)
         out = x if ctx.overwrote else torch.empty(x.shape, dtype=x.dtype, device=x.device)
         _passes(x).gradient(

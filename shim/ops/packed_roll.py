@@ -1,9 +1,9 @@
 """Shift packed (THD) rows left by one inside each sequence, without a loop over sequences and without host reads.
 
-A row holds N sequences one after another. `cu_seqlens` [N + 1] are the cumulative valid lengths, starting at 0;
-`cu_seqlens_padded` [N + 1] are the cumulative lengths of the slots the sequences lie in, where there is padding
-between them. Sequence i occupies positions ``padded[i] .. padded[i] + (cu[i + 1] - cu[i])`` of the row, the rest of
-its slot is padding, and so is all that follows the last slot.
+A row holds N sequences one after another. `cu_seqlens` [N + 1] are the cumulative valid lengths, starting at 0. With
+padding between sequences, each sequence lies in a slot, and `cu_seqlens_padded` [N + 1] are the cumulative lengths of
+the slots. Sequence i occupies positions ``padded[i] .. padded[i] + (cu[i + 1] - cu[i])`` of the row. The rest of its
+slot is padding, and so is everything after the last slot.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 __all__ = ["Mask", "RollIndex", "lengths_on", "mask_of_runs", "packed_roll", "roll_index", "roll_with", "slot_of"]
 
 
-# Integers of the width of a dtype: zero is zero bytes in all of them.
+# Integers by width. Zero is all zero bits in every dtype, so masks work on the bits.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Mask:
-    """Which positions of a dimension stay as they are; the others become zero.
+    """Which positions of a dimension keep their values; the others become zero.
 
-    bits: int8 [T], -1 (all bits set) where a position stays, else 0.
+    bits: int8 [T], -1 (all bits set) for a position that keeps its value, else 0.
     """
 
     def __init__(self, bits: Tensor) -> None:
@@ -32,30 +32,30 @@ class Mask:
     def _in(self, dtype: torch.dtype, like: Tensor, dim: int) -> Tensor:
         if dtype not in self._as:
             bits = self._as[torch.int8]
-            # The sign is extended, so all bits are set in the wider integer too.
+            # Sign extension sets all bits of the wider integer too.
             self._as[dtype] = bits.logical_not() if dtype is torch.bool else bits.to(dtype)
         shape = [1] * like.dim()
         shape[dim] = like.size(dim)
         return self._as[dtype].view(shape)
 
     def clear_(self, tensor: Tensor, dim: int) -> Tensor:
-        """Set `tensor` to zero along `dim`, in place, where positions do not stay; also what is not a number."""
+        """Zero the other positions of `tensor` along `dim`, in place, including NaN and infinity."""
         if tensor.requires_grad or tensor.is_complex():
             return tensor.masked_fill_(self._in(torch.bool, tensor, dim), 0)
-        # Several times faster than masked_fill on CPU, and any dtype has it.
+        # Several times faster than masked_fill on CPU, and defined for any dtype.
         bits = _BITS[tensor.element_size()]
         tensor.view(bits).bitwise_and_(self._in(bits, tensor, dim))
         return tensor
 
 
 class RollIndex:
-    """What is known of each of the T positions of a row.
+    """The index of a row of T positions.
 
-    mask: where the next position is a valid token of the same sequence.
+    mask: keeps a position if the next position is a valid token of the same sequence.
     in_sequence: [T], the position inside the slot.
     valid: bool [T], True on tokens, False on padding.
 
-    A roll needs the mask alone, so the others are computed when they are first read.
+    A roll needs only the mask. The others are computed at their first read.
     """
 
     def __init__(self, mask: Mask, places: Callable[[], tuple[Tensor, Tensor]]) -> None:
@@ -78,9 +78,9 @@ class RollIndex:
 
 
 def lengths_on(device: torch.device, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(cu_seqlens, slots) on `device` in one dtype, at least one sequence in them; ValueError for other shapes.
+    """(cu_seqlens, slots) on `device` in one dtype, with at least one sequence. ValueError for other shapes.
 
-    A copy to the tensor's device does not wait; one from the device to the host would.
+    A copy to the device does not wait; a copy from the device to the host would.
     """
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
         raise ValueError(f"cu_seqlens must have the shape [N + 1], not {list(cu_seqlens.shape)}")
@@ -90,7 +90,7 @@ def lengths_on(device: torch.device, cu_seqlens: Tensor, cu_seqlens_padded: Tens
         )
     cu = cu_seqlens.to(device, non_blocking=True)
     slots = cu if cu_seqlens_padded is None else cu_seqlens_padded.to(device, cu.dtype, non_blocking=True)
-    # A row without sequences is a row with one that is empty.
+    # A row without sequences counts as a row with one empty sequence.
     return (cu, slots) if cu.numel() > 1 else (cu.expand(2), slots.expand(2))
 
 
@@ -99,8 +99,8 @@ def roll_index(
 ) -> RollIndex:
     """The index of a row of `length` = T tokens.
 
-    cu_seqlens, cu_seqlens_padded: int32 or int64 [N + 1] (see the module). ValueError where the shapes do not fit. The
-    number of kernels does not depend on N, and nothing is read back.
+    cu_seqlens, cu_seqlens_padded: int32 or int64 [N + 1] (see the module). ValueError if the shapes do not fit. The
+    number of kernels does not depend on N, and the host reads nothing back.
     """
     device = torch.device(device)
     cu, slots = lengths_on(device, cu_seqlens, cu_seqlens_padded)
@@ -116,15 +116,15 @@ def roll_index(
 
 
 def slot_of(positions: Tensor, slots: Tensor) -> Tensor:
-    """The slot that each position lies in; behind the last slot, the last."""
-    # Slots of no length end where they begin: right=True steps over them.
+    """The slot of each position; after the last slot, the last slot."""
+    # Empty slots end where they begin; right=True skips them.
     return torch.bucketize(positions, slots[1:], right=True).clamp_(max=slots.numel() - 2)
 
 
 def mask_of_runs(starts: Tensor, ends: Tensor, length: int) -> Mask:
-    """The mask of `length` positions that stay where starts[i] <= position < ends[i] for one i; runs do not overlap."""
-    # Steps at both ends of each run, then their running sum. Those of an empty run cancel, and where many meet in one
-    # place, int8 may wrap around and back.
+    """The mask of `length` positions that keeps those in a run: starts[i] <= position < ends[i]. Runs never overlap."""
+    # The running sum of steps at both ends of each run. The steps of an empty run cancel. If many steps meet at one
+    # position, int8 wraps around and back.
     steps = torch.zeros(length + 1, device=starts.device, dtype=torch.int8)
     down = torch.full_like(starts, -1, dtype=torch.int8)
     steps.index_add_(0, starts.clamp(max=length), down)
@@ -133,12 +133,12 @@ def mask_of_runs(starts: Tensor, ends: Tensor, length: int) -> Mask:
 
 
 def roll_with(tensor: Tensor, index: RollIndex, dim: int = -1) -> Tensor:
-    """Shift `tensor` left by one along `dim`; zero where the sequence does not continue.
+    """Shift `tensor` left by one along `dim`; zero at positions whose sequence does not continue.
 
-    Any dtype, rank and dimension; differentiable (backward); returns a new tensor of the same shape. Two kernels, and
-    one more at the first roll of a dtype's width.
+    Any dtype, rank and dimension; differentiable (backward); returns a new tensor of the same shape. Costs two kernels,
+    and one more at the first roll of each dtype width.
     """
-    # Not every kernel is there for bool and the eight-bit floats.
+    # Some kernels do not exist for bool and eight-bit floats.
     given = tensor.view(torch.int8) if tensor.element_size() == 1 else tensor
     rolled = index.mask.clear_(torch.roll(given, -1, dim), dim)
     return rolled.view(tensor.dtype) if given is not tensor else rolled
@@ -150,6 +150,6 @@ def packed_roll(tensor: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | 
     The last valid position of each sequence, all padding, and everything after the last sequence become zero; no
     token crosses into another sequence. tensor: any dtype and rank, ``tensor.size(dim)`` = T, differentiable.
     cu_seqlens, cu_seqlens_padded: int32 or int64 [N + 1], as in the module. Returns a new tensor of the same shape.
-    ValueError where the shapes of the cumulative lengths do not fit.
+    ValueError if the shapes of the cumulative lengths do not fit.
     """
     return roll_with(tensor, roll_index(cu_seqlens, cu_seqlens_padded, tensor.size(dim), tensor.device), dim)

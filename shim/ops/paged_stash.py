@@ -1,8 +1,9 @@
 """Valid rows of saved activations in pages, between forward and backward.
 
-Experts under CUDA graphs, or with a fixed capacity, compute in buffers that are larger than what they hold. After their
-forward the rows that hold tokens are copied into pages of a buffer made beforehand, and back for their backward; in
-between the large buffers are free. The pages come from a ring on the device, so that the host has to wait for nothing.
+Under CUDA graphs, or with a fixed capacity, experts compute in buffers that are larger than their contents. After the
+forward pass of the experts, the stash copies the rows that hold tokens into pages of a preallocated buffer. For their
+backward it copies the rows back. In between the large buffers are free. Pages come from a ring on the device, so the
+host never waits.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ __all__ = ["OVERFLOW", "PagedStash", "PoolUse", "StashOverflowError", "StashStat
 log = logging.getLogger("shim")
 
 OVERFLOW = ("keep", "spill", "raise")
-# Forward passes whose originals are held at most until the device has told where their copies are.
+# The most forward passes whose originals may wait for the device to report where their copies are.
 AHEAD = 2
-# The memory of a pool that nothing has used is freed when the stash has been empty so many times since.
+# A pool's memory is freed if the stash has been empty this many times since the pool's last use.
 UNUSED = 100
 
 
 class StashOverflowError(ShimError):
-    """Saved tensors were lost because there were not enough pages; the gradients since the last check are wrong."""
+    """Saved tensors were lost for want of pages. The gradients since the last check are wrong."""
 
 
 @dataclass(frozen=True)
 class PoolUse:
-    """One pool: its size, what is in use now and the most that was ever wanted, in pages, and its memory in bytes."""
+    """One pool: its size, the pages wanted now and the most ever wanted, in pages, and its memory in bytes."""
 
     dtype: torch.dtype
     width: int
@@ -58,7 +59,7 @@ class PoolUse:
 
 @dataclass(frozen=True)
 class StashStatistics:
-    """Saved tensors by what became of them. `wanted` pages of a pool are those of all tensors, wherever they are."""
+    """Counts of saved tensors by outcome. A pool's `wanted` counts the pages for all its tensors, wherever they are."""
 
     stashed: int
     spilled: int
@@ -69,24 +70,25 @@ class StashStatistics:
 
 
 class PagedStash:
-    """Keeps saved tensors of [rows, ...] in pages, by their valid rows.
+    """Keeps the valid rows of saved tensors [rows, ...] in pages.
 
-    pages, host_pages: the size of each pool, in pages of `page_size` rows. There is one for each device, dtype and row
-    width; that on the host is pinned memory, which takes what no longer fits. See `resize` for sizes of each.
+    pages, host_pages: the size of each pool, in pages of `page_size` rows. There is one pool for each device, dtype and
+    row width. The host part is pinned memory and takes tensors that no longer fit on the device. `resize` sets the size
+    of each pool.
 
-    overflow: what becomes of a tensor for which there are no pages, neither in the pool nor on the host:
-        "keep": its original stays where it is. The host learns of it without waiting, and holds originals until then:
-            those of the last forward passes at most, so that a host that is far ahead of the device waits for it.
-        "raise", and "spill" with a host pool: it is lost, and `check` raises.
-    While a CUDA graph is captured the host cannot decide; "keep" then does as "raise" does.
+    overflow: what happens to a tensor that finds no pages, neither in the pool nor on the host:
+        "keep": the original stays in memory. The host learns of it without waiting and holds all originals until then,
+            but only for the last few forward passes: a host that is further ahead waits for the device.
+        "raise", and "spill" with a host pool: the tensor is lost, and `check` raises.
+    While a CUDA graph is captured the host cannot decide, so "keep" acts like "raise".
 
-    backend: "eager" or "triton"; by default triton's on a GPU where it is installed.
+    backend: "eager" or "triton". The default is "triton" on a GPU if Triton is installed.
 
-    Gradients are the same, bit for bit, as long as rows that are not valid have no part in them: they are restored as
-    zeros, by which a function of one's own must not divide. Pages are given back as soon as autograd lets go of a
-    tensor: after its backward, with the graph, or under an exception. Nothing depends on the order.
+    Gradients are equal, bit for bit, if invalid rows take no part in them. Invalid rows are restored as zeros, so a
+    custom function must not divide by them. Pages are free as soon as autograd drops a tensor: after its backward, with
+    the graph, or after an exception. The order does not matter.
 
-    ValueError for sizes and policies that are not possible.
+    ValueError for impossible sizes and policies.
     """
 
     def __init__(
@@ -119,7 +121,7 @@ class PagedStash:
         self._offered_before = 0
 
     def __reduce__(self) -> tuple[Callable[..., PagedStash], tuple[Any, ...]]:
-        """A copy, also one by pickle, is a new and empty stash of the same settings: what is in this one is its own."""
+        """A copy, also by pickle, is a new and empty stash with the same settings."""
         sizes = {"pages": self.pages, "host_pages": self.host_pages, "page_size": self.page_size}
         return functools.partial(type(self), **sizes, overflow=self.overflow, backend=self.backend), ()
 
@@ -134,10 +136,10 @@ class PagedStash:
         expected: int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """function(*args, **kwargs), with what it saves for backward stashed; see `group` for rows, valid, expected.
+        """Call function(*args, **kwargs) and stash the tensors it saves for backward. For other arguments see `group`.
 
-        Tensors with `rows` rows among the arguments are rows, unless they are parameters or in a dict, where
-        torch.func.functional_call has its weights. What is made of others has no rows and is left alone.
+        An argument with `rows` rows counts as rows, unless it is a parameter or in a dict, where
+        torch.func.functional_call has its weights. Tensors made from other arguments have no rows and are left alone.
         """
         weights = weights_of(function) if isinstance(function, torch.nn.Module) else ()
         inputs = tuple(tensors_in((args, tuple(kwargs.values())), mappings=False))
@@ -160,32 +162,33 @@ class PagedStash:
         block_of: Callable[[Tensor], int | None] | None = None,
         compiled: Iterable[Callable[[Tensor], Tensor]] = (),
     ) -> StashGroup:
-        """A context for one forward, whose `commit` stashes what was saved in it.
+        """A context for one forward. Its `commit` stashes the tensors saved inside.
 
-        Saved tensors of operators that are known to keep rows where they are, on all ways to the outputs, are stashed
-        by their valid rows; see docs/paged-stash-operators.md. So are inputs and outputs of functions of one's own
-        (torch.autograd.Function) that come from `inputs`, which are trusted to keep rows where they are, and to bear
-        zeros; what such a function makes for itself is known by `block_of` only. All else is left alone, and counted.
+        The stash takes the valid rows of tensors saved by operators that keep rows in place, if every path to an output
+        does too; see docs/paged-stash-operators.md. It also takes inputs and outputs of custom functions
+        (torch.autograd.Function) if they come from `inputs`. Custom functions are trusted to keep rows in place and to
+        work on zeros. Only `block_of` identifies tensors that such a function makes itself. Every other tensor is left
+        alone, and counted.
 
-        valid: None for all rows; an int, or an integer tensor of one element, for the first ones; an integer tensor
-        [segments] for the first ones of each of so many equal segments; a bool tensor [rows] for any. Rows are those of
-        the outputs, whose first dimensions make up `rows`; the others must get no gradient, on any way out.
-        expected: how many rows are probably valid, for whoever sizes pools by that (`resize`); all by default.
-        inputs: what the forward gets, and where to stop looking; what has `rows` rows and is no parameter is rows.
-        Without them, functions of one's own are left alone, and what another thread has made before could be taken for
-        a part of the forward, as autograd numbers the nodes of each thread on their own.
+        valid: None for all rows; an int, or an integer tensor of one element, for the first rows; an integer tensor
+        [segments] for the first rows of each of that many equal segments; a bool tensor [rows] for any rows. Rows are
+        those of the outputs, whose first dimensions multiply to `rows`. Invalid rows must get no gradient on any path.
+        expected: how many rows are probably valid, for pool sizes (`resize`); by default all.
+        inputs: the inputs of the forward, at which the search stops. Those with `rows` rows that are no parameters are
+        rows. Without inputs, custom functions are left alone, and earlier nodes of another thread might pass for nodes
+        of this forward, because autograd numbers the nodes of each thread separately.
         weights: tensors that stay.
-        block_of: says of a tensor how many rows one of its own stands for, whatever its shape (1: it has all rows; 32:
-        scales of blocks of 32 rows); None where it does not know the tensor.
-        compiled: functions of one tensor that torch.compile has compiled and that do each element by itself, as
-        activations do; their backward has to bear zeros. All other compiled regions are left alone.
+        block_of: returns how many rows each row of a tensor stands for, whatever its shape (1: the tensor has all rows;
+        32: it has scales of blocks of 32 rows); None for an unknown tensor.
+        compiled: functions of one tensor, compiled by torch.compile, that work elementwise, such as activations. Their
+        backward must work on zeros. All other compiled regions are left alone.
         """
         expected = rows if expected is None else expected
         regions = CompiledRegions(tuple(compiled))
         return StashGroup(self, rows, valid, expected, tuple(inputs), tuple(weights), block_of, regions)
 
     def skip(self, reason: str) -> None:
-        """Count a saved tensor, or a whole forward, that was not stashed."""
+        """Count a saved tensor, or a whole forward, that is not stashed."""
         self.skipped[reason] += 1
 
     def pool_for(self, tensor: Tensor, width: int) -> PagePool:
@@ -207,9 +210,9 @@ class PagedStash:
             return pool
 
     def begin_forward(self) -> None:
-        """Count how often the stash was empty, and free the pools that nothing has used for many times.
+        """Count how often the stash was empty, and free pools that were long unused.
 
-        Between two steps it is empty. A captured pool stays: a replay is not seen here.
+        The stash is empty between two steps. A captured pool stays, because replays of a graph are not visible here.
         """
         if self._offered == self._offered_before or self.live or capturing():
             return
@@ -226,21 +229,21 @@ class PagedStash:
     def count_offered(self, tensors: int) -> None:
         self._offered += tensors
 
-    # Originals that are kept until the host knows that they were stashed
+    # Originals, kept until the host knows that their copies are in pages
 
     def await_flags(self, records: list[weakref.ref[StashedTensor]], flags: Tensor) -> None:
-        """Drop the originals of `records` when the host sees that they are in pages; flags: `where` of each, [n]."""
+        """Drop the originals of `records` once the host sees that they are in pages. flags: [n], `where` of each."""
         self._unsettled.append(_Unsettled(records, flags))
         self.settle()
 
     def settle(self) -> None:
-        """Drop the originals of which the host knows by now that they were stashed.
+        """Drop originals whose copies are known to be in pages.
 
-        Waits for nothing, unless the host is further ahead of the device than AHEAD forward passes. Originals of all of
-        those would be more memory than without a stash, and the device has enough to do meanwhile.
+        Waits only if the host is more than AHEAD forward passes ahead of the device. More originals would need more
+        memory than no stash, and the device has enough work meanwhile.
         """
         if capturing():
-            return  # events may not be looked at
+            return  # a capture forbids event queries
         with self._lock:
             done = []
             while self._unsettled and (len(self._unsettled) > AHEAD or self._unsettled[0].is_known()):
@@ -256,13 +259,13 @@ class PagedStash:
         return sum(pool.live for pool in self._all_pools())
 
     def resize(self, sizes: Callable[[PagePool], tuple[int, int]]) -> None:
-        """Give pools the pages, and pages on the host, that `sizes` says of them, which may ask them for
+        """Give each pool the sizes (pages, host pages) that `sizes` returns for it. `sizes` may use of the pool:
 
-        most_expected: the most pages that were to be expected at once; most_full: the most that all rows would take;
-        most_wanted(): the most that were wanted in fact, for which it waits for the device.
+        most_expected: the most pages that were expected at once; most_full: the most pages if all rows were valid;
+        most_wanted(): the most pages that were wanted, for which the host waits for the device.
 
-        Asked are pools in which nothing lives, that no CUDA graph uses, and that had to do with more than before since
-        they got their size, or with too much.
+        `sizes` is called for a pool only if the pool is empty, no CUDA graph uses it, and since its last size it had a
+        new maximum of expected pages or an overflow.
         """
         for pool in self._all_pools():
             if pool.live or pool.captured or not pool.outgrown or pool.size_before is not None:
@@ -273,23 +276,23 @@ class PagedStash:
                 pool.allocate_pages(*wanted)
 
     def clear(self) -> None:
-        """Give up the memory of all pools, also those of a CUDA graph, which must not be replayed again.
+        """Free the memory of all empty pools, also of those that a CUDA graph uses: do not replay that graph again.
 
-        They can be resized, by what they have learnt so far. A pool in which something lives stays as it is.
+        The pools keep their maxima and can be resized. A pool that is not empty stays as it is.
         """
         for pool in self._all_pools():
-            if pool.allocate_pages(0, 0):  # which forgets what size it had
+            if pool.allocate_pages(0, 0):  # also forgets the size before
                 pool.captured, pool.outgrown = False, True
 
     def resize_all(self) -> None:
-        """Have the next `resize` ask every pool, because what it asks by has changed."""
+        """Let the next `resize` consider every pool, because its rule has changed."""
         for pool in self._all_pools():
             pool.outgrown = True
 
     def check(self) -> None:
-        """Raise StashOverflowError if tensors were lost since the last check; to be called before the optimizer step.
+        """Raise StashOverflowError if tensors were lost since the last check. Call it before the optimizer step.
 
-        Waits for the device, once. Warns, once for each reason, where nothing was stashed.
+        Waits for the device once. Warns, once for each reason, if nothing was stashed.
         """
         lost = []
         for pool in self._all_pools():
@@ -307,7 +310,7 @@ class PagedStash:
 
     @property
     def may_lose(self) -> bool:
-        """Whether there is anything that `check` could find."""
+        """Whether `check` can find lost tensors."""
         return self.overflow != "keep" or any(pool.captured for pool in self._all_pools())
 
     def lost(self) -> Tensor | None:
@@ -323,12 +326,12 @@ class PagedStash:
         return torch.stack(counts).sum(0) if counts else None
 
     def forget_lost(self) -> None:
-        """Begin anew to count what is lost, for whoever repeats the step."""
+        """Reset the count of lost tensors, for a repeated step."""
         for pool in self._all_pools():
             pool.current_state()[LOST].zero_()
 
     def warn_if_idle(self) -> None:
-        """Warn, once for each reason, if nothing at all was stashed although there was something to stash."""
+        """Warn, once for each reason, if tensors were offered and none was stashed."""
         if self._offered or not self.skipped:
             return
         for reason in self.skipped.keys() - self._told:
@@ -336,7 +339,7 @@ class PagedStash:
             log.warning("paged stash: nothing was stashed (%d times): %s", self.skipped[reason], reason)
 
     def statistics(self) -> StashStatistics:
-        """What has become of saved tensors so far. Waits for the device."""
+        """The outcomes of all saved tensors so far. Waits for the device."""
         states = [(pool, pool.current_state().tolist()) for pool in self._all_pools()]
         uses = [
             PoolUse(
@@ -359,7 +362,7 @@ class PagedStash:
 
 
 def weights_of(module: torch.nn.Module) -> tuple[Tensor, ...]:
-    """What a module has that is not of one forward."""
+    """The parameters and buffers of a module, which outlive a forward."""
     return (*module.parameters(), *module.buffers())
 
 
@@ -369,7 +372,7 @@ def _except(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> list[Tensor]
 
 
 class _Unsettled:
-    """Records of one forward, and their flags on the way to the host."""
+    """The records of one forward, and a copy of their flags for the host."""
 
     def __init__(self, records: list[weakref.ref[StashedTensor]], flags: Tensor) -> None:
         self.records = records
@@ -380,7 +383,7 @@ class _Unsettled:
             self._event = torch.cuda.Event()
             self._event.record()
         else:
-            self._flags = flags.clone()  # a flag goes back to zero when its record is released
+            self._flags = flags.clone()  # a release resets the flag
 
     def is_known(self) -> bool:
         return self._event is None or self._event.query()
