@@ -1,6 +1,6 @@
 """Public test helpers: real megatron-core on CPU, gloo ranks, the truth about packed rows, TE, release cells.
 
-In a trainer's own CI, with any release from 0.12 on the path, no GPU and no Transformer Engine needed:
+They run in a trainer's own CI, with any release from 0.12 on the path, without a GPU and without Transformer Engine:
 
     from shim import testing
 
@@ -12,10 +12,10 @@ In a trainer's own CI, with any release from 0.12 on the path, no GPU and no Tra
             alone = testing.run_alone(model, row)
         assert testing.worst(testing.differences(packed, alone)) < 1e-6
 
-`Ranks(2).run(function)` does the same under tensor, sequence, context or pipeline parallelism, and
-`python -m shim.testing.cells --all -- tests` on every release. `transformer_engine_on_cpu()` adds Transformer
-Engine's real Python layer: its FP8 contexts, not its kernels. Importing this package imports neither torch nor
-megatron.
+`Ranks(2).run(function)` does the same under tensor, sequence, context or pipeline parallelism.
+`python -m shim.testing.cells --all -- tests` runs tests on every release. `transformer_engine_on_cpu()` adds
+Transformer Engine's real Python layer: its FP8 contexts, not its kernels. Importing this package imports neither
+torch nor megatron.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Causal core attention on CPU: unpacked (sbhd) or packed (thd) rows, context parallelism or not."""
+"""Causal core attention on CPU: unpacked (sbhd) or packed (thd) rows, with or without context parallelism."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["CPUCoreAttention"]
 
 
 class _GatherOverRanks(torch.autograd.Function):
-    """[t, ...] of every rank -> [ranks * t, ...] on all; backward sums what the ranks add to a shard."""
+    """[t, ...] of every rank -> [ranks * t, ...] on all. Backward sums the ranks' gradients of a shard."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -30,11 +30,11 @@ class _GatherOverRanks(torch.autograd.Function):
 
 
 def _segments_and_positions(offsets: Tensor, tokens: int, ranks: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Segment number [tokens] and position in the segment [tokens] of each token that a rank holds.
+    """Segment number [tokens] and position in the segment [tokens] of each token of a rank.
 
-    offsets: int tensor [segments + 1], cumulative lengths of the whole row; `tokens` is what one rank holds.
-    Under context parallelism a segment is cut into 2 * ranks chunks, of which rank r holds number r and,
-    mirrored, the r-th from the end. Tokens after the last offset form a segment of their own.
+    offsets: int tensor [segments + 1], cumulative lengths of the whole row. tokens: the number on one rank.
+    Under context parallelism a segment is cut into 2 * ranks chunks. Rank r holds the r-th chunk from the start
+    and the r-th from the end. Tokens after the last offset form a segment of their own.
     """
     local_offsets = offsets.long() // ranks
     token = torch.arange(tokens, device=offsets.device)
@@ -53,10 +53,10 @@ def _segments_and_positions(offsets: Tensor, tokens: int, ranks: int, rank: int)
 class CPUCoreAttention(torch.nn.Module):
     """Core attention for a layer spec: causal, grouped queries, no dropout, sbhd or thd.
 
-    Segments follow `cu_seqlens_q_padded` when it is set, else `cu_seqlens_q`, as Transformer Engine's
-    attention does. They become one boolean mask [queries, keys], so nothing is read on the host and memory
-    grows with the square of the row: meant for the short rows of tests. Computed in float64, so that the mask
-    costs no accuracy and what differs between a packed row and its sequences alone is the release.
+    Segments follow `cu_seqlens_q_padded` if it is set, else `cu_seqlens_q`, as in Transformer Engine's
+    attention. They become one boolean mask [queries, keys]. So the host reads nothing, and memory grows with the
+    square of the row, which suits the short rows of tests. The computation is in float64, so the mask costs no
+    accuracy: a difference between a packed row and its sequences alone comes from the release.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class CPUCoreAttention(torch.nn.Module):
     ) -> Tensor:
         """[s, b, heads, d] -> [s, b, heads * d]; packed: [t, heads, d] or [t, 1, heads, d] -> [t, heads * d].
 
-        `key` and `value` may have fewer heads. `attention_mask` and `attention_bias` are ignored: always
-        causal.
+        `key` and `value` may have fewer heads. Attention is always causal: `attention_mask` and
+        `attention_bias` are ignored.
         """
         if packed_seq_params is None:
             return self._attend(query, key, value, None)
@@ -122,7 +122,7 @@ class CPUCoreAttention(torch.nn.Module):
         return context.to(dtype).permute(2, 0, 1, 3).flatten(2).contiguous()
 
     def _mask(self, query: Tensor, offsets: Tensor | None, ranks: int, rank: int) -> Tensor:
-        """bool [tokens of this rank, tokens of all ranks in rank order], True where a query may look."""
+        """bool [tokens of this rank, tokens of all ranks in rank order], True if a query may attend to a key."""
         tokens = query.shape[0]
         if offsets is None:
             offsets = torch.tensor([0, tokens * ranks], device=query.device)

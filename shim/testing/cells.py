@@ -1,7 +1,7 @@
-"""Test cells: the same pytest run against one release after another, each in a process of its own.
+"""Test cells: the same pytest run on one release after another, each in a separate process.
 
-A cell is named after what it runs on: "0.15.3" is a release of megatron-core, "0.15.3+2.9.0" is that with a release
-of Transformer Engine (its Python sources, see `transformer_engine_on_cpu`), "+2.9.0" is Transformer Engine alone.
+The name of a cell says what it runs on: "0.15.3" is a release of megatron-core, "0.15.3+2.9.0" adds a TE release (its
+Python sources, see `transformer_engine_on_cpu`), "+2.9.0" is a TE release alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .releases import RELEASES, FetchError, cache_dir, environment, fetch
 
 __all__ = ["ALL_PAIRS", "EVERYDAY", "EVERYDAY_PAIRS", "run_cells"]
 
-# One release for every set of target bodies that differ.
+# One release for each distinct set of target bodies.
 EVERYDAY = tuple(cell["megatron-core"] for cell in distinct_cells(load_matrix()))
 
 EVERYDAY_PAIRS = (
@@ -37,7 +37,7 @@ EVERYDAY_PAIRS = (
     "0.19.2+2.20.2",
 )
 
-# Transformer Engine just before and just after each of its moves; then pairs that users run.
+# The TE releases just before and just after each of its moves.
 _TE_TURNS = (
     "2.1.0",
     "2.2.0",
@@ -102,10 +102,10 @@ def run_cells(cells: Sequence[str], pytest_args: Sequence[str], jobs: int = 2, l
 
 
 def _fetch(cell: str) -> list[Path]:
-    """The directories of what a cell runs on."""
-    core, _, engine = cell.partition("+")
+    """The directories of the releases that a cell runs on."""
+    core, _, te = cell.partition("+")
     found = [fetch(core)] if core else []
-    return [*found, fetch(engine, "transformer-engine")] if engine else found
+    return [*found, fetch(te, "transformer-engine")] if te else found
 
 
 def _run_cell(cell: str, pytest_args: Sequence[str], log: Path) -> _Outcome:
@@ -142,7 +142,7 @@ def _cases(output: str) -> int:
 
 
 def _seconds(log: Path) -> float:
-    """How long a cell took the last time; 0 where it never ran."""
+    """How long a cell took the last time; 0 if it never ran."""
     found = re.search(r" in ([\d.]+)s", _summary(log.read_text(errors="replace"))) if log.exists() else None
     return float(found[1]) if found else 0.0
 

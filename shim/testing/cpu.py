@@ -1,4 +1,4 @@
-"""Run an unmodified megatron-core on CPU: the few CUDA entry points it cannot do without, substituted."""
+"""Run an unmodified megatron-core on CPU, with substitutes for the few CUDA entry points it needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["SUBSTITUTIONS", "Substitution", "megatron_on_cpu"]
 
 
 class Substitution(NamedTuple):
-    """One attribute that stands in for its CUDA original while `megatron_on_cpu` is active."""
+    """One attribute that replaces its CUDA original while `megatron_on_cpu` is active."""
 
     owner: str  # "module" or "module:Class"
     name: str
@@ -30,7 +30,7 @@ class _NoEvent:
 
 
 class _NoStream:
-    """A stream that has nothing to order: CPU kernels run when they are called."""
+    """A stream without work to order: CPU kernels run at the call."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -64,7 +64,7 @@ def _no_context(*args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[
 
 
 def _norm_under_sequence_parallelism(original: Callable[..., Any]) -> staticmethod:
-    """The torch norm refuses sequence parallelism only because nobody marks its weights: mark them here."""
+    """The torch norm refuses sequence parallelism only because its weights lack the mark. Sets the mark."""
 
     def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
         accepted = copy.copy(config)
@@ -98,7 +98,7 @@ SUBSTITUTIONS = (
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """What no attribute can stand in for: literal device="cuda", .cuda() and pin_memory=True."""
+    """Substitutes for calls that no attribute covers: device="cuda", .cuda() and pin_memory=True."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda:
@@ -125,13 +125,13 @@ def megatron_on_cpu() -> Iterator[None]:
     Substitutes `SUBSTITUTIONS` (process-wide) and enters a torch function mode (this thread only) that turns
     literal CUDA devices into CPU. May be nested; code compiled with torch.compile traces through it.
 
-    Raises ImportError when megatron-core is not importable.
+    Raises ImportError if megatron-core cannot be imported.
     """
     with contextlib.ExitStack() as undo:
         for owner_name, name, build, _reason in SUBSTITUTIONS:
             owner = _resolve(owner_name)
             original = vars(owner)[name]
-            # A static method is read and put back as the descriptor that the class holds.
+            # A static method is restored as the descriptor that the class holds.
             callable_original = original.__func__ if isinstance(original, staticmethod) else original
             undo.callback(setattr, owner, name, original)
             setattr(owner, name, build(callable_original))

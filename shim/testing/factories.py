@@ -1,4 +1,4 @@
-"""What the factories of a patch do when they are run, seen from outside."""
+"""What the factories of a patch import when they run."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["imports_of_factories"]
 def imports_of_factories(plan: Plan, id: str) -> list[str]:
     """What the factories of patch `id` import on the installed releases: "target imports module", sorted.
 
-    The engine runs them under its lock. An import may wait for another thread's, also where the module is loaded, and
-    that thread may wait for the lock; so it must be empty. Modules of the standard library are not counted. Imports
-    the modules of all targets.
+    The list must be empty, because the engine runs factories under its lock. An import may wait for another thread's
+    import, even of a loaded module, and that thread may wait for the lock. Modules of the standard library do not
+    count. This function imports the modules of all targets.
     """
     decision = plan[id]
     module = importlib.import_module(plan.matrix.patches[id].module)
@@ -41,7 +41,7 @@ def imports_of_factories(plan: Plan, id: str) -> list[str]:
 
 @contextlib.contextmanager
 def _recorded() -> Iterator[list[str]]:
-    """Names of modules, other than the standard library's, that this thread asks for in any of the usual ways."""
+    """Names of the modules imported inside, without those of the standard library."""
     names: list[str] = []
     import_statement, import_module = builtins.__import__, importlib.import_module
 

@@ -1,4 +1,4 @@
-"""What a step takes on any device: the largest number of bytes held at one time, and the collectives it called."""
+"""What a step uses on any device: the largest number of bytes held at one time, and its collectives."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["Footprint"]
 
 
 class Footprint(TorchDispatchMode):
-    """Watches every operation below autograd inside the context, those of backward too.
+    """Watches every operation below autograd inside the context, also in backward.
 
         with testing.Footprint() as footprint:
             loss(logits, target).backward()
-        footprint.peak_bytes    # the most that storages made inside held at one time
-        footprint.held_bytes    # that they hold now
+        footprint.peak_bytes    # the most bytes that storages made inside held at one time
+        footprint.held_bytes    # the bytes that they hold now
         footprint.collectives   # {"allreduce_": 3}, by the names of torch's c10d operations
 
-    A storage counts from the operation that returns it until it is freed. What was there before does not count, nor do
-    temporaries inside of one operation or of compiled code.
+    A storage counts from the operation that returns it until it is freed. Earlier storages do not count, nor do
+    temporaries inside one operation or inside compiled code.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The FP8 state of Transformer Engine, on any release: read now, or watched as it changes."""
+"""The FP8 state of Transformer Engine, on any TE release: the current state, or its changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Fp8Event", "Fp8State", "fp8_state", "record_fp8_events", "state_mana
 
 
 class Fp8State(NamedTuple):
-    """What TE's FP8 contexts have set; the recompute flags are those of TE's checkpoint."""
+    """The state set by TE's FP8 contexts. The recompute flags are those of TE's checkpoint."""
 
     enabled: bool
     calibrating: bool
@@ -23,11 +23,11 @@ class Fp8State(NamedTuple):
 
 
 class Fp8Event(NamedTuple):
-    """Something that happened to TE's FP8 state.
+    """One change of TE's FP8 state.
 
-    kind: "enter" or "exit" of an autocast (`recipe` is the type name of its recipe, `depth` how many are open
-    afterwards), or "reduce" for a call of reduce_and_update_fp8_tensors (`forward` as it was given; `recipe` that of
-    the state at that moment).
+    kind: "enter" or "exit" of an autocast, or "reduce" for a call of reduce_and_update_fp8_tensors. recipe: the type
+    name of the autocast's recipe; for "reduce", of the current recipe. depth: how many autocasts are open afterwards.
+    forward: the argument of a "reduce" call.
     """
 
     kind: str
@@ -38,12 +38,12 @@ class Fp8Event(NamedTuple):
 
 
 def state_manager() -> Any:
-    """FP8GlobalStateManager, whose own module changed in 2.9; TE's checkpoint uses it on every release."""
+    """FP8GlobalStateManager, read from TE's checkpoint module, because its own module changed in 2.9."""
     return import_module("transformer_engine.pytorch.distributed").FP8GlobalStateManager
 
 
 def _prefix(manager: Any) -> str:
-    """What the names of its methods begin with: they lost it in 2.9. An alias may have both names, not the depth."""
+    """The prefix of its method names, dropped in 2.9. The depth shows it: methods may have aliases by both names."""
     return "fp8_" if hasattr(manager, "FP8_AUTOCAST_DEPTH") else ""
 
 
@@ -69,10 +69,10 @@ def _depth(manager: Any) -> int:
 
 @contextlib.contextmanager
 def record_fp8_events() -> Iterator[list[Fp8Event]]:
-    """Collect the Fp8Events that happen inside, in order; the methods of TE are put back on exit.
+    """Collect the Fp8Events inside, in order. TE's methods are restored on exit.
 
-    The exit of an autocast that was entered before has no recipe (None). An autocast that TE refuses to enter is
-    no event.
+    The exit of an autocast that was entered earlier has no recipe (None). An autocast that TE refuses to enter is no
+    event.
     """
     manager = state_manager()
     prefix = _prefix(manager)
@@ -88,7 +88,7 @@ def record_fp8_events() -> Iterator[list[Fp8Event]]:
 
     def exited(original: Callable[..., Any], enabled: bool, *args: Any, **kwargs: Any) -> Any:
         recipe = open_recipes.pop() if open_recipes else None
-        # Before the call: it may reduce, and that comes after the end of the region.
+        # Before the call, which may reduce: a reduce event comes after the exit.
         events.append(Fp8Event("exit", enabled, recipe, _depth(manager) - 1))
         return original(enabled, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Import orders: one test case that every patch runs through, each order in a process of its own.
+"""Import orders: one test case for every patch, each order in a separate process.
 
     from shim.testing.import_orders import ORDERS, ImportOrders
 
@@ -11,16 +11,16 @@
     def test_import_order(order):
         CASE.run(order)
 
-An order is a line of steps, "import alias apply revert apply" for instance, so that a single one can be run by hand:
+An order is a line of steps, such as "import alias apply revert apply", so that one order can be run by hand:
 
-- import: runs `imports`; alias: a new module takes every target from its module, under another name and into a class;
+- import: runs `imports`; alias: a new module imports every target under another name and into a class;
 - apply, revert: shim.apply(**apply) and shim.revert(); patched: enters shim.patched(**apply) and leaves it at once;
 - import+apply: imports in a thread while this one applies; apply+import: the other way round.
 
-After each step, targets and aliases that are there must be what they should be: while applied, the patched object, read
-from the dictionaries and reported as bound; else upstream's own, the identical object where it was seen before. At the
-end everything is imported, applied, and reverted, and every function, class, method and property of the packages of the
-targets must be the object it was before the first apply, as far as it existed then.
+After each step, existing targets and aliases are checked. While applied, each must be the patched object, read from the
+dictionaries and reported as bound. Otherwise each must be upstream's own object, identical to the one seen before. At
+the end everything is imported, applied and reverted. Then every function, class, method and property in the packages of
+the targets must be the object from before the first apply, if it existed then.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ _CHILD = (
 
 @dataclass(frozen=True)
 class ImportOrders:
-    """What a patch needs to be run through the orders.
+    """The case of one patch.
 
-    targets: as the matrix names them, ``module:qualname``; those of the patch that the installed release has.
-    apply: arguments of shim.apply; they travel as JSON.
+    targets: those of the patch in the installed release, as in the matrix: ``module:qualname``.
+    apply: arguments of shim.apply, serialisable as JSON.
     imports: code that imports the targets; by default their modules.
-    setup: code that runs first in each process, stubs for packages that are missing for instance.
-    timeout: in seconds, of one order.
+    setup: code that runs first in each process, such as stubs for missing packages.
+    timeout: seconds for one order.
     """
 
     targets: Sequence[str]
@@ -79,7 +79,7 @@ class ImportOrders:
     timeout: float = 300
 
     def run(self, order: str) -> None:
-        """Run one order in a new process with this one's sys.path and environment; AssertionError where it fails."""
+        """Run one order in a new process with this one's sys.path and environment; AssertionError if it fails."""
         case = {
             "order": order,
             "path": [entry or "." for entry in sys.path],
@@ -100,7 +100,7 @@ class ImportOrders:
 
 
 class _Child:
-    """One order, in the process that was started for it."""
+    """One order, inside its own process."""
 
     def __init__(self, order: str, targets: list[str], apply: dict[str, Any], imports: str, setup: str) -> None:
         import shim
@@ -113,7 +113,7 @@ class _Child:
         self.imports = imports or "\n".join(f"import {module}" for module in modules)
         self.applied = False
         self.originals: dict[str, Any] = {}
-        self.patched: dict[str, list[Any]] = {}  # all that was seen on a target while applied
+        self.patched: dict[str, list[Any]] = {}  # target -> objects seen while applied
         self.before: dict[tuple[int, str], tuple[Any, Any]] = {}
         exec(compile(setup, "<setup>", "exec"), {})
 
@@ -188,13 +188,13 @@ class _Child:
         if raised:
             raise raised[0]
 
-    # What is looked at
+    # Checks
 
     def is_imported(self) -> bool:
         return all(target.partition(":")[0] in sys.modules for target in self.targets)
 
     def find(self, target: str) -> Any:
-        """What a target is now: read from the dictionaries, without the engine's help."""
+        """The current object of a target, read from the dictionaries without the engine."""
         module, _, qualname = target.partition(":")
         owner: Any = sys.modules[module]
         *path, name = qualname.split(".")
@@ -203,7 +203,7 @@ class _Child:
         return next(vars(c)[name] for c in getattr(owner, "__mro__", (owner,)) if name in vars(c))
 
     def objects(self) -> dict[tuple[int, str], tuple[Any, Any]]:
-        """(owner, name) -> what it holds, for all modules and classes of the packages of the targets."""
+        """(owner, name) -> object, for all modules and classes in the packages of the targets."""
         kinds = (types.FunctionType, type, staticmethod, classmethod, property)
         packages = {target.partition(".")[0] for target in self.targets}
         found = {}
@@ -239,7 +239,7 @@ class _Child:
 
     def check_aliases(self, target: str, value: Any) -> None:
         module = sys.modules.get(_ALIASES)
-        # What is not a function or class is not known by identity.
+        # Only functions and classes are known by identity.
         if module is None or "." in target.partition(":")[2] or not callable(value):
             return
         number = self.targets.index(target)

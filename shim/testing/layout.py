@@ -1,4 +1,4 @@
-"""Parallel layouts, initialised in place so that one set of ranks can go through many of them."""
+"""Parallel layouts, initialised in place, so that the same ranks can use many layouts in turn."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = ["Layout", "layout_initialised"]
 class Layout:
     """How a model is spread over ranks: sizes of tensor, context and pipeline parallelism.
 
-    vp: virtual stages that every pipeline rank holds, for the interleaved schedule.
-    ep: over how many ranks experts are spread; those are replicas, or context-parallel, as far as the rest goes.
+    vp: virtual stages per pipeline rank, for the interleaved schedule.
+    ep: ranks that share the experts. For other layers these ranks are replicas or context-parallel.
     """
 
     tp: int = 1
@@ -40,7 +40,7 @@ class Layout:
 
     @property
     def world(self) -> int:
-        """Ranks that one replica of the model takes."""
+        """The number of ranks of one model replica."""
         return self.tp * self.pp * math.lcm(self.cp, self.ep)
 
     def __str__(self) -> str:
@@ -51,8 +51,7 @@ class Layout:
         return "+".join(parts) or "tp1"
 
 
-# lru_caches of megatron-core that outlive a layout: a mask on its device, and tables that keep whole models
-# alive.
+# lru_caches of megatron-core that outlive a layout: a mask on its device, and tables that keep models alive.
 _CACHES = (
     ("megatron.core.transformer.utils", "get_default_causal_mask"),
     ("megatron.core.models.common.embeddings.rotary_pos_embedding", "RotaryEmbedding.forward"),
@@ -61,7 +60,7 @@ _CACHES = (
 
 
 def _clear_what_survives() -> None:
-    """Reset the globals that destroy_model_parallel leaves behind."""
+    """Reset the globals that destroy_model_parallel does not."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 
@@ -79,7 +78,7 @@ def _clear_what_survives() -> None:
 
 @contextlib.contextmanager
 def _recorded_groups() -> Iterator[list[dist.ProcessGroup]]:
-    """Collect the process groups made inside: destroy_model_parallel forgets them but does not free them."""
+    """Collect the process groups made inside, because destroy_model_parallel forgets them without freeing them."""
     groups: list[dist.ProcessGroup] = []
     new_group = dist.new_group
 
@@ -96,15 +95,15 @@ def _recorded_groups() -> Iterator[list[dist.ProcessGroup]]:
         dist.new_group = new_group
 
 
-_DEVICES: dict[int, Any] = {}  # by process: a forked rank has no thread of its parent's
+_DEVICES: dict[int, Any] = {}  # process id -> device; a forked rank lacks its parent's threads
 
 
 @contextlib.contextmanager
 def _one_device() -> Iterator[None]:
-    """Have all gloo groups that are made inside share one device.
+    """Let all gloo groups made inside share one device.
 
-    The thread of a device wakes up a hundred times a second, and takes ten milliseconds to end; a layout has twenty
-    groups, and each would have a device of its own.
+    Otherwise each of a layout's twenty groups has its own device. The thread of a device wakes up a hundred times a
+    second, and takes ten milliseconds to end.
     """
     torchs: Any = c10d
     gloo = torchs.ProcessGroupGloo
@@ -113,7 +112,7 @@ def _one_device() -> Iterator[None]:
         interface = os.environ.get("GLOO_SOCKET_IFNAME")
         _DEVICES[process] = gloo.create_device(interface=interface) if interface else gloo.create_default_device()
 
-    # A class, because torch looks whether it has got one of its own.
+    # A subclass, because torch checks the type.
     class OnOneDevice(gloo):  # type: ignore[misc, valid-type]
         def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
             options = gloo._Options()
@@ -129,13 +128,13 @@ def _one_device() -> Iterator[None]:
 
 @contextlib.contextmanager
 def layout_initialised(layout: Layout, seed: int = 123) -> Iterator[Layout]:
-    """Initialise megatron's parallel state for `layout`, seed, and clean up on exit; needs `megatron_on_cpu`.
+    """Initialise megatron's parallel state for `layout`, seed, and clean up on exit. Needs `megatron_on_cpu`.
 
-    A world of 1 without torch.distributed gets a gloo group over an in-process store; larger worlds must be
-    initialised already (`Ranks` does so). That default group stays, so that layouts can follow one another;
-    the groups of the layout itself are freed. Ranks beyond `layout.world` become data-parallel replicas.
+    A world of 1 without torch.distributed gets a gloo group over an in-process store. Larger worlds must already be
+    initialised (`Ranks` does so). The default group stays, so that further layouts can follow. The groups of the
+    layout are freed. Ranks beyond `layout.world` become data-parallel replicas.
 
-    Raises RuntimeError when the world does not fit, or when a layout is active already.
+    Raises RuntimeError if the world does not fit, or if a layout is active already.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -152,7 +151,7 @@ def layout_initialised(layout: Layout, seed: int = 123) -> Iterator[Layout]:
         with _one_device(), _recorded_groups() as groups:
             cleanup.callback(_forget_groups)
             cleanup.callback(parallel_state.destroy_model_parallel)
-            cleanup.callback(_free, groups)  # before: it frees some itself, if they are still there
+            cleanup.callback(_free, groups)  # runs before destroy_model_parallel, which would free some groups again
             cleanup.callback(_clear_what_survives)
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=layout.tp,
@@ -161,7 +160,7 @@ def layout_initialised(layout: Layout, seed: int = 123) -> Iterator[Layout]:
                 context_parallel_size=layout.cp,
                 expert_model_parallel_size=layout.ep,
             )
-        # A rank that frees its groups while another still connects them makes that one fail.
+        # Without the barrier one rank may free its groups while another still connects, which then fails.
         dist.barrier()
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed)
@@ -174,7 +173,7 @@ def _free(groups: list[dist.ProcessGroup]) -> None:
 
 
 def _forget_groups() -> None:
-    """Drop the groups that destroy_model_parallel keeps: a forked rank could not end their threads."""
+    """Drop the groups that destroy_model_parallel keeps, because a forked rank could not end their threads."""
     from megatron.core import parallel_state
 
     for name, value in list(vars(parallel_state).items()):

@@ -1,4 +1,4 @@
-"""A small real GPTModel with MTP, which holds the same global weights on every release and layout."""
+"""A small real GPTModel with MTP that has the same global weights on every release and layout."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _ADAPTED = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
 def release() -> str:
-    """The version string of the imported megatron-core, for instance "0.16.1"."""
+    """The version of the imported megatron-core, such as "0.16.1"."""
     import megatron.core
 
     return megatron.core.__version__
@@ -61,13 +61,13 @@ def build_gpt(
     model_kwargs: Mapping[str, Any] | None = None,
     **config_overrides: Any,
 ) -> nn.Module:
-    """A GPTModel of the installed release on CPU, in training mode, for the layout that is initialised.
+    """A GPTModel of the installed release on CPU, in training mode, for the initialised layout.
 
-    Attention is `CPUCoreAttention`, so packed rows work. Weights depend only on `seed` and on the parameter's
-    name and global shape: every release and every tensor- or pipeline-parallel size holds (shards of) the
-    same model. `pre_process` and `post_process` default to what this pipeline stage is; `vp_stage` says which of
-    the rank's virtual stages to build (see `build_chunks`). `model_kwargs` go to GPTModel, `config_overrides` to
-    TransformerConfig (by default 2 layers, hidden size 32, 4 heads in 2 groups, float32).
+    Attention is `CPUCoreAttention`, so packed rows work. Weights depend only on `seed` and on the parameter's name
+    and global shape: every release and every tensor- or pipeline-parallel size has (shards of) the same model.
+    `pre_process` and `post_process` default to this pipeline stage. `vp_stage` selects the virtual stage of the rank
+    (see `build_chunks`). `model_kwargs` go to GPTModel, `config_overrides` to TransformerConfig (by default 2 layers,
+    hidden size 32, 4 heads in 2 groups, float32).
     """
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -100,9 +100,9 @@ def build_gpt(
 
 
 def build_chunks(build: Callable[..., nn.Module] = build_gpt, **options: Any) -> list[nn.Module]:
-    """What this rank holds under a `Layout` with virtual stages: one model for each, in their order.
+    """The models of this rank under a `Layout` with virtual stages: one per stage, in order.
 
-    `build` and its `options` are those of one stage. Works for layouts without virtual stages, too.
+    `build` and its `options` build one stage. Layouts without virtual stages work too.
     """
     from megatron.core import parallel_state
 
@@ -122,9 +122,9 @@ def build_hybrid(
 ) -> nn.Module:
     """The hybrid model (MambaModel in 0.17, HybridModel from 0.18), as `build_gpt` builds a GPTModel.
 
-    pattern: of attention (*) and MLP (-) layers only, since Mamba layers need their kernels; every part after a "/"
-    is one MTP depth, all of them equal. Upstream's specs are for Transformer Engine: here they are put together from
-    the local layers, and the norm that the stack takes from Transformer Engine is replaced while the model is built.
+    pattern: attention (*) and MLP (-) layers only, because Mamba layers need their kernels. Every part after a "/" is
+    one MTP depth, and all depths are equal. Upstream's specs need Transformer Engine. So the specs here use the local
+    layers, and the norm that the stack takes from Transformer Engine is replaced during the build.
     """
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer import multi_token_prediction as mtp
@@ -168,7 +168,7 @@ def build_hybrid(
         ),
     )
     first, last = _stage(None)
-    norm_of_engine = blocks.TENorm
+    te_norm = blocks.TENorm
     blocks.TENorm = norm
     try:
         model = model_class(
@@ -183,13 +183,13 @@ def build_hybrid(
             share_embeddings_and_output_weights=share_embeddings_and_output_weights,
         )
     finally:
-        blocks.TENorm = norm_of_engine
+        blocks.TENorm = te_norm
     _seed_weights(model, seed, share_embeddings_and_output_weights)
     return model.train()
 
 
 def _config(**overrides: Any) -> Any:
-    """A TransformerConfig for the layout that is initialised."""
+    """A TransformerConfig for the initialised layout."""
     from megatron.core import parallel_state
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -204,18 +204,18 @@ def _config(**overrides: Any) -> Any:
 
 
 def _stage(vp_stage: int | None) -> tuple[bool, bool]:
-    """Whether this (virtual) stage is the first, and whether it is the last one."""
+    """Whether this (virtual) stage is the first, and whether it is the last."""
     from megatron.core import parallel_state
 
     is_first, is_last = parallel_state.is_pipeline_first_stage, parallel_state.is_pipeline_last_stage
-    if vp_stage is not None:  # up to 0.12 this is how everything learns of it
+    if vp_stage is not None:  # up to 0.12 every module reads it from there
         parallel_state.set_virtual_pipeline_model_parallel_rank(vp_stage)
     which = _known(is_first, vp_stage=vp_stage)
     return is_first(ignore_virtual=vp_stage is None, **which), is_last(ignore_virtual=vp_stage is None, **which)
 
 
 def _known(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
-    """Those of the arguments that are given, and that the function of this release takes."""
+    """The arguments that are not None and that the function of this release takes."""
     taken = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if value is not None and name in taken}
 
@@ -230,7 +230,7 @@ def _seed_weights(model: Any, seed: int, shared_output: bool) -> None:
 
 
 def _global_names(model: Any, shared_output: bool) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter with a name that neither the release, nor the pipeline stage, nor the expert's rank changes."""
+    """Every parameter with a name independent of the release, the pipeline stage and the expert's rank."""
     from megatron.core import parallel_state
 
     experts = (model.config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
@@ -247,7 +247,7 @@ def _global_names(model: Any, shared_output: bool) -> Iterator[tuple[str, nn.Par
 
 
 def _stacked(name: str, config: Any) -> int:
-    """How many matrices a weight stacks: a gated linear_fc1 is gate and up, a rank holds a part of each."""
+    """How many matrices a weight stacks: a gated linear_fc1 stacks gate and up, and a rank has a part of each."""
     return 2 if config.gated_linear_unit and "linear_fc1" in name else 1
 
 
@@ -273,9 +273,8 @@ def _seed_weight(
 class _Adapter(nn.Module):
     """Low-rank update of a column- or row-parallel linear layer, sharded as the layer is.
 
-    The narrow weight (`down`) of a column-parallel layer and the wide one (`up`) of a row-parallel layer are
-    replicated; the others are sharded. Under sequence parallelism the replicated one sees a part of the
-    tokens.
+    The weight `down` of a column-parallel layer and the weight `up` of a row-parallel layer are replicated. The other
+    weights are sharded. Under sequence parallelism a replicated weight sees only this rank's tokens.
     """
 
     def __init__(self, linear: Any, rank: int, column: bool) -> None:
@@ -293,7 +292,7 @@ class _Adapter(nn.Module):
         replicated.sequence_parallel = self.sequence_parallel
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[s, b, in] as the layer gets it -> [s, b, out] as the layer returns it."""
+        """[s, b, in], as the layer's input -> [s, b, out], as the layer's output."""
         from megatron.core.tensor_parallel import mappings
 
         low = nn.functional.linear(hidden, self.down).contiguous()
@@ -318,9 +317,8 @@ def _add_update(linear: Any, args: tuple[Any, ...], output: tuple[Tensor, Any]) 
 def add_lora(model: nn.Module, rank: int = 4, seed: int = 11) -> list[nn.Parameter]:
     """Freeze every weight of a `build_gpt` model and add trainable low-rank adapters; returns their weights.
 
-    Adapted are the attention and MLP projections, decoder and MTP layers alike. Existing names do not change
-    (an adapter is the submodule `lora` of its layer). Both factors start non-zero, so that all of them get
-    gradients.
+    The adapters go to the attention and MLP projections of decoder and MTP layers. Existing names do not change (an
+    adapter is the submodule `lora` of its layer). Both factors start non-zero, so that every factor gets a gradient.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import ColumnParallelLinear

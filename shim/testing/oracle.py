@@ -1,4 +1,4 @@
-"""The truth about packed rows: the same sequences run alone, normalised as the release normalises a row."""
+"""The truth about packed rows: the same sequences alone, normalised as the release normalises a row."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from .packing import PackedRow
 
 __all__ = ["Result", "differences", "run_alone", "run_packed", "run_schedule", "worst"]
 
-# A model, or the virtual stages that a rank holds of it (`build_chunks`).
+# A model, or a rank's virtual stages of it (`build_chunks`).
 Model = nn.Module | Sequence[nn.Module]
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one forward and backward pass gave on this rank, of whose tokens of the row there are T.
+    """The results of one forward and backward pass on this rank, which has T tokens of the row.
 
     main: loss of every token [T], 0 on padding.
-    mtp: per MTP layer, loss of every token [T], 0 where the rolled loss mask does not count it.
-    logged: what the release logs per MTP layer [K], before any reduction over ranks.
-    grads: gradient of every trainable weight that got one, shards of this rank where weights are sharded; of a list of
-    virtual stages their names begin with the stage's number. "decoder_input" is the gradient of what was given so.
+    mtp: per MTP layer, loss of every token [T], 0 for tokens that the rolled loss mask leaves out.
+    logged: the losses that the release logs per MTP layer [K], before any reduction over ranks.
+    grads: name -> gradient of every trainable weight that got one; this rank's shard for sharded weights. With a list
+    of virtual stages, names begin with the stage's number. "decoder_input" is the gradient of that argument.
     On pipeline stages other than the last only `grads` is filled.
     """
 
@@ -49,11 +49,11 @@ def run_packed(
     """Train one step on the packed row, as a trainer would.
 
     per_token_loss: config.calculate_per_token_loss, and a main loss that is a sum instead of a mean.
-    loss_mask: False passes none to the model, and counts every token that is not padding.
-    decoder_input: [T, 1, h], embeddings of the whole row that the first stage gets in place of its own, as
-        vision-language trainers pass them. Each rank gets its share.
+    loss_mask: False passes no mask to the model, and counts every token except padding.
+    decoder_input: [T, 1, h], embeddings of the whole row for the first stage instead of its own, as in
+        vision-language trainers. Each rank gets its share.
 
-    Whatever the release raises (0.12 to 0.15: AssertionError for packing with MTP) comes through.
+    Errors of the release pass through (0.12 to 0.15: AssertionError for packing with MTP).
     """
     chunks = _chunks(model)
     view = _RankView(chunks[-1], row, loss_mask)
@@ -80,20 +80,20 @@ def run_alone(
     loss_mask: bool = True,
     decoder_input: Tensor | None = None,
 ) -> Result:
-    """The truth for `run_packed`: a pass for each sequence, one loss over the whole row, one backward.
+    """The truth for `run_packed`: one pass per sequence, one loss over the whole row, one backward.
 
-    The release computes the per-token losses of every unpacked sequence [1, n]; the rest is spelled out here:
-    the losses are placed into the row, the main loss is their mean (or sum) over the row, and each MTP layer
-    k adds scaling factor / layers * sum over the row / tokens counted, its mask being the loss mask moved k
-    tokens to the left inside each sequence. A layer that counts no token adds nothing. Only where sequence or
-    context parallelism needs lengths that divide is padding added at the end; causal attention never sees it.
-    Auxiliary losses of a mixture of experts are not per token and have no part in this: switch them off.
+    The release computes the per-token losses of every unpacked sequence [1, n]. This function does the rest. It puts
+    the losses into the row. The main loss is their mean (or sum) over the row. Each MTP layer k adds scaling factor /
+    layers * sum over the row / counted tokens; its mask is the loss mask moved left by k tokens inside each sequence.
+    A layer that counts no token adds nothing. Sequences get padding at the end only if sequence or context parallelism
+    needs divisible lengths; causal attention never sees it. Switch auxiliary losses of a mixture of experts off: they
+    are not per token.
     """
     chunks = _chunks(model)
     view = _RankView(chunks[-1], row, loss_mask)
     config: Any = chunks[-1].config
     depth = config.mtp_num_layers or 0
-    # Per-token mode keeps the release from dividing by zero tokens; its own MTP losses are scaled to nothing.
+    # Per-token mode keeps the release from dividing by zero tokens. Its own MTP losses are scaled to zero.
     with _step(chunks, per_token_loss=True, mtp_scale=0.0) as losses, _Pipeline(chunks) as pipeline:
         embeddings = _Embeddings(chunks[0], decoder_input)
         placed = [torch.zeros(len(view.index)) for _ in range(depth + 1)]
@@ -124,13 +124,13 @@ def run_alone(
 def run_schedule(
     model: Model, rows: Sequence[PackedRow], *, per_token_loss: bool = False, loss_mask: bool = True
 ) -> Result:
-    """Train one step on the packed rows as microbatches, by the schedule that the release chooses for the layout.
+    """Train one step on packed rows as microbatches, with the schedule that the release chooses for the layout.
 
-    That is 1F1B under pipeline parallelism, the interleaved one for a list of virtual stages. Rows may have different
-    lengths, except for virtual stages on two ranks, where no release can tell messages about shapes apart.
+    The schedule is 1F1B under pipeline parallelism, and the interleaved one for a list of virtual stages. Rows may have
+    different lengths, except for virtual stages on two ranks, where no release can tell messages about shapes apart.
 
-    Losses are those of the rows one behind another, `logged` is their sum, and gradients are divided by the number of
-    rows, or with per_token_loss by nothing: the release does all that, but for the mean or sum over a row.
+    Losses are those of the rows, concatenated. `logged` is their sum. Gradients are divided by the number of rows, or
+    not divided with per_token_loss. The release does all of this, except the mean or sum over a row.
     """
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -149,14 +149,14 @@ def run_schedule(
 
         return output, loss_of
 
-    # From 0.16 sizes are arguments, which may be left out.
+    # From 0.16 sizes are optional arguments.
     schedule = get_forward_backward_func()
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
     batches = [iter(list(zip(rows, views, strict=True))) for _ in chunks]
     with _step(chunks, per_token_loss) as losses, contextlib.ExitStack() as undo:
         settings = {"variable_seq_lengths": len({row.total for row in rows}) > 1}
         if virtual:
-            # With two ranks each is before and behind the other: only so do messages of both kinds not get mixed up.
+            # With two ranks each is both neighbours of the other. Only this setting keeps the messages apart.
             settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
         for config in _configs(chunks):
             for name, value in settings.items():
@@ -182,13 +182,13 @@ def run_schedule(
 
 
 def differences(a: Result, b: Result) -> dict[str, float]:
-    """How far `a` is from `b`, by what: losses, logged losses, gradients.
+    """The differences between `a` and `b` in losses, logged losses and gradients.
 
-    "main", "mtp" and "logged" are the largest absolute difference over the largest absolute value, "grad" is
-    the norm of the difference over the norm, all gradients together. A missing gradient counts as zero; a NaN
-    anywhere gives NaN, which no comparison accepts.
+    "main", "mtp" and "logged" are the largest absolute difference over the largest absolute value. "grad" is the norm
+    of the difference over the norm, over all gradients together. A missing gradient counts as zero. A NaN anywhere
+    gives NaN, which no comparison accepts.
 
-    Raises ValueError when the results are of rows of different lengths or of other numbers of MTP layers.
+    Raises ValueError if the rows differ in length, or the models in the number of MTP layers.
     """
     names = a.grads.keys() | b.grads.keys()
     wrong, norm = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
@@ -206,7 +206,7 @@ def differences(a: Result, b: Result) -> dict[str, float]:
 
 
 def worst(found: Mapping[str, float]) -> float:
-    """The largest of some differences, NaN where any of them is: max() would step over it."""
+    """The largest difference, NaN if any is NaN, which max() could miss."""
     return float(torch.tensor(list(found.values()), dtype=torch.float64).max())
 
 
@@ -219,15 +219,15 @@ def _relative(a: Tensor, b: Tensor) -> float:
     return float(worst / b.double().abs().max()) if worst != 0 else 0.0
 
 
-# ---- what a rank sees of a row
+# ---- a rank's part of a row
 
 
 @dataclass(frozen=True)
 class _Piece:
     """The part of one sequence that this rank runs.
 
-    places: where its tokens lie in the row, -1 for padding. kept: which of them are no padding. target: where
-    those lie among this rank's tokens of the row.
+    places: positions of its tokens in the row, -1 for padding. kept: which tokens are no padding. target: positions of
+    the kept tokens among this rank's tokens of the row.
     """
 
     places: Tensor
@@ -242,8 +242,8 @@ class _Piece:
 class _RankView:
     """This rank's tokens of a row, cut as context parallelism cuts it.
 
-    Of the 2 * cp chunks of each sequence, rank r holds number r from the start and number r from the end.
-    Without context parallelism: all tokens, in order.
+    Rank r holds the r-th from the start and the r-th from the end of the 2 * cp chunks of each sequence. Without
+    context parallelism it holds all tokens, in order.
     """
 
     def __init__(self, model: Any, row: PackedRow, use_loss_mask: bool) -> None:
@@ -275,10 +275,10 @@ class _RankView:
 
     def _piece(self, start: int, length: int, end: int) -> _Piece:
         if self.ranks > 1:
-            # Padded as in the row, so that the same rank holds the same tokens.
+            # The same padding as in the row, so that each rank holds the same tokens.
             places = torch.arange(start, end)
         else:
-            # Sequence parallelism cuts tokens into as many equal parts as there are tensor-parallel ranks.
+            # Sequence parallelism cuts tokens into equal parts, one per tensor-parallel rank.
             places = torch.arange(start, start + -(-length // self._multiple) * self._multiple)
         places = self._own(torch.where(places < start + length, places, -1))
         kept = places >= 0
@@ -308,13 +308,12 @@ def _mean(loss: Tensor, mask: Tensor) -> Tensor:
 
 
 def _mtp_factors(config: Any, view: _RankView, per_token_loss: bool, depth: int) -> list[Tensor]:
-    """What the release multiplies the mean loss of each MTP layer with, as read in its code."""
+    """The factor by which the release multiplies the mean loss of each MTP layer, from its code."""
     factors = []
     for k in range(1, depth + 1):
         weight = torch.tensor(config.mtp_loss_scaling_factor / depth)
         if per_token_loss:
-            # Up to 0.16 the sum is left as it is; since 0.17 the mean is taken as often as the row has
-            # tokens.
+            # Up to 0.16 the loss is the sum. From 0.17 on it is the mean times the row's counted tokens.
             old = tuple(int(part) for part in release().split(".")[:2]) < (0, 17)
             weight = weight * (view.rolled_mask(k).sum() if old else view.mask.sum())
         factors.append(weight)
@@ -322,7 +321,7 @@ def _mtp_factors(config: Any, view: _RankView, per_token_loss: bool, depth: int)
 
 
 def _logged_losses() -> Tensor:
-    """[K] from the release's tracker; empty where nothing was logged."""
+    """[K] from the release's tracker; empty if nothing was logged."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     tracker = MTPLossLoggingHelper.tracker
@@ -337,7 +336,7 @@ def _result(
     logged: Tensor,
     embeddings: _Embeddings | None = None,
 ) -> Result:
-    """Losses are in the order the release asks for them: MTP layers first, the main loss last."""
+    """`losses` are in the order in which the release computes them: MTP layers first, the main loss last."""
     *mtp, main = [loss.detach() for loss in losses] or [torch.zeros(0)]
     return Result(
         main=main.where(view.valid, torch.zeros(())) if losses else main,
@@ -350,8 +349,8 @@ def _result(
 def _gradients(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
     """A copy of every gradient.
 
-    Under sequence parallelism a rank's gradient of a replicated weight covers its part of the tokens, another
-    part when sequences run alone: those are summed over ranks, as megatron does before a step.
+    Under sequence parallelism a rank's gradient of a replicated weight covers only the rank's tokens, and those differ
+    if sequences run alone. So such gradients are summed over ranks, as megatron does before a step.
     """
     grads = {}
     for number, chunk in enumerate(chunks):
@@ -364,7 +363,7 @@ def _gradients(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 def _over_shares(grad: Tensor) -> Tensor:
-    """The sum of a gradient over the ranks that sequence parallelism shares tokens out to."""
+    """The sum of a gradient over the ranks that share the tokens under sequence parallelism."""
     from megatron.core import parallel_state
 
     summed = grad.clone()
@@ -372,11 +371,11 @@ def _over_shares(grad: Tensor) -> Tensor:
     return summed
 
 
-# ---- what the model is given
+# ---- the model's inputs
 
 
 def _inputs(row: PackedRow, view: _RankView, loss_mask: bool) -> dict[str, Any]:
-    """All that a model is given of a packed row, but for its tokens."""
+    """All inputs of a model for a packed row, except its tokens."""
     return {
         "position_ids": row.position_ids[:, view.index],
         "attention_mask": None,
@@ -387,14 +386,14 @@ def _inputs(row: PackedRow, view: _RankView, loss_mask: bool) -> dict[str, Any]:
 
 
 class _Embeddings:
-    """Embeddings [T, 1, h] that are given instead of tokens; a copy of them that collects their gradient."""
+    """Embeddings [T, 1, h] instead of tokens, copied so that the copy collects the gradient."""
 
     def __init__(self, model: Any, given: Tensor | None) -> None:
         self.leaf = None if given is None else given.detach().clone().requires_grad_()
         self.shared = model.config.sequence_parallel
 
     def take(self, places: Tensor) -> Tensor | None:
-        """[places, 1, h] on this rank, zero where a place is -1; under sequence parallelism its share of them."""
+        """[places, 1, h] on this rank, zero for a place of -1. Under sequence parallelism only this rank's share."""
         if self.leaf is None:
             return None
         kept = (places >= 0).view(-1, 1, 1)
@@ -416,18 +415,18 @@ class _Embeddings:
 
 
 def _chunks(model: Model) -> Sequence[Any]:
-    """The virtual stages of this rank, in order; a model by itself is the only one."""
+    """The virtual stages of this rank, in order. A single model is the only stage."""
     return [model] if isinstance(model, nn.Module) else list(model)
 
 
 def _configs(chunks: Sequence[nn.Module]) -> list[Any]:
-    """Every config that any module holds, once: some are copies."""
+    """Every config of any module, each once. Some are copies of others."""
     return list({id(m.config): m.config for chunk in chunks for m in chunk.modules() if hasattr(m, "config")}.values())
 
 
 @contextlib.contextmanager
 def _step(chunks: Sequence[Any], per_token_loss: bool, mtp_scale: float = 1.0) -> Iterator[list[Tensor]]:
-    """Clean gradients and tracker, options set, all put back on exit.
+    """Clear gradients and tracker, and set the options. Restores all on exit.
 
     Yields a list that collects every per-token loss [1, n] with its graph.
     """
@@ -465,10 +464,10 @@ def _step(chunks: Sequence[Any], per_token_loss: bool, mtp_scale: float = 1.0) -
 
 
 class _Pipeline:
-    """Forward and backward of this rank's pipeline stages: hidden states go on, their gradients come back.
+    """Forward and backward of this rank's pipeline stages: passes hidden states on and their gradients back.
 
-    With one stage it only runs the model. Passes run all forward, then all backward, in the same order on each stage.
-    After the last rank comes the first one with its next virtual stage.
+    With one stage it only runs the model. All forward passes run first, then all backward passes, in the same order on
+    each stage. The last rank is followed by the next virtual stage of the first rank.
     """
 
     def __init__(self, chunks: Sequence[Any]) -> None:
@@ -503,7 +502,7 @@ class _Pipeline:
                 chunk.set_input_tensor(hidden)
             output = chunk(**inputs, **extra)
             if not self._ends(number):
-                # MTP layers add their states, so that the next stage cannot know the shape by itself.
+                # MTP layers add their states, so the next stage cannot know the shape.
                 dist.send(torch.tensor(output.shape), self.next)
                 dist.send(output.detach().contiguous(), self.next)
                 self.sent[number].append(output)
@@ -538,7 +537,7 @@ class _Pipeline:
 
 
 def _enter_chunk(number: int, chunks: int) -> None:
-    """Up to 0.12 a model asks parallel_state which virtual stage it is."""
+    """Set the virtual stage in parallel_state, where a model up to 0.12 reads it."""
     from megatron.core import parallel_state
 
     if chunks > 1:

@@ -1,4 +1,4 @@
-"""Packed (THD) rows from token sequences: what a trainer's collator hands to the model."""
+"""Packed (THD) rows from token sequences, as a trainer's collator makes them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class PackedRow:
     def packed_seq_params(self, **extra: Any) -> Any:
         """A new PackedSeqParams: int32 offsets [sequences + 1], the padded ones only where there is padding.
 
-        max_seqlen_* counts padding, because rotary tables are made for that length. `extra` overrides fields.
+        max_seqlen_* includes padding, because rotary tables have that length. `extra` overrides fields.
         """
         from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -84,9 +84,9 @@ def pack(
 ) -> PackedRow:
     """Pack sequences into one row.
 
-    sequences: int64 [n + 1] each: ids are all tokens but the last, labels all but the first; n may be 0.
-    align: every sequence is padded to a multiple of it (2 * cp for context parallelism, 16 for FP8).
-    total: the last sequence is padded further, until the row has this many tokens.
+    sequences: int64 [n + 1] each; ids are all tokens except the last, labels all except the first; n may be 0.
+    align: every sequence is padded to a multiple of this (2 * cp for context parallelism, 16 for FP8).
+    total: the number of tokens of the row; the last sequence is padded to fill it.
     loss_masks: [n] per sequence, instead of ones.
 
     Raises ValueError for no sequences, an empty tensor, a mask of another length, or a `total` that is too

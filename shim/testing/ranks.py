@@ -1,4 +1,4 @@
-"""A pool of gloo ranks, forked from a process that has already paid for its imports."""
+"""A pool of gloo ranks, forked from a process that has already imported its modules."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _GRACE = 0.5  # seconds for the other ranks to answer once one of them has faile
 class RankError(RuntimeError):
     """A rank failed, died or did not answer.
 
-    rank: the first rank concerned. remote_traceback: what it was doing. exception_type: name of the exception
-    type that it raised, "" when it died or hung.
+    rank: the first such rank. remote_traceback: its traceback or stack. exception_type: the type name of its exception,
+    "" if it died or hung.
     """
 
     def __init__(self, rank: int, what: str, remote_traceback: str, exception_type: str = "") -> None:
@@ -44,19 +44,18 @@ class RankError(RuntimeError):
 
 
 class Ranks:
-    """`world` persistent processes in one gloo group, which run functions together.
+    """`world` persistent processes in one gloo group that run functions together.
 
         with Ranks(2) as ranks:
             losses = ranks.run(step, "rope", timeout=60)   # step("rope") in both; results by rank
 
-    The processes are forked on the first `run` and live until `close`; what modules are imported by then,
-    they have. Functions and arguments are pickled, so functions must be at the top level of an importable
-    module. Rendezvous is a file in a private directory: no ports, any number of pools at once. RANK,
-    WORLD_SIZE and LOCAL_RANK are set in each process, torch has one thread, torch.distributed is initialised.
+    The first `run` forks the processes, with all modules imported so far. They live until `close`. Functions and
+    arguments are pickled, so a function must be at the top level of an importable module. Rendezvous is a file in a
+    private directory, so pools need no ports and any number can run at once. In each process RANK, WORLD_SIZE and
+    LOCAL_RANK are set, torch has one thread, and torch.distributed is initialised.
 
-    After an error all ranks are killed, because those that did not fail may hang in a collective; the next
-    `run` forks new ones. The forking process must not have used CUDA; a world-of-1 process group in it is
-    destroyed first.
+    After an error all ranks are killed, because the others may hang in a collective. The next `run` forks new ones.
+    The forking process must not have used CUDA. Its process group of world 1, if any, is destroyed first.
     """
 
     def __init__(self, world: int) -> None:
@@ -75,15 +74,15 @@ class Ranks:
         self.close()
 
     def close(self) -> None:
-        """End the ranks; the pool cannot be used again."""
+        """End the ranks. The pool cannot be used again."""
         self._closed = True
         self._kill()
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
         """Call fn(*args) in every rank at once and return the results by rank.
 
-        Raises RankError when a rank raises, dies, or has not answered after `timeout` seconds, with its
-        traceback. Raises RuntimeError when the pool is closed.
+        Raises RankError, with the rank's traceback, if a rank raises, dies, or does not answer within `timeout`
+        seconds. Raises RuntimeError if the pool is closed.
         """
         if self._closed:
             raise RuntimeError("this pool of ranks is closed")
@@ -133,7 +132,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def _death_of(self, rank: int) -> Iterator[None]:
-        """What a broken pipe to a rank means."""
+        """Turn a broken pipe to a rank into a RankError."""
         try:
             yield
         except (EOFError, ConnectionError) as error:
@@ -142,7 +141,7 @@ class Ranks:
             raise RankError(rank, f"died with exit code {code}", "") from error
 
     def _where(self, rank: int) -> str:
-        """Where a rank that does not answer is: it writes its stack when it gets a signal."""
+        """The stack of a rank that does not answer. The rank writes it on a signal."""
         assert self._directory is not None
         file = self._directory / f"stack.{rank}"
         os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
@@ -155,11 +154,11 @@ class Ranks:
         context = multiprocessing.get_context("fork")
         pipes = [context.Pipe() for _ in range(self.world)]
         self._connections = [ours for ours, _ in pipes]
-        # A buffered line would be written once by every process.
+        # Else every process would write the buffered output again.
         sys.stdout.flush()
         sys.stderr.flush()
         with warnings.catch_warnings():
-            # Python 3.12 warns about threads at a fork: those of torch hold no lock between two calls.
+            # Python 3.12 warns about threads at a fork. torch's threads hold no lock between two calls.
             warnings.simplefilter("ignore", DeprecationWarning)
             for rank in range(self.world):
                 process = context.Process(
@@ -184,7 +183,7 @@ class Ranks:
 
 
 def _root_cause(failures: list[RankError]) -> RankError:
-    """The first rank that failed by itself, rather than by losing a peer in a collective."""
+    """The first rank that failed on its own, not by the loss of a peer in a collective."""
     for failure in failures:
         if "Connection closed by peer" not in failure.remote_traceback:
             return failure
@@ -192,7 +191,7 @@ def _root_cause(failures: list[RankError]) -> RankError:
 
 
 def _leave_single_world() -> None:
-    """A forked rank cannot use its parent's process group: give up one of world 1, refuse any other."""
+    """A forked rank cannot use its parent's process group. Destroy a group of world 1; refuse any other."""
     if not dist.is_initialized():
         return
     parallel_state = sys.modules.get("megatron.core.parallel_state")
@@ -203,26 +202,25 @@ def _leave_single_world() -> None:
 
 
 def _serve(rank: int, pipes: list[Any], directory: Path) -> None:
-    """Main loop of a rank; ends when the parent closes its end of the pipe or is gone."""
+    """Main loop of a rank. Ends when the parent closes its end of the pipe or is gone."""
     connection = pipes[rank][1]
     for other, (parents, ranks) in enumerate(pipes):
-        # While any rank holds a copy of the parent's ends, no rank notices that the parent is gone.
+        # A rank notices the parent's death only if no rank holds a copy of the parent's ends.
         parents.close()
         if other != rank:
             ranks.close()
     world = len(pipes)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     if any(name == "lo" for _, name in socket.if_nameindex()):
-        # gloo otherwise looks up the host's name, which need not resolve.
+        # Otherwise gloo looks up the host's name, which may not resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    # A process group inherited from the parent has no threads here, and its destructor would wait for them
-    # forever: nothing that the parent had may be freed, neither as garbage nor when megatron's globals get
-    # new values.
+    # A process group inherited from the parent has no threads here, and its destructor would wait for them forever.
+    # So no inherited object may be freed, neither as garbage nor when megatron's globals get new values.
     gc.freeze()
     parallel_state = sys.modules.get("megatron.core.parallel_state")
     _kept_alive = [] if parallel_state is None else list(vars(parallel_state).values())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then kills us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and kills the ranks
     with open(directory / f"stack.{rank}", "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
         joined = False
@@ -230,17 +228,17 @@ def _serve(rank: int, pipes: list[Any], directory: Path) -> None:
             try:
                 request = connection.recv_bytes()
             except EOFError:
-                shutil.rmtree(directory, ignore_errors=True)  # a parent that was killed could not
-                os._exit(0)  # without any destructor, for the same reason
+                shutil.rmtree(directory, ignore_errors=True)  # a killed parent could not remove it
+                os._exit(0)  # skips all destructors, for the same reason
             try:
                 if not joined:
                     store = dist.FileStore(str(directory / "rendezvous"), world)
                     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
                     joined = True
                 fn, args = pickle.loads(request)
-                # Plain pickle copies tensors; multiprocessing's own would pass descriptors of shared memory.
+                # Plain pickle copies tensors; multiprocessing's pickler would pass shared memory.
                 answer = pickle.dumps(("returned", fn(*args)))
-            # SystemExit and pytest.skip too: a rank never ends in silence.
+            # Also SystemExit and pytest.skip, so that no rank ends silently.
             except BaseException as error:  # noqa: BLE001
                 answer = pickle.dumps(("raised", (type(error).__name__, traceback.format_exc())))
             connection.send_bytes(answer)

@@ -1,4 +1,4 @@
-"""Real releases of megatron-core and Transformer Engine on disk: fetched once, unpacked side by side."""
+"""Real releases of megatron-core and Transformer Engine on disk, fetched once and unpacked side by side."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ __all__ = ["RELEASES", "TE_RELEASES", "FetchError", "cache_dir", "environment", 
 
 _SUPPORTED = load_matrix(pins=False).supported
 RELEASES = _SUPPORTED["megatron-core"]
-# Transformer Engine; the distribution is transformer-engine, whose wheel holds all Python sources.
+# TE releases; the wheel of the distribution transformer-engine has all Python sources.
 TE_RELEASES = _SUPPORTED["transformer-engine"]
 
-# Written last into an unpacked release; a directory without it is not complete.
+# Written last into an unpacked release. A directory without the file is incomplete.
 _COMPLETE = ".complete"
 
 
 class FetchError(RuntimeError):
-    """A release is neither in the cache nor could it be downloaded."""
+    """A release is not in the cache and could not be downloaded."""
 
 
 def cache_dir() -> Path:
-    """$MEGATRON_SHIM_CACHE, else megatron-shim in the user's cache directory; need not exist."""
+    """$MEGATRON_SHIM_CACHE, else megatron-shim in the user's cache directory. It may not exist yet."""
     chosen = os.environ.get("MEGATRON_SHIM_CACHE")
     if chosen:
         return Path(chosen).expanduser().absolute()
@@ -41,11 +41,11 @@ def cache_dir() -> Path:
 def fetch(release: str, distribution: str = "megatron-core", progress: Callable[[str], None] | None = None) -> Path:
     """The directory with `distribution` at `release`, to put on PYTHONPATH; downloaded with pip if missing.
 
-    Only the wheel itself is taken: no dependencies, and no regard for the Python version it asks for, because
-    releases that ask for 3.12 run on 3.10 and 3.11 as well. Works offline once cached; several processes may
-    fetch the same release at once. `progress` is called with one line before a download.
+    Fetches only the wheel, without dependencies. Ignores the Python version that the wheel requires, because releases
+    that require 3.12 also run on 3.10 and 3.11. Works offline once cached. Several processes may fetch the same
+    release at once. `progress` is called with one line before a download.
 
-    Raises FetchError with what pip said and what to do.
+    Raises FetchError with pip's message and a remedy.
     """
     home = cache_dir() / distribution
     target = home / release
@@ -74,13 +74,13 @@ def fetch(release: str, distribution: str = "megatron-core", progress: Callable[
 
 
 def _cached_wheel(wheels: Path, distribution: str, release: str) -> Path | None:
-    """A wheel from an earlier download, or put there by hand for a machine without network."""
+    """A wheel from an earlier download, or one put there by hand on a machine without network."""
     found = sorted(wheels.glob(f"{distribution.replace('-', '_')}-{release}-*.whl"))
     return next((wheel for wheel in found if zipfile.is_zipfile(wheel)), None)
 
 
 def _download(distribution: str, release: str, into: Path) -> Path:
-    # -I: from within a tree that is audited, -m would run a pip.py that lies there.
+    # -I, because otherwise -m would run a pip.py of the audited tree, if that is the working directory.
     command = [sys.executable, "-I", "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     command += ["--no-deps", "--ignore-requires-python", "--only-binary", ":all:"]
     command += ["--dest", str(into), f"{distribution}=={release}"]
@@ -106,12 +106,12 @@ def _without_list(said: str) -> str:
 
 
 def _publish(unpacked: Path, target: Path) -> None:
-    """Rename into place; whoever comes second finds a complete directory and leaves it."""
+    """Rename into place. A second process finds a complete directory and leaves it."""
     while not (target / _COMPLETE).exists():
         try:
             unpacked.rename(target)
         except OSError:
-            # A complete one appeared meanwhile, or an incomplete one is in the way: look again.
+            # A complete directory has appeared, or an incomplete one is in the way: check again.
             if not (target / _COMPLETE).exists():
                 shutil.rmtree(target, ignore_errors=True)
                 if not unpacked.exists():
@@ -121,16 +121,16 @@ def _publish(unpacked: Path, target: Path) -> None:
 def environment(
     release_dirs: Path | str | Sequence[Path | str], base_env: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Environment for a subprocess that imports the release in `release_dirs` before any other.
+    """The environment of a subprocess that imports the releases in `release_dirs` before any other.
 
-    Several directories hold one distribution each, for instance megatron-core and Transformer Engine. `base_env`
-    defaults to this process's environment. One thread per process, since cells run side by side.
+    Each directory has one distribution, such as megatron-core or Transformer Engine. `base_env` defaults to this
+    process's environment. Processes get one thread each, because cells run side by side.
     """
     env = dict(os.environ if base_env is None else base_env)
     first = [release_dirs] if isinstance(release_dirs, (str, Path)) else release_dirs
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [*map(str, first), env.get("PYTHONPATH", "")]))
     env["OMP_NUM_THREADS"] = "1"
-    env["NO_VCS_VERSION"] = "1"  # from 0.18 the version would name the git revision of whatever tree it is in
-    env.pop("PYTHONDONTWRITEBYTECODE", None)  # compiling megatron anew costs seconds per process
-    env.pop("PYTHONOPTIMIZE", None)  # without its assertions megatron computes nonsense in silence
+    env["NO_VCS_VERSION"] = "1"  # else the version from 0.18 on has the git revision of the surrounding tree
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # a recompile of megatron costs seconds per process
+    env.pop("PYTHONOPTIMIZE", None)  # without its assertions megatron silently computes nonsense
     return env

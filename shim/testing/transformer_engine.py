@@ -1,8 +1,8 @@
 """Transformer Engine's real Python layer without its compiled part: import it, and run its contexts without a GPU.
 
-Real are all of TE's Python sources, of whatever release is on the path: fp8_autocast, the recipes, checkpoint, CPU
-offloading, the signatures and the places of names. Not there is what is compiled: kernels, GEMMs and with them every
-TE module's forward, and all FP8 numerics.
+All of TE's Python sources are real, from the TE release on the path: fp8_autocast, the recipes, checkpoint, CPU
+offloading, signatures and places of names. The compiled part is missing: kernels, GEMMs and with them the forward of
+every TE module, and all FP8 numerics.
 
     from shim import testing
 
@@ -49,7 +49,7 @@ _PASSES_ON = "cpp_extensions"  # the TE package that does `from transformer_engi
 
 
 class CompiledOpError(RuntimeError):
-    """An operation of TE's compiled extension was called where there is only the stand-in for it."""
+    """An operation of TE's compiled extension was called, but only the stand-in is there."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
@@ -58,7 +58,7 @@ class CompiledOpError(RuntimeError):
         )
 
 
-# What TE's Python code calls while it is imported, or to choose between paths of Python code.
+# Functions that TE's Python code calls during its import, or to choose between paths of Python code.
 _ANSWERS: dict[str, Callable[..., Any]] = {
     "get_cudnn_version": lambda *args: 91300,  # attention backends are listed by it; 9.13.0 has all of them
     "get_cublasLt_version": lambda *args: 130000,  # asked on compute capability 8.9, and by grouped GEMMs
@@ -72,15 +72,15 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
 def transformer_engine_on_cpu() -> None:
     """Make `import transformer_engine` work without its compiled part, from now on and for the whole process.
 
-    Call it before anything imports transformer_engine; megatron.core does. Takes whatever TE release (2.1 to 2.20.2)
-    is on sys.path and writes nothing to it. `transformer_engine_torch` becomes a stand-in with the names that the
-    Python sources of that release use: its operations raise CompiledOpError when called, its enumerations have
-    distinct members whose values are not those of the compiled library. Calling it again does nothing.
+    Call it before anything imports transformer_engine, as megatron.core does. It uses the TE release (2.1 to 2.20.2)
+    on sys.path and writes nothing there. `transformer_engine_torch` becomes a stand-in with the names that the Python
+    sources of that release use. Its operations raise CompiledOpError. Its enumerations have distinct members, but not
+    the values of the compiled library. A second call does nothing.
 
-    A TE that does not import even so raises RuntimeError when it is imported: TE and megatron take an ImportError
-    for an engine that is not installed, and a test would go on without it.
+    If TE still cannot be imported, its import raises RuntimeError. TE and megatron would take an ImportError to mean
+    that TE is not installed, and a test would go on without TE.
 
-    Raises RuntimeError when a transformer_engine has been imported already.
+    Raises RuntimeError if transformer_engine has already been imported.
     """
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
@@ -94,7 +94,7 @@ def transformer_engine_on_cpu() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds the stand-in extension, and has two modules of TE run with what their loading of libraries needs."""
+    """Finds the stand-in extension, and runs two modules of TE in contexts that replace their loading of libraries."""
 
     def __init__(self) -> None:
         self._within: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
@@ -108,7 +108,7 @@ class _Finder(MetaPathFinder):
             return _extension_spec()
         if name not in self._within or getattr(self._looking, "now", False):
             return None
-        self._looking.now = True  # another hook may ask all finders in turn, this one included
+        self._looking.now = True  # another hook may ask all finders, including this one
         try:
             spec = next(filter(None, (finder.find_spec(name, path, target) for finder in sys.meta_path)), None)
         finally:
@@ -119,7 +119,7 @@ class _Finder(MetaPathFinder):
 
 
 def _run_within(loader: Loader, context: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-    """Have this loader run its module inside `context`, once; it stays the loader that it is."""
+    """Let this loader run its module inside `context`, once. The loader object stays the same."""
     run = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
@@ -132,7 +132,7 @@ def _run_within(loader: Loader, context: Callable[[], contextlib.AbstractContext
 
 @contextlib.contextmanager
 def _no_libraries() -> Iterator[None]:
-    """TE's own switch, set by its setup.py: transformer_engine.common then loads no shared library."""
+    """Set the switch of TE's setup.py with which transformer_engine.common loads no shared library."""
     wanted = {"NVTE_PROJECT_BUILDING": "1", "NVTE_RELEASE_BUILD": "0"}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
@@ -148,12 +148,12 @@ def _no_libraries() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stand_in_loaded() -> Iterator[None]:
-    """While transformer_engine.pytorch is imported, its loader of the extension finds the stand-in."""
+    """During the import of transformer_engine.pytorch, its loader of the extension finds the stand-in."""
     common = import_module(f"{_TE}.common")
     substitutes: dict[str, Any] = {
         "load_framework_extension": lambda framework: import_module(f"{_TE}_{framework}"),  # from 2.4
-        "get_te_path": _PretendDirectory,  # up to 2.3: here is a file of the right name ...
-        "is_package_installed": lambda package: False,  # ... and pip need not be asked about others
+        "get_te_path": _PretendDirectory,  # up to 2.3: a directory with a file of the right name ...
+        "is_package_installed": lambda package: False,  # ... and without a question to pip about other packages
     }
     originals = {name: vars(common)[name] for name in substitutes if name in vars(common)}
     with contextlib.ExitStack() as undo:
@@ -189,7 +189,7 @@ class _PretendDirectory:
 
 @contextlib.contextmanager
 def _file_is_stand_in() -> Iterator[None]:
-    """TE up to 2.3 makes the module from that file itself: answer it once, then importlib is as it was."""
+    """TE up to 2.3 makes the module from the file itself. Answer one such call, then restore importlib."""
     original = importlib.util.spec_from_file_location
 
     def spec_from_file_location(name: str, *args: Any, **kwargs: Any) -> ModuleSpec | None:
@@ -209,10 +209,10 @@ def _file_is_stand_in() -> Iterator[None]:
 
 
 def _extension_spec() -> ModuleSpec | None:
-    engine = importlib.util.find_spec(_TE)
-    if engine is None or not engine.submodule_search_locations:
+    te = importlib.util.find_spec(_TE)
+    if te is None or not te.submodule_search_locations:
         return None
-    sources = Path(next(iter(engine.submodule_search_locations)))
+    sources = Path(next(iter(te.submodule_search_locations)))
     return ModuleSpec(_EXTENSION, _ExtensionLoader(sources), origin=f"stand-in by {__name__}")
 
 
@@ -230,7 +230,7 @@ class _ExtensionLoader(Loader):
 
 
 class _CompiledEnum(enum.Enum):
-    """As pybind's enumerations: no int, but convertible to one."""
+    """Like pybind's enumerations: convertible to int, but not one."""
 
     def __int__(self) -> int:
         return int(self.value)
@@ -247,12 +247,12 @@ def _stand_in(name: str, members: set[str]) -> Any:
 
     refuse.__name__ = refuse.__qualname__ = name
     refuse.__module__ = _EXTENSION
-    # Classes are named in annotations and isinstance(); to make one is an operation.
+    # Annotations and isinstance() name classes. Making an instance is an operation.
     return type(name, (), {"__new__": refuse, "__module__": _EXTENSION}) if name[0].isupper() else refuse
 
 
 def _names_used(package: Path) -> dict[str, set[str]]:
-    """Names of the compiled extension in TE's Python sources, with the members that are used of each."""
+    """Names of the compiled extension in TE's Python sources, with the used members of each."""
     used: dict[str, set[str]] = {}
     passed_on: set[str] = set()
     defined: set[str] = set()
@@ -270,7 +270,7 @@ def _names_used(package: Path) -> dict[str, set[str]]:
 
 
 def _scan(tree: ast.Module, used: dict[str, set[str]], passed_on: set[str]) -> None:
-    """Add what one file uses to `used`; names that may also be Python functions of cpp_extensions to `passed_on`."""
+    """Add one file's names to `used`, and names that may be Python functions of cpp_extensions to `passed_on`."""
     modules: dict[str, bool] = {}  # local name of a module -> whether it is the extension itself
     names: dict[str, str] = {}  # local name -> name in the extension
     nodes = list(ast.walk(tree))
@@ -320,7 +320,7 @@ def _scan(tree: ast.Module, used: dict[str, set[str]], passed_on: set[str]) -> N
 
 
 class _Event:
-    """An event that has happened: CPU kernels run when they are called."""
+    """A completed event: CPU kernels run at the call."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -335,7 +335,7 @@ class _Event:
 
 
 class _CpuGenerator:
-    """The CUDA generator of every device is torch's CPU generator; states are snapshots of it."""
+    """torch's CPU generator in the place of every device's CUDA generator. States are snapshots of it."""
 
     def get_state(self) -> torch.Tensor:
         return torch.get_rng_state()
@@ -349,7 +349,7 @@ class _CpuGenerator:
 
 
 class _AnyDevice:
-    """Indexed with a device number or, as current_device() is substituted, with a device."""
+    """Indexed by a device number or, because current_device() is substituted, by a device."""
 
     def __init__(self, item: Any) -> None:
         self._item = item
@@ -372,7 +372,7 @@ def _stand_ins(capability: tuple[int, int]) -> tuple[Substitution, ...]:
     )
     distributed = f"{_TE}.pytorch.distributed"
     return (
-        # The rows of megatron_on_cpu, so that either may be entered inside the other, or alone.
+        # The rows of megatron_on_cpu, so that either context works alone or inside the other.
         *(row for row in cpu.SUBSTITUTIONS if row.owner.startswith("torch.cuda")),
         Substitution("torch.cuda", "Event", lambda _: _Event, "CPU offloading"),
         Substitution(
@@ -412,17 +412,17 @@ def _has_megatron() -> bool:
 
 @contextlib.contextmanager
 def te_cuda_stand_ins(capability: tuple[int, int] = (10, 0)) -> Iterator[None]:
-    """Let TE's contexts and checkpoint run without a GPU; everything is undone on exit.
+    """Let TE's contexts and checkpoint run without a GPU. Everything is undone on exit.
 
-    `capability` is the compute capability that TE sees. Under (10, 0) every recipe counts as available, except for
-    FP8 block scaling in TE 2.3 to 2.8, which wants (9, 0); under (9, 0) MXFP8 and NVFP4 are not available, under
-    (8, 0) none is. The CUDA random generators are torch's CPU generator, so that a recompute draws the same dropout.
-    A megatron-core model of local layers gets the torch norm at its end instead of TE's, as it does without TE.
+    `capability` is the compute capability that TE sees. Under (10, 0) every recipe is available, except for FP8 block
+    scaling in TE 2.3 to 2.8, which needs (9, 0). Under (9, 0) MXFP8 and NVFP4 are not available, under (8, 0) no
+    recipe is. torch's CPU generator replaces the CUDA generators, so that a recompute draws the same dropout. A
+    megatron-core model of local layers gets the torch norm at its end instead of TE's, as without TE.
 
-    Nests with `megatron_on_cpu` in either order; like it, process-wide but for the torch function mode, which is
-    this thread's.
+    Nests with `megatron_on_cpu` in either order. Like it, this context is process-wide, except for the torch function
+    mode, which belongs to the thread.
 
-    Raises ImportError when transformer_engine is not importable.
+    Raises ImportError if transformer_engine cannot be imported.
     """
     with contextlib.ExitStack() as undo:
         undo.callback(_forget_capability)
@@ -437,7 +437,7 @@ def te_cuda_stand_ins(capability: tuple[int, int] = (10, 0)) -> Iterator[None]:
 
 
 def _forget_capability() -> None:
-    """Drop what TE remembers of the device: class attributes, module globals from 2.15, and lru_caches."""
+    """Clear TE's memory of the device: class attributes, module globals from 2.15, and lru_caches."""
     manager = state_manager()
     module = import_module(manager.__module__)
     for name in ("fp8", "mxfp8", "nvfp4", "fp8_block_scaling"):
