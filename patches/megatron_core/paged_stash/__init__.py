@@ -82,7 +82,7 @@ _STASHES: weakref.WeakSet[ExpertStash] = weakref.WeakSet()
 
 
 def statistics() -> StashStatistics:
-    """What has become of the saved tensors of experts, since the patch was applied. Waits for the device."""
+    """The outcomes of experts' saved tensors since the patch was applied. Waits for the device."""
     return total_of(stash.statistics() for stash in list(_STASHES))
 
 
@@ -109,7 +109,7 @@ def _grouped(original: Function, stash: ExpertStash) -> Function:
 
 
 def _mlp(original: Function, stash: ExpertStash) -> Function:
-    """Only SequentialMLP gives an MLP the probabilities of its tokens."""
+    """An MLP gets the probabilities of its tokens only from SequentialMLP."""
     hidden, scale = argument(original, "hidden_states"), argument(original, "per_token_scale")
 
     @functools.wraps(original)
@@ -172,7 +172,7 @@ def _group_commit(original: Function, stash: ExpertStash) -> Function:
 def _chunk(original: Function, stash: ExpertStash) -> Function:
     @functools.wraps(original)
     def paged_stash_init_chunk_handler(vp_size: int | None, vp_stage: int | None) -> None:
-        """No order of chunks is expected."""
+        """Does nothing: the stash expects no order of chunks."""
 
     return paged_stash_init_chunk_handler
 
@@ -232,7 +232,7 @@ def _prepare_for_rerun(original: Function, stash: ExpertStash) -> Function:
     def prepare_for_rerun(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         stash.forget_overflow()
-        stash.rerunning = True  # whatever a layer's own config says
+        stash.rerunning = True  # for all layers, also those with a separate config
         if stash.random_state is not None:
             stash.random_state()
         return result
@@ -241,9 +241,9 @@ def _prepare_for_rerun(original: Function, stash: ExpertStash) -> Function:
 
 
 def _random_state() -> Callable[[], None]:
-    """Remember all random numbers to come; returns what brings them back.
+    """Save the state of all random generators. Returns a function that restores it.
 
-    States are copied, and generators of CUDA graphs stay the objects that the graphs know.
+    States are copied. Generators of CUDA graphs stay the same objects, because the graphs reference them.
     """
     from megatron.core.tensor_parallel import random
 
@@ -283,7 +283,7 @@ def _graph(original: Function, stash: ExpertStash) -> Function:
     @functools.wraps(original)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        stash.step_ends()  # what is replayed calls nothing
+        stash.step_ends()  # a replayed graph calls no hook
         return result
 
     return __call__
@@ -312,7 +312,7 @@ VARIANTS: dict[str, dict[str, Factory]] = {
 
 
 def problems(models: Iterable[Any]) -> Iterator[tuple[str, str]]:
-    """Why nothing is stashed in these models, for shim.check(). OptionError for what would be an error in a step."""
+    """Pairs for shim.check(): why nothing is stashed, and the remedy. OptionError for settings that a step refuses."""
     modules = [
         m for model in models for m in model.modules() if getattr(getattr(m, "config", None), "num_moe_experts", 0)
     ]
@@ -337,7 +337,7 @@ def _is_fused(module: Any) -> bool:
 
 
 def _reason(module: Any, stash: ExpertStash) -> str:
-    """Why experts of such a config are not stashed; "" where they are."""
+    """Why experts with such a config are not stashed; "" if they are."""
     if not _is_fused(module):
         return cannot_gain(module.config, stash.settings(module.config))
     return "" if getattr(module.config, FLAG, False) else FUSED_ASK_THE_CONFIG

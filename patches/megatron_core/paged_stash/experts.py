@@ -1,4 +1,4 @@
-"""The stashes of a process's experts: their settings, their sizes, and what each forward may gain."""
+"""The stashes of a process's experts: settings, sizes, and whether a forward can gain."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ __all__ = ["ExpertStash", "Settings", "cannot_gain", "check_settings", "total_of
 FLAG = "moe_paged_stash"
 HOST_FACTOR = "moe_paged_stash_buffer_size_factor_cpu"
 SIZES = "moe_paged_stash_page_size", "moe_paged_stash_buffer_size_factor_cuda", HOST_FACTOR
-COMPILED = "squared_relu", "quick_gelu", "fast_gelu"  # each element by itself, and finite at zero
+COMPILED = "squared_relu", "quick_gelu", "fast_gelu"  # elementwise, with a finite backward at zero
 EXACT = "the experts' buffers have no spare rows (no moe_pad_expert_input_to_capacity), and there is no host pool"
 
 
 class Settings(NamedTuple):
-    """The sizes that a config and options ask for. Factors are upstream's: a positive one is of the rows to be
-    expected, a negative one of the most that there were."""
+    """The sizes that a config and options ask for.
+
+    Factors are upstream's: a positive factor multiplies the expected rows, a negative one the maximum so far.
+    """
 
     page_size: int
     factor: float
@@ -46,26 +48,26 @@ class Settings(NamedTuple):
 
 
 class ExpertStash:
-    """Makes groups of a PagedStash, and sizes its pools in moments in which nothing is in them.
+    """Makes groups of a PagedStash, and sizes its pools while they are empty.
 
-    The first forward passes find pools without pages, so that all originals are kept, and what they would have needed
-    is counted. That is the only thing learnt: no order of passes is expected or recorded.
+    The first forward passes find pools without pages. So all originals are kept, and the needed pages are counted. The
+    stash learns nothing else: it expects and records no order of passes.
 
-    There is a stash for each set of settings that experts have. Those of one model, as a rule, share it; models that
-    differ in their settings know nothing of each other.
+    There is one stash for each set of settings. The experts of one model usually share a stash. Models with different
+    settings do not affect each other.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         if options["overflow"] not in OVERFLOW:
             raise OptionError(f"option overflow is {options['overflow']!r}; it must be one of {', '.join(OVERFLOW)}")
         self.options = options
-        self.enabled = True  # by upstream's reset: not while evaluating
+        self.enabled = True  # set by upstream's reset; False while evaluating
         self.rerunning = False
         self.runners = 0
         self.random_state: Callable[[], None] | None = None
         self._settings: Settings | None = None
         self._stashes: dict[Settings, PagedStash] = {}
-        # Whose settings they are now: a stash that is nobody's has to go. Of callers without a module nobody knows.
+        # Module -> settings, and settings of callers without a module. A stash whose settings are unused is dropped.
         self._settings_of: weakref.WeakKeyDictionary[Any, Settings] = weakref.WeakKeyDictionary()
         self._of_unknown: set[Settings] = set()
         self._dropped = StashStatistics(0, 0, 0, 0)
@@ -76,7 +78,7 @@ class ExpertStash:
     # One forward
 
     def settings(self, config: Any) -> Settings:
-        """What somebody has set in the config, else the options: a field that the class has by default says nothing."""
+        """The settings from the config, else from the options. A field with its default value counts as not set."""
         found: list[Any] = []
         for name in SIZES:
             value = getattr(config, name, None)
@@ -88,7 +90,7 @@ class ExpertStash:
         return bool(getattr(config, FLAG, False) or self.options[FLAG])
 
     def wanted(self, config: Any) -> bool:
-        """Whether a forward under this config is to be stashed: cheap, since all experts ask."""
+        """Whether to stash a forward under this config. Cheap, because all experts ask."""
         return self.asked(config) and self.usable() and torch.is_grad_enabled()
 
     def usable(self) -> bool:
@@ -118,14 +120,14 @@ class ExpertStash:
         )
 
     def skip(self, module: Any, reason: str) -> None:
-        """Count a forward of experts that are left alone."""
+        """Count a forward of experts that is left alone."""
         self._stash_of(module, self.settings(module.config)).skip(reason)
 
     def run(self, forward: Callable[[], Any], module: Any, hidden: Tensor, probs: Tensor) -> Any:
-        """forward() of experts in `module`, for rows `hidden` [rows, h] with the router's `probs` [rows].
+        """Call forward() of the experts in `module`, for rows `hidden` [rows, h] with the router's `probs` [rows].
 
-        A row that the dispatcher put in to fill the capacity has a probability of zero, and therefore no part in any
-        gradient of a parameter or of what was routed.
+        A row that the dispatcher added to fill the capacity has a probability of zero. So it takes no part in the
+        gradients of parameters and of routed tokens.
         """
         config, rows = module.config, hidden.shape[0]
         settings = self.settings(config)
@@ -146,7 +148,7 @@ class ExpertStash:
     # Upstream's three calls around the fused experts
 
     def enter_module(self, module: Any) -> Any:
-        """Note whose forward this thread is in; returns what it was in before, for `leave_module`."""
+        """Note the module whose forward this thread is in. Returns the outer module, for `leave_module`."""
         outer, self._current.module = getattr(self._current, "module", None), module
         return outer
 
@@ -154,7 +156,7 @@ class ExpertStash:
         self._current.module, self._current.inputs, self._current.group = outer, (), None
 
     def begin(self, tensor: Tensor) -> None:
-        """Note what goes into the experts."""
+        """Note the input of the experts."""
         self._current.inputs = (tensor,)
 
     def open(self, rows: int, count: Tensor, expected: int | None) -> contextlib.AbstractContextManager[Any]:
@@ -189,14 +191,14 @@ class ExpertStash:
             self._spilled_before = {key: count for key, count in spilled if count is not None}
 
     def step_ends(self) -> None:
-        """Before gradients are used: an error where tensors were lost, unless a runner is there to repeat the step."""
+        """Called before gradients are used. Raises if tensors were lost, unless a runner repeats the step."""
         if self.runners or capturing():
             return
         lost = []
         for stash in self._all():
             try:
                 stash.check() if stash.may_lose else stash.warn_if_idle()
-            except StashOverflowError as error:  # of all of them, since each forgets what it has told
+            except StashOverflowError as error:  # collect from all stashes, because each check resets the count
                 lost.append(error)
         self._drop_unused()
         if lost:
@@ -207,7 +209,7 @@ class ExpertStash:
         return self._any(stash.lost() for stash in self._all())
 
     def spilled(self) -> Tensor:
-        """bool [1], on the device: whether something went to the host in this step."""
+        """bool [1], on the device: whether tensors went to the host in this step."""
         counts = []
         for key, stash in list(self._stashes.items()):
             count, before = stash.spilled(), self._spilled_before.get(key)
@@ -227,13 +229,13 @@ class ExpertStash:
             stash.forget_lost()
 
     def release(self) -> None:
-        """Drop all pools, with the graphs that use them. A pool in which something lives stays."""
+        """Drop all empty pools, also those of CUDA graphs, which must not be replayed again."""
         for stash in self._all():
             stash.clear()
         self._spilled_before = {}
 
     def held(self) -> str:
-        """The memory of all pools that have pages, in words; "" where none has."""
+        """The memory of all pools with pages, in words; "" if there is none."""
         pools = [pool for stash in self._all() for pool in list(stash.pools.values()) if pool.pages or pool.host_pages]
         if not pools:
             return ""
@@ -260,7 +262,7 @@ class ExpertStash:
             else:
                 self._settings_of[module] = settings
             if settings not in self._stashes:
-                # The stash learns of its host pool when it gets its sizes, so that "spill" is "raise" to it.
+                # A stash gets its host pool only with its sizes. Until then "spill" is not possible, so it is "raise".
                 policy = "raise" if self.options["overflow"] == "spill" else str(self.options["overflow"])
                 self._stashes[settings] = PagedStash(page_size=settings.page_size, overflow=policy)
             stash = self._stashes[settings]
@@ -268,9 +270,9 @@ class ExpertStash:
         return stash
 
     def _drop_unused(self) -> None:
-        """Drop the stashes whose experts are gone, or have other settings by now, with all their memory.
+        """Drop stashes, with their memory, whose experts are gone or have other settings now.
 
-        Not one in which something lives, that a CUDA graph uses, or that has a loss to tell.
+        A stash stays if it is not empty, if a CUDA graph uses it, or if it has an unreported loss.
         """
         if capturing():
             return
@@ -295,7 +297,7 @@ class ExpertStash:
 
 
 def total_of(counted: Iterable[StashStatistics]) -> StashStatistics:
-    """All of these as one."""
+    """The sum of these statistics."""
     found = list(counted)
     skipped: Counter[str] = Counter()
     for one in found:
@@ -311,16 +313,16 @@ def total_of(counted: Iterable[StashStatistics]) -> StashStatistics:
 
 
 def _pages(pool: PagePool, settings: Settings) -> tuple[int, int]:
-    """How many pages a pool is to have, and how many on the host."""
+    """The pages that a pool should have on the device and on the host."""
     pages, host_pages = (
         math.ceil(abs(factor) * (pool.most_expected if factor >= 0 else pool.most_wanted()))
         for factor in (settings.factor, settings.host_factor)
     )
-    return min(pages, pool.most_full), min(host_pages, pool.most_full)  # more could not be taken
+    return min(pages, pool.most_full), min(host_pages, pool.most_full)  # more can never be used
 
 
 def check_settings(options: Mapping[str, Any], settings: Settings) -> None:
-    """OptionError where experts cannot be stashed with these: what a config says is known only with a model."""
+    """Raise OptionError for impossible settings. Not checked by apply(), because only a model has a config."""
 
     def refuse(what: str, remedy: str) -> None:
         raise OptionError(f"paged-stash: {what}. Remedy: {remedy}, in the model's config or by the option of that name")
@@ -338,7 +340,7 @@ def check_settings(options: Mapping[str, Any], settings: Settings) -> None:
 
 
 def cannot_gain(config: Any, settings: Settings) -> str:
-    """Why there is nothing to gain for experts whose buffers have no rows to spare, as far as the config tells."""
+    """Why experts with this config gain nothing from a stash; "" if they may gain."""
     padded = getattr(config, "moe_pad_expert_input_to_capacity", False)
     offloaded = {"expert_fc1", "moe_act"} & set(getattr(config, "offload_modules", None) or ())
     if offloaded and getattr(config, "fine_grained_activation_offloading", False):
@@ -355,12 +357,12 @@ def cannot_gain(config: Any, settings: Settings) -> str:
 
 
 def _compiled_activation(config: Any) -> tuple[Callable[[Tensor], Tensor], ...]:
-    """The activation, if it is one of those that upstream has compiled by torch.compile."""
+    """The activation, if upstream has compiled it with torch.compile."""
     upstream, found = sys.modules.get("megatron.core.activations"), getattr(config, "activation_func", None)
     return () if found is None or all(found is not getattr(upstream, name, None) for name in COMPILED) else (found,)
 
 
 def _marked(tensor: Tensor) -> int | None:
-    """Transformer Engine's mark on what it saves: False for rows of tokens, True for scales of blocks of 32 of them."""
+    """The rows per row of a tensor, by Transformer Engine's mark: False for rows, True for scales of 32 rows."""
     mark = getattr(tensor, "grouped_tensor_scale_inv", None)
     return None if mark is None else 32 if mark else 1
