@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-import inspect
-import textwrap
 import types
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
+
+from shim._releases.sources import parse
 
 __all__ = ["calls"]
 
@@ -19,6 +19,8 @@ def calls(override: Any, name: str, mended: Any, bases: Iterable[type]) -> bool:
     It does where its text has `super().name` or `Class.name`, or where its closure holds the method, as that of a
     wrapper does. Which branch runs is not followed. A text that cannot be read calls nothing.
     """
+    import inspect  # here, because it takes long to import, and most models have no override
+
     held = _closure_of(override)
     # Types are asked of type(), because a closure may hold a lazy object.
     if any((value.__func__ if type(value) is types.MethodType else value) is mended for value in held.values()):
@@ -45,8 +47,11 @@ def _closure_of(function: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)  # by the code and not by the function, whose closure could keep a model alive
 def _attributes_in(code: types.CodeType) -> tuple[ast.Attribute, ...]:
+    import inspect
+    import textwrap
+
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+        tree = parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, TypeError, ValueError, SyntaxError, RecursionError):
         return ()
     return tuple(node for node in ast.walk(tree) if isinstance(node, ast.Attribute))

@@ -2,7 +2,9 @@
 
 import ast
 import json
+from pathlib import Path
 
+import packaging
 import pytest
 from unit_helpers import BROKEN, REPOSITORY, megatron, output_of
 
@@ -42,6 +44,18 @@ def test_a_plan_loads_neither_frameworks_nor_heavy_parts_of_the_standard_library
     assert not {name.partition(".")[0] for name in found} & HEAVY
     # Patch modules import torch, and are loaded when a target is.
     assert not {name for name in found if name.startswith(("shim.patches.", "shim.ops", "shim.testing"))}
+
+
+@pytest.mark.parametrize("call", ["shim.plan()", "shim.apply()", "shim.status()"])
+def test_a_plan_on_a_known_release_loads_what_it_needs_and_no_more(tmp_path, call):
+    """Each of these takes longer to import than a plan takes, or nearly so; whoever needs one imports it where it is
+    needed. Nothing is installed here, and what tools put into site-packages is not loaded with -S."""
+    slow = {"yaml", "dataclasses", "inspect", "logging", "tokenize", "zipfile", "difflib", "importlib.abc"}
+    slow |= {"packaging.specifiers", "importlib.metadata", "urllib.parse", "shim._te.features", "shim._matrix.rules"}
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    (packages / "packaging").symlink_to(Path(packaging.__file__).parent)
+    assert not loaded(f"import shim; {call}", packages, flags=["-S"]) & slow
 
 
 def test_every_public_name_resolves():
