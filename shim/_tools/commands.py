@@ -172,21 +172,30 @@ def do_matrix(arguments: argparse.Namespace) -> int:
         say(json.dumps({"include": found} if arguments.github else found, indent=None if arguments.github else 2))
         return OK
     put(support(matrix), support_table(matrix), arguments.json)
-    return _complain_of_unfilled(matrix)
+    complaints = [*_stale_pins(matrix), *_unfilled(matrix)]
+    for complaint in complaints:
+        print(f"shim: {complaint}", file=sys.stderr)
+    return NOT_MET if complaints else OK
 
 
-def _complain_of_unfilled(matrix: Matrix) -> int:
-    """Print the places of new patches that still hold template text, where `matrix` is that of a source checkout."""
+def _stale_pins(matrix: Matrix) -> list[str]:
+    """Where the pins disagree with the rules and the supported list, and the remedy."""
+    from shim._tools.pin import stale
+
+    command = "make pins" if matrix.shipped else f"shim pin --releases --matrix {matrix.path}"
+    found = stale(matrix) if matrix.pinned else ["the matrix has no pins"]
+    return [*found, f"Remedy: run {command}."] if found else []
+
+
+def _unfilled(matrix: Matrix) -> list[str]:
+    """The places of new patches that still hold template text, where `matrix` is that of a source checkout."""
     from shim._matrix.load import PACKAGE
     from shim._tools.new_patch import is_checkout, unfilled
 
     top = PACKAGE.parent
     if not is_checkout(top) or Path(matrix.path).resolve() != top / "version_matrix.yaml":
-        return OK
-    places = unfilled(top)
-    for place in places:
-        print(f"shim: {place}", file=sys.stderr)
-    return NOT_MET if places else OK
+        return []
+    return unfilled(top)
 
 
 def do_new_patch(arguments: argparse.Namespace) -> int:

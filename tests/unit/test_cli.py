@@ -15,6 +15,7 @@ from unit_helpers import BROKEN, FIXED, MATRIX, PATCH, REPOSITORY, megatron, out
 
 from shim import __version__
 from shim._matrix.load import load_matrix
+from shim._matrix.pins import lock_path
 from shim._tools.cli import main
 from shim._tools.progress import Progress
 
@@ -441,6 +442,25 @@ def test_pin_writes_what_it_measures(shim, world, fetched):
     assert (code, json.loads(out)) == (1, {"stale": True, "releases": releases})
     assert json.loads(shim("pin", "--releases", "--json")[1])["changed"] is True
     assert shim("pin", "--check", "--package", "trainer_patches")[1] == "pins are current\n"
+
+
+def test_matrix_says_where_pins_are_stale(shim, world, fetched):
+    """Every patch would drift there; exit 1, so that a script sees it."""
+    code, out, err = shim("matrix")
+    assert (code, err) == (0, "") and "roll-fix" in out
+    text = world.matrix.read_text()
+    world.matrix.write_text(text.replace('"0.17.0", ', '"0.17.0", "0.17.1", ', 1))
+    code, out, err = shim("matrix")
+    assert code == 1 and "roll-fix" in out
+    assert err.splitlines() == [
+        "shim: megatron-core 0.17.1 lacks a pin of roll-fix, variant new",
+        "shim: megatron-core 0.17.1 lacks a pin of faster-forward, variant only",
+        f"shim: Remedy: run shim pin --releases --matrix {world.matrix}.",
+    ]
+    world.matrix.write_text(text)
+    lock_path(world.matrix).unlink()
+    code, _, err = shim("matrix")
+    assert code == 1 and err.startswith("shim: the matrix has no pins\nshim: Remedy: run shim pin --releases")
 
 
 @pytest.fixture

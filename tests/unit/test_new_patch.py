@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pinned import write_pins
 from unit_helpers import REPOSITORY, megatron
 
 from shim._errors import NotMetError, OptionError
@@ -202,6 +203,7 @@ def checkout(fetch, tmp_path, monkeypatch):
     (top / "setup.py").touch()
     (top / "patches" / "megatron_core" / "first.py").touch()
     (top / "version_matrix.yaml").write_text(CHECKOUT)
+    write_pins(top / "version_matrix.yaml", fetch)
     monkeypatch.setattr("shim._matrix.load.PACKAGE", top / "shim")
     monkeypatch.setattr("shim._tools.commands._fetch", fetch)
     return top
