@@ -11,7 +11,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
-VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "shim" / "__init__.py").read_text("utf-8"), re.M).group(1)
+VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "shim" / "_version.py").read_text("utf-8"), re.M).group(1)
 # The address that the repository is to have. Before the first release somebody has to register it: docs/releasing.md.
 PROJECT = "https://github.com/megatron-shim/megatron-shim"
 

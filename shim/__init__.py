@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from shim._engine.report import Report
     from shim._errors import BindError, MatrixError, NotMetError, OptionError, ShimError, StandInError
     from shim._planning.plan import Plan
+    from shim._version import __version__ as __version__
     from shim._workers.environment import ray_runtime_env, run_environment
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BindError",
@@ -68,11 +67,12 @@ del _top
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    home = "shim._version" if name == "__version__" else _HOMES.get(name, "shim._api")
+    if name not in __all__ and name != "__version__":
         raise AttributeError(f"module 'shim' has no attribute {name!r}")
     import importlib
 
-    value = globals()[name] = getattr(importlib.import_module(_HOMES.get(name, "shim._api")), name)
+    value = globals()[name] = getattr(importlib.import_module(home), name)
     return value
 
 

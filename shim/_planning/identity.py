@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shim import __version__
 from shim._errors import SourceError
 from shim._matrix.load import PACKAGE, patches_path
 from shim._matrix.model import Matrix
@@ -18,6 +17,7 @@ from shim._planning.decision import Decision
 from shim._releases.detect import Environment
 from shim._releases.files import read_bounded
 from shim._releases.sources import MAX_SOURCE_BYTES, Sources
+from shim._version import __version__
 
 __all__ = ["Code", "digest_of", "identity_of"]
 

@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Fixes and backports for megatron-core and Transformer Engine, applied in memory.",
         epilog="Begin with `shim plan`. The command is also called megatron-shim, and python -m shim.",
     )
-    from shim import __version__
+    from shim._version import __version__
 
     parser.add_argument("--version", action="version", version=f"megatron-shim {__version__}")
     parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -20,6 +20,7 @@ from shim._releases.detect import detect
 from shim._te.features import LostFeature, lost_features
 from shim._tools import others as _others
 from shim._tools.surroundings import TRAINERS, machine, packages
+from shim._version import __version__
 
 if TYPE_CHECKING:
     from shim._planning.plan import Plan
@@ -82,7 +83,7 @@ def examine() -> dict[str, Any]:
         )
     return {
         "shim": {
-            "version": shim.__version__,
+            "version": __version__,
             "location": str(Path(shim.__file__).parent),
             "matrix": str(matrix_argument(None) or matrix_path()),
             "matrix_content": content,

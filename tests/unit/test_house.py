@@ -9,19 +9,20 @@ from unit_helpers import REPOSITORY
 MAY_IMPORT = {
     "_errors": set(),
     "_record": set(),
+    "_version": set(),
     "_tasks": set(),
     "_kept": set(),
     "ops": {"_errors"},
     "_config_override": {"_errors", "_tasks"},
     "_releases": {"_errors", "_record"},
     "_matrix": {"_errors", "_record", "_releases"},
-    "_planning": {"_errors", "_record", "_releases", "_matrix"},
+    "_planning": {"_errors", "_record", "_version", "_releases", "_matrix"},
     "_te": {"_errors", "_record", "_releases", "_planning"},
     "_engine": {"_errors", "_record", "_tasks", "_kept", "_releases", "_matrix", "_planning"},
     "_api": {"_errors", "_record", "_releases", "_matrix", "_planning", "_te", "_engine"},
     "_workers": {"_errors", "_planning", "_api"},
     "testing": {"_errors", "_releases", "_matrix", "_planning", "_engine", "_api", "ops"},
-    "_tools": {"_errors", "_record", "_releases", "_matrix", "_planning", "_te", "_engine", "_api"}
+    "_tools": {"_errors", "_record", "_version", "_releases", "_matrix", "_planning", "_te", "_engine", "_api"}
     | {"_workers", "testing"},
     "patches": {"_errors", "_kept", "_config_override", "ops"},
 }
@@ -139,6 +140,7 @@ TESTED_IN = {
     "_workers.environment": "unit/test_run",
     "_workers.run.sitecustomize": "unit/test_run",
     "_tasks": "unit/test_config_override_threads",
+    "_version": "unit/test_import_cost",
     "ops._checks": "ops/test_paged_stash",
     "ops._logprob_chunks": "ops/test_logprob",
     "ops._logprob_linear": "ops/test_linear_logprob",
