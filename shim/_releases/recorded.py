@@ -46,7 +46,9 @@ def _in_directory(distribution: str, directory: str) -> Iterator[Recorded]:
     except OSError:
         return
     for name in names:
-        if name.endswith((".dist-info", ".egg-info")) and _normalised(name[:-10].partition("-")[0]) == wanted:
+        if not name.endswith((".dist-info", ".egg-info")):
+            continue
+        if _normalised(name.rpartition(".")[0].partition("-")[0]) == wanted:
             home = os.path.join(directory, name)
             text = _text(home, "METADATA") or _text(home, "PKG-INFO") or _text(home)
             yield Recorded(_version(text or ""), directory, _text(home, "direct_url.json"))

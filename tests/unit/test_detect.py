@@ -1,6 +1,7 @@
 """Step 1: what is installed is found without running any of it, and what the sources disagree about is said."""
 
 import sys
+from importlib.metadata import DistributionFinder, MetadataPathFinder
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,39 @@ def test_metadata_that_cannot_be_decoded_is_as_none(found, tmp_path):
     home = metadata(megatron(tmp_path, "0.17.0"), "0.17.0")
     (home / "METADATA").write_bytes(b"Name: megatron-core\nVersion: \xff\xfe\n")
     assert found(tmp_path).raw == "0.17.0"
+
+
+@pytest.mark.parametrize(
+    "name", ["megatron_core.egg-info", "megatron_core-0.16.9-py3.11.egg-info", "Megatron.Core-1.dist-info"]
+)
+@pytest.mark.parametrize("as_file", [False, True])
+def test_metadata_of_older_installers_gives_the_version(found, tmp_path, name, as_file):
+    """An egg-info has PKG-INFO, may be a file itself, and stands beside the sources after `setup.py develop`."""
+    text = "Metadata-Version: 2.1\nName: megatron-core\nVersion: 0.16.9+mine\n\nVersion: not this one\n"
+    megatron(tmp_path, "0.16.9")
+    write_file(tmp_path / name if as_file else tmp_path / name / "PKG-INFO", text)
+    core = found(tmp_path)
+    assert (core.raw, core.origin, core.problems) == ("0.16.9+mine", "distribution metadata", ())
+
+
+def test_what_other_finders_know_counts_too(found, tmp_path, monkeypatch):
+    """A tool may have a finder of its own for metadata; importlib asks it, and so does shim."""
+    metadata(tmp_path / "elsewhere", "0.17.0+found")
+
+    class Finder:
+        def find_spec(self, *_):
+            return None
+
+        def find_distributions(self, context):
+            return MetadataPathFinder.find_distributions(
+                DistributionFinder.Context(path=[str(tmp_path)], name=context.name)
+            )
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder()])
+    megatron(tmp_path / "tree", "0.17.0")
+    metadata(tmp_path, "0.17.0+found")
+    core = found(tmp_path / "tree")
+    assert any("0.17.0+found at" in problem for problem in core.problems)
 
 
 def editable(tree, *, value=True):
