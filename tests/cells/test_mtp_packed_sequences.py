@@ -466,12 +466,17 @@ def test_check_sees_the_real_model_and_names_what_shadows_it(applied, one_rank):
         def _postprocess(self, *args, **kwargs):
             return super()._postprocess(*args, **kwargs)
 
+    class Own(gpt_model.GPTModel):
+        def _postprocess(self, hidden_states, *args, **kwargs):
+            return hidden_states
+
     if VERSION >= (0, 14):
-        model.__class__ = Bridge
-        report = None
-        with pytest.raises(shim.NotMetError, match="Bridge"):
-            report = shim.check(model)
-        assert report is None
+        model.__class__ = Bridge  # which calls the mended method, and so hides nothing
+        assert shim.check(model)[ID].state == "applied"
+        model.__class__ = Own
+        with pytest.raises(shim.NotMetError, match="Own"):
+            shim.check(model)
+        assert shim.status()[ID].state == "shadowed"
 
 
 def objects_of(report):
