@@ -332,11 +332,12 @@ class Engine:
     def check(self, models: list[Any] | None, plan: Plan) -> Report:
         """The report for these models (None: those of the last check). Raises errors of the patches' own checks.
 
+        Call catch_up() before: `_api` compares the ranks between the two.
+
         plan: the plan in force, used if another thread reverts it meanwhile.
         """
         if models is not None:
             self.checked.remember(models)
-        self.catch_up()
         models = self.checked.living() if models is None else models
         report, plan = self._read(self.plan or plan)
         return with_findings(report, models, plan, self.binder, raising=True)

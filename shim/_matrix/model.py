@@ -11,6 +11,7 @@ from packaging.version import Version
 from shim._errors import MatrixError
 from shim._matrix.declared import Declared
 from shim._record import EMPTY, Record
+from shim._releases.detect import PATCHED
 from shim._releases.fingerprint import fingerprint
 from shim._releases.sources import Sources
 from shim._releases.versions import in_range
@@ -37,7 +38,7 @@ KINDS = ("correctness", "compat", "performance", "feature")
 CHANGES = ("nothing", "rounding", "values")
 
 
-DISTRIBUTIONS = ("megatron-core", "transformer-engine")  # what patches are of, and ranges over
+DISTRIBUTIONS = PATCHED  # ranges are over them
 
 
 class Variant(Record):

@@ -19,8 +19,17 @@ from shim._releases.recorded import Recorded, recorded
 from shim._releases.sources import Sources, parse
 from shim._releases.versions import parse_version
 
-__all__ = ["DISTRIBUTIONS", "VERSION_FILE_LIMIT", "Environment", "Installed", "detect", "version_in_package_info"]
+__all__ = [
+    "DISTRIBUTIONS",
+    "PATCHED",
+    "VERSION_FILE_LIMIT",
+    "Environment",
+    "Installed",
+    "detect",
+    "version_in_package_info",
+]
 
+PATCHED = ("megatron-core", "transformer-engine")  # the distributions that patches are of; torch is only reported
 VERSION_FILE_LIMIT = 100_000  # bytes; the largest real one has 3 kB
 
 

@@ -13,6 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib.machinery import PathFinder
 from typing import NamedTuple
 
+from shim._errors import SourceError
+from shim._releases.files import read_beginning
+
 __all__ = ["Recorded", "recorded"]
 
 FILE_LIMIT = 1_000_000  # bytes; the largest real METADATA has 100 kB
@@ -60,9 +63,8 @@ def _normalised(name: str) -> str:
 
 def _text(*parts: str) -> str | None:
     try:
-        with open(os.path.join(*parts), "rb") as file:
-            return file.read(FILE_LIMIT).decode("utf-8")
-    except (OSError, UnicodeDecodeError):
+        return read_beginning(os.path.join(*parts), FILE_LIMIT).decode("utf-8")
+    except (SourceError, UnicodeDecodeError):
         return None
 
 

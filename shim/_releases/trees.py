@@ -12,7 +12,14 @@ from packaging.utils import canonicalize_name
 
 from shim._errors import OptionError, SourceError
 from shim._record import Record
-from shim._releases.detect import DISTRIBUTIONS, VERSION_FILE_LIMIT, Environment, Installed, version_in_package_info
+from shim._releases.detect import (
+    DISTRIBUTIONS,
+    PATCHED,
+    VERSION_FILE_LIMIT,
+    Environment,
+    Installed,
+    version_in_package_info,
+)
 from shim._releases.sources import Sources
 from shim._releases.versions import parse_version
 from shim._releases.wheels import WheelSources
@@ -21,7 +28,6 @@ __all__ = ["Tree", "open_tree"]
 
 REQUIREMENT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)==([A-Za-z0-9.+!_-]+)")
 VERSION_LIMIT = 100  # characters
-AUDITED = ("megatron-core", "transformer-engine")
 
 Fetch = Callable[[str, str], Path]  # distribution and release -> the directory it is unpacked in
 
@@ -42,8 +48,8 @@ def open_tree(target: str, fetch: Fetch) -> Tree:
     named = REQUIREMENT.fullmatch(target)
     if named:
         distribution = canonicalize_name(named[1])
-        if distribution not in AUDITED:
-            raise OptionError(f"{named[1]} is not audited; known are {', '.join(AUDITED)}")
+        if distribution not in PATCHED:
+            raise OptionError(f"{named[1]} is not audited; known are {', '.join(PATCHED)}")
         if parse_version(named[2]) is None:
             raise OptionError(f"{named[2]} is not a version")
         return _in_directory(target, fetch(distribution, named[2]))
@@ -61,7 +67,7 @@ def _root_of(path: Path) -> Path | None:
     """The directory to put on PYTHONPATH for the package at or above `path`. None where there is no package."""
     for root in (path, *path.parents[:2]):
         inside = path.relative_to(root).parts
-        packages = [DISTRIBUTIONS[name].package for name in AUDITED]
+        packages = [DISTRIBUTIONS[name].package for name in PATCHED]
         if any(inside == tuple(p.split("."))[: len(inside)] and Sources([root]).path(p) for p in packages):
             return root
     return None
@@ -102,7 +108,7 @@ def _beginning(path: Path) -> str:
 
 def _tree(name: str, place: str, sources: Sources, metadata: Mapping[str, str], written: str) -> Tree:
     installed: dict[str, Installed] = {}
-    for distribution in AUDITED:
+    for distribution in PATCHED:
         package = DISTRIBUTIONS[distribution].package
         if sources.path(package) is None:
             continue

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from rope_cases import Group
 
 import shim
 from shim import testing
@@ -9,19 +10,6 @@ from shim import testing
 ID = "mla-rope-table"
 if tuple(int(part) for part in testing.release().split(".")[:2]) < (0, 13):
     pytest.skip("fused MLA came with 0.13", allow_module_level=True)
-
-
-class Group:
-    """A context-parallel group of one process's imagination."""
-
-    def __init__(self, ranks=1, rank=0):
-        self._ranks, self._rank = ranks, rank
-
-    def size(self):
-        return self._ranks
-
-    def rank(self):
-        return self._rank
 
 
 def mla_tables(rank):

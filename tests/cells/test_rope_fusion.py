@@ -11,6 +11,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import rope_utils, yarn_rotary_pos_embedding
 from megatron.core.transformer import TransformerConfig, attention
+from rope_cases import Group
 
 import shim
 from shim import testing
@@ -41,19 +42,6 @@ STOCK = {name: getattr(rope_utils, name) for name in ("apply_rotary_pos_emb", "_
 
 of_each_case = pytest.mark.parametrize("case", CASES, ids=" ".join)
 has_fused_qkv = pytest.mark.skipif(MINOR < (0, 15), reason="fused_single_qkv_rope came with 0.15")
-
-
-class Group:
-    """A context-parallel group of one process's imagination."""
-
-    def __init__(self, ranks=1, rank=0):
-        self._ranks, self._rank = ranks, rank
-
-    def size(self):
-        return self._ranks
-
-    def rank(self):
-        return self._rank
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import rope_utils
+from rope_cases import Group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shim
@@ -21,19 +22,6 @@ HEADS, WIDTH, ROTARY = 2, 12, 8
 LENGTHS = (4, 8, 12)  # multiples of four, so that two ranks can cut each by zigzag
 TOKENS = sum(LENGTHS)
 STOCK = {"_apply_rotary_pos_emb_thd": rope_utils._apply_rotary_pos_emb_thd}
-
-
-class Group:
-    """A context-parallel group of one process's imagination."""
-
-    def __init__(self, ranks=1, rank=0):
-        self._ranks, self._rank = ranks, rank
-
-    def size(self):
-        return self._ranks
-
-    def rank(self):
-        return self._rank
 
 
 @pytest.fixture(scope="module")

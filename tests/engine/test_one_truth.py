@@ -5,18 +5,11 @@ import sys
 import weakref
 
 import pytest
+from fake_world import Model
 
 import shim
 
 CORE = "megatron.core."
-
-
-class Model:
-    def __init__(self, *modules):
-        self.inner = modules
-
-    def modules(self):
-        return iter(self.inner)
 
 
 @pytest.fixture

@@ -1,16 +1,9 @@
 """An override that calls the patched method keeps the patch in force; any other shadows it."""
 
 import pytest
+from fake_world import Model
 
 import shim
-
-
-class Model:
-    def __init__(self, *modules):
-        self.inner = modules
-
-    def modules(self):
-        return iter(self.inner)
 
 
 @pytest.fixture

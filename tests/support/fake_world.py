@@ -145,6 +145,16 @@ def fresh_engine(monkeypatch):
                 del sys.modules[name]
 
 
+class Model:
+    """What check() asks of a torch module: its modules."""
+
+    def __init__(self, *modules):
+        self.inner = modules
+
+    def modules(self):
+        return iter(self.inner)
+
+
 class World:
     """The fake tree below `root`, in front of sys.path, and a matrix with pins for it in MEGATRON_SHIM_MATRIX.
 
