@@ -8,6 +8,7 @@ from unittest import mock
 import megatron.core.fusions.fused_cross_entropy as fused
 import pytest
 import torch
+from logprob_cases import Alias
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.module import Float16Module
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -228,18 +229,6 @@ def test_whoever_needs_the_logits_gets_them_or_an_error(applied, in_chunks):
     torch.autograd.grad(loss, logits)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(square, logits)
-
-
-class Alias(torch.autograd.Function):
-    """Returns the memory of its input, which to autograd is no view."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
 
 
 @pytest.mark.parametrize("scratch", [SCRATCH, 1 << 22], ids=["many", "few"])

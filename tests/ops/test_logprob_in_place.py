@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from logprob_cases import HALF_ULP, sample, strided  # noqa: E402
+from logprob_cases import HALF_ULP, Alias, sample, strided  # noqa: E402
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks  # noqa: E402
 
 from shim.ops.logprob import token_logprobs  # noqa: E402
@@ -92,18 +92,6 @@ def test_in_place_there_is_no_double_backward():
     (gradient,) = torch.autograd.grad(both(in_place(computed, target)), computed, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiated once"):
         gradient.sum().backward()
-
-
-class Alias(torch.autograd.Function):
-    """Returns the memory of its input, as a CUDA graph's or a cache's function does: to autograd it is no view."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
 
 
 # How logits have memory that somebody else has too, of a leaf or of a tensor that was computed.
