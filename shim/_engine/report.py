@@ -38,6 +38,7 @@ class PatchReport(Record):
     remedy: str = ""
     summary: str = ""  # what the patch does
     holds: tuple[str, ...] = ()  # what it holds in the process besides its functions, in words
+    others: tuple[str, ...] = ()  # what other people's code does to it without hiding it, in words
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -49,6 +50,7 @@ class PatchReport(Record):
             "targets": dict(self.targets),
             "remedy": self.remedy,
             "holds": list(self.holds),
+            "others": list(self.others),
         }
 
 
@@ -112,6 +114,7 @@ class Report(Record):
                 p.variant,
                 p.targets,
                 p.holds,
+                p.others,
             )
             for id, p in self.patches.items()
         ]

@@ -18,7 +18,7 @@ from shim._matrix.model import UPSTREAM, Matrix, PatchEntry, Pinned, Rule, Stand
 __all__ = ["FILE", "read_compiled", "render_compiled"]
 
 FILE = Path(__file__).with_name("matrix.json")
-FORMAT = 2  # raise it with every change of the file's form or of the records in it
+FORMAT = 3  # raise it with every change of the file's form or of the records in it
 
 
 def render_compiled(matrix: Matrix, digest: str) -> str:
@@ -94,8 +94,9 @@ def _patch(entry: Mapping[str, Any]) -> PatchEntry:
 
 def _variant(given: Mapping[str, Any]) -> Variant:
     texts = {name: tuple(given[name]) for name in ("targets", "reads")}
-    flags = {name: frozenset(given[name]) for name in ("optional", "added", "alone")}
-    return Variant(**{**given, **texts, **flags})
+    flags = {name: frozenset(given[name]) for name in ("optional", "added", "alone", "wraps")}
+    reached_by = {target: tuple(methods) for target, methods in given["reached_by"].items()}
+    return Variant(**{**given, **texts, **flags, "reached_by": reached_by})
 
 
 def _declared(given: Mapping[str, Any]) -> Declared:

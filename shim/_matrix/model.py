@@ -49,6 +49,10 @@ class Variant(Record):
     added: targets that a release may lack. Their factories get MISSING where the name is absent. revert() removes the
         names again.
     alone: targets whose object upstream uses under other names for other purposes. shim binds no alias of them.
+    wraps: targets whose factory holds around any function that takes the same calls, also around somebody else's.
+    spared: targets that the patch can do without, if somebody else's object stands there, with what stays wrong then.
+    reached_by: maps a target that is a function to the methods through which models call it. An override of such a
+        method hides the patch from a model.
     """
 
     name: str
@@ -58,6 +62,9 @@ class Variant(Record):
     optional: frozenset[str] = frozenset()
     added: frozenset[str] = frozenset()
     alone: frozenset[str] = frozenset()
+    wraps: frozenset[str] = frozenset()
+    spared: Mapping[str, str] = EMPTY
+    reached_by: Mapping[str, tuple[str, ...]] = EMPTY
 
     @property
     def bodies(self) -> tuple[str, ...]:

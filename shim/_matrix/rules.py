@@ -53,20 +53,28 @@ PATCH_KEYS = {
 }
 VARIABLE_KEYS = {**dict.fromkeys(("value", "before", "option", "without"), True), **dict.fromkeys(DISTRIBUTIONS, False)}
 VARIANT_KEYS = {"applies": False, "targets": True, "reads": False}
-TARGET_KEYS = {"target": True, "inherits": False, "optional": False, "added": False, "alone": False}
+FLAGS = ("optional", "added", "alone", "wraps")
+TARGET_KEYS = {"target": True, "inherits": False, **dict.fromkeys(FLAGS, False), "without": False, "reached_by": False}
 RULE_KEYS = {**dict.fromkeys(DISTRIBUTIONS, False), "note": False}
 
 
 def _variant(read: Reader, name: str, node: yaml.Node, entries: Mapping[str, yaml.Node]) -> Variant:
     targets: list[str] = []
     inherited: dict[str, str] = {}
-    flags: dict[str, set[str]] = {"optional": set(), "added": set(), "alone": set()}
+    spared: dict[str, str] = {}
+    reached_by: dict[str, tuple[str, ...]] = {}
+    flags: dict[str, set[str]] = {flag: set() for flag in FLAGS}
     for item in read.sequence(entries["targets"], f"targets of {name}"):
         if isinstance(item, yaml.MappingNode):
             given = read.mapping(item, "a target", TARGET_KEYS)
             target = read.target(given["target"], "target")
             if "inherits" in given:
                 inherited[target] = read.target(given["inherits"], "inherits")
+            if "without" in given:
+                spared[target] = read.text(given["without"], "without")
+            if "reached_by" in given:
+                items = read.sequence(given["reached_by"], "reached_by")
+                reached_by[target] = tuple(read.target(method, "a method") for method in items)
             for flag in flags.keys() & given.keys():
                 if read.flag(given[flag], flag):
                     flags[flag].add(target)
@@ -79,10 +87,20 @@ def _variant(read: Reader, name: str, node: yaml.Node, entries: Mapping[str, yam
         targets.append(target)
     if set(targets) <= flags["optional"]:
         raise read.fail(node, f"variant {name} has no target" + (" that is not optional" if targets else ""))
+    if targets and set(targets) <= spared.keys():
+        raise read.fail(node, f"variant {name} can do without each of its targets")
     reads = entries.get("reads")
     items = [] if reads is None else read.sequence(reads, f"reads of {name}")
     relied = tuple(read.target(i, "a read") for i in items)
-    return Variant(name, tuple(targets), relied, inherited, *map(frozenset, flags.values()))
+    return Variant(
+        name,
+        tuple(targets),
+        relied,
+        inherited,
+        **{flag: frozenset(chosen) for flag, chosen in flags.items()},
+        spared=spared,
+        reached_by=reached_by,
+    )
 
 
 def _variables(read: Reader, node: yaml.Node, options: Iterable[str]) -> Iterator[Variable]:

@@ -28,6 +28,7 @@ class Row(Record):
     variant: str | None
     targets: Mapping[str, str]
     holds: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
 
 
 def group(state: str, kind: str, pending_is_amiss: bool) -> str:
@@ -84,6 +85,7 @@ def grouped(rows: Sequence[Row], applied: str, verbose: bool) -> Iterable[str]:
             if row.remedy:
                 yield f"      Remedy: {row.remedy}"
             yield from (f"      keeps {text}" for text in row.holds)
+            yield from (f"      beside it: {text}" for text in row.others)
     for group, title in _IN_A_LINE.items():
         members = [row for row in rows if row.group == group]
         for reason in dict.fromkeys(row.reason for row in members):

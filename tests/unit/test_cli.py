@@ -320,7 +320,7 @@ def test_status_applies_reads_back_and_reverts(shim, importable):
     assert code == 0, out
     assert set(found) == {"summary", "digest", "releases", "applied", "patches", "lost"}
     assert found["applied"] == ["roll-fix", "faster-forward"]
-    keys = {"kind", "state", "reason", "variant", "targets", "remedy", "summary", "holds"}
+    keys = {"kind", "state", "reason", "variant", "targets", "remedy", "summary", "holds", "others"}
     assert set(found["patches"]["roll-fix"]) == keys
     assert found["patches"]["roll-fix"]["targets"]["megatron.core.roll:roll"] == "bound"
     roll = sys.modules["megatron.core.roll"].roll

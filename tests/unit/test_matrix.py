@@ -134,6 +134,8 @@ def test_the_shipped_matrix_names_only_patches_of_shim(tmp_path, monkeypatch, co
         ('["megatron.core.roll:roll"]', '[{target: "a:b", optional: 1}]', "optional must be true or false"),
         ('["megatron.core.roll:roll"]', '[{target: "a:b", optional: true}]', "no target that is not optional"),
         ('["megatron.core.roll:roll"]', '[{inherits: "a:b"}]', "lacks 'target'"),
+        ('["megatron.core.roll:roll"]', '[{target: "a:b", without: all}]', "can do without each of its targets"),
+        ('["megatron.core.roll:roll"]', '[{target: "a:b", reached_by: ["c"]}]', "not of the form"),
         ("variant: new}", "variant: newest}", "there is no variant 'newest'"),
         ("variant: new}", "note: what for}", "lacks 'variant'"),
         ('{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", variant: old}', "{variant: old}", "needs a range"),
