@@ -7,15 +7,24 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shim._engine.aliases import find_aliases, namespace_of, rewrap, unwrap
-from shim._engine.chain import MISSING, Chain, Change, Imported, Layer, Lost, Slot, found_by_name
+from shim._engine.chain import MISSING, Chain, Change, Held, Imported, Key, Layer, Lost, Slot, found_by_name
 from shim._engine.modules import Modules
 from shim._engine.places import Places
+from shim._engine.reach import reached
 from shim._engine.wrappers import Wrappers
 from shim._errors import BindError
-from shim._record import replace
+from shim._record import Record, replace
 from shim._releases.fingerprint import split_target
 
-__all__ = ["Binder"]
+__all__ = ["Binder", "Wrapped"]
+
+
+class Wrapped(Record):
+    """Somebody else's object on a target that shim has not bound yet, and where upstream's function lies inside it."""
+
+    foreign: Any
+    upstream: Any
+    held: tuple[Held, ...]
 
 
 class Binder:
@@ -35,6 +44,7 @@ class Binder:
         self.wrappers = Wrappers()
         self.places = Places(self.wrappers.beneath)
         self.chains: dict[str, Chain] = {}
+        self.wrapped: dict[str, Wrapped] = {}  # what with_conflicts() found about targets without a chain
 
     # Reading targets
 
@@ -49,10 +59,11 @@ class Binder:
         if owner is None:
             raise BindError(f"{module_name} is not imported")
         *path, name = qualname.split(".")
-        for part in path:
+        for depth, part in enumerate(path, 1):
             owner = namespace_of(owner).get(part, MISSING)
             if not issubclass(type(owner), type):  # not isinstance, which a proxy of a class passes
                 raise BindError(f"{target} is gone: {part} is not a class of the installed release")
+            owner = _upstreams(owner, module_name, ".".join(path[:depth]))
         value = namespace_of(owner).get(name, MISSING)
         if value is MISSING and isinstance(owner, type):
             value = next((namespace_of(c)[name] for c in owner.__mro__[1:] if name in namespace_of(c)), MISSING)
@@ -72,6 +83,24 @@ class Binder:
         """The entries of `lost_now` that are targets; aliases are left out."""
         targets = {chain.key: target for target, chain in self.chains.items()}
         return {targets[lost.slot.key]: lost for lost in self.places.lost_now() if lost.slot.key in targets}
+
+    def effect_of(self, lost: Lost) -> str:
+        """Whether shim's function is called although somebody else's object stands on the name.
+
+        ``called``: the object holds shim's function, and its code names it. ``unknown``: it holds the function where
+        reading does not tell. ``replaced``: it does not hold the function, or another version of it. ``released``: shim
+        has taken its function out of the object, and nothing is bound.
+        """
+        chain, current = self.chains.get(lost.slot.target), lost.slot.current()
+        if chain is None and lost.held:
+            return "released"
+        if chain is None or current is MISSING:
+            return "replaced"
+        top = unwrap(chain.top)
+        found = reached(current, lost.slot.name, lambda value: value is top, self.wrappers.is_ours)
+        if any(held.certain for held in found):
+            return "called"
+        return "unknown" if found else "replaced"
 
     # Modules that run again, or whose import fails
 
@@ -107,6 +136,7 @@ class Binder:
         before = dict(self.chains), dict(places.slots), dict(places.lost)
         places.journal = []
         try:
+            places.follow(self._base_of)
             for slot in places.regain():
                 self.chains.pop(slot.target, None)  # the name may hold an older wrapper now
             if imported is None:
@@ -151,7 +181,16 @@ class Binder:
             if chain is None and layers and self.loaded(split_target(target)[0]) is not None:
                 owner, name, value = self.resolve(target, layers[0].added)
                 base = self.wrappers.beneath(value)
-                self.places.lost.pop((id(owner), name), None)  # conflicts were found before: the object is not foreign
+                before = self.places.lost.pop((id(owner), name), None)
+                around = self.wrapped.get(target)
+                if around is not None and around.foreign is value:
+                    chain = Chain(target, owner, name, around.upstream, around.upstream)
+                    original = around.upstream if before is None else before.slot.original
+                    slot = Slot(owner, name, original, around.upstream, target)
+                    self.places.move_into(slot, value, around.held, around.upstream)
+                    yield chain, layers
+                    continue
+                # with_conflicts() has found that a patch can hold on this object.
                 # An inherited object belongs to the base class.
                 top = value if name in namespace_of(owner) else base
                 chain = Chain(target, owner, name, base, top)
@@ -189,6 +228,8 @@ class Binder:
             partner = self.chains.get(f"{chain.target.rpartition('.')[0]}.{other}")
             if after.layers or partner is None or self.places.is_lost(chain.key):
                 continue
+            if self._is_followed(partner.key):  # the other function calls upstream's again
+                continue
             if self.places.is_lost(partner.key):
                 why = f"stays bound, because {partner.name} was replaced"
                 self.places.lose(self.places.slots[chain.key], why, partner.key)
@@ -212,6 +253,7 @@ class Binder:
                 old[id(inner)] = (chain, after)
                 (near if imported is not None and self._is_new(chain, imported[0]) else far).append(inner)
         self._write_known(changes)
+        self._write_followed(changes)
         found = find_aliases(far)
         if near and imported is not None:
             found += find_aliases(near, imported[1])
@@ -235,6 +277,14 @@ class Binder:
             elif slot.target not in self.chains:
                 self.places.restore(slot)
 
+    def _write_followed(self, changes: Iterable[Change]) -> None:
+        """Write to places inside of other objects that hold upstream's function, or an older one of shim's."""
+        now = {**self.chains, **{after.target: after for _, after in changes}}
+        for slot in list(self.places.slots.values()):
+            chain = now.get(slot.target)
+            if slot.within and chain is not None and unwrap(slot.written) is not unwrap(chain.top):
+                self.places.put(slot.owner, slot.name, chain, chain)
+
     def _write_late(self, changes: Iterable[Change], overdue: set[str]) -> None:
         """Rebind aliases in modules that finished importing late, also for chains that do not change."""
         changed = {chain.target: (chain, after) for chain, after in changes}
@@ -243,11 +293,22 @@ class Binder:
             before, after = changed.get(target, (chain, chain))
             slot, inner = self.places.slots.get(chain.key), unwrap(chain.base)
             # An inherited object belongs to the base class.
-            own = slot is not None and slot.original is not MISSING
+            own = self._is_followed(chain.key) if slot is None else slot.original is not MISSING
             if after.layers and callable(inner) and own and not after.borrowed and not after.layers[0].alone:
                 governed[id(inner)] = inner, (before, after)
         for owner, name, raw in find_aliases([inner for inner, _ in governed.values()], overdue):
             self.places.put(owner, name, *governed[id(unwrap(raw))][1])
+
+    def _base_of(self, slot: Slot) -> Any:
+        """Upstream's function on the target of a slot. None where nothing is bound, or nothing was there before."""
+        chain = self.chains.get(slot.target)
+        base = None if chain is None or chain.base is MISSING else unwrap(chain.base)
+        return base if callable(base) else None
+
+    def _is_followed(self, key: Key) -> bool:
+        """Whether shim governs places inside of the object that stands on a lost name."""
+        lost = self.places.lost.get(key)
+        return lost is not None and any(inner in self.places.slots for inner in lost.held)
 
     def _is_borrowed(self, chain: Chain) -> bool:
         """Whether `top` belongs to someone else: to a base class, or to the place a factory took it from."""
@@ -259,3 +320,11 @@ class Binder:
         """Whether the module that was just imported defined the object on the target."""
         made_in = getattr(unwrap(chain.top), "__module__", None)
         return not chain.layers and split_target(chain.target)[0] == module == made_in
+
+
+def _upstreams(found: type, module: str, qualname: str) -> type:
+    """The class that upstream defines, if somebody has put a subclass of it in its place."""
+    for cls in found.__mro__:
+        if cls.__module__ == module and cls.__qualname__ == qualname:
+            return cls
+    return found

@@ -17,7 +17,7 @@ from shim._engine.foreign import describe
 from shim._matrix.model import Variant
 from shim._record import Record
 
-__all__ = ["Chain", "Change", "Factory", "Imported", "Key", "Layer", "Lost", "MISSING", "Slot"]
+__all__ = ["Chain", "Change", "Factory", "Held", "Imported", "Key", "Layer", "Lost", "MISSING", "Slot"]
 
 
 Factory = Callable[[Any], Any]
@@ -56,35 +56,59 @@ class Layer(Record):
         return self.wiring is not None and self.target in self.wiring.added
 
 
+class Held(Record):
+    """A place inside of an object: what it holds, and whether the object surely calls it.
+
+    owner: a closure's cell, or an object with the attribute `name`. None where shim cannot write to the place.
+    """
+
+    owner: Any
+    name: str
+    value: Any
+    certain: bool
+
+
 class Slot(Record):
-    """One name that shim wrote: its object before (MISSING: none), and the object that shim wrote last."""
+    """One name that shim wrote: its object before (MISSING: none), and the object that shim wrote last.
+
+    within: whose object the place lies in, in words, if it is no name of a module or class.
+    """
 
     owner: Any
     name: str
     original: Any
     written: Any
     target: str
+    within: str = ""
 
     @property
     def key(self) -> Key:
         return id(self.owner), self.name
 
     def current(self) -> Any:
-        return namespace_of(self.owner).get(self.name, MISSING)
+        return read_name(self.owner, self.name)
 
     def __str__(self) -> str:
         owner = self.owner
+        if self.within:
+            return f"what {self.within} calls"
         if issubclass(type(owner), type):
             return f"{owner.__module__}.{owner.__qualname__}.{self.name}"
         return f"{namespace_of(owner)['__name__']}.{self.name}"
 
 
 class Lost(Record):
-    """A name that shim no longer governs, mostly because somebody else replaced the object. shim leaves it alone."""
+    """A name that shim no longer governs, mostly because somebody else replaced the object. shim leaves it alone.
+
+    partner: the lost place that is the reason, if this one was not replaced itself.
+    foreign: the other object.    held: the places inside of it that shim governs instead.
+    """
 
     slot: Slot
     why: str
-    partner: Key | None = None  # the lost place that is the reason, if this one was not replaced itself
+    partner: Key | None = None
+    foreign: Any = None
+    held: tuple[Key, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.slot} {self.why}"
@@ -106,8 +130,21 @@ class Chain(Record):
         return id(self.owner), self.name
 
 
+def read_name(owner: Any, name: str) -> Any:
+    """The object under a name of a module or class, in a cell, or in an attribute of another object; or MISSING."""
+    kind = type(owner)
+    if issubclass(kind, (type, types.ModuleType)):
+        return namespace_of(owner).get(name, MISSING)
+    try:
+        return getattr(owner, name)
+    except (AttributeError, ValueError):  # ValueError: an empty cell
+        return MISSING
+
+
 def write_name(owner: Any, name: str, value: Any) -> None:
-    if isinstance(owner, type):
+    if not issubclass(type(owner), (type, types.ModuleType)):
+        setattr(owner, name, value)
+    elif isinstance(owner, type):
         if value is not MISSING:
             setattr(owner, name, value)
         elif name in namespace_of(owner):

@@ -1,54 +1,111 @@
-"""Conflicts: patches that are not bound because somebody else's object stands on one of their targets."""
+"""Conflicts: somebody else's object on a target keeps a patch, or a part of it, from its effect."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from shim._engine.aliases import unwrap
-from shim._engine.binder import Binder
+from shim._engine.aliases import namespace_of, unwrap
+from shim._engine.binder import Binder, Wrapped
 from shim._engine.chain import MISSING
-from shim._engine.foreign import describe, foreign_on
+from shim._engine.foreign import describe, foreign_on, is_upstreams
+from shim._engine.reach import reached
 from shim._errors import BindError, NotMetError
 from shim._planning.plan import Decision, Plan
-from shim._record import replace
+from shim._record import Record, replace
 from shim._releases.fingerprint import ABSENT, split_target
 
-__all__ = ["require_none", "warnings_for", "with_conflicts"]
+__all__ = ["remedy_for", "require_none", "warnings_for", "with_conflicts"]
+
+
+class _Foreign(Record):
+    """An object that keeps a patch from a target: who it is, what is said of it, and what to do."""
+
+    who: str
+    what: str
+    remedy: str
 
 
 def with_conflicts(plan: Plan, binder: Binder) -> Plan:
-    """The plan with each patch in ``conflict`` if somebody else's object stands on a target, and out of it otherwise.
+    """The plan with what somebody else's objects keep from it now. Returns the same plan object if nothing changes.
 
-    Returns the same plan object if nothing changes.
+    A patch is in ``conflict`` if such an object stands on a target that it cannot do without. On another target the
+    object costs this target only: `Decision.left`. An object that calls upstream's function is no conflict: the binder
+    is told where it holds that function (`Binder.wrapped`).
     """
     decisions = {id: decision.displaced or decision for id, decision in plan.decisions.items()}
+    binder.wrapped = {target: around for target, around in binder.wrapped.items() if target in binder.chains}
     for id, decision in list(decisions.items()):
-        found = _conflict(decision, plan, binder) if decision.wanted else ""
-        if found:
-            remedy = f"call shim.apply() before the other patch is made, or exclude {id}"
-            decisions[id] = replace(decision, action="conflict", reason=found, remedy=remedy, displaced=decision)
+        left: dict[str, str] = {}
+        for target in decision.targets if decision.wanted else ():
+            found = _foreign_on(target, decision, plan, binder)
+            if found is None:
+                continue
+            if decision.wiring is None or target not in decision.wiring.spared:
+                decisions[id] = replace(
+                    decision, action="conflict", reason=found.what, remedy=found.remedy, displaced=decision
+                )
+                break
+            left[target] = found.who
+        else:
+            if left:
+                decisions[id] = replace(decision, left=left, displaced=decision)
     return plan if decisions == plan.decisions else replace(plan, decisions=decisions)
 
 
-def _conflict(decision: Decision, plan: Plan, binder: Binder) -> str:
-    """The foreign object on a target of a patch that is about to be bound, in words; "" if there is none."""
-    for target in decision.targets:
-        # A bound target was checked when it was bound. An object that replaced it since is found as lost.
-        if target in binder.chains or binder.loaded(split_target(target)[0]) is None:
-            continue
-        try:
-            value = binder.resolve(target, target in decision.added)[2]
-        except BindError as error:
-            return str(error)
-        if value is MISSING:
-            continue
-        if decision.fingerprints.get(target) == ABSENT:
-            return f"{target}, which the release lacks, holds {describe(unwrap(value))}"
-        body = (decision.wiring and decision.wiring.inherits(target)) or target
-        found = foreign_on(body, unwrap(binder.wrappers.beneath(value)), plan.environment.sources)
-        if found:
-            return f"{target} holds {found}"
-    return ""
+def _foreign_on(target: str, decision: Decision, plan: Plan, binder: Binder) -> _Foreign | None:
+    """The foreign object that keeps a patch about to be bound from a target."""
+    # A bound target was looked at when it was bound. An object that replaced it since is found as lost.
+    if target in binder.chains or binder.loaded(split_target(target)[0]) is None:
+        return None
+    try:
+        owner, name, value = binder.resolve(target, target in decision.added)
+    except BindError as error:
+        return _Foreign("nothing", str(error), f"exclude {decision.id}")
+    if value is MISSING:
+        return None
+    inner = unwrap(binder.wrappers.beneath(value))
+    if decision.fingerprints.get(target) == ABSENT:
+        who = describe(unwrap(value))
+        return _Foreign(who, f"{target}, which the release lacks, holds {who}", remedy_for(decision.id, who))
+    wiring = decision.wiring
+    body = (wiring and wiring.inherits(target)) or target
+    who = foreign_on(body, inner, plan.environment.sources)
+    if not who:
+        return None
+    found = _held_inside(value, body, name, plan, binder)
+    certain = any(held.certain for held in found)
+    writable = tuple(held for held in found if held.owner is not None and held.certain)
+    # An inherited object is another class's too, so what lies inside it is not for this class to change. A property's
+    # function is no property.
+    if writable and name in namespace_of(owner) and type(inner) is not property:
+        upstream = unwrap(binder.wrappers.beneath(unwrap(writable[0].value)))
+        binder.wrapped[target] = Wrapped(value, upstream, writable)
+        return None
+    above = wiring is not None and target in wiring.wraps
+    if above or (certain and name not in namespace_of(owner)):
+        return None
+    if found:
+        what = f"{target} holds {who}, and shim cannot get beneath it"
+        return _Foreign(who, what, f"call shim.apply() before {who} is put there")
+    what = f"{target} holds {who}, which does not call upstream's function"
+    return _Foreign(who, what, remedy_for(decision.id, who))
+
+
+def _held_inside(value: Any, body: str, name: str, plan: Plan, binder: Binder) -> list[Any]:
+    """The places from which a foreign object calls upstream's function, or shim's of an earlier plan."""
+    sources = plan.environment.sources
+
+    def wanted(held: Any) -> bool:
+        beneath = binder.wrappers.beneath(held)
+        return is_upstreams(body, unwrap(beneath), sources)
+
+    return reached(value, name, wanted, binder.wrappers.is_ours)
+
+
+def remedy_for(id: str, who: str) -> str:
+    """What to do about an object that does a patch's work its own way."""
+    return f"remove {who}, whose work the patch does, or keep it and exclude {id}"
 
 
 def require_none(plan: Plan, module: str | None) -> None:
@@ -60,12 +117,20 @@ def require_none(plan: Plan, module: str | None) -> None:
 
 
 def warnings_for(plan: Plan) -> Iterator[str]:
-    """One warning for each correctness patch that cannot be applied."""
+    """One warning for each correctness patch that cannot be applied, as a whole or on some target."""
     for decision in plan.decisions.values():
-        if decision.kind == "correctness" and decision.action in ("drifted", "conflict"):
+        if decision.kind != "correctness":
+            continue
+        if decision.action in ("drifted", "conflict"):
             yield (
                 f"{decision.id} is not applied ({decision.action}): {decision.reason}. "
                 f"{_stays_wrong(plan, decision.id)}Remedy: {decision.remedy}."
+            )
+        spared = {} if decision.wiring is None else decision.wiring.spared
+        for target, who in decision.left.items():
+            yield (
+                f"{decision.id} is applied without {target}, which holds {who}. "
+                f"What stays wrong: {spared[target]}. Remedy: {remedy_for(decision.id, who)}."
             )
 
 

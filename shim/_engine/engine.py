@@ -242,7 +242,8 @@ class Engine:
         with self.deferred.deferring() if layers else nullcontext():
             lost = self.binder.commit(layers, imported)
         for item in lost:
-            self.deferred.warn(f"{item} since shim bound it; it is left alone")
+            if self.binder.effect_of(item) == "replaced":
+                self.deferred.warn(f"{item} since shim bound it; it is left alone")
         self.factories.keep_only(self.plan, self.failed)
         self.watch.late = late
 
@@ -314,7 +315,8 @@ class Engine:
             if not may_load and self.plan is not None and self._misses(self.plan, self.failed):
                 return False
             ready = self.watch.take_ready(self.binder.loaded)
-            due = bool(ready or self.binder.modules.overdue() or self.binder.places.given_back())
+            places = self.binder.places
+            due = bool(ready or self.binder.modules.overdue() or places.given_back() or places.taken())
         return self._bring_up_to_date(only_if_changed=not due, may_load=may_load)
 
     # Reports

@@ -15,7 +15,7 @@ from shim._errors import SourceError
 from shim._releases.fingerprint import Definition, outline, split_target
 from shim._releases.sources import Sources
 
-__all__ = ["describe", "foreign_on"]
+__all__ = ["describe", "foreign_on", "is_upstreams"]
 
 
 def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
@@ -33,8 +33,12 @@ def describe(value: Any) -> str:
         inner = next((found for name in names if _is(found := getattr(value, name, None), types.FunctionType)), None)
         return text if inner is None else f"{text} with {describe(inner)}"
     code = getattr(value, "__code__", None)
-    place = f" in {code.co_filename}:{code.co_firstlineno}" if isinstance(code, types.CodeType) else ""
-    return f"{getattr(value, '__module__', None) or type(value).__module__}.{value.__qualname__}{place}"
+    if not isinstance(code, types.CodeType):
+        return f"{getattr(value, '__module__', None) or type(value).__module__}.{value.__qualname__}"
+    # functools.wraps copies names. Globals and byte code keep those of the wrapper (before Python 3.11 only globals).
+    module = value.__globals__.get("__name__") or value.__module__
+    name = getattr(code, "co_qualname", None) or value.__qualname__
+    return f"{module}.{name} in {code.co_filename}:{code.co_firstlineno}"
 
 
 def _layers(value: Any) -> Iterator[Any]:
@@ -108,6 +112,23 @@ def _home_of(value: Any) -> str:
 def _package(module: str) -> str:
     """The package that a module belongs to; megatron is a namespace that several distributions share."""
     return ".".join(module.split(".")[: 2 if module.startswith("megatron.") else 1])
+
+
+def is_upstreams(target: str, value: Any, sources: Sources) -> bool:
+    """Whether `value` is what upstream defines as `target`, decorators included. False where the origin is unknown."""
+    if not callable(value):
+        return False
+    module, qualname = split_target(target)
+    try:
+        path = sources.path(module)
+        if path is None:
+            return False
+        found = outline(sources, module, qualname)
+    except SourceError:
+        return False
+    if not any(map(_is_wrapped, found)):
+        return _is_from(value, path, found)
+    return _may_come_of(value, module, found) and any(_is_from(layer, path, found) for layer in _layers(value))
 
 
 def foreign_on(target: str, value: Any, sources: Sources) -> str:

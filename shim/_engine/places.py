@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from shim._engine.aliases import namespace_of, rewrap, unwrap
-from shim._engine.chain import MISSING, Chain, Key, Lost, Slot, replaced_by, write_name
+from shim._engine.aliases import rewrap, unwrap
+from shim._engine.chain import MISSING, Chain, Held, Key, Lost, Slot, read_name, replaced_by, write_name
+from shim._engine.foreign import describe
+from shim._engine.reach import reached
 from shim._errors import BindError
 from shim._record import replace
 
@@ -34,7 +36,7 @@ class Places:
     def undo(self) -> None:
         """Take back all writes of this transaction, the last one first."""
         for owner, name, value in reversed(self.journal):
-            if namespace_of(owner).get(name, MISSING) is not value:
+            if read_name(owner, name) is not value:
                 write_name(owner, name, value)
 
     def put(self, owner: Any, name: str, chain: Chain, after: Chain) -> None:
@@ -42,7 +44,7 @@ class Places:
         key = (id(owner), name)
         if key in self.lost:
             return
-        current = namespace_of(owner).get(name, MISSING)
+        current = read_name(owner, name)
         slot = self.slots.get(key)
         if slot is not None and current is not slot.written:
             self.lose(slot, replaced_by(current))
@@ -87,8 +89,53 @@ class Places:
     # Names that others have replaced
 
     def lose(self, slot: Slot, why: str, partner: Key | None = None) -> None:
-        self.lost[slot.key] = Lost(slot, why, partner)
+        self.lost[slot.key] = Lost(slot, why, partner, slot.current() if partner else None)
         self.slots.pop(slot.key, None)
+
+    def taken(self) -> bool:
+        """Whether `follow` would find a name whose object somebody has replaced since."""
+        lost = (item for item in self.lost.values() if item.partner is None)
+        return any(slot.current() is not slot.written for slot in self.slots.values()) or any(map(_is_new, lost))
+
+    def follow(self, base: Callable[[Slot], Any]) -> None:
+        """Give up the names that somebody has replaced, and govern the places of the new object that hold shim's.
+
+        So revert() takes shim's function out of a wrapper that somebody put around it, and a later plan changes it. A
+        wrapper that holds upstream's function, because it took that before, gets shim's.
+
+        base: upstream's function beneath a slot's object; None where there is none.
+        """
+        for slot in list(self.slots.values()):
+            if slot.key in self.slots and slot.current() is not slot.written:
+                self.lose(slot, replaced_by(slot.current()))
+        for lost in list(self.lost.values()):
+            slot, current = lost.slot, lost.slot.current()
+            original = base(slot)
+            if lost.partner is None and _is_new(lost) and original is not None and not self._is_back(lost):
+                found = reached(current, slot.name, self._leads_to(original), self._is_ours)
+                self.move_into(slot, current, found, original)
+
+    def move_into(self, slot: Slot, foreign: Any, found: Iterable[Held], original: Any) -> None:
+        """Govern the places `found` inside of the `foreign` object instead of the name of `slot`.
+
+        original: upstream's function, which a revert writes there.
+        """
+        within = describe(unwrap(foreign))
+        inside = [
+            Slot(h.owner, h.name, rewrap(h.value, original), h.value, slot.target, within)
+            for h in found
+            if h.owner is not None
+        ]
+        self.slots.update((place.key, place) for place in inside if place.key not in self.slots)
+        held = tuple(place.key for place in inside)
+        self.lost[slot.key] = Lost(slot, replaced_by(foreign), None, foreign, held)
+
+    def _leads_to(self, original: Any) -> Callable[[Any], bool]:
+        """Whether a function is `original`, or shim's above it."""
+        return lambda value: unwrap(self._beneath(value)) is original
+
+    def _is_ours(self, value: Any) -> bool:
+        return self._beneath(value) is not value
 
     def is_lost(self, key: Key) -> bool:
         slot = self.slots.get(key)
@@ -113,16 +160,29 @@ class Places:
         for key, lost in sorted(self.lost.items(), key=lambda item: item[1].partner is not None):
             if self._is_back(lost):
                 del self.lost[key]
-                self.slots[key] = replace(lost.slot, written=lost.slot.current())
+                current = lost.slot.current()
+                # A wrapper that was there before shim hid the descriptor of upstream's function.
+                original = current if _is_same(current, lost.slot.original) else lost.slot.original
+                self.slots[key] = replace(lost.slot, original=original, written=current)
                 found.append(self.slots[key])
         return found
 
     def _is_back(self, lost: Lost) -> bool:
         current = lost.slot.current()
-        ours = current is lost.slot.original or self._beneath(current) is not current
+        ours = _is_same(current, lost.slot.original) or self._beneath(current) is not current
         return lost.partner not in self.lost and ours
 
     def forget_what_was_replaced_in(self, module: Any) -> None:
         """Forget all names in a module whose code has run again, except names that still hold shim's object."""
         self.slots = {k: s for k, s in self.slots.items() if s.owner is not module or s.current() is s.written}
         self.lost = {k: lost for k, lost in self.lost.items() if lost.slot.owner is not module}
+
+
+def _is_new(lost: Lost) -> bool:
+    """Whether nobody has looked into the object that stands on a lost name."""
+    return lost.foreign is not lost.slot.current()
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two objects are one, or descriptors of one function."""
+    return one is other or (one is not MISSING and other is not MISSING and unwrap(one) is unwrap(other))

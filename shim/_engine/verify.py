@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shim._engine.aliases import unwrap
 from shim._engine.binder import Binder
+from shim._engine.chain import Lost, replaced_by
+from shim._engine.conflicts import remedy_for
+from shim._engine.foreign import describe
 from shim._engine.report import PatchReport, Report
 from shim._planning.plan import Decision, Plan
 from shim._record import replace
@@ -13,7 +17,9 @@ from shim._releases.fingerprint import split_target
 __all__ = ["not_applied", "read_report"]
 
 
-def _state(decision: Decision, summary: str, binder: Binder, failed: Mapping[str, str]) -> PatchReport:
+def _state(
+    decision: Decision, summary: str, binder: Binder, failed: Mapping[str, str], lost: Mapping[str, Lost]
+) -> PatchReport:
     def report(state: str, reason: str, targets: Mapping[str, str] | None = None, remedy: str = "") -> PatchReport:
         return PatchReport(decision.id, decision.kind, state, reason, decision.variant, targets or {}, remedy, summary)
 
@@ -23,34 +29,64 @@ def _state(decision: Decision, summary: str, binder: Binder, failed: Mapping[str
     if decision.id in failed:
         remedy = f"report it with the output of `shim doctor`, and exclude {decision.id} meanwhile"
         return report("failed", failed[decision.id], dict.fromkeys(decision.targets, "failed"), remedy)
-    lost = binder.lost_targets()
-    targets = {}
-    for target in decision.targets:
-        if target in lost:
-            targets[target] = "lost"
-        elif binder.bound(decision.id, target):
-            targets[target] = "bound"
-        else:
-            targets[target] = "pending"
-    if "lost" in targets.values():
-        first = next(target for target in targets if targets[target] == "lost")
-        remedy = "apply shim after the other patch, or leave one of the two out"
-        return report("conflict", f"{first}: {lost[first]}", targets, remedy)
+    targets = {target: _on(target, decision, binder, lost) for target in decision.targets}
+    spared = {} if decision.wiring is None else decision.wiring.spared
+    others = tuple(_others(decision, targets, lost))
+    replaced = [target for target, state in targets.items() if state == "lost" and target not in spared]
+    if replaced:
+        who = describe(unwrap(lost[replaced[0]].slot.current()))
+        slot = lost[replaced[0]].slot
+        reason = f"{replaced[0]}: {slot} {replaced_by(slot.current())}, which does not call shim's function"
+        above = decision.wiring is not None and replaced[0] in decision.wiring.wraps
+        remedy = f"call shim.apply() after {who} is put there" if above else remedy_for(decision.id, who)
+        return report("conflict", reason, targets, remedy)
     waiting = [t for t, state in targets.items() if state == "pending" and t not in decision.optional]
     if waiting:
         modules = ", ".join(dict.fromkeys(split_target(target)[0] for target in waiting))
-        return report("pending", f"waits for the import of {modules}; {decision.reason}", targets)
-    return report("applied", decision.reason, targets)
+        made = report("pending", f"waits for the import of {modules}; {decision.reason}", targets)
+    elif unknown := [target for target, state in targets.items() if state == "unknown"]:
+        who = describe(unwrap(lost[unknown[0]].slot.current()))
+        reason = f"not known whether {who} calls shim's function on {unknown[0]}, which it holds"
+        remedy = f"let {who} call the function that it took from a variable of its own, or exclude {decision.id}"
+        made = report("pending", reason, targets, remedy)
+    else:
+        made = report("applied", decision.reason, targets)
+    return replace(made, others=others)
+
+
+def _on(target: str, decision: Decision, binder: Binder, lost: Mapping[str, Lost]) -> str:
+    """How a target stands: bound, called by somebody's object, lost to it, left to it, unknown or pending."""
+    if target in decision.left:
+        return "left"
+    if target in lost:
+        effect = binder.effect_of(lost[target])
+        return "lost" if effect == "replaced" else effect
+    return "bound" if binder.bound(decision.id, target) else "pending"
+
+
+def _others(decision: Decision, targets: Mapping[str, str], lost: Mapping[str, Lost]) -> list[str]:
+    """What other people's objects on the targets do, one sentence each."""
+    found = []
+    for target, state in targets.items():
+        if state == "called":
+            found.append(f"{target} is wrapped by {describe(unwrap(lost[target].slot.current()))}, which calls shim's")
+        elif state in ("left", "lost") and decision.wiring is not None and target in decision.wiring.spared:
+            who = decision.left.get(target) or describe(unwrap(lost[target].slot.current()))
+            found.append(f"{target} is replaced by {who}: {decision.wiring.spared[target]}")
+    return found
 
 
 def read_report(plan: Plan, binder: Binder, failed: Mapping[str, str], held: Mapping[str, tuple[str, ...]]) -> Report:
     """The report of this moment. A patch is "applied" only if it was read back. `held`: see PatchReport.holds."""
     releases = {name: i.raw or "unknown" for name, i in plan.environment.installed.items()}
+    lost = binder.lost_targets()
     patches = {
-        id: replace(_state(decision, plan.matrix.patches[id].summary, binder, failed), holds=held.get(id, ()))
+        id: replace(_state(decision, plan.matrix.patches[id].summary, binder, failed, lost), holds=held.get(id, ()))
         for id, decision in plan.decisions.items()
     }
-    return Report(patches, plan.digest, releases, tuple(map(str, binder.places.lost_now())))
+    fine = ("called", "released")
+    left_alone = tuple(str(item) for item in binder.places.lost_now() if binder.effect_of(item) not in fine)
+    return Report(patches, plan.digest, releases, left_alone)
 
 
 def not_applied(plan: Plan) -> Plan:

@@ -49,6 +49,10 @@ class Wrappers:
         base = self._before[inner][1]
         return base if type(base) is type(value) else rewrap(value, unwrap(base))
 
+    def is_ours(self, value: Any) -> bool:
+        """Whether shim made the object."""
+        return self.beneath(value) is not value
+
     def retired(self, in_force: Iterable[Chain]) -> list[Any]:
         """Wrappers that stand on no target now."""
         tops = {id(unwrap(chain.top)) for chain in in_force}

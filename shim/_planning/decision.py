@@ -26,6 +26,7 @@ class Decision(Record):
     options: Mapping[str, Any] = EMPTY
     remedy: str = ""
     displaced: Decision | None = None  # of a conflict: the decision that holds again without it
+    left: Mapping[str, str] = EMPTY  # targets left to somebody else's object, with that object in words
 
     @property
     def wanted(self) -> bool:
@@ -71,4 +72,5 @@ class Decision(Record):
             "fingerprints": dict(self.fingerprints),
             "options": dict(self.options),
             "remedy": self.remedy,
+            "left": dict(self.left),
         }

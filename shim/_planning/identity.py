@@ -29,9 +29,12 @@ IMPORT = rb"^[ \t]*(?:from[ \t]+((?:\.|shim\b|%s\b)[\w.]*)[ \t]+import[ \t]+(\([
 
 
 def identity_of(decisions: Mapping[str, Decision], matrix: Matrix, environment: Environment) -> dict[str, Any]:
-    """Plain data that is equal in two processes with the same files and arguments, whatever they have imported."""
+    """Plain data that is equal in two processes with the same files and arguments.
+
+    Neither what they have imported nor what others have patched in them changes it.
+    """
     code, patches = Code(), {}
-    for id, decision in decisions.items():
+    for id, decision in ((id, decision.displaced or decision) for id, decision in decisions.items()):
         if decision.wanted:
             module = matrix.patches[id].module
             patches[decision.id] = {

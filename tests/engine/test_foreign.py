@@ -20,28 +20,42 @@ def theirs(original):
     return foreign
 
 
+def replacing(original):
+    """Names upstream's function as its origin, and does not call it."""
+
+    @functools.wraps(original)
+    def foreign(*args, **kwargs):
+        return "replaced"
+
+    return foreign
+
+
+def kind_of(raw, function):
+    """`function` as the kind of attribute that `raw` is."""
+    return type(raw)(function) if isinstance(raw, (property, staticmethod, classmethod)) else function
+
+
+def function_in(raw):
+    return getattr(raw, "fget", None) or getattr(raw, "__func__", raw)
+
+
 @pytest.mark.parametrize("target", ["ops:double", "layers:Layer.forward", "layers:Layer.make", "layers:Layer.size"])
 @pytest.mark.parametrize("wrapped", [True, False])
-def test_a_foreign_object_below_is_a_conflict(world, target, wrapped):
-    """Nothing of a patch is bound where somebody else holds one of its targets; other patches are."""
+def test_a_foreign_replacement_below_is_a_conflict(world, target, wrapped):
+    """Nothing of a patch is bound where somebody else has replaced one of its targets; other patches are."""
     world.patch("p", [CORE + target, CORE + "other:other"])
     world.patch("q", [CORE + "ops:halve"])
     raw = world.get(target)
-    if isinstance(raw, property):
-        foreign = property(theirs(raw.fget))
-    elif isinstance(raw, staticmethod):
-        foreign = staticmethod(theirs(raw.__func__))
-    else:
-        foreign = theirs(raw)
+    foreign = kind_of(raw, replacing(function_in(raw)))
     if not wrapped:
-        vars(getattr(foreign, "fget", None) or getattr(foreign, "__func__", foreign)).pop("__wrapped__", None)
+        vars(function_in(foreign)).pop("__wrapped__", None)
     world.set(target, foreign)
     world.get("other:other"), world.get("users:double")
     before = world.snapshot()
     report = shim.apply()
     assert report["p"].state == "conflict"
-    assert "test_foreign.py" in report["p"].reason
-    assert report["p"].remedy
+    assert "replacing" in report["p"].reason and "test_foreign.py" in report["p"].reason
+    assert "exclude p" in report["p"].remedy
     assert report["q"].state == "applied"
     assert {place for place, _ in same(before, world.snapshot())} == {"ops:megatron.core.ops"}
     shim.revert()
@@ -60,7 +74,7 @@ def test_a_foreign_proxy_is_a_conflict(world, proxy):
 def test_a_foreign_object_on_what_a_class_inherits_is_a_conflict(world):
     """Of an inherited target the definition further up is looked at."""
     world.patch("p", [(CORE + "layers:Layer.tag", CORE + "layers:Base.tag")])
-    world.set("layers:Base.tag", theirs(world.get("layers:Base.tag")))
+    world.set("layers:Base.tag", replacing(world.get("layers:Base.tag")))
     assert shim.apply()["p"].state == "conflict"
 
 
@@ -101,7 +115,7 @@ def test_a_foreign_patch_on_top_is_left_alone(world, place, caplog):
     world.patch("p", [CORE + "ops:double", CORE + "other:other"])
     before = world.snapshot("ops", "users")
     shim.apply()
-    foreign = theirs(world.get(place))
+    foreign = replacing(world.get(place))
     world.set(place, foreign)
     on_target = place == "ops:double"
     assert shim.status()["p"].state == ("conflict" if on_target else "pending")
@@ -196,7 +210,7 @@ def test_of_a_pair_both_stay_or_none(world, taken):
     before = world.snapshot()
     shim.apply()
     ours = {name: world.get(f"layers:Layer.{name}") for name in ("forward", "backward")}
-    foreign = theirs(ours[taken])
+    foreign = functools.partial(ours[taken])  # which calls ours, and cannot be written to
     world.set(f"layers:Layer.{taken}", foreign)
     report = shim.revert()
     other = "backward" if taken == "forward" else "forward"
@@ -231,7 +245,7 @@ def test_a_conflict_ends_with_its_cause(world, way):
     upstream = world.get("ops:double")
     world.get("other:other")
     before = world.snapshot()
-    foreign = theirs(upstream)
+    foreign = replacing(upstream)
     world.set("ops:double", foreign)
     assert shim.apply()["p"].state == "conflict"
     assert shim.status()["p"].state == "conflict" and world.get("ops:double") is foreign
@@ -253,7 +267,7 @@ def test_a_foreign_object_on_top_that_is_gone_again_is_no_conflict(world, asked_
     before = world.snapshot()
     shim.apply()
     ours = world.get("ops:double")
-    world.set("ops:double", theirs(ours))
+    world.set("ops:double", replacing(ours))
     assert shim.status()["p"].state == "conflict"
     if asked_between:
         shim.apply(only=["p"])
@@ -269,7 +283,7 @@ def test_a_new_conflict_with_another_cause_is_told(world):
     """status() names who holds the target now, not who held it at apply()."""
     world.patch("p", [CORE + "ops:double"])
     upstream = world.get("ops:double")
-    world.set("ops:double", theirs(upstream))
+    world.set("ops:double", replacing(upstream))
     shim.apply()
     world.set("ops:double", functools.partial(upstream))
     report = shim.status()

@@ -83,22 +83,37 @@ CACHED = """
     """
 
 
+BENEATH = [by_wrapt, Delegating, Calling]  # what they call is an attribute that can be written
+
+
 @pytest.mark.parametrize("sort", SORTS)
 @pytest.mark.parametrize("target", ["ops:double", "layers:Layer.forward", "decorated:cached", "decorated:plain"])
-def test_a_wrapper_of_another_sort_is_a_conflict(world, sort, target):
-    """It stays, and whoever reads the report learns what it is."""
+def test_a_wrapper_of_another_sort(world, sort, target):
+    """It stays. Where it can be written to, it calls ours; else the report says what it is, and what to do."""
     world.module("decorated", CACHED)
     world.patch("p", [CORE + target])
     if target.startswith("layers") and sort is Calling:
         pytest.skip("an instance is no method")
-    foreign = sort(world.get(target))
+    before = world.get(target)
+    foreign = sort(before)
     world.set(target, foreign)
     report = shim.apply()
     assert world.get(target) is foreign
-    assert report["p"].state == "conflict"
     known = {by_wrapt: "FunctionWrapper with", proxied: "ObjectProxy", partial: "functools.partial with"}
-    assert known.get(sort, sort.__name__) in report["p"].reason
-    assert ("test_proxies.py" in report["p"].reason) == (sort in (by_wrapt, partial))
+    if sort in BENEATH:
+        said = "".join(report["p"].others)
+        assert (report["p"].state, report["p"].targets[CORE + target]) == ("applied", "called"), report["p"].reason
+        if target == "ops:double":
+            assert foreign(2) == ("foreign", ("p", 4))
+    else:
+        said = report["p"].reason
+        assert report["p"].state == "conflict"
+    assert known.get(sort, sort.__name__) in said
+    assert ("test_proxies.py" in said) == (sort in (by_wrapt, partial))
+    shim.revert()
+    assert world.get(target) is foreign and getattr(foreign, "__wrapped__", before) is before
+    if target == "ops:double" and sort is not proxied:
+        assert foreign(2) == ("foreign", 4)
 
 
 def test_upstreams_own_decorators_are_no_conflict(world):
@@ -108,13 +123,17 @@ def test_upstreams_own_decorators_are_no_conflict(world):
     assert shim.apply()["p"].state == "applied"
 
 
-def test_a_foreign_function_around_a_decorated_one_is_a_conflict(world):
+def test_a_foreign_function_around_a_decorated_one_is_known(world):
     """functools.wraps leads from it to upstream's body, which decorators of upstream's own do as well."""
     world.module("decorated", CACHED)
     world.patch("p", [CORE + "decorated:plain"])
     original = world.get("decorated:plain")
     world.set("decorated:plain", functools.wraps(original)(lambda x: ("foreign", original(x))))
     report = shim.apply()
+    assert report["p"].state == "applied" and "test_proxies.py" in report["p"].others[0]
+    assert world.get("decorated:plain")(3) == ("foreign", ("p", 3))
+    world.set("decorated:plain", functools.wraps(original)(lambda x: "replaced"))
+    report = shim.status()
     assert report["p"].state == "conflict" and "test_proxies.py" in report["p"].reason
 
 
@@ -130,7 +149,9 @@ def test_a_wrapper_on_top_of_ours_is_left_alone(world, sort, caplog):
         with caplog.at_level(logging.WARNING, "shim"):
             change()
         assert world.get("ops:double") is foreign
-    assert shim.status()["p"].state == "conflict"
+        bound = change is shim.apply and sort is not proxied
+        assert sort is proxied or foreign(2) == ("foreign", ("p", 4) if bound or sort is partial else 4)
+    assert shim.status()["p"].state == ("applied" if sort in BENEATH else "conflict")
 
 
 def test_a_class_in_a_proxy_is_a_conflict(world):

@@ -50,6 +50,23 @@ def put(place, value):
         setattr(owner, name, value)
 
 
+def files_called(value):
+    """The files of the functions that a call runs, from the outside in."""
+    files, inner = [], getattr(value, "__func__", value)
+    while inner is not None:
+        files.append(inner.__code__.co_filename.rpartition("/")[2])
+        assert len(files) < 50, f"functions call each other in a circle: {files[:9]}"
+        cells = dict(zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True))
+        held = cells.get("inner") or cells.get("original")  # of a foreign function, and of shim's
+        inner = None if held is None else held.cell_contents
+        inner = getattr(inner, "__func__", inner)
+    return files
+
+
+def is_replacement(value):
+    return getattr(value, "__func__", value).__code__.co_name == "replaced"
+
+
 class Histories(RuleBasedStateMachine):
     """`foreign` maps a place to a stack of (what was there, what was put there)."""
 
@@ -118,8 +135,8 @@ class Histories(RuleBasedStateMachine):
             self.read_back()
 
     @precondition(lambda self: self.loaded())
-    @rule(data=st.data())
-    def foreign_set(self, data):
+    @rule(data=st.data(), calls=st.sampled_from([True, True, False]))
+    def foreign_set(self, data, calls):
         place = data.draw(st.sampled_from(self.loaded()))
         value = raw(place)[2]
         inner = getattr(value, "__func__", value)
@@ -127,7 +144,11 @@ class Histories(RuleBasedStateMachine):
         def theirs(*args, **kwargs):
             return ("foreign", inner(*args, **kwargs))
 
-        new = functools.wraps(inner)(theirs) if callable(inner) else theirs
+        def replaced(*args, **kwargs):
+            return "replaced"
+
+        new = theirs if calls and callable(inner) else replaced
+        new = functools.wraps(inner)(new) if callable(inner) else new
         new = type(value)(new) if isinstance(value, staticmethod) else new
         put(place, new)
         self.foreign.setdefault(place, []).append((value, new))
@@ -149,18 +170,22 @@ class Histories(RuleBasedStateMachine):
 
     @invariant()
     def read_back(self):
-        """status() says "applied" only where every target holds a wrapper of that patch right now."""
+        """status() says "applied" only where every target leads to a wrapper of that patch right now.
+
+        And it says "conflict" only where somebody's object does not call what it replaced.
+        """
         if not hasattr(self, "world"):
             return
         report = shim.status()
         for id in report.applied:
             for target in report[id].targets:
                 value = raw(target.removeprefix(CORE))[2]
-                layers, inner = [], getattr(value, "__func__", value)
-                while hasattr(inner, "__wrapped__"):
-                    layers.append(inner.__code__.co_filename.rpartition("/")[2])
-                    inner = inner.__wrapped__
-                assert f"{id}.py" in layers, f"{id} is called applied, but is not on {target}"
+                layers = files_called(value)
+                assert f"{id}.py" in layers, f"{id} is called applied, but {target} calls {layers}"
+        for id in report:
+            if report[id].state == "conflict":
+                on = [new for stack in self.foreign.values() for _, new in stack]
+                assert any(map(is_replacement, on)), f"{id}: {report[id].reason}"
 
     def teardown(self):
         try:

@@ -112,6 +112,8 @@ WRAPPER = """
 
 def _entry(target) -> str:
     """A target as the matrix has it; see World.patch."""
+    if isinstance(target, dict):
+        return "{" + ", ".join(f"{key}: {value}" for key, value in target.items()) + "}"
     name, inherits = (target, None) if isinstance(target, str) else target
     flags = {ALONE: "alone: true", ADDED: "added: true", None: ""}
     more = flags.get(inherits, f"inherits: {inherits}")
@@ -185,10 +187,10 @@ class World:
         return f"megatron.core.{name}"
 
     def patch(self, id: str, targets, source: str = WRAPPER, *, kind="correctness", options=None, pins=None) -> None:
-        """Add a patch. `targets` are targets, or pairs of a target and what it inherits, or ADDED; `source` is its
-        module."""
+        """Add a patch. `targets` are targets, pairs of a target and what it inherits, or ADDED, or the mappings of a
+        matrix; `source` is its module."""
         self.patches[id] = {"targets": targets, "kind": kind, "options": options or {}, "pins": pins or {}}
-        names = [t if isinstance(t, str) else t[0] for t in targets]
+        names = [t if isinstance(t, str) else t["target"] if isinstance(t, dict) else t[0] for t in targets]
         head = f"ID = {id!r}\nTARGETS = {names!r}\n"
         path = self.root / "fake_patches" / f"{id.replace('-', '_')}.py"
         path.write_text(head + textwrap.dedent(source))
