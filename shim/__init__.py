@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from shim._api import apply, check, check_resume, checkpoint_state, explain, patched, plan, revert, status
+    from shim._compatible import compatible
     from shim._config_override import config_override
     from shim._engine.report import Report
     from shim._errors import BindError, MatrixError, NotMetError, OptionError, ShimError, StandInError
@@ -39,6 +40,7 @@ __all__ = [
     "check",
     "check_resume",
     "checkpoint_state",
+    "compatible",
     "config_override",
     "explain",
     "patched",
@@ -54,6 +56,7 @@ _HOMES = {  # the other names of __all__ are in shim._api
         ("BindError", "MatrixError", "NotMetError", "OptionError", "ShimError", "StandInError"), "shim._errors"
     ),
     **dict.fromkeys(("ray_runtime_env", "run_environment"), "shim._workers.environment"),
+    "compatible": "shim._compatible",
     "config_override": "shim._config_override",
     "Plan": "shim._planning.plan",
     "Report": "shim._engine.report",

@@ -237,17 +237,23 @@ def check(model: Any = None, group: Any = None) -> Report:
     """Verify that every wanted patch has its effect on `model`, and that the ranks of `group` agree.
 
     model: a torch module, or an iterable of them (virtual pipeline chunks). None: the model that was checked last.
-        A patch is ``shadowed`` where a subclass or an instance overrides a patched method and does not call it. It is
-        ``inactive`` where something else keeps it from its effect on this model, such as a variable that had to be set
-        earlier.
+        An override of a patched method counts by its effect. One that calls the patched method keeps the patch
+        ``applied``. Any other is tried on a tiny input, in milliseconds and without a trace: one that keeps what the
+        patch does is fine, and one that hides it makes the patch ``shadowed``. Where trying cannot tell, the patch is
+        ``pending``, with a reason that begins "not known". `compatible` marks an override that is right. Whatever an
+        override does without harm stands in ``report[id].others``.
+        A patch is ``inactive`` where something else keeps it from its effect on this model, such as a variable that
+        had to be set earlier.
+        Call it once the model is as it will be trained: adapters added, weights frozen.
         `status` says the same from then on: it looks at the model anew each time. shim holds the model weakly, and
         revert() forgets it.
     group: a torch.distributed process group. None: the default group, where torch.distributed is initialised. Each
         rank contributes one short digest.
 
-    Pending, inactive, shadowed, conflicting and failed patches, and drifted correctness patches, are warnings. The
-    same is a NotMetError for a patch of `require`, and under `strict` for a correctness patch. Ranks that differ are
-    a NotMetError, too. Logs one INFO line on rank 0.
+    Pending, inactive, shadowed, conflicting and failed patches, and drifted correctness patches, are warnings, each
+    once in the process. The same is a NotMetError for a patch of `require`, and under `strict` for a correctness
+    patch, except where it is not known whether the patch has its effect: that is never more than a warning. Ranks that
+    differ are a NotMetError, too. Logs one INFO line on rank 0.
     """
     _engine.ENGINE.catch_up()
     current = _engine.ENGINE.plan
@@ -280,17 +286,23 @@ def _compared(current: Plan | None) -> tuple[str, dict[str, tuple[str, ...]], di
     return current.digest, patches, {**identity["releases"], "the matrix": identity["matrix"]}
 
 
+LINE = 160  # characters of a warning on ranks other than 0
+
+
 def _judge(report: Report, options: Options) -> None:
     for patch in report.patches.values():
         if not _amiss(patch, patch.id in options.require):
             continue
         text = f"{patch.id} is {patch.state}: {patch.reason}." + (f" Remedy: {patch.remedy}." if patch.remedy else "")
-        if patch.id in options.require or (options.strict and patch.kind == "correctness"):
+        if not patch.in_doubt and (patch.id in options.require or (options.strict and patch.kind == "correctness")):
             raise NotMetError(f"shim.check: required, but {text}")
-        logger().warning("%s", text)
+        # Other ranks say no more than that something is amiss, since rank 0 mostly says the same in full.
+        _engine.ENGINE.warn([text if is_rank_zero() else f"{patch.id} is {patch.state}: {patch.reason}"[:LINE]])
 
 
 def _amiss(patch: PatchReport, required: bool) -> bool:
+    if patch.in_doubt and not required and patch.kind in ("performance", "feature"):
+        return False  # without the patch the model trains right, too
     if patch.state == "inactive":
         return required or patch.kind != "feature"  # nobody may have wanted the feature
     return patch.state in ("pending", "shadowed", "conflict", "failed") or (

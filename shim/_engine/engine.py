@@ -329,7 +329,7 @@ class Engine:
         self.catch_up()
         models = self.checked.living()
         report, plan = self._read(self.plan or not_applied(self.last or otherwise()))
-        return with_findings(report, models, plan, self.binder, raising=False)
+        return with_findings(report, models, plan, self.binder, self.checked, raising=False)
 
     def check(self, models: list[Any] | None, plan: Plan) -> Report:
         """The report for these models (None: those of the last check). Raises errors of the patches' own checks.
@@ -342,7 +342,7 @@ class Engine:
             self.checked.remember(models)
         models = self.checked.living() if models is None else models
         report, plan = self._read(self.plan or plan)
-        return with_findings(report, models, plan, self.binder, raising=True)
+        return with_findings(report, models, plan, self.binder, self.checked, raising=True)
 
     def _read(self, plan: Plan) -> tuple[Report, Plan]:
         held = self._held()

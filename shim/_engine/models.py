@@ -7,13 +7,16 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+from shim._compatible import marks_of
 from shim._engine.aliases import namespace_of, unwrap
 from shim._engine.binder import Binder
-from shim._engine.overrides import calls
-from shim._engine.report import Report
+from shim._engine.chain import Chain
+from shim._engine.overrides import Override, calls, overrides_of, reaches
+from shim._engine.probes import Verdict, facts_of, run
+from shim._engine.report import NOT_KNOWN, PatchReport, Report
 from shim._errors import ShimError
-from shim._planning.plan import Plan
-from shim._record import replace
+from shim._planning.plan import Decision, Plan
+from shim._record import Record, replace
 from shim._releases.fingerprint import split_target
 
 __all__ = ["Checked", "with_findings"]
@@ -23,11 +26,13 @@ class Checked:
     """The models of the last check(), as weak references, so that none is kept alive.
 
     Findings are not remembered. Each report examines the models anew, so it neither shows an override that is gone nor
-    misses a target that another plan has bound.
+    misses a target that another plan has bound. Only what probes said of an override is kept, by the patch, by the
+    override's code, and by what else the verdict may depend on.
     """
 
     def __init__(self) -> None:
         self._models: list[weakref.ref[Any]] = []
+        self.verdicts: dict[Any, Verdict] = {}
 
     def remember(self, models: list[Any]) -> None:
         # A class with slots may forbid weak references; a torch module never does.
@@ -35,15 +40,31 @@ class Checked:
 
     def forget(self) -> None:
         self._models = []
+        self.verdicts = {}
 
     def living(self) -> list[Any]:
         return [model for model in (reference() for reference in self._models) if model is not None]
 
 
-def with_findings(report: Report, models: list[Any], plan: Plan, binder: Binder, *, raising: bool) -> Report:
-    """The report, with the reasons why patches have no effect on these models. Called without the engine's lock.
+class Finding(Record):
+    """What an override in the models does to a patch.
 
-    raising: whether an error in a patch's own check is raised. If not, the patch is inactive with that error as reason.
+    state: "" where the patch keeps its effect, "shadowed" where the override hides it, NOT_KNOWN where nobody knows.
+    """
+
+    patch: str
+    target: str
+    state: str
+    text: str
+
+
+def with_findings(
+    report: Report, models: list[Any], plan: Plan, binder: Binder, checked: Checked, *, raising: bool
+) -> Report:
+    """The report, with what overrides in these models do to the patches. Called without the engine's lock.
+
+    raising: whether this is check(). Only check() raises an error in a patch's own check, where a report says that the
+        patch is inactive. And only check() tries overrides: another thread may train while a report is made.
     """
     if not models:
         return report
@@ -51,23 +72,38 @@ def with_findings(report: Report, models: list[Any], plan: Plan, binder: Binder,
     for id, what, remedy in _problems_in(models, plan, raising):
         if patches[id].state == "applied":
             patches[id] = replace(patches[id], state="inactive", reason=what, remedy=remedy)
-    for id, target, what in _shadows_in(models, plan, binder):
-        if patches[id].state in ("applied", "pending"):
-            patches[id] = replace(
-                patches[id],
-                state="shadowed",
-                reason=f"{target}: {what}",
-                targets={**patches[id].targets, target: "shadowed"},
-                remedy="call the method of the base class in the override, or drop the override",
-            )
+    for found in _findings_in(models, plan, binder, checked.verdicts, raising):
+        patches[found.patch] = _with(patches[found.patch], found, plan.matrix.patches[found.patch].without)
     return replace(report, patches=patches)
+
+
+def _with(patch: PatchReport, found: Finding, without: str) -> PatchReport:
+    if not found.state:
+        fresh = found.text not in patch.others
+        return replace(patch, others=(*patch.others, found.text)) if fresh else patch
+    # Hidden outranks not known, and the first finding of a state is the one that is told.
+    covers = ("applied", "pending") if found.state == "shadowed" else ("applied",)
+    if patch.state not in covers:
+        return patch
+    targets = {**patch.targets, found.target: found.state}
+    if found.state == "shadowed":
+        reason = f"{found.target}: {found.text}" + (f"; {without}" if without else "")
+        return replace(patch, state="shadowed", reason=reason, targets=targets, remedy=CALL_IT)
+    return replace(patch, state="pending", reason=f"{NOT_KNOWN}: {found.text}", targets=targets, remedy=FIND_OUT)
+
+
+MOST_VERDICTS = 1000
+CALL_IT = "call the method of the base class in the override, or drop the override"
+FIND_OUT = (
+    "call the method of the base class in the override; or, where a test shows that the override trains right, mark it "
+    "with shim.compatible(TARGET)"
+)
 
 
 def _problems_in(models: list[Any], plan: Plan, raising: bool) -> Iterator[tuple[str, str, str]]:
     """Triples (patch, why it has no effect on the models, remedy), from the `problems` functions of patches."""
     for decision in plan.decisions.values():
-        module = sys.modules.get(plan.matrix.patches[decision.id].module) if decision.wanted else None
-        find = namespace_of(module).get("problems") if module is not None else None
+        find = _of_patch(decision, plan, "problems") if decision.wanted else None
         try:
             for what, remedy in find(models) if find is not None else ():
                 yield decision.id, what, remedy
@@ -77,41 +113,110 @@ def _problems_in(models: list[Any], plan: Plan, raising: bool) -> Iterator[tuple
             yield decision.id, str(error), ""
 
 
-def _shadows_in(models: list[Any], plan: Plan, binder: Binder) -> Iterator[tuple[str, str, str]]:
-    """Triples (patch, target, what shadows it) for every bound method that the models would not run."""
+def _of_patch(decision: Decision, plan: Plan, name: str) -> Any:
+    """A function of the patch's module, if the module is loaded and has it; else None."""
+    module = sys.modules.get(plan.matrix.patches[decision.id].module)
+    return None if module is None else namespace_of(module).get(name)
+
+
+def _findings_in(
+    models: list[Any], plan: Plan, binder: Binder, verdicts: dict[Any, Verdict], trying: bool
+) -> Iterator[Finding]:
+    """What each override of a patched method does, and each override of a method that reaches a patched function."""
     instances = [module for item in models for module in item.modules()]
+    facts: dict[int, Any] = {}
     for decision in plan.decisions.values():
         for target in decision.targets if decision.wanted else ():
             chain = binder.chains.get(target)
-            if chain is None or not isinstance(chain.owner, type) or binder.loaded(split_target(target)[0]) is None:
+            if chain is None or binder.loaded(split_target(target)[0]) is None:
                 continue
-            expected = unwrap(chain.top)
-            said = set()
-            for module in instances:
-                if isinstance(module, chain.owner):
-                    shadow = _shadow(module, chain.owner, chain.name, expected)
-                    if shadow and shadow not in said:
-                        said.add(shadow)
-                        yield decision.id, target, shadow
+            now = unwrap(namespace_of(chain.owner).get(chain.name))
+            mended = tuple(value for value in (unwrap(chain.top), now) if value is not None)
+            for method, owner in _ways_to(chain, decision, binder):
+                seen: set[Any] = set()
+                judge = _Judge(decision, target, method, plan, verdicts, facts, trying)
+                for module in instances:
+                    if isinstance(module, owner):
+                        found = judge.of(module, owner, mended)
+                        yield from (item for item in found if item not in seen)
+                        seen.update(found)
 
 
-def _shadow(module: Any, owner: type, name: str, expected: Any) -> str:
-    """The object that hides the bound method of a class from an instance, in words; "" if there is none."""
-    cls = type(module)
-    own = getattr(module, "__dict__", {}).get(name)
-    function = getattr(own, "__func__", own)
-    if own is not None and function is not expected and not calls(function, name, expected, cls.__mro__):
-        return f"an instance of {cls.__module__}.{cls.__qualname__} ({_file_of(cls)}) holds a {name} of its own"
-    for place, holder in enumerate(cls.__mro__):
-        if name not in namespace_of(holder):
-            continue
-        found = unwrap(namespace_of(holder)[name])
-        if holder is owner or found is expected:
-            break
-        if not calls(found, name, expected, cls.__mro__[place + 1 :]):
-            return f"{holder.__module__}.{holder.__qualname__} ({_file_of(holder)}) overrides {name}"
-    return ""
+def _ways_to(chain: Chain, decision: Decision, binder: Binder) -> Iterator[tuple[str, type]]:
+    """The methods whose overrides may hide the object on a target, each with its class."""
+    if isinstance(chain.owner, type):
+        yield chain.target, chain.owner
+    elif decision.wiring is not None:
+        for method in decision.wiring.reached_by.get(chain.target, ()):
+            owner: Any = binder.loaded(split_target(method)[0])
+            for part in split_target(method)[1].split(".")[:-1]:
+                owner = None if owner is None else namespace_of(owner).get(part)
+            if isinstance(owner, type):
+                yield method, owner
 
 
-def _file_of(cls: type) -> str:
-    return getattr(sys.modules.get(cls.__module__), "__file__", None) or cls.__module__
+class _Judge:
+    """Judges the overrides of one method on one way to a target of a patch."""
+
+    def __init__(
+        self,
+        decision: Decision,
+        target: str,
+        method: str,
+        plan: Plan,
+        verdicts: dict[Any, Verdict],
+        facts: dict[int, Any],
+        trying: bool,
+    ) -> None:
+        self.id, self.target, self.method = decision.id, target, method
+        self.what = (decision.id, decision.variant, repr(sorted(decision.options.items())), method)
+        self.probe = _of_patch(decision, plan, "probe")
+        self.verdicts, self.facts, self.trying = verdicts, facts, trying
+
+    def of(self, module: Any, owner: type, mended: tuple[Any, ...]) -> list[Finding]:
+        name = self.method.rpartition(".")[2]
+        direct = self.method == self.target
+        below = mended[0] if direct else unwrap(namespace_of(owner).get(name))
+        found: list[Finding] = []
+        for override in overrides_of(module, owner, name, below):
+            if direct and override.function in mended:
+                break
+            marks = marks_of(override.function)
+            marked = next((marks[key] for key in (self.target, self.method) if key in marks), None)
+            if marked is not None:
+                text = f"{override.does}, and says that it keeps {self.target}, as of shim {marked}"
+                return [*found, self._finding("", text)]
+            if not direct and reaches(override, mended):
+                return [*found, self._finding("", f"{override.does} and calls {self.target.partition(':')[2]}")]
+            if not calls(override, mended if direct else (below,)):
+                return [*found, self._tried(module, override)]
+            found.append(self._finding("", f"{override.does} and calls it"))
+        return found
+
+    def _finding(self, state: str, text: str) -> Finding:
+        return Finding(self.id, self.target, state, text)
+
+    def _tried(self, module: Any, override: Override) -> Finding:
+        verdict, why = self._verdict(module, override)
+        text = f"{override.does} without calling it"
+        if verdict is None:
+            return self._finding(NOT_KNOWN, f"{text}, and {why or 'nobody knows what becomes of the patch'}")
+        if verdict:
+            return self._finding("", f"{text}; shim tried it, and it keeps what the patch does")
+        return self._finding("shadowed", f"{text}, and keeps the patch from its effect")
+
+    def _verdict(self, module: Any, override: Override) -> Verdict:
+        """What the probe of the patch says. Each override is tried once, and again where its module differs."""
+        if self.probe is None:
+            return None, "shim has no way to try what becomes of the patch"
+        if id(module) not in self.facts:
+            self.facts[id(module)] = facts_of(module)
+        what = getattr(override.function, "__code__", override.function)
+        key = (self.what, what, type(module).__qualname__, self.facts[id(module)])
+        if key not in self.verdicts:
+            if not self.trying:
+                return None, "shim.check(model) has not tried yet what becomes of the patch"
+            if len(self.verdicts) >= MOST_VERDICTS:
+                self.verdicts.clear()
+            self.verdicts[key] = run(self.probe, module, self.method)
+        return self.verdicts[key]

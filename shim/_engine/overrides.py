@@ -1,37 +1,142 @@
-"""Whether an override calls the method that it overrides, which is then still in force."""
+"""Overrides of patched methods: where they stand in a model, and what their text says they call."""
 
 from __future__ import annotations
 
 import ast
+import sys
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from shim._engine.aliases import namespace_of, unwrap
+from shim._record import Record
 from shim._releases.sources import parse
 
-__all__ = ["calls"]
+__all__ = ["Override", "calls", "overrides_of", "reaches"]
 
 
-def calls(override: Any, name: str, mended: Any, bases: Iterable[type]) -> bool:
-    """Whether the function `override` calls the method `name` of one of `bases`, or the function `mended` itself.
+class Override(Record):
+    """A function that an instance runs instead of the method `name` of the class that shim patched.
 
-    It does where its text has `super().name` or `Class.name`, or where its closure holds the method, as that of a
-    wrapper does. Which branch runs is not followed. A text that cannot be read calls nothing.
+    function: without descriptor, and not bound.
+    does: who overrides what, in words, with file and line.
+    beneath: the classes whose methods `super()` finds from there.
+    kept: the attributes under which the instance keeps the patched method, as those do who mean to put it back.
     """
+
+    function: Any
+    name: str
+    does: str
+    beneath: tuple[type, ...]
+    kept: frozenset[str]
+
+
+def overrides_of(module: Any, owner: type, name: str, mended: Any) -> Iterator[Override]:
+    """The overrides of the method `name` of `owner` that stand between an instance and that class, from the outside."""
+    mro, held = type(module).__mro__, getattr(module, "__dict__", {})
+    methods = [(key, value) for key, value in held.items() if type(value) is types.MethodType and key != name]
+    kept = frozenset(key for key, value in methods if value.__func__ is mended)
+    own = held.get(name)
+    function = own.__func__ if type(own) is types.MethodType else own
+    if own is not None and function is not mended:
+        cls = type(module)
+        does = f"an instance of {cls.__module__}.{cls.__qualname__} holds a {name} of its own ({_place(function, cls)})"
+        yield Override(function, name, does, mro, kept)
+    for place, holder in enumerate(mro):
+        if holder is owner:
+            return
+        if name in namespace_of(holder):
+            function = unwrap(namespace_of(holder)[name])
+            if function is mended:
+                return
+            where = _place(function, holder)
+            does = f"{holder.__module__}.{holder.__qualname__} ({where}) overrides {name}"
+            yield Override(function, name, does, mro[place + 1 :], kept)
+
+
+def _place(function: Any, cls: type) -> str:
+    """File and line of a function; the file of `cls` if the function is no Python function."""
+    code = getattr(_innermost(function), "__code__", None)
+    if code is not None:
+        return f"{code.co_filename}:{code.co_firstlineno}"
+    return getattr(sys.modules.get(cls.__module__), "__file__", None) or cls.__module__
+
+
+def _innermost(function: Any) -> Any:
+    """The function beneath all functools.wraps and partials; `function` itself if it wraps itself."""
     import inspect  # here, because it takes long to import, and most models have no override
 
-    held = _closure_of(override)
-    # Types are asked of type(), because a closure may hold a lazy object.
-    if any((value.__func__ if type(value) is types.MethodType else value) is mended for value in held.values()):
-        return True
     try:
-        function = inspect.unwrap(override)
-    except ValueError:  # it wraps itself
-        return False
-    code, known = getattr(function, "__code__", None), {**getattr(function, "__globals__", {}), **_closure_of(function)}
-    found = _attributes_in(code) if code is not None else ()
-    return any(_is_base(node.value, known, list(bases)) for node in found if node.attr == name)
+        found = inspect.unwrap(function)
+    except ValueError:
+        return function
+    inside = getattr(found, "func", None)  # of a partial
+    return found if inside is None else _innermost(inside)
+
+
+# What the text of an override says
+
+
+def calls(override: Override, mended: Sequence[Any]) -> bool:
+    """Whether an override calls the method that it overrides, or a function of `mended` itself.
+
+    It does where its text has `super().name`, `Class.name` or an attribute that keeps the method, or where its closure
+    or its partial holds the method, as that of a wrapper does. Which branch runs is not followed. A text that cannot be
+    read calls nothing.
+    """
+    held = [*_closure_of(override.function).values(), getattr(override.function, "func", None)]
+    # Types are asked of type(), because a closure may hold a lazy object.
+    bare = [value.__func__ if type(value) is types.MethodType else value for value in held]
+    if any(value is function for value in bare for function in mended):
+        return True
+    function = _innermost(override.function)
+    known = _names_known_to(function)
+    return any(
+        node.attr in override.kept or (node.attr == override.name and _is_base(node.value, known, override.beneath))
+        for node in _nodes_of(function)
+        if isinstance(node, ast.Attribute)
+    )
+
+
+def reaches(override: Override, mended: Sequence[Any], depth: int = 3) -> bool:
+    """Whether the text of an override names a function of `mended`, or a function whose text does.
+
+    depth: how many functions lie at most between the two. Only functions of modules are followed, by their names.
+    """
+    return _reaches(_innermost(override.function), mended, depth, set())
+
+
+def _reaches(function: Any, mended: Sequence[Any], depth: int, seen: set[int]) -> bool:
+    seen.add(id(function))
+    known, left = _names_known_to(function), []
+    for node in _nodes_of(function):
+        value = _value_of(node, known)
+        if value is None:
+            continue
+        if any(value is one for one in mended):
+            return True
+        if type(value) is types.FunctionType and id(value) not in seen:
+            left.append(value)
+    return depth > 0 and any(_reaches(_innermost(value), mended, depth - 1, seen) for value in left)
+
+
+def _value_of(node: ast.AST, known: Mapping[str, Any]) -> Any:
+    """What a name, an attribute of a module, or an import in a text stands for; None if it is nothing of these."""
+    if isinstance(node, ast.Name):
+        return known.get(node.id)
+    if isinstance(node, ast.Attribute) and isinstance(node.value, (ast.Name, ast.Attribute)):
+        module = _value_of(node.value, known)
+        return namespace_of(module).get(node.attr) if type(module) is types.ModuleType else None
+    if isinstance(node, ast.alias):
+        module_name, _, name = getattr(node, "whole", "").rpartition(".")
+        module = sys.modules.get(module_name)
+        return namespace_of(module).get(name) if type(module) is types.ModuleType else None
+    return None
+
+
+def _names_known_to(function: Any) -> Mapping[str, Any]:
+    return {**getattr(function, "__globals__", {}), **_closure_of(function)}
 
 
 def _closure_of(function: Any) -> dict[str, Any]:
@@ -45,8 +150,14 @@ def _closure_of(function: Any) -> dict[str, Any]:
     return found
 
 
+def _nodes_of(function: Any) -> tuple[ast.AST, ...]:
+    code = getattr(function, "__code__", None)
+    return () if code is None else _nodes_in(code)
+
+
 @lru_cache(maxsize=256)  # by the code and not by the function, whose closure could keep a model alive
-def _attributes_in(code: types.CodeType) -> tuple[ast.Attribute, ...]:
+def _nodes_in(code: types.CodeType) -> tuple[ast.AST, ...]:
+    """The names, attributes and imports in the text of a function. Each import tells its module, in `whole`."""
     import inspect
     import textwrap
 
@@ -54,10 +165,18 @@ def _attributes_in(code: types.CodeType) -> tuple[ast.Attribute, ...]:
         tree = parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, TypeError, ValueError, SyntaxError, RecursionError):
         return ()
-    return tuple(node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    found: list[ast.AST] = []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Attribute, ast.Name)):
+            found.append(node)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                alias.whole = f"{node.module}.{alias.name}"  # type: ignore[attr-defined]
+                found.append(alias)
+    return tuple(found)
 
 
-def _is_base(node: ast.expr, known: Mapping[str, Any], bases: list[type]) -> bool:
+def _is_base(node: ast.expr, known: Mapping[str, Any], bases: Iterable[type]) -> bool:
     """Whether an expression is `super(...)`, or the name of a base class, with its module or without."""
     if isinstance(node, ast.Call):
         return isinstance(node.func, ast.Name) and node.func.id == "super"

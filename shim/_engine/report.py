@@ -9,7 +9,9 @@ from typing import Any
 from shim._planning.overview import Row, group, grouped, headline
 from shim._record import EMPTY, Record
 
-__all__ = ["STATES", "PatchReport", "Report"]
+__all__ = ["NOT_KNOWN", "STATES", "PatchReport", "Report"]
+
+NOT_KNOWN = "not known"  # how the reason begins of a pending patch whose effect nobody knows
 
 STATES = (
     "applied",
@@ -39,6 +41,11 @@ class PatchReport(Record):
     summary: str = ""  # what the patch does
     holds: tuple[str, ...] = ()  # what it holds in the process besides its functions, in words
     others: tuple[str, ...] = ()  # what other people's code does to it without hiding it, in words
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether nobody knows if the patch has its effect. Doubt is never an error."""
+        return self.state == "pending" and self.reason.startswith(NOT_KNOWN)
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -78,8 +78,10 @@ MEANINGS = {
         "The reason names the flag or the option that switches it on.",
     ),
     "pending": (
-        "The patch waits for the import of a module that it patches.",
-        "Nothing, unless the trainer has imported everything: then exclude the patch.",
+        "The patch waits for the import of a module that it patches; or `check(model)` cannot tell whether it has its "
+        'effect on the model, and the reason begins "not known".',
+        "Nothing, unless the trainer has imported everything: then exclude the patch. In doubt: test the override that "
+        "the reason names, and mark it with `shim.compatible` if it is right.",
     ),
     "drifted": (
         "A body that the patch binds or relies on is unknown, or cannot be read.",
@@ -91,7 +93,7 @@ MEANINGS = {
         "Call `shim.apply()` after the other patch, or leave one of the two out.",
     ),
     "shadowed": (
-        "A subclass or an instance in the model overrides a bound method, and does not call it.",
+        "A subclass or an instance in the model overrides a method, and keeps the patch from its effect.",
         "Call the method of the base class in the override, or drop the override.",
     ),
     "failed": (
@@ -115,6 +117,33 @@ one reason. A plan says `apply` for what a report calls `applied`, `pending`, `i
 STATES_TAIL = """
 `shim.status()` reads the state from the process at the moment of the call. `shim.check(model)` also looks at the
 modules of the model. While that model lives, `shim.status()` looks at it again, so that both say the same.
+
+## Overrides
+
+A subclass, or a function bound to an instance, may override a method that shim patches, or one through which models
+reach a patched function. `shim.check(model)` says what becomes of the patch:
+
+1. The override calls the patched method, by `super()`, by the class, or as a wrapper; or its text leads to the patched
+   function. The patch is `applied`.
+2. A trainer has marked the override with `shim.compatible`. The patch is `applied`. shim does not try the override.
+3. shim tries the override on a tiny input: a packed row of ten tokens, or a layer of one weight. That takes
+   milliseconds, touches neither weights nor random state, and sends nothing to other ranks. The patch is `applied` if
+   the override keeps what the patch does, and `shadowed` if it hides it.
+4. No patch can try every method, and what is tried may raise an error. Then the patch is `pending`, and the reason
+   begins "not known". That is a warning, and never an error, also under `require` and `strict`.
+
+`report[id].others` names every override of 1 to 3 with its file and line. A method that the model's own config never
+runs hides nothing. So call `shim.check` once the model is as it will be trained, with its adapters and frozen weights.
+
+```python
+@shim.compatible("megatron.core.models.gpt.gpt_model:GPTModel._postprocess", version="0.1.0")
+def _postprocess(self, hidden_states, input_ids, position_ids, labels, *args, **kwargs):
+    ...
+```
+
+The version is that of shim which the override was tested with. Without it the mark names the version that runs.
+
+## Errors
 
 A correctness patch that cannot be applied is a WARNING of the logger `shim`, with the reason and the remedy.
 

@@ -44,13 +44,24 @@ def test_status_says_what_check_found(applied):
 
 def test_an_override_that_is_gone_is_gone(applied):
     layer = applied.get("layers:Layer")()
-    layer.forward = lambda x: x
+    own = layer.forward = lambda x: x
     model = Model(layer)
     assert shim.check(model)["count"].state == states() == "shadowed"
     del layer.forward
     assert states() == "applied"
-    layer.forward = lambda x: x
+    layer.forward = own
     assert states() == "shadowed"
+
+
+def test_only_check_tries_an_override(applied):
+    """A report may be made while another thread trains. Until check() has tried an override, nothing is known of it."""
+    layer = applied.get("layers:Layer")()
+    model = Model(layer)
+    shim.check(model)
+    layer.forward = lambda x: x
+    found = shim.status()["count"]
+    assert found.state == "pending" and found.reason.startswith("not known") and "has not tried" in found.reason
+    assert shim.check()["count"].state == shim.status()["count"].state == "shadowed"
 
 
 def test_the_last_model_counts(applied):

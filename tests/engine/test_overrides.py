@@ -1,4 +1,8 @@
-"""An override that calls the patched method keeps the patch in force; any other shadows it."""
+"""An override of a patched method counts by its effect: it calls the method, was tried, was marked, or is not known."""
+
+import functools
+import sys
+import types
 
 import pytest
 from fake_world import Model
@@ -16,11 +20,16 @@ def layer(patched_world):
     return found
 
 
-def state_with(instance):
+def found_with(instance):
+    """The report of the patch, as check() and status() give it."""
     model = Model(instance)
     checked = shim.check(model)["count"]
     assert shim.status()["count"] == checked
-    return checked.state
+    return checked
+
+
+def state_with(instance):
+    return found_with(instance).state
 
 
 def test_an_override_that_calls_the_patched_method_hides_nothing(layer):
@@ -47,26 +56,241 @@ def test_an_override_that_calls_the_patched_method_hides_nothing(layer):
         assert state_with(instance) == "applied"
 
 
-def test_an_override_that_calls_something_else_hides_the_patch(patched_world, layer):
-    """Another method of the base class, that method of another object, an override below it, or upstream's function."""
+def test_an_override_that_calls_something_else_is_tried(patched_world, layer):
+    """It hides the patch, or its effect is not known where trying it fails."""
     stock = patched_world.stock
 
     class Another(layer):
         def forward(self, x):
-            return super().tag() and self.inner.forward(x)
+            return super().tag(), x
 
     class Above(Another):
         def forward(self, x):
             return super().forward(x)
 
+    class Fails(layer):
+        def forward(self, x):
+            return self.inner.forward(x)
+
     earlier = layer()
     earlier.forward = lambda x: stock(earlier, x)
     for instance in (Another(), Above(), earlier):
         assert state_with(instance) == "shadowed"
+    found = found_with(Fails())
+    assert found.state == "pending"
+    where = f"test_overrides.py:{Fails.forward.__code__.co_firstlineno}"
+    for word in ("not known", "Fails", where, "overrides forward without calling it", "AttributeError", "'inner'"):
+        assert word in found.reason
+    assert "shim.compatible" in found.remedy
 
 
-def test_an_override_without_a_text_hides_the_patch(layer):
-    """shim cannot tell what it calls."""
+def test_an_override_that_does_the_same_by_itself_hides_nothing(layer):
+    """Also one without a text, of which shim cannot read what it calls."""
     names = {}
     exec("def forward(self, x):\n    return base.forward(self, x)\n", {"base": layer}, names)
-    assert state_with(type("Unreadable", (layer,), names)()) == "shadowed"
+
+    class Own(layer):
+        def forward(self, x):
+            return "count", x
+
+    for cls in (Own, type("Unreadable", (layer,), names)):
+        found = found_with(cls())
+        assert found.state == "applied"
+        (told,) = found.others
+        assert cls.__name__ in told and "tried it" in told
+
+
+def test_others_tells_who_stands_above_and_calls(layer):
+    class Bridge(layer):
+        def forward(self, x):
+            return super().forward(x)
+
+    (told,) = found_with(Bridge()).others
+    assert f"Bridge ({__file__}:{Bridge.forward.__code__.co_firstlineno}) overrides forward and calls it" in told
+    assert found_with(layer()).others == ()
+
+
+def test_methods_bound_to_an_instance_are_read_as_methods_of_a_class(layer):
+    """As trainers bind them, with and without the method that was there before."""
+
+    def calls_what_was_there(self, x):
+        return self.forward_backup(x)
+
+    def hides(self, x):
+        return x
+
+    kept, hidden = layer(), layer()
+    kept.forward_backup, hidden.forward_backup = kept.forward, hidden.forward
+    kept.forward, hidden.forward = types.MethodType(calls_what_was_there, kept), hides.__get__(hidden)
+    assert kept.forward(1)[0] == "count" and state_with(kept) == "applied"
+    assert "holds a forward of its own" in found_with(kept).others[0]
+    found = found_with(hidden)
+    assert found.state == "shadowed" and f"test_overrides.py:{hides.__code__.co_firstlineno}" in found.reason
+
+
+def test_each_override_is_tried_once(patched_world, layer):
+    """However many layers have it, and however often somebody asks."""
+    module, tried = sys.modules["fake_patches.count"], []
+    module.probe = lambda *given: tried.append(given) or True
+
+    class Own(layer):
+        def forward(self, x):
+            return x
+
+    model = Model(*[Own() for _ in range(80)])
+    for _ in range(3):
+        shim.check(model)
+        shim.status()
+    assert [method for _, method in tried] == ["megatron.core.layers:Layer.forward"]
+    model.inner[3].config = types.SimpleNamespace(recompute=True)
+    shim.check(model)
+    assert len(tried) == 2
+
+
+# Doubt
+
+
+@pytest.fixture
+def doubtful(layer):
+    """A model with an override of which the patch knows nothing."""
+    sys.modules["fake_patches.count"].probe = lambda module, method: "it needs a GPU to say so"
+
+    class Own(layer):
+        def forward(self, x):
+            return x
+
+    return Model(Own())
+
+
+def test_doubt_is_a_warning_once_and_never_an_error(doubtful, caplog):
+    shim.apply(require=["count"], strict=True)
+    for _ in range(2):
+        found = shim.check(doubtful)["count"]
+        assert found.state == "pending" and "needs a GPU to say so" in found.reason
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 1 and "not known" in said[0] and "shim.compatible" in said[0]
+
+
+def test_a_patch_that_mends_nothing_warns_of_no_doubt(patched_world, doubtful, caplog):
+    """Without a performance patch the model trains right, too."""
+    patched_world.patch("count", patched_world.patches["count"]["targets"], kind="performance")
+    shim.apply()
+    shim.check(doubtful)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_other_ranks_warn_in_one_short_line(doubtful, caplog, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    shim.check(doubtful)
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.startswith("count is pending: not known") and len(said) <= 160 and "Remedy" not in said
+
+
+# Functions that models reach through methods
+
+REACHED = """
+    def step(x):
+        return x + 1
+
+
+    def through(x):
+        return step(x)
+
+
+    class Block:
+        def forward(self, x):
+            return step(x)
+    """
+
+
+@pytest.fixture
+def block(world):
+    world.module("block", REACHED)
+    methods = "{target: megatron.core.block:step, reached_by: [megatron.core.block:Block.forward]}"
+    world.patch("count", ["megatron.core.block:step"])
+    world.matrix.write_text(world.matrix.read_text().replace("- megatron.core.block:step", f"- {methods}"))
+    found = world.get("block:Block")
+    shim.apply()
+    return found
+
+
+def test_an_override_of_a_method_that_reaches_the_patched_function(block):
+    module = sys.modules["megatron.core.block"]
+    step = module.step
+
+    class BySuper(block):
+        def forward(self, x):
+            return super().forward(x)
+
+    class ByName(block):
+        def forward(self, x):
+            return step(x)
+
+    class ByModule(block):
+        def forward(self, x):
+            return module.step(x)
+
+    class ByImport(block):
+        def forward(self, x):
+            from megatron.core.block import step as one
+
+            return one(x)
+
+    class ByHelper(block):
+        def forward(self, x):
+            return module.through(x)
+
+    class Own(block):
+        def forward(self, x):
+            return x + 1
+
+    for cls in (BySuper, ByName, ByModule, ByImport, ByHelper):
+        found = found_with(cls())
+        assert cls().forward(1) == ("count", 2) and found.state == "applied"
+        assert cls.__name__ in found.others[0]
+    found = found_with(Own())
+    assert (
+        found.state == "shadowed"
+        and found.targets == {"megatron.core.block:step": "shadowed"}
+        and "overrides forward" in found.reason
+    )
+
+
+# The mark
+
+FORWARD = "megatron.core.layers:Layer.forward"
+
+
+def test_a_marked_override_is_trusted(layer):
+    """Without being tried: this one would be found to hide the patch. A class method and a wrapper carry it, too."""
+
+    def passing_on(function):
+        return functools.wraps(function)(lambda *args: function(*args))
+
+    class Marked(layer):
+        @shim.compatible(FORWARD, version="0.1.0")
+        def forward(self, x):
+            return x
+
+    class Wrapped(layer):
+        @passing_on
+        @shim.compatible(FORWARD, version="0.1.0")
+        def forward(self, x):
+            return x
+
+    bound = layer()
+    bound.forward = types.MethodType(Marked.forward, bound)
+    for instance in (Marked(), Wrapped(), bound):
+        found = found_with(instance)
+        assert found.state == "applied"
+        (told,) = found.others
+        assert f"says that it keeps {FORWARD}, as of shim 0.1.0" in told and "test_overrides.py:" in told
+
+
+def test_a_mark_of_another_target_says_nothing_of_this_one(layer):
+    class Marked(layer):
+        @shim.compatible("megatron.core.layers:Layer.backward")
+        def forward(self, x):
+            return x
+
+    assert state_with(Marked()) == "shadowed"

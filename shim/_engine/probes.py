@@ -1,0 +1,81 @@
+"""Run a patch's probe of an override: what the override does to a tiny input, with nothing left behind.
+
+A patch module may define `probe(module, method)`. It gets the instance and the overridden method, as
+``package.module:Class.name``. It returns True (the override keeps the mend), False (the override hides it), or None or
+a text (not known, and why).
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+__all__ = ["Probe", "Verdict", "facts_of", "run"]
+
+Probe = Callable[[Any, str], "bool | str | None"]
+Verdict = tuple["bool | None", str]  # the second says why nothing is known
+
+
+def run(probe: Probe, module: Any, method: str) -> Verdict:
+    """The verdict of a probe. An exception, also of the override, means that nothing is known."""
+    try:
+        with _undisturbed(module):
+            found = probe(module, method)
+    except Exception as error:  # noqa: BLE001 - the override belongs to others, and a check must not fail by it
+        text = str(error).strip().partition("\n")[0]
+        return None, f"trying it raised {type(error).__name__}" + (f": {text}" if text else "")
+    return found if isinstance(found, bool) else None, found if isinstance(found, str) else ""
+
+
+@contextmanager
+def _undisturbed(module: Any) -> Iterator[None]:
+    """Gradients on, warnings off, messages between ranks refused; afterwards random state and all modes as before."""
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            device = _device_of(module, torch)
+            if device.type == "cpu":
+                stack.enter_context(torch.random.fork_rng(devices=[]))
+            else:
+                stack.enter_context(torch.random.fork_rng(devices=[device], device_type=device.type))
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(_no_messages())
+        yield
+
+
+def _device_of(module: Any, torch: Any) -> Any:
+    parameters = getattr(module, "parameters", None)
+    first = next(iter(parameters()), None) if parameters is not None else None
+    device = torch.device("cpu") if first is None else first.device
+    if device.type == "meta":
+        raise ValueError("the weights are on the meta device; check the model once it has its weights")
+    return device
+
+
+def _no_messages() -> Any:
+    """A mode that refuses collectives and messages: other ranks may have no such override, and would not answer."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    def dispatch(mode: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace in ("c10d", "_c10d_functional"):
+            raise RuntimeError(f"it sends messages between ranks ({function})")
+        return function(*args, **(kwargs or {}))
+
+    made: Any = type("NoMessages", (TorchDispatchMode,), {"__torch_dispatch__": dispatch})
+    return made()
+
+
+def facts_of(module: Any) -> tuple[Any, ...]:
+    """What the verdict on an override may depend on, besides the override: the module's config, and what is frozen."""
+    config = getattr(module, "config", None)
+    plain = (bool, int, float, str, type(None))
+    options = tuple((name, value) for name, value in getattr(config, "__dict__", {}).items() if type(value) in plain)
+    parameters = getattr(module, "parameters", None)
+    trained = {weight.requires_grad for weight in parameters()} if parameters is not None else set()
+    return hash(options), bool(getattr(module, "training", True)), frozenset(trained)
