@@ -18,7 +18,10 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from shim.patches._arguments import Function, argument, replacing
+from shim.patches._stubs import device_of, view_of
 
 APPLY_EXPERT_BIAS = "megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias"
 
@@ -34,6 +37,18 @@ def _apply_expert_bias(original: Function) -> Function:
         return original(*args, **kwargs)
 
     return _apply_expert_bias
+
+
+def probe(module: Any, method: str) -> bool | str:
+    """Routes three tokens to two experts; the last token is padding. See docs/patch-modules.md."""
+    if not module.config.moe_router_enable_expert_bias:
+        return True
+    counts = torch.zeros(2, device=device_of(module))
+    view = view_of(module, module.config, local_tokens_per_expert=counts, enable_expert_bias=True)
+    routed = torch.tensor([[True, False], [True, False], [False, True]], device=counts.device)
+    view._apply_expert_bias(routed, padding_mask=torch.tensor([False, False, True], device=counts.device))
+    found = view.local_tokens_per_expert.tolist()
+    return "it counts no tokens" if found == [0, 0] else found == [2, 0]
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:

@@ -21,13 +21,15 @@ the embeddings require a gradient by a hook on their output.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from shim.patches._arguments import Function, argument, replacing
+from shim.patches._stubs import WIDTH, config_of, device_of, view_of
 
 BLOCK = "megatron.core.transformer.transformer_block:TransformerBlock."
 FUNCTION = "megatron.core.recompute:checkpointed_forward"
@@ -63,6 +65,55 @@ def _recomputes_norms(config: Any) -> bool:
 
 def _trains(block: Any) -> bool:
     return any(weight.requires_grad for weight in block.layers.parameters())
+
+
+class _Layer:
+    """In the place of the layers: multiplies by a weight, and notes whether its input requires a gradient."""
+
+    layer_number = 1
+
+    def __init__(self, device: torch.device) -> None:
+        self.weight = torch.full((), 3.0, device=device, requires_grad=True)
+        self.required = False
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        yield self.weight
+
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        self.required |= hidden_states.requires_grad
+        return hidden_states * self.weight, None
+
+
+class _Layers(list[_Layer]):
+    def parameters(self) -> Iterator[torch.Tensor]:
+        return (weight for layer in self for weight in layer.parameters())
+
+
+def probe(module: Any, method: str) -> bool | str:
+    """Runs one layer behind states that require no gradient. See docs/patch-modules.md."""
+    config = module.config
+    full = config.recompute_granularity == "full"
+    if not (full or _recomputes_norms(config)) or {w.requires_grad for w in module.parameters()} != {True, False}:
+        return True  # nothing is recomputed, or nothing is frozen, or nothing is trained
+    device = device_of(module)
+    layer = _Layer(device)
+    view = view_of(
+        module,
+        config_of(module, fp8=None, fp4=None, cpu_offloading=False, recompute_num_layers=1),
+        layers=_Layers([layer]),
+        num_layers_per_pipeline_rank=1,
+        pre_process=True,
+        final_layernorm=None,
+        offload_context=contextlib.nullcontext(),
+        training=True,
+    )
+    output = view.forward(torch.ones(3, 1, WIDTH, device=device), None)
+    # A recomputed layer runs without gradients first, so only backward shows whether it is trained.
+    if full and output.requires_grad:
+        output.sum().backward()
+    if layer.weight.grad is not None if full else layer.required:
+        return True
+    return "adapters are trained only if the embeddings' output requires a gradient, as by a hook"
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:

@@ -41,6 +41,7 @@ from shim.patches.megatron_core.mtp_packed_sequences.loss import (
     patch_model_step,
     patch_process_mtp_loss,
 )
+from shim.patches.megatron_core.mtp_packed_sequences.probe import probe as probe
 from shim.patches.megatron_core.mtp_packed_sequences.recompute import patch_checkpointed_forward
 from shim.patches.megatron_core.mtp_packed_sequences.rolls import (
     Options,
