@@ -43,6 +43,16 @@ def view_of(module: Any, config: Any, **parts: Any) -> Any:
     return view
 
 
+def holder_of(module: Any, name: str, models: Iterable[Any]) -> Any:
+    """The module in `models` whose part `name` is `module` or holds it; None if there is none."""
+    for model in models:
+        for holder in model.modules():
+            part = getattr(holder, "_modules", {}).get(name)
+            if part is not None and any(inner is module for inner in part.modules()):
+                return holder
+    return None
+
+
 def config_of(module: Any, **fields: Any) -> Any:
     """A copy of the module's config with other fields, as far as the release has them. No rank cuts a tensor there."""
     config = copy.copy(module.config)

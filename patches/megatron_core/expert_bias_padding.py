@@ -39,7 +39,7 @@ def _apply_expert_bias(original: Function) -> Function:
     return _apply_expert_bias
 
 
-def probe(module: Any, method: str) -> bool | str:
+def probe(module: Any, method: str, models: list[Any]) -> bool | str:
     """Routes three tokens to two experts; the last token is padding. See docs/patch-modules.md."""
     if not module.config.moe_router_enable_expert_bias:
         return True

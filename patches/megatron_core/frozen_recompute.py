@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from shim.patches._arguments import Function, argument, replacing
-from shim.patches._stubs import WIDTH, config_of, device_of, view_of
+from shim.patches._stubs import WIDTH, Embedding, config_of, device_of, holder_of, view_of
 
 BLOCK = "megatron.core.transformer.transformer_block:TransformerBlock."
 FUNCTION = "megatron.core.recompute:checkpointed_forward"
@@ -89,7 +89,32 @@ class _Layers(list[_Layer]):
         return (weight for layer in self for weight in layer.parameters())
 
 
-def probe(module: Any, method: str) -> bool | str:
+class _Rotary:
+    """In the place of rotary embeddings, whose caches a tiny row would change."""
+
+    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
+        return 3
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(3, 1, 1, 2)
+
+
+def _embeddings_require_grad(block: Any, models: list[Any]) -> bool:
+    """Whether the model of the block makes what it embeds require a gradient, by its own _preprocess."""
+    model = holder_of(block, "decoder", models)
+    if not hasattr(model, "_preprocess") or not hasattr(model, "embedding"):
+        return False
+    view = view_of(model, config_of(model), embedding=Embedding(), rotary_pos_emb=_Rotary(), training=True)
+    ids = torch.zeros(1, 3, dtype=torch.int64, device=device_of(block))
+    try:
+        made = view._preprocess(input_ids=ids, position_ids=ids)
+    except Exception:  # noqa: BLE001 - it is not this method that is judged, so an error only means that nothing is known
+        return False
+    states = made[0] if isinstance(made, tuple) else None
+    return isinstance(states, torch.Tensor) and states.requires_grad
+
+
+def probe(module: Any, method: str, models: list[Any]) -> bool | str:
     """Runs one layer behind states that require no gradient. See docs/patch-modules.md."""
     config = module.config
     full = config.recompute_granularity == "full"
@@ -112,6 +137,8 @@ def probe(module: Any, method: str) -> bool | str:
     if full and output.requires_grad:
         output.sum().backward()
     if layer.weight.grad is not None if full else layer.required:
+        return True
+    if _embeddings_require_grad(module, models):
         return True
     return "adapters are trained only if the embeddings' output requires a gradient, as by a hook"
 

@@ -134,7 +134,7 @@ def _findings_in(
             mended = tuple(value for value in (unwrap(chain.top), now) if value is not None)
             for method, owner in _ways_to(chain, decision, binder):
                 seen: set[Any] = set()
-                judge = _Judge(decision, target, method, plan, verdicts, facts, trying)
+                judge = _Judge(decision, target, method, plan, models, verdicts, facts, trying)
                 for module in instances:
                     if isinstance(module, owner):
                         found = judge.of(module, owner, mended)
@@ -164,6 +164,7 @@ class _Judge:
         target: str,
         method: str,
         plan: Plan,
+        models: list[Any],
         verdicts: dict[Any, Verdict],
         facts: dict[int, Any],
         trying: bool,
@@ -171,7 +172,7 @@ class _Judge:
         self.id, self.target, self.method = decision.id, target, method
         self.what = (decision.id, decision.variant, repr(sorted(decision.options.items())), method)
         self.probe = _of_patch(decision, plan, "probe")
-        self.verdicts, self.facts, self.trying = verdicts, facts, trying
+        self.models, self.verdicts, self.facts, self.trying = models, verdicts, facts, trying
 
     def of(self, module: Any, owner: type, mended: tuple[Any, ...]) -> list[Finding]:
         name = self.method.rpartition(".")[2]
@@ -202,7 +203,7 @@ class _Judge:
         if verdict is None:
             return self._finding(NOT_KNOWN, f"{text}, and {why or 'nobody knows what becomes of the patch'}")
         if verdict:
-            return self._finding("", f"{text}; shim tried it, and it keeps what the patch does")
+            return self._finding("", f"{text}; on this model the patch loses nothing by it")
         return self._finding("shadowed", f"{text}, and keeps the patch from its effect")
 
     def _verdict(self, module: Any, override: Override) -> Verdict:
@@ -210,7 +211,7 @@ class _Judge:
         if self.probe is None:
             return None, "shim has no way to try what becomes of the patch"
         if id(module) not in self.facts:
-            self.facts[id(module)] = facts_of(module)
+            self.facts[id(module)] = facts_of(module), *(type(model).__qualname__ for model in self.models)
         what = getattr(override.function, "__code__", override.function)
         key = (self.what, what, type(module).__qualname__, self.facts[id(module)])
         if key not in self.verdicts:
@@ -218,5 +219,5 @@ class _Judge:
                 return None, "shim.check(model) has not tried yet what becomes of the patch"
             if len(self.verdicts) >= MOST_VERDICTS:
                 self.verdicts.clear()
-            self.verdicts[key] = run(self.probe, module, self.method)
+            self.verdicts[key] = run(self.probe, module, self.method, self.models)
         return self.verdicts[key]

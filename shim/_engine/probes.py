@@ -1,8 +1,8 @@
 """Run a patch's probe of an override: what the override does to a tiny input, with nothing left behind.
 
-A patch module may define `probe(module, method)`. It gets the instance and the overridden method, as
-``package.module:Class.name``. It returns True (the override keeps the mend), False (the override hides it), or None or
-a text (not known, and why).
+A patch module may define `probe(module, method, models)`. It gets the instance, the overridden method as
+``package.module:Class.name``, and the models that check() was given. It returns True (the override keeps the mend),
+False (the override hides it), or None or a text (not known, and why).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 
 __all__ = ["Probe", "Verdict", "facts_of", "run"]
 
-Probe = Callable[[Any, str], "bool | str | None"]
+Probe = Callable[[Any, str, list[Any]], "bool | str | None"]
 Verdict = tuple["bool | None", str]  # the second says why nothing is known
 
 
-def run(probe: Probe, module: Any, method: str) -> Verdict:
+def run(probe: Probe, module: Any, method: str, models: list[Any]) -> Verdict:
     """The verdict of a probe. An exception, also of the override, means that nothing is known."""
     try:
         with _undisturbed(module):
-            found = probe(module, method)
+            found = probe(module, method, models)
     except Exception as error:  # noqa: BLE001 - the override belongs to others, and a check must not fail by it
         text = str(error).strip().partition("\n")[0]
         return None, f"trying it raised {type(error).__name__}" + (f": {text}" if text else "")

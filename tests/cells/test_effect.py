@@ -381,6 +381,22 @@ def test_a_block_that_trains_no_adapter_is_a_doubt_and_no_error():
     assert plain.keys() == again.keys() and all(torch.equal(plain[name], again[name]) for name in plain)
 
 
+def test_a_block_behind_embeddings_that_require_a_gradient_is_applied():
+    """The model sees to it before the block runs; as mcore-bridge has it."""
+    if VERSION < (0, 14):
+        pytest.skip("models have no _preprocess")
+
+    class Embeds(gpt_model.GPTModel):
+        def _preprocess(self, *args, **kwargs):
+            states, *rest = super()._preprocess(*args, **kwargs)
+            return (states.detach().requires_grad_(), *rest)
+
+    model = adapted(Block, **UNIFORM)
+    model.__class__ = Embeds
+    assert state_of(model, FROZEN).state == "applied"
+    assert all(grad.any() for grad in gradients(model).values())
+
+
 @pytest.mark.parametrize("cls", [RightBlock, Block], ids=["frozen", "whole"])
 def test_a_block_that_needs_no_mend_is_applied(cls):
     """It makes the states require a gradient, or nothing is frozen."""

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 
 def verdict(probe, module=None):
-    return run(probe, module or torch.nn.Identity(), "module:Class.method")
+    return run(probe, module or torch.nn.Identity(), "module:Class.method", [])
 
 
 @pytest.mark.parametrize(
@@ -18,21 +18,21 @@ def verdict(probe, module=None):
     [(True, (True, "")), (False, (False, "")), (None, (None, "")), ("no GPU", (None, "no GPU")), (1, (None, ""))],
 )
 def test_what_a_probe_may_say(given, found):
-    assert verdict(lambda module, method: given) == found
+    assert verdict(lambda *_: given) == found
 
 
 def test_an_exception_means_that_nothing_is_known():
-    def fails(module, method):
+    def fails(module, method, models):
         raise TypeError("missing 1 argument\nand more")
 
     assert verdict(fails) == (None, "trying it raised TypeError: missing 1 argument")
-    assert verdict(lambda module, method: 1 / 0)[0] is None
+    assert verdict(lambda *given: 1 / 0)[0] is None
 
 
 def test_a_probe_draws_no_random_number_of_the_model():
     before = torch.get_rng_state()
 
-    def draws(module, method):
+    def draws(module, method, models):
         torch.rand(3)
         torch.manual_seed(5)
         raise ValueError
@@ -42,7 +42,7 @@ def test_a_probe_draws_no_random_number_of_the_model():
 
 
 def test_a_probe_has_gradients_under_every_mode_and_the_mode_stays():
-    def trains(module, method):
+    def trains(module, method, models):
         weight = torch.ones(2, requires_grad=True)
         (weight * 2).sum().backward()
         return weight.grad is not None
@@ -57,7 +57,7 @@ def test_a_probe_has_gradients_under_every_mode_and_the_mode_stays():
 def test_warnings_of_an_override_are_not_told():
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        verdict(lambda module, method: warnings.warn("an override of others", stacklevel=1))
+        verdict(lambda *given: warnings.warn("an override of others", stacklevel=1))
     assert not told
 
 
@@ -82,7 +82,7 @@ def test_a_message_to_other_ranks_is_refused(tmp_path):
 def test_weights_on_the_meta_device_are_not_tried():
     with torch.device("meta"):
         module = torch.nn.Linear(2, 2)
-    known, why = verdict(lambda module, method: True, module)
+    known, why = verdict(lambda *given: True, module)
     assert known is None and "meta device" in why
 
 

@@ -17,7 +17,7 @@ LAYER = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLa
 POSTPROCESS = "megatron.core.models.gpt.gpt_model:GPTModel._postprocess"
 
 
-def probe(module: Any, method: str) -> bool | str | None:
+def probe(module: Any, method: str, models: list[Any]) -> bool | str | None:
     """See docs/patch-modules.md."""
     if not getattr(module.config, "mtp_num_layers", None):
         return True  # a model without multi-token prediction

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shim.patches._stubs import WIDTH, PaddedRow, config_of, device_of, taken_by, view_of
+from shim.patches._stubs import WIDTH, PaddedRow, config_of, device_of, holder_of, taken_by, view_of
 from shim.patches.megatron_core.mtp_recompute.checkpoint import _number_in_block, quantized
 
 # What the layer of some release passes by keyword.
@@ -59,7 +59,7 @@ def tried(layer: Any, row: PaddedRow | None, trained: bool = True) -> tuple[Step
     return step, all(leaf.grad is not None and torch.equal(leaf.grad, right) for leaf, right in expected)
 
 
-def probe(module: Any, method: str) -> bool | str | None:
+def probe(module: Any, method: str, models: list[Any]) -> bool | str | None:
     """See docs/patch-modules.md."""
     name = method.rpartition(".")[2]
     if name == "_proj_and_transformer_layer":
@@ -77,8 +77,10 @@ def probe(module: Any, method: str) -> bool | str | None:
     if not right or len(step.rows) != 1 + chosen:
         return False
     weights = {weight.requires_grad for weight in module.parameters()}
-    if weights != {True, False}:
-        return True
+    model = holder_of(module, "mtp", models)
+    decoder = getattr(model, "decoder", None)
+    if weights != {True, False} or (decoder is not None and any(w.requires_grad for w in decoder.parameters())):
+        return True  # what the decoder trains reaches the layer in hidden_states
     try:
         step, right = tried(module, None, trained=False)
     except RuntimeError:
