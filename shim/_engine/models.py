@@ -14,6 +14,7 @@ from shim._engine.chain import Chain
 from shim._engine.overrides import Override, calls, overrides_of, reaches
 from shim._engine.probes import Verdict, facts_of, run
 from shim._engine.report import NOT_KNOWN, PatchReport, Report
+from shim._engine.taken import taken_by
 from shim._errors import ShimError
 from shim._planning.plan import Decision, Plan
 from shim._record import Record, replace
@@ -50,12 +51,14 @@ class Finding(Record):
     """What an override in the models does to a patch.
 
     state: "" where the patch keeps its effect, "shadowed" where the override hides it, NOT_KNOWN where nobody knows.
+    remedy: "" for the usual one of the state.
     """
 
     patch: str
     target: str
     state: str
     text: str
+    remedy: str = ""
 
 
 def with_findings(
@@ -89,11 +92,14 @@ def _with(patch: PatchReport, found: Finding, without: str) -> PatchReport:
     if found.state == "shadowed":
         reason = f"{found.target}: {found.text}" + (f"; {without}" if without else "")
         return replace(patch, state="shadowed", reason=reason, targets=targets, remedy=CALL_IT)
-    return replace(patch, state="pending", reason=f"{NOT_KNOWN}: {found.text}", targets=targets, remedy=FIND_OUT)
+    return replace(
+        patch, state="pending", reason=f"{NOT_KNOWN}: {found.text}", targets=targets, remedy=found.remedy or FIND_OUT
+    )
 
 
 MOST_VERDICTS = 1000
 CALL_IT = "call the method of the base class in the override, or drop the override"
+EARLIER = "call shim.apply() before the model is built"
 FIND_OUT = (
     "call the method of the base class in the override; or, where a test shows that the override trains right, mark it "
     "with shim.compatible(TARGET)"
@@ -124,6 +130,9 @@ def _findings_in(
 ) -> Iterator[Finding]:
     """What each override of a patched method does, and each override of a method that reaches a patched function."""
     instances = [module for item in models for module in item.modules()]
+    for taken in taken_by(instances, plan, binder):
+        text = f"{taken.place} holds upstream's own {taken.target.partition(':')[2]}, taken before shim bound it"
+        yield Finding(taken.patch, taken.target, NOT_KNOWN, text, f"set {taken.place} again, or {EARLIER}")
     facts: dict[int, Any] = {}
     for decision in plan.decisions.values():
         for target in decision.targets if decision.wanted else ():

@@ -28,6 +28,7 @@ ABOUT = {
 # Files that fewer cells say all about: examples where stock packs rows with MTP and where it does not, and what layouts
 # show alike between the oldest release and the newest.
 ONLY = {
+    "test_applied_after": {"0.16.1", "0.19.2"},
     "test_demo": {"0.15.3", "0.16.1"},
     "test_grpo_loss": {"0.15.3", "0.16.1"},
     "test_mtp_pipeline_and_models": {"0.13.1", "0.19.2"},

@@ -1,0 +1,56 @@
+"""Functions that a model took before shim bound them, such as config.finalize_model_grads_func."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from shim._engine.aliases import unwrap
+from shim._engine.binder import Binder
+from shim._planning.plan import Plan
+
+__all__ = ["Taken", "taken_by"]
+
+
+class Taken(NamedTuple):
+    """A place in a model that holds upstream's own function of a target."""
+
+    patch: str
+    target: str
+    place: str
+
+
+def taken_by(modules: Iterable[Any], plan: Plan, binder: Binder) -> Iterator[Taken]:
+    """The attributes of modules and of their configs that hold the function of a target as it was before it was bound.
+
+    Methods are left out: a model runs a method of its own class by its name, and where it holds one under another name,
+    mostly to put it back, nobody knows whether it ever runs that one. Closures and containers are out of reach.
+    """
+    wanted: dict[int, list[tuple[str, str]]] = {}
+    for decision in plan.decisions.values():
+        for target in decision.targets if decision.wanted else ():
+            chain = binder.chains.get(target)
+            if chain is not None and type(chain.owner) is types.ModuleType:
+                base = unwrap(chain.base)
+                if type(base) is types.FunctionType and base is not unwrap(chain.top):
+                    wanted.setdefault(id(base), []).append((decision.id, target))
+    if not wanted:
+        return
+    seen: set[int] = set()
+    for module in modules:
+        owner = f"{type(module).__module__}.{type(module).__qualname__}"
+        for holder, prefix in ((module, ""), (getattr(module, "config", None), "config.")):
+            if id(holder) in seen:
+                continue
+            seen.add(id(holder))
+            for name, value in _namespace_of(holder).items():
+                function = value.func if type(value) is functools.partial else value
+                for patch, target in wanted.get(id(function), ()):
+                    yield Taken(patch, target, f"{prefix}{name} of {owner}")
+
+
+def _namespace_of(holder: Any) -> Mapping[str, Any]:
+    found = getattr(holder, "__dict__", {})
+    return dict(found) if type(found) is dict else {}
