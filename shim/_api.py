@@ -258,7 +258,8 @@ def check(model: Any = None, group: Any = None) -> Report:
     _engine.ENGINE.catch_up()
     current = _engine.ENGINE.plan
     # Gather before anything raises: a rank that does not take part would leave the others waiting.
-    differing = ranks_that_differ(*_compared(current), group)
+    effects = {} if current is None else _engine.ENGINE.effects(current)
+    differing = ranks_that_differ(*_compared(current), group, effects)
     current = _in_force("check")
     models = [model] if hasattr(model, "modules") else None if model is None else list(model)
     report = _engine.ENGINE.check(models, current)
@@ -266,7 +267,7 @@ def check(model: Any = None, group: Any = None) -> Report:
     if differing:
         raise NotMetError(
             f"ranks disagree about what is applied: {differing}. Remedy: on every rank, install the same releases, "
-            "megatron-shim included, and call shim.apply() with the same arguments."
+            "megatron-shim included, call shim.apply() with the same arguments, and make the same other patches."
         )
     if is_rank_zero():
         logger().info("%s", report.summary)
@@ -291,6 +292,8 @@ LINE = 160  # characters of a warning on ranks other than 0
 
 def _judge(report: Report, options: Options) -> None:
     for patch in report.patches.values():
+        if patch.state == "applied" and patch.is_partial and patch.kind == "correctness":
+            _engine.ENGINE.warn([f"{patch.id} is applied in part: {'; '.join(patch.others)}"])
         if not _amiss(patch, patch.id in options.require):
             continue
         text = f"{patch.id} is {patch.state}: {patch.reason}." + (f" Remedy: {patch.remedy}." if patch.remedy else "")

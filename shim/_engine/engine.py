@@ -344,6 +344,12 @@ class Engine:
         report, plan = self._read(self.plan or plan)
         return with_findings(report, models, plan, self.binder, self.checked, raising=True)
 
+    def effects(self, plan: Plan) -> dict[str, str]:
+        """Patch id -> what somebody else's objects, or a failure, leave of the patch (see ranks.EFFECTS)."""
+        patches = self._read(plan)[0].patches
+        states = {id: patch.state for id, patch in patches.items() if patch.state in ("conflict", "failed")}
+        return {id: "in part" for id, patch in patches.items() if patch.is_partial} | states
+
     def _read(self, plan: Plan) -> tuple[Report, Plan]:
         held = self._held()
         with self.lock:

@@ -9,7 +9,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["NOTHING", "PARTS", "is_rank_zero", "ranks_that_differ"]
+from shim._record import EMPTY
+
+__all__ = ["EFFECTS", "NOTHING", "PARTS", "is_rank_zero", "ranks_that_differ"]
 
 # The parts of a patch that are compared, each by 16 bits of the patch's slot, with the words for each in messages.
 PARTS = {"variant": "variant", "fingerprints": "upstream's bodies", "options": "options", "code": "shim's own code"}
@@ -17,9 +19,12 @@ PARTS = {"variant": "variant", "fingerprints": "upstream's bodies", "options": "
 NAMES = ("megatron-shim", "megatron-core", "transformer-engine", "torch", "the matrix")
 TEXT = 3  # slots, of 8 bytes
 HEAD = 2 + len(NAMES) * (1 + TEXT)
-# Slots of int64: the digest, a hash of the ids, the releases, and one slot for each patch. The number is fixed, because
-# a collective in which ranks send different sizes hangs.
-SLOTS = 128
+# What somebody else's objects leave of a patch on a rank, with the words for each; one byte for each patch.
+EFFECTS = {"": "in force", "conflict": "in conflict", "failed": "failed", "in part": "in force in part"}
+# Slots of int64: the digest, a hash of the ids, the releases, one slot for each patch, and the effects. The number is
+# fixed, because a collective in which ranks send different sizes hangs.
+SLOTS = 160
+PATCHES = (SLOTS - HEAD) * 8 // 9
 NOTHING = "nothing applied"  # instead of a digest
 
 
@@ -41,12 +46,17 @@ def is_rank_zero() -> bool:
 
 
 def ranks_that_differ(
-    digest: str, patches: Mapping[str, Sequence[str]], releases: Mapping[str, str | None], group: Any = None
+    digest: str,
+    patches: Mapping[str, Sequence[str]],
+    releases: Mapping[str, str | None],
+    group: Any = None,
+    effects: Mapping[str, str] = EMPTY,
 ) -> str:
     """The ranks of `group` that differ from its first rank, and in which parts, in words; "" if all agree.
 
     digest: that of the plan.    releases: name (of NAMES) -> release, for what is installed.
     patches: id -> the parts of the patch as applied here, in the order of PARTS; empty if it is not applied.
+    effects: id -> one of EFFECTS; "" for a patch that is not named.
     group: a process group of any backend. None is the default group; without one there are no ranks.
 
     Costs one all-gather of 1 kB per rank, on the device of the group's backend.
@@ -57,11 +67,11 @@ def ranks_that_differ(
     size = distributed.get_world_size(group)
     if size < 2:  # alone, or not a member of the group (-1)
         return ""
-    ids = sorted(patches)[: SLOTS - HEAD]
+    ids = sorted(patches)[:PATCHES]
     mine = [_number(digest), _number(" ".join(ids))]
     for name in NAMES:
         mine += _as_slots(releases.get(name))
-    mine += [_of_parts(patches[id]) for id in ids]
+    mine += [_of_parts(patches[id]) for id in ids] + _of_effects([effects.get(id, "") for id in ids])
     rows = _gathered(distributed, mine + [0] * (SLOTS - len(mine)), size, group)
     # Ranks are numbered as in the world, not as in the group.
     ranks = range(size) if group is None else distributed.get_process_group_ranks(group)
@@ -93,6 +103,19 @@ def _of_parts(parts: Sequence[str]) -> int:
     return int(number)
 
 
+def _of_effects(effects: Sequence[str]) -> list[int]:
+    """Numbers with one byte for each effect."""
+    numbers = bytes(list(EFFECTS).index(effect) for effect in effects)
+    numbers = numbers.ljust(-(-len(numbers) // 8) * 8, b"\0")
+    return list(struct.unpack(f"<{len(numbers) // 8}q", numbers))
+
+
+def _effects_in(slots: list[int], count: int) -> list[str]:
+    """The effects that `_of_effects` has put into slots, in words."""
+    numbers = struct.pack(f"<{len(slots)}q", *slots)[:count]
+    return [list(EFFECTS.values())[number] for number in numbers]
+
+
 def _what(first: list[int], row: list[int], ids: list[str]) -> str:
     if _number(NOTHING) in (first[0], row[0]):
         return "whether anything was applied at all"
@@ -104,6 +127,8 @@ def _what(first: list[int], row: list[int], ids: list[str]) -> str:
     if first[1] != row[1]:
         return ", ".join([*found, "the patches it knows of (another release of shim, or another matrix)"])
     found += [f"{id} ({_parts(one, other)})" for id, one, other in zip(ids, first[HEAD:], row[HEAD:]) if one != other]
+    sides = (_effects_in(side[HEAD + len(ids) :], len(ids)) for side in (first, row))
+    found += [f"{id} ({other}, not {one})" for id, one, other in zip(ids, *sides) if one != other]
     return ", ".join(found) or "its digest"
 
 

@@ -43,6 +43,11 @@ class PatchReport(Record):
     others: tuple[str, ...] = ()  # what other people's code does to it without hiding it, in words
 
     @property
+    def is_partial(self) -> bool:
+        """Whether somebody else's object keeps a target that the patch can do without."""
+        return self.state in ("applied", "pending") and not {"left", "lost"}.isdisjoint(self.targets.values())
+
+    @property
     def in_doubt(self) -> bool:
         """Whether nobody knows if the patch has its effect. Doubt is never an error."""
         return self.state == "pending" and self.reason.startswith(NOT_KNOWN)

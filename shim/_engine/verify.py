@@ -9,7 +9,7 @@ from shim._engine.binder import Binder
 from shim._engine.chain import Lost, replaced_by
 from shim._engine.conflicts import remedy_for
 from shim._engine.foreign import describe
-from shim._engine.report import PatchReport, Report
+from shim._engine.report import NOT_KNOWN, PatchReport, Report
 from shim._planning.plan import Decision, Plan
 from shim._record import replace
 from shim._releases.fingerprint import split_target
@@ -46,7 +46,7 @@ def _state(
         made = report("pending", f"waits for the import of {modules}; {decision.reason}", targets)
     elif unknown := [target for target, state in targets.items() if state == "unknown"]:
         who = describe(unwrap(lost[unknown[0]].slot.current()))
-        reason = f"not known whether {who} calls shim's function on {unknown[0]}, which it holds"
+        reason = f"{NOT_KNOWN}: whether {who} calls shim's function on {unknown[0]}, which it holds"
         remedy = f"let {who} call the function that it took from a variable of its own, or exclude {decision.id}"
         made = report("pending", reason, targets, remedy)
     else:

@@ -74,10 +74,10 @@ def distributed(monkeypatch):
 def row_of(distributed, monkeypatch):
     """The row that a rank with these arguments sends."""
 
-    def row(digest, patches, releases=None):
+    def row(digest, patches, releases=None, effects=None):
         with monkeypatch.context():
             fake = distributed(0, [lambda mine: mine])
-            assert _ranks.ranks_that_differ(digest, patches, releases or {}) == ""
+            assert _ranks.ranks_that_differ(digest, patches, releases or {}, None, effects or {}) == ""
         return fake.gathered[0][0]
 
     return row
@@ -122,6 +122,17 @@ def test_it_is_said_what_of_a_patch_differs(distributed, row_of):
         "rank 1 differs in p (variant); rank 2 differs in p (upstream's bodies); rank 3 differs in p (options); rank 4 "
         "differs in p (shim's own code); rank 5 differs in p (variant, upstream's bodies, shim's own code) "
         "(against rank 0)"
+    )
+
+
+def test_other_peoples_patches_that_differ_are_named(distributed, row_of):
+    """The digest is that of what was asked for, so ranks are told apart by what somebody else's objects leave of it."""
+    patches = {f"p{n}": "x" for n in range(10)}
+    rows = [row_of("a", patches, None, effects) for effects in ({"p9": "conflict"}, {"p0": "in part", "p9": "failed"})]
+    distributed(0, rows)
+    assert _ranks.ranks_that_differ("a", patches, {}) == (
+        "rank 1 differs in p9 (in conflict, not in force); rank 2 differs in p0 (in force in part, not in force), "
+        "p9 (failed, not in force) (against rank 0)"
     )
 
 

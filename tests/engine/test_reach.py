@@ -167,7 +167,7 @@ def test_a_table_of_functions_leaves_a_doubt(one_patch):
     table = {"double": one_patch.get("ops:double"), "other": print}
     one_patch.set("ops:double", lambda x: table["double"](x))
     report = shim.check()
-    assert report["p"].state == "pending" and report["p"].reason.startswith("not known whether")
+    assert report["p"].state == "pending" and report["p"].reason.startswith("not known: whether")
     assert report["p"].targets == {CORE + "ops:double": "unknown"} and report["p"].remedy
 
 
