@@ -8,7 +8,7 @@ from typing import Any
 from shim._engine.aliases import namespace_of, unwrap
 from shim._engine.binder import Binder, Wrapped
 from shim._engine.chain import MISSING
-from shim._engine.foreign import describe, foreign_on, is_upstreams
+from shim._engine.foreign import describe, foreign_on, is_upstreams, takes_the_same
 from shim._engine.reach import reached
 from shim._errors import BindError, NotMetError
 from shim._planning.plan import Decision, Plan
@@ -82,7 +82,7 @@ def _foreign_on(target: str, decision: Decision, plan: Plan, binder: Binder) -> 
         upstream = unwrap(binder.wrappers.beneath(unwrap(writable[0].value)))
         binder.wrapped[target] = Wrapped(value, upstream, writable)
         return None
-    above = wiring is not None and target in wiring.wraps
+    above = wiring is not None and target in wiring.wraps and takes_the_same(body, inner, plan.environment.sources)
     if above or (certain and name not in namespace_of(owner)):
         return None
     if found:

@@ -15,7 +15,7 @@ from shim._errors import SourceError
 from shim._releases.fingerprint import Definition, outline, split_target
 from shim._releases.sources import Sources
 
-__all__ = ["describe", "foreign_on", "is_upstreams"]
+__all__ = ["describe", "foreign_on", "is_upstreams", "takes_the_same"]
 
 
 def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
@@ -129,6 +129,20 @@ def is_upstreams(target: str, value: Any, sources: Sources) -> bool:
     if not any(map(_is_wrapped, found)):
         return _is_from(value, path, found)
     return _may_come_of(value, module, found) and any(_is_from(layer, path, found) for layer in _layers(value))
+
+
+def takes_the_same(target: str, value: Any, sources: Sources) -> bool:
+    """Whether a function has all parameters of upstream's definition by name: factories look for them."""
+    import inspect  # here, because it takes long to import, and most processes have no foreign object
+
+    try:
+        found = outline(sources, *split_target(target))
+        mine = inspect.signature(value).parameters.keys()
+    except (SourceError, TypeError, ValueError):
+        return False
+    theirs = [d.node.args for d in found if isinstance(d.node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    names = [{a.arg for a in (*args.posonlyargs, *args.args, *args.kwonlyargs)} for args in theirs]
+    return any(wanted <= mine for wanted in names)
 
 
 def foreign_on(target: str, value: Any, sources: Sources) -> str:

@@ -35,9 +35,22 @@ def test_plan_imports_nothing_where_wrapt_has_hooks():
     assert "rope-fusion" in wanted and imported == []
 
 
-def test_a_wrapper_of_wrapt_is_a_conflict(monkeypatch):
-    """And not taken for upstream's function, whose code it lends."""
-    wrapper = wrapt.FunctionWrapper(rope_utils.apply_rotary_pos_emb, lambda call, self, args, kwargs: call(*args))
+def test_a_wrapper_of_wrapt_is_no_conflict(monkeypatch):
+    """It calls what it wraps, also where it was there first. It is named, and not taken for upstream's function."""
+    upstream = rope_utils.apply_rotary_pos_emb
+    wrapper = wrapt.FunctionWrapper(upstream, lambda call, self, args, kwargs: call(*args))
     monkeypatch.setattr(rope_utils, "apply_rotary_pos_emb", wrapper)
-    found = shim.plan(only=["rope-fusion"])["rope-fusion"]
-    assert found.action == "conflict" and "FunctionWrapper with" in found.reason and "test_others" in found.reason
+    with shim.patched(only=["rope-fusion"]) as report:
+        found = report["rope-fusion"]
+        assert found.state == "applied" and wrapper.__wrapped__ is not upstream
+        assert "FunctionWrapper with" in found.others[0] and "test_others" in found.others[0]
+    assert wrapper.__wrapped__ is upstream
+
+
+def test_a_replacement_costs_only_what_it_replaces(monkeypatch, caplog):
+    """A trainer's own loss of multi-token prediction keeps the rolls and the recompute of the patch."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    monkeypatch.setattr(GPTModel, "_postprocess", lambda self, *args, **kwargs: None)
+    found = shim.plan(only=["mtp-packed-sequences"])["mtp-packed-sequences"]
+    assert found.action == "conflict" and "_postprocess" in found.reason and "test_others" in found.reason
