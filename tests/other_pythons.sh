@@ -30,7 +30,9 @@ files="
     tests/engine/test_import_orders.py
     tests/engine/test_bind.py
     tests/engine/test_added.py
+    tests/engine/test_call_watch.py
     tests/engine/test_foreign.py
+    tests/engine/test_reach.py
     tests/engine/test_stand_ins.py
     tests/engine/test_robustness.py
 "

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shim._engine.aliases import find_aliases, namespace_of, rewrap, unwrap
+from shim._engine.call_watch import CallWatch
 from shim._engine.chain import MISSING, Chain, Change, Held, Imported, Key, Layer, Lost, Slot, found_by_name
 from shim._engine.modules import Modules
 from shim._engine.places import Places
@@ -44,6 +45,7 @@ class Binder:
         self.wrappers = Wrappers()
         self.places = Places(self.wrappers.beneath)
         self.chains: dict[str, Chain] = {}
+        self.calls = CallWatch()
         self.wrapped: dict[str, Wrapped] = {}  # what with_conflicts() found about targets without a chain
 
     # Reading targets
@@ -100,7 +102,9 @@ class Binder:
         found = reached(current, lost.slot.name, lambda value: value is top, self.wrappers.is_ours)
         if any(held.certain for held in found):
             return "called"
-        return "unknown" if found else "replaced"
+        if found:
+            return "called" if self.calls.saw(current, top) else "unknown"
+        return "replaced"
 
     # Modules that run again, or whose import fails
 
@@ -154,6 +158,8 @@ class Binder:
                     self.wrappers.note(after)
                 else:
                     self.chains.pop(after.target, None)
+            if not self.chains:
+                self.calls.forget()
         except BaseException:
             places.undo()
             self.chains, places.slots, places.lost = before

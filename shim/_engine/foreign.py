@@ -12,7 +12,7 @@ from typing import Any
 
 from shim._engine.aliases import namespace_of
 from shim._errors import SourceError
-from shim._releases.fingerprint import Definition, outline, split_target
+from shim._releases.fingerprint import Definition, definitions, outline, split_target
 from shim._releases.sources import Sources
 
 __all__ = ["describe", "foreign_on", "is_upstreams", "takes_the_same"]
@@ -35,9 +35,9 @@ def describe(value: Any) -> str:
     code = getattr(value, "__code__", None)
     if not isinstance(code, types.CodeType):
         return f"{getattr(value, '__module__', None) or type(value).__module__}.{value.__qualname__}"
-    # functools.wraps copies names. Globals and byte code keep those of the wrapper (before Python 3.11 only globals).
+    # functools.wraps copies names. Globals and byte code keep those of the wrapper.
     module = value.__globals__.get("__name__") or value.__module__
-    name = getattr(code, "co_qualname", None) or value.__qualname__
+    name = getattr(code, "co_qualname", code.co_name)
     return f"{module}.{name} in {code.co_filename}:{code.co_firstlineno}"
 
 
@@ -136,7 +136,8 @@ def takes_the_same(target: str, value: Any, sources: Sources) -> bool:
     import inspect  # here, because it takes long to import, and most processes have no foreign object
 
     try:
-        found = outline(sources, *split_target(target))
+        module, qualname = split_target(target)
+        found = definitions(sources.tree(module), qualname)
         mine = inspect.signature(value).parameters.keys()
     except (SourceError, TypeError, ValueError):
         return False

@@ -54,7 +54,7 @@ def test_a_foreign_replacement_below_is_a_conflict(world, target, wrapped):
     before = world.snapshot()
     report = shim.apply()
     assert report["p"].state == "conflict"
-    assert "replacing" in report["p"].reason and "test_foreign.py" in report["p"].reason
+    assert "foreign in " in report["p"].reason and "test_foreign.py" in report["p"].reason
     assert "exclude p" in report["p"].remedy
     assert report["q"].state == "applied"
     assert {place for place, _ in same(before, world.snapshot())} == {"ops:megatron.core.ops"}
