@@ -89,8 +89,8 @@ MEANINGS = {
         '`on_drift="apply"` applies the patch where the signature still fits.',
     ),
     "conflict": (
-        "Someone else's object stands on a target.",
-        "Call `shim.apply()` after the other patch, or leave one of the two out.",
+        "Someone else's object replaces a target that the patch needs, and does not call it.",
+        "Remove that object, whose work the patch does, or keep it and exclude the patch. The remedy names it.",
     ),
     "shadowed": (
         "A subclass or an instance in the model overrides a method, and keeps the patch from its effect.",
