@@ -458,7 +458,8 @@ def test_an_exception_inside_leaves_nothing_behind(applied, one_rank):
 # The engine on a real release
 
 
-def test_check_sees_the_real_model_and_names_what_shadows_it(applied, one_rank):
+def test_check_sees_the_real_model_and_names_what_stands_above(applied, one_rank):
+    """tests/cells/test_effect.py has the overrides that trainers have."""
     model = build()
     assert shim.check(model)[ID].state == "applied"
 
@@ -468,7 +469,7 @@ def test_check_sees_the_real_model_and_names_what_shadows_it(applied, one_rank):
 
     class Own(gpt_model.GPTModel):
         def _postprocess(self, hidden_states, *args, **kwargs):
-            return hidden_states
+            return self.mtp(hidden_states=hidden_states)
 
     if VERSION >= (0, 14):
         model.__class__ = Bridge  # which calls the mended method, and so hides nothing
