@@ -180,6 +180,7 @@ class _Judge:
     ) -> None:
         self.id, self.target, self.method = decision.id, target, method
         self.what = (decision.id, decision.variant, repr(sorted(decision.options.items())), method)
+        self.spared = decision.wiring.spared if decision.wiring is not None else {}
         self.probe = _of_patch(decision, plan, "probe")
         self.models, self.verdicts, self.facts, self.trying = models, verdicts, facts, trying
 
@@ -196,11 +197,14 @@ class _Judge:
             if marked is not None:
                 text = f"{override.does}, and says that it keeps {self.target}, as of shim {marked}"
                 return [*found, self._finding("", text)]
-            if not direct and reaches(override, mended):
-                return [*found, self._finding("", f"{override.does} and calls {self.target.partition(':')[2]}")]
-            if not calls(override, mended if direct else (below,)):
-                return [*found, self._tried(module, override)]
-            found.append(self._finding("", f"{override.does} and calls it"))
+            if calls(override, mended if direct else (below,)):
+                found.append(self._finding("", f"{override.does} and calls it"))
+                continue
+            tried = self._tried(module, override)
+            # What an override names may still get the wrong arguments, so trying it comes before reading it.
+            if tried.state == NOT_KNOWN and not direct and reaches(override, mended):
+                tried = self._finding("", f"{override.does} and calls {self.target.partition(':')[2]}")
+            return [*found, tried]
         return found
 
     def _finding(self, state: str, text: str) -> Finding:
@@ -213,6 +217,8 @@ class _Judge:
             return self._finding(NOT_KNOWN, f"{text}, and {why or 'nobody knows what becomes of the patch'}")
         if verdict:
             return self._finding("", f"{text}; on this model the patch loses nothing by it")
+        if self.target in self.spared:
+            return self._finding("", f"{text}, and costs the patch this target: {self.spared[self.target]}")
         return self._finding("shadowed", f"{text}, and keeps the patch from its effect")
 
     def _verdict(self, module: Any, override: Override) -> Verdict:

@@ -28,14 +28,12 @@ from_016 = pytest.mark.skipif(VERSION < (0, 16), reason="up to 0.15 a layer does
 
 
 @pytest.fixture(autouse=True)
-def one_rank():
-    with testing.layout_initialised(Layout()):
+def applied(request):
+    """On one rank, except where a test has ranks of its own."""
+    if "ranks2" in request.fixturenames:
         yield
-
-
-@pytest.fixture(autouse=True)
-def applied():
-    with shim.patched(only=IDS, require=IDS):
+        return
+    with testing.layout_initialised(Layout()), shim.patched(only=IDS, require=IDS):
         yield
 
 
@@ -435,3 +433,23 @@ def test_trying_leaves_no_trace_and_takes_milliseconds():
     began = time.perf_counter()
     shim.check(model)
     assert time.perf_counter() - began < seconds
+
+
+# Ranks
+
+
+def judged_on_a_rank(layout):
+    """What check() says where one rank has overrides and the other has none, which would answer no message."""
+    with testing.layout_initialised(layout), shim.patched(only=IDS, require=IDS):
+        model = testing.build_gpt(**UNIFORM)
+        if torch.distributed.get_rank() == 0:
+            model.__class__ = OwnLoss
+            model.mtp.layers[0].__class__ = type("Both", (Recomputed, OwnRoll), {})
+        found = shim.check(model)
+        return [found[id].state for id in IDS], bool(found[PACKED].others)
+
+
+@from_016
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=2, sequence_parallel=True), Layout(cp=2)], ids=str)
+def test_trying_sends_nothing_to_other_ranks(ranks2, layout):
+    assert ranks2.run(judged_on_a_rank, layout) == [(["applied"] * 3, True), (["applied"] * 3, False)]
