@@ -1,6 +1,8 @@
 """shim.apply() after the model was built: it trains as one that was built while shim was applied, to the bit."""
 
-import sys
+import functools
+import importlib
+import types
 
 import moe_cases
 import pytest
@@ -10,8 +12,11 @@ from megatron.core.transformer.moe import moe_utils
 
 import shim
 from shim import testing
+from shim._engine.aliases import unwrap
 from shim.testing import Layout
 
+# The package has a function of the same name.
+finalize_model_grads = importlib.import_module("megatron.core.distributed.finalize_model_grads")
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
 NORMS = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
@@ -126,10 +131,70 @@ def test_a_model_that_was_built_before_trains_like_one_built_after(id):
     assert not same(without, mended), "stock does the same"
 
 
+# What a model holds, for the patches that no model on CPU shows
+
+
+def held_by(roots):
+    """Functions reached from instances: by attributes, containers, closures, defaults, bound methods and partials."""
+    seen, left, functions = set(), list(roots), {}
+    while left:
+        value = left.pop()
+        if id(value) in seen or isinstance(value, (type, types.ModuleType, torch.Tensor, str, int, float)):
+            continue
+        seen.add(id(value))
+        if isinstance(value, types.FunctionType):
+            functions[id(value)] = value
+            left += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+            for cell in value.__closure__ or ():
+                left += [cell.cell_contents] if cell != types.CellType() else []
+        elif isinstance(value, types.MethodType):
+            left += [value.__func__, value.__self__]
+        elif isinstance(value, functools.partial):
+            left += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, dict):
+            left += [*value.keys(), *value.values()]
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            left += value
+        else:
+            left += vars(value).values() if hasattr(value, "__dict__") else ()
+    return functions
+
+
+def stock_functions(report):
+    """Id of upstream's own object -> the target, of all that is bound."""
+    from shim._engine.engine import ENGINE
+
+    assert report.applied
+    return {id(unwrap(chain.base)): target for target, chain in ENGINE.binder.chains.items()}
+
+
+MODELS = {
+    "mtp": {},
+    "experts": {"mtp_num_layers": None, **EXPERTS},
+    "recompute": {**FULL, "recompute_num_layers": 1},
+    "norms": {"mtp_num_layers": None, **NORMS},
+}
+
+
+@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
+def test_no_model_of_a_release_holds_a_function_that_is_bound_later(options):
+    model = built(**options)
+    with shim.patched() as report:
+        bound = stock_functions(report)
+        found = held_by([model])
+        assert found, "hooks and the functions of the config at the least"
+        assert not [bound[key] for key in found if key in bound]
+    model.config.finalize_model_grads_func = functools.partial(finalize_model_grads.finalize_model_grads)
+    with shim.patched() as report:
+        bound = stock_functions(report)
+        (target,) = [bound[key] for key in held_by([model]) if key in bound]
+        assert target.endswith(":finalize_model_grads")
+
+
 @pytest.mark.skipif(moe_cases.NOT_TOLD, reason="experts of 0.12.0 are not told which rows are padding")
 def test_experts_that_were_built_before_are_stashed():
     """And check() names the function for the end of a step, which trainers put into the config."""
-    module = sys.modules["megatron.core.distributed.finalize_model_grads"]
+    module = finalize_model_grads
     model = moe_cases.build()
     plain = [moe_cases.train(model, number) for number in range(3)]
     model.config.finalize_model_grads_func = module.finalize_model_grads
