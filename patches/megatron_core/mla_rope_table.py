@@ -36,6 +36,13 @@ def _get_cached_cos_sin(original: Function) -> Function:
     return get_cached_cos_sin
 
 
+def probe(module: Any, method: str, models: list[Any]) -> bool | str:
+    """See docs/patch-modules.md."""
+    if module.cp_group is None or module.cp_group.size() == 1:
+        return True  # no table is cut
+    return "shim does not try tables that are cut over ranks"
+
+
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
     return {YARN + "get_cached_cos_sin": _get_cached_cos_sin}

@@ -11,7 +11,7 @@ from shim._compatible import marks_of
 from shim._engine.aliases import namespace_of, unwrap
 from shim._engine.binder import Binder
 from shim._engine.chain import Chain
-from shim._engine.overrides import Override, calls, overrides_of, reaches
+from shim._engine.overrides import Override, calls, is_upstreams, overrides_of, reaches
 from shim._engine.probes import Verdict, facts_of, run
 from shim._engine.report import NOT_KNOWN, PatchReport, Report
 from shim._engine.taken import taken_by
@@ -198,13 +198,14 @@ class _Judge:
                 text = f"{override.does}, and says that it keeps {self.target}, as of shim {marked}"
                 return [*found, self._finding("", text)]
             if calls(override, mended if direct else (below,)):
-                found.append(self._finding("", f"{override.does} and calls it"))
+                if not is_upstreams(override):
+                    found.append(self._finding("", f"{override.does} and calls it"))
                 continue
             tried = self._tried(module, override)
             # What an override names may still get the wrong arguments, so trying it comes before reading it.
             if tried.state == NOT_KNOWN and not direct and reaches(override, mended):
                 tried = self._finding("", f"{override.does} and calls {self.target.partition(':')[2]}")
-            return [*found, tried]
+            return found if is_upstreams(override) and not tried.state else [*found, tried]
         return found
 
     def _finding(self, state: str, text: str) -> Finding:

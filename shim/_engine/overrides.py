@@ -13,7 +13,7 @@ from shim._engine.aliases import namespace_of, unwrap
 from shim._record import Record
 from shim._releases.sources import parse
 
-__all__ = ["Override", "calls", "overrides_of", "reaches"]
+__all__ = ["Override", "calls", "is_upstreams", "overrides_of", "reaches"]
 
 
 class Override(Record):
@@ -73,6 +73,12 @@ def _innermost(function: Any) -> Any:
         return function
     inside = getattr(found, "func", None)  # of a partial
     return found if inside is None else _innermost(inside)
+
+
+def is_upstreams(override: Override) -> bool:
+    """Whether a release itself defines the override, so that it is no other people's code."""
+    module = getattr(_innermost(override.function), "__module__", None) or ""
+    return module.startswith(("megatron.core.", "transformer_engine."))
 
 
 # What the text of an override says

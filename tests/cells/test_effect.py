@@ -7,6 +7,7 @@ import warnings
 
 import megatron.core.models.gpt.gpt_model as gpt_model
 import megatron.core.transformer.multi_token_prediction as mtp
+import moe_cases
 import pytest
 import torch
 from megatron.core import tensor_parallel
@@ -453,3 +454,25 @@ def judged_on_a_rank(layout):
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=2, sequence_parallel=True), Layout(cp=2)], ids=str)
 def test_trying_sends_nothing_to_other_ranks(ranks2, layout):
     assert ranks2.run(judged_on_a_rank, layout) == [(["applied"] * 3, True), (["applied"] * 3, False)]
+
+
+# Patches that an override concerns in some places only
+
+
+@pytest.mark.skipif(moe_cases.NOT_TOLD, reason="experts of 0.12.0 are not told which rows are padding")
+def test_shared_experts_have_nothing_to_stash_and_experts_have():
+    """0.19 itself has shared experts with a forward of their own."""
+    model = moe_cases.build(moe_shared_expert_intermediate_size=20)
+    layer = model.decoder.layers[0].mlp
+
+    def own(self, *args, **kwargs):
+        return self.linear_fc2(self.linear_fc1(*args)[0])
+
+    with moe_cases.patched(), moe_cases.stashing(model):
+        layer.shared_experts.forward = types.MethodType(own, layer.shared_experts)
+        found = shim.check(model)["paged-stash"]
+        assert found.state == "applied" and named(found, own), str(found)
+        expert = moe_cases.experts_of(model)[0]
+        expert.forward = types.MethodType(own, expert)
+        found = shim.check(model)["paged-stash"]
+        assert found.state == "pending" and found.in_doubt, str(found)

@@ -110,6 +110,14 @@ def test_others_tells_who_stands_above_and_calls(layer):
     assert found_with(layer()).others == ()
 
 
+def test_an_override_of_the_release_itself_is_not_told_of(patched_world, layer):
+    """Others are those who have patched or derived from a release."""
+    names = {"Layer": layer, "__name__": "megatron.core.heirs"}
+    exec("class Heir(Layer):\n    def forward(self, x):\n        return 'count', x\n", names)
+    found = found_with(names["Heir"]())
+    assert found.state == "applied" and not found.others
+
+
 def test_methods_bound_to_an_instance_are_read_as_methods_of_a_class(layer):
     """As trainers bind them, with and without the method that was there before."""
 

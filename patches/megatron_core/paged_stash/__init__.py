@@ -63,6 +63,7 @@ from torch import Tensor
 from shim._kept import Bindings, Kept
 from shim.ops.paged_stash import StashStatistics
 from shim.patches._arguments import Function, argument
+from shim.patches._stubs import holder_of
 from shim.patches.megatron_core.paged_stash.experts import FLAG, ExpertStash, cannot_gain, check_settings, total_of
 
 EXPERTS = "megatron.core.transformer.moe.experts:"
@@ -330,6 +331,15 @@ def problems(models: Iterable[Any]) -> Iterator[tuple[str, str]]:
         reasons = [_reason(module, stash) for module in modules for stash in stashes if stash.asked(module.config)]
         if all(reasons):
             yield reasons[0], "see `shim explain paged-stash` for what gains by a stash"
+
+
+def probe(module: Any, method: str, models: list[Any]) -> bool | str:
+    """See docs/patch-modules.md. Upstream's shared experts have a forward of their own, and nothing to stash."""
+    if not any(stash.asked(module.config) for stash in list(_STASHES)):
+        return True
+    if method == MLP and holder_of(module, "local_experts", models) is None:
+        return True
+    return "shim has no way to try experts on a tiny input"
 
 
 def _is_fused(module: Any) -> bool:
