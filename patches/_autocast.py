@@ -5,7 +5,9 @@ The module uses only names that every release from 2.1 has, and `autocast`, whic
 
 from __future__ import annotations
 
+import functools
 import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -92,9 +94,26 @@ def remembering(function: Callable[..., Any], track: bool) -> Callable[..., Any]
     state = active_autocast()
     if state is None:
         return function
-    if not (track and state.enabled):
-        return _in_its_region(function, state)
-    return _with_its_scales(function, state)
+    track = track and state.enabled
+    return _Remembering(function, (_with_its_scales if track else _in_its_region)(function, state))
+
+
+class _Remembering:
+    """What a checkpoint keeps in the place of `function`: it calls `run`, and shows the cells of `function`.
+
+    Trainers look for a layer directly among the cells of what a checkpoint runs again.
+    """
+
+    def __init__(self, function: Callable[..., Any], run: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self.function, self.run = function, run
+
+    @property
+    def __closure__(self) -> tuple[types.CellType, ...]:
+        return getattr(self.function, "__closure__", None) or ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
 
 
 def _in_its_region(function: Callable[..., Any], state: Autocast) -> Callable[..., Any]:

@@ -101,9 +101,11 @@ def _forward_with_keyword(original: Function, fp32_output: bool) -> Function:
         finally:
             _OUTPUT.fp32 = outer
 
-    signature = inspect.signature(forward)
     functools.update_wrapper(forward, original)
-    forward.__signature__ = signature  # type: ignore[attr-defined]
+    signature = inspect.signature(original)
+    *known, rest = signature.parameters.values()  # the last one is **kwargs
+    added = inspect.Parameter("fp32_output", inspect.Parameter.KEYWORD_ONLY, default=fp32_output)
+    forward.__signature__ = signature.replace(parameters=[*known, added, rest])  # type: ignore[attr-defined]
     return forward
 
 

@@ -35,7 +35,15 @@ ONLY = {
     "test_tutorial": {"0.15.3", "0.16.1"},
 }
 # Files about no patch of their own, but about the engine, all patches, or the harness.
-EVERYWHERE = {"test_all_patches", "test_factories", "test_harness", "test_import_orders", "test_others_hooks"}
+EVERYWHERE = {
+    "test_all_patches",
+    "test_factories",
+    "test_harness",
+    "test_hidden_contracts",
+    "test_import_orders",
+    "test_other_trainers",
+    "test_others_hooks",
+}
 
 
 def patches_of(stem):
