@@ -32,6 +32,8 @@ ONLY = {
     "test_demo": {"0.15.3", "0.16.1"},
     "test_grpo_loss": {"0.15.3", "0.16.1"},
     "test_mtp_pipeline_and_models": {"0.13.1", "0.19.2"},
+    "test_other_trainers": {"0.15.3", "0.19.2"},
+    "test_other_trainers_ranks": {"0.19.2"},
     "test_tutorial": {"0.15.3", "0.16.1"},
 }
 # Files about no patch of their own, but about the engine, all patches, or the harness.
@@ -41,7 +43,6 @@ EVERYWHERE = {
     "test_harness",
     "test_hidden_contracts",
     "test_import_orders",
-    "test_other_trainers",
     "test_others_hooks",
 }
 
