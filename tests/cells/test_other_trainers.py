@@ -5,6 +5,7 @@ what is true, the digest is that of shim alone, and revert in both orders gives 
 """
 
 import importlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -242,4 +243,33 @@ def test_mindspeed_may_take_its_patches_back_and_make_them_again(first):
         shim.revert()
         assert not rotation_is_scaled()
         both.undo.undo()
+        assert both.strangers() == []
+
+
+# A replacement, and what the report says to do
+
+
+@pytest.mark.skipif(VERSION < (0, 16), reason="padding counts from 0.16")
+@in_both_orders
+@pytest.mark.parametrize("follows", ["remove", "exclude"])
+def test_a_replacement_is_a_conflict_whose_remedy_works(first, follows):
+    def in_its_place(undo, seen):
+        def _apply_expert_bias(self, routing_map, padding_mask=None):
+            seen.append("replaced")
+
+        undo.set(importlib.import_module(ROUTER).TopKRouter, "_apply_expert_bias", _apply_expert_bias)
+
+    with Together(in_its_place, first) as both:
+        found = shim.check()[BIAS]
+        assert found.state == "conflict" and "in_its_place" in found.reason and "in_its_place" in found.remedy
+        assert re.search(rf"remove .*, or keep it and exclude {BIAS}", found.remedy)
+        if follows == "remove":
+            both.undo.undo()
+            assert shim.check()[BIAS].state == "applied" and padding_does_not_count()
+        else:
+            assert shim.apply(exclude=[BIAS])[BIAS].state == "excluded"
+            holds(padding_does_not_count)
+            assert both.seen, "the replacement is not in force"
+            both.undo.undo()
+        shim.revert()
         assert both.strangers() == []
