@@ -1,0 +1,3 @@
+"""The one thing that mcore-bridge imports of it."""
+
+from filelock import FileLock as FileLock
