@@ -68,8 +68,9 @@ def _environment(trainers, core, te):
     kept = {name: value for name, value in environ.items() if not name.startswith(left_out)}
     if "MEGATRON_SHIM_CACHE" in environ:
         kept["MEGATRON_SHIM_CACHE"] = environ["MEGATRON_SHIM_CACHE"]
-    # Nothing is fetched at run time, and a trainer's own logger says only what matters.
-    return kept | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "LOG_LEVEL": "WARNING"}
+    # Nothing is fetched at run time, a trainer's own logger says only what matters, and nothing is compiled: seconds.
+    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    return kept | offline | {"LOG_LEVEL": "WARNING", "TORCHDYNAMO_DISABLE": "1"}
 
 
 def run(story, *arguments, trainers, core, te, timeout=300, **variables):

@@ -1,0 +1,170 @@
+"""What one process with mcore-bridge has to tell: who was first, what is right, what check() says, what revert leaves.
+
+Orders: "stock" (no shim), "shim first", "trainer first".
+"""
+
+import logging
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import bridge_models as models
+import leftovers
+import torch
+import trainers
+
+import shim
+from shim import testing
+
+PACKAGES = ("megatron", "transformer_engine", "mcore_bridge", "peft")
+_SHIM = Path(shim.__file__).resolve().parents[1]
+_OURS = [f"{_SHIM / 'shim'}/_", str(_SHIM / "patches")]
+_ALL = ("megatron.core.models.gpt", "megatron.core.transformer.moe.router", "mcore_bridge.model")
+
+
+def import_all():
+    """Everything of it that the story needs, so that nothing is imported between two looks at the modules."""
+    for name in ("mcore_bridge", "peft", *_ALL):
+        import_module(name)
+
+
+def states(report):
+    return {patch.id: [patch.state, patch.reason, list(patch.others)] for patch in map(report.__getitem__, report)}
+
+
+def checked(model):
+    """{"raised": None or its text, "states": ..., "said": lines of the log above INFO}."""
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    handler.setLevel(logging.WARNING)
+    logging.getLogger("shim").addHandler(handler)
+    raised = None
+    try:
+        report = shim.check(model)
+    except shim.ShimError as error:
+        raised, report = f"{type(error).__name__}: {error}", shim.status()
+    finally:
+        logging.getLogger("shim").removeHandler(handler)
+    return {"raised": raised, "states": states(report), "said": said, "digest": report.digest}
+
+
+def packed_errors():
+    found = {}
+    for layers in (1, 2):
+        for adapted in (False, True):
+            model = models.build(mtp_num_layers=layers)
+            if adapted:
+                model = models.with_lora(model)
+            for name, align in models.ROWS.items():
+                found[f"{layers} MTP {'LoRA ' if adapted else ''}{name}"] = models.error(model, align)
+    return found
+
+
+def recompute(adapted, with_check):
+    """Per method: whether losses and gradients are the same to the bit, and how many layers ran twice."""
+    model = models.build(mtp_num_layers=1)
+    if adapted:
+        model = models.with_lora(model)
+    row = models.row_of(8)
+    truth, once = models.attention_calls(model, lambda: testing.run_packed(model, row))
+    found = {}
+    for name, options in models.RECOMPUTE.items():
+        with models.setting(model, **options):
+            try:
+                result, calls = models.attention_calls(model, lambda: testing.run_packed(model, row))
+            except AssertionError as error:
+                told = {"raised": str(error)}
+            else:
+                told = {"same": testing.differences(result, truth), "again": calls - once}
+            found[name] = told | ({"checked": checked(model)} if with_check else {})
+    return found
+
+
+def counts():
+    """Tokens per expert with and without padding behind them, or what was raised."""
+    found = []
+    for padding in (2, 0):
+        try:
+            found.append(models.counted_tokens(padding))
+        except (RuntimeError, TypeError) as error:
+            found.append(str(error).splitlines()[0])
+    return found
+
+
+def tell(order):
+    if order == "shim first":
+        shim.apply()
+    import_all()
+    trainers.join()
+    told = {}
+    with models.on_cpu():
+        if order == "trainer first":
+            models.error(models.build(mtp_num_layers=1), 1)  # what is set up at the first use, by anybody, is there
+            before = leftovers.reachable(PACKAGES)
+            shim.apply()
+        told |= {"packed": packed_errors(), "counts": counts(), "TE names": te_names()}
+        if order != "stock":
+            model = models.build(mtp_num_layers=1)
+            told["status"] = states(shim.status())
+            told["reached"] = reached()
+            told["checked"] = checked(model)
+            told["checked again"] = checked(model)
+            told["MoE"] = checked(models.build(**models.MOE))
+        told["recompute"] = {name: recompute(name == "LoRA", order != "stock") for name in ("whole", "LoRA")}
+        if order != "stock":
+            shim.apply(require=["mtp-packed-sequences"])
+            told["required"] = checked(model)
+            shim.revert()
+            after = leftovers.reachable(PACKAGES)
+            told["ours"] = leftovers.made_by(after, _OURS)
+            told["reverted"] = packed_errors()
+        if order == "trainer first":
+            told["left"] = leftovers.changed(before, after)
+    return told
+
+
+def reached():
+    """Which patches' code runs in a call of the functions that mcore-bridge replaces, by a profiler."""
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    config = models.build(mtp_num_layers=None).config
+    [router] = [module for module in models.build(**models.MOE).modules() if isinstance(module, TopKRouter)]
+    states, table = torch.randn(16, 4, 8), torch.randn(8, 1, 1, 8)
+    offsets = torch.tensor([0, 8, 16], dtype=torch.int32)
+    calls = {
+        # A table of positions, not of tokens: mcore-bridge's own way is for the latter.
+        "rope-thd": lambda: rope_utils._apply_rotary_pos_emb_thd(states, offsets, table),
+        "rope-fusion": lambda: rope_utils.apply_rotary_pos_emb(states[:8, None], table, config),
+        "expert-bias-padding": lambda: TopKRouter._apply_expert_bias(router, torch.zeros(4, 4, dtype=torch.bool)),
+    }
+    return {patch: _runs_ours(call) for patch, call in calls.items()}
+
+
+def _runs_ours(call):
+    files = set()
+    sys.setprofile(lambda frame, event, _: files.add(frame.f_code.co_filename))
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return any(file.startswith(str(_SHIM / "patches")) for file in files)
+
+
+def te_names():
+    """Whether megatron-core has the name that Transformer Engine moved."""
+    attention = import_module("megatron.core.transformer.attention")
+    return {"SplitAlongDim": getattr(attention, "SplitAlongDim", None) is not None}
+
+
+def rank(order):
+    """One rank of a world: what check() says, once all ranks have compared notes."""
+    trainers.join()
+    if order == "shim first":
+        shim.apply()
+    import_all()
+    if order == "trainer first":
+        shim.apply()
+    with models.on_cpu():
+        return checked(models.build(mtp_num_layers=1))

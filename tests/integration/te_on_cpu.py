@@ -1,0 +1,79 @@
+"""Transformer Engine's own modules on CPU: built by its code and megatron-core's, computed by torch.
+
+Only what needs a kernel is a stand-in: the forward of its linear layers and norms, without tensor parallelism and FP8.
+Their weights, their classes and everything that megatron-core and a trainer put around them are real.
+"""
+
+import contextlib
+
+import torch
+import torch.nn.functional as F
+
+
+def _norm(kind, x, weight, bias, eps, zero_centered):
+    weight = weight + 1 if zero_centered else weight
+    if kind == "RMSNorm":
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+
+def _linear(self, inp, is_first_microbatch=None, **ignored):
+    return F.linear(inp, self.weight, _used(self.bias))
+
+
+def _layernorm_linear(self, inp, is_first_microbatch=None, **ignored):
+    normed = _norm(
+        self.normalization, inp, self.layer_norm_weight, self.layer_norm_bias, self.eps, self.zero_centered_gamma
+    )
+    out = F.linear(normed, self.weight, _used(self.bias))
+    return (out, normed) if self.return_layernorm_output else out
+
+
+def _used(bias):
+    """Without bias the layers have an empty one."""
+    return bias if bias is not None and bias.numel() else None
+
+
+def _rms_norm(self, x):
+    return _norm("RMSNorm", x, self.weight, None, self.eps, False)
+
+
+def _layer_norm(self, x):
+    return _norm("LayerNorm", x, self.weight, self.bias, self.eps, False)
+
+
+@contextlib.contextmanager
+def te_modules_on_cpu():
+    """Inside, TE's modules run on CPU, where `testing.te_cuda_stand_ins()` holds too."""
+    import transformer_engine.pytorch as te
+
+    substitutes = [
+        (te.Linear, "forward", _linear),
+        (te.LayerNormLinear, "forward", _layernorm_linear),
+        (te.RMSNorm, "forward", _rms_norm),
+        (te.LayerNorm, "forward", _layer_norm),
+    ]
+    with _substituted(substitutes):
+        yield
+
+
+def te_modules_built():
+    """Inside, TE's modules can be built, which they refuse to be without CUDA."""
+    return _substituted([(torch.cuda, "is_available", lambda: True)])
+
+
+def routers_on_cpu():
+    """Inside, a router takes the way that it has where Transformer Engine's matrix product is missing."""
+    from megatron.core.transformer.moe import moe_utils
+
+    return _substituted([(moe_utils, "te_general_gemm", None)])
+
+
+@contextlib.contextmanager
+def _substituted(substitutes):
+    with contextlib.ExitStack() as undo:
+        for owner, name, substitute in substitutes:
+            own = name in vars(owner)
+            undo.callback(*((setattr, owner, name, vars(owner)[name]) if own else (delattr, owner, name)))
+            setattr(owner, name, substitute)
+        yield
