@@ -18,7 +18,7 @@ from shim import testing
 
 PACKAGES = ("megatron", "transformer_engine", "mcore_bridge", "peft")
 _SHIM = Path(shim.__file__).resolve().parents[1]
-_OURS = [f"{_SHIM / 'shim'}/_", str(_SHIM / "patches")]
+OURS = [f"{_SHIM / 'shim'}/_", str(_SHIM / "patches")]
 _ALL = ("megatron.core.models.gpt", "megatron.core.transformer.moe.router", "mcore_bridge.model")
 
 
@@ -117,7 +117,7 @@ def tell(order):
             told["required"] = checked(model)
             shim.revert()
             after = leftovers.reachable(PACKAGES)
-            told["ours"] = leftovers.made_by(after, _OURS)
+            told["ours"] = leftovers.made_by(after, OURS)
             told["reverted"] = packed_errors()
         if order == "trainer first":
             told["left"] = leftovers.changed(before, after)
@@ -139,10 +139,11 @@ def reached():
         "rope-fusion": lambda: rope_utils.apply_rotary_pos_emb(states[:8, None], table, config),
         "expert-bias-padding": lambda: TopKRouter._apply_expert_bias(router, torch.zeros(4, 4, dtype=torch.bool)),
     }
-    return {patch: _runs_ours(call) for patch, call in calls.items()}
+    return {patch: runs_ours(call) for patch, call in calls.items()}
 
 
-def _runs_ours(call):
+def runs_ours(call):
+    """Whether code of a patch runs in the call."""
     files = set()
     sys.setprofile(lambda frame, event, _: files.add(frame.f_code.co_filename))
     try:

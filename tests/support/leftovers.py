@@ -43,6 +43,8 @@ def reachable(packages):
     found = {}
     for name, module in _names(packages):
         for attribute, value in list(vars(module).items()):
+            if isinstance(value, types.ModuleType):  # also one that imports what is asked of it
+                continue
             if isinstance(value, _KINDS) or callable(getattr(value, "__wrapped__", None)):
                 found[f"{name}:{attribute}"] = value
             if isinstance(value, type) and value.__module__ == name:
