@@ -5,6 +5,10 @@ package), "plugin" (shim.apply() stands in a file of --external_plugins, which m
 arguments, long after its patches are made).
 """
 
+import os
+import socket
+import subprocess
+import sys
 import tempfile
 from importlib import import_module
 from pathlib import Path
@@ -166,3 +170,39 @@ def rank(order):
         plugin()
     with models.on_cpu():
         return checked(models.build(mtp_num_layers=1))
+
+
+_TARGET = """
+import os, sys
+
+if __name__ == "__main__":
+    from shim import testing
+
+    testing.transformer_engine_on_cpu()
+    first = "megatron.core" not in sys.modules
+    import mcore_bridge, swift.megatron
+    import shim
+
+    state = shim.status()["mtp-packed-sequences"].state
+    print("TOLD", os.environ.get("RANK", "-"), first, state, *sys.argv[1:], flush=True)
+    os._exit(0)
+"""
+
+
+def launched(torchrun):
+    """What the processes that ms-swift's launcher starts have to say, where the launcher runs under `shim run`."""
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "the_target.py").write_text(_TARGET)
+        code = (
+            "import sys; sys.argv = ['megatron', 'sft', '--model', 'm']; from swift.cli.main import cli_main; "
+            "cli_main({'sft': 'the_target'}, is_megatron=True)"
+        )
+        command = [sys.executable, "-m", "shim", "run", "--", sys.executable, "-W", "ignore", "-c", code]
+        environ = dict(os.environ)
+        environ["PYTHONPATH"] = os.pathsep.join([directory, environ["PYTHONPATH"]])
+        if torchrun:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                environ |= {"NPROC_PER_NODE": "2", "MASTER_PORT": str(free.getsockname()[1])}
+        output = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return sorted(line for line in output.splitlines() if line.startswith("TOLD"))

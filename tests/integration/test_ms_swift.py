@@ -93,3 +93,10 @@ def test_ranks_with_different_places_agree():
     first, second = run_ranks("ms_swift_story:rank", each, trainers=TRAINERS, core="0.18.2", te=PAIRS["0.18.2"])
     assert first["digest"] == second["digest"]
     assert first["raised"] is None and second["raised"] is None
+
+
+@pytest.mark.parametrize(("torchrun", "ranks"), [(False, ["-"]), (True, ["0", "1"])], ids=["alone", "torchrun"])
+def test_its_launcher_carries_shim_run(torchrun, ranks):
+    """`shim run -- megatron sft ...`: the processes that it starts have shim before they import anything."""
+    told = run("ms_swift_story:launched", torchrun, trainers=TRAINERS, core="0.18.2", te=PAIRS["0.18.2"])
+    assert told == [f"TOLD {rank} True applied --model m" for rank in ranks]
