@@ -21,10 +21,6 @@ each_release = pytest.mark.parametrize("release", PAIRS)
 each_order = pytest.mark.parametrize("order", ORDERS)
 
 
-# Until the engine judges by effect: what it says of wrappers and overrides today is not true.
-waits = pytest.mark.xfail(strict=True, reason="conflicts and overrides are not judged by their effect yet")
-
-
 @cache
 def story(release, order):
     return run("mcore_bridge_story:tell", order, trainers=["mcore-bridge"], core=release, te=PAIRS[release])
@@ -102,7 +98,6 @@ def test_a_moved_name_is_there(release, order):
 # ---- check() says what is true
 
 
-@waits
 @each_order
 @each_release
 def test_what_is_wrapped_above_is_reached_and_applied(release, order):
@@ -112,7 +107,6 @@ def test_what_is_wrapped_above_is_reached_and_applied(release, order):
     assert {patch: told["status"][patch][0] for patch in WRAPPED} == dict.fromkeys(WRAPPED, "applied")
 
 
-@waits
 @each_order
 @each_release
 @pytest.mark.parametrize("patch", WRAPPED)
@@ -121,7 +115,6 @@ def test_who_sits_above_is_named(release, order, patch):
     assert any("mcore_bridge" in sentence and "patcher.py" in sentence for sentence in others), others
 
 
-@waits
 @each_order
 @each_release
 def test_packed_rows_train_right_and_check_does_not_deny_it(release, order):
@@ -133,7 +126,6 @@ def test_packed_rows_train_right_and_check_does_not_deny_it(release, order):
     )
 
 
-@waits
 @each_order
 @each_release
 def test_required_and_right_does_not_raise(release, order):
@@ -142,7 +134,7 @@ def test_required_and_right_does_not_raise(release, order):
 
 @each_order
 @each_release
-@pytest.mark.parametrize("method", [pytest.param("uniform", marks=waits), "block", "uniform by two"])
+@pytest.mark.parametrize("method", ["uniform", "block", "uniform by two"])
 def test_what_check_says_of_mtp_recompute(release, order, method):
     """Under uniform by one its own recompute does what shim's does. Under block it keeps all activations of MTP layers,
     and chunks of two layers it refuses: there it hides the mend."""
@@ -154,7 +146,6 @@ def test_what_check_says_of_mtp_recompute(release, order, method):
         assert state(told["checked"], "mtp-recompute") == "shadowed" or not_known(told["checked"], "mtp-recompute")
 
 
-@waits
 @each_order
 @each_release
 @pytest.mark.parametrize("method", ["uniform", "block"])
@@ -165,14 +156,12 @@ def test_what_check_says_of_frozen_recompute(release, order, method):
     assert is_in_force(told["checked"], "frozen-recompute")
 
 
-@waits
 @each_order
 @each_release
 def test_check_says_nothing_twice(release, order):
     assert story(release, order)["checked again"]["said"] == []
 
 
-@waits
 @each_release
 def test_both_orders_have_one_digest(release):
     first, second = (story(release, order)["checked"]["digest"] for order in ORDERS)
@@ -188,7 +177,7 @@ def test_after_the_trainer_revert_leaves_every_object_as_it_was(release):
     assert story(release, "trainer first")["left"] == []
 
 
-@pytest.mark.parametrize("order", [pytest.param("shim first", marks=waits), "trainer first"])
+@each_order
 @each_release
 def test_revert_leaves_nothing_of_shim(release, order):
     told = story(release, order)
@@ -204,7 +193,6 @@ def test_reverted_equals_never_applied(release, order):
 # ---- ranks
 
 
-@waits
 @pytest.mark.parametrize("release", ["0.16.1", "0.19.2"])
 def test_ranks_with_different_orders_agree(release):
     """One rank applies before the trainer's import and one after it; check() compares them."""

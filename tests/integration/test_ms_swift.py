@@ -15,7 +15,6 @@ TRAINERS = ["mcore-bridge", "ms-swift"]
 
 each_release = pytest.mark.parametrize("release", PAIRS)
 each_order = pytest.mark.parametrize("order", ORDERS)
-waits = pytest.mark.xfail(strict=True, reason="conflicts and overrides are not judged by their effect yet")
 
 
 @cache
@@ -55,7 +54,6 @@ def test_its_patches_stay_where_they_are(release, order):
 
 @each_order
 @each_release
-@waits
 def test_nothing_is_in_conflict(release, order):
     """Before a model is built, that is; a required patch, or the wrappers of mcore-bridge, are no reason either."""
     found = {patch: told[0] for patch, told in story(release, order)["status"].items()}
@@ -69,7 +67,6 @@ def test_check_does_not_raise(release, order):
 
 
 @each_release
-@waits
 def test_both_places_have_one_digest(release):
     first, second = (story(release, order)["checked"]["digest"] for order in ORDERS)
     assert first == second
@@ -80,13 +77,12 @@ def test_revert_by_a_plugin_leaves_every_object_as_it_was(release):
     assert story(release, "plugin")["left"] == []
 
 
-@pytest.mark.parametrize("order", [pytest.param("package", marks=waits), "plugin"])
+@each_order
 @each_release
 def test_revert_leaves_nothing_of_shim(release, order):
     assert story(release, order)["ours"] == []
 
 
-@waits
 def test_ranks_with_different_places_agree():
     """One rank applies before the package, one by a plugin; check() compares them."""
     each = [(order,) for order in ORDERS]
