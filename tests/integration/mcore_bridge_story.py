@@ -3,6 +3,7 @@
 Orders: "stock" (no shim), "shim first", "trainer first".
 """
 
+import contextlib
 import logging
 import sys
 from importlib import import_module
@@ -121,7 +122,55 @@ def tell(order):
             told["reverted"] = packed_errors()
         if order == "trainer first":
             told["left"] = leftovers.changed(before, after)
+            told["broken"] = broken()
     return told
+
+
+def broken():
+    """The same with mcore-bridge's code changed so that it hides a mend: what is wrong then, and what check() says."""
+    from mcore_bridge.model import gpt_model
+    from mcore_bridge.model.modules import mtp_layer
+
+    told = {}
+    # Applied anew each time: check() remembers what it has found of an override.
+    for name, module in (("roll in the layer", mtp_layer), ("roll in the loss", gpt_model)):
+        with shim.patched(), putting(module, "roll_tensor", its_old_roll):
+            model = models.build(mtp_num_layers=1)
+            told[name] = {"error": models.error(model, 8), "checked": checked(model)}
+    preprocess = gpt_model.GPTModel._preprocess
+
+    def without_gradient(self, *args, **kwargs):
+        states, *rest = preprocess(self, *args, **kwargs)
+        return states.detach(), *rest
+
+    with shim.patched(), putting(gpt_model.GPTModel, "_preprocess", without_gradient):
+        model = models.with_lora(models.build(mtp_num_layers=None))
+        with models.setting(model, **models.RECOMPUTE["uniform"]):
+            try:
+                trained = bool(testing.run_packed(model, models.row_of(1)).grads)
+            except RuntimeError as error:  # backward, where nothing at all requires a gradient
+                trained = str(error)
+            told["frozen embeddings"] = {"trained": trained, "checked": checked(model)}
+    return told
+
+
+def its_old_roll(tensor, shifts=-1, dims=-1, cp_group=None, packed_seq_params=None):
+    """The roll that mcore-bridge carries for megatron-core 0.15 in place of megatron-core's. It knows no padding."""
+    from mcore_bridge.utils import megatron_utils
+
+    if packed_seq_params is None:
+        return megatron_utils.roll_tensor(tensor, shifts, dims, cp_group)
+    return megatron_utils._roll_tensor_packed_seq(tensor, shifts, dims, packed_seq_params, cp_group)
+
+
+@contextlib.contextmanager
+def putting(owner, name, value):
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def reached():
