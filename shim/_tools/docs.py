@@ -1,4 +1,4 @@
-"""Documents generated from the matrix, the tables and the code: README's table, and the reference pages of docs/."""
+"""Documents generated from the matrix, tables and code: README's table, and the reference pages of docs/."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from shim._planning.explain import patch_docstring
 from shim._planning.overview import listed
 from shim._tools.docs_reference import commands, matrix_page, states_page
 from shim._tools.docs_te import feature_page
+from shim._tools.docs_trainers import trainers_page
 from shim._tools.support import support, support_table
 
 __all__ = [
@@ -107,6 +108,7 @@ def generated(top: Path) -> dict[Path, str]:
         docs / "matrix.md": matrix_page(),
         docs / "states.md": states_page(),
         docs / "transformer-engine.md": feature_page(),
+        docs / "trainers.md": trainers_page(docs / "trainers.yaml", matrix),
     }
     parts = {top / "README.md": patch_table(matrix), docs / "cli.md": commands()}
     fast_form, text = load.compile_matrix()
