@@ -274,7 +274,7 @@ def _verdict(item: Item) -> str:
         said = f"**conflicts** with {by}"
     said += f"; since {item.since}." if item.since else "."
     said += f" {item.note}" if item.note else ""
-    return said + "".join(f" Test: `{test}`." for test in item.seen)
+    return said + "".join(f" Test: `{test.rpartition('/')[2]}`." for test in item.seen)
 
 
 def _diff(trainer: Trainer) -> Iterator[str]:
