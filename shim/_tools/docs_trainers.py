@@ -23,7 +23,7 @@ __all__ = ["VERDICTS", "Edit", "Item", "Trainer", "edited", "problems", "read_tr
 VERDICTS = {
     "unnecessary": "shim does it. The lines can be deleted once shim is applied.",
     "composes": "It does something of its own in the same place. Both hold, in the order that is given.",
-    "conflicts": "It keeps a patch of shim from its effect. `shim.check(model)` says so.",
+    "conflicts": "It keeps a patch of shim from its effect, in whole or in part. The row says what follows.",
     "own": "It is none of shim's business. It is only counted.",
 }
 ORDERS = ("either order", "shim first", "trainer first")
