@@ -229,7 +229,7 @@ def trainers_page(file: Path, matrix: Matrix) -> str:
         lines += ["", f"## {trainer.name}", "", f"Read at {trainer.version}. It takes {trainer.supports}."]
         if trainer.pin:
             lines += [f"Its pin is {trainer.pin}. There `shim audit` calls drifted: {_links(trainer.drifted)}."]
-            lines += ["All other patches for megatron-core apply as they are."]
+            lines += ["All other patches for megatron-core apply there as they are. A drifted one does nothing there."]
         lines += [f"Places are below `{trainer.folder}`.", ""]
         lines += ["| place | what it does | releases | verdict |", "|---|---|---|---|"]
         order = list(VERDICTS)
