@@ -180,7 +180,6 @@ class _Judge:
     ) -> None:
         self.id, self.target, self.method = decision.id, target, method
         self.what = (decision.id, decision.variant, repr(sorted(decision.options.items())), method)
-        self.spared = decision.wiring.spared if decision.wiring is not None else {}
         self.probe = _of_patch(decision, plan, "probe")
         self.models, self.verdicts, self.facts, self.trying = models, verdicts, facts, trying
 
@@ -218,8 +217,6 @@ class _Judge:
             return self._finding(NOT_KNOWN, f"{text}, and {why or 'nobody knows what becomes of the patch'}")
         if verdict:
             return self._finding("", f"{text}; on this model the patch loses nothing by it")
-        if self.target in self.spared:
-            return self._finding("", f"{text}, and costs the patch this target: {self.spared[self.target]}")
         return self._finding("shadowed", f"{text}, and keeps the patch from its effect")
 
     def _verdict(self, module: Any, override: Override) -> Verdict:
