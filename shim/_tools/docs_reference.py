@@ -198,7 +198,7 @@ KEYS = {
         "alone": "`true`: shim does not bind aliases of this target.",
         "wraps": "`true`: the factory holds around any function that takes the same calls, also a foreign one.",
         "without": "What stays wrong without this target alone. A foreign object there costs this much only.",
-        "reached_by": "For a function: the methods through which models call it. An override of one may hide the patch.",
+        "reached_by": "For a function: the methods through which models call it. An override may hide the patch.",
     },
     "An option": {
         "default": "The value without an argument. An option that is not a mapping is its default.",

@@ -195,9 +195,11 @@ def test_padding_that_the_router_takes_for_tokens_is_a_doubt():
             moved = None if padding_mask is None else padding_mask.roll(-1, -1)
             return ByName.__dict__["_get_embeddings"](self, *args, padding_mask=moved, **kwargs)
 
-    assert state_of(with_layer(RollsMask), PACKED).state == "applied"  # no experts
-    model = with_layer(RollsMask, num_moe_experts=2, moe_aux_loss_coeff=0.0)
-    assert trains_right(model)
+    balanced = {"num_moe_experts": 2, "moe_router_load_balancing_type": "aux_loss"}
+    for options in ({}, {**balanced, "moe_aux_loss_coeff": 0.0}):  # no experts, or none that count tokens
+        model = with_layer(RollsMask, **options)
+        assert state_of(model, PACKED).state == "applied" and trains_right(model)
+    model = with_layer(RollsMask, **balanced, moe_aux_loss_coeff=0.1)
     found = state_of(model, PACKED)
     assert found.state == "pending" and "padding mask" in found.reason
 

@@ -34,7 +34,7 @@ def _get_embeddings(layer: Any) -> bool | str:
         return "it returns something else than upstream's method"
     if not row.moved(result[0], row.ids) or not row.moved(embedding.seen[-1], row.ids):
         return False
-    if not masked or not getattr(layer.config, "num_moe_experts", None):
+    if not masked or not _routers_count_tokens(layer.config):
         return True
     padding = torch.zeros_like(row.ids, dtype=torch.bool)
     padding[0, list(row.padding)] = True
@@ -45,6 +45,14 @@ def _get_embeddings(layer: Any) -> bool | str:
         if token and all(told[0, at] for at in row.padding):
             return True
     return "padding counts as tokens for the router of experts, if the batch has a padding mask"
+
+
+def _routers_count_tokens(config: Any) -> bool:
+    """Whether it matters to the routers of experts which tokens are padding: for their losses, and for their bias."""
+    if not getattr(config, "num_moe_experts", None):
+        return False
+    balances = config.moe_router_load_balancing_type != "none" and config.moe_aux_loss_coeff
+    return bool(balances or config.moe_z_loss_coeff or config.moe_router_enable_expert_bias)
 
 
 def _embedded(view: Any, row: PaddedRow, embedding: Embedding, padding_mask: Any = None) -> Any:
