@@ -2,7 +2,6 @@
 
 import ast
 import re
-from importlib import import_module
 
 import pytest
 from unit_helpers import REPOSITORY
@@ -75,7 +74,17 @@ def test_what_is_to_be_called_instead_is_public():
     for trainer, item in items():
         if item.instead:
             module, _, name = item.instead.rpartition(".")
-            assert name in import_module(module).__all__, (trainer.name, item.at)
+            assert name in public_names_of(module), (trainer.name, item.at)
+
+
+def public_names_of(module):
+    """`__all__` as the text has it: importing shim.ops would import torch, without which other tests must pass."""
+    place = REPOSITORY / module.replace(".", "/")
+    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    for node in ast.parse(file.read_text("utf-8")).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            return ast.literal_eval(node.value)
+    raise AssertionError(f"{file} has no __all__")
 
 
 def test_every_test_that_is_named_exists():
