@@ -28,7 +28,7 @@ from trainer_cases import (
     row_of,
     undoing,
 )
-from trainers_in_small import GPT, MTP, ROPE, ROUTER
+from trainers_in_small import GPT, MTP, RANDOM, ROPE, ROUTER
 
 import shim
 from shim import testing
@@ -75,6 +75,15 @@ CASES = {
     ),
     "Primus, head": Case(trainers.primus_chunked_head, PACKED, STEP, "called", packed_equals_alone, False, (0, 14)),
     "MindSpeed, rope": Case(trainers.mindspeed_rope, ROPE_ID, ROTATE, "called", rotation_is_scaled, False),
+    "MindSpeed, checkpoints": Case(
+        trainers.mindspeed_around_everything,
+        "fp8-fp4-recompute",
+        f"{RANDOM}:checkpoint",
+        "called",
+        recompute_equals_none,
+        False,
+        (0, 14),
+    ),
     "wrapt, rope": Case(
         trainers.wrapt_around(ROPE, "apply_rotary_pos_emb"), ROPE_ID, ROTATE, "called", rotation_is_scaled, False
     ),

@@ -226,33 +226,51 @@ class Registry:
     def __init__(self):
         self.patches = {}
 
-    def register(self, module, name, wrapper):
-        self.patches.setdefault((module, name), []).append(wrapper)
+    def register(self, module, qualname, wrapper):
+        self.patches.setdefault((module, qualname), []).append(wrapper)
 
     def apply(self, undo):
         """Around what stands there now, in every module that holds it. `undo.undo` takes it back, to apply again."""
-        for (module, name), wrappers in self.patches.items():
-            current = getattr(sys.modules[module], name)
+        for (module, qualname), wrappers in self.patches.items():
+            owner, name = owner_of(module, qualname)
+            current = getattr(owner, name)
             final = functools.reduce(lambda function, wrapper: wrapper(function), wrappers, current)
-            for loaded in list(sys.modules.values()):
-                if getattr(loaded, name, None) is current:
+            for loaded in [owner, *sys.modules.values()]:
+                if loaded is owner or getattr(loaded, name, None) is current:
                     undo.set(loaded, name, final)
+
+
+def noting(name, seen):
+    def wrapper(function):
+        @functools.wraps(function)
+        def noted(*args, **kwargs):
+            seen.append(name)
+            return function(*args, **kwargs)
+
+        return noted
+
+    return wrapper
 
 
 def mindspeed_rope(undo, seen):
     registry = Registry()
-
-    def rope_wrapper(function):
-        @functools.wraps(function)
-        def wrapper(*args, **kwargs):
-            seen.append("apply_rotary_pos_emb")
-            return function(*args, **kwargs)
-
-        return wrapper
-
-    registry.register(ROPE, "apply_rotary_pos_emb", rope_wrapper)
+    registry.register(ROPE, "apply_rotary_pos_emb", noting("apply_rotary_pos_emb", seen))
     registry.apply(undo)
-    return registry
+
+
+def mindspeed_around_everything(undo, seen):
+    """Checkpoints and what no patch binds: constructors, configs, dispatchers of tokens, latent attention."""
+    registry = Registry()
+    transformer = "megatron.core.transformer."
+    registry.register(RANDOM, "checkpoint", noting("checkpoint", seen))
+    for module, qualname in (
+        (RANDOM, "CheckpointWithoutOutput.__init__"),
+        (transformer + "transformer_config", "TransformerConfig.__post_init__"),
+        (transformer + "moe.token_dispatcher", "MoEAlltoAllTokenDispatcher.preprocess"),
+        (transformer + "multi_latent_attention", "MultiLatentAttention.forward"),
+    ):
+        registry.register(module, qualname, noting(qualname, seen))
+    registry.apply(undo)
 
 
 # wrapt
