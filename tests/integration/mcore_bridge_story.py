@@ -62,6 +62,15 @@ def packed_errors():
     return found
 
 
+def kinds(with_check):
+    """Of every kind of model: the error of a padded row, and what check() says."""
+    found = {}
+    for name, options in models.KINDS.items():
+        model = models.build(**options)
+        found[name] = {"error": models.error(model, 8)} | ({"checked": checked(model)} if with_check else {})
+    return found
+
+
 def recompute(adapted, with_check):
     """Per method: whether losses and gradients are the same to the bit, and how many layers ran twice."""
     model = models.build(mtp_num_layers=1)
@@ -104,7 +113,12 @@ def tell(order):
             models.error(models.build(mtp_num_layers=1), 1)  # what is set up at the first use, by anybody, is there
             before = leftovers.reachable(PACKAGES)
             shim.apply()
-        told |= {"packed": packed_errors(), "counts": counts(), "TE names": te_names()}
+        told |= {
+            "packed": packed_errors(),
+            "kinds": kinds(order != "stock"),
+            "counts": counts(),
+            "TE names": te_names(),
+        }
         if order != "stock":
             model = models.build(mtp_num_layers=1)
             told["status"] = states(shim.status())
@@ -218,3 +232,28 @@ def rank(order):
         shim.apply()
     with models.on_cpu():
         return checked(models.build(mtp_num_layers=1))
+
+
+def context_parallel(order):
+    """One of two ranks that share a row: the difference of its tokens' losses from those of the whole row, per loss."""
+    trainers.join()
+    if order == "shim first":
+        shim.apply()
+    import_all()
+    if order == "trainer first":
+        shim.apply()
+    losses = {}
+    for ranks in (1, 2):
+        row = models.row_of(8)
+        with models.on_cpu(testing.Layout(cp=ranks)):
+            model = models.build(mtp_num_layers=2, context_parallel_size=ranks)
+            result = testing.run_packed(model, row)
+            losses[ranks] = torch.stack([result.main, *result.mtp])
+    rank = torch.distributed.get_rank()
+    # Rank r holds the chunks r and 3 - r of the four that each sequence is cut into.
+    starts = [0, *row.ends[:-1]]
+    chunks = [torch.arange(start, end).chunk(4) for start, end in zip(starts, row.ends)]
+    own = torch.cat([torch.cat([chunk[rank], chunk[3 - rank]]) for chunk in chunks])
+    whole = losses[1]
+    wrong = (losses[2] - whole[:, own]).abs().amax(1) / whole.abs().amax(1)
+    return wrong.tolist()
