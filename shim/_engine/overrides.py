@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -57,28 +58,51 @@ def overrides_of(module: Any, owner: type, name: str, mended: Any) -> Iterator[O
 
 def _place(function: Any, cls: type) -> str:
     """File and line of a function; the file of `cls` if the function is no Python function."""
-    code = getattr(_innermost(function), "__code__", None)
+    code = getattr(_written(function)[0], "__code__", None)
     if code is not None:
         return f"{code.co_filename}:{code.co_firstlineno}"
     return getattr(sys.modules.get(cls.__module__), "__file__", None) or cls.__module__
 
 
-def _innermost(function: Any) -> Any:
-    """The function beneath all functools.wraps and partials; `function` itself if it wraps itself."""
-    import inspect  # here, because it takes long to import, and most models have no override
+UPSTREAM = ("megatron.core.", "transformer_engine.")
+DECORATORS = ("torch.", "contextlib", "functools")
 
-    try:
-        found = inspect.unwrap(function)
-    except ValueError:
-        return function
-    inside = getattr(found, "func", None)  # of a partial
-    return found if inside is None else _innermost(inside)
+
+DEEPEST = 20  # layers
+
+
+def _layers(function: Any, mended: Sequence[Any] = ()) -> list[Any]:
+    """A function, and what lies beneath each functools.wraps and partial, down to a function of `mended`."""
+    found: list[Any] = []
+    while function is not None and len(found) < DEEPEST:
+        bare = function.__func__ if type(function) is types.MethodType else function
+        if found and any(bare is one for one in mended):
+            break
+        found.append(bare)
+        beneath = getattr(bare, "__wrapped__", None)
+        function = getattr(bare, "func", None) if beneath is None else beneath
+    return found
+
+
+def _written(function: Any, mended: Sequence[Any] = ()) -> list[Any]:
+    """The layers that somebody wrote who is neither upstream nor a maker of decorators; else the innermost.
+
+    Asks for the module in which the code runs, because functools.wraps copies the name of upstream's.
+    """
+    layers = _layers(function, mended)
+    own = [layer for layer in layers if not _module_of(layer).startswith((*UPSTREAM, *DECORATORS))]
+    return own or layers[-1:]
+
+
+def _module_of(layer: Any) -> str:
+    """Where the code of a layer runs. A partial has no code, and counts as functools'."""
+    known = getattr(layer, "__globals__", None)
+    return "functools" if known is None else str(known.get("__name__", ""))
 
 
 def is_upstreams(override: Override) -> bool:
     """Whether a release itself defines the override, so that it is no other people's code."""
-    module = getattr(_innermost(override.function), "__module__", None) or ""
-    return module.startswith(("megatron.core.", "transformer_engine."))
+    return _module_of(_written(override.function)[0]).startswith(UPSTREAM)
 
 
 # What the text of an override says
@@ -87,22 +111,31 @@ def is_upstreams(override: Override) -> bool:
 def calls(override: Override, mended: Sequence[Any]) -> bool:
     """Whether an override calls the method that it overrides, or a function of `mended` itself.
 
-    It does where its text has `super().name`, `Class.name` or an attribute that keeps the method, or where its closure
-    or its partial holds the method, as that of a wrapper does. Which branch runs is not followed. A text that cannot be
-    read calls nothing.
+    It does where its text has `super().name`, `Class.name` or an attribute that keeps the method, or where its closure,
+    its defaults or its partial hold the method, as those of a wrapper do. Which branch runs is not followed. A text
+    that cannot be read calls nothing.
     """
-    held = [*_closure_of(override.function).values(), getattr(override.function, "func", None)]
+    held = [value for layer in _layers(override.function, mended) for value in _held_by(layer)]
     # Types are asked of type(), because a closure may hold a lazy object.
     bare = [value.__func__ if type(value) is types.MethodType else value for value in held]
     if any(value is function for value in bare for function in mended):
         return True
-    function = _innermost(override.function)
-    known = _names_known_to(function)
     return any(
         node.attr in override.kept or (node.attr == override.name and _is_base(node.value, known, override.beneath))
+        for function in _written(override.function, mended)
+        for known in [_names_known_to(function)]
         for node in _nodes_of(function)
         if isinstance(node, ast.Attribute)
     )
+
+
+def _held_by(layer: Any) -> Iterator[Any]:
+    """What a function has in its closure and its defaults, and a partial as its function and arguments."""
+    yield from _closure_of(layer).values()
+    yield from getattr(layer, "__defaults__", None) or ()
+    yield from (getattr(layer, "__kwdefaults__", None) or {}).values()
+    if type(layer) is functools.partial:
+        yield from (layer.func, *layer.args, *layer.keywords.values())
 
 
 def reaches(override: Override, mended: Sequence[Any], depth: int = 3) -> bool:
@@ -110,7 +143,8 @@ def reaches(override: Override, mended: Sequence[Any], depth: int = 3) -> bool:
 
     depth: how many functions lie at most between the two. Only functions of modules are followed, by their names.
     """
-    return _reaches(_innermost(override.function), mended, depth, set())
+    seen: set[int] = set()
+    return any(_reaches(function, mended, depth, seen) for function in _written(override.function, mended))
 
 
 def _reaches(function: Any, mended: Sequence[Any], depth: int, seen: set[int]) -> bool:
@@ -124,7 +158,7 @@ def _reaches(function: Any, mended: Sequence[Any], depth: int, seen: set[int]) -
             return True
         if type(value) is types.FunctionType and id(value) not in seen:
             left.append(value)
-    return depth > 0 and any(_reaches(_innermost(value), mended, depth - 1, seen) for value in left)
+    return depth > 0 and any(_reaches(_written(value)[0], mended, depth - 1, seen) for value in left)
 
 
 def _value_of(node: ast.AST, known: Mapping[str, Any]) -> Any:
