@@ -99,7 +99,8 @@ class Binder:
         if chain is None or current is MISSING:
             return "replaced"
         top = unwrap(chain.top)
-        found = reached(current, lost.slot.name, lambda value: value is top, self.wrappers.is_ours)
+        slot = lost.slot
+        found = reached(current, slot.owner, slot.name, lambda value: value is top, self.wrappers.is_ours)
         if any(held.certain for held in found):
             return "called"
         if found:

@@ -15,7 +15,7 @@ from shim._planning.plan import Decision, Plan
 from shim._record import Record, replace
 from shim._releases.fingerprint import ABSENT, split_target
 
-__all__ = ["remedy_for", "require_none", "warnings_for", "with_conflicts"]
+__all__ = ["clear", "remedy_for", "require_none", "warnings_for", "with_conflicts"]
 
 
 class _Foreign(Record):
@@ -73,7 +73,7 @@ def _foreign_on(target: str, decision: Decision, plan: Plan, binder: Binder) -> 
     who = foreign_on(body, inner, plan.environment.sources)
     if not who:
         return None
-    found = _held_inside(value, body, name, plan, binder)
+    found = _held_inside(value, body, owner, name, plan, binder)
     certain = any(held.certain for held in found)
     writable = tuple(held for held in found if held.owner is not None and held.certain)
     # An inherited object is another class's too, so what lies inside it is not for this class to change. A property's
@@ -87,12 +87,14 @@ def _foreign_on(target: str, decision: Decision, plan: Plan, binder: Binder) -> 
         return None
     if found:
         what = f"{target} holds {who}, and shim cannot get beneath it"
-        return _Foreign(who, what, f"call shim.apply() before {who} is put there")
+        return _Foreign(
+            who, what, f"call shim.apply() before {who} is put there" if certain else clear(decision.id, who)
+        )
     what = f"{target} holds {who}, which does not call upstream's function"
     return _Foreign(who, what, remedy_for(decision.id, who))
 
 
-def _held_inside(value: Any, body: str, name: str, plan: Plan, binder: Binder) -> list[Any]:
+def _held_inside(value: Any, body: str, owner: Any, name: str, plan: Plan, binder: Binder) -> list[Any]:
     """The places from which a foreign object calls upstream's function, or shim's of an earlier plan."""
     sources = plan.environment.sources
 
@@ -100,7 +102,12 @@ def _held_inside(value: Any, body: str, name: str, plan: Plan, binder: Binder) -
         beneath = binder.wrappers.beneath(held)
         return is_upstreams(body, unwrap(beneath), sources)
 
-    return reached(value, name, wanted, binder.wrappers.is_ours)
+    return reached(value, owner, name, wanted, binder.wrappers.is_ours)
+
+
+def clear(id: str, who: str) -> str:
+    """What to do about an object of which nobody knows what it calls."""
+    return f"let {who} call the function that it took from a variable of its own, or exclude {id}"
 
 
 def remedy_for(id: str, who: str) -> str:

@@ -89,8 +89,9 @@ class Places:
     # Names that others have replaced
 
     def lose(self, slot: Slot, why: str, partner: Key | None = None) -> None:
-        self.lost[slot.key] = Lost(slot, why, partner, slot.current() if partner else None)
         self.slots.pop(slot.key, None)
+        if not slot.within:  # what lies inside of somebody's object is his, and no name that anybody looks up
+            self.lost[slot.key] = Lost(slot, why, partner, slot.current() if partner else None)
 
     def taken(self) -> bool:
         """Whether `follow` would find a name whose object somebody has replaced since."""
@@ -112,7 +113,7 @@ class Places:
             slot, current = lost.slot, lost.slot.current()
             original = base(slot)
             if lost.partner is None and _is_new(lost) and original is not None and not self._is_back(lost):
-                found = reached(current, slot.name, self._leads_to(original), self._is_ours)
+                found = reached(current, slot.owner, slot.name, self._leads_to(original), self._is_ours)
                 self.move_into(slot, current, found, original)
 
     def move_into(self, slot: Slot, foreign: Any, found: Iterable[Held], original: Any) -> None:
@@ -146,7 +147,7 @@ class Places:
         fresh = [
             Lost(slot, replaced_by(slot.current()))
             for slot in self.slots.values()
-            if slot.current() is not slot.written
+            if slot.current() is not slot.written and not slot.within
         ]
         return [*self.lost.values(), *fresh]
 

@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from shim._engine.aliases import unwrap
+from shim._engine.aliases import namespace_of, unwrap
 from shim._engine.chain import Held
 
 __all__ = ["reached"]
@@ -19,14 +19,18 @@ ENTRIES = 200  # of a container
 _Names = tuple[frozenset[str], frozenset[str]]  # globals and attributes that byte code reads
 
 
-def reached(value: Any, name: str, wanted: Callable[[Any], bool], ours: Callable[[Any], bool]) -> list[Held]:
+def reached(
+    value: Any, owner: Any, name: str, wanted: Callable[[Any], bool], ours: Callable[[Any], bool]
+) -> list[Held]:
     """The places from which `value` can call an object that is `wanted`.
 
     Looks at closures, defaults, the globals that the code reads, attributes of callable objects, and containers, one
     level deep. An object found in a container or in an attribute that the code does not name is not `certain`: nobody
     knows whether it is called. Which branch of the code runs is not followed.
 
-    name: that of the function. A global is followed further only if it has this name or wraps something.
+    owner, name: where `value` stands. Of a class, the other attributes that the code reads count too: trainers keep the
+        earlier method there. Globals and such attributes are followed further only if they have this name or wrap
+        something.
     ours: whether shim made an object. What lies inside that is for shim's factories only.
     """
     found: list[Held] = []
@@ -34,7 +38,7 @@ def reached(value: Any, name: str, wanted: Callable[[Any], bool], ours: Callable
     seen: set[int] = {id(waiting[0][0])}
     while waiting and len(seen) < LIMIT:
         holder, certain = waiting.pop(0)
-        for held, follow in _inside(holder, name):
+        for held, follow in _inside(holder, owner, name):
             inner = unwrap(held.value)
             place = held if certain else Held(held.owner, held.name, held.value, False)
             if wanted(inner):
@@ -45,11 +49,11 @@ def reached(value: Any, name: str, wanted: Callable[[Any], bool], ours: Callable
     return found
 
 
-def _inside(holder: Any, name: str) -> Iterator[tuple[Held, bool]]:
+def _inside(holder: Any, owner: Any, name: str) -> Iterator[tuple[Held, bool]]:
     """What `holder` holds, and whether to follow each further. `owner` is None where shim cannot write."""
     kind = type(holder)
     if kind is types.FunctionType:
-        yield from _in_function(holder, name)
+        yield from _in_function(holder, owner, name)
     elif kind is types.MethodType:
         yield Held(None, "", holder.__func__, True), True
     elif kind is property:
@@ -64,7 +68,7 @@ def _inside(holder: Any, name: str) -> Iterator[tuple[Held, bool]]:
         yield from _in_object(holder)
 
 
-def _in_function(function: types.FunctionType, name: str) -> Iterator[tuple[Held, bool]]:
+def _in_function(function: types.FunctionType, owner: Any, name: str) -> Iterator[tuple[Held, bool]]:
     code = function.__code__
     for cell in function.__closure__ or ():
         try:
@@ -77,9 +81,10 @@ def _in_function(function: types.FunctionType, name: str) -> Iterator[tuple[Held
     globals_read, attributes_read = _names_in(code)
     for read in globals_read & function.__globals__.keys():
         value = function.__globals__[read]
-        wraps = getattr(value, "__name__", None) == name or hasattr(value, "__wrapped__")
-        follow = _is_container(value) or (type(value) is types.FunctionType and wraps)
-        yield Held(None, "", value, not _is_container(value)), follow
+        yield Held(None, "", value, not _is_container(value)), _is_container(value) or _is_earlier(value, name)
+    attributes = namespace_of(owner) if issubclass(type(owner), type) else {}
+    for read in (attributes_read & attributes.keys()) - {name}:
+        yield Held(owner, read, attributes[read], True), _is_earlier(unwrap(attributes[read]), name)
     # functools.wraps leaves this attribute, also where the code never calls the function.
     if "__wrapped__" in attributes_read and hasattr(function, "__wrapped__"):
         yield Held(function, "__wrapped__", function.__wrapped__, True), True
@@ -102,6 +107,12 @@ def _in_object(holder: Any) -> Iterator[tuple[Held, bool]]:
     for attribute, value in list(attributes.items())[:ENTRIES]:
         certain = attribute in named and not _is_container(value)
         yield Held(holder, attribute, value, certain), _is_followed(value)
+
+
+def _is_earlier(value: Any, name: str) -> bool:
+    """Whether an object may be what somebody found under the name before."""
+    named = getattr(value, "__name__", None) == name
+    return type(value) is types.FunctionType and (named or hasattr(value, "__wrapped__"))
 
 
 def _is_followed(value: Any) -> bool:

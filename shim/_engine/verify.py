@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from shim._engine.aliases import unwrap
 from shim._engine.binder import Binder
 from shim._engine.chain import Lost, replaced_by
-from shim._engine.conflicts import remedy_for
-from shim._engine.foreign import describe
+from shim._engine.conflicts import clear, remedy_for
+from shim._engine.foreign import describe, takes_the_same
 from shim._engine.report import NOT_KNOWN, PatchReport, Report
 from shim._planning.plan import Decision, Plan
 from shim._record import replace
@@ -18,8 +18,10 @@ __all__ = ["not_applied", "read_report"]
 
 
 def _state(
-    decision: Decision, summary: str, binder: Binder, failed: Mapping[str, str], lost: Mapping[str, Lost]
+    decision: Decision, plan: Plan, binder: Binder, failed: Mapping[str, str], lost: Mapping[str, Lost]
 ) -> PatchReport:
+    summary = plan.matrix.patches[decision.id].summary
+
     def report(state: str, reason: str, targets: Mapping[str, str] | None = None, remedy: str = "") -> PatchReport:
         return PatchReport(decision.id, decision.kind, state, reason, decision.variant, targets or {}, remedy, summary)
 
@@ -38,6 +40,7 @@ def _state(
         slot = lost[replaced[0]].slot
         reason = f"{replaced[0]}: {slot} {replaced_by(slot.current())}, which does not call shim's function"
         above = decision.wiring is not None and replaced[0] in decision.wiring.wraps
+        above = above and takes_the_same(replaced[0], unwrap(slot.current()), plan.environment.sources)
         remedy = f"call shim.apply() after {who} is put there" if above else remedy_for(decision.id, who)
         return report("conflict", reason, targets, remedy)
     waiting = [t for t, state in targets.items() if state == "pending" and t not in decision.optional]
@@ -47,8 +50,7 @@ def _state(
     elif unknown := [target for target, state in targets.items() if state == "unknown"]:
         who = describe(unwrap(lost[unknown[0]].slot.current()))
         reason = f"{NOT_KNOWN}: whether {who} calls shim's function on {unknown[0]}, which it holds"
-        remedy = f"let {who} call the function that it took from a variable of its own, or exclude {decision.id}"
-        made = report("pending", reason, targets, remedy)
+        made = report("pending", reason, targets, clear(decision.id, who))
     else:
         made = report("applied", decision.reason, targets)
     return replace(made, others=others)
@@ -81,7 +83,7 @@ def read_report(plan: Plan, binder: Binder, failed: Mapping[str, str], held: Map
     releases = {name: i.raw or "unknown" for name, i in plan.environment.installed.items()}
     lost = binder.lost_targets()
     patches = {
-        id: replace(_state(decision, plan.matrix.patches[id].summary, binder, failed, lost), holds=held.get(id, ()))
+        id: replace(_state(decision, plan, binder, failed, lost), holds=held.get(id, ()))
         for id, decision in plan.decisions.items()
     }
     fine = ("called", "released")

@@ -119,14 +119,8 @@ def test_what_the_trainer_has_alone(case):
         assert holds(case.truth) == case.stock
 
 
-BY_CLASS = pytest.mark.xfail(strict=True, reason="what a function reads from its class is not looked at")
-IN_EFFECT = [
-    pytest.param(case, id=name, marks=BY_CLASS if name == "NeMo-RL, step" else ()) for name, case in HERE.items()
-]
-
-
 @in_both_orders
-@pytest.mark.parametrize("case", IN_EFFECT)
+@of_each_trainer
 def test_both_have_their_effect_and_the_report_says_so(case, first):
     with Together(case.bind, first) as both:
         assert case.truth()
