@@ -36,6 +36,8 @@ class Checked:
         self.verdicts: dict[Any, Verdict] = {}
 
     def remember(self, models: list[Any]) -> None:
+        # What an override calls may have changed since, and its code has not.
+        self.verdicts = {}
         # A class with slots may forbid weak references; a torch module never does.
         self._models = [weakref.ref(model) for model in models if hasattr(type(model), "__weakref__")]
 
