@@ -31,6 +31,7 @@ from shim._engine.deferred_log import DeferredLog, logger
 from shim._engine.factories import Factories
 from shim._engine.import_hook import ImportHook
 from shim._engine.models import Checked, with_findings
+from shim._engine.relied import with_relied_on
 from shim._engine.report import Report
 from shim._engine.stand_ins import StandIns
 from shim._engine.variables import Variables
@@ -354,7 +355,8 @@ class Engine:
         held = self._held()
         with self.lock:
             failed = {} if self.plan is None else self.failed
-            return read_report(plan, self.binder, failed, held), plan
+            report = read_report(plan, self.binder, failed, held)
+        return with_relied_on(report, plan, self.binder), plan
 
     def _held(self) -> dict[str, tuple[str, ...]]:
         """Patch id -> what the patch holds in the process now, in words. Called without the lock."""

@@ -192,10 +192,13 @@ class World:
         importlib.invalidate_caches()
         return f"megatron.core.{name}"
 
-    def patch(self, id: str, targets, source: str = WRAPPER, *, kind="correctness", options=None, pins=None) -> None:
+    def patch(
+        self, id: str, targets, source: str = WRAPPER, *, kind="correctness", options=None, pins=None, reads=()
+    ) -> None:
         """Add a patch. `targets` are targets, pairs of a target and what it inherits, or ADDED, or the mappings of a
         matrix; `source` is its module."""
         self.patches[id] = {"targets": targets, "kind": kind, "options": options or {}, "pins": pins or {}}
+        self.patches[id]["reads"] = reads
         names = [t if isinstance(t, str) else t["target"] if isinstance(t, dict) else t[0] for t in targets]
         head = f"ID = {id!r}\nTARGETS = {names!r}\n"
         path = self.root / "fake_patches" / f"{id.replace('-', '_')}.py"
@@ -219,6 +222,8 @@ class World:
                 '        applies: {megatron-core: ">=9.9,<10"}',
                 "        targets:",
                 *(f"          - {_entry(target)}" for target in patch["targets"]),
+                *(["        reads:"] if patch["reads"] else []),
+                *(f"          - {body}" for body in patch["reads"]),
                 "    delete_when: never",
             ]
             if patch["options"]:
