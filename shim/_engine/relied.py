@@ -25,7 +25,7 @@ def others_relied_on(plan: Plan, binder: Binder) -> Iterator[tuple[str, str]]:
         for body in decision.wiring.reads if decision.wanted and decision.wiring else ():
             found = _instead_of(body, plan, binder)
             if found:
-                yield decision.id, f"it relies on {body}, {found}"
+                yield decision.id, f"it relies on {body}, which is now {found}"
 
 
 def _instead_of(body: str, plan: Plan, binder: Binder) -> str:
@@ -35,9 +35,8 @@ def _instead_of(body: str, plan: Plan, binder: Binder) -> str:
     try:
         value = binder.resolve(body)[2]
     except BindError:
-        return "which is gone"
-    found = foreign_on(body, unwrap(binder.wrappers.beneath(value)), plan.environment.sources)
-    return f"which is now {found}" if found else ""
+        return ""  # upstream defines some names only beside Transformer Engine
+    return foreign_on(body, unwrap(binder.wrappers.beneath(value)), plan.environment.sources)
 
 
 def with_relied_on(report: Report, plan: Plan, binder: Binder) -> Report:

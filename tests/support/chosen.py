@@ -44,6 +44,7 @@ EVERYWHERE = {
     "test_hidden_contracts",
     "test_import_orders",
     "test_others_hooks",
+    "test_relied",
 }
 
 
