@@ -14,6 +14,7 @@ ONCE = os.environ.get("SHIM_TEST_ONCE_PER_VARIANT") == "1"
 
 # The patches that a file is about, where its name does not begin with the id of one.
 ABOUT = {
+    "test_freed_inputs": ["mtp-recompute"],
     "test_effect": ["mtp-packed-sequences", "mtp-recompute", "frozen-recompute"],
     "test_fp8_scales": ["te-fp8-state"],
     "test_fp8_scales_alone": ["te-fp8-state"],

@@ -15,11 +15,15 @@ USUAL = ("hidden_states", "decoder_input", "attention_mask", "packed_seq_params"
 
 
 class Step:
-    """In the place of the layer's weights: a function of one weight, which counts its calls and keeps the rows."""
+    """In the place of the layer's weights: a function of one weight, which counts its calls and keeps the rows.
+
+    freed: whether the input states had no memory left after backward.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.weight = torch.full((), 3.0, device=device, requires_grad=True)
         self.rows: list[Any] = []
+        self.freed = False
 
     def __call__(self, hidden_states: Tensor, decoder_input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.rows.append(kwargs.get("packed_seq_params"))
@@ -52,8 +56,10 @@ def tried(layer: Any, row: PaddedRow | None, trained: bool = True) -> tuple[Step
     given_all = {"hidden_states": states, "decoder_input": inputs, "attention_mask": None, "packed_seq_params": given}
     arguments = taken_by(view._checkpointed_forward, USUAL, forward_func=with_row, **given_all)
     output = view._checkpointed_forward(**arguments)
+    # Before backward, which may free the inputs where a trainer has replaced CheckpointFunction.backward.
+    expected = [(step.weight, states.detach().sum())]
     output.sum().backward()
-    expected = [(step.weight, states.sum())]
+    step.freed = states.untyped_storage().size() == 0
     if trained:
         expected += [(states, torch.full_like(states, 3.0)), (inputs, torch.ones_like(inputs))]
     return step, all(leaf.grad is not None and torch.equal(leaf.grad, right) for leaf, right in expected)
@@ -74,7 +80,8 @@ def probe(module: Any, method: str, models: list[Any]) -> bool | str | None:
         return "shim cannot run FP8 or FP4 on a tiny input"
     step, right = tried(module, None)
     chosen = module.config.recompute_method != "block" or _number_in_block(module) < module.config.recompute_num_layers
-    if not right or len(step.rows) != 1 + chosen:
+    # A backward that frees the inputs of checkpoints spares those of the patch. The decoder's backward needs them.
+    if not right or step.freed or len(step.rows) != 1 + chosen:
         return False
     weights = {weight.requires_grad for weight in module.parameters()}
     model = holder_of(module, "mtp", models)
