@@ -16,11 +16,12 @@ import sys
 import tempfile
 import time
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 from shim.testing.releases import cache_dir, environment, fetch
 
-VERSIONS = {"mcore-bridge": "1.6.5", "ms-swift": "4.6.0", "verl": "0.9.1"}
+VERSIONS = {"mcore-bridge": "1.6.5", "ms-swift": "4.6.0", "verl": "0.9.1", "liger-kernel": "0.8.5"}
 
 _TESTS = Path(__file__).resolve().parents[1]
 _LIBRARIES = _TESTS / "integration/libraries.txt"
@@ -55,8 +56,11 @@ def libraries():
 
 
 def directories(trainers, core, te):
-    """What goes on PYTHONPATH, in this order: the releases, the trainers, their libraries, and stand-ins."""
-    found = [fetch(core), fetch(te, "transformer-engine")]
+    """What goes on PYTHONPATH, in this order: the releases, the trainers, their libraries, and stand-ins.
+
+    te: None for a process without Transformer Engine.
+    """
+    found = [fetch(core), *([fetch(te, "transformer-engine")] if te else [])]
     found += [fetch(VERSIONS[trainer], trainer) for trainer in trainers]
     return [*found, libraries(), _STAND_INS, _TESTS / "integration", _TESTS / "support"]
 
@@ -149,7 +153,8 @@ def _wait(processes, deadline):
 def _tell(story, arguments, answer):
     from shim import testing
 
-    testing.transformer_engine_on_cpu()  # before anything imports megatron
+    if find_spec("transformer_engine") is not None:
+        testing.transformer_engine_on_cpu()  # before anything imports megatron
     module, _, name = story.partition(":")
     told = getattr(import_module(module), name)(*arguments)
     Path(answer).write_text(json.dumps(told))
