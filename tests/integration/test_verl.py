@@ -176,6 +176,20 @@ def test_ranks_that_patch_in_different_orders_agree(core):
         assert rank["checked"]["raised"] is None
 
 
+# verl's patches of whole classes
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_patches_of_classes_compose(order):
+    """GPTModel._postprocess (on NPUs) is the one that shim binds too: verl's calls shim's, whoever came first."""
+    told = trainers.run("verl_story:tell_of_classes", order, trainers=["verl"], core="0.18.2", te=RELEASES["0.18.2"])
+    assert told["error"] < 1e-6
+    state, _, others = states(told)[PACKED]
+    assert state == "applied"
+    assert any("GPTModel._postprocess" in text and "verl/models/mcore/patch.py" in text for text in others)
+    assert not told["left"]
+
+
 # Where to call shim.apply()
 
 

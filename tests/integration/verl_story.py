@@ -285,6 +285,29 @@ def tell(order):
     return story
 
 
+def tell_of_classes(order):
+    """verl's patches of whole classes: of GPTModel._postprocess (on NPUs), of MLA (up to 0.16.1), of MoE's router."""
+    if order == "shim first":
+        shim.apply()
+    start_verl(replay=True)
+    patches = import_module("verl.models.mcore.patch")
+    patches.apply_mtp_inference_patch()
+    patches.apply_patch()
+    with on_cpu():
+        model = testing.build_gpt(mtp_num_layers=2)
+        before = leftovers.reachable(PACKAGES)
+        if order == "verl first":
+            shim.apply()
+        model.decoder.final_layernorm = torch.nn.LayerNorm(model.config.hidden_size)
+        row = row_of("padded")
+        pair = testing.run_packed(model, row), testing.run_alone(model, row)
+        story = {"error": testing.worst(testing.differences(*pair)), "checked": checked(model)}
+        shim.revert()
+        after = leftovers.reachable(PACKAGES)
+        story["left"] = leftovers.made_by(after, _OURS) if order == "shim first" else leftovers.changed(before, after)
+        return story
+
+
 def tell_on_a_rank(order):
     """One rank of a tensor-parallel model."""
     if order == "shim first":
