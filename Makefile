@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 RELEASE ?= 0.16.1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test lint unit unit-pythons coverage helpers cells matrix gpu bench docs pins wheel clean
+.PHONY: help env demo test lint unit unit-pythons coverage helpers cells trainers matrix gpu bench docs pins wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -23,7 +23,7 @@ $(VENV)/.ready: setup.py tests/requirements.txt
 demo: env  ## train a small GPT with MTP on packed text, stock against shim (RELEASE=0.16.1)
 	$(BIN)/python examples/demo.py --release $(RELEASE)
 
-test: env lint unit unit-pythons helpers cells  ## everything CI runs
+test: env lint unit unit-pythons helpers cells trainers  ## everything CI runs
 
 lint: env
 	$(BIN)/ruff check .
@@ -54,6 +54,11 @@ helpers: env  ## shim.testing, shim.ops, and the engine with torch
 cells: env  ## real megatron-core, one process per release
 	SHIM_TEST_ONCE_PER_VARIANT=1 $(BIN)/python -m shim.testing.cells --everyday -- -q -p no:warnings tests/cells tests/examples
 	SHIM_TEST_ONCE_PER_VARIANT=1 $(BIN)/python -m shim.testing.cells --everyday-pairs -- -q -p no:warnings tests/pairs
+
+# One release of each; make integration runs all. Without a package index, and with an empty cache, they are skipped.
+trainers: env  ## mcore-bridge and verl themselves, on one release
+	SHIM_TEST_SKIP_UNFETCHED=1 $(BIN)/python -m pytest -q -rs -n 2 --dist loadfile tests/integration/test_mcore_bridge.py tests/integration/test_verl.py \
+		-k "0.18.2 and not ranks"
 
 matrix: env  ## the same on all 19 releases, in every order of imports, and on all pairs with Transformer Engine
 	PYTHON=$(BIN)/python SHIM_TEST_EVERY_FILE=1 sh tests/other_pythons.sh

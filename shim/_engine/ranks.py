@@ -59,7 +59,7 @@ def ranks_that_differ(
     effects: id -> one of EFFECTS; "" for a patch that is not named.
     group: a process group of any backend. None is the default group; without one there are no ranks.
 
-    Costs one all-gather of 1 kB per rank, on the device of the group's backend.
+    Costs one all-gather of 1.3 kB per rank, on the device of the group's backend.
     """
     distributed = _distributed()
     if distributed is None:
