@@ -6,6 +6,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from shim._compatible import marks_of
 from shim._engine.aliases import find_aliases, namespace_of, rewrap, unwrap
 from shim._engine.call_watch import CallWatch
 from shim._engine.chain import MISSING, Chain, Change, Held, Imported, Key, Layer, Lost, Slot, found_by_name
@@ -89,9 +90,9 @@ class Binder:
     def effect_of(self, lost: Lost) -> str:
         """Whether shim's function is called although somebody else's object stands on the name.
 
-        ``called``: the object holds shim's function, and its code names it. ``unknown``: it holds the function where
-        reading does not tell. ``replaced``: it does not hold the function, or another version of it. ``released``: shim
-        has taken its function out of the object, and nothing is bound.
+        ``called``: the object holds shim's function, and its code names it. ``kept``: it says that it does what the patch
+        does (shim.compatible). ``unknown``: it holds the function where reading does not tell. ``replaced``: it does
+        not hold the function, or an older one. ``released``: shim has taken its function out, and nothing is bound.
         """
         chain, current = self.chains.get(lost.slot.target), lost.slot.current()
         if chain is None and lost.held:
@@ -103,6 +104,8 @@ class Binder:
         found = reached(current, slot.owner, slot.name, lambda value: value is top, self.wrappers.is_ours)
         if any(held.certain for held in found):
             return "called"
+        if slot.target in marks_of(current):
+            return "kept"
         if found:
             return "called" if self.calls.saw(current, top) else "unknown"
         return "replaced"

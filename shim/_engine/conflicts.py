@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from shim._compatible import marks_of
 from shim._engine.aliases import namespace_of, unwrap
 from shim._engine.binder import Binder, Wrapped
 from shim._engine.chain import MISSING
@@ -19,7 +20,10 @@ __all__ = ["clear", "remedy_for", "require_none", "warnings_for", "with_conflict
 
 
 class _Foreign(Record):
-    """An object that keeps a patch from a target: who it is, what is said of it, and what to do."""
+    """An object that keeps a patch from a target: who it is, what is said of it, and what to do.
+
+    what: "" if the object says itself that it keeps what the patch does there (shim.compatible).
+    """
 
     who: str
     what: str
@@ -40,6 +44,9 @@ def with_conflicts(plan: Plan, binder: Binder) -> Plan:
         for target in decision.targets if decision.wanted else ():
             found = _foreign_on(target, decision, plan, binder)
             if found is None:
+                continue
+            if not found.what:
+                left[target] = ""
                 continue
             if decision.wiring is None or target not in decision.wiring.spared:
                 decisions[id] = replace(
@@ -73,6 +80,8 @@ def _foreign_on(target: str, decision: Decision, plan: Plan, binder: Binder) -> 
     who = foreign_on(body, inner, plan.environment.sources)
     if not who:
         return None
+    if target in marks_of(inner):
+        return _Foreign(who, "", "")
     found = _held_inside(value, body, owner, name, plan, binder)
     certain = any(held.certain for held in found)
     writable = tuple(held for held in found if held.owner is not None and held.certain)
@@ -134,7 +143,7 @@ def warnings_for(plan: Plan) -> Iterator[str]:
                 f"{_stays_wrong(plan, decision.id)}Remedy: {decision.remedy}."
             )
         spared = {} if decision.wiring is None else decision.wiring.spared
-        for target, who in decision.left.items():
+        for target, who in ((target, who) for target, who in decision.left.items() if who):
             yield (
                 f"{decision.id} is applied without {target}, which holds {who}. "
                 f"What stays wrong: {spared[target]}. Remedy: {remedy_for(decision.id, who)}."

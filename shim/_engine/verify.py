@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shim._compatible import marks_of
 from shim._engine.aliases import unwrap
 from shim._engine.binder import Binder
 from shim._engine.chain import Lost, replaced_by
@@ -33,7 +34,7 @@ def _state(
         return report("failed", failed[decision.id], dict.fromkeys(decision.targets, "failed"), remedy)
     targets = {target: _on(target, decision, binder, lost) for target in decision.targets}
     spared = {} if decision.wiring is None else decision.wiring.spared
-    others = tuple(_others(decision, targets, lost))
+    others = tuple(_others(decision, targets, binder, lost))
     replaced = [target for target, state in targets.items() if state == "lost" and target not in spared]
     if replaced:
         who = describe(unwrap(lost[replaced[0]].slot.current()))
@@ -57,21 +58,25 @@ def _state(
 
 
 def _on(target: str, decision: Decision, binder: Binder, lost: Mapping[str, Lost]) -> str:
-    """How a target stands: bound, called by somebody's object, lost to it, left to it, unknown or pending."""
+    """How a target stands: bound, called by somebody's object, lost or left to it, kept by it, unknown or pending."""
     if target in decision.left:
-        return "left"
+        return "left" if decision.left[target] else "kept"
     if target in lost:
         effect = binder.effect_of(lost[target])
         return "lost" if effect == "replaced" else effect
     return "bound" if binder.bound(decision.id, target) else "pending"
 
 
-def _others(decision: Decision, targets: Mapping[str, str], lost: Mapping[str, Lost]) -> list[str]:
+def _others(decision: Decision, targets: Mapping[str, str], binder: Binder, lost: Mapping[str, Lost]) -> list[str]:
     """What other people's objects on the targets do, one sentence each."""
     found = []
     for target, state in targets.items():
         if state == "called":
             found.append(f"{target} is wrapped by {describe(unwrap(lost[target].slot.current()))}, which calls shim's")
+        elif state == "kept":
+            theirs = lost[target].slot.current() if target in lost else binder.resolve(target)[2]
+            marked = marks_of(theirs).get(target, "")
+            found.append(f"{describe(unwrap(theirs))} says that it keeps {target}, as of shim {marked}")
         elif state in ("left", "lost") and decision.wiring is not None and target in decision.wiring.spared:
             who = decision.left.get(target) or describe(unwrap(lost[target].slot.current()))
             found.append(f"{target} is replaced by {who}: {decision.wiring.spared[target]}")
@@ -86,7 +91,7 @@ def read_report(plan: Plan, binder: Binder, failed: Mapping[str, str], held: Map
         id: replace(_state(decision, plan, binder, failed, lost), holds=held.get(id, ()))
         for id, decision in plan.decisions.items()
     }
-    fine = ("called", "released")
+    fine = ("called", "kept", "released")
     left_alone = tuple(str(item) for item in binder.places.lost_now() if binder.effect_of(item) not in fine)
     return Report(patches, plan.digest, releases, left_alone)
 

@@ -26,7 +26,8 @@ class Decision(Record):
     options: Mapping[str, Any] = EMPTY
     remedy: str = ""
     displaced: Decision | None = None  # of a conflict: the decision that holds again without it
-    left: Mapping[str, str] = EMPTY  # targets left to somebody else's object, with that object in words
+    # Targets left to somebody else's object, with that object in words ("": it says that it keeps what the patch does).
+    left: Mapping[str, str] = EMPTY
 
     @property
     def wanted(self) -> bool:

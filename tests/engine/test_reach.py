@@ -217,6 +217,21 @@ def test_a_replaced_target_costs_no_more_than_itself(partly, ours_first, caplog)
     assert shim.status()["p"].others == () and partly.get("ops:double")(2) == ("p", 4)
 
 
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_a_replacement_may_say_that_it_keeps_the_mend(one_patch, ours_first, caplog):
+    """It is trusted and named, in either order; and nothing is amiss."""
+    if ours_first:
+        shim.apply(require=["p"])
+    theirs = shim.compatible(CORE + "ops:double", version="0.1.0")(lambda x: "mended")
+    one_patch.set("ops:double", theirs)
+    shim.apply(require=["p"])
+    report = shim.check()
+    assert (report["p"].state, report["p"].targets) == ("applied", {CORE + "ops:double": "kept"})
+    assert "says that it keeps" in report["p"].others[0] and "as of shim 0.1.0" in report["p"].others[0]
+    assert one_patch.get("ops:double")(2) == "mended"
+    assert report.lost == () and not [r for r in caplog.records if r.levelno > logging.INFO]
+
+
 def test_a_patch_that_wraps_any_call_lies_above_a_replacement(world):
     """And the remedy of the other order is to call apply() after the replacement: it works."""
     world.patch("p", [{"target": CORE + "ops:double", "wraps": "true"}])
