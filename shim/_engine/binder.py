@@ -90,9 +90,9 @@ class Binder:
     def effect_of(self, lost: Lost) -> str:
         """Whether shim's function is called although somebody else's object stands on the name.
 
-        ``called``: the object holds shim's function, and its code names it. ``kept``: it says that it does what the patch
-        does (shim.compatible). ``unknown``: it holds the function where reading does not tell. ``replaced``: it does
-        not hold the function, or an older one. ``released``: shim has taken its function out, and nothing is bound.
+        ``called``: the object holds shim's function, and its code names it. ``kept``: it says that it does what the
+        patch does (shim.compatible). ``unknown``: it holds the function where reading does not tell. ``replaced``: it
+        does not hold the function, or an older one. ``released``: shim has taken it out, and nothing is bound.
         """
         chain, current = self.chains.get(lost.slot.target), lost.slot.current()
         if chain is None and lost.held:

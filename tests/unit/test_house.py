@@ -29,8 +29,8 @@ MAY_IMPORT = {
 }
 FILES = {
     ".".join(["shim", *file.relative_to(top).with_suffix("").parts]).removesuffix(".__init__"): file
-    for top in (REPOSITORY / "shim", REPOSITORY)
-    for file in (top.rglob("*.py") if top.name == "shim" else (top / "patches").rglob("*.py"))
+    for top, folder in ((REPOSITORY / "shim", REPOSITORY / "shim"), (REPOSITORY, REPOSITORY / "patches"))
+    for file in folder.rglob("*.py")
 }
 
 
