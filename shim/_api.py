@@ -287,21 +287,18 @@ def _compared(current: Plan | None) -> tuple[str, dict[str, tuple[str, ...]], di
     return current.digest, patches, {**identity["releases"], "the matrix": identity["matrix"]}
 
 
-LINE = 160  # characters of a warning on ranks other than 0
-
-
 def _judge(report: Report, options: Options) -> None:
     for patch in report.patches.values():
         # What apply() left to somebody else, it has warned of.
         if patch.state == "applied" and "lost" in patch.targets.values() and patch.kind == "correctness":
-            _engine.ENGINE.warn([f"{patch.id} is applied in part: {'; '.join(patch.others)}"])
+            what = "; ".join(patch.others)
+            _engine.ENGINE.warn_of([(patch.id, "applied in part", what, f"{patch.id} is applied in part: {what}")])
         if not _amiss(patch, patch.id in options.require):
             continue
         text = f"{patch.id} is {patch.state}: {patch.reason}." + (f" Remedy: {patch.remedy}." if patch.remedy else "")
         if not patch.in_doubt and (patch.id in options.require or (options.strict and patch.kind == "correctness")):
             raise NotMetError(f"shim.check: required, but {text}")
-        # Other ranks say no more than that something is amiss, since rank 0 mostly says the same in full.
-        _engine.ENGINE.warn([text if is_rank_zero() else f"{patch.id} is {patch.state}: {patch.reason}"[:LINE]])
+        _engine.ENGINE.warn_of([(patch.id, patch.state, patch.reason, text)])
 
 
 def _amiss(patch: PatchReport, required: bool) -> bool:

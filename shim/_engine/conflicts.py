@@ -132,22 +132,24 @@ def require_none(plan: Plan, module: str | None) -> None:
             raise NotMetError(f"required, but {id} is in conflict: {decision.reason}. Remedy: {decision.remedy}.")
 
 
-def warnings_for(plan: Plan) -> Iterator[str]:
-    """One warning for each correctness patch that cannot be applied, as a whole or on some target."""
+def warnings_for(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
+    """For each correctness patch that is not applied, as a whole or on some target: patch, state, reason, warning."""
     for decision in plan.decisions.values():
         if decision.kind != "correctness":
             continue
         if decision.action in ("drifted", "conflict"):
-            yield (
+            text = (
                 f"{decision.id} is not applied ({decision.action}): {decision.reason}. "
                 f"{_stays_wrong(plan, decision.id)}Remedy: {decision.remedy}."
             )
+            yield decision.id, decision.action, decision.reason, text
         spared = {} if decision.wiring is None else decision.wiring.spared
         for target, who in ((target, who) for target, who in decision.left.items() if who):
-            yield (
+            text = (
                 f"{decision.id} is applied without {target}, which holds {who}. "
                 f"What stays wrong: {spared[target]}. Remedy: {remedy_for(decision.id, who)}."
             )
+            yield decision.id, "applied in part", f"without {target}", text
 
 
 def _stays_wrong(plan: Plan, id: str) -> str:

@@ -13,12 +13,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from shim._engine.ranks import is_rank_zero
+
 if TYPE_CHECKING:
     import logging
 
 __all__ = ["DeferredLog", "logger"]
 
 _SAID_LIMIT = 1000
+_LINE = 160  # characters of a warning on ranks other than 0
 _WARNING = 30  # logging.WARNING
 
 
@@ -48,6 +51,16 @@ class DeferredLog:
             if text not in self.said and len(self.said) < _SAID_LIMIT:
                 self.said.add(text)
                 self.warn(text)
+
+    def warn_of(self, patch: str, state: str, reason: str, text: str) -> None:
+        """Queue a warning about a patch once in the process. Ranks other than 0 get one short line of it.
+
+        apply() and check() find the same things, and all ranks mostly do, too.
+        """
+        about = f"{patch} {state} {reason}"
+        if about not in self.said and len(self.said) < _SAID_LIMIT:
+            self.said.add(about)
+            self.warn(text if is_rank_zero() else f"{patch} is {state}: {reason}"[:_LINE])
 
     def flush(self) -> None:
         """Log the queued messages. Called without the lock, and not while importlib asks finders for a module."""

@@ -85,6 +85,13 @@ class Engine:
             self.deferred.warn_once(texts)
         self.deferred.flush()
 
+    def warn_of(self, findings: Iterable[tuple[str, str, str, str]]) -> None:
+        """Log each warning about a patch once in the process: see DeferredLog.warn_of."""
+        with self.lock:
+            for finding in findings:
+                self.deferred.warn_of(*finding)
+        self.deferred.flush()
+
     def beneath(self, value: Any) -> Any:
         """The object beneath `value` if `value` is a wrapper of shim's, else `value`."""
         with self.lock:
@@ -100,7 +107,7 @@ class Engine:
         try:
             if wanted is not None:
                 self.watch.wait_for(wanted, self.binder.loaded)
-                self.warn(warnings_for(wanted))
+                self.warn_of(warnings_for(wanted))
                 enforce(wanted)
             try:
                 self._load_and_switch(wanted, context)
@@ -229,7 +236,8 @@ class Engine:
         """The plan with its conflicts. Plans get conflicts here only, apart from find_conflicts()."""
         found = with_conflicts(plan, self.binder)
         if found is not plan:
-            self.deferred.warn_once(warnings_for(found))
+            for finding in warnings_for(found):
+                self.deferred.warn_of(*finding)
         return found
 
     def _misses(self, plan: Plan, but: Collection[str]) -> bool:

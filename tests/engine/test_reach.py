@@ -217,6 +217,19 @@ def test_a_replaced_target_costs_no_more_than_itself(partly, ours_first, caplog)
     assert shim.status()["p"].others == () and partly.get("ops:double")(2) == ("p", 4)
 
 
+@pytest.mark.parametrize("rank", ["0", "3"])
+def test_a_conflict_is_warned_of_once_and_in_full_on_one_rank(one_patch, rank, caplog, monkeypatch):
+    """By apply(), and not again by check(), a second apply(), or a dozen of other ranks."""
+    monkeypatch.setenv("RANK", rank)
+    one_patch.set("ops:double", lambda x: "replaced")
+    for _ in range(2):
+        shim.apply()
+        shim.check()
+    (warning,) = [r.message for r in caplog.records if r.levelno > logging.INFO]
+    assert warning.startswith("p is ") and "conflict" in warning
+    assert ("Remedy" in warning) == (rank == "0") and (len(warning) <= 160) == (rank != "0")
+
+
 @pytest.mark.parametrize("ours_first", [True, False])
 def test_a_replacement_may_say_that_it_keeps_the_mend(one_patch, ours_first, caplog):
     """It is trusted and named, in either order; and nothing is amiss."""
