@@ -14,8 +14,9 @@ ONCE = os.environ.get("SHIM_TEST_ONCE_PER_VARIANT") == "1"
 
 # The patches that a file is about, where its name does not begin with the id of one.
 ABOUT = {
-    "test_freed_inputs": ["mtp-recompute"],
+    "test_applied_after": ["mtp-packed-sequences", "mtp-recompute", "frozen-recompute", "chunked-logprob"],
     "test_effect": ["mtp-packed-sequences", "mtp-recompute", "frozen-recompute"],
+    "test_freed_inputs": ["mtp-recompute"],
     "test_fp8_scales": ["te-fp8-state"],
     "test_fp8_scales_alone": ["te-fp8-state"],
     "test_mtp_context_parallel": ["mtp-packed-sequences"],
@@ -24,6 +25,8 @@ ABOUT = {
     "test_mtp_quantized_recompute": ["mtp-recompute"],
     "test_mtp_rope_tables": ["mtp-packed-sequences", "mtp-recompute"],
     "test_mtp_trainers": ["mtp-packed-sequences"],
+    "test_other_trainers": ["mtp-packed-sequences", "mtp-recompute", "expert-bias-padding", "rope-fusion"],
+    "test_other_trainers_ranks": ["mtp-packed-sequences", "expert-bias-padding"],
     "test_te_moved_symbols": ["te-moved-symbols", "te-skip-weight-update"],
 }
 # Files that fewer cells say all about: examples where stock packs rows with MTP and where it does not, and what layouts
