@@ -10,6 +10,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.random import CheckpointFunction
 from mtp_recompute_cases import ID, PACKED, VERSION, build, equal_bits, row_of, train
+from norm_that_keeps_its_output import KeepsItsOutput
 from recompute_cases import METHODS
 
 import shim
@@ -41,21 +42,6 @@ def freeing(monkeypatch):
         return result
 
     monkeypatch.setattr(CheckpointFunction, "backward", staticmethod(backward))
-
-
-class KeepsItsOutput(torch.autograd.Function):
-    """A norm whose backward computes with its output, which the MTP layers get."""
-
-    @staticmethod
-    def forward(ctx, hidden):
-        output = hidden.tanh()
-        ctx.save_for_backward(output)
-        return output
-
-    @staticmethod
-    def backward(ctx, grad):
-        (output,) = ctx.saved_tensors
-        return grad * (1 - output * output)
 
 
 def inputs_of_layers(model):

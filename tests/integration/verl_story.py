@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import leftovers
 import torch
 import trainers
+from norm_that_keeps_its_output import KeepsItsOutput
 
 import shim
 from shim import testing
@@ -100,27 +101,14 @@ def _main_loss(model, args, kwargs, logits):
     return model.compute_language_model_loss(kwargs["labels"], logits.transpose(0, 1).contiguous())
 
 
-class KeepsItsOutput(torch.nn.Module):
-    """Stands in for a fused norm on a GPU: its backward computes with its output, which MTP layers get as input."""
+class NormThatKeepsItsOutput(torch.nn.Module):
+    """Stands in for a fused norm on a GPU."""
 
     def __init__(self, size):
         super().__init__()
 
     def forward(self, hidden):
-        return _Tanh.apply(hidden)
-
-
-class _Tanh(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden):
-        output = hidden.tanh()
-        ctx.save_for_backward(output)
-        return output
-
-    @staticmethod
-    def backward(ctx, grad):
-        (output,) = ctx.saved_tensors
-        return grad * (1 - output * output)
+        return KeepsItsOutput.apply(hidden)
 
 
 # Steps
@@ -270,7 +258,7 @@ def tell(order):
         story["own recompute"] = has_own_recompute(build())
         story["freed"] = told(freed)
         # A freed output of the norm ends the process, so verl's own recompute is taken off where it frees.
-        safe = {"own_recompute": False, "norm": KeepsItsOutput}
+        safe = {"own_recompute": False, "norm": NormThatKeepsItsOutput}
         story["freed without it"] = told(lambda: freed(**safe))
         story["same without it"] = {m: told(lambda m=m: same_bits("plain", m, **safe)) for m in ("uniform", "block")}
         if order != "verl alone":
