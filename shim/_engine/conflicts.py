@@ -16,7 +16,7 @@ from shim._planning.plan import Decision, Plan
 from shim._record import Record, replace
 from shim._releases.fingerprint import ABSENT, split_target
 
-__all__ = ["clear", "remedy_for", "require_none", "warnings_for", "with_conflicts"]
+__all__ = ["remedy_for", "remedy_in_doubt", "require_none", "warnings_for", "with_conflicts"]
 
 
 class _Foreign(Record):
@@ -97,7 +97,7 @@ def _foreign_on(target: str, decision: Decision, plan: Plan, binder: Binder) -> 
     if found:
         what = f"{target} holds {who}, and shim cannot get beneath it"
         return _Foreign(
-            who, what, f"call shim.apply() before {who} is put there" if certain else clear(decision.id, who)
+            who, what, f"call shim.apply() before {who} is put there" if certain else remedy_in_doubt(decision.id, who)
         )
     what = f"{target} holds {who}, which does not call upstream's function"
     return _Foreign(who, what, remedy_for(decision.id, who))
@@ -114,7 +114,7 @@ def _held_inside(value: Any, body: str, owner: Any, name: str, plan: Plan, binde
     return reached(value, owner, name, wanted, binder.wrappers.is_ours)
 
 
-def clear(id: str, who: str) -> str:
+def remedy_in_doubt(id: str, who: str) -> str:
     """What to do about an object of which nobody knows what it calls."""
     return f"let {who} call the function that it took from a variable of its own, or exclude {id}"
 

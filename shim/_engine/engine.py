@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
@@ -355,16 +355,16 @@ class Engine:
 
     def effects(self, plan: Plan) -> dict[str, str]:
         """Patch id -> what somebody else's objects, or a failure, leave of the patch (see ranks.EFFECTS)."""
-        patches = self._read(plan)[0].patches
+        patches = self._read_back(plan, {}).patches
         states = {id: patch.state for id, patch in patches.items() if patch.state in ("conflict", "failed")}
         return {id: "in part" for id, patch in patches.items() if patch.is_partial} | states
 
     def _read(self, plan: Plan) -> tuple[Report, Plan]:
-        held = self._held()
+        return with_relied_on(self._read_back(plan, self._held()), plan, self.binder), plan
+
+    def _read_back(self, plan: Plan, held: Mapping[str, tuple[str, ...]]) -> Report:
         with self.lock:
-            failed = {} if self.plan is None else self.failed
-            report = read_report(plan, self.binder, failed, held)
-        return with_relied_on(report, plan, self.binder), plan
+            return read_report(plan, self.binder, {} if self.plan is None else self.failed, held)
 
     def _held(self) -> dict[str, tuple[str, ...]]:
         """Patch id -> what the patch holds in the process now, in words. Called without the lock."""

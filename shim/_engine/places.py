@@ -107,7 +107,7 @@ class Places:
         base: upstream's function beneath a slot's object; None where there is none.
         """
         for slot in list(self.slots.values()):
-            if slot.key in self.slots and slot.current() is not slot.written:
+            if slot.current() is not slot.written:
                 self.lose(slot, replaced_by(slot.current()))
         for lost in list(self.lost.values()):
             slot, current = lost.slot, lost.slot.current()

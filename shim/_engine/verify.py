@@ -8,7 +8,7 @@ from shim._compatible import marks_of
 from shim._engine.aliases import unwrap
 from shim._engine.binder import Binder
 from shim._engine.chain import Lost, replaced_by
-from shim._engine.conflicts import clear, remedy_for
+from shim._engine.conflicts import remedy_for, remedy_in_doubt
 from shim._engine.foreign import describe, takes_the_same
 from shim._engine.report import NOT_KNOWN, PatchReport, Report
 from shim._planning.plan import Decision, Plan
@@ -37,8 +37,7 @@ def _state(
     others = tuple(_others(decision, targets, binder, lost))
     replaced = [target for target, state in targets.items() if state == "lost" and target not in spared]
     if replaced:
-        who = describe(unwrap(lost[replaced[0]].slot.current()))
-        slot = lost[replaced[0]].slot
+        who, slot = _who(lost[replaced[0]]), lost[replaced[0]].slot
         reason = f"{replaced[0]}: {slot} {replaced_by(slot.current())}, which does not call shim's function"
         above = decision.wiring is not None and replaced[0] in decision.wiring.wraps
         above = above and takes_the_same(replaced[0], unwrap(slot.current()), plan.environment.sources)
@@ -49,12 +48,16 @@ def _state(
         modules = ", ".join(dict.fromkeys(split_target(target)[0] for target in waiting))
         made = report("pending", f"waits for the import of {modules}; {decision.reason}", targets)
     elif unknown := [target for target, state in targets.items() if state == "unknown"]:
-        who = describe(unwrap(lost[unknown[0]].slot.current()))
+        who = _who(lost[unknown[0]])
         reason = f"{NOT_KNOWN}: whether {who} calls shim's function on {unknown[0]}, which it holds"
-        made = report("pending", reason, targets, clear(decision.id, who))
+        made = report("pending", reason, targets, remedy_in_doubt(decision.id, who))
     else:
         made = report("applied", decision.reason, targets)
     return replace(made, others=others)
+
+
+def _who(lost: Lost) -> str:
+    return describe(unwrap(lost.slot.current()))
 
 
 def _on(target: str, decision: Decision, binder: Binder, lost: Mapping[str, Lost]) -> str:
@@ -72,13 +75,13 @@ def _others(decision: Decision, targets: Mapping[str, str], binder: Binder, lost
     found = []
     for target, state in targets.items():
         if state == "called":
-            found.append(f"{target} is wrapped by {describe(unwrap(lost[target].slot.current()))}, which calls shim's")
+            found.append(f"{target} is wrapped by {_who(lost[target])}, which calls shim's")
         elif state == "kept":
             theirs = lost[target].slot.current() if target in lost else binder.resolve(target)[2]
             marked = marks_of(theirs).get(target, "")
             found.append(f"{describe(unwrap(theirs))} says that it keeps {target}, as of shim {marked}")
         elif state in ("left", "lost") and decision.wiring is not None and target in decision.wiring.spared:
-            who = decision.left.get(target) or describe(unwrap(lost[target].slot.current()))
+            who = decision.left.get(target) or _who(lost[target])
             found.append(f"{target} is replaced by {who}: {decision.wiring.spared[target]}")
     return found
 
