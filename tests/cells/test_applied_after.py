@@ -7,8 +7,8 @@ import types
 import moe_cases
 import pytest
 import torch
-from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe import moe_utils
+from recompute_cases import share_storage_in_python
 
 import shim
 from shim import testing
@@ -25,12 +25,7 @@ EXPERTS = {"num_moe_experts": 2, "moe_router_enable_expert_bias": True, "moe_rou
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch):
-    def share(output, recomputed):
-        output.untyped_storage().resize_(recomputed.untyped_storage().size())
-        output.untyped_storage().copy_(recomputed.untyped_storage())
-
-    if hasattr(random, "_get_share_storage"):  # from 0.17 in C++, which is compiled on first use, for half a minute
-        monkeypatch.setattr(random, "_get_share_storage", lambda: share)
+    share_storage_in_python(monkeypatch)
     # 0.16 looks it up in every step, and has it with Transformer Engine only.
     monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
     with testing.layout_initialised(Layout()):

@@ -7,6 +7,7 @@ import moe_cases
 import pytest
 import torch
 from megatron.core.tensor_parallel import random
+from recompute_cases import share_storage_in_python
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import shim
@@ -34,12 +35,7 @@ def toggled(config, **fields):
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch):
-    def share(output, recomputed):
-        output.untyped_storage().resize_(recomputed.untyped_storage().size())
-        output.untyped_storage().copy_(recomputed.untyped_storage())
-
-    if hasattr(random, "_get_share_storage"):  # from 0.17 in C++, which is compiled on first use, for half a minute
-        monkeypatch.setattr(random, "_get_share_storage", lambda: share)
+    share_storage_in_python(monkeypatch)
     with testing.layout_initialised(testing.Layout()):
         random.model_parallel_cuda_manual_seed(1)
         yield

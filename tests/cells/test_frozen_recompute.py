@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from megatron.core.tensor_parallel import random
+from recompute_cases import share_storage_in_python
 
 import shim
 from shim import testing
@@ -87,14 +87,7 @@ WITH_NORMS = [ID, "fp8-fp4-recompute"]
 
 @pytest.fixture
 def share_storage_is_python(monkeypatch):
-    """From 0.17 outputs are refilled by a C++ helper that is compiled on first use, for half a minute."""
-
-    def share(output, recomputed):
-        output.untyped_storage().resize_(recomputed.untyped_storage().size())
-        output.untyped_storage().copy_(recomputed.untyped_storage())
-
-    if hasattr(random, "_get_share_storage"):
-        monkeypatch.setattr(random, "_get_share_storage", lambda: share)
+    share_storage_in_python(monkeypatch)
 
 
 def test_adapters_behind_recomputed_norms_get_the_same_gradients(share_storage_is_python):
