@@ -17,7 +17,10 @@ OTHER = CORE + "other:other"
 
 
 def replaces(original):
-    return lambda *args: "replaced"
+    def replacement(*args):
+        return "replaced"
+
+    return replacement
 
 
 def computes_anew(original):
@@ -88,7 +91,7 @@ def test_a_replacement_is_removed(patch, first, caplog):
     shim.apply()
     take_back = take_back or put(world, replaces)
     found = shim.status()["p"]
-    assert found.state == "conflict" and found.remedy.startswith("remove ") and "replaces" in found.remedy
+    assert found.state == "conflict" and found.remedy.startswith("remove ") and "replacement" in found.remedy
     take_back()
     nothing_is_amiss(caplog)
     assert world.get("ops:double")(2) == ("p", 4)
