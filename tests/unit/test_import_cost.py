@@ -49,13 +49,15 @@ def test_a_plan_loads_neither_frameworks_nor_heavy_parts_of_the_standard_library
 @pytest.mark.parametrize("call", ["shim.plan()", "shim.apply()", "shim.status()"])
 def test_a_plan_on_a_known_release_loads_what_it_needs_and_no_more(tmp_path, call):
     """Each of these takes longer to import than a plan takes, or nearly so; whoever needs one imports it where it is
-    needed. Nothing is installed here, and what tools put into site-packages is not loaded with -S."""
+    needed. Nothing is installed here, and what tools put into site-packages is not loaded with -S. What packaging loads
+    itself does not count: from Python 3.13 on that is `inspect`."""
     slow = {"yaml", "dataclasses", "inspect", "logging", "tokenize", "zipfile", "difflib", "importlib.abc"}
     slow |= {"packaging.specifiers", "importlib.metadata", "shim._te.features", "shim._matrix.rules"}
     packages = tmp_path / "packages"
     packages.mkdir()
     (packages / "packaging").symlink_to(Path(packaging.__file__).parent)
-    assert not loaded(f"import shim; {call}", packages, flags=["-S"]) & slow
+    theirs = loaded("import packaging.version", packages, flags=["-S"])
+    assert not (loaded(f"import shim; {call}", packages, flags=["-S"]) - theirs) & slow
 
 
 def test_every_public_name_resolves():
