@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 import types
+from typing import Any
 
 from shim._engine.aliases import namespace_of
 
@@ -23,6 +25,16 @@ def is_initialising(module: object) -> bool:
     if not issubclass(type(module), types.ModuleType):
         return False
     return bool(getattr(namespace_of(module).get("__spec__"), "_initializing", False))
+
+
+def _being_imported() -> set[str]:
+    """The modules whose import is under way in any thread.
+
+    importlib takes a module that has just run out of sys.modules for a moment. It holds the lock of the module then.
+    """
+    locks: dict[str, Any] = getattr(getattr(importlib, "_bootstrap", None), "_module_locks", {})
+    locked = {name for name, lock in list(locks.items()) if lock() is not None}
+    return locked | {name for name, module in list(sys.modules.items()) if is_initialising(module)}
 
 
 class Modules:
@@ -50,11 +62,11 @@ class Modules:
 
     def overdue(self) -> set[str]:
         """Modules that were half imported at the last search for aliases and are no longer."""
-        return {name for name in self._unfinished if not is_initialising(sys.modules.get(name))}
+        return self._unfinished - _being_imported() if self._unfinished else set()
 
     def looked_through(self, names: set[str]) -> None:
         self._unfinished -= names
 
     def note_unfinished(self) -> None:
         """Remember the modules that are half imported now."""
-        self._unfinished |= {name for name, module in list(sys.modules.items()) if is_initialising(module)}
+        self._unfinished |= _being_imported()
