@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from shim._matrix.declared import Declared
-from shim._matrix.model import UPSTREAM, Matrix, PatchEntry, Pinned, Rule, StandIn, Variable, Variant
+from shim._matrix.model import UPSTREAM, Matrix, Mended, Needs, PatchEntry, Pinned, Rule, StandIn, Variable, Variant
 
 __all__ = ["FILE", "read_compiled", "render_compiled"]
 
 FILE = Path(__file__).with_name("matrix.json")
-FORMAT = 3  # raise it with every change of the file's form or of the records in it
+FORMAT = 4  # raise it with every change of the file's form or of the records in it
 
 
 def render_compiled(matrix: Matrix, digest: str) -> str:
@@ -88,6 +88,7 @@ def _patch(entry: Mapping[str, Any]) -> PatchEntry:
         "declared": {name: _declared(given) for name, given in entry["declared"].items()},
         "variables": tuple(Variable(**given) for given in entry["variables"]),
         "stand_ins": tuple(StandIn(given["package"], tuple(given["modules"])) for given in entry["stand_ins"]),
+        "mended": tuple(Mended(given["target"], tuple(given["has"]), given["note"]) for given in entry["mended"]),
     }
     return PatchEntry(**{**entry, **read})
 
@@ -96,7 +97,12 @@ def _variant(given: Mapping[str, Any]) -> Variant:
     texts = {name: tuple(given[name]) for name in ("targets", "reads")}
     flags = {name: frozenset(given[name]) for name in ("optional", "added", "alone", "wraps")}
     reached_by = {target: tuple(methods) for target, methods in given["reached_by"].items()}
-    return Variant(**{**given, **texts, **flags, "reached_by": reached_by})
+    needs = {body: _needs(contract) for body, contract in given["needs"].items()}
+    return Variant(**{**given, **texts, **flags, "reached_by": reached_by, "needs": needs})
+
+
+def _needs(given: Mapping[str, Any]) -> Needs:
+    return Needs(**{name: value if name == "exact" else tuple(value) for name, value in given.items()})  # type: ignore[arg-type]
 
 
 def _declared(given: Mapping[str, Any]) -> Declared:

@@ -22,6 +22,8 @@ __all__ = [
     "KINDS",
     "UPSTREAM",
     "Matrix",
+    "Mended",
+    "Needs",
     "PatchEntry",
     "Pin",
     "Pinned",
@@ -41,6 +43,35 @@ CHANGES = ("nothing", "rounding", "values")
 DISTRIBUTIONS = PATCHED  # ranges are over them
 
 
+class Needs(Record):
+    """The contract of a body: what a patch needs of it. It decides where nobody has seen the body (docs/contracts.md).
+
+    parameters: names that the function takes. "*args" and "**kwargs" stand for the variadic ones.
+    first: names that its parameters begin with, for what the patch gives or takes by position.
+    exact: it takes nothing else, because the patch replaces it and could not pass anything else on.
+    decorators: its decorators, all of them, as text.
+    has: phrases that stand in it in this order (see shim._releases.phrases).
+    lacks: phrases that do not stand in it.
+    returns: phrases for what it returns. Every return is one of them. Empty: anything.
+    """
+
+    parameters: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
+    exact: bool = False
+    decorators: tuple[str, ...] = ()
+    has: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
+    returns: tuple[str, ...] = ()
+
+
+class Mended(Record):
+    """Phrases in the body `target` which show that a release has mended the defect in its own way. `note` says how."""
+
+    target: str
+    has: tuple[str, ...]
+    note: str
+
+
 class Variant(Record):
     """One way in which a patch is wired: the targets it binds and the names it reads, as ``module:qualname``.
 
@@ -53,6 +84,7 @@ class Variant(Record):
     spared: targets that the patch can do without, if somebody else's object stands there, with what stays wrong then.
     reached_by: maps a target that is a function to the methods through which models call it. An override of such a
         method hides the patch from a model.
+    needs: contracts of targets and reads. A body without one must be known.
     """
 
     name: str
@@ -65,6 +97,7 @@ class Variant(Record):
     wraps: frozenset[str] = frozenset()
     spared: Mapping[str, str] = EMPTY
     reached_by: Mapping[str, tuple[str, ...]] = EMPTY
+    needs: Mapping[str, Needs] = EMPTY
 
     @property
     def bodies(self) -> tuple[str, ...]:
@@ -152,6 +185,7 @@ class PatchEntry(Record):
     declared: Mapping[str, Declared] = None  # type: ignore[assignment]
     variables: tuple[Variable, ...] = ()
     stand_ins: tuple[StandIn, ...] = ()
+    mended: tuple[Mended, ...] = ()
     line: int = 0
 
     def rule_for(self, versions: Mapping[str, Version], but: Collection[str] = ()) -> Rule | None:

@@ -24,6 +24,7 @@ from shim._matrix.model import (
     Variant,
 )
 from shim._matrix.pins import read_pins
+from shim._matrix.read_needs import read_mended, with_contracts
 from shim._matrix.read_options import read_declared
 from shim._matrix.reader import Reader, compose
 
@@ -50,6 +51,8 @@ PATCH_KEYS = {
     "options": False,
     "variables": False,
     "stand_ins": False,
+    "contracts": False,
+    "mended": False,
 }
 VARIABLE_KEYS = {**dict.fromkeys(("value", "before", "option", "without"), True), **dict.fromkeys(DISTRIBUTIONS, False)}
 VARIANT_KEYS = {"applies": False, "targets": True, "reads": False}
@@ -97,7 +100,10 @@ def _variant(read: Reader, name: str, node: yaml.Node, entries: Mapping[str, yam
         tuple(targets),
         relied,
         inherited,
-        **{flag: frozenset(chosen) for flag, chosen in flags.items()},
+        optional=frozenset(flags["optional"]),
+        added=frozenset(flags["added"]),
+        alone=frozenset(flags["alone"]),
+        wraps=frozenset(flags["wraps"]),
         spared=spared,
         reached_by=reached_by,
     )
@@ -190,6 +196,8 @@ def _patch(read: Reader, id: str, node: yaml.Node, module_exists: Callable[[str]
         rules += _rules_of(read, name, given["applies"]) if "applies" in given else ()
     if not variants:
         raise read.fail(entries["variants"], f"patch {id} has no variant")
+    if "contracts" in entries:
+        variants = with_contracts(read, entries["contracts"], variants)
     rules += _rules(read, entries["applies"], "applies", variants) if "applies" in entries else ()
     rules += _rules(read, entries["upstream"], UPSTREAM) if "upstream" in entries else ()
     unused = [name for name in variants if all(rule.variant != name for rule in rules)]
@@ -216,6 +224,7 @@ def _patch(read: Reader, id: str, node: yaml.Node, module_exists: Callable[[str]
         declared=declared,
         variables=tuple(_variables(read, entries["variables"], options)) if "variables" in entries else (),
         stand_ins=tuple(_stand_ins(read, entries["stand_ins"])) if "stand_ins" in entries else (),
+        mended=tuple(read_mended(read, entries["mended"])) if "mended" in entries else (),
         line=node.start_mark.line,
     )
 

@@ -8,10 +8,10 @@ from functools import cached_property
 from packaging.version import Version
 
 from shim._errors import SourceError
-from shim._matrix.model import Matrix, PatchEntry, Pin, Variant
+from shim._matrix.model import Matrix, Mended, PatchEntry, Pin, Variant
 from shim._record import EMPTY, Record
 from shim._releases.detect import Environment
-from shim._releases.fingerprint import fingerprint, signature_part
+from shim._releases.fingerprint import fingerprint, signature_part, split_target
 
 __all__ = ["GONE", "Match", "match"]
 
@@ -23,8 +23,9 @@ class Match(Record):
 
     state: ``apply``, ``upstream``, ``not-installed``, ``out-of-range`` or ``drifted``.
     fingerprints: those of the bodies of `variant`.
-    drifted: the bodies that no pin of this variant knows, each with the reason.
-    signatures_fit: whether every target can still be called as in some pinned release of the variant.
+    drifted: the bodies that are neither known with this variant nor keep its contract, each with the reason.
+    kept: the bodies that are not known, but keep their contracts, each with the reason why it is not known.
+    signatures_fit: whether every target can still be called as the patch calls it.
     cause: why the first of `drifted` is not known: "changed", "unpinned", or the cause of its SourceError.
     """
 
@@ -33,6 +34,7 @@ class Match(Record):
     variant: str | None = None
     fingerprints: Mapping[str, str] = EMPTY
     drifted: Mapping[str, str] = EMPTY
+    kept: Mapping[str, str] = EMPTY
     signatures_fit: bool = False
     cause: str = ""
 
@@ -47,6 +49,7 @@ class _Bodies:
         self.problems: dict[str, SourceError] = {}
         self._known: dict[str, Mapping[str, Collection[str]]] = {}
         self._found: dict[tuple[str, str | None, bool], str] = {}
+        self._breaches: dict[tuple[str, str], str] = {}
 
     @cached_property
     def pins(self) -> list[tuple[str, Pin]]:
@@ -97,22 +100,51 @@ class _Bodies:
     def are_those_of(self, pin: Pin) -> bool:
         return all(self.found(target) == value for target, value in pin.fingerprints.items())
 
-    def signatures_fit(self, variant: Variant, bodies: Mapping[str, str]) -> bool:
-        """Whether every target has the signature that it has in some pinned release of the variant."""
+    def breach(self, variant: Variant, target: str) -> str:
+        """How a body breaks its contract, in words. "" where it keeps it. Asked of bodies that have a contract."""
+        key = (variant.name, target)
+        if key not in self._breaches:
+            from shim._planning.contract import breach  # here, because a plan on a known release judges no contract
+
+            body = variant.inherits(target) or target
+            self._breaches[key] = breach(self.environment.sources, body, variant.needs[target])
+        return self._breaches[key]
+
+    def standing(self, variant: Variant) -> tuple[dict[str, str], dict[str, str]]:
+        """The bodies that are not known with this variant: those that keep their contracts, and the others."""
+        kept: dict[str, str] = {}
+        broken: dict[str, str] = {}
+        for target, why in self.unknown(variant.name, self.of(variant)).items():
+            # A body without a contract must be known. One that is not where the variant expects it keeps no contract.
+            judged = target in variant.needs and self.found_in(variant, target) != GONE
+            said = self.breach(variant, target) if judged else ""
+            if judged and not said:
+                kept[target] = why
+            else:
+                broken[target] = f"{why}, and it breaks its contract: {said}" if said else why
+        return kept, broken
+
+    def found_in(self, variant: Variant, target: str) -> str:
+        return self.found(target, variant.inherits(target), target in variant.added)
+
+    def signatures_fit(self, variant: Variant, bodies: Mapping[str, str], kept: Collection[str]) -> bool:
+        """Whether every target keeps its contract, or has the signature that it has in some pinned release."""
         known = self.known(variant.name)
         return all(
-            any(signature_part(bodies[target]) == signature_part(value) for value in known.get(target, ()))
+            target in kept
+            or any(signature_part(bodies[target]) == signature_part(value) for value in known.get(target, ()))
             for target in variant.targets
         )
 
     def nearest(self, variants: list[Variant], to: Variant) -> Variant:
-        """The variant with the largest share of known bodies. Among equals the one nearest to `to` in the matrix."""
+        """The variant with the smallest share of broken bodies, then of unknown ones, then the nearest to `to`."""
         order = list(self.entry.variants)
 
-        def distance(variant: Variant) -> tuple[float, int]:
-            bodies = self.of(variant)
-            unknown = len(self.unknown(variant.name, bodies)) / len(bodies)
-            return unknown, abs(order.index(variant.name) - order.index(to.name))
+        def distance(variant: Variant) -> tuple[float, float, int]:
+            kept, broken = self.standing(variant)
+            count = len(variant.bodies)
+            apart = abs(order.index(variant.name) - order.index(to.name))
+            return len(broken) / count, len(kept) / count, apart
 
         return min(variants, key=distance)
 
@@ -171,17 +203,44 @@ def match(entry: PatchEntry, environment: Environment, matrix: Matrix) -> Match:
             return Match("upstream", reason, None, pin.fingerprints)
     if rule is not None and rule.variant is None:
         return Match("upstream", f"{release} has it already{note}")
+    mended = _mended(entry, environment)
+    if mended is not None:
+        return Match("upstream", f"{release} has mended it itself: {mended.note} ({mended.target})")
+    if possible and (candidate is not None or _beyond(entry, versions, matrix)):
+        variant = bodies.nearest(possible, candidate or possible[-1])
+        kept, broken = bodies.standing(variant)
+        if kept and not broken:
+            return _kept(release, bodies, variant, kept)
     if candidate is None:
         outside = not possible or not _beyond(entry, versions, matrix)
         # A release of unknown version is never too old or too new, so missing targets do not put it out of range.
         if outside or (installed.version is not None and bodies.all_absent(possible)):
             return Match("out-of-range", f"{release} lies outside the ranges of this patch, and its bodies are unknown")
-    return _drifted(release, bodies, bodies.nearest(possible, candidate or possible[-1]))
+    return _drifted(release, bodies, variant)
+
+
+def _mended(entry: PatchEntry, environment: Environment) -> Mended | None:
+    """The first sign that the release has mended the defect in its own way, if any."""
+    if not entry.mended:
+        return None
+    from shim._planning.contract import has_phrases
+
+    return next((m for m in entry.mended if has_phrases(environment.sources, m.target, m.has)), None)
+
+
+def _kept(release: str, bodies: _Bodies, variant: Variant, kept: Mapping[str, str]) -> Match:
+    """Unknown bodies that keep their contracts: the patch holds."""
+    names = ", ".join(split_target(target)[1] for target in kept)
+    unknown, holds = ("body", "contract holds") if len(kept) == 1 else ("bodies", "contracts hold")
+    others = len(variant.bodies) - len(kept)
+    rest = f"; the other {others} {'body is' if others == 1 else 'bodies are'} known" if others else ""
+    reason = f"{unknown} unknown, {holds}: {names}{rest} ({release}, variant {variant.name})"
+    return Match("apply", reason, variant.name, bodies.of(variant), kept=kept, signatures_fit=True)
 
 
 def _drifted(release: str, bodies: _Bodies, variant: Variant) -> Match:
     found = bodies.of(variant)
-    drifted = bodies.unknown(variant.name, found)
+    kept, drifted = bodies.standing(variant)
     first, why = next(iter(drifted.items()))
     relied = "" if first in variant.targets else ", which the patch relies on"
     more = f" (and {len(drifted) - 1} more)" if len(drifted) > 1 else ""
@@ -195,6 +254,7 @@ def _drifted(release: str, bodies: _Bodies, variant: Variant) -> Match:
         variant.name,
         found,
         drifted,
-        bodies.signatures_fit(variant, found),
+        kept,
+        bodies.signatures_fit(variant, found, kept),
         cause,
     )

@@ -28,7 +28,7 @@ __all__ = [
     "unknown_variables",
 ]
 
-ON_DRIFT = ("skip", "error", "apply")
+ON_DRIFT = ("skip", "error", "apply", "known")
 PREFIX = "MEGATRON_SHIM_"
 VARIABLES = tuple(
     PREFIX + name

@@ -125,7 +125,8 @@ def _drift_remedy(entry: PatchEntry, environment: Environment, matrix: Matrix, f
     else:
         releases = f" ({supported[0]} to {supported[-1]})" if supported else ""
         remedy = f"update megatron-shim, or install a supported release of {entry.distribution}{releases}"
-    return remedy + (fits if found.signatures_fit else "")
+    look = f"; shim audit {installed.location} shows what changed" if found.cause == "changed" else ""
+    return remedy + (fits if found.signatures_fit else "") + look
 
 
 def _decide(entry: PatchEntry, environment: Environment, options: Options, matrix: Matrix) -> Decision:
@@ -134,7 +135,10 @@ def _decide(entry: PatchEntry, environment: Environment, options: Options, matri
         return Decision(entry.id, entry.kind, "excluded", excluded)
     found = match(entry, environment, matrix)
     action, reason, remedy = found.state, found.reason, ""
-    if action == "drifted":
+    if action == "apply" and found.kept and options.on_drift == "known":
+        action, reason = "drifted", f"on_drift='known' asks for known bodies only, and {reason}"
+        remedy = "let contracts decide with on_drift='skip', which is the default, or pin the release in the matrix"
+    elif action == "drifted":
         remedy = _drift_remedy(entry, environment, matrix, found)
         if options.on_drift == "apply" and found.signatures_fit:
             action, reason, remedy = "apply", f"applied to a body that is not known, as asked for: {reason}", ""

@@ -23,7 +23,9 @@ def _add_selection(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--kinds", metavar="KINDS", help="only these kinds: correctness, compat, performance, feature")
     sub.add_argument("--strict", action="store_true", help="exit 1 where a correctness patch has drifted")
     sub.add_argument(
-        "--on-drift", choices=("skip", "error", "apply"), help="what to do with a patch that has drifted; default skip"
+        "--on-drift",
+        choices=("skip", "error", "apply", "known"),
+        help="what to do with a patch that has drifted; default skip",
     )
     sub.add_argument("--options", metavar="JSON", help='options of patches: {"paged-stash": {"moe_paged_stash": true}}')
     sub.add_argument("--matrix", metavar="FILE", help="another version_matrix.yaml")

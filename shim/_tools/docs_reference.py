@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable, Iterator
 
 from shim._engine.report import STATES
-from shim._matrix import declared, read_options, rules
+from shim._matrix import declared, read_needs, read_options, rules
 from shim._matrix.model import CHANGES, DISTRIBUTIONS, KINDS
 from shim._tools.cli import _add_selection, _parser
 
@@ -180,6 +180,8 @@ KEYS = {
         "options": "The options by name.",
         "variables": "Environment variables by name that only count when they are set before an import.",
         "stand_ins": "`{package: [modules]}`: where the package is missing, shim lets these modules run without it.",
+        "contracts": "What the patch needs of bodies that nobody has seen, see [contracts.md](contracts.md).",
+        "mended": "Signs that a release has mended the defect in its own way. It then counts as `upstream`.",
     },
     "A variant": {
         "applies": "A rule, or a list of rules: the releases that get this variant.",
@@ -199,6 +201,22 @@ KEYS = {
         "wraps": "`true`: the factory holds around any function that takes the same calls, also a foreign one.",
         "without": "What stays wrong without this target alone. A foreign object there costs this much only.",
         "reached_by": "For a function: the methods through which models call it. An override may hide the patch.",
+    },
+    "A contract": {
+        "target": "The target or read that the contract is for.",
+        "variants": "The variants that it is for. Without it: all with this body.",
+        "parameters": 'Names that the function takes. "*args" and "**kwargs" are the variadic ones.',
+        "first": "Names that its parameters begin with, for what goes by position.",
+        "decorators": "Its decorators, all of them, as text.",
+        "has": "Phrases that stand in it in this order.",
+        "lacks": "Phrases that do not stand in it.",
+        "returns": "Phrases for what it returns. Every return is one of them.",
+        "exact": "`true`: it takes nothing else. For functions that the patch replaces.",
+    },
+    "A sign of a mend": {
+        "target": "The function that shows it.",
+        "has": "Phrases that stand in it in this order.",
+        "note": "How the release does it, in one line.",
     },
     "An option": {
         "default": "The value without an argument. An option that is not a mapping is its default.",
@@ -222,6 +240,8 @@ TABLES = {
     "A variant": rules.VARIANT_KEYS,
     "A rule": rules.RULE_KEYS,
     "A target": rules.TARGET_KEYS,
+    "A contract": read_needs.CONTRACT_KEYS,
+    "A sign of a mend": read_needs.MENDED_KEYS,
     "An option": read_options.KEYS,
     "A variable": rules.VARIABLE_KEYS,
 }

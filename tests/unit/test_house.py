@@ -114,6 +114,8 @@ TESTED_IN = {
     "_matrix.declared": "unit/test_factories",
     "_matrix.load": "unit/test_matrix",
     "_matrix.model": "unit/test_matrix",
+    "_matrix.read_needs": "unit/test_contracts",
+    "_planning.contract": "unit/test_contracts",
     "_matrix.read_options": "unit/test_options",
     "_matrix.reader": "unit/test_matrix",
     "_matrix.rules": "unit/test_matrix",

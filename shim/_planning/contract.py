@@ -1,0 +1,89 @@
+"""Whether a body that nobody has seen keeps what a patch needs of it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+
+from shim._errors import SourceError
+from shim._matrix.model import Needs
+from shim._releases.fingerprint import FunctionNode, definitions, split_target
+from shim._releases.phrases import in_order, nodes_of, returns_only, stands_in
+from shim._releases.sources import Sources
+
+__all__ = ["breach", "has_phrases"]
+
+
+def breach(sources: Sources, body: str, needs: Needs) -> str:
+    """How the body ``module:qualname`` breaks the contract `needs`, in words. "" where it keeps the contract."""
+    try:
+        nodes = _definitions(sources, body)
+        return next((said for node in nodes for said in _breaches(node, needs)), "")
+    except SourceError as error:
+        return str(error)
+    except RecursionError:
+        return f"{body} is nested too deeply to be read"
+
+
+def has_phrases(sources: Sources, body: str, phrases: Sequence[str]) -> bool:
+    """Whether the body has all of `phrases`, in their order. False where it cannot be read."""
+    try:
+        module, qualname = split_target(body)
+        found = definitions(sources.tree(module), qualname)
+        return bool(found) and all(in_order(phrases, nodes_of(d.node)) is None for d in found)
+    except (SourceError, RecursionError):
+        return False
+
+
+def _definitions(sources: Sources, body: str) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    module, qualname = split_target(body)
+    found = [definition.node for definition in definitions(sources.tree(module), qualname)]
+    if not found:
+        raise SourceError(f"{module} has no {qualname}", "missing")
+    functions = [node for node in found if isinstance(node, FunctionNode)]
+    if len(functions) != len(found):
+        raise SourceError(f"{qualname} is not only a function there", "changed")
+    return functions
+
+
+def _breaches(function: ast.FunctionDef | ast.AsyncFunctionDef, needs: Needs) -> Iterator[str]:
+    if isinstance(function, ast.AsyncFunctionDef):
+        yield "it is a coroutine"
+    a = function.args
+    named = [parameter.arg for parameter in (*a.posonlyargs, *a.args, *a.kwonlyargs)]
+    for name in needs.parameters:
+        if name.startswith("*"):
+            if name.lstrip("*") != getattr(a.kwarg if name.startswith("**") else a.vararg, "arg", None):
+                yield f"it has no parameter {name}"
+        elif name not in named:
+            yield f"it has no parameter {name!r}"
+    if needs.first and named[: len(needs.first)] != list(needs.first):
+        yield f"its parameters do not begin with {', '.join(needs.first)}"
+    if needs.exact:
+        more = [name for name in named if name not in needs.parameters and name not in needs.first]
+        more += [v.arg for v in (a.vararg, a.kwarg) if v is not None and v.arg not in _bare(needs.parameters)]
+        if more:
+            yield f"it has a parameter more: {more[0]!r}"
+    decorators = [ast.unparse(decorator) for decorator in function.decorator_list]
+    odd = [text for text in decorators if text not in needs.decorators]
+    if odd:
+        yield f"it has a decorator more: {odd[0]}"
+    gone = [text for text in needs.decorators if text not in decorators]
+    if gone:
+        yield f"it lacks the decorator {gone[0]}"
+    nodes = nodes_of(function)
+    missing = in_order(needs.has, nodes)
+    if missing is not None:
+        where = "at the place it had" if stands_in(missing, nodes) else ""
+        yield " ".join(filter(None, (f"it lacks `{missing}`", where)))
+    for phrase in needs.lacks:
+        if stands_in(phrase, nodes):
+            yield f"it has `{phrase}`"
+    if needs.returns:
+        returned = returns_only(needs.returns, function)
+        if returned is not None:
+            yield f"it returns {returned if len(returned) < 80 else returned[:77] + '...'}"
+
+
+def _bare(parameters: Sequence[str]) -> set[str]:
+    return {name.lstrip("*") for name in parameters}
