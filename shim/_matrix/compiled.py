@@ -18,7 +18,7 @@ from shim._matrix.model import UPSTREAM, Matrix, Mended, Needs, PatchEntry, Pinn
 __all__ = ["FILE", "read_compiled", "render_compiled"]
 
 FILE = Path(__file__).with_name("matrix.json")
-FORMAT = 4  # raise it with every change of the file's form or of the records in it
+FORMAT = 5  # raise it with every change of the file's form or of the records in it
 
 
 def render_compiled(matrix: Matrix, digest: str) -> str:

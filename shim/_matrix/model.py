@@ -49,6 +49,7 @@ class Needs(Record):
     parameters: names that the function takes. "*args" and "**kwargs" stand for the variadic ones.
     first: names that its parameters begin with, for what the patch gives or takes by position.
     exact: it takes nothing else, because the patch replaces it and could not pass anything else on.
+    also: names that it may take all the same.
     decorators: its decorators, all of them, as text.
     has: phrases that stand in it in this order (see shim._releases.phrases).
     lacks: phrases that do not stand in it.
@@ -58,6 +59,7 @@ class Needs(Record):
     parameters: tuple[str, ...] = ()
     first: tuple[str, ...] = ()
     exact: bool = False
+    also: tuple[str, ...] = ()
     decorators: tuple[str, ...] = ()
     has: tuple[str, ...] = ()
     lacks: tuple[str, ...] = ()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["read_mended", "with_contracts"]
 
-LISTS = ("parameters", "first", "decorators", "has", "lacks", "returns")
+LISTS = ("parameters", "first", "also", "decorators", "has", "lacks", "returns")
 CONTRACT_KEYS = {**dict.fromkeys(("target",), True), **dict.fromkeys(("variants", *LISTS, "exact"), False)}
 MENDED_KEYS = {"target": True, "has": True, "note": True}
 PHRASES = ("has", "lacks", "returns")

@@ -60,8 +60,9 @@ def _breaches(function: ast.FunctionDef | ast.AsyncFunctionDef, needs: Needs) ->
     if needs.first and named[: len(needs.first)] != list(needs.first):
         yield f"its parameters do not begin with {', '.join(needs.first)}"
     if needs.exact:
-        more = [name for name in named if name not in needs.parameters and name not in needs.first]
-        more += [v.arg for v in (a.vararg, a.kwarg) if v is not None and v.arg not in _bare(needs.parameters)]
+        may = {name.lstrip("*") for name in (*needs.parameters, *needs.first, *needs.also)}
+        variadic = [v.arg for v in (a.vararg, a.kwarg) if v is not None]
+        more = [name for name in (*named, *variadic) if name not in may]
         if more:
             yield f"it has a parameter more: {more[0]!r}"
     decorators = [ast.unparse(decorator) for decorator in function.decorator_list]
@@ -83,7 +84,3 @@ def _breaches(function: ast.FunctionDef | ast.AsyncFunctionDef, needs: Needs) ->
         returned = returns_only(needs.returns, function)
         if returned is not None:
             yield f"it returns {returned if len(returned) < 80 else returned[:77] + '...'}"
-
-
-def _bare(parameters: Sequence[str]) -> set[str]:
-    return {name.lstrip("*") for name in parameters}

@@ -207,6 +207,7 @@ KEYS = {
         "variants": "The variants that it is for. Without it: all with this body.",
         "parameters": 'Names that the function takes. "*args" and "**kwargs" are the variadic ones.',
         "first": "Names that its parameters begin with, for what goes by position.",
+        "also": "With `exact`: names that it may take all the same.",
         "decorators": "Its decorators, all of them, as text.",
         "has": "Phrases that stand in it in this order.",
         "lacks": "Phrases that do not stand in it.",
