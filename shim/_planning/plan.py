@@ -120,13 +120,19 @@ def _drift_remedy(entry: PatchEntry, environment: Environment, matrix: Matrix, f
         command = "make pins" if matrix.shipped else f"shim pin --releases --matrix {matrix.path}"
         return f"run {command}"
     fits = f", or apply it anyway with on_drift='apply' after reading shim explain {entry.id}"
+    if not found.signatures_fit:
+        fits = (
+            ""
+            if found.cause != "changed"
+            else " (on_drift='apply' would not bind it: the signature of a target changed too)"
+        )
     if installed.raw in supported:
-        remedy = f"reinstall {release}, because the installed code is not the released code"
+        remedy = f"reinstall {release}, whose code this is not; for a commit or a fork, update megatron-shim"
     else:
         releases = f" ({supported[0]} to {supported[-1]})" if supported else ""
         remedy = f"update megatron-shim, or install a supported release of {entry.distribution}{releases}"
     look = f"; shim audit {installed.location} shows what changed" if found.cause == "changed" else ""
-    return remedy + (fits if found.signatures_fit else "") + look
+    return remedy + fits + look
 
 
 def _decide(entry: PatchEntry, environment: Environment, options: Options, matrix: Matrix) -> Decision:
