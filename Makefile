@@ -60,7 +60,7 @@ trainers: env  ## mcore-bridge and verl themselves, on one release
 	SHIM_TEST_SKIP_UNFETCHED=1 $(BIN)/python -m pytest -q -rs -n 2 --dist loadfile tests/integration/test_mcore_bridge.py tests/integration/test_verl.py \
 		-k "0.18.2 and not ranks"
 
-matrix: env  ## the same on all 19 releases, in every order of imports, and on all pairs with Transformer Engine
+matrix: env  ## the same on all 21 releases and main, in every order of imports, and on all pairs with Transformer Engine
 	PYTHON=$(BIN)/python SHIM_TEST_EVERY_FILE=1 sh tests/other_pythons.sh
 	SHIM_TEST_EVERY_RELEASE=1 $(BIN)/python -m pytest -q -n 2 tests/testing/test_commands.py
 	SHIM_TEST_ALL_ORDERS=1 $(BIN)/python -m shim.testing.cells --all -- -q -p no:warnings tests/cells tests/examples --ignore tests/cells/layouts

@@ -12,13 +12,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from shim._matrix.commits import Commit
 from shim._matrix.declared import Declared
 from shim._matrix.model import UPSTREAM, Matrix, Mended, Needs, PatchEntry, Pinned, Rule, StandIn, Variable, Variant
 
 __all__ = ["FILE", "read_compiled", "render_compiled"]
 
 FILE = Path(__file__).with_name("matrix.json")
-FORMAT = 5  # raise it with every change of the file's form or of the records in it
+FORMAT = 6  # raise it with every change of the file's form or of the records in it
 
 
 def render_compiled(matrix: Matrix, digest: str) -> str:
@@ -35,6 +36,7 @@ def render_compiled(matrix: Matrix, digest: str) -> str:
         "format": FORMAT,
         "digest": digest,
         "supported": matrix.supported,
+        "commits": matrix.commits,
         "patches": matrix.patches,
         "bodies": bodies,
     }
@@ -56,7 +58,11 @@ def read_compiled(file: Path, digest: str, lock: bytes) -> Matrix | None:
         return None
     supported = {name: tuple(releases) for name, releases in found["supported"].items()}
     patches = {id: _patch(entry) for id, entry in found["patches"].items()}
-    return Matrix(str(file), patches, supported, _Pins(lock), bodies=found["bodies"])
+    commits = {
+        distribution: {name: Commit(**given) for name, given in commits.items()}
+        for distribution, commits in found["commits"].items()
+    }
+    return Matrix(str(file), patches, supported, _Pins(lock), bodies=found["bodies"], commits=commits)
 
 
 class _Pins(Mapping[str, Mapping[str, Pinned]]):

@@ -39,16 +39,19 @@ def _pin(read: Reader, node: yaml.Node, entry: PatchEntry) -> Pin:
 
 
 def inline_pins(
-    read: Reader, node: yaml.Node, patches: Mapping[str, PatchEntry], supported: Mapping[str, tuple[str, ...]]
+    read: Reader, node: yaml.Node, patches: Mapping[str, PatchEntry], names: Mapping[str, tuple[str, ...]]
 ) -> dict[str, dict[str, Pinned]]:
-    """The pins in `node`, by patch and variant as in the lock file of a matrix. MatrixError names file and line."""
+    """The pins in `node`, by patch and variant as in the lock file of a matrix. MatrixError names file and line.
+
+    names: the supported releases and the commits of each distribution.
+    """
     pins: dict[str, dict[str, dict[str, Pin]]] = {}
     done: dict[tuple[str, int], Pin] = {}  # by id() of the node: an alias (*name) composes to the same node
     for distribution, releases in read.mapping(node, "releases", dict.fromkeys(DISTRIBUTIONS, False)).items():
         pins[distribution] = {}
         for release, ids in read.mapping(releases, f"releases of {distribution}").items():
-            if release not in supported.get(distribution, ()):
-                raise read.fail(ids, f"{distribution} {release} is pinned but not in the supported list")
+            if release not in names.get(distribution, ()):
+                raise read.fail(ids, f"{distribution} {release} is pinned but not in the supported list, nor a commit")
             found = pins[distribution][release] = {}
             for id, pin in read.mapping(ids, f"pins of {distribution} {release}").items():
                 if id not in patches:

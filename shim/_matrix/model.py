@@ -9,6 +9,7 @@ from typing import Any
 from packaging.version import Version
 
 from shim._errors import MatrixError
+from shim._matrix.commits import NONE, UPSTREAM, Commit
 from shim._matrix.declared import Declared
 from shim._record import EMPTY, Record
 from shim._releases.detect import PATCHED
@@ -18,6 +19,7 @@ from shim._releases.versions import in_range
 
 __all__ = [
     "CHANGES",
+    "Commit",
     "DISTRIBUTIONS",
     "KINDS",
     "UPSTREAM",
@@ -159,7 +161,6 @@ class StandIn(Record):
 
 
 Pinned = Mapping[str, Mapping[str, Sequence[str]]]  # of one variant: target -> body -> releases
-UPSTREAM = "upstream"  # stands for a variant: the releases that are right without the patch
 
 
 class Pin(Record):
@@ -228,6 +229,9 @@ class PatchEntry(Record):
 class Matrix(Record):
     """The whole matrix. `pinned[patch id][variant]` holds the pinned bodies with their releases.
 
+    `commits` holds the commits of each distribution by name, oldest first. Whatever has pins, a release or a commit, is
+    spoken of by its name. `names`, `version` and `in_order` take both. A name of a commit is no version.
+
     `bodies` holds the same bodies without releases, as text with spaces between, by patch, variant and target. Only the
     fast form of the matrix fills it.
 
@@ -240,12 +244,48 @@ class Matrix(Record):
     pinned: Mapping[str, Mapping[str, Pinned]]
     content: str = ""
     bodies: Mapping[str, Mapping[str, Mapping[str, str]]] = EMPTY
+    commits: Mapping[str, Mapping[str, Commit]] = EMPTY
 
     _aside = ("bodies",)
 
     @property
     def shipped(self) -> bool:
         return not self.content
+
+    def names(self, distribution: str) -> tuple[str, ...]:
+        """The names of all that is pinned of a distribution: its supported releases, then its commits."""
+        return (*self.supported.get(distribution, ()), *self.commits.get(distribution, ()))
+
+    def version(self, distribution: str, name: str) -> Version:
+        """The version of a release, or the version that the sources of a commit have."""
+        commit = self.commits.get(distribution, {}).get(name)
+        return Version(name if commit is None else commit.version)
+
+    def in_order(self, distribution: str, names: Iterable[str]) -> list[str]:
+        """Releases and commits by version. Of one version, commits come before the release, by their dates."""
+        commits = self.commits.get(distribution, {})
+
+        def place(name: str) -> tuple[Version, bool, str]:
+            return self.version(distribution, name), name not in commits, commits[name].date if name in commits else ""
+
+        return sorted(names, key=place)
+
+    def shown(self, distribution: str, name: str) -> str:
+        """A release or a commit in a sentence: "0.19.2", "commit d98e8a64dd (main of 2026-08-22)"."""
+        return str(self.commits.get(distribution, {}).get(name, name))
+
+    def wanted(self, patch: str, name: str) -> str | None:
+        """The variant that a release or commit is pinned with, or UPSTREAM. None where the patch has no pin there.
+
+        What the rules say of the version, unless the commit says otherwise.
+        """
+        entry = self.patches[patch]
+        commit = self.commits.get(entry.distribution, {}).get(name)
+        if commit is not None and patch in commit.variants:
+            chosen = commit.variants[patch]
+            return None if chosen == NONE else chosen
+        rule = entry.pinned_rule(self.version(entry.distribution, name))
+        return None if rule is None else rule.variant or UPSTREAM
 
     def known_bodies(self, patch: str, variant: str) -> Mapping[str, Collection[str]]:
         """The pinned bodies of a variant, by target."""
@@ -254,22 +294,23 @@ class Matrix(Record):
         return self.pinned.get(patch, {}).get(variant, {})
 
     def known(self, patch: str) -> Iterable[tuple[str, Pin]]:
-        """Every pin of a patch with its release, in the order of the supported list."""
+        """Every pin of a patch with the release or commit that has it, in the order of `names`."""
         found: dict[str, tuple[str | None, dict[str, str]]] = {}
         for variant, targets in self.pinned.get(patch, {}).items():
             for target, bodies in targets.items():
                 for body, releases in bodies.items():
                     for release in releases:
                         found.setdefault(release, (None if variant == UPSTREAM else variant, {}))[1][target] = body
-        for release in self.supported.get(self.patches[patch].distribution, ()):
+        for release in self.names(self.patches[patch].distribution):
             if release in found:
                 yield release, Pin(*found[release])
 
     @cached_property
     def pins(self) -> Mapping[str, Mapping[str, Mapping[str, Pin]]]:
-        """``pins[distribution][release][patch id]``, for callers that go through releases. A plan uses `pinned`."""
+        """``pins[distribution][name][patch id]``, for callers that go through releases. A plan uses `pinned`."""
         found: dict[str, dict[str, dict[str, Pin]]] = {
-            distribution: {release: {} for release in releases} for distribution, releases in self.supported.items()
+            distribution: {name: {} for name in self.names(distribution)}
+            for distribution in {**self.supported, **self.commits}
         }
         for id, entry in self.patches.items():
             for release, pin in self.known(id):

@@ -16,7 +16,7 @@ from shim._errors import MatrixError
 from shim._matrix.model import UPSTREAM, PatchEntry, Pin, Pinned
 from shim._releases.fingerprint import ABSENT
 
-__all__ = ["FINGERPRINT", "by_body", "lock_path", "read_pins", "render_pins"]
+__all__ = ["FINGERPRINT", "by_body", "lock_path", "read_pins", "recorded_pins", "render_pins"]
 
 FINGERPRINT = r"[0-9a-f]{16}\.([0-9a-f]{8}|-)|" + ABSENT
 
@@ -52,16 +52,40 @@ def _text(value: Any, indent: str) -> str:
 
 
 def read_pins(
-    file: Path, content: bytes, patches: Mapping[str, PatchEntry], supported: Mapping[str, tuple[str, ...]]
+    file: Path, content: bytes, patches: Mapping[str, PatchEntry], names: Mapping[str, tuple[str, ...]]
 ) -> dict[str, dict[str, Pinned]]:
-    """Read and check the pins in `content`, the content of `file`. MatrixError names what does not fit the rules."""
+    """Read and check the pins in `content`, the content of `file`. MatrixError names what does not fit the rules.
+
+    names: the supported releases and the commits of each distribution.
+    """
     found = _parsed(file, content)
     for id, variants in _mapping(file, found, "the file").items():
         if id not in patches:
             _fail(file, f"there is no patch {id!r}")
-        releases = supported.get(patches[id].distribution, ())
+        releases = names.get(patches[id].distribution, ())
         for name, targets in _mapping(file, variants, id).items():
             _check_variant(file, patches[id], name, _mapping(file, targets, f"{id} {name}"), releases)
+    return found
+
+
+def recorded_pins(content: bytes, patches: Mapping[str, PatchEntry]) -> Mapping[str, Mapping[str, Mapping[str, Pin]]]:
+    """The pins in `content` by distribution, release and patch, as they were written: the rules may have changed since.
+
+    Empty where they cannot be read. Patches that have gone are left out.
+    """
+    found: dict[str, dict[str, dict[str, Pin]]] = {}
+    try:
+        for id, variants in json.loads(content).items():
+            releases = found.setdefault(patches[id].distribution, {}) if id in patches else {}
+            for variant, targets in variants.items():
+                for target, bodies in targets.items():
+                    for body, names in bodies.items():
+                        for name in names:
+                            pin = Pin(None if variant == UPSTREAM else variant, {})
+                            pin = releases.setdefault(name, {}).setdefault(id, pin)
+                            releases[name][id] = Pin(pin.variant, {**pin.fingerprints, target: body})
+    except (ValueError, AttributeError, TypeError, RecursionError):
+        return {}
     return found
 
 
@@ -94,7 +118,10 @@ def _check_variant(
                 _fail(file, f"{what}: {body} must have a list of releases")
             for release in given:
                 if release not in releases:
-                    _fail(file, f"{what}: {entry.distribution} {release} is pinned but not in the supported list")
+                    _fail(
+                        file,
+                        f"{what}: {entry.distribution} {release} is pinned but not in the supported list, nor a commit",
+                    )
                 if release in having.setdefault(target, set()):
                     _fail(file, f"{what}: {release} has two bodies")
                 having[target].add(release)

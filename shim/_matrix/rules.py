@@ -24,9 +24,11 @@ from shim._matrix.model import (
     Variant,
 )
 from shim._matrix.pins import read_pins
+from shim._matrix.read_commits import read_commits
 from shim._matrix.read_needs import read_mended, with_contracts
 from shim._matrix.read_options import read_declared
 from shim._matrix.reader import Reader, compose
+from shim._record import replace
 
 __all__ = ["read_matrix"]
 
@@ -35,7 +37,7 @@ PATCH_ID = re.compile(r"(?!none$)[A-Za-z0-9_-]+")
 # The variables that a matrix may have shim set: switches of libraries. Other variables name code to load (LD_PRELOAD).
 SETTABLE = ("NVTE_CPU_OFFLOAD_V1",)
 
-TOP_KEYS = {"supported": True, "patches": True, "releases": False}
+TOP_KEYS = {"supported": True, "commits": False, "patches": True, "releases": False}
 PATCH_KEYS = {
     "summary": True,
     "without": False,
@@ -253,17 +255,20 @@ def read_matrix(
     }
     nodes = read.mapping(top["patches"], "patches")
     patches = {id: _patch(read, id, node, module_exists) for id, node in nodes.items()}
+    commits = read_commits(read, top["commits"], patches, supported) if "commits" in top else {}
     if check_ranges:
         for id, entry in patches.items():
             check_coverage(read, nodes[id], entry, supported)
+    matrix = Matrix(str(file), patches, supported, {}, commits=commits)
+    names = {distribution: matrix.names(distribution) for distribution in DISTRIBUTIONS}
     pinned: dict[str, dict[str, Pinned]] = {}
     if pins and lock is not None:
         if "releases" in top:
             raise read.fail(top["releases"], f"pins stand here and in {lock[0]}; take the key releases out here")
-        pinned = read_pins(*lock, patches, supported)
+        pinned = read_pins(*lock, patches, names)
     elif pins and "releases" in top:
-        pinned = inline_pins(read, top["releases"], patches, supported)
-    matrix = Matrix(str(file), patches, supported, pinned)
+        pinned = inline_pins(read, top["releases"], patches, names)
+    matrix = replace(matrix, pinned=pinned)
     for id, entry in patches.items():
         _check_targets(read, nodes[id], entry, matrix)
     return matrix

@@ -89,9 +89,11 @@ class _Bodies:
         having = [(release, pin) for release, pin in self.pins if pin.fingerprints.get(target) == value]
         if not having:
             return "its body is not that of any pinned release"
-        release, pin = max(having, key=lambda item: Version(item[0]))
-        has = f"which has variant {pin.variant}" if pin.variant else "which needs no patch"
-        return f"its body is that of {self.entry.distribution} {release}, {has}"
+        distribution, of_release = self.entry.distribution, dict(having)
+        release = self.matrix.in_order(distribution, of_release)[-1]
+        variant = of_release[release].variant
+        has = f"which has variant {variant}" if variant else "which needs no patch"
+        return f"its body is that of {distribution} {self.matrix.shown(distribution, release)}, {has}"
 
     def all_known(self, name: str, bodies: Mapping[str, str]) -> bool:
         known = self.known(name)
@@ -198,6 +200,7 @@ def match(entry: PatchEntry, environment: Environment, matrix: Matrix) -> Match:
             return Match("apply", reason, variant.name, found)
     for pinned, pin in bodies.pins:
         if pin.variant is None and bodies.are_those_of(pin):
+            pinned = matrix.shown(entry.distribution, pinned)
             reason = f"{release} needs no patch: its bodies are those of {pinned}"
             reason += note if candidate is None else ""
             return Match("upstream", reason, None, pin.fingerprints)

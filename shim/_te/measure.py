@@ -12,7 +12,7 @@ from packaging.version import Version
 from shim._releases.sources import Sources
 from shim._releases.versions import parse_version
 from shim._te.interpreter import Loss, Megatron, Pair, TeRelease
-from shim._te.tables import MEGATRON, TE, spans
+from shim._te.tables import MEGATRON, TE, expanded, spans
 
 __all__ = ["MORE_TE", "losses_here", "measure_losses", "render_losses"]
 
@@ -24,18 +24,27 @@ def measure_losses(
     megatrons: Iterable[tuple[str, Path]],
     te_releases: Iterable[tuple[str, Path]],
     progress: Callable[[str], None] = lambda text: None,
+    before: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What every pair of releases loses. Each release is unpacked in a directory. `progress` is told each pair."""
+    """What every pair of releases loses. Each release is unpacked in a directory. `progress` is told each pair.
+
+    before: such a table of the same code, whose pairs are not measured again.
+    """
+    known = {} if before is None else _pairs(before)
     ordered = sorted(te_releases, key=lambda item: Version(item[0]))
     opened = [(release, TeRelease(Version(release), Sources([root]))) for release, root in ordered]
     wanted_by: dict[tuple[str, str, tuple[str, ...]], dict[str, list[str]]] = {}
     releases: list[str] = []
     for release, root in megatrons:
         releases.append(release)
-        megatron = Megatron(Sources([root]), root / "megatron" / "core")
+        megatron = None
         for te_release, te in opened:
             progress(f"what megatron-core {release} loses with transformer-engine {te_release}")
-            for key in _by_place(Pair(megatron, te).losses()):
+            found = known.get((release, te_release))
+            if found is None:
+                megatron = megatron or Megatron(Sources([root]), root / "megatron" / "core")
+                found = _by_place(Pair(megatron, te).losses())
+            for key in found:
                 wanted_by.setdefault(key, {}).setdefault(release, []).append(te_release)
     order = [release for release, _ in opened]
     return {
@@ -46,6 +55,19 @@ def measure_losses(
             for (name, module, what), found in sorted(wanted_by.items())
         ],
     }
+
+
+def _pairs(table: Mapping[str, Any]) -> dict[tuple[str, str], list[tuple[str, str, tuple[str, ...]]]]:
+    """What each pair of a table loses. A pair that loses nothing has an empty list."""
+    found: dict[tuple[str, str], list[tuple[str, str, tuple[str, ...]]]] = {
+        (megatron, te): [] for megatron in table[MEGATRON] for te in table[TE]
+    }
+    for loss in table["losses"]:
+        for wanting, lacking in loss["on"].items():
+            for megatron in expanded(wanting, table[MEGATRON]):
+                for te in expanded(lacking, table[TE]):
+                    found[megatron, te].append((loss["name"], loss["module"], tuple(loss["what"])))
+    return found
 
 
 def _by_place(losses: Iterable[Loss]) -> list[tuple[str, str, tuple[str, ...]]]:

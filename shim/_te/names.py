@@ -185,17 +185,28 @@ def absolute_origin(sources: Sources, module: str, node: ast.ImportFrom) -> str 
 
 
 def measure_names(
-    megatrons: Iterable[tuple[str, Path]], te_releases: Iterable[tuple[str, Path]]
+    megatrons: Iterable[tuple[str, Path]],
+    te_releases: Iterable[tuple[str, Path]],
+    before: Mapping[str, Mapping[str, Sequence[str]]] | None = None,
 ) -> dict[str, dict[str, list[str]]]:
-    """For every name that a megatron-core imports: the releases that import it, and the TE releases that have it."""
+    """For every name that a megatron-core imports: the releases that import it, and the TE releases that have it.
+
+    before: such a table of the same code, whose releases are not read again.
+    """
     wanted: dict[str, dict[str, list[str]]] = {}
+    before = before or {}
+    imported, having = ({r for found in before.values() for r in found[key]} for key in ("wanted_by", "in"))
     for release, root in megatrons:
-        for name in sorted(_names_imported_below(root / "megatron" / "core")):
+        if release in imported:
+            names_there = {name for name, found in before.items() if release in found["wanted_by"]}
+        else:
+            names_there = _names_imported_below(root / "megatron" / "core")
+        for name in sorted(names_there):
             wanted.setdefault(name, {"wanted_by": [], "in": []})["wanted_by"].append(release)
     for release, root in te_releases:
         names = Names(Sources([root]))
         for name, found in wanted.items():
-            if names.has(name):
+            if release in before[name]["in"] if name in before and release in having else names.has(name):
                 found["in"].append(release)
     return dict(sorted(wanted.items()))
 

@@ -236,7 +236,8 @@ class _Known:
                     best = (likeness, release, known)
         if best is None:
             return "", ()
-        lines = difflib.unified_diff(best[2], text, f"{entry.distribution} {best[1]}", "audited", "", "", 2, "")
+        shown = f"{entry.distribution} {self._matrix.shown(entry.distribution, best[1])}"
+        lines = difflib.unified_diff(best[2], text, shown, "audited", "", "", 2, "")
         return best[1], tuple(_shortened(list(lines)))
 
     def _releases(
@@ -244,8 +245,9 @@ class _Known:
     ) -> list[str]:
         """One release for every body of `target` that is known with `variants`, the nearest to `version` first."""
         pinned = self._matrix.pins.get(entry.distribution, {})
-        order = sorted(pinned, key=Version)
-        place = len(order) if version is None else bisect_right([Version(release) for release in order], version)
+        order = self._matrix.in_order(entry.distribution, pinned)
+        versions = [self._matrix.version(entry.distribution, name) for name in order]
+        place = len(order) if version is None else bisect_right(versions, version)
         ranked = sorted(enumerate(order), key=lambda item: abs(item[0] + 0.5 - place))
         bodies: dict[str, str] = {}
         for _, release in ranked:

@@ -94,6 +94,9 @@ def _parser() -> argparse.ArgumentParser:
     pin.add_argument(
         "--releases", action="store_true", help="fetch all supported releases and write their pins beside the matrix"
     )
+    pin.add_argument(
+        "--anew", action="store_true", help="with --releases: after a change of shim/_te, measure the names of TE again"
+    )
     matrix = command(
         "matrix", commands.do_matrix, "check the matrix, and print which release gets which variant of each patch"
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -256,17 +255,17 @@ def do_pin(arguments: argparse.Namespace) -> int:
         return _lock(arguments)
     if _selection(arguments).keys() - {"matrix", "packages"}:  # no patch module is imported here
         raise OptionError("pins cover all patches; a selection belongs to --lock FILE")
+    if arguments.anew and not arguments.releases:
+        raise OptionError("--anew belongs to --releases")
     if not (arguments.check or arguments.releases):
         raise OptionError(
             "say what to pin. shim pin --lock FILE records what is installed here: trainers want that one. "
             "shim pin --releases is for developers of shim: it fetches every supported release and rewrites the pins "
             "in version_matrix.lock.json; shim pin --check fetches them too and only says whether the pins are current."
         )
-    from shim._matrix.load import PACKAGE, compile_matrix, load_matrix, matrix_path
-    from shim._matrix.pins import lock_path, render_pins
+    from shim._matrix.load import PACKAGE, load_matrix
     from shim._planning.options import matrix_argument
-    from shim._releases import known_files
-    from shim._tools.pin import measure, write
+    from shim._tools.pin_all import measure_all, write_all
     from shim._tools.progress import Progress
 
     matrix = load_matrix(matrix_argument(arguments.matrix), pins=False)
@@ -277,58 +276,24 @@ def do_pin(arguments: argparse.Namespace) -> int:
             "shim pin --releases in a source tree of shim, or with --matrix on a file of your own. For a job, use "
             "shim pin --lock FILE."
         )
-    releases = {name: list(found) for name, found in matrix.supported.items()}
-    total, done, progress = sum(map(len, releases.values())), 0, Progress()
-    what = "compares them with" if arguments.check else "rewrites"
+    releases = {name: list(matrix.names(name)) for name in {**matrix.supported, **matrix.commits}}
+    total, what = sum(map(len, releases.values())), "compares them with" if arguments.check else "rewrites"
     print(f"shim: fetches {total} releases, where the cache lacks them, and {what} the pins of {path}", file=sys.stderr)
-
-    def say(distribution: str, release: str) -> None:
-        nonlocal done
-        done += 1
-        progress(f"{distribution} {release} ({done} of {total})")
-
-    files: dict[str, dict[str, dict[str, str]]] = {}
-    text = render_pins(measure(matrix, _fetch, say, files))
-    tables: dict[Path, str] = {}
-    if path == matrix_path():  # the tables ship with this matrix only
-        tables = {known_files.FILE: known_files.render_files(files), **_tables_of_names(releases, progress)}
+    progress = Progress()
+    found = measure_all(matrix, _fetch, progress, anew=arguments.anew or arguments.check)
     progress.done()
+    for line in found.missing:
+        print(f"shim: {line}", file=sys.stderr)
+    told = {"releases": releases, "not_at_hand": list(found.not_at_hand)}
     if arguments.check:
-        lock = lock_path(path)
-        stale = not lock.is_file() or lock.read_text("utf-8") != text
-        stale = stale or any(file.read_text("utf-8") != names for file, names in tables.items())
-        put(
-            {"stale": stale, "releases": releases},
-            "pins are stale; run shim pin --releases" if stale else "pins are current",
-            arguments.json,
-        )
+        stale = found.stale()
+        said = "pins are stale; run shim pin --releases" if stale else "pins are current"
+        put({"stale": stale, **told}, said, arguments.json)
         return NOT_MET if stale else OK
-    changed = write(matrix.path, text)
-    if tables:  # the fast form holds a digest of the pins, so it is written after them
-        compiled, fast = compile_matrix()
-        tables[compiled] = fast
-    for file, names in tables.items():
-        if not file.exists() or file.read_text("utf-8") != names:
-            file.write_text(names, "utf-8")
-            changed = True
-    what = "pins written beside" if changed else "pins were current beside"
-    put({"changed": changed, "matrix": matrix.path, "releases": releases}, f"{what} {matrix.path}", arguments.json)
+    changed = write_all(found)
+    said = "pins written beside" if changed else "pins were current beside"
+    put({"changed": changed, "matrix": matrix.path, **told}, f"{said} {matrix.path}", arguments.json)
     return OK
-
-
-def _tables_of_names(releases: dict[str, list[str]], progress: Callable[[str], None]) -> dict[Path, str]:
-    """The names that megatron-core imports of Transformer Engine, and what it loses without them."""
-    from shim._te import names, tables
-    from shim._te.measure import MORE_TE, measure_losses, render_losses
-
-    megatrons, te_releases = (
-        [(release, _fetch(name, release)) for release in releases[name]] for name in (tables.MEGATRON, tables.TE)
-    )
-    more = [(release, _fetch(tables.TE, release)) for release in MORE_TE]
-    progress("names that megatron-core wants of Transformer Engine")
-    wanted = names.render_names(names.measure_names(megatrons, te_releases))
-    losses = render_losses(measure_losses(megatrons, [*more, *te_releases], progress))
-    return {names.FILE: wanted, tables.FILE: losses}
 
 
 def _lock(arguments: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable, Iterator
 
 from shim._engine.report import STATES
-from shim._matrix import declared, read_needs, read_options, rules
+from shim._matrix import declared, read_commits, read_needs, read_options, rules
 from shim._matrix.model import CHANGES, DISTRIBUTIONS, KINDS
 from shim._tools.cli import _add_selection, _parser
 
@@ -162,8 +162,17 @@ def states_page() -> str:
 KEYS = {
     "The file": {
         "supported": "The supported releases of each distribution, oldest first.",
+        "commits": "Source states that are no release, by distribution and name: the first ten digits of the commit.",
         "patches": "The patches by id. Of patches on one target, the later one wraps the earlier one.",
         "releases": "Pins, as shim 0.1.0 wrote them into this file. `shim pin --releases` moves them beside it.",
+    },
+    "A commit": {
+        "commit": "All forty digits, quoted.",
+        "version": "The version that the sources have, quoted; as a pre-release where they come before the release.",
+        "date": "The day of the commit, quoted. Commits stand in the order of their days.",
+        "of": "The branch or the tag; after a comma, who pins the commit.",
+        "variants": "`{patch: variant}`, where the ranges are wrong for this commit. `upstream`: it is right by "
+        "itself. `none`: the patch has no pin there, so its contracts decide.",
     },
     "A patch": {
         "summary": "What is right with the patch, in one line.",
@@ -237,6 +246,7 @@ KEYS = {
 }
 TABLES = {
     "The file": rules.TOP_KEYS,
+    "A commit": read_commits.COMMIT_KEYS,
     "A patch": rules.PATCH_KEYS,
     "A variant": rules.VARIANT_KEYS,
     "A rule": rules.RULE_KEYS,

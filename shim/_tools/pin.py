@@ -1,21 +1,18 @@
-"""Pins: measure variants and fingerprints on real releases, and write them beside the matrix."""
+"""Pins: measure variants and fingerprints on real releases and commits, and write them beside the matrix."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from packaging.version import Version
-
 from shim._errors import MatrixError, SourceError
-from shim._matrix.model import Matrix, PatchEntry, Pin
+from shim._matrix.model import UPSTREAM, Matrix, PatchEntry, Pin, Variant
 from shim._matrix.pins import lock_path
 from shim._releases.fingerprint import fingerprint
 from shim._releases.known_files import measure_files
 from shim._releases.sources import Sources
-from shim._releases.versions import parse_version
 
 __all__ = ["measure", "stale", "write"]
 
@@ -24,76 +21,147 @@ INLINE = "# --- Below: written by `shim pin` from the wheels. Never by hand. ---
 PINS_INSIDE = re.compile(rf"^(?:{re.escape(INLINE)}\n+)?releases:.*\n?(?:(?:[ \t].*)?(?:\n|\Z))*", re.MULTILINE)
 
 
-def _or_none(sources: Sources, target: str) -> str | None:
+Pins = Mapping[str, Mapping[str, Mapping[str, Pin]]]  # distribution -> release or commit -> patch id -> pin
+
+
+def _or_none(sources: Sources, target: str, variant: Variant | None = None) -> str | None:
     try:
-        return fingerprint(sources, target)
+        return fingerprint(sources, target) if variant is None else variant.fingerprint(sources, target)
     except SourceError:
         return None
 
 
-def _measure(entry: PatchEntry, distribution: str, release: str, sources: Sources) -> Pin | None:
-    version = parse_version(release)
-    rule = None if version is None else entry.pinned_rule(version)
-    if rule is None:
+def _measure(matrix: Matrix, entry: PatchEntry, name: str, sources: Sources) -> Pin | None:
+    wanted = matrix.wanted(entry.id, name)
+    if wanted is None:
         return None
-    if rule.variant is None:
+    if wanted == UPSTREAM:
         found = {target: value for target in entry.bodies if (value := _or_none(sources, target))}
         return Pin(None, found) if found else None
-    variant = entry.variants[rule.variant]
+    variant = entry.variants[wanted]
     try:
-        return Pin(variant.name, {t: variant.fingerprint(sources, t) for t in variant.bodies})
+        return Pin(wanted, {t: variant.fingerprint(sources, t) for t in variant.bodies})
     except SourceError as error:
-        raise MatrixError(
-            f"{entry.id}: the rules give variant {variant.name} to {distribution} {release}, but {error}. "
-            "Remedy: correct the targets of the variant or the ranges in version_matrix.yaml."
-        ) from None
+        shown = f"{entry.distribution} {matrix.shown(entry.distribution, name)}"
+        remedy = "Remedy: correct the targets of the variant or the ranges in version_matrix.yaml"
+        if name in matrix.commits.get(entry.distribution, {}):
+            remedy += (
+                f", or name the variant of {entry.id} under the variants of the commit (none: it has no pin there)"
+            )
+        raise MatrixError(f"{entry.id}: the rules give variant {wanted} to {shown}, but {error}. {remedy}.") from None
+
+
+def _check_against_releases(
+    matrix: Matrix, entry: PatchEntry, name: str, sources: Sources, pin: Pin, releases: Mapping[str, Mapping[str, Pin]]
+) -> None:
+    """Raise MatrixError where the version of a commit speaks for one variant, and its bodies for another.
+
+    pin: what the rules give.    releases: the pins of the releases.
+    """
+    if entry.id in matrix.commits[entry.distribution][name].variants:
+        return  # a person has decided
+    known: dict[str | None, dict[str, set[str]]] = {}
+    for pins in releases.values():
+        if entry.id in pins:
+            for target, body in pins[entry.id].fingerprints.items():
+                known.setdefault(pins[entry.id].variant, {}).setdefault(target, set()).add(body)
+
+    def all_known(variant: str | None, bodies: Mapping[str, str | None]) -> bool:
+        return all(body in known.get(variant, {}).get(target, ()) for target, body in bodies.items())
+
+    if all_known(pin.variant, pin.fingerprints):
+        return
+    for other in entry.variants.values():
+        if other.name != pin.variant and all_known(other.name, {t: _or_none(sources, t, other) for t in other.bodies}):
+            raise MatrixError(
+                f"{entry.id}: by its version {entry.distribution} {matrix.shown(entry.distribution, name)} has "
+                f"{pin.variant or UPSTREAM}, but it has all bodies of variant {other.name}. "
+                "Remedy: name the right one under the variants of the commit in version_matrix.yaml."
+            )
 
 
 def measure(
     matrix: Matrix,
-    fetch: Callable[[str, str], Path],
+    fetch: Callable[[str, str], Path | None],
     progress: Callable[[str, str], None] | None = None,
     files: dict[str, dict[str, dict[str, str]]] | None = None,
+    recorded: Pins | None = None,
 ) -> dict[str, dict[str, dict[str, Pin]]]:
-    """The pins of every patch on every supported release. `fetch(distribution, release)` gives its sources.
+    """The pins of every patch on every supported release and commit. `fetch(distribution, name)` gives its sources.
 
     files: a table to fill with the files and bodies of all releases, see shim._releases.known_files.
+    recorded: the pins to keep for a commit whose sources are not at hand, where `fetch` gives None.
     """
     pins: dict[str, dict[str, dict[str, Pin]]] = {}
     bodies = sorted({body for entry in matrix.patches.values() for body in entry.bodies})
-    for distribution, releases in matrix.supported.items():
-        for release in releases:
+    for distribution in {**matrix.supported, **matrix.commits}:
+        for name in matrix.names(distribution):
             if progress is not None:
-                progress(distribution, release)
-            sources = Sources([fetch(distribution, release)])
-            if files is not None:
-                measure_files(sources, bodies, files)
-            found = {
-                id: pin
-                for id, entry in matrix.patches.items()
-                if entry.distribution == distribution and (pin := _measure(entry, distribution, release, sources))
-            }
-            pins.setdefault(distribution, {})[release] = found
+                progress(distribution, name)
+            root = fetch(distribution, name)
+            if root is None:
+                found = _kept(matrix, distribution, name, (recorded or {}).get(distribution, {}).get(name, {}))
+            else:
+                sources = Sources([root])
+                if files is not None:
+                    measure_files(sources, bodies, files)
+                found = {}
+                for id, entry in matrix.patches.items():
+                    pin = _measure(matrix, entry, name, sources) if entry.distribution == distribution else None
+                    if pin is not None:
+                        found[id] = pin
+                        if name in matrix.commits.get(distribution, {}):
+                            releases = {n: pins[distribution][n] for n in matrix.supported.get(distribution, ())}
+                            _check_against_releases(matrix, entry, name, sources, pin, releases)
+            pins.setdefault(distribution, {})[name] = found
     return pins
 
 
+def _kept(matrix: Matrix, distribution: str, name: str, recorded: Mapping[str, Pin]) -> dict[str, Pin]:
+    """The recorded pins of a commit. MatrixError where the rules have changed since, so that its sources are needed."""
+    kept = {}
+    for id, entry in matrix.patches.items():
+        wanted = matrix.wanted(id, name) if entry.distribution == distribution else None
+        if wanted is None:
+            continue
+        pin = recorded.get(id)
+        if pin is None and wanted == UPSTREAM:
+            continue  # the commit has none of the bodies
+        bodies = None if wanted == UPSTREAM else set(entry.variants[wanted].bodies)
+        changed = pin is None or (pin.variant or UPSTREAM) != wanted
+        if pin is None or changed or (bodies is not None and pin.fingerprints.keys() != bodies):
+            raise MatrixError(
+                f"{id}: {wanted} on {distribution} {matrix.shown(distribution, name)} is not what was pinned, and its "
+                f"sources are not at hand. Remedy: name a clone that has the commit in {_clone(distribution)}."
+            )
+        known = {target: value for target, value in pin.fingerprints.items() if target in entry.bodies}
+        kept[id] = Pin(pin.variant, known)
+    return kept
+
+
 def stale(matrix: Matrix) -> list[str]:
-    """Where pins disagree with rules and supported list. Does not compare bodies, as ``shim pin --check`` does."""
+    """Where pins disagree with the rules, the supported list and the commits. Does not compare bodies, see --check."""
     found: list[str] = []
-    for distribution, releases in matrix.supported.items():
-        for release in releases:
-            pins = matrix.pins.get(distribution, {}).get(release, {})
+    for distribution in {**matrix.supported, **matrix.commits}:
+        for name in matrix.names(distribution):
+            pins = matrix.pins.get(distribution, {}).get(name, {})
+            shown = f"{distribution} {matrix.shown(distribution, name)}"
             for entry in matrix.patches.values():
                 if entry.distribution != distribution:
                     continue
-                rule = entry.pinned_rule(Version(release))
-                pin = pins.get(entry.id)
-                wanted = None if rule is None else rule.variant
-                if wanted is not None and pin is None:
-                    found.append(f"{distribution} {release} lacks a pin of {entry.id}, variant {wanted}")
-                elif pin is not None and pin.variant != wanted:
-                    found.append(f"{distribution} {release} pins {pin.variant} of {entry.id}; the rules say {wanted}")
+                pin, wanted = pins.get(entry.id), matrix.wanted(entry.id, name)
+                if pin is None and wanted not in (None, UPSTREAM):
+                    found.append(f"{shown} lacks a pin of {entry.id}, variant {wanted}")
+                elif pin is not None and (pin.variant or UPSTREAM) != wanted:
+                    pinned = pin.variant or UPSTREAM
+                    found.append(f"{shown} pins {pinned} of {entry.id}; the rules say {wanted or 'nothing'}")
     return found
+
+
+def _clone(distribution: str) -> str:
+    from shim.testing.repositories import REPOSITORIES  # here: shim.testing reads the matrix when it is imported
+
+    return REPOSITORIES[distribution].variable
 
 
 def write(path: str | os.PathLike[str], text: str) -> bool:

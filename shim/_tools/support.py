@@ -1,44 +1,54 @@
-"""The variants of all patches on all supported releases, as data and as a table."""
+"""The variants of all patches on all supported releases and commits, as data and as a table."""
 
 from __future__ import annotations
 
-from packaging.version import Version
+from collections.abc import Mapping, Sequence
 
-from shim._matrix.model import Matrix, PatchEntry
+from shim._matrix.model import Matrix
 
 __all__ = ["support", "support_table"]
 
 
 def support(matrix: Matrix) -> dict[str, dict[str, dict[str, str]]]:
-    """``{distribution: {release: {patch id: variant, or "upstream"}}}``."""
-    table: dict[str, dict[str, dict[str, str]]] = {}
-    for distribution, releases in matrix.supported.items():
-        for release in releases:
-            row = table.setdefault(distribution, {}).setdefault(release, {})
-            for id, entry in matrix.patches.items():
-                if entry.distribution == distribution:
-                    row[id] = _cell(entry, release)
-    return table
+    """``{distribution: {release or commit: {patch id: variant, "upstream", or "-"}}}``."""
+    return {
+        distribution: {
+            name: {id: matrix.wanted(id, name) or "-" for id in _patches(matrix, distribution)}
+            for name in matrix.names(distribution)
+        }
+        for distribution in {**matrix.supported, **matrix.commits}
+    }
 
 
-def _cell(entry: PatchEntry, release: str) -> str:
-    rule = entry.pinned_rule(Version(release))
-    return "-" if rule is None else rule.variant or "upstream"
+def _patches(matrix: Matrix, distribution: str) -> list[str]:
+    return [id for id, entry in matrix.patches.items() if entry.distribution == distribution]
 
 
 def support_table(matrix: Matrix) -> str:
-    """A Markdown table for each distribution: patches down, releases across. Releases with equal columns share one."""
+    """Markdown tables: patches down, releases across, and then commits across.
+
+    Releases with equal columns share one.
+    """
     tables: list[str] = []
-    for distribution, releases in support(matrix).items():
-        columns: list[tuple[str, str, dict[str, str]]] = []
-        for release, row in releases.items():
-            if columns and columns[-1][2] == row:
-                columns[-1] = (columns[-1][0], release, row)
+    for distribution, rows in support(matrix).items():
+        columns: list[tuple[str, str, Mapping[str, str]]] = []
+        for release in matrix.supported.get(distribution, ()):
+            if columns and columns[-1][2] == rows[release]:
+                columns[-1] = (columns[-1][0], release, rows[release])
             else:
-                columns.append((release, release, row))
-        ids = [id for id, entry in matrix.patches.items() if entry.distribution == distribution]
+                columns.append((release, release, rows[release]))
         heads = [first if first == last else f"{first} - {last}" for first, last, _ in columns]
-        lines = [f"| {distribution} | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
-        lines += [f"| {id} | " + " | ".join(row[id] for _, _, row in columns) + " |" for id in ids]
-        tables.append("\n".join(lines))
+        ids = _patches(matrix, distribution)
+        if columns:
+            tables.append(_table(distribution, ids, heads, [row for _, _, row in columns]))
+        commits = matrix.commits.get(distribution, {})
+        if commits:
+            heads = [f"{commit.name}: {commit.of}, {commit.date}" for commit in commits.values()]
+            tables.append(_table(f"{distribution} at commit", ids, heads, [rows[name] for name in commits]))
     return "\n\n".join(tables)
+
+
+def _table(corner: str, ids: Sequence[str], heads: Sequence[str], columns: Sequence[Mapping[str, str]]) -> str:
+    lines = [f"| {corner} | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    lines += [f"| {id} | " + " | ".join(column[id] for column in columns) + " |" for id in ids]
+    return "\n".join(lines)

@@ -34,11 +34,12 @@ if TYPE_CHECKING:
     from .oracle import Result, differences, run_alone, run_packed, run_schedule, worst
     from .packing import PackedRow, pack, random_sequences
     from .ranks import RankError, Ranks
-    from .releases import RELEASES, TE_RELEASES, FetchError, cache_dir, environment, fetch
+    from .releases import COMMITS, RELEASES, TE_RELEASES, FetchError, at_hand, cache_dir, environment, fetch
     from .transformer_engine import CompiledOpError, te_cuda_stand_ins, transformer_engine_on_cpu
 
 __all__ = [
     "ALL_PAIRS",
+    "COMMITS",
     "EVERYDAY",
     "EVERYDAY_PAIRS",
     "RELEASES",
@@ -55,6 +56,7 @@ __all__ = [
     "Ranks",
     "Result",
     "add_lora",
+    "at_hand",
     "build_chunks",
     "build_gpt",
     "build_hybrid",
@@ -89,7 +91,7 @@ _MODULES = {
     "oracle": ("Result", "differences", "run_alone", "run_packed", "run_schedule", "worst"),
     "packing": ("PackedRow", "pack", "random_sequences"),
     "ranks": ("RankError", "Ranks"),
-    "releases": ("RELEASES", "TE_RELEASES", "FetchError", "cache_dir", "environment", "fetch"),
+    "releases": ("COMMITS", "RELEASES", "TE_RELEASES", "FetchError", "at_hand", "cache_dir", "environment", "fetch"),
     "transformer_engine": ("CompiledOpError", "te_cuda_stand_ins", "transformer_engine_on_cpu"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

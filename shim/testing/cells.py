@@ -1,7 +1,8 @@
 """Test cells: the same pytest run on one release after another, each in a separate process.
 
 The name of a cell says what it runs on: "0.15.3" is a release of megatron-core, "0.15.3+2.9.0" adds a TE release (its
-Python sources, see `transformer_engine_on_cpu`), "+2.9.0" is a TE release alone.
+Python sources, see `transformer_engine_on_cpu`), "+2.9.0" is a TE release alone. A commit of the matrix stands in the
+place of a release: "d98e8a64dd", "d98e8a64dd+2.20.2".
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shim._matrix.cells import cells as distinct_cells
+from shim._matrix.commits import MAIN as _MAIN
 from shim._matrix.load import load_matrix
 
-from .releases import RELEASES, FetchError, cache_dir, environment, fetch
+from .releases import RELEASES, FetchError, at_hand, cache_dir, environment, fetch
 
-__all__ = ["ALL_PAIRS", "EVERYDAY", "EVERYDAY_PAIRS", "run_cells"]
+__all__ = ["ALL_PAIRS", "EVERYDAY", "EVERYDAY_PAIRS", "MAIN", "run_cells"]
 
+_MATRIX = load_matrix()
 # One release for each distinct set of target bodies.
-EVERYDAY = tuple(cell["megatron-core"] for cell in distinct_cells(load_matrix()))
+EVERYDAY = tuple(cell["megatron-core"] for cell in distinct_cells(_MATRIX))
+# The newest commit of the main branch, which stands for the next release. "" where the matrix has none.
+MAIN = next((c.name for c in reversed([*_MATRIX.commits.get("megatron-core", {}).values()]) if c.branch == _MAIN), "")
 
 EVERYDAY_PAIRS = (
     "0.12.0+2.3.0",
@@ -101,6 +106,18 @@ def run_cells(cells: Sequence[str], pytest_args: Sequence[str], jobs: int = 2, l
     return 1 if failed or not cells else 0
 
 
+def with_main(cells: Sequence[str]) -> list[str]:
+    """`cells`, and the same of the main branch: alone, or with each TE release in `cells`.
+
+    Where the sources of the commit are not at hand, a line says so. Nobody downloads a repository by accident.
+    """
+    if not MAIN or not at_hand(MAIN):
+        missing = f"{MAIN} (set SHIM_MEGATRON_GIT, or fetch it)" if MAIN else "no commit of the main branch is pinned"
+        print(f"without the main branch of megatron-core: {missing}", flush=True)
+        return list(cells)
+    return [*cells, *dict.fromkeys(MAIN + cell[cell.find("+") :] if "+" in cell else MAIN for cell in cells)]
+
+
 def _fetch(cell: str) -> list[Path]:
     """The directories of the releases that a cell runs on."""
     core, _, te = cell.partition("+")
@@ -156,8 +173,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         own, pytest_args = arguments[:split], arguments[split + 1 :]
     parser = argparse.ArgumentParser(prog="python -m shim.testing.cells", description=__doc__)
     chosen = parser.add_mutually_exclusive_group()
-    chosen.add_argument("--releases", metavar="A,B", help="these cells: 0.15.3, 0.15.3+2.9.0, +2.9.0")
-    chosen.add_argument("--all", action="store_true", help="every supported release")
+    chosen.add_argument("--releases", metavar="A,B", help="these cells: 0.15.3, 0.15.3+2.9.0, +2.9.0, d98e8a64dd")
+    chosen.add_argument("--all", action="store_true", help="every supported release, and main if it is at hand")
     chosen.add_argument("--everyday", action="store_true", help="one release per set of bodies (the default)")
     chosen.add_argument("--all-pairs", action="store_true", help="with Transformer Engine, around each of its turns")
     chosen.add_argument("--everyday-pairs", action="store_true", help="with Transformer Engine, a few pairs")
@@ -166,9 +183,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(own)
     cells: Sequence[str] = EVERYDAY
     if options.all:
-        cells = RELEASES
+        cells = with_main(RELEASES)
     elif options.all_pairs:
-        cells = ALL_PAIRS
+        cells = with_main(ALL_PAIRS)
     elif options.everyday_pairs:
         cells = EVERYDAY_PAIRS
     elif options.releases:

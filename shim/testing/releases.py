@@ -1,4 +1,4 @@
-"""Real releases of megatron-core and Transformer Engine on disk, fetched once and unpacked side by side."""
+"""Real releases and commits of megatron-core and Transformer Engine on disk, fetched once, unpacked side by side."""
 
 from __future__ import annotations
 
@@ -14,20 +14,25 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from shim._matrix.load import load_matrix
+from shim._releases.versions import parse_version
 
-__all__ = ["RELEASES", "TE_RELEASES", "FetchError", "cache_dir", "environment", "fetch"]
+from .repositories import REPOSITORIES, GitError, archive, local_repository
 
-_SUPPORTED = load_matrix(pins=False).supported
-RELEASES = _SUPPORTED["megatron-core"]
+__all__ = ["COMMITS", "RELEASES", "TE_RELEASES", "FetchError", "at_hand", "cache_dir", "environment", "fetch"]
+
+_MATRIX = load_matrix(pins=False)
+RELEASES = _MATRIX.supported["megatron-core"]
 # TE releases; the wheel of the distribution transformer-engine has all Python sources.
-TE_RELEASES = _SUPPORTED["transformer-engine"]
+TE_RELEASES = _MATRIX.supported["transformer-engine"]
+# Commits of megatron-core that shim is pinned to, oldest first.
+COMMITS = tuple(_MATRIX.commits.get("megatron-core", ()))
 
 # Written last into an unpacked release. A directory without the file is incomplete.
 _COMPLETE = ".complete"
 
 
 class FetchError(RuntimeError):
-    """A release is not in the cache and could not be downloaded."""
+    """A release or commit is not in the cache and could not be downloaded."""
 
 
 def cache_dir() -> Path:
@@ -38,39 +43,88 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "megatron-shim"
 
 
+def at_hand(release: str, distribution: str = "megatron-core") -> bool:
+    """Whether `fetch` needs no network for a release or commit: it is in the cache, or in a clone on this machine."""
+    home = cache_dir() / distribution
+    if (home / release / _COMPLETE).exists():
+        return True
+    commit = _MATRIX.commits.get(distribution, {}).get(release)
+    if commit is None:
+        return _cached_wheel(home / "wheels", distribution, release) is not None
+    try:
+        return local_repository(distribution, commit.commit) is not None
+    except GitError:
+        return False
+
+
 def fetch(release: str, distribution: str = "megatron-core", progress: Callable[[str], None] | None = None) -> Path:
-    """The directory with `distribution` at `release`, to put on PYTHONPATH; downloaded with pip if missing.
+    """The directory with `distribution` at `release`, to put on PYTHONPATH; downloaded if missing.
 
-    Fetches only the wheel, without dependencies. Ignores the Python version that the wheel requires, because releases
-    that require 3.12 also run on 3.10 and 3.11. Works offline once cached. Several processes may fetch the same
-    release at once. `progress` is called with one line before a download.
+    release: a version, or the name of a commit that the matrix has.
 
-    Raises FetchError with pip's message and a remedy.
+    Fetches a release with pip: only the wheel, without dependencies, and whatever Python version the wheel requires,
+    because releases that require 3.12 also run on 3.10 and 3.11. Fetches a commit with git: from the clone that
+    SHIM_MEGATRON_GIT or SHIM_TRANSFORMER_ENGINE_GIT names, else from the public repository. Works offline once cached.
+    Several processes may fetch the same release at once. `progress` is called with one line before a download.
+
+    Raises FetchError with the message of pip or git, and a remedy.
     """
     home = cache_dir() / distribution
     target = home / release
     if (target / _COMPLETE).exists():
         return target
+    commit = _MATRIX.commits.get(distribution, {}).get(release)
+    if commit is None and parse_version(release) is None:
+        known = ", ".join(_MATRIX.commits.get(distribution, ())) or "none"
+        raise FetchError(
+            f"{release!r} is no version of {distribution}, and no commit of the matrix; known are {known}."
+        )
     home.mkdir(parents=True, exist_ok=True)
+
+    def say() -> None:
+        if progress is not None:
+            progress(f"fetching {distribution} {_MATRIX.shown(distribution, release)}")
+
     with tempfile.TemporaryDirectory(prefix=f".{release}-", dir=home) as scratch_name:
         scratch = Path(scratch_name)
-        wheel = _cached_wheel(home / "wheels", distribution, release)
-        if wheel is None:
-            if progress is not None:
-                progress(f"fetching {distribution} {release}")
-            wheel = _download(distribution, release, scratch / "wheel")
-            kept = home / "wheels" / wheel.name
-            kept.parent.mkdir(exist_ok=True)
-            wheel = wheel.replace(kept)
+        if commit is None:
+            packed = _wheel(distribution, release, scratch, say)
+        else:
+            packed = _sources(distribution, commit.commit, target, scratch, say)
         unpacked = scratch / "unpacked"
         try:
-            with zipfile.ZipFile(wheel) as archive:
-                archive.extractall(unpacked)
+            with zipfile.ZipFile(packed) as opened:
+                opened.extractall(unpacked)
         except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-            raise FetchError(f"{wheel} is damaged: {error}. Delete it, and it will be downloaded again.") from None
+            raise FetchError(f"{packed} is damaged: {error}. Delete it, and it will be downloaded again.") from None
         (unpacked / _COMPLETE).touch()
         _publish(unpacked, target)
     return target
+
+
+def _wheel(distribution: str, release: str, scratch: Path, say: Callable[[], None]) -> Path:
+    """The wheel of a release, in the folder of wheels."""
+    wheels = cache_dir() / distribution / "wheels"
+    wheel = _cached_wheel(wheels, distribution, release)
+    if wheel is not None:
+        return wheel
+    say()
+    wheel = _download(distribution, release, scratch / "wheel")
+    wheels.mkdir(exist_ok=True)
+    return wheel.replace(wheels / wheel.name)
+
+
+def _sources(distribution: str, commit: str, target: Path, scratch: Path, say: Callable[[], None]) -> Path:
+    """A zip with the sources of a commit."""
+    try:
+        return archive(distribution, commit, scratch, say)
+    except GitError as error:
+        variable = REPOSITORIES[distribution].variable
+        raise FetchError(
+            f"could not get {distribution} at commit {commit}:\n{error}\n"
+            f"Check the network, or name a clone that has the commit in {variable}, or unpack its sources into "
+            f"{target} and put an empty file {_COMPLETE} there."
+        ) from None
 
 
 def _cached_wheel(wheels: Path, distribution: str, release: str) -> Path | None:

@@ -144,16 +144,32 @@ def test_a_cell_runs_on_what_its_name_says(pip, pair, capsys, tmp_path, cell, fo
     [
         ([], cells.EVERYDAY),
         (["--everyday"], cells.EVERYDAY),
-        (["--all"], releases.RELEASES),
+        (["--all"], (*releases.RELEASES, "d98e8a64dd")),
         (["--everyday-pairs"], cells.EVERYDAY_PAIRS),
-        (["--all-pairs"], cells.ALL_PAIRS),
     ],
 )
 def test_the_options_choose_the_cells(monkeypatch, options, expected):
+    monkeypatch.setattr(cells, "at_hand", lambda name: name == "d98e8a64dd")
     ran = []
     monkeypatch.setattr(cells, "run_cells", lambda chosen, *_: ran.append(tuple(chosen)) or 0)
     assert cells.main([*options, "--", "tests"]) == 0
     assert ran == [expected]
+
+
+def test_pairs_of_the_main_branch_are_with_every_engine_of_the_pairs(monkeypatch, capsys):
+    """Once each; and where its sources are not at hand, a line says so, and nothing is downloaded."""
+    pairs = ["0.18.2+2.16.1", "0.19.2+2.16.1", "0.19.2+2.20.2"]
+    monkeypatch.setattr(cells, "at_hand", lambda name: True)
+    assert cells.with_main(pairs) == [*pairs, f"{cells.MAIN}+2.16.1", f"{cells.MAIN}+2.20.2"]
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(cells, "at_hand", lambda name: False)
+    assert cells.with_main(pairs) == pairs
+    assert f"without the main branch of megatron-core: {cells.MAIN}" in capsys.readouterr().out
+
+
+def test_the_main_branch_is_that_of_its_newest_commit():
+    commits = load_matrix().commits["megatron-core"]
+    assert max((commit.date, name) for name, commit in commits.items() if commit.of == "main")[1] == cells.MAIN
 
 
 def test_the_longest_cell_of_the_last_run_comes_first(pip, cell, capsys, tmp_path):

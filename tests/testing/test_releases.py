@@ -13,9 +13,9 @@ from shim.testing import FetchError, cache_dir, environment, fetch, releases
 pytestmark = pytest.mark.usefixtures("cache")
 
 
-def test_the_supported_releases_are_nineteen_and_sorted():
+def test_the_supported_releases_are_twenty_one_and_sorted():
     numbers = [tuple(map(int, release.split("."))) for release in releases.RELEASES]
-    assert len(numbers) == 19 and numbers == sorted(set(numbers))
+    assert len(numbers) == 21 and numbers == sorted(set(numbers))
 
 
 def test_the_engines_are_twenty_four_and_sorted():

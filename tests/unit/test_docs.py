@@ -7,7 +7,7 @@ import pytest
 from unit_helpers import REPOSITORY
 
 from shim._engine.report import STATES
-from shim._matrix import read_needs, read_options, rules
+from shim._matrix import read_commits, read_needs, read_options, rules
 from shim._matrix.load import load_matrix
 from shim._planning.explain import explanation, patch_docstring
 from shim._tools import docs as _docs
@@ -121,7 +121,7 @@ def test_every_key_of_the_matrix_is_documented(name):
 def test_every_table_of_keys_is_documented():
     tables = [
         name
-        for module in (rules, read_needs, read_options)
+        for module in (rules, read_commits, read_needs, read_options)
         for name in vars(module)
         if name == "KEYS" or name.endswith("_KEYS")
     ]

@@ -1,0 +1,37 @@
+"""Commits in a matrix: source states between releases that shim is pinned to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shim._record import EMPTY, Record
+
+__all__ = ["MAIN", "NONE", "UPSTREAM", "Commit"]
+
+MAIN = "main"  # the branch of tomorrow's release
+UPSTREAM = "upstream"  # stands for a variant: the releases that are right without the patch
+NONE = "none"  # stands for a variant: the patch has no pin on the commit, whatever the rules say
+
+
+class Commit(Record):
+    """One commit of a repository.
+
+    commit: its hash, 40 digits. `name` is the beginning of it.
+    version: what the sources say of themselves, as a pre-release where they come before the release.
+    date: the day it was committed (UTC).    of: the branch or tag that it is of, and who pins it.
+    variants: the variant, UPSTREAM or NONE of a patch by id, where the rules for `version` are wrong on this commit.
+    """
+
+    name: str
+    commit: str
+    version: str
+    date: str
+    of: str
+    variants: Mapping[str, str] = EMPTY
+
+    @property
+    def branch(self) -> str:
+        return self.of.partition(",")[0].strip()
+
+    def __str__(self) -> str:
+        return f"commit {self.name} ({self.branch} of {self.date})"

@@ -1,0 +1,89 @@
+"""Reading the commits of a matrix, the key ``commits``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from shim._matrix.commits import NONE, UPSTREAM, Commit
+from shim._matrix.model import DISTRIBUTIONS
+
+if TYPE_CHECKING:
+    import yaml
+
+    from shim._matrix.model import PatchEntry
+    from shim._matrix.reader import Reader
+
+__all__ = ["COMMIT_KEYS", "NAME_LENGTH", "read_commits"]
+
+NAME_LENGTH = 10  # the hexadecimal digits of a commit that name it
+COMMIT_KEYS = {"commit": True, "version": True, "date": True, "of": True, "variants": False}
+HASH = re.compile(r"[0-9a-f]{40}")
+DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
+
+
+def read_commits(
+    read: Reader, node: yaml.Node, patches: Mapping[str, PatchEntry], supported: Mapping[str, tuple[str, ...]]
+) -> dict[str, dict[str, Commit]]:
+    """The commits in `node` by distribution and name, in the order of their dates. MatrixError names file and line."""
+    found: dict[str, dict[str, Commit]] = {}
+    for distribution, commits in read.mapping(node, "commits", dict.fromkeys(DISTRIBUTIONS, False)).items():
+        before = ""
+        for name, item in read.mapping(commits, f"commits of {distribution}").items():
+            commit = _commit(read, name, item)
+            if name in supported.get(distribution, ()):
+                raise read.fail(item, f"{name} is both a release and a commit of {distribution}")
+            if commit.date < before:
+                raise read.fail(item, f"commit {name} is of {commit.date}, but stands after one of {before}")
+            _check_variants(read, item, commit, distribution, patches)
+            before = commit.date
+            found.setdefault(distribution, {})[name] = commit
+    return found
+
+
+def _commit(read: Reader, name: str, node: yaml.Node) -> Commit:
+    given = read.mapping(node, f"commit {name}", COMMIT_KEYS)
+    texts = {key: read.quoted(given[key], f"the {key} of commit {name}") for key in ("commit", "date")}
+    if not HASH.fullmatch(texts["commit"]):
+        raise read.fail(given["commit"], f"{texts['commit']!r} is not a commit: 40 hexadecimal digits, in lower case")
+    if name != texts["commit"][:NAME_LENGTH]:
+        first = texts["commit"][:NAME_LENGTH]
+        raise read.fail(node, f"a commit is named by its first {NAME_LENGTH} digits: {first}, not {name}")
+    if not _is_day(texts["date"]):
+        raise read.fail(given["date"], f"the date of commit {name} is {texts['date']!r}; write it as 2026-08-22")
+    variants = read.mapping(given["variants"], f"variants of commit {name}") if "variants" in given else {}
+    return Commit(
+        name,
+        texts["commit"],
+        read.version(given["version"], f"the version of commit {name}"),
+        texts["date"],
+        read.text(given["of"], f"what commit {name} is of"),
+        {id: read.text(value, f"the variant of {id} on commit {name}") for id, value in variants.items()},
+    )
+
+
+def _is_day(text: str) -> bool:
+    from datetime import date  # here, because a plan reads no matrix.yaml
+
+    if not DATE.fullmatch(text):
+        return False
+    try:
+        date.fromisoformat(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_variants(
+    read: Reader, node: yaml.Node, commit: Commit, distribution: str, patches: Mapping[str, PatchEntry]
+) -> None:
+    for id, variant in commit.variants.items():
+        if id not in patches or patches[id].distribution != distribution:
+            raise read.fail(node, f"commit {commit.name} has a variant of {id!r}, which is no patch of {distribution}")
+        known = patches[id].variants
+        if variant not in (*known, UPSTREAM, NONE):
+            choices = ", ".join([*known, UPSTREAM, NONE])
+            raise read.fail(node, f"commit {commit.name} gets variant {variant!r} of {id}; it can get {choices}")
+        if NONE in known:
+            raise read.fail(node, f"no variant of {id} can be called {NONE!r} where a commit names variants")

@@ -1,0 +1,122 @@
+"""All pins and tables of a matrix, measured anew, as `shim pin --releases` and `shim pin --check` do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from shim._errors import NotMetError
+from shim._matrix import load
+from shim._matrix.model import Matrix
+from shim._matrix.pins import lock_path, recorded_pins, render_pins
+from shim._record import Record
+from shim._releases import known_files
+from shim._tools.pin import measure, write
+
+__all__ = ["Measured", "measure_all", "write_all"]
+
+Fetch = Callable[[str, str], Path]
+Tables = dict[str, dict[str, dict[str, str]]]
+
+
+class Measured(Record):
+    """The text of the pins, and of the tables that ship with the matrix of shim.
+
+    not_at_hand: the commits whose sources could not be fetched. They keep their pins.    missing: a line for each.
+    """
+
+    matrix: Matrix
+    pins: str
+    tables: Mapping[Path, str]
+    not_at_hand: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+    def stale(self) -> bool:
+        """Whether a file on disk is not what was measured."""
+        wanted = {lock_path(Path(self.matrix.path)): self.pins, **self.tables}
+        return any(not file.is_file() or file.read_text("utf-8") != text for file, text in wanted.items())
+
+
+def measure_all(matrix: Matrix, fetch: Fetch, progress: Callable[[str], None], *, anew: bool = True) -> Measured:
+    """Measure every release and commit. A release that cannot be fetched is an error, see NotMetError.
+
+    anew: False keeps what the tables of names say of releases that they have, which takes most of the time. That is
+        right as long as the code of shim._te that measures them has not changed.
+    """
+    releases = {name: matrix.names(name) for name in {**matrix.supported, **matrix.commits}}
+    total, done = sum(map(len, releases.values())), 0
+    gone: dict[str, str] = {}
+
+    def say(distribution: str, name: str) -> None:
+        nonlocal done
+        done += 1
+        progress(f"{distribution} {matrix.shown(distribution, name)} ({done} of {total})")
+
+    def fetched(distribution: str, name: str) -> Path | None:
+        try:
+            return fetch(distribution, name)
+        except NotMetError as error:
+            if name not in matrix.commits.get(distribution, {}):
+                raise
+            shown = f"{distribution} {matrix.shown(distribution, name)}"
+            gone[name] = f"{shown} is not at hand and keeps its pins: {' '.join(str(error).split())}"
+            return None
+
+    files: Tables = {}
+    path = Path(matrix.path).absolute()
+    before = lock_path(path)
+    recorded = recorded_pins(before.read_bytes(), matrix.patches) if before.is_file() else {}
+    pins = render_pins(measure(matrix, fetched, say, files, recorded))
+    tables: dict[Path, str] = {}
+    if path == load.matrix_path():  # the tables ship with this matrix only
+        if gone:
+            _keep_files(matrix, files)
+        tables = {known_files.FILE: known_files.render_files(files), **_tables_of_names(matrix, fetch, progress, anew)}
+    return Measured(matrix, pins, tables, tuple(gone), tuple(gone.values()))
+
+
+def _keep_files(matrix: Matrix, files: Tables) -> None:
+    """Add what the shipped table knows of other files: nobody can tell which of them a missing commit has."""
+    bodies = {body for entry in matrix.patches.values() for body in entry.bodies}
+    for module, digests in known_files.known_files().items():
+        for digest, values in digests.items():
+            kept = {qualname: value for qualname, value in values.items() if f"{module}:{qualname}" in bodies}
+            if kept and digest not in files.get(module, {}):
+                files.setdefault(module, {})[digest] = kept
+
+
+def _tables_of_names(matrix: Matrix, fetch: Fetch, progress: Callable[[str], None], anew: bool) -> dict[Path, str]:
+    """The names that megatron-core imports of Transformer Engine, and what it loses without them."""
+    from shim._te import names, tables
+    from shim._te.measure import MORE_TE, measure_losses, render_losses
+
+    megatrons, te_releases = (
+        [(release, fetch(name, release)) for release in matrix.supported[name]] for name in (tables.MEGATRON, tables.TE)
+    )
+    more = [(release, fetch(tables.TE, release)) for release in MORE_TE]
+    progress("names that megatron-core wants of Transformer Engine")
+    wanted_before, lost_before = (None, None) if anew else (_json(names.FILE), _json(tables.FILE))
+    wanted = names.render_names(names.measure_names(megatrons, te_releases, wanted_before))
+    losses = render_losses(measure_losses(megatrons, [*more, *te_releases], progress, lost_before))
+    return {names.FILE: wanted, tables.FILE: losses}
+
+
+def _json(file: Path) -> Any:
+    """The content of a table. None where it is missing or empty."""
+    return (json.loads(file.read_text("utf-8")) or None) if file.is_file() else None
+
+
+def write_all(found: Measured) -> bool:
+    """Write the pins, the tables, and the fast form of the matrix. Returns whether a file has changed."""
+    changed = write(found.matrix.path, found.pins)
+    tables = dict(found.tables)
+    if tables:  # the fast form holds a digest of the pins, so it is written after them
+        compiled, fast = load.compile_matrix()
+        tables[compiled] = fast
+    for file, text in tables.items():
+        if not file.exists() or file.read_text("utf-8") != text:
+            file.write_text(text, "utf-8")
+            changed = True
+    return changed
