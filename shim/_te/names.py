@@ -73,17 +73,21 @@ def wanted_names() -> Mapping[str, Mapping[str, list[str]]]:
     return json.loads(FILE.read_text("utf-8"))
 
 
-def lost_names(sources: Sources, version: Version | None, supported: Iterable[str]) -> tuple[LostName, ...]:
+def lost_names(
+    sources: Sources, version: Version | None, supported: Iterable[str], wanted_by: str | None = None
+) -> tuple[LostName, ...]:
     """The names that the TE release in `sources` lacks: first the newly lost ones, then those that others have.
 
     `version` is the version of that release. None, for an unknown version, counts as newer than all `supported`.
+    `wanted_by` leaves only what this release of megatron-core imports, if its imports were measured.
     """
     names = Names(sources)
     releases = sorted(supported, key=Version)
     before = [release for release in releases if version is None or Version(release) < version]
     lost = []
+    measured = any(wanted_by in found["wanted_by"] for found in wanted_names().values())
     for name, found in wanted_names().items():
-        if names.has(name):
+        if names.has(name) or (measured and wanted_by not in found["wanted_by"]):
             continue
         wanted, seen = found["wanted_by"], found["in"]
         span = wanted[0] if wanted[0] == wanted[-1] else f"{wanted[0]} - {wanted[-1]}"

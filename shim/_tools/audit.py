@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import copy
 import difflib
 import itertools
 import zipfile
 from bisect import bisect_right
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,18 +20,21 @@ from shim._record import replace
 from shim._releases.detect import DISTRIBUTIONS, Environment, Installed
 from shim._releases.fingerprint import definitions, fingerprint, split_target
 from shim._releases.sources import Sources
-from shim._releases.trees import Fetch, Tree
+from shim._releases.trees import Fetch, Tree, beside
 from shim._te.names import LostName, lost_names
 
 __all__ = ["Audit", "Difference", "Finding", "audit"]
 
+# Every state of a match in words, and "gone", which only an audit tells from "drifted".
 VERDICTS = {
     "apply": "applies as it is",
     "upstream": "upstream has it",
     "drifted": "drifted",
     "gone": "target gone",
     "out-of-range": "out of range",
+    "not-installed": "not judged",
 }
+FINE = ("apply", "upstream", "out-of-range", "not-installed")  # whoever runs the audit has nothing to do
 DIFF_LINES = 60
 LINE_LENGTH = 120  # longer lines are broken at their commas, so that a diff shows the argument that changed
 LINE_LIMIT = 400
@@ -50,6 +52,7 @@ class Difference:
     why: str
     nearest: str = ""  # the release that the diff starts from
     diff: tuple[str, ...] = ()
+    contract: str = ""  # what the patch needs of this body, and whether the body keeps it; "" where nothing is known
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -58,6 +61,7 @@ class Difference:
             "why": self.why,
             "nearest": self.nearest,
             "diff": list(self.diff),
+            "contract": self.contract,
         }
 
 
@@ -73,6 +77,11 @@ class Finding:
     variant: str | None = None
     differences: tuple[Difference, ...] = ()
 
+    @property
+    def words(self) -> str:
+        """The verdict for people."""
+        return VERDICTS.get(self.verdict, self.verdict)
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "kind": self.kind,
@@ -86,23 +95,29 @@ class Finding:
 
 @dataclass(frozen=True)
 class Audit:
-    """All findings about one tree. For a TE release also the names that megatron-core wants and it lacks."""
+    """All findings about one tree. For a TE release also the names that megatron-core wants and it lacks.
+
+    beside: the releases of other distributions that the tree was judged beside.
+    """
 
     tree: Tree
     findings: tuple[Finding, ...]
+    beside: tuple[Installed, ...] = ()
     lost: tuple[LostName, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
     @property
     def clean(self) -> bool:
         """Whether no patch has drifted or lost a target, and no name is newly lost (see LostName)."""
-        amiss = any(finding.verdict in ("drifted", "gone") for finding in self.findings)
+        amiss = any(finding.verdict not in FINE for finding in self.findings)
         return not amiss and not any(name.newly for name in self.lost)
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "target": self.tree.name,
+            "commit": self.tree.commit,
             "audited": {name: i.to_dict() for name, i in self.tree.environment.installed.items()},
+            "beside": {i.distribution: i.to_dict() for i in self.beside},
             "clean": self.clean,
             "patches": {finding.id: finding.to_dict() for finding in self.findings},
             "lost_names": [name.to_dict() for name in self.lost],
@@ -110,42 +125,67 @@ class Audit:
         }
 
 
-def audit(matrix: Matrix, tree: Tree, fetch: Fetch) -> Audit:
-    """Compare every patch with the bodies of `tree`. `fetch` gives the known releases that diffs start from."""
+def audit(matrix: Matrix, tree: Tree, fetch: Fetch, others: Iterable[Tree] = ()) -> Audit:
+    """Compare every patch with the bodies of `tree`. `fetch` gives the known releases that diffs start from.
+
+    others: what `tree` is judged beside. A patch of theirs has a finding where its rules name what `tree` has.
+    """
     installed = tree.environment.installed
+    environment = beside(tree, others)
     known = _Known(matrix, fetch)
-    findings = tuple(
-        _finding(entry, match(entry, _beside_all(entry, tree.environment), matrix), tree, known)
-        for entry in matrix.patches.values()
-        if entry.distribution in installed
-    )
+    concerned = [entry for entry in matrix.patches.values() if _ranges(entry) & installed.keys()]
+    findings = tuple(_finding(entry, environment, matrix, known) for entry in concerned)
     te = installed.get("transformer-engine")
     lost: tuple[LostName, ...] = ()
     if te is not None:
-        lost = lost_names(tree.environment.sources, te.version, matrix.supported.get("transformer-engine", ()))
-    problems = [
-        f"{i.distribution}: no readable version; judged by bodies alone" for i in installed.values() if not i.raw
-    ]
-    return Audit(tree, findings, lost, (*problems, *known.problems))
+        core = environment.installed.get("megatron-core")
+        wanting = None if core is None or core.version is None else core.version.public
+        lost = lost_names(environment.sources, te.version, matrix.supported.get("transformer-engine", ()), wanting)
+    added = tuple(i for name, i in environment.installed.items() if name not in installed)
+    return Audit(tree, findings, added, lost, (*_notes(concerned, environment), *known.problems))
 
 
-def _beside_all(entry: PatchEntry, environment: Environment) -> Environment:
-    """The audited releases, and one of unknown version for every other distribution in the rules of the patch.
+def _ranges(entry: PatchEntry) -> set[str]:
+    """The distributions that the patch is of, or that its rules name."""
+    return {entry.distribution, *(name for rule in entry.rules for name in rule.ranges)}
 
-    The tree says nothing about the other distributions that its release will run beside.
+
+def _notes(concerned: Iterable[PatchEntry], environment: Environment) -> Iterator[str]:
+    installed = environment.installed
+    for i in installed.values():
+        if not i.raw:
+            yield f"{i.distribution}: no readable version; judged by bodies alone"
+    lacking: dict[str, list[str]] = {}
+    for entry in concerned:
+        for name in sorted(_ranges(entry) - installed.keys()) if entry.distribution in installed else ():
+            lacking.setdefault(name, []).append(entry.id)
+    for name, ids in lacking.items():
+        yield f"{', '.join(ids)}: also a matter of {name}; judged beside one release of it by --with {name}==X"
+
+
+def _beside_unknown(entry: PatchEntry, environment: Environment) -> Environment:
+    """`environment`, and a release of unknown version of every other distribution in the rules of the patch.
+
+    A tree says nothing about the other distributions that its release will run beside.
     """
-    names = {name for rule in entry.rules for name in rule.ranges}
-    unknown = {name: Installed(name, DISTRIBUTIONS[name].package, "", origin="not audited") for name in sorted(names)}
+    unknown = {
+        name: Installed(name, DISTRIBUTIONS[name].package, "", origin="not audited")
+        for name in sorted(_ranges(entry) - {entry.distribution})
+    }
     return replace(environment, installed={**unknown, **environment.installed})
 
 
-def _finding(entry: PatchEntry, found: Match, tree: Tree, known: _Known) -> Finding:
-    installed = tree.environment.installed[entry.distribution]
-    sources, version = tree.environment.sources, installed.version
+def _finding(entry: PatchEntry, environment: Environment, matrix: Matrix, known: _Known) -> Finding:
+    found = match(entry, _beside_unknown(entry, environment), matrix)
+    if entry.distribution not in environment.installed:
+        reason = f"it is a patch of {entry.distribution}; name a release of that with --with {entry.distribution}==X"
+        return Finding(entry.id, entry.kind, entry.distribution, found.state, reason)
+    installed = environment.installed[entry.distribution]
+    sources, version = environment.sources, installed.version
     newest = known.in_newest(entry)
     if found.state == "out-of-range" and newest and known.newer(entry, version):
-        return _without_targets(entry, entry.variants[newest], tree)
-    if found.state != "drifted":
+        return _without_targets(entry, entry.variants[newest], environment)
+    if not found.drifted:
         return Finding(entry.id, entry.kind, entry.distribution, found.state, found.reason, found.variant)
     variant = entry.variants[found.variant or ""]
     differences = []
@@ -156,7 +196,7 @@ def _finding(entry: PatchEntry, found: Match, tree: Tree, known: _Known) -> Find
         gone = gone or (target in variant.targets and not (_there(sources, body) and _there(sources, _owner(target))))
         nearest, diff = ("", ()) if text is None else known.nearest(entry, target, found, text, version)
         differences.append(Difference(target, target in variant.targets, why, nearest, diff))
-    verdict = "gone" if gone else "drifted"
+    verdict = "gone" if gone and found.state == "drifted" else found.state
     return Finding(entry.id, entry.kind, entry.distribution, verdict, found.reason, found.variant, tuple(differences))
 
 
@@ -184,9 +224,9 @@ def _why_lost(sources: Sources, target: str) -> str:
         return str(error)
 
 
-def _without_targets(entry: PatchEntry, variant: Variant, tree: Tree) -> Finding:
+def _without_targets(entry: PatchEntry, variant: Variant, environment: Environment) -> Finding:
     """The finding for a release outside all ranges in which no target of the newest variant can be read."""
-    installed, sources = tree.environment.installed[entry.distribution], tree.environment.sources
+    installed, sources = environment.installed[entry.distribution], environment.sources
     lost = tuple(Difference(target, True, _why_lost(sources, target)) for target in variant.targets)
     verdict = "drifted" if any(_there(sources, target) for target in variant.targets) else "gone"
     release = f"{installed.distribution} {installed.raw or 'of unknown version'}"
@@ -282,7 +322,7 @@ def _body(sources: Sources, target: str) -> list[str] | None:
             return None
         for definition in found:
             lines += [f"# under: {_guard(*guard)}" for guard in definition.guards]
-            lines += ast.unparse(_Undocumented().visit(copy.deepcopy(definition.node))).splitlines()
+            lines += _unparsed(definition.node).splitlines()
     except (SourceError, RecursionError, ValueError):
         return None
     return [broken for line in lines for broken in _broken(line)] or None
@@ -300,17 +340,25 @@ def _broken(line: str) -> list[str]:
     return line.replace(", ", f",\n{indent}").split("\n")
 
 
-class _Undocumented(ast.NodeTransformer):
-    """Removes docstrings, because fingerprints leave them out, too."""
-
-    def _visit(self, node: Any) -> Any:
-        self.generic_visit(node)
-        first = node.body[0]
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
-            node.body = node.body[1:] or [ast.Pass()]
-        return node
-
-    visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = _visit
+def _unparsed(node: ast.stmt) -> str:
+    """The text of a definition without docstrings, because fingerprints leave them out, too. `node` stays as it is."""
+    documented: list[tuple[Any, list[ast.stmt]]] = []
+    for inner in ast.walk(node):
+        if isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            first = inner.body[0]
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
+                documented.append((inner, inner.body))
+    try:
+        for inner, body in documented:  # and not in a copy, which takes as long as everything else in an audit
+            inner.body = body[1:] or [ast.Pass()]
+        return ast.unparse(node)
+    finally:
+        for inner, body in documented:
+            inner.body = body
 
 
 def _shortened(lines: list[str]) -> Iterator[str]:

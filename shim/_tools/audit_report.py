@@ -6,7 +6,7 @@ import html
 import re
 from collections.abc import Iterable
 
-from shim._tools.audit import VERDICTS, Audit
+from shim._tools.audit import Audit, Difference
 
 __all__ = ["as_markdown", "as_text"]
 
@@ -14,13 +14,13 @@ __all__ = ["as_markdown", "as_text"]
 def as_text(found: Audit) -> str:
     """The audit for a terminal."""
     lines = [f"audit of {_one_line(found.tree.name)}"]
+    lines += [f"  commit {found.tree.commit}"] if found.tree.commit else []
     lines += [f"  {_one_line(str(installed))}" for installed in found.tree.environment.installed.values()]
+    lines += [f"  beside {_one_line(str(installed))}" for installed in found.beside]
     for finding in found.findings:
-        lines.append(f"  {VERDICTS[finding.verdict]:<17} {finding.id}: {_one_line(finding.reason)}")
+        lines.append(f"  {finding.words:<17} {finding.id}: {_one_line(finding.reason)}")
         for difference in finding.differences:
-            role = "binds" if difference.bound else "relies on"
-            start = f" (from {difference.nearest})" if difference.nearest else ""
-            lines += [f"    {role} {difference.target}: {_one_line(difference.why)}{start}"]
+            lines += [f"    {_role(difference)} {difference.target}: {_one_line(_why(difference))}"]
             lines += [f"      {line}" for line in difference.diff]
     lines += [f"  lost name: {name}" for name in found.lost]
     lines += [f"  ! {note}" for note in found.notes]
@@ -32,8 +32,10 @@ def as_markdown(found: Audit) -> str:
     audited = ", ".join(
         f"{i.distribution} {i.raw or 'of unknown version'}" for i in found.tree.environment.installed.values()
     )
+    audited += f", commit {found.tree.commit[:10]}" if found.tree.commit else ""
+    audited += "".join(f", beside {i.distribution} {i.raw or 'of unknown version'}" for i in found.beside)
     lines = [f"### shim audit: {_cell(audited)}", "", "| patch | verdict | |", "|---|---|---|"]
-    lines += [f"| {f.id} | {VERDICTS[f.verdict]} | {_cell(f.reason)} |" for f in found.findings]
+    lines += [f"| {f.id} | {f.words} | {_cell(f.reason)} |" for f in found.findings]
     right = [finding.id for finding in found.findings if finding.verdict == "upstream"]
     if right:
         lines += [
@@ -42,10 +44,8 @@ def as_markdown(found: Audit) -> str:
         ]
     for finding in found.findings:
         for difference in finding.differences:
-            role = "binds" if difference.bound else "relies on"
-            start = f" (from {difference.nearest})" if difference.nearest else ""
-            why = html.escape(_one_line(difference.why)) + start
-            summary = f"{finding.id} {role} <code>{difference.target}</code>: {why}"
+            why = html.escape(_one_line(_why(difference)))
+            summary = f"{finding.id} {_role(difference)} <code>{difference.target}</code>: {why}"
             lines += ["", f"<details><summary>{summary}</summary>", ""]
             if difference.diff:
                 fence = "`" * max(3, 1 + _longest_run(difference.diff))
@@ -57,6 +57,15 @@ def as_markdown(found: Audit) -> str:
         lines += [f"| `{n.name}` | {n.wanted} | {n.whereabouts} |" for n in found.lost]
     lines += ["", *[f"- {_cell(note)}" for note in found.notes]] if found.notes else []
     return "\n".join(lines)
+
+
+def _role(difference: Difference) -> str:
+    return "binds" if difference.bound else "relies on"
+
+
+def _why(difference: Difference) -> str:
+    start = f" (from {difference.nearest})" if difference.nearest else ""
+    return f"{difference.why}{start}" + (f"; {difference.contract}" if difference.contract else "")
 
 
 def _one_line(text: str) -> str:

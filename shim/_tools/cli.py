@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def command(name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
         sub = parsers.add_parser(name, help=summary, description=summary)
-        if run is not commands.do_run:  # run prints nothing of its own
+        if run not in (commands.do_run, commands.do_audit):  # run prints nothing of its own, audit in three formats
             sub.add_argument("--json", action="store_true", help="print JSON with stable keys (docs/cli.md)")
         sub.set_defaults(run=run)
         return sub
@@ -109,12 +109,30 @@ def _parser() -> argparse.ArgumentParser:
     audit = command(
         "audit",
         commands.do_audit,
-        "print what a release, wheel or source tree means for every patch, without running it",
+        "print what a release, archive, source tree or commit means for every patch, without running it",
     )
     audit.add_argument(
-        "target", metavar="TARGET", help="megatron-core==X, transformer-engine==X, a wheel file, or a directory"
+        "target",
+        metavar="TARGET",
+        help="megatron-core==X or short ==X, transformer-engine==X, a wheel, an sdist, a directory",
     )
-    audit.add_argument("--markdown", action="store_true", help="print Markdown for a pull request")
+    audit.add_argument("--ref", metavar="REF", help="audit this branch, tag or commit of TARGET, a git directory")
+    audit.add_argument(
+        "--with",
+        metavar="OTHER",
+        dest="others",
+        action="append",
+        default=[],
+        help="judge it beside this, a TARGET with the other distribution; may be repeated",
+    )
+    formats = audit.add_mutually_exclusive_group()
+    formats.add_argument("--format", choices=("text", "markdown", "json"), help="default text")
+    formats.add_argument(
+        "--json", dest="format", action="store_const", const="json", help="print JSON with stable keys (docs/cli.md)"
+    )
+    formats.add_argument(
+        "--markdown", dest="format", action="store_const", const="markdown", help="print Markdown for a pull request"
+    )
     for sub in (listing, matrix, audit):
         sub.add_argument("--matrix", metavar="FILE", help="another version_matrix.yaml")
     new = command(

@@ -232,9 +232,10 @@ def do_audit(arguments: argparse.Namespace) -> int:
     from shim._tools.audit_report import as_markdown, as_text
 
     matrix = load_matrix(matrix_argument(arguments.matrix))
-    found = audit(matrix, open_tree(arguments.target, _fetch), _fetch)
-    text = as_markdown(found) if arguments.markdown else as_text(found)
-    put(found.to_dict(), text, arguments.json)
+    tree = open_tree(arguments.target, _fetch, arguments.ref)
+    found = audit(matrix, tree, _fetch, [open_tree(other, _fetch) for other in arguments.others])
+    text = as_markdown(found) if arguments.format == "markdown" else as_text(found)
+    put(found.to_dict(), text, arguments.format == "json")
     return OK if found.clean else NOT_MET
 
 

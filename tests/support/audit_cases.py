@@ -1,6 +1,8 @@
-"""Audits of fake releases."""
+"""Audits of fake releases, in every form."""
 
+import os
 import re
+import subprocess
 import zipfile
 
 from unit_helpers import BROKEN, megatron
@@ -10,6 +12,16 @@ from shim._releases.trees import open_tree
 from shim._tools.audit import audit
 from shim.testing.releases import FetchError
 
+GIT_ENVIRON = {
+    "PATH": os.environ["PATH"],
+    "HOME": "/nowhere",
+    "GIT_CONFIG_GLOBAL": os.devnull,
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_AUTHOR_NAME": "a",
+    "GIT_AUTHOR_EMAIL": "a@a",
+    "GIT_COMMITTER_NAME": "a",
+    "GIT_COMMITTER_EMAIL": "a@a",
+}
 EDITED = BROKEN.replace("return helper(x)", "return helper(x) + 1")
 
 
@@ -44,6 +56,21 @@ def wheel_of(root, path):
             if file.is_file():
                 archive.write(file, file.relative_to(root).as_posix())
     return path
+
+
+def git(directory, *arguments, check=True):
+    """What git prints, in an environment without anybody's configuration."""
+    command = ["git", "-C", str(directory), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=GIT_ENVIRON)
+    assert not check or done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def commit(directory, message="change"):
+    """Commit all files; returns the hash."""
+    git(directory, "add", "-A")
+    git(directory, "commit", "-q", "-m", message)
+    return git(directory, "rev-parse", "HEAD")
 
 
 def refuse_as_fetch(distribution, release):

@@ -257,7 +257,7 @@ def test_every_form_of_a_release_gives_the_same(examine, tmp_path, monkeypatch):
     monkeypatch.chdir(root / "megatron")
     places = [root, root / "megatron", root / "megatron/core", tmp_path / "link", "core", ".", "..", "core/..", wheel]
     found = [examine(place) for place in places]
-    found.append(examine("Megatron_Core==0.16.0", lambda distribution, release: root))
+    found += [examine(name, lambda *_: root) for name in ("Megatron_Core==0.16.0", "==0.16.0", "==0123456789")]
     for one in found:
         assert [(f.id, f.verdict, f.reason) for f in one.findings] == [
             (f.id, f.verdict, f.reason) for f in found[0].findings
@@ -298,15 +298,26 @@ def test_a_checkout_of_transformer_engine_says_its_version_in_a_file(examine, tm
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("numpy==1.0", "numpy is not audited"),
-        ("megatron-core==..", "not a version"),
+        ("numpy==1.0", "numpy is not audited; name megatron-core==1.0 or transformer-engine==1.0"),
+        ("megatron-core==..", "not a version; name one release"),
         ("megatron-core==0.16.x", "not a version"),
-        ("megatron-core>=0.16", "nothing to audit"),
-        ("megatron-core", "nothing to audit"),
-        ("", "nothing to audit|neither"),
-        ("a\0b", "nothing to audit"),
-        ("/gone", "nothing to audit"),
-        ("/dev/null", "nothing to audit"),
+        ("transformer-engine==x", "not a version; name one release, for instance transformer-engine=="),
+        ("==", "name a release"),
+        ("megatron-core>=0.16", "name one release with =="),
+        ("~=0.16", "name one release with =="),
+        ("megatron-core", r"say which release, for instance megatron-core==X, or \./megatron-core"),
+        ("Transformer_Engine", "say which release, for instance transformer-engine==X"),
+        ("0.16.1", "a release of megatron-core is named ==0.16.1"),
+        ("main", "shim audit DIRECTORY --ref main"),
+        ("core_v0.16.0", "shim audit DIRECTORY --ref core_v0.16.0"),
+        ("d98e8a64ddf34856", "shim audit DIRECTORY --ref d98e8a64ddf34856"),
+        ("https://example.org/a.whl", "no URL is fetched; clone it"),
+        ("git+ssh://example.org/a", "no URL is fetched"),
+        ("git@example.org:a/b", "no URL is fetched"),
+        ("", "nothing to audit at ''"),
+        ("a\0b", "name a release .*, a wheel, an sdist .* or a directory"),
+        ("/gone", "name a release"),
+        ("/dev/null", "name a release"),
     ],
 )
 def test_what_is_no_release_is_wrong_usage(examine, target, message, tmp_path, monkeypatch):
@@ -323,6 +334,9 @@ def test_a_directory_or_file_with_neither_package_is_wrong_usage(examine, tmp_pa
     for place in (tmp_path / "other", wheel_of(tmp_path / "other", tmp_path / "numpy-1-py3-none-any.whl")):
         with pytest.raises(OptionError, match="neither megatron/core nor transformer_engine"):
             examine(place)
+    megatron(tmp_path / "above/Megatron-LM", "0.16.0")
+    with pytest.raises(OptionError, match="but in Megatron-LM; name that directory"):
+        examine(tmp_path / "above")
     (tmp_path / "file.whl").write_text("no wheel")
     with pytest.raises(OptionError, match="is not a wheel"):
         examine(tmp_path / "file.whl")

@@ -8,7 +8,7 @@ import pytest
 from audit_cases import EDITED, check_markdown, examiner, refuse_as_fetch, verdicts_of
 from unit_helpers import megatron, write_file
 
-from shim._tools.audit import VERDICTS, Difference
+from shim._tools.audit import Difference
 from shim._tools.audit_report import as_markdown, as_text
 from shim._tools.cli import main
 from shim.testing.releases import FetchError
@@ -71,13 +71,14 @@ def test_json_has_the_documented_keys(shim, tmp_path):
     """docs/cli.md lists them."""
     _, out, _ = shim("audit", "--json", megatron(tmp_path / "new", "0.16.1", {"roll.py": EDITED}))
     found = json.loads(out)
-    assert set(found) == {"target", "audited", "clean", "patches", "lost_names", "notes"}
+    assert set(found) == {*("target", "commit", "audited", "beside", "clean", "patches", "lost_names", "notes")}
+    assert (found["commit"], found["beside"]) == ("", {})
     assert (found["target"], found["clean"], found["notes"]) == (str(tmp_path / "new"), False, [])
     assert found["audited"]["megatron-core"]["version"] == "0.16.1"
     assert set(found["patches"]) == {"roll-fix", "faster-forward"}
     patch = found["patches"]["roll-fix"]
     assert set(patch) == {"kind", "distribution", "verdict", "reason", "variant", "differences"}
-    assert set(patch["differences"][0]) == {"target", "role", "why", "nearest", "diff"}
+    assert set(patch["differences"][0]) == {"target", "role", "why", "nearest", "diff", "contract"}
     assert patch["differences"][0]["role"] == "binds"
 
 
@@ -95,6 +96,21 @@ def test_markdown_names_the_gates_that_can_go(shim):
     out = shim("audit", "--markdown", "megatron-core==0.18.0")[1]
     assert "so gates for them can go: roll-fix." in out
     assert "so gates for them can go" not in shim("audit", "--markdown", "megatron-core==0.16.0")[1]
+
+
+def test_formats(shim):
+    """Each has its option; the two older ones are short for it. Two at once are wrong usage."""
+    said = {name: shim("audit", "--format", name, "==0.18.0") for name in ("text", "markdown", "json")}
+    assert {code for code, _, _ in said.values()} == {0}
+    assert said["text"] == shim("audit", "==0.18.0") and said["text"][1].startswith("audit of megatron-core==0.18.0\n")
+    assert said["markdown"] == shim("audit", "--markdown", "==0.18.0") and said["markdown"][1].startswith(
+        "### shim audit"
+    )
+    assert said["json"] == shim("audit", "--json", "==0.18.0") and json.loads(said["json"][1])["clean"]
+    for both in (["--json", "--markdown"], ["--json", "--format", "text"], ["--format", "yaml"]):
+        with pytest.raises(SystemExit) as left:
+            shim("audit", "==0.18.0", *both)
+        assert left.value.code == 2
 
 
 HOSTILE_TEXT = "<script>alert(1)</script> | ``` ~~~ </details> [x](y) **b** \\| &amp; \x1b[31m"
@@ -139,8 +155,3 @@ def test_a_path_that_is_not_text_is_printed(shim, tmp_path):
     """File names are bytes; JSON, Markdown and text survive the ones that are no UTF-8."""
     root = megatron(tmp_path / "caf\udce9\nnew line", "0.16.1", {"roll.py": EDITED})
     assert json.loads(shim("audit", "--json", root)[1])["target"] == str(root)
-
-
-def test_every_verdict_has_words():
-    """A new state of a match would be a KeyError in the text."""
-    assert set(VERDICTS) == {"apply", "upstream", "drifted", "gone", "out-of-range"}
