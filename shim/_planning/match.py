@@ -25,6 +25,7 @@ class Match(Record):
     fingerprints: those of the bodies of `variant`.
     drifted: the bodies that are neither known with this variant nor keep its contract, each with the reason.
     kept: the bodies that are not known, but keep their contracts, each with the reason why it is not known.
+    breaches: how those of `drifted` that have a contract break it.
     signatures_fit: whether every target can still be called as the patch calls it.
     cause: why the first of `drifted` is not known: "changed", "unpinned", or the cause of its SourceError.
     """
@@ -35,6 +36,7 @@ class Match(Record):
     fingerprints: Mapping[str, str] = EMPTY
     drifted: Mapping[str, str] = EMPTY
     kept: Mapping[str, str] = EMPTY
+    breaches: Mapping[str, str] = EMPTY
     signatures_fit: bool = False
     cause: str = ""
 
@@ -102,8 +104,13 @@ class _Bodies:
     def are_those_of(self, pin: Pin) -> bool:
         return all(self.found(target) == value for target, value in pin.fingerprints.items())
 
-    def breach(self, variant: Variant, target: str) -> str:
-        """How a body breaks its contract, in words. "" where it keeps it. Asked of bodies that have a contract."""
+    def breach(self, variant: Variant, target: str) -> str | None:
+        """How a body breaks its contract, in words. "" where it keeps it.
+
+        None where it has none, so that it must be known, or where it is not found as the variant expects it.
+        """
+        if target not in variant.needs or self.found_in(variant, target) == GONE:
+            return None
         key = (variant.name, target)
         if key not in self._breaches:
             from shim._planning.contract import breach  # here, because a plan on a known release judges no contract
@@ -113,18 +120,12 @@ class _Bodies:
         return self._breaches[key]
 
     def standing(self, variant: Variant) -> tuple[dict[str, str], dict[str, str]]:
-        """The bodies that are not known with this variant: those that keep their contracts, and the others."""
+        """The bodies that are not known with this variant, with the reasons: those that keep contracts, and others."""
         kept: dict[str, str] = {}
-        broken: dict[str, str] = {}
+        others: dict[str, str] = {}
         for target, why in self.unknown(variant.name, self.of(variant)).items():
-            # A body without a contract must be known. One that is not where the variant expects it keeps no contract.
-            judged = target in variant.needs and self.found_in(variant, target) != GONE
-            said = self.breach(variant, target) if judged else ""
-            if judged and not said:
-                kept[target] = why
-            else:
-                broken[target] = f"{why}, and it breaks its contract: {said}" if said else why
-        return kept, broken
+            (others if self.breach(variant, target) is None or self.breach(variant, target) else kept)[target] = why
+        return kept, others
 
     def found_in(self, variant: Variant, target: str) -> str:
         return self.found(target, variant.inherits(target), target in variant.added)
@@ -245,9 +246,11 @@ def _drifted(release: str, bodies: _Bodies, variant: Variant) -> Match:
     found = bodies.of(variant)
     kept, drifted = bodies.standing(variant)
     first, why = next(iter(drifted.items()))
+    breaches = {target: said for target in drifted if (said := bodies.breach(variant, target))}
     relied = "" if first in variant.targets else ", which the patch relies on"
     more = f" (and {len(drifted) - 1} more)" if len(drifted) > 1 else ""
-    reason = f"{release} differs at {first}{relied}{more}: {why}"
+    broken = f", and it breaks its contract: {breaches[first]}" if first in breaches else ""
+    reason = f"{release} differs at {first}{relied}{more}: {why}{broken}"
     cause = bodies.problems[first].cause if found[first] == GONE else "changed"
     if cause == "changed" and not bodies.pins:
         cause, reason = "unpinned", f"no release is pinned, so no body of {release} is known"
@@ -258,6 +261,7 @@ def _drifted(release: str, bodies: _Bodies, variant: Variant) -> Match:
         found,
         drifted,
         kept,
+        breaches,
         bodies.signatures_fit(variant, found, kept),
         cause,
     )
