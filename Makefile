@@ -78,6 +78,7 @@ integration: env  ## shim in workers of a real Ray, which is installed for it, a
 
 bench: env  ## all benchmarks, as ratios
 	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/audit.py
 	$(BIN)/python benchmarks/workers.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/packed_roll.py

@@ -10,9 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from audit_cases import check_markdown
 
+from shim._matrix.load import load_matrix
+from shim._tools.audit import VERDICTS
 from shim._tools.cli import _parser
 from shim.testing import EVERYDAY, EVERYDAY_PAIRS, RELEASES, TE_RELEASES, cache_dir, environment, fetch
+from shim.testing.releases import FetchError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PATIENCE = 120  # seconds
@@ -45,6 +49,7 @@ for arguments in (["status"], ["status", "--json"]):
     done.append([out.getvalue(), code])
 print(json.dumps(done))
 """
+PATCHES = load_matrix(pins=False).patches
 COMMANDS = {
     "list": [[]],
     "plan": [["--require", "mtp-packed-sequences", "--strict", "--on-drift", "error"]],
@@ -60,8 +65,9 @@ def known(command):
 
 
 def run_all(commands, directories):
-    """The results of the command lines, each twice, as text and with --json."""
-    both = [[*arguments, *flag] for arguments in commands for flag in ([], ["--json"])]
+    """The results of the command lines, each as text and with --json; of audits in Markdown, too."""
+    both = [[*arguments, *flag] for arguments in commands for flag in ([], ["--json"], ["--markdown"])]
+    both = [arguments for arguments in both if arguments[0] == "audit" or arguments[-1] != "--markdown"]
     done = subprocess.run(
         [sys.executable, "-c", DRIVER],
         input=json.dumps(both),
@@ -76,6 +82,34 @@ def run_all(commands, directories):
         assert out, arguments
         if "--json" in arguments:
             json.loads(out)
+        if "--markdown" in arguments:
+            check_markdown(out)
+    return found
+
+
+def audited_by(arguments):
+    """What a command line audits, in whatever format. () for another command."""
+    return tuple(a for a in arguments[1:] if a not in ("--json", "--markdown")) if arguments[0] == "audit" else ()
+
+
+def audits_of(ran):
+    """What the audits found, by what was audited. Exit code and `clean` say the same; every patch has its verdict."""
+    found = {}
+    for arguments, code, out, err in ran["done"]:
+        if arguments[0] == "audit":
+            # A download for a diff is announced.
+            assert code in (0, 1) and not [x for x in err.splitlines() if "fetching" not in x], (arguments, out, err)
+        if arguments[0] == "audit" and "--json" in arguments:
+            audited = found[audited_by(arguments)] = json.loads(out)
+            assert audited["clean"] is (code == 0), (arguments, out)
+            here = set(audited["audited"])
+            assert {id for id, entry in PATCHES.items() if entry.distribution in here} <= set(audited["patches"])
+            for id, patch in audited["patches"].items():
+                assert patch["verdict"] in VERDICTS and patch["reason"], (arguments, id)
+                amiss = patch["verdict"] in ("drifted", "gone")
+                assert patch["differences"] or not amiss, (arguments, id)
+                assert all(d["diff"] or not d["nearest"] for d in patch["differences"]), (arguments, id)
+                assert not (amiss and audited["clean"]), (arguments, id)
     return found
 
 
@@ -103,25 +137,22 @@ def test_every_command_that_imports_nothing(cell, tmp_path):
     commands = [[command, *more] for command, ways in COMMANDS.items() if known(command) for more in ways]
     commands += [["pin", "--lock", lock], ["plan", "--lock", lock]]
     commands += [["audit", target] for target in (*found, *(map(str, found.values()) if cell in BY_PLACE else ()))]
-    commands += [["audit", "--markdown", next(iter(found))]]
-    ran = run_all(commands, found.values())
-    lost = {
-        arguments[1]
-        for arguments, _, out, _ in ran["done"]
-        if arguments[0] == "audit" and "--json" in arguments and "transformer" in arguments[1]
-        if any(name["newly"] for name in json.loads(out)["lost_names"])
-    }
+    pairs = [["audit", one, "--with", other] for one in found for other in found if one != other]
+    ran = run_all([*commands, *pairs], found.values())
+    audits = audits_of(ran)
+    lost = {target for target, audited in audits.items() if any(name["newly"] for name in audited["lost_names"])}
     for arguments, code, out, err in ran["done"]:
-        expected = 1 if arguments[0] == "audit" and arguments[1] in lost else 0
-        assert (code, err) == (expected, ""), (arguments, out, err)
+        assert (code, err) == (1 if audited_by(arguments) in lost else 0, ""), (arguments, out, err)
     assert not ran["torch"]
-    audits = [
-        json.loads(out) for arguments, _, out, _ in ran["done"] if arguments[0] == "audit" and "--json" in arguments
-    ]
-    for audited in audits:
-        assert audited["clean"] or any(name["newly"] for name in audited["lost_names"])
+    for target, audited in audits.items():
+        assert audited["clean"] or target in lost
         verdicts = {id: patch["verdict"] for id, patch in audited["patches"].items()}
-        assert set(verdicts.values()) <= {"apply", "upstream"}, verdicts
+        judged = {verdict for id, verdict in verdicts.items() if verdict != "not-installed"}
+        assert judged <= {"apply", "upstream"}, (target, verdicts)
+        # Without the other release, what is not judged is of the other distribution.
+        aside = {id for id, verdict in verdicts.items() if verdict == "not-installed"}
+        assert not (aside and "--with" in target)
+        assert all(PATCHES[id].distribution not in audited["audited"] for id in aside)
     planned = next(
         json.loads(out) for arguments, _, out, _ in ran["done"] if arguments[0] == "plan" and "--json" in arguments
     )
@@ -129,6 +160,60 @@ def test_every_command_that_imports_nothing(cell, tmp_path):
     absent = set() if "+" in cell else {id for id in actions if id.startswith("te-")}
     assert {id for id, action in actions.items() if action == "not-installed"} == absent
     assert set(actions.values()) <= {"apply", "upstream", "not-installed"}, actions
+    for target, audited in audits.items():
+        if "--with" in target:  # the pair that is installed here, and the plan for it is the truth
+            verdicts = {id: patch["verdict"] for id, patch in audited["patches"].items()}
+            assert verdicts.items() <= actions.items(), target
+
+
+def unsupported(*names):
+    """Releases and commits that nobody supports, where their sources are at hand or can be fetched."""
+    for name in names:
+        try:
+            fetch(name)
+        except FetchError as error:
+            pytest.skip(f"no sources of megatron-core {name}: {str(error).splitlines()[0]}")
+    return names
+
+
+# Their bodies are known or not, in whatever mixture; commits are main, dev, and what trainers pin.
+CANDIDATES = ["0.14.0rc0", "0.14.0rc1", "0.15.0rc7", "0.16.0rc0.dev132713"]
+COMMITS = ["d98e8a64dd", "d48bd6be0a", "71e418ea7d", "14346b65a2", "2a75ac12c5", "1dcf0dafa8"]
+OTHERS = [*CANDIDATES, *COMMITS] if len(CELLS) == len(EVERY) else [CANDIDATES[0], COMMITS[0]]
+
+
+@pytest.mark.parametrize("release", OTHERS)
+def test_audits_of_what_nobody_supports(release):
+    """By name, alone and beside a Transformer Engine. Nothing fails but what the verdicts say."""
+    [name] = unsupported(release)
+    te = f"transformer-engine=={TE_RELEASES[-1]}"
+    audits = audits_of(run_all([["audit", f"=={name}"], ["audit", f"=={name}", "--with", te]], []))
+    assert len(audits) == 2
+    for audited in audits.values():
+        assert audited["audited"]["megatron-core"]["version"]
+        assert {patch["distribution"] for patch in audited["patches"].values()} == {"megatron-core"}
+        assert set(audited["patches"]) == {id for id, e in PATCHES.items() if e.distribution == "megatron-core"}
+
+
+@pytest.mark.parametrize("release", TE_RELEASES if len(CELLS) == len(EVERY) else TE_RELEASES[-1:])
+def test_main_beside_a_source_tree_of_transformer_engine(release, bare, tmp_path):
+    """On one path without metadata: audit, plan and status of a tree that nobody has released."""
+    unsupported(COMMITS[0])
+    engine = tmp_path / "engine"
+    engine.mkdir()
+    (engine / "transformer_engine").symlink_to(fetch(release, "transformer-engine") / "transformer_engine")
+    trees = [fetch(COMMITS[0]), engine]
+    one, other = map(str, trees)
+    commands = [["audit", one], ["audit", one, "--with", other], ["audit", other, "--with", one]]
+    ran = run_all([["plan"], *commands], trees)
+    audits = audits_of(ran)
+    assert len(audits) == len(commands)
+    [planned] = [json.loads(out) for arguments, _, out, _ in ran["done"] if arguments == ["plan", "--json"]]
+    for target, audited in audits.items():
+        if "--with" in target:
+            for id, patch in audited["patches"].items():
+                action = planned["patches"][id]["action"]
+                assert action == ("drifted" if patch["verdict"] == "gone" else patch["verdict"]), id
 
 
 def test_every_command_knows_its_place_here():
@@ -158,7 +243,7 @@ def test_source_trees_without_metadata(bare):
         }
         found = {patch["action"] for patch in patches["plan"].values()}
         assert found <= {"apply", "upstream"}, patches["plan"]
-        assert {patch["verdict"] for patch in patches["audit"].values()} <= {"apply", "upstream"}
+        assert {patch["verdict"] for patch in patches["audit"].values()} <= {"apply", "upstream", "not-installed"}
 
 
 def test_a_wheel():
