@@ -3,7 +3,7 @@
     python benchmarks/audit.py [--target DIR] [--runs N]
 
 Whole processes run alternately, as in startup.py; user and system time come from the operating system. DIR is a source
-tree that shim has no pins for, so that many patches have a diff; by default a commit of main, if its sources are at hand.
+tree that shim has no pins for, so that many patches have a diff; by default a commit of main, if that is at hand.
 The other side is what everybody pays who looks at all of megatron-core: a fresh interpreter that parses each file.
 """
 

@@ -21,8 +21,8 @@ from shim._releases.detect import (
     version_in_package_info,
 )
 from shim._releases.files import read_beginning
+from shim._releases.git_commits import is_bare, open_commit
 from shim._releases.packed import JoinedSources, PackedSources, inner_path
-from shim._releases.repositories import is_bare, open_commit
 from shim._releases.sources import Sources
 from shim._releases.tarballs import COMMIT, is_tarball, open_tarball
 from shim._releases.versions import parse_version

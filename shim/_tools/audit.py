@@ -15,13 +15,14 @@ from packaging.version import Version
 
 from shim._errors import ShimError, SourceError
 from shim._matrix.model import Matrix, PatchEntry, Variant
-from shim._planning.match import Match, match
+from shim._planning.match import GONE, Match, match
 from shim._record import replace
 from shim._releases.detect import DISTRIBUTIONS, Environment, Installed
 from shim._releases.fingerprint import definitions, fingerprint, split_target
 from shim._releases.sources import Sources
 from shim._releases.trees import Fetch, Tree, beside
 from shim._te.names import LostName, lost_names
+from shim._tools.audit_contracts import judged
 
 __all__ = ["Audit", "Difference", "Finding", "audit"]
 
@@ -45,14 +46,14 @@ CANDIDATES = 3  # known bodies to fetch in order to find the nearest one
 
 @dataclass(frozen=True)
 class Difference:
-    """An unknown body: the reason, and a diff from the nearest known body."""
+    """An unknown body: the reason, a diff from the nearest known body, and what its contract says."""
 
     target: str
     bound: bool  # True for a target of the patch, False for a read
     why: str
     nearest: str = ""  # the release that the diff starts from
     diff: tuple[str, ...] = ()
-    contract: str = ""  # what the patch needs of this body, and whether the body keeps it; "" where nothing is known
+    contract: str = ""  # "kept: ...", "broken: ...", or "none, ..." (see judged); "" for a body that cannot be read
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -82,6 +83,11 @@ class Finding:
         """The verdict for people."""
         return VERDICTS.get(self.verdict, self.verdict)
 
+    @property
+    def amiss(self) -> bool:
+        """Whether somebody has to look at it."""
+        return self.verdict not in FINE
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "kind": self.kind,
@@ -109,7 +115,7 @@ class Audit:
     @property
     def clean(self) -> bool:
         """Whether no patch has drifted or lost a target, and no name is newly lost (see LostName)."""
-        amiss = any(finding.verdict not in FINE for finding in self.findings)
+        amiss = any(finding.amiss for finding in self.findings)
         return not amiss and not any(name.newly for name in self.lost)
 
     def to_dict(self) -> dict[str, Any]:
@@ -185,17 +191,21 @@ def _finding(entry: PatchEntry, environment: Environment, matrix: Matrix, known:
     newest = known.in_newest(entry)
     if found.state == "out-of-range" and newest and known.newer(entry, version):
         return _without_targets(entry, entry.variants[newest], environment)
-    if not found.drifted:
-        return Finding(entry.id, entry.kind, entry.distribution, found.state, found.reason, found.variant)
-    variant = entry.variants[found.variant or ""]
+    variant = entry.variants[found.variant] if found.variant else None
+    reasons = {**found.kept, **found.drifted}
     differences = []
     gone = False
-    for target, why in found.drifted.items():
+    for target in variant.bodies if variant is not None else ():
+        if variant is None or target not in reasons:
+            continue
         body = variant.inherits(target) or target
         text = _body(sources, body)
         gone = gone or (target in variant.targets and not (_there(sources, body) and _there(sources, _owner(target))))
         nearest, diff = ("", ()) if text is None else known.nearest(entry, target, found, text, version)
-        differences.append(Difference(target, target in variant.targets, why, nearest, diff))
+        readable = found.fingerprints[target] != GONE
+        contract = judged(sources, variant, target, target in found.kept) if readable else ""
+        why = reasons[target].removesuffix(f", and it breaks its contract: {contract.partition(': ')[2]}")
+        differences.append(Difference(target, target in variant.targets, why, nearest, diff, contract))
     verdict = "gone" if gone and found.state == "drifted" else found.state
     return Finding(entry.id, entry.kind, entry.distribution, verdict, found.reason, found.variant, tuple(differences))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 
 from shim._tools.audit import Audit, Difference
 
@@ -20,8 +21,11 @@ def as_text(found: Audit) -> str:
     for finding in found.findings:
         lines.append(f"  {finding.words:<17} {finding.id}: {_one_line(finding.reason)}")
         for difference in finding.differences:
-            lines += [f"    {_role(difference)} {difference.target}: {_one_line(_why(difference))}"]
-            lines += [f"      {line}" for line in difference.diff]
+            # Of a body that keeps its contract one line is enough here. Markdown folds it up, and JSON has it all.
+            kept = difference.contract.startswith("kept")
+            why = _why(replace(difference, contract="kept") if kept else difference)
+            lines += [f"    {_role(difference)} {difference.target}: {_one_line(why)}"]
+            lines += [f"      {line}" for line in (() if kept else difference.diff)]
     lines += [f"  lost name: {name}" for name in found.lost]
     lines += [f"  ! {note}" for note in found.notes]
     return "\n".join(lines)
@@ -65,7 +69,7 @@ def _role(difference: Difference) -> str:
 
 def _why(difference: Difference) -> str:
     start = f" (from {difference.nearest})" if difference.nearest else ""
-    return f"{difference.why}{start}" + (f"; {difference.contract}" if difference.contract else "")
+    return f"{difference.why}{start}" + (f"; contract {difference.contract}" if difference.contract else "")
 
 
 def _one_line(text: str) -> str:

@@ -14,10 +14,9 @@ from shim._matrix.load import load_matrix
 from shim._planning import match as _match
 from shim._releases.trees import open_tree
 from shim._te import names as _wanted
-from shim._tools.audit import FINE, VERDICTS, Difference, Finding, audit
+from shim._tools.audit import FINE, VERDICTS, Finding, audit
 from shim._tools.audit_report import as_markdown, as_text
 
-ROLL = "megatron.core.roll:roll"
 # roll-fix is needed beside Transformer Engine 2.2 and later; a patch of Transformer Engine comes with it.
 BOTH = (
     MATRIX.replace('<0.17.0.dev0", variant', '<0.17.0.dev0", transformer-engine: ">=2.2.dev0", variant')
@@ -186,13 +185,3 @@ def test_a_verdict_without_words_is_printed_and_not_fine(examine):
         odd
     )
     assert not odd.clean
-
-
-def test_what_a_contract_says_stands_beside_the_reason(examine):
-    """In every format."""
-    found = examine("==0.16.0")
-    difference = Difference(ROLL, True, "its body has changed", "0.16.0", contract="kept: it calls helper")
-    kept = replace(found, findings=(replace(of(found), differences=(difference,)),))
-    said = "its body has changed (from 0.16.0); kept: it calls helper"
-    assert said in as_text(kept) and said in as_markdown(kept)
-    assert kept.to_dict()["patches"]["roll-fix"]["differences"][0]["contract"] == "kept: it calls helper"

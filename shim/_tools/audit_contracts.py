@@ -1,0 +1,47 @@
+"""What an audit says about the contract of a body that nobody has seen: kept or broken, and what it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shim._matrix.model import Needs, Variant
+from shim._planning.contract import breach
+from shim._releases.sources import Sources
+
+__all__ = ["NONE", "judged"]
+
+NONE = "none, so the body must be known"
+PHRASE_LIMIT = 100  # characters
+
+
+def judged(sources: Sources, variant: Variant, target: str, kept: bool) -> str:
+    """``kept: ...`` with what the contract asks for, ``broken: ...`` with what is amiss, NONE where there is none."""
+    needs = variant.needs.get(target)
+    if needs is None:
+        return NONE
+    if kept:
+        return f"kept: it {'; it '.join(_asked(needs))}"
+    return f"broken: {breach(sources, variant.inherits(target) or target, needs)}"
+
+
+def _asked(needs: Needs) -> Iterator[str]:
+    """What the contract asks for, as what a body does that keeps it. Other decorators are never allowed."""
+    taken = list(dict.fromkeys((*needs.first, *needs.parameters)))
+    if needs.exact:
+        also = f", at most {', '.join(needs.also)} more" if needs.also else ""
+        yield f"takes {', '.join(taken)} and nothing else{also}" if taken else f"takes nothing{also}"
+    elif taken:
+        yield f"takes {', '.join(taken)}"
+    if needs.decorators:
+        yield f"has {_listed(needs.decorators, '@')}"
+    if needs.has:
+        yield f"has {_listed(needs.has)}"
+    if needs.lacks:
+        yield f"lacks {_listed(needs.lacks)}"
+    if needs.returns:
+        yield f"returns only {_listed(needs.returns)}"
+
+
+def _listed(phrases: tuple[str, ...], before: str = "") -> str:
+    shown = (" ".join(phrase.split()) for phrase in phrases)
+    return ", ".join(f"`{before}{p if len(p) <= PHRASE_LIMIT else p[:PHRASE_LIMIT] + '...'}`" for p in shown)
