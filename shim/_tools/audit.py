@@ -204,8 +204,7 @@ def _finding(entry: PatchEntry, environment: Environment, matrix: Matrix, known:
         nearest, diff = ("", ()) if text is None else known.nearest(entry, target, found, text, version)
         readable = found.fingerprints[target] != GONE
         contract = judged(sources, variant, target, target in found.kept) if readable else ""
-        why = reasons[target].removesuffix(f", and it breaks its contract: {contract.partition(': ')[2]}")
-        differences.append(Difference(target, target in variant.targets, why, nearest, diff, contract))
+        differences.append(Difference(target, target in variant.targets, reasons[target], nearest, diff, contract))
     verdict = "gone" if gone and found.state == "drifted" else found.state
     return Finding(entry.id, entry.kind, entry.distribution, verdict, found.reason, found.variant, tuple(differences))
 
