@@ -19,7 +19,7 @@ from shim._matrix.model import UPSTREAM, Matrix, Mended, Needs, PatchEntry, Pinn
 __all__ = ["FILE", "read_compiled", "render_compiled"]
 
 FILE = Path(__file__).with_name("matrix.json")
-FORMAT = 6  # raise it with every change of the file's form or of the records in it
+FORMAT = 7  # raise it with every change of the file's form or of the records in it
 
 
 def render_compiled(matrix: Matrix, digest: str) -> str:
@@ -44,7 +44,9 @@ def render_compiled(matrix: Matrix, digest: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON does not know: a set becomes a sorted list, and a record a mapping."""
+    """What JSON does not know: a set becomes a sorted list, and a record a mapping. Contracts become text."""
+    if isinstance(value, Variant):
+        return {**value.to_plain(), "needs": json.dumps(dict(value.needs), default=_plain, separators=(",", ":"))}
     return sorted(value) if isinstance(value, frozenset) else value.to_plain()
 
 
@@ -103,8 +105,34 @@ def _variant(given: Mapping[str, Any]) -> Variant:
     texts = {name: tuple(given[name]) for name in ("targets", "reads")}
     flags = {name: frozenset(given[name]) for name in ("optional", "added", "alone", "wraps")}
     reached_by = {target: tuple(methods) for target, methods in given["reached_by"].items()}
-    needs = {body: _needs(contract) for body, contract in given["needs"].items()}
-    return Variant(**{**given, **texts, **flags, "reached_by": reached_by, "needs": needs})
+    return Variant(**{**given, **texts, **flags, "reached_by": reached_by, "needs": _Contracts(given["needs"])})
+
+
+class _Contracts(Mapping[str, Needs]):
+    """Contracts that are parsed on first use. A plan on a known release does not use them."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    @cached_property
+    def _read(self) -> dict[str, Needs]:
+        return {body: _needs(contract) for body, contract in json.loads(self._text).items()}
+
+    def __getitem__(self, body: str) -> Needs:
+        return self._read[body]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read)
+
+    def __len__(self) -> int:
+        return len(self._read)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, _Contracts):
+            return self._text == other._text
+        return self._read == other
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _needs(given: Mapping[str, Any]) -> Needs:
