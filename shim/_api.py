@@ -145,6 +145,7 @@ def apply(
     require: patch ids. NotMetError, with nothing applied, where one of them is neither applied nor upstream.
     strict: NotMetError where a correctness patch has drifted or is in conflict.
     on_drift: "skip" leaves a drifted patch out, "error" raises, "apply" applies it where the signature still fits.
+        "known" is as "skip", but contracts do not count: a body that nobody has seen is drifted.
     options: {patch id: {option: value}}, each of the type and in the range that `shim explain ID` shows.
     matrix: another version_matrix.yaml. None: the one that ships with shim.
     lock: a lock file, or None.

@@ -84,7 +84,7 @@ MEANINGS = {
         "the reason names, and mark it with `shim.compatible` if it is right.",
     ),
     "drifted": (
-        "A body that the patch binds or relies on is unknown, or cannot be read.",
+        "A body that the patch binds or relies on cannot be read, or is unknown and keeps no contract.",
         "Update megatron-shim, or report it with the output of `shim audit`. "
         '`on_drift="apply"` applies the patch where the signature still fits.',
     ),
