@@ -105,7 +105,8 @@ def _instead(target: str) -> str:
         return f"a release of megatron-core is named =={target}"
     if re.fullmatch(r"[0-9a-f]{7,40}|main|dev|(?:core_)?v?[0-9]\S*|core_\S+", target):
         return f"a commit, branch or tag is named beside its git directory: shim audit DIRECTORY --ref {target}"
-    return f"name {FORMS}"
+    there = "there is no such file; " if re.search(r"/|\.(whl|zip|tar|t?gz)$", target) else ""
+    return f"{there}name {FORMS}"
 
 
 def _release(target: str, name: str, release: str, fetch: Fetch) -> Tree:

@@ -5,12 +5,14 @@ One process for each set of releases runs all commands but `run` in turn, as tex
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
-from audit_cases import check_markdown
+from audit_cases import check_markdown, commit, git
 
 from shim._matrix.load import load_matrix
 from shim._tools.audit import VERDICTS
@@ -246,12 +248,30 @@ def test_source_trees_without_metadata(bare):
         assert {patch["verdict"] for patch in patches["audit"].values()} <= {"apply", "upstream", "not-installed"}
 
 
-def test_a_wheel():
-    """Nothing of it is unpacked."""
-    fetch("0.19.2")
+def test_a_release_in_every_form(tmp_path):
+    """A wheel, an sdist, the archive of a repository, a directory or a commit of it: the same findings."""
+    source = fetch("0.19.2") / "megatron"
     [wheel] = (cache_dir() / "megatron-core" / "wheels").glob("*-0.19.2-*.whl")
-    for arguments, code, out, err in run_all([["audit", str(wheel)]], [])["done"]:
-        assert (code, err) == (0, ""), (arguments, out, err)
+    checkout = tmp_path / "checkout"
+    shutil.copytree(source, checkout / "megatron", ignore=shutil.ignore_patterns("*.so", "*.pyc"))
+    (checkout / "megatron/core/transformer/mlp.py").open("a").write("\n# a comment counts for nothing\n")
+    with tarfile.open(tmp_path / "sdist.tar.gz", "w:gz", compresslevel=1) as archive:
+        archive.add(checkout, "megatron_core-0.19.2")
+    shutil.make_archive(str(tmp_path / "main"), "zip", tmp_path, "checkout")
+    targets = [[str(place)] for place in (checkout, wheel, tmp_path / "sdist.tar.gz", tmp_path / "main.zip")]
+    if shutil.which("git"):
+        git(checkout, "init", "-q")
+        commit(checkout)
+        shutil.rmtree(checkout / "megatron" / "core" / "transformer")
+        targets = [[str(checkout), "--ref", "HEAD"], *targets[1:]]
+    ran = run_all([["audit", *target] for target in targets], [])
+    audits = audits_of(ran)
+    assert len(audits) == len(targets)
+    assert {code for _, code, _, _ in ran["done"]} == {0} and {err for _, _, _, err in ran["done"]} == {""}
+    first, *others = [
+        (audited["patches"], audited["audited"]["megatron-core"]["version"]) for audited in audits.values()
+    ]
+    assert all(other == first for other in others)
 
 
 def test_status_and_run():

@@ -316,7 +316,8 @@ def test_a_checkout_of_transformer_engine_says_its_version_in_a_file(examine, tm
         ("git@example.org:a/b", "no URL is fetched"),
         ("", "nothing to audit at ''"),
         ("a\0b", "name a release .*, a wheel, an sdist .* or a directory"),
-        ("/gone", "name a release"),
+        ("/gone", "there is no such file; name a release"),
+        ("megatron_core-0.20.0.tar.gz", "there is no such file; name a release"),
         ("/dev/null", "name a release"),
     ],
 )
