@@ -1,14 +1,16 @@
 """Activation recompute of layers with adapters behind frozen embeddings.
 
-What is wrong (0.12 to 0.19): if the base weights are frozen, as under LoRA, the embeddings require no gradient.
+What is wrong (0.12 to 0.20): if the base weights are frozen, as under LoRA, the embeddings require no gradient.
 - The output of a checkpoint requires a gradient only if an input does. With recompute_granularity="full" no layer of
   the decoder gets one. Adapters in the decoder silently do not train. If all adapters are there, backward raises.
 - With recompute_modules=["layernorm"] the norms in front of the first adapter save nothing for their recompute, and
-  backward raises a TypeError.
+  backward raises a TypeError (StopIteration in 0.20).
+- 0.20 has hyper connections. With recompute_modules=["mhc"] those in front of the first adapter are recomputed in the
+  same way, and backward raises StopIteration, if they are frozen too.
 
 The patch makes the hidden states [s, b, h] that enter a block require a gradient, if none is required yet, the block
-has trainable weights, and layers or norms are recomputed. Trainers whose hook makes the embeddings require a gradient
-see no change.
+has trainable weights, and layers, norms or frozen hyper connections are recomputed. Trainers whose hook makes the
+embeddings require a gradient see no change.
 
 Upstream: open. Delete when TransformerBlock does so itself.
 
@@ -37,11 +39,11 @@ FUNCTION = "megatron.core.recompute:checkpointed_forward"
 
 def _checkpointed_forward(original: Function) -> Function:
     """Runs under full recompute only."""
-    return _from_trained_states(original, lambda config: True)
+    return _from_trained_states(original, lambda block: True)
 
 
 def _forward(original: Function) -> Function:
-    return _from_trained_states(original, _recomputes_norms)
+    return _from_trained_states(original, _discards_first_outputs)
 
 
 def _from_trained_states(original: Function, recomputes: Callable[[Any], bool]) -> Function:
@@ -52,15 +54,22 @@ def _from_trained_states(original: Function, recomputes: Callable[[Any], bool]) 
         block, states = args[0], states_of(args, kwargs)
         # No tensor: inference wraps the states, and later pipeline stages get none here.
         begins = isinstance(states, torch.Tensor) and not states.requires_grad and torch.is_grad_enabled()
-        if begins and recomputes(block.config) and _trains(block):
+        if begins and recomputes(block) and _trains(block):
             args, kwargs = put_states(args, kwargs, states.detach().requires_grad_())
         return original(*args, **kwargs)
 
     return forward
 
 
-def _recomputes_norms(config: Any) -> bool:
-    return config.recompute_granularity == "selective" and "layernorm" in (config.recompute_modules or ())
+def _discards_first_outputs(block: Any) -> bool:
+    """Whether the first modules of the block are recomputed by CheckpointWithoutOutput, and need a gradient for it."""
+    config = block.config
+    modules = (config.recompute_modules or ()) if config.recompute_granularity == "selective" else ()
+    if "layernorm" in modules or "mhc" not in modules:
+        return "layernorm" in modules
+    # A hyper connection hands what it has computed with its weights to the checkpoint, so trained ones are enough.
+    first = getattr(block.layers[0], "self_attention_hyper_connection", None)
+    return first is None or not any(weight.requires_grad for weight in first.parameters())
 
 
 def _trains(block: Any) -> bool:
@@ -118,7 +127,7 @@ def probe(module: Any, method: str, models: list[Any]) -> bool | str:
     """Runs one layer behind states that require no gradient. See docs/patch-modules.md."""
     config = module.config
     full = config.recompute_granularity == "full"
-    if not (full or _recomputes_norms(config)) or {w.requires_grad for w in module.parameters()} != {True, False}:
+    if not (full or _discards_first_outputs(module)) or {w.requires_grad for w in module.parameters()} != {True, False}:
         return True  # nothing is recomputed, or nothing is frozen, or nothing is trained
     device = device_of(module)
     layer = _Layer(device)

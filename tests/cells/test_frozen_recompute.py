@@ -1,7 +1,12 @@
 """frozen-recompute: adapters behind frozen embeddings are trained under full recompute, to the bit as without it."""
 
+import contextlib
+from importlib.util import find_spec
+
 import pytest
 import torch
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.tensor_parallel import random
 from recompute_cases import share_storage_in_python
 
 import shim
@@ -83,6 +88,8 @@ def test_states_that_require_a_gradient_already_are_handed_on():
 NORMS = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
 # From 0.13 stock needs Transformer Engine or the other patch for it.
 WITH_NORMS = [ID, "fp8-fp4-recompute"]
+# What a recompute raises that takes an argument and finds none.
+NOTHING_SAVED = StopIteration if hasattr(random, "_load_args_from_ctx") else TypeError
 
 
 @pytest.fixture
@@ -92,10 +99,73 @@ def share_storage_is_python(monkeypatch):
 
 def test_adapters_behind_recomputed_norms_get_the_same_gradients(share_storage_is_python):
     plain = testing.run_packed(adapted(), row())
-    with shim.patched(only=WITH_NORMS[1:]), pytest.raises(TypeError, match="missing 1 required"):
+    with shim.patched(only=WITH_NORMS[1:]), pytest.raises(NOTHING_SAVED):
         testing.run_packed(adapted(**NORMS), row())
     with shim.patched(only=WITH_NORMS, require=WITH_NORMS):
         assert equal_bits(testing.run_packed(adapted(**NORMS), row()), plain)
         model = testing.build_gpt(mtp_num_layers=None, **NORMS).requires_grad_(False)
         assert not hidden_states_of(model).requires_grad
     assert len(plain.grads) == 16
+
+
+# Hyper connections, from 0.20. A model gets them by a specification of its own.
+
+needs_mhc = pytest.mark.skipif(
+    find_spec("megatron.core.transformer.hyper_connection") is None, reason="this release has no hyper connections"
+)
+MHC = {"recompute_granularity": "selective", "recompute_modules": ["mhc"]}
+MHC_METHODS = [MHC, {**MHC, "recompute_modules": ["mhc", "layernorm"]}, {**MHC, "mhc_recompute_layer_num": 1}]
+
+
+@pytest.fixture
+def hyper_connections(monkeypatch, share_storage_is_python):
+    """All layers that are built have hyper connections. They run as written, because to compile them takes a minute."""
+    from megatron.core.transformer.hyper_connection import HyperConnectionModule
+    from megatron.core.transformer.transformer_layer import HyperConnectionTransformerLayer
+
+    plain = gpt_layer_specs.get_gpt_layer_local_spec
+
+    def with_them(*args, **kwargs):
+        spec = plain(*args, **kwargs)
+        spec.module = HyperConnectionTransformerLayer
+        spec.submodules.self_attention_hyper_connection = HyperConnectionModule
+        spec.submodules.mlp_hyper_connection = HyperConnectionModule
+        return spec
+
+    monkeypatch.setattr(gpt_layer_specs, "get_gpt_layer_local_spec", with_them)
+    monkeypatch.setattr(torch.cuda.nvtx, "range", lambda name: contextlib.nullcontext())
+    with torch._dynamo.config.patch(disable=True):
+        yield
+
+
+def connected(trained=False, **options):
+    model = adapted(enable_mhc_connections=True, **options)
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(weight.requires_grad or (trained and "hyper_connection" in name))
+    return model
+
+
+@needs_mhc
+@pytest.mark.parametrize("method", MHC_METHODS, ids=["mhc", "mhc and norms", "each layer"])
+def test_adapters_behind_recomputed_hyper_connections_get_the_same_gradients(method, hyper_connections):
+    plain = testing.run_packed(connected(), row())
+    with shim.patched(only=WITH_NORMS[1:]), pytest.raises(NOTHING_SAVED):
+        testing.run_packed(connected(**method), row())
+    with shim.patched(only=WITH_NORMS, require=WITH_NORMS):
+        model = connected(**method)
+        assert equal_bits(testing.run_packed(model, row()), plain)
+        assert shim.check(model)[ID].state == "applied"
+    assert len(plain.grads) == 16
+
+
+@needs_mhc
+def test_behind_trained_hyper_connections_stock_is_right_and_nothing_changes(hyper_connections):
+    """The embeddings get no gradient, which would cost a backward pass of the first connections."""
+    plain, required = testing.run_packed(connected(trained=True), row()), []
+    for patches in (WITH_NORMS[1:], WITH_NORMS):
+        with shim.patched(only=patches, require=patches):
+            model = connected(trained=True, **MHC)
+            first = model.decoder.layers[0].self_attention_hyper_connection
+            first.register_forward_pre_hook(lambda _, inputs: required.append(inputs[0].requires_grad))
+            assert equal_bits(testing.run_packed(model, row()), plain)
+    assert required == [False, False]
