@@ -60,6 +60,14 @@ def without_output(function, x):
     return result
 
 
+def managed(function, x):
+    manager = random.CheckpointWithoutOutputManager()
+    checkpoint = random.CheckpointWithoutOutput(ckpt_manager=manager, retain_input_tensors=True)
+    result = checkpoint.checkpoint(function, x) * 1.0
+    manager.discard_all_outputs_and_register_unified_recompute(result)
+    return result
+
+
 def by_torch(function, x):
     return torch_checkpoint(function, x, use_reentrant=False)
 
@@ -69,6 +77,8 @@ def by_torch_reentrant(function, x):
 
 
 CHECKPOINTS = [by_megatron, without_output, by_torch, by_torch_reentrant]
+if hasattr(random, "CheckpointWithoutOutputManager"):  # from 0.20
+    CHECKPOINTS.append(managed)
 of_each_checkpoint = pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=lambda function: function.__name__)
 
 

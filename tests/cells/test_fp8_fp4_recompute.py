@@ -89,17 +89,48 @@ def without_output(probe, given):
     return result
 
 
+def managed(probe, given):
+    """Two in a row, from 0.20: a manager discards both outputs, and recomputes both in one hook."""
+    manager = random.CheckpointWithoutOutputManager()
+    first, second = (CheckpointWithoutOutput(ckpt_manager=manager) for _ in range(2))
+    middle = first.checkpoint(torch.cos, given)
+    output = second.checkpoint(probe, middle)
+    result = output.sin()
+    manager.discard_all_outputs_and_register_unified_recompute(result)
+    assert middle.untyped_storage().size() == output.untyped_storage().size() == 0
+    return result
+
+
+def retaining(probe, given):
+    """From 0.20: an output that shares the memory of an input stays, and an argument need not be a tensor."""
+    checkpoint = CheckpointWithoutOutput(retain_input_tensors=True)
+    shared, output = checkpoint.checkpoint(lambda x, factor: (x.view(-1), probe(x * factor)), given * 1, 0.5)
+    result = output.sin() + shared.view(3, 4).exp()
+    checkpoint.discard_output_and_register_recompute(result)
+    assert output.untyped_storage().size() == 0 and shared.untyped_storage().size() > 0
+    return result
+
+
+# What runs under a checkpoint, and the same without one.
+KINDS = {without_output: lambda probe, given: probe(given).sin()}
+if hasattr(random, "CheckpointWithoutOutputManager"):
+    KINDS[managed] = lambda probe, given: probe(given.cos()).sin()
+    KINDS[retaining] = lambda probe, given: probe(given * 0.5).sin() + given.exp()
+
+
 @needs_te
-def test_stock_fails_without_transformer_engine():
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_stock_fails_without_transformer_engine(kind):
     with pytest.raises(NameError, match="FP8GlobalStateManager"):
-        without_output(Probe(), torch.randn(3, 4, requires_grad=True))
+        kind(Probe(), torch.randn(3, 4, requires_grad=True))
 
 
-def test_without_output_everything_equals_the_plain_function(applied, one_rank):
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_without_output_everything_equals_the_plain_function(kind, applied, one_rank):
     probe, values = Probe(), torch.randn(3, 4)
-    plain = result_of(probe, lambda given: probe(given).sin(), values)
+    plain = result_of(probe, lambda given: KINDS[kind](probe, given), values)
     assert probe.calls == [True]
-    assert same(result_of(probe, lambda given: without_output(probe, given), values), plain)
+    assert same(result_of(probe, lambda given: kind(probe, given), values), plain)
     assert probe.calls == [True, False, True]
     assert len(plain) == 4 and all(value.abs().max() > 0 for value in plain)
 

@@ -27,6 +27,8 @@ TE = tuple(int(part) for part in version("transformer_engine").split(".")[:2])
 ALL = ["megatron", "engine", "not reentrant", "without output"]
 if TE < (2, 2):
     ALL.remove("not reentrant")  # its recompute is in no region: te-fp8-state leaves that as it is
+if hasattr(random, "CheckpointWithoutOutputManager"):  # from 0.20
+    ALL.append("managed")
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +73,12 @@ def run(kind, function, given):
         output = checkpoint.checkpoint(function, given)
         result = output * 1
         checkpoint.discard_output_and_register_recompute(result)
+        return result
+    if kind == "managed":
+        owner = random.CheckpointWithoutOutputManager()
+        output = tensor_parallel.CheckpointWithoutOutput(ckpt_manager=owner, retain_input_tensors=True)
+        result = output.checkpoint(function, given) * 1
+        owner.discard_all_outputs_and_register_unified_recompute(result)
         return result
     return distributed.checkpoint(lambda values: function(values), given, use_reentrant=kind == "engine")
 
@@ -142,7 +150,7 @@ def equal(a, b):
 @pytest.mark.parametrize("kind", ALL)
 def test_each_recompute_takes_the_scales_of_its_own_forward_pass(applied, kind):
     for order in ORDERS:
-        if order is twice and kind in ("without output", "not reentrant"):
+        if order is twice and kind in ("without output", "managed", "not reentrant"):
             continue  # they recompute once, and can do no second backward
         for training in (True, False):
             expected, found = gradients(None, order, training), gradients(kind, order, training)
