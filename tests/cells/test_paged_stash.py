@@ -446,6 +446,16 @@ def test_dropless_experts_without_host_pool_are_left_alone(applied, caplog):
     assert "nothing was stashed" in warning and "no spare rows" in warning
 
 
+def test_rows_of_a_rank_capacity_are_left_to_the_fused_operations(applied, caplog):
+    """From 0.20 other experts have them too, behind all tokens. Nobody tells such a forward how many there are."""
+    model = build(**DROPLESS)
+    for config in cases.configs(model):
+        config.moe_expert_rank_capacity_factor = 2.0
+    _, last = changing_nothing(model)
+    assert last.stashed == last.kept == 0 and last.pools == ()
+    assert "moe_expert_rank_capacity_factor" in warnings_in(caplog)[0]
+
+
 def test_a_capacity_factor_of_one_is_left_alone(applied, caplog):
     _, last = changing_nothing(build(moe_expert_capacity_factor=1.0))
     assert last.stashed == last.kept == 0 and last.pools == ()

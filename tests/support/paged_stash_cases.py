@@ -192,6 +192,13 @@ class OverBudgetOnce:
     def reset_over_budget(self):
         self.over_budget.zero_()
 
+    # From 0.20. HybridEP reports no capacity, and has no state to set up anew.
+
+    def check_required_capacity(self):
+        return None
+
+    def invalidate_ep_bootstrap(self): ...
+
 
 def run_twice(step, config, layer_config):
     """PagedStashRunner around `step` and a chunk with one MoE layer, which makes it run again; what `step` returned."""

@@ -1,13 +1,14 @@
 """A paged stash for the activations of experts that never corrupts gradients: shim.ops.PagedStash.
 
-What is wrong with upstream's stash (0.18, 0.19):
+What is wrong with upstream's stash (0.18 to 0.20):
 - It records the pipeline schedule in its first iteration and asserts the same schedule afterwards. Evaluation before
   training, another number of microbatches, a microbatch after the 999th, and an exception in an expert all end in an
   AssertionError.
 - One overflow spoils everything stashed before it. Only PagedStashRunner checks for overflow; in any other loop the
   gradients are silently wrong. The buffer is sized in tokens but spent in pages.
 - Tensors without Transformer Engine's marks are silently not stashed.
-- The runner repeats a step with other random numbers, and leaves the stash on in layers with a separate config.
+- The runner repeats a step with other random numbers. Up to 0.19 it leaves the stash on in layers with a separate
+  config.
 - Pipeline schedules cannot be imported without triton.
 
 The patch keeps upstream's functions and flags, and puts another stash behind them. In it every saved tensor owns its
@@ -17,12 +18,12 @@ are used. Experts without the fused operations are stashed too, if their buffers
 
 0.12.1 to 0.17 get the same stash as a backport. In those releases only moe_pad_expert_input_to_capacity makes oversized
 buffers. Without that flag only a host pool saves anything, and forward passes do not change. The patch reads the flags
-from the config if somebody has set them there, else from the options. The same holds for 0.18 and 0.19, where a field
+from the config if somebody has set them there, else from the options. The same holds from 0.18 on, where a field
 with its default value counts as not set. 0.12.0 does not pass the router's probabilities to the experts, so nobody can
 tell which rows are padding.
 
-Who calls what, in the order of one step. "Upstream" is what 0.18 and 0.19 call. Up to 0.17 only the three rows with a
-star exist. The methods on the right belong to ExpertStash (`experts`); each time the patch is applied it makes one:
+Who calls what, in the order of one step. "Upstream" is what releases from 0.18 on call. Up to 0.17 only the three rows
+with a star exist. The methods on the right belong to ExpertStash (`experts`), of which each apply() makes one:
 
     when                   upstream                              here
     ---------------------  ------------------------------------  --------------------------------------------------

@@ -34,6 +34,10 @@ HOST_FACTOR = "moe_paged_stash_buffer_size_factor_cpu"
 SIZES = "moe_paged_stash_page_size", "moe_paged_stash_buffer_size_factor_cuda", HOST_FACTOR
 COMPILED = "squared_relu", "quick_gelu", "fast_gelu"  # elementwise, with a finite backward at zero
 EXACT = "the experts' buffers have no spare rows (no moe_pad_expert_input_to_capacity), and there is no host pool"
+RANKED = (
+    "rows that moe_expert_rank_capacity_factor adds are known to the fused operations only, and there is no host pool"
+)
+WIRE = "moe_dispatch_fwd_dtype"
 
 
 class Settings(NamedTuple):
@@ -165,7 +169,9 @@ class ExpertStash:
         module = getattr(self._current, "module", None)
         settings = self.settings(module.config) if module is not None else self._settings or self.settings(None)
         weights = () if module is None else weights_of(module)
-        inputs = getattr(self._current, "inputs", ())
+        # What comes quantized from other ranks has its scales behind all rows, so it does not count as rows of values.
+        quantized = module is not None and getattr(module.config, WIRE, "bf16") != "bf16"
+        inputs = () if quantized else getattr(self._current, "inputs", ())
         expected = rows if expected is None else expected
         group = self.group(module, settings, rows, count, expected, inputs, weights, _marked)
         self._current.group = group
@@ -350,7 +356,7 @@ def cannot_gain(config: Any, settings: Settings) -> str:
     if settings.host_factor:
         return ""
     if not padded:
-        return EXACT
+        return EXACT if getattr(config, "moe_expert_rank_capacity_factor", None) is None else RANKED
     if config.moe_expert_capacity_factor <= 1.0:
         return f"moe_expert_capacity_factor={config.moe_expert_capacity_factor} leaves no rows to spare"
     return ""
