@@ -298,11 +298,14 @@ class _Known:
         versions = [self._matrix.version(entry.distribution, name) for name in order]
         place = len(order) if version is None else bisect_right(versions, version)
         ranked = sorted(enumerate(order), key=lambda item: abs(item[0] + 0.5 - place))
+        commits = self._matrix.commits.get(entry.distribution, {})
         bodies: dict[str, str] = {}
-        for _, release in ranked:
-            pin = pinned[release].get(entry.id)
-            if pin is not None and pin.variant in variants and target in pin.fingerprints:
-                bodies.setdefault(pin.fingerprints[target], release)
+        for _, name in ranked:
+            pin = pinned[name].get(entry.id)
+            body = "" if pin is None or pin.variant not in variants else pin.fingerprints.get(target, "")
+            # Of a release and a commit with one body the release: its wheel is smaller than a repository.
+            if body and (body not in bodies or (bodies[body] in commits and name not in commits)):
+                bodies[body] = name
         return list(bodies.values())
 
     def _open(self, distribution: str, release: str) -> Sources | None:

@@ -166,6 +166,28 @@ def test_of_releases_with_the_same_body_the_nearest_is_named(verdicts):
         assert differences.get(HELPER) == {"0.18.0": "0.17.0"}.get(nearest, nearest), version
 
 
+COMMIT = """
+commits:
+  megatron-core:
+    "0123456789":
+      commit: "0123456789012345678901234567890123456789"
+      version: "0.17.1.dev0"
+      date: "2026-08-22"
+      of: main
+"""
+
+
+@pytest.mark.parametrize(("text", "nearest"), [(REWORKED, "0.17.0"), (REWORKED.replace("shift", "by"), "0123456789")])
+def test_a_diff_begins_from_a_commit_only_where_no_release_has_its_body(world, verdicts, text, nearest):
+    """A wheel is fetched sooner than a repository. The header says what the commit is."""
+    megatron(world.root / "releases/0123456789", "0.17.1", {"roll.py": text})
+    world.pin(MATRIX.replace("\n\npatches:", f"\n{COMMIT}\npatches:", 1))
+    [roll] = verdicts(text.replace("return helper(x)", "return helper(x) + 1"), "0.17.2")["roll-fix"].differences
+    assert (roll.target, roll.nearest) == (ROLL, nearest)
+    shown = "commit 0123456789 (main of 2026-08-22)" if nearest == "0123456789" else nearest
+    assert roll.diff[0] == f"--- megatron-core {shown}"
+
+
 def test_a_body_of_another_release_is_compared_with_those_that_the_variant_has(verdicts):
     """It is known where it comes from; what it lacks here is the question, and a diff from itself would be empty."""
     [difference] = verdicts(BROKEN.replace("return roll(x)", "return roll(x, dims=0)"))["roll-fix"].differences
