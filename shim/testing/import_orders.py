@@ -34,6 +34,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from . import fork_server
+
 __all__ = ["ORDERS", "ImportOrders"]
 
 ORDERS = (
@@ -56,9 +58,10 @@ ORDERS = (
 
 _ALIASES = "shim_import_order_aliases"
 _CHILD = (
-    "import json, sys; case = json.load(sys.stdin); sys.path[:] = case.pop('path'); "
-    "from shim.testing.import_orders import _Child; _Child(**case).run()"
+    "import json, sys; case = json.load(sys.stdin); from shim.testing.import_orders import _Child; _Child(**case).run()"
 )
+_PATCHED = ("shim", "megatron", "transformer_engine", "transformer_engine_torch")
+_HELD = "the order held"  # a case that leaves before its end, with whatever exit status, does not say so
 
 
 @dataclass(frozen=True)
@@ -79,24 +82,36 @@ class ImportOrders:
     timeout: float = 300
 
     def run(self, order: str) -> None:
-        """Run one order in a new process with this one's sys.path and environment; AssertionError if it fails."""
+        """Run one order in a new process with this one's sys.path and environment; AssertionError if it fails.
+
+        Where processes can be forked, the first of them starts from nothing. Those after it share the installed modules
+        that the first one had loaded, such as torch: not shim, no package of a target, nothing that `setup` made, and
+        nothing that imports one of these. See `shim.testing.fork_server.run`.
+        """
         case = {
             "order": order,
-            "path": [entry or "." for entry in sys.path],
             "targets": list(self.targets),
             "apply": dict(self.apply),
             "imports": self.imports,
             "setup": self.setup,
         }
-        done = subprocess.run(
-            [sys.executable, "-c", _CHILD],
-            input=json.dumps(case),
-            capture_output=True,
-            text=True,
-            timeout=self.timeout,
-        )
+        never = {*_PATCHED, *(target.partition(":")[0].partition(".")[0] for target in self.targets)}
+        try:
+            done = fork_server.run(_CHILD, stdin=json.dumps(case), timeout=self.timeout, never=never)
+        except subprocess.TimeoutExpired as error:
+            said = f"{_text(error.stdout)[-2000:]}{_text(error.stderr)[-6000:]}"
+            message = f"import order {order!r} did not end within {self.timeout:g} s:\n{said}"
+            raise AssertionError(message) from None
+        said = f"{done.stdout[-2000:]}{done.stderr[-6000:]}"
         if done.returncode:
-            raise AssertionError(f"import order {order!r} failed:\n{done.stdout[-2000:]}{done.stderr[-6000:]}")
+            raise AssertionError(f"import order {order!r} failed with exit status {done.returncode}:\n{said}")
+        if _HELD not in done.stdout.splitlines():
+            raise AssertionError(f"import order {order!r} left before its end:\n{said}")
+
+
+def _text(output: Any) -> str:
+    """What a case said so far; subprocess has bytes where text was asked for."""
+    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
 
 
 class _Child:
@@ -139,6 +154,7 @@ class _Child:
                 raise AssertionError(f"after {' '.join(done)!r}: {error}\n{self.shim.status()}") from error
         for (_, name), (owner, value) in self.before.items():
             assert vars(owner).get(name) is value, f"{owner}.{name} is not the object it was before"
+        print(_HELD)
 
     # Steps
 

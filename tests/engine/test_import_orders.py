@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from shim.testing import fork_server
 from shim.testing.import_orders import ORDERS, ImportOrders
 
 CORE = "megatron.core."
@@ -43,6 +44,46 @@ def test_the_case_sees_a_broken_engine(case, world, order, broken):
     if order in fails:
         with pytest.raises(AssertionError, match="import order"):
             broken_case.run(order)
+
+
+def test_the_case_sees_a_broken_engine_in_a_process_that_shares_modules(case):
+    """The second and the third process are forked from one that has what the first one loaded."""
+    setup = (
+        "import sys; assert 'yaml' in sys.modules\nimport shim._engine.places as p; p.Places.restore = lambda *a: None"
+    )
+    for order in ORDERS[:2]:
+        case.run(order)
+    with pytest.raises(AssertionError, match="is still patched"):
+        ImportOrders(case.targets, imports=case.imports, setup=setup, timeout=60, apply=ALLOWED).run(ORDERS[0])
+    case.run(ORDERS[0])
+
+
+@pytest.mark.parametrize(
+    ("imports", "told"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "exit status -9"),
+        ("import time; print('so far', flush=True); time.sleep(60)", "did not end within 5 s:\nso far"),
+        ("raise SystemExit(0)", "left before its end"),
+        ("import os; os._exit(0)", "left before its end"),
+        ("raise SystemExit(3)", "exit status 3"),
+        ("raise SystemExit('why')", "exit status 1:.*\nwhy"),
+    ],
+)
+@pytest.mark.parametrize("can_fork", [True, False])
+def test_no_end_of_a_process_is_taken_for_success(case, monkeypatch, imports, told, can_fork):
+    monkeypatch.setattr(fork_server, "CAN_FORK", can_fork and fork_server.CAN_FORK)
+    with pytest.raises(AssertionError, match=f"(?s)import order 'apply import' .*{told}"):
+        ImportOrders(case.targets, imports=imports, timeout=5, apply=ALLOWED).run("apply import")
+
+
+def test_an_order_runs_in_the_environment_of_this_moment(case, monkeypatch):
+    """What is said to shim there holds, also when the server was started before."""
+    case.run("apply import")
+    monkeypatch.setenv("MEGATRON_SHIM_DISABLE", "1")
+    with pytest.raises(AssertionError, match="is not reported as bound"):
+        case.run("apply import")
+    monkeypatch.delenv("MEGATRON_SHIM_DISABLE")
+    case.run("apply import")
 
 
 def test_importing_the_case_imports_nothing_heavy():
