@@ -1,6 +1,6 @@
 """megatron-core's vocab-parallel cross entropy through shim.ops.token_logprobs.
 
-What is slow or large (0.12 to 0.19):
+What is slow or large (0.12 to 0.20):
 - vocab_parallel_cross_entropy copies half-precision logits to fp32 and keeps the copy as softmax. Its peak is 1.5 times
   the logits in fp32, and it needs three all-reduces. It overwrites fp32 logits in forward, while others may still read
   them.

@@ -1,6 +1,6 @@
 """shim.config_override in a recompute by megatron-core's checkpoints.
 
-What is missing (0.12 to 0.19): a trainer sets a field of a config around a call and then restores it. Backward
+What is missing (0.12 to 0.20): a trainer sets a field of a config around a call and then restores it. Backward
 recomputes the call with the restored value, so the gradient is silently that of another function.
 
 The patch marks this release's checkpoints for shim.config_override: they keep the recomputed function where

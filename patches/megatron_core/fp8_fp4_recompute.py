@@ -1,6 +1,6 @@
 """FP8 and FP4 contexts under activation recompute.
 
-What is wrong (0.12 to 0.19 unless noted):
+What is wrong (0.12 to 0.20 unless noted):
 - tensor_parallel.checkpoint restores random states in a recompute, but not the FP8/FP4 autocast region. The recompute
   runs outside the region: in BF16, or it crashes.
 - CheckpointWithoutOutput raises a NameError without Transformer Engine (0.13 and later). Its recompute fails if no

@@ -1,6 +1,6 @@
 """Label smoothing under tensor parallelism.
 
-What is wrong (0.12 to 0.19): vocab_parallel_cross_entropy with label_smoothing takes the rank's part of the vocabulary
+What is wrong (0.12 to 0.20): vocab_parallel_cross_entropy with label_smoothing takes the rank's part of the vocabulary
 for the whole vocabulary, both in the number of entries and in the mean of their log-probabilities. With TP above one,
 losses and gradients are wrong, and the losses differ between ranks.
 

@@ -1,7 +1,7 @@
 """The flag by which Transformer Engine knows of fine-grained activation offloading, and an argument of 0.17.
 
 What is wrong:
-- 0.16 to 0.19 set CPUOffloadEnabled when they enter a region and clear it when they leave, whatever its value was. An
+- 0.16 to 0.20 set CPUOffloadEnabled when they enter a region and clear it when they leave, whatever its value was. An
   inner region, or a region inside another library's, ends the outer one early.
 - 0.17 passes retain_pinned_cpu_buffers to Transformer Engine 2.5 to 2.9. The argument came with 2.10, so no GPTModel
   can be built.

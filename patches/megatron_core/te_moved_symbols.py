@@ -8,9 +8,9 @@ silence.
   0.12.1 to 0.12.3 pass it an argument that came with 2.3, which raises a TypeError.
 - get_workspace, and the argument `workspace` of general_gemm (gone with 2.10): 0.13 to 0.16 have no te_general_gemm,
   and torch computes the router's product.
-- multi_tensor_scale_tensor (from 2.14 on): without this name, 0.17 to 0.19 use none of its neighbours. Without Apex,
+- multi_tensor_scale_tensor (from 2.14 on): without this name, 0.17 to 0.20 use none of its neighbours. Without Apex,
   the norm of the gradients and their clipping are then loops with a host read for every parameter.
-- get_dummy_wgrad (from 2.3 on): the linear layers of 0.14 to 0.19 take Transformer Engine for absent. They allocate a
+- get_dummy_wgrad (from 2.3 on): the linear layers of 0.14 to 0.20 take Transformer Engine for absent. They allocate a
   placeholder for every fused gradient and refuse CPU offloading.
 
 The patch: if megatron-core holds None or nothing under such a name, the name gets a function that calls the new place

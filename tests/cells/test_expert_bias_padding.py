@@ -1,5 +1,6 @@
 """expert-bias-padding: padding does not count for the bias of experts."""
 
+import contextlib
 import inspect
 
 import pytest
@@ -12,7 +13,9 @@ from shim import testing
 
 ID = "expert-bias-padding"
 NEEDED = shim.plan()[ID].wanted
+TAKES_MASK = "padding_mask" in inspect.signature(GPTModel.forward).parameters  # from 0.16
 needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+takes_mask = pytest.mark.skipif(not TAKES_MASK, reason="models of this release take no padding mask")
 MODEL = {
     "num_layers": 1,
     "mtp_num_layers": None,
@@ -29,6 +32,7 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 def one_rank(monkeypatch):
     # 0.16 looks it up in every step, and has it with Transformer Engine only.
     monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
+    torch.compiler.reset()  # torch 2.13 fails to compile the counts of the dev branch for sizes that change
     with testing.layout_initialised(testing.Layout()):
         yield
 
@@ -55,12 +59,16 @@ def test_stock_leaves_out_the_wrong_places():
     assert not torch.equal(counted(tokens=3, padding=1), counted(tokens=3))
 
 
-@needed
+def applied_where_needed():
+    return shim.patched(only=[ID], require=[ID]) if NEEDED else contextlib.nullcontext()
+
+
+@takes_mask
 @pytest.mark.parametrize("options", [{}, FULL], ids=["plain", "recompute"])
 @pytest.mark.parametrize(("tokens", "padding"), [(4, 2), (3, 1), (1, 6)])
 def test_a_padded_row_counts_like_the_row_alone(tokens, padding, options):
     """Attention is causal, so that tokens are routed as if no padding came after them."""
-    with shim.patched(only=[ID], require=[ID]):
+    with applied_where_needed():
         found = counted(tokens, padding, **options)
     assert torch.equal(found, counted(tokens))
     assert found.sum() == tokens * MODEL["moe_router_topk"]
@@ -75,6 +83,7 @@ def test_without_padding_it_counts_as_stock_does():
 
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
 def test_this_release_needs_no_patch():
-    """Its models take no padding mask."""
+    """Its models take no padding mask, or count right by themselves, as the tests above show."""
     assert shim.plan()[ID].action == "upstream"
-    assert "padding_mask" not in inspect.signature(GPTModel.forward).parameters
+    with shim.patched() as report:
+        assert report[ID].state == "upstream"
