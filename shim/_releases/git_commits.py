@@ -100,11 +100,12 @@ def _sources_of(git: _Git, commit: str, roots: Sequence[str], place: str) -> Hel
             wanted[name] = object_
             total += int(size)
     if total > HELD_LIMIT:
-        raise OptionError(f"{place} has more than {HELD_LIMIT} bytes of sources, which no release has")
+        what = f"{place} has more than {HELD_LIMIT} bytes of sources, which no release has"
+        raise OptionError(f"{what}. Remedy: check it out and name its directory")
     given = "".join(f"{object_}\n" for object_ in wanted.values())
     contents = git.run("cat-file", "--batch", given=given.encode())
     if contents is None:
-        raise OptionError(f"the commit {commit} cannot be read: {git.complaint}")
+        raise OptionError(f"the commit {commit} cannot be read: {git.complaint}. Remedy: name a sound clone")
     return HeldSources(place, dict(zip(wanted, _batch(contents, place))), odd, roots, commit)
 
 
@@ -141,7 +142,8 @@ class _Git:
         try:
             done = subprocess.run(command, input=given, capture_output=True, env=environ, timeout=PATIENCE)
         except subprocess.TimeoutExpired:
-            raise OptionError(f"git {arguments[0]} in {self._directory} took more than {PATIENCE} seconds") from None
+            what = f"git {arguments[0]} in {self._directory} took more than {PATIENCE} seconds"
+            raise OptionError(f"{what}. Remedy: check the commit out and name its directory") from None
         except OSError as error:
             remedy = "Remedy: install git, or check the commit out and name its directory"
             raise OptionError(f"--ref needs git, which cannot be run: {error}. {remedy}") from None

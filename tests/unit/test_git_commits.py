@@ -7,6 +7,7 @@ from audit_cases import EDITED, commit, examiner, git
 from unit_helpers import BROKEN, megatron, write_file
 
 from shim._errors import OptionError
+from shim._releases import git_commits as _git_commits
 from shim._releases.sources import MAX_SOURCE_BYTES
 from shim._releases.trees import open_tree
 from shim._tools.audit import audit
@@ -222,3 +223,15 @@ def test_where_there_is_no_repository(examine, checkout, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(OptionError, match=r"--ref needs git, which cannot be run.*check the commit out"):
         examine(checkout, "main")
+
+
+def test_limits_of_a_commit(examine, checkout, monkeypatch):
+    """Bytes of sources, and seconds; both refusals name the way without git."""
+    with monkeypatch.context() as lowered:
+        lowered.setattr(_git_commits, "HELD_LIMIT", 100)
+        with pytest.raises(OptionError, match=r"more than 100 bytes of sources.*name its directory"):
+            examine(checkout, "main")
+    with monkeypatch.context() as lowered:
+        lowered.setattr(_git_commits, "PATIENCE", 1e-6)
+        with pytest.raises(OptionError, match=r"git rev-parse in .* took more than.*name its directory"):
+            examine(checkout, "main")
