@@ -140,14 +140,16 @@ class _Bodies:
         )
 
     def nearest(self, variants: list[Variant], to: Variant) -> Variant:
-        """The variant with the smallest share of broken bodies, then of unknown ones, then the nearest to `to`."""
+        """The variant with the fewest broken bodies, then with the fewest unknown ones, then the nearest to `to`.
+
+        A variant of which half is broken comes last: one of few bodies would have few broken ones anywhere.
+        """
         order = list(self.entry.variants)
 
-        def distance(variant: Variant) -> tuple[float, float, int]:
+        def distance(variant: Variant) -> tuple[bool, int, int, int]:
             kept, broken = self.standing(variant)
-            count = len(variant.bodies)
             apart = abs(order.index(variant.name) - order.index(to.name))
-            return len(broken) / count, len(kept) / count, apart
+            return 2 * len(broken) >= len(variant.bodies), len(broken), len(kept), apart
 
         return min(variants, key=distance)
 
