@@ -142,14 +142,14 @@ class _Bodies:
     def nearest(self, variants: list[Variant], to: Variant) -> Variant:
         """The variant with the fewest broken bodies, then with the fewest unknown ones, then the nearest to `to`.
 
-        A variant of which half is broken comes last: one of few bodies would have few broken ones anywhere.
+        Variants of which half is broken come last, by their shares: one of few bodies has few broken ones anywhere.
         """
         order = list(self.entry.variants)
 
-        def distance(variant: Variant) -> tuple[bool, int, int, int]:
+        def distance(variant: Variant) -> tuple[bool, float, int, int]:
             kept, broken = self.standing(variant)
-            apart = abs(order.index(variant.name) - order.index(to.name))
-            return 2 * len(broken) >= len(variant.bodies), len(broken), len(kept), apart
+            apart, share = abs(order.index(variant.name) - order.index(to.name)), len(broken) / len(variant.bodies)
+            return (True, share, 0, apart) if share >= 0.5 else (False, len(broken), len(kept), apart)
 
         return min(variants, key=distance)
 
