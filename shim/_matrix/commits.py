@@ -33,5 +33,10 @@ class Commit(Record):
     def branch(self) -> str:
         return self.of.partition(",")[0].strip()
 
+    @property
+    def tagged(self) -> bool:
+        """Whether it is a release that the package index has no wheel of."""
+        return self.branch.startswith("tag ")
+
     def __str__(self) -> str:
         return f"commit {self.name} ({self.branch} of {self.date})"

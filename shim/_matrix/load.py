@@ -77,11 +77,11 @@ def load_matrix(
     return matrix if shipped else replace(matrix, content=digest[:16])
 
 
-def compile_matrix() -> tuple[Path, str]:
+def compile_matrix(check_ranges: bool = True) -> tuple[Path, str]:
     """The file with the fast form of the shipped matrix, and the text that belongs in it."""
     file = matrix_path()
     digest = hashlib.sha256(file.read_bytes() + lock_path(file).read_bytes()).hexdigest()
-    return compiled.FILE, compiled.render_compiled(load_matrix(check_ranges=True), digest)
+    return compiled.FILE, compiled.render_compiled(load_matrix(check_ranges=check_ranges), digest)
 
 
 def _bytes_of(file: Path, *, guarded: bool) -> bytes:

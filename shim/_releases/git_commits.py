@@ -14,7 +14,7 @@ from shim._errors import OptionError
 from shim._releases.packed import HELD_LIMIT, LARGE, LINK, MEMBER_LIMIT, HeldSources, inner_path
 from shim._releases.sources import MAX_SOURCE_BYTES
 
-__all__ = ["is_bare", "open_commit"]
+__all__ = ["ELSEWHERE", "QUIET", "SETTINGS", "is_bare", "open_commit"]
 
 PATIENCE = 120  # seconds for one call of git
 READ = ("megatron/core", "transformer_engine", "build_tools/VERSION.txt", "PKG-INFO")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,15 @@ def measure_losses(
     te_releases: Iterable[tuple[str, Path]],
     progress: Callable[[str], None] = lambda text: None,
     before: Mapping[str, Any] | None = None,
+    kept: Collection[str] | None = None,
 ) -> dict[str, Any]:
     """What every pair of releases loses. Each release is unpacked in a directory. `progress` is told each pair.
 
     before: such a table of the same code, whose pairs are not measured again.
+    kept: only pairs with these TE releases are taken from it.
     """
     known = {} if before is None else _pairs(before)
+    known = {pair: lost for pair, lost in known.items() if kept is None or pair[1] in kept}
     ordered = sorted(te_releases, key=lambda item: Version(item[0]))
     opened = [(release, TeRelease(Version(release), Sources([root]))) for release, root in ordered]
     wanted_by: dict[tuple[str, str, tuple[str, ...]], dict[str, list[str]]] = {}

@@ -42,9 +42,15 @@ def patch_table(matrix: Matrix) -> str:
         f"{name} {found[0]} to {found[-1]} ({len(found)} releases)" for name, found in matrix.supported.items()
     ]
     lines += ["", f"Tested on {' and '.join(supported)}."]
-    commits = [f"{name} {c.name} ({c.of})" for name, found in matrix.commits.items() for c in found.values()]
-    if commits:
-        lines.append(f"The bodies of these commits are known, too: {', '.join(commits)}.")
+    commits = [(name, commit) for name, found in matrix.commits.items() for commit in found.values()]
+    lines += [
+        f"Tested on the sources of {name} {commit.version} too ({commit.of}), because there is no wheel of it."
+        for name, commit in commits
+        if commit.tagged
+    ]
+    known = [f"{name} {commit.name} ({commit.of})" for name, commit in commits if not commit.tagged]
+    if known:
+        lines.append(f"Pinned to commits as well: {', '.join(known)}.")
     return "\n".join(lines)
 
 
@@ -103,8 +109,11 @@ def replace_between(text: str, content: str) -> str:
     return f"{before}{BEGIN}\n{content}\n{END}{after}"
 
 
-def generated(top: Path) -> dict[Path, str]:
-    """Each file that is generated, wholly or in part, with its text: documents, and the fast form of the matrix."""
+def generated(top: Path, check_ranges: bool = True) -> dict[Path, str]:
+    """Each file that is generated, wholly or in part, with its text: documents, and the fast form of the matrix.
+
+    check_ranges: False also takes a matrix that does not yet say what each release needs.
+    """
     matrix = load_matrix()
     docs = top / "docs"
     whole = {
@@ -116,7 +125,7 @@ def generated(top: Path) -> dict[Path, str]:
         docs / "trainers.md": trainers_page(docs / "trainers.yaml", matrix),
     }
     parts = {top / "README.md": patch_table(matrix), docs / "cli.md": commands()}
-    fast_form, text = load.compile_matrix()
+    fast_form, text = load.compile_matrix(check_ranges)
     return {
         **{path: replace_between(path.read_text("utf-8"), content) for path, content in parts.items()},
         **whole,

@@ -14,7 +14,7 @@ from shim._releases.fingerprint import fingerprint
 from shim._releases.known_files import measure_files
 from shim._releases.sources import Sources
 
-__all__ = ["measure", "stale", "write"]
+__all__ = ["measure", "measure_one", "stale", "write"]
 
 INLINE = "# --- Below: written by `shim pin` from the wheels. Never by hand. ---"  # above the pins of shim 0.1
 # The key `releases` with its content, and the marker above it if there is one.
@@ -49,6 +49,20 @@ def _measure(matrix: Matrix, entry: PatchEntry, name: str, sources: Sources) -> 
                 f", or name the variant of {entry.id} under the variants of the commit (none: it has no pin there)"
             )
         raise MatrixError(f"{entry.id}: the rules give variant {wanted} to {shown}, but {error}. {remedy}.") from None
+
+
+def measure_one(
+    matrix: Matrix, entry: PatchEntry, name: str, sources: Sources, known: Mapping[str, Mapping[str, Pin]]
+) -> Pin | None:
+    """The pin of one patch on a release or commit with these sources. None where the rules give it none.
+
+    known: the pins of the other releases and commits of the distribution.
+    """
+    pin = _measure(matrix, entry, name, sources)
+    if pin is not None and name in matrix.commits.get(entry.distribution, {}):
+        releases = {release: known[release] for release in matrix.supported.get(entry.distribution, ())}
+        _check_against_releases(matrix, entry, name, sources, pin, releases)
+    return pin
 
 
 def _check_against_releases(
@@ -107,12 +121,11 @@ def measure(
                     measure_files(sources, bodies, files)
                 found = {}
                 for id, entry in matrix.patches.items():
-                    pin = _measure(matrix, entry, name, sources) if entry.distribution == distribution else None
+                    pin = None
+                    if entry.distribution == distribution:
+                        pin = measure_one(matrix, entry, name, sources, pins.get(distribution, {}))
                     if pin is not None:
                         found[id] = pin
-                        if name in matrix.commits.get(distribution, {}):
-                            releases = {n: pins[distribution][n] for n in matrix.supported.get(distribution, ())}
-                            _check_against_releases(matrix, entry, name, sources, pin, releases)
             pins.setdefault(distribution, {})[name] = found
     return pins
 

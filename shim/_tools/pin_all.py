@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from shim._record import Record
 from shim._releases import known_files
 from shim._tools.pin import measure, write
 
-__all__ = ["Measured", "measure_all", "write_all"]
+__all__ = ["Measured", "measure_all", "tables_of_names", "write_all"]
 
 Fetch = Callable[[str, str], Path]
 Tables = dict[str, dict[str, dict[str, str]]]
@@ -73,7 +73,7 @@ def measure_all(matrix: Matrix, fetch: Fetch, progress: Callable[[str], None], *
     if path == load.matrix_path():  # the tables ship with this matrix only
         if gone:
             _keep_files(matrix, files)
-        tables = {known_files.FILE: known_files.render_files(files), **_tables_of_names(matrix, fetch, progress, anew)}
+        tables = {known_files.FILE: known_files.render_files(files), **tables_of_names(matrix, fetch, progress, anew)}
     return Measured(matrix, pins, tables, tuple(gone), tuple(gone.values()))
 
 
@@ -87,7 +87,7 @@ def _keep_files(matrix: Matrix, files: Tables) -> None:
                 files.setdefault(module, {})[digest] = kept
 
 
-def _tables_of_names(matrix: Matrix, fetch: Fetch, progress: Callable[[str], None], anew: bool) -> dict[Path, str]:
+def tables_of_names(matrix: Matrix, fetch: Fetch, progress: Callable[[str], None], anew: bool) -> dict[Path, str]:
     """The names that megatron-core imports of Transformer Engine, and what it loses without them."""
     from shim._te import names, tables
     from shim._te.measure import MORE_TE, measure_losses, render_losses
@@ -96,11 +96,32 @@ def _tables_of_names(matrix: Matrix, fetch: Fetch, progress: Callable[[str], Non
         [(release, fetch(name, release)) for release in matrix.supported[name]] for name in (tables.MEGATRON, tables.TE)
     )
     more = [(release, fetch(tables.TE, release)) for release in MORE_TE]
+    wanted_before, lost_before = _json(names.FILE), _json(tables.FILE)
+    tagged, missing = _tagged(matrix, fetch, (lost_before or {}).get(tables.TE, ()))
     progress("names that megatron-core wants of Transformer Engine")
-    wanted_before, lost_before = (None, None) if anew else (_json(names.FILE), _json(tables.FILE))
-    wanted = names.render_names(names.measure_names(megatrons, te_releases, wanted_before))
-    losses = render_losses(measure_losses(megatrons, [*more, *te_releases], progress, lost_before))
-    return {names.FILE: wanted, tables.FILE: losses}
+    wanted = names.measure_names(megatrons, te_releases, None if anew else wanted_before)
+    kept = missing if anew else None
+    losses = measure_losses(megatrons, [*more, *tagged, *te_releases], progress, lost_before, kept)
+    return {names.FILE: names.render_names(wanted), tables.FILE: render_losses(losses)}
+
+
+def _tagged(matrix: Matrix, fetch: Fetch, known: Sequence[str]) -> tuple[list[tuple[str, Path]], list[str]]:
+    """The TE releases that only a tag has, by version, and those among them whose sources are not at hand.
+
+    known: the releases in the table that there is. It keeps what it says of a release that is not at hand.
+    """
+    found: list[tuple[str, Path]] = []
+    missing: list[str] = []
+    for name, commit in matrix.commits.get("transformer-engine", {}).items():
+        if commit.tagged:
+            try:
+                found.append((commit.version, fetch("transformer-engine", name)))
+            except NotMetError:
+                if commit.version not in known:
+                    raise
+                missing.append(commit.version)
+                found.append((commit.version, Path(name)))  # nothing is read from there
+    return found, missing
 
 
 def _json(file: Path) -> Any:

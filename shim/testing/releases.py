@@ -13,12 +13,23 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from shim._matrix.commits import Commit
 from shim._matrix.load import load_matrix
 from shim._releases.versions import parse_version
 
-from .repositories import REPOSITORIES, GitError, archive, local_repository
+from .repositories import REPOSITORIES, GitError, archive, local_repository, obtain
 
-__all__ = ["COMMITS", "RELEASES", "TE_RELEASES", "FetchError", "at_hand", "cache_dir", "environment", "fetch"]
+__all__ = [
+    "COMMITS",
+    "RELEASES",
+    "TE_RELEASES",
+    "FetchError",
+    "at_hand",
+    "cache_dir",
+    "environment",
+    "fetch",
+    "fetch_commit",
+]
 
 _MATRIX = load_matrix(pins=False)
 RELEASES = _MATRIX.supported["megatron-core"]
@@ -74,57 +85,79 @@ def fetch(release: str, distribution: str = "megatron-core", progress: Callable[
     if (target / _COMPLETE).exists():
         return target
     commit = _MATRIX.commits.get(distribution, {}).get(release)
-    if commit is None and parse_version(release) is None:
+    if commit is not None:
+        return fetch_commit(commit, distribution, progress)
+    if parse_version(release) is None:
         known = ", ".join(_MATRIX.commits.get(distribution, ())) or "none"
-        raise FetchError(
-            f"{release!r} is no version of {distribution}, and no commit of the matrix; known are {known}."
-        )
+        raise FetchError(f"{release!r} is no version of {distribution}, nor one of the commits in the matrix: {known}.")
+    home.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{release}-", dir=home) as scratch_name:
+        scratch = Path(scratch_name)
+        wheel = _cached_wheel(home / "wheels", distribution, release)
+        if wheel is None:
+            if progress is not None:
+                progress(f"fetching {distribution} {release}")
+            wheel = _download(distribution, release, scratch / "wheel")
+            kept = home / "wheels" / wheel.name
+            kept.parent.mkdir(exist_ok=True)
+            wheel = wheel.replace(kept)
+        _publish(_unpacked(wheel, scratch), target)
+    return target
+
+
+def fetch_commit(
+    commit: Commit,
+    distribution: str = "megatron-core",
+    progress: Callable[[str], None] | None = None,
+    clone: Path | None = None,
+) -> Path:
+    """The directory with the sources of `commit`, as `fetch` gives it. `clone` is a git directory that has it."""
+    home = cache_dir() / distribution
+    target = home / commit.name
+    if (target / _COMPLETE).exists():
+        return target
     home.mkdir(parents=True, exist_ok=True)
 
     def say() -> None:
         if progress is not None:
-            progress(f"fetching {distribution} {_MATRIX.shown(distribution, release)}")
+            progress(f"fetching {distribution} {commit}")
 
-    with tempfile.TemporaryDirectory(prefix=f".{release}-", dir=home) as scratch_name:
+    with tempfile.TemporaryDirectory(prefix=f".{commit.name}-", dir=home) as scratch_name:
         scratch = Path(scratch_name)
-        if commit is None:
-            packed = _wheel(distribution, release, scratch, say)
-        else:
-            packed = _sources(distribution, commit.commit, target, scratch, say)
-        unpacked = scratch / "unpacked"
         try:
-            with zipfile.ZipFile(packed) as opened:
-                opened.extractall(unpacked)
-        except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-            raise FetchError(f"{packed} is damaged: {error}. Delete it, and it will be downloaded again.") from None
-        (unpacked / _COMPLETE).touch()
+            repository = obtain(distribution, commit.commit, scratch, say, clone)
+            unpacked = _unpacked(archive(repository, distribution, commit.commit, scratch), scratch)
+        except GitError as error:
+            variable = REPOSITORIES[distribution].variable
+            raise FetchError(
+                f"could not get {distribution} at commit {commit.commit}:\n{error}\n"
+                f"Check the network, or name a clone that has the commit in {variable}, or unpack its sources into "
+                f"{target} and put an empty file {_COMPLETE} there."
+            ) from None
+        if REPOSITORIES[distribution].needs_metadata:
+            _write_metadata(unpacked, distribution, commit)
         _publish(unpacked, target)
     return target
 
 
-def _wheel(distribution: str, release: str, scratch: Path, say: Callable[[], None]) -> Path:
-    """The wheel of a release, in the folder of wheels."""
-    wheels = cache_dir() / distribution / "wheels"
-    wheel = _cached_wheel(wheels, distribution, release)
-    if wheel is not None:
-        return wheel
-    say()
-    wheel = _download(distribution, release, scratch / "wheel")
-    wheels.mkdir(exist_ok=True)
-    return wheel.replace(wheels / wheel.name)
-
-
-def _sources(distribution: str, commit: str, target: Path, scratch: Path, say: Callable[[], None]) -> Path:
-    """A zip with the sources of a commit."""
+def _unpacked(packed: Path, scratch: Path) -> Path:
+    """The content of a wheel or a zip, in a directory in `scratch`."""
+    unpacked = scratch / "unpacked"
     try:
-        return archive(distribution, commit, scratch, say)
-    except GitError as error:
-        variable = REPOSITORIES[distribution].variable
-        raise FetchError(
-            f"could not get {distribution} at commit {commit}:\n{error}\n"
-            f"Check the network, or name a clone that has the commit in {variable}, or unpack its sources into "
-            f"{target} and put an empty file {_COMPLETE} there."
-        ) from None
+        with zipfile.ZipFile(packed) as opened:
+            opened.extractall(unpacked)
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+        raise FetchError(f"{packed} is damaged: {error}. Delete it, and it will be downloaded again.") from None
+    return unpacked
+
+
+def _write_metadata(directory: Path, distribution: str, commit: Commit) -> None:
+    """The part of an installation's metadata that tells the version, as the sources state it."""
+    stated = directory / "build_tools" / "VERSION.txt"
+    version = stated.read_text("utf-8").strip() if stated.is_file() else commit.version
+    home = directory / f"{distribution.replace('-', '_')}-{version}.dist-info"
+    home.mkdir()
+    (home / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n", "utf-8")
 
 
 def _cached_wheel(wheels: Path, distribution: str, release: str) -> Path | None:
@@ -160,7 +193,8 @@ def _without_list(said: str) -> str:
 
 
 def _publish(unpacked: Path, target: Path) -> None:
-    """Rename into place. A second process finds a complete directory and leaves it."""
+    """Mark it complete, and rename it into place. A second process finds a complete directory and leaves it."""
+    (unpacked / _COMPLETE).touch()
     while not (target / _COMPLETE).exists():
         try:
             unpacked.rename(target)

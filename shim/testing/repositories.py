@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["REPOSITORIES", "SECONDS", "GitError", "archive", "local_repository"]
+from shim._releases.git_commits import ELSEWHERE, QUIET, SETTINGS
+
+__all__ = ["REPOSITORIES", "SECONDS", "GitError", "archive", "described", "local_repository", "obtain"]
 
 SECONDS = 600  # a time limit for each git command
 PACKED_TYPE = "zip"  # unlike a tar, a zip is unpacked without links and without paths outside the directory
@@ -18,11 +20,13 @@ class Repository(NamedTuple):
     """Where the sources of a distribution are: the public address, the directories in it that belong to it.
 
     variable: the environment variable that names a clone on this machine.
+    needs_metadata: whether the package asks for its own metadata when it is imported, which only an installation has.
     """
 
     url: str
     variable: str
     directories: tuple[str, ...]
+    needs_metadata: bool = False
 
 
 REPOSITORIES = {
@@ -31,6 +35,7 @@ REPOSITORIES = {
         "https://github.com/NVIDIA/TransformerEngine.git",
         "SHIM_TRANSFORMER_ENGINE_GIT",
         ("transformer_engine", "build_tools"),
+        needs_metadata=True,
     ),
 }
 
@@ -39,59 +44,74 @@ class GitError(RuntimeError):
     """git is missing, has failed, or took too long."""
 
 
-def local_repository(distribution: str, commit: str) -> Path | None:
-    """The git directory that the environment names, if it has this commit. GitError where it is no git directory."""
-    repository = REPOSITORIES[distribution]
-    named = os.environ.get(repository.variable)
+def local_repository(distribution: str, commit: str, clone: Path | None = None) -> Path | None:
+    """The git directory that `clone`, or else the environment, names, if it has this commit, or one that begins so.
+
+    GitError where it is no git directory.
+    """
+    variable = REPOSITORIES[distribution].variable
+    named = str(clone) if clone is not None else os.environ.get(variable)
     if not named:
         return None
     directory = Path(named).expanduser()
     inside = directory / ".git"
     directory = inside if inside.exists() else directory
     try:
-        _git("--git-dir", str(directory), "rev-parse", "--git-dir")
+        _git(directory, "rev-parse", "--git-dir")
     except GitError as error:
-        raise GitError(f"{repository.variable} is {named!r}, which is no git directory: {error}") from None
+        what = named if clone is not None else f"{variable} is {named!r}, which"
+        raise GitError(f"{what} is no git directory: {error}") from None
     try:
-        _git("--git-dir", str(directory), "cat-file", "-e", f"{commit}^{{commit}}")
+        _git(directory, "cat-file", "-e", f"{commit}^{{commit}}")
     except GitError:
         return None
     return directory
 
 
-def archive(distribution: str, commit: str, scratch: Path, progress: Callable[[], None]) -> Path:
-    """A zip in `scratch` with the sources of `commit`, 40 hexadecimal digits. `progress` is called before a download.
+def obtain(
+    distribution: str, commit: str, scratch: Path, progress: Callable[[], None], clone: Path | None = None
+) -> Path:
+    """A git directory with the commit: a clone on this machine, else a new one in `scratch` from the public repository.
+
+    progress: called before a download.    clone: a clone to look in, in the place of the one the environment names.
 
     Raises GitError with git's message.
     """
-    repository = REPOSITORIES[distribution]
-    found = local_repository(distribution, commit)
+    found = local_repository(distribution, commit, clone)
     if found is None:
         progress()
         found = scratch / "git"
-        _git("init", "--quiet", "--bare", str(found))
-        _git("--git-dir", str(found), "fetch", "--quiet", "--no-tags", "--depth", "1", repository.url, commit)
-    file = scratch / f"{commit}.{PACKED_TYPE}"
-    _git(
-        "--git-dir",
-        str(found),
-        "archive",
-        f"--format={PACKED_TYPE}",
-        f"--output={file}",
-        commit,
-        *repository.directories,
-    )
+        url = REPOSITORIES[distribution].url
+        _git(None, "init", "--quiet", "--bare", str(found))
+        _git(found, "fetch", "--quiet", "--no-tags", "--depth", "1", url, commit, offline=False)
+    return found
+
+
+def described(repository: Path, commit: str) -> tuple[str, str]:
+    """The 40 digits of a commit and its day, 2026-08-22, in UTC."""
+    said = _git(repository, "show", "--no-patch", "--format=%H %cd", "--date=format-local:%Y-%m-%d", commit, "--")
+    hash, _, day = said.strip().partition(" ")
+    return hash, day
+
+
+def archive(repository: Path, distribution: str, commit: str, scratch: Path) -> Path:
+    """A zip in `scratch` with the sources of `commit`. Raises GitError with git's message."""
+    file = scratch / f"sources.{PACKED_TYPE}"
+    directories = REPOSITORIES[distribution].directories
+    _git(repository, "archive", f"--format={PACKED_TYPE}", f"--output={file}", commit, *directories)
     return file
 
 
-def _git(*arguments: str) -> None:
-    # A prompt for a password would wait for ever. The variables of an outer git name another repository.
-    outer = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES")
-    environment = {name: value for name, value in os.environ.items() if name not in outer}
-    environment["GIT_TERMINAL_PROMPT"] = "0"
+def _git(directory: Path | None, *arguments: str, offline: bool = True) -> str:
+    """What git prints, without hooks and prompts. `offline` keeps a partial clone from fetching what it lacks."""
+    environment = {name: value for name, value in os.environ.items() if name not in ELSEWHERE}
+    environment |= SETTINGS if offline else {"GIT_TERMINAL_PROMPT": "0"}
+    environment["TZ"] = "UTC"
+    command = ["git", *(part for setting in QUIET if offline for part in ("-c", setting))]
+    command += [] if directory is None else ["--git-dir", str(directory)]
     try:
         done = subprocess.run(
-            ["git", *arguments],
+            [*command, *arguments],
             env=environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -105,3 +125,4 @@ def _git(*arguments: str) -> None:
         raise GitError(f"git cannot be run: {error}") from None
     if done.returncode:
         raise GitError((done.stderr or done.stdout).strip() or f"git has exited with {done.returncode}")
+    return done.stdout

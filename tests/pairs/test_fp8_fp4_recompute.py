@@ -344,6 +344,8 @@ class Unpacked(testing.PackedRow):
 
 ROW = Unpacked(**vars(testing.pack(testing.random_sequences((9,)))))
 QUANTIZED = {"delayed": "TEDelayedScaling", "tensorwise": "Float8CurrentScaling", "mxfp8": "MXFP8BlockScaling"}
+if TE < (2, 1):
+    del QUANTIZED["mxfp8"]  # megatron-core wants 2.1 for it
 if TE < (2, 2):
     del QUANTIZED["tensorwise"]  # megatron-core wants 2.2 for it
 METHODS = [("uniform", 1), ("uniform", 2), ("block", 1), ("block", 2)]
@@ -412,6 +414,7 @@ def assert_own_regions(seen, patched, recipe, method, layers):
         assert (state.recompute_enabled, state.recompute_phase) == expected, (number, grad)
 
 
+@pytest.mark.skipif("mxfp8" not in QUANTIZED, reason="delayed scaling is around the whole block")
 def test_first_and_last_layers_in_bf16_stay_so_in_a_recompute(one_rank, patched):
     config = {
         "fp8": "hybrid",

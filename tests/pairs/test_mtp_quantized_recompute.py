@@ -26,6 +26,8 @@ RECIPES = {
     "mxfp8": ({"fp8": "hybrid", "fp8_recipe": "mxfp8"}, "MXFP8BlockScaling"),
     "nvfp4": ({"fp4": "e2m1"}, "NVFP4BlockScaling"),
 }
+if TE < (2, 1):
+    del RECIPES["mxfp8"]  # megatron-core wants 2.1 for it
 if TE < (2, 2):
     del RECIPES["tensorwise"]  # megatron-core wants 2.2 for it
 if VERSION < (0, 15) or TE < (2, 8):
@@ -250,7 +252,7 @@ def test_the_checkpoint_gets_tensors_by_position_and_the_group_of_the_layer(rele
 @stock
 @pytest.mark.skipif(VERSION > (0, 12), reason="0.12 only")
 @pytest.mark.parametrize("recompute", [{}, UNIFORM], ids=["", "recompute"])
-@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+@pytest.mark.parametrize("recipe", [name for name in ("delayed", "mxfp8") if name in RECIPES])
 def test_stock_asks_the_layer_for_an_attribute_it_has_not(release, recipe, recompute):
     with pytest.raises(AttributeError, match="tp_only_amax_red"):
         trained({**RECIPES[recipe][0], **recompute})

@@ -1,5 +1,6 @@
 """Sources of commits, from real git repositories on this machine, one of them in the place of the public one."""
 
+import os
 import subprocess
 import sys
 import zipfile
@@ -8,13 +9,14 @@ import pytest
 
 from shim._matrix.commits import Commit
 from shim._record import replace
-from shim.testing import FetchError, at_hand, fetch, releases, repositories
-from shim.testing.repositories import GitError, archive, local_repository
+from shim.testing import FetchError, at_hand, environment, fetch, releases, repositories
+from shim.testing.releases import fetch_commit
+from shim.testing.repositories import GitError, archive, described, local_repository, obtain
 
 
-def git(directory, *arguments):
+def git(directory, *arguments, env=None):
     who = ["-c", "user.name=somebody", "-c", "user.email=somebody@example.com", "-c", "commit.gpgsign=false"]
-    done = subprocess.run(["git", *who, *arguments], cwd=directory, capture_output=True, text=True, check=True)
+    done = subprocess.run(["git", *who, *arguments], cwd=directory, capture_output=True, text=True, check=True, env=env)
     return done.stdout.strip()
 
 
@@ -135,7 +137,7 @@ def test_git_has_a_limit_of_time(clone, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(slow.parent))
     monkeypatch.setattr(repositories, "SECONDS", 0.2)
     with pytest.raises(GitError, match=r"took longer than 0\.2 seconds"):
-        archive("megatron-core", clone.commit, tmp_path, lambda: None)
+        archive(clone.path / ".git", "megatron-core", clone.commit, tmp_path)
 
 
 def test_the_git_around_a_call_does_not_count(known, clone, tmp_path, monkeypatch):
@@ -146,7 +148,7 @@ def test_the_git_around_a_call_does_not_count(known, clone, tmp_path, monkeypatc
 
 
 def test_a_commit_that_the_matrix_does_not_have_is_refused(known, pip):
-    with pytest.raises(FetchError, match=rf"'deadbeef00' is no version .* known are {known}"):
+    with pytest.raises(FetchError, match=rf"'deadbeef00' is no version .* in the matrix: {known}"):
         fetch("deadbeef00")
     assert not pip.calls
 
@@ -159,7 +161,34 @@ def test_a_wheel_is_at_hand_without_network(cache, pip):
     assert at_hand("0.16.1")  # its wheel is still there
 
 
-def test_an_archive_holds_the_directories_of_the_distribution(known, clone, tmp_path, monkeypatch):
-    monkeypatch.setenv("SHIM_MEGATRON_GIT", str(clone.path))
-    with zipfile.ZipFile(archive("megatron-core", clone.commit, tmp_path, lambda: None)) as found:
+def test_an_archive_holds_the_directories_of_the_distribution(clone, tmp_path):
+    with zipfile.ZipFile(archive(clone.path / ".git", "megatron-core", clone.commit, tmp_path)) as found:
         assert {name.partition("/")[0] for name in found.namelist()} == {"megatron"}
+
+
+def test_a_commit_is_described_by_its_digits_and_its_day(clone, tmp_path):
+    """In UTC, wherever the machine is; the day it was committed, as the history orders it."""
+    late = {"GIT_COMMITTER_DATE": "2026-03-01T23:30:00-05:00", "GIT_AUTHOR_DATE": "2026-01-01T00:00:00+00:00"}
+    git(clone.path, "commit", "--quiet", "--allow-empty", "-m", "three", env={**os.environ, **late})
+    hash = git(clone.path, "rev-parse", "HEAD")
+    found = obtain("megatron-core", hash[:10], tmp_path, lambda: None, clone.path)
+    assert found == clone.path / ".git"
+    assert described(found, hash[:10]) == (hash, "2026-03-02")
+
+
+def test_sources_of_transformer_engine_have_metadata(cache, clone, monkeypatch):
+    """It asks for its own version when it is imported; a source tree alone has none."""
+    engine = clone.path / "transformer_engine"
+    engine.mkdir()
+    (engine / "__init__.py").write_text("")
+    (clone.path / "build_tools").mkdir()
+    (clone.path / "build_tools" / "VERSION.txt").write_text("9.8.0\n")
+    git(clone.path, "add", ".")
+    git(clone.path, "commit", "--quiet", "-m", "engine")
+    hash = git(clone.path, "rev-parse", "HEAD")
+    directory = fetch_commit(
+        Commit(hash[:10], hash, "9.8.0", "2026-01-01", "tag"), "transformer-engine", None, clone.path
+    )
+    code = "from importlib.metadata import version; print(version('transformer-engine'))"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(directory), capture_output=True, text=True)
+    assert done.stdout == "9.8.0\n", done.stderr

@@ -239,7 +239,7 @@ def test_known_files_of_a_missing_commit_are_kept(pinned, world, monkeypatch):
     table = world.root / "known_files.json"
     monkeypatch.setattr("shim._matrix.load.matrix_path", lambda: world.matrix)
     monkeypatch.setattr("shim._releases.known_files.FILE", table)
-    monkeypatch.setattr("shim._tools.pin_all._tables_of_names", lambda *_: {})
+    monkeypatch.setattr("shim._tools.pin_all.tables_of_names", lambda *_: {})
     first = measure_all(matrix, fetch_in(world), lambda text: None)
     table.write_text(first.tables[table])
     monkeypatch.setattr("shim._releases.known_files.known_files", lambda: json.loads(table.read_text()))

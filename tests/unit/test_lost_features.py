@@ -326,15 +326,38 @@ def test_measuring_gives_a_line_for_each_name_and_place(tmp_path):
     assert json.loads(render_losses(found)) == found
 
 
+def test_pairs_that_a_table_knows_are_not_measured_again(tmp_path):
+    """One release more costs its own pairs; what a table says of the others stays, though nothing is there to read."""
+    text = "try:\n    from transformer_engine.m import a\nexcept ImportError:\n    a = None\n"
+    for release in ("0.16.0", "0.17.0"):
+        megatron(tmp_path / release, release, {"x.py": text})
+    for release, there in (("2.9.0", "a = 1\n"), ("2.10.0", "b = 1\n")):
+        write_file(tmp_path / release / "transformer_engine" / "__init__.py", "")
+        write_file(tmp_path / release / "transformer_engine" / "m.py", there)
+    megatrons, engines = [[(r, tmp_path / r) for r in rs] for rs in (("0.16.0", "0.17.0"), ("2.9.0", "2.10.0"))]
+    every = measure_losses(megatrons, engines)
+    assert [loss["on"] for loss in every["losses"]] == [{"0.16.0 - 0.17.0": "2.10.0"}]
+    nowhere = [("0.16.0", tmp_path / "gone"), megatrons[1]]
+    assert measure_losses(nowhere, engines, before=measure_losses(megatrons[:1], engines)) == every
+    assert measure_losses(megatrons[::-1], engines, before=every)["losses"][0]["on"] == {"0.17.0 - 0.16.0": "2.10.0"}
+    # Only what cannot be read is taken from the table, where everything is measured anew.
+    write_file(tmp_path / "2.9.0" / "transformer_engine" / "m.py", "b = 1\n")
+    missing = [("2.9.0", tmp_path / "2.9.0"), ("2.10.0", tmp_path / "gone")]
+    anew = measure_losses(megatrons, missing, before=every, kept=["2.10.0"])
+    assert [loss["on"] for loss in anew["losses"]] == [{"0.16.0 - 0.17.0": "2.9.0 - 2.10.0"}]
+
+
 # The tables that ship
 
 
 def test_the_table_is_as_written_and_of_the_supported_releases():
     """After a change of releases: `make pins`."""
     assert FILE.read_text("utf-8") == render_losses(table())
-    supported = load_matrix().supported
+    matrix = load_matrix()
+    supported, commits = matrix.supported, matrix.commits[TE].values()
     assert table()[MEGATRON] == list(supported[MEGATRON])
-    assert table()[TE] == sorted([*MORE_TE, *supported[TE]], key=Version)
+    tagged = [commit.version for commit in commits if commit.tagged]
+    assert table()[TE] == sorted([*MORE_TE, *tagged, *supported[TE]], key=Version) and tagged == ["2.0.0"]
     assert {loss["name"] for loss in table()["losses"]} <= set(wanted_names())
 
 

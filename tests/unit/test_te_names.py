@@ -210,6 +210,21 @@ def test_what_megatron_imports_is_measured(tmp_path):
     assert json.loads(render_names(found)) == found
 
 
+def test_releases_that_a_list_knows_are_not_read_again(tmp_path):
+    """One release more is read, and the names that it alone wants are looked up everywhere."""
+    for release, name in (("0.16.0", "Linear"), ("0.17.0", "Later")):
+        text = f"from transformer_engine.pytorch import {name}\n"
+        write_file(tmp_path / release / "megatron/core/user.py", text)
+    write_file(tmp_path / "2.1.0/transformer_engine/pytorch/__init__.py", "class Linear: pass\nclass Later: pass\n")
+    write_file(tmp_path / "2.2.0/transformer_engine/pytorch/__init__.py", "class Later: pass\n")
+    megatrons, engines = [[(r, tmp_path / r) for r in rs] for rs in (("0.16.0", "0.17.0"), ("2.1.0", "2.2.0"))]
+    every = measure_names(megatrons, engines)
+    assert [found["in"] for found in every.values()] == [["2.1.0", "2.2.0"], ["2.1.0"]]
+    before = measure_names(megatrons[:1], engines[:1])
+    (tmp_path / "0.16.0/megatron/core/user.py").unlink()
+    assert measure_names(megatrons, engines, before) == every
+
+
 def test_the_shipped_list_of_names_belongs_to_the_supported_releases():
     """It is written by `shim pin`; after a change of the supported list it is stale."""
     supported = load_matrix().supported
