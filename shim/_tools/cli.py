@@ -97,6 +97,14 @@ def _parser() -> argparse.ArgumentParser:
     pin.add_argument(
         "--anew", action="store_true", help="with --releases: after a change of shim/_te, measure the names of TE again"
     )
+    pin.add_argument(
+        "--add",
+        nargs="+",
+        metavar=("X", "SOURCE"),
+        help="for developers of shim: add a release (0.20.0, transformer-engine==2.21.0) or a commit to the matrix, "
+        "with all that follows; SOURCE is a directory with its sources, or a git directory with the commit",
+    )
+    pin.add_argument("--of", metavar="TEXT", help="with --add COMMIT: its branch and who pins it (default main)")
     matrix = command(
         "matrix", commands.do_matrix, "check the matrix, and print which release gets which variant of each patch"
     )

@@ -268,32 +268,34 @@ def _fetch(distribution: str, release: str) -> Path:
 
 def do_pin(arguments: argparse.Namespace) -> int:
     if arguments.lock is not None:
-        if arguments.check or arguments.releases:
-            raise OptionError("--lock writes a lock of what is installed here; leave out --check and --releases")
+        if arguments.check or arguments.releases or arguments.add:
+            raise OptionError("--lock writes a lock of what is installed here; leave out --check, --releases and --add")
         return _lock(arguments)
     if _selection(arguments).keys() - {"matrix", "packages"}:  # no patch module is imported here
         raise OptionError("pins cover all patches; a selection belongs to --lock FILE")
     if arguments.anew and not arguments.releases:
         raise OptionError("--anew belongs to --releases")
+    if arguments.of is not None and not arguments.add:
+        raise OptionError("--of belongs to --add")
+    if arguments.add:
+        if arguments.check or arguments.releases:
+            raise OptionError("--add pins one release more; leave out --check and --releases")
+        return _add(arguments)
     if not (arguments.check or arguments.releases):
         raise OptionError(
             "say what to pin. shim pin --lock FILE records what is installed here: trainers want that one. "
             "shim pin --releases is for developers of shim: it fetches every supported release and rewrites the pins "
             "in version_matrix.lock.json; shim pin --check fetches them too and only says whether the pins are current."
         )
-    from shim._matrix.load import PACKAGE, load_matrix
+    from shim._matrix.load import load_matrix
     from shim._planning.options import matrix_argument
     from shim._tools.pin_all import measure_all, write_all
     from shim._tools.progress import Progress
 
     matrix = load_matrix(matrix_argument(arguments.matrix), pins=False)
     path = Path(matrix.path).absolute()
-    if arguments.releases and not arguments.check and PACKAGE in path.parents:
-        raise OptionError(
-            f"{path} is the matrix of an installed shim, and would no longer be what was tested. Remedy: run "
-            "shim pin --releases in a source tree of shim, or with --matrix on a file of your own. For a job, use "
-            "shim pin --lock FILE."
-        )
+    if arguments.releases and not arguments.check:
+        _refuse_installed(path, "--releases")
     releases = {name: list(matrix.names(name)) for name in {**matrix.supported, **matrix.commits}}
     total, what = sum(map(len, releases.values())), "compares them with" if arguments.check else "rewrites"
     print(f"shim: fetches {total} releases, where the cache lacks them, and {what} the pins of {path}", file=sys.stderr)
@@ -312,6 +314,44 @@ def do_pin(arguments: argparse.Namespace) -> int:
     said = "pins written beside" if changed else "pins were current beside"
     put({"changed": changed, "matrix": matrix.path, **told}, f"{said} {matrix.path}", arguments.json)
     return OK
+
+
+def _refuse_installed(matrix: Path, option: str) -> None:
+    """Raise OptionError where `matrix` is that of an installed shim."""
+    from shim._matrix.load import PACKAGE
+
+    if PACKAGE in matrix.parents:
+        raise OptionError(
+            f"{matrix} is the matrix of an installed shim, and would no longer be what was tested. Remedy: run "
+            f"shim pin {option} in a source tree of shim, or with --matrix on a file of your own. For a job, use "
+            "shim pin --lock FILE."
+        )
+
+
+def _add(arguments: argparse.Namespace) -> int:
+    from shim._matrix.load import PACKAGE, load_matrix
+    from shim._planning.options import matrix_argument
+    from shim._tools.pin_add import add, parse_new, seconds
+    from shim._tools.progress import Progress
+    from shim.testing.releases import at_hand
+
+    if len(arguments.add) > 2:
+        raise OptionError("--add takes a release or a commit, and at most one SOURCE")
+    new, source = parse_new(arguments.add[0]), Path(arguments.add[1]).expanduser() if arguments.add[1:] else None
+    if source is not None and not source.is_dir():
+        raise OptionError(f"SOURCE {source} is no directory; put a wheel into the cache instead (docs/new-release.md)")
+    if arguments.of is not None and not new.is_commit:
+        raise OptionError("--of belongs to a commit")
+    matrix = load_matrix(matrix_argument(arguments.matrix), check_ranges=False)
+    _refuse_installed(Path(matrix.path).absolute(), "--add")
+    about = seconds(matrix, new, lambda distribution, release: at_hand(release, distribution), matrix.shipped)
+    print(f"shim: adds {new.distribution} {new.name} to {matrix.path}; takes about {about:.0f} s", file=sys.stderr)
+    progress = Progress()
+    top = PACKAGE.parent if matrix.shipped else None
+    found = add(matrix, new, _fetch, progress, source=source, of=arguments.of or "main", top=top)
+    progress.done()
+    put(found.to_dict(), str(found), arguments.json)
+    return NOT_MET if found.decide else OK
 
 
 def _lock(arguments: argparse.Namespace) -> int:

@@ -50,9 +50,10 @@ def _positionals(sub: argparse.ArgumentParser) -> str:
 
 def _spelling(action: argparse.Action) -> str:
     """An option with its value, as people type it."""
-    what = (
-        f" {{{','.join(map(str, action.choices))}}}" if action.choices else f" {action.metavar or action.dest.upper()}"
-    )
+    value = action.metavar or action.dest.upper()
+    if isinstance(value, tuple):  # one value, and more that may follow
+        value = " ".join([value[0], *(f"[{more}]" for more in value[1:])])
+    what = f" {{{','.join(map(str, action.choices))}}}" if action.choices else f" {value}"
     return ", ".join(f"`{flag}{'' if action.nargs == 0 else what}`" for flag in action.option_strings)
 
 

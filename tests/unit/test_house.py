@@ -138,7 +138,6 @@ TESTED_IN = {
     "_tools.docs_te": "unit/test_docs",
     "_tools.new_patch_text": "unit/test_new_patch",
     "_tools.output": "unit/test_cli",
-    "_tools.pin": "unit/test_pins",
     "_tools.pin_all": "unit/test_commits",
     "_tools.support": "unit/test_docs",
     "_tools.surroundings": "unit/test_doctor",

@@ -1,0 +1,157 @@
+"""Changes of version_matrix.yaml as text, so that its comments and its order stay."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+from packaging.version import Version
+
+from shim._errors import MatrixError
+from shim._matrix.commits import Commit
+from shim._matrix.model import UPSTREAM
+
+__all__ = ["top_bound", "with_commit", "with_release", "with_wider_ranges"]
+
+WIDTH = 120
+UPPER = re.compile(r"(<\s*)([0-9]+(?:\.[0-9]+)*)(?=\s*(?:,|$))")
+
+
+def _node(text: str) -> yaml.MappingNode:
+    """The document. Both loaders tell places in characters."""
+    node = yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    assert isinstance(node, yaml.MappingNode), "a matrix that was read is a mapping"
+    return node
+
+
+def _get(node: yaml.Node | None, key: str) -> Any:
+    """The value of a key. None where there is none."""
+    pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+    return next((value for name, value in pairs if name.value == key), None)
+
+
+def with_release(text: str, distribution: str, release: str) -> str:
+    """`text` with `release` in the supported list of `distribution`, at its place by version."""
+    listed = _get(_get(_node(text), "supported"), distribution)
+    if not isinstance(listed, yaml.SequenceNode) or not listed.value:
+        raise MatrixError(f"there is no supported list of {distribution} with a release in it; write the first by hand")
+    before = [item for item in listed.value if Version(item.value) < Version(release)]
+    if not listed.flow_style:
+        line = (before[-1] if before else listed.value[0]).start_mark.line + bool(before)
+        lines = text.splitlines(keepends=True)
+        indent = " " * (listed.value[0].start_mark.column - 2)
+        return "".join([*lines[:line], f'{indent}- "{release}"\n', *lines[line:]])
+    start, end = listed.start_mark.index, listed.end_mark.index
+    if "#" in text[start:end]:  # a comment would be lost by writing the list anew
+        place = (before[-1].end_mark if before else listed.value[0].start_mark).index
+        return text[:place] + (f', "{release}"' if before else f'"{release}", ') + text[place:]
+    names = [item.value for item in before] + [release] + [item.value for item in listed.value[len(before) :]]
+    indent = " " * (listed.start_mark.column + 1)
+    wrapped = textwrap.fill(
+        ", ".join(f'"{name}"' for name in names), WIDTH - 1, initial_indent=indent, subsequent_indent=indent
+    )
+    return text[:start] + "[" + wrapped.lstrip() + "]" + text[end:]
+
+
+def with_commit(text: str, distribution: str, commit: Commit) -> str:
+    """`text` with `commit` under the commits of `distribution`, at its place by date."""
+    top = _node(text)
+    commits = _get(top, "commits")
+    known = _get(commits, distribution)
+    entry = _entry(commit)
+    lines = text.splitlines(keepends=True)
+    if known is not None:
+        later = [key for key, value in known.value if _get(value, "date").value > commit.date]
+        line = _above(lines, later[0].start_mark.line) if later else _end(known)
+        return "".join([*lines[:line], entry, *lines[line:]])
+    if commits is not None:
+        line = _end(commits)
+        return "".join([*lines[:line], f"  {distribution}:\n", entry, *lines[line:]])
+    line = _end(_get(top, "supported"))
+    return "".join([*lines[:line], f"\ncommits:\n  {distribution}:\n", entry, *lines[line:]])
+
+
+def _entry(commit: Commit) -> str:
+    lines = [
+        f'    "{commit.name}":',
+        f'      commit: "{commit.commit}"',
+        f'      version: "{commit.version}"',
+        f'      date: "{commit.date}"',
+        f"      of: {commit.of}",
+    ]
+    if commit.variants:
+        lines += ["      variants:", *(f"        {id}: {variant}" for id, variant in commit.variants.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _above(lines: list[str], line: int) -> int:
+    """The first line of the comment that stands right above `line`."""
+    while line > 0 and lines[line - 1].lstrip().startswith("#"):
+        line -= 1
+    return line
+
+
+def _end(node: yaml.Node) -> int:
+    """The line after the last of a block. The marks of the block itself lie where the next one begins."""
+    while isinstance(node, (yaml.MappingNode, yaml.SequenceNode)) and not node.flow_style and node.value:
+        last = node.value[-1]
+        node = last[1] if isinstance(last, tuple) else last
+    return node.end_mark.line + 1
+
+
+def _ranges(text: str, id: str, distribution: str) -> Iterator[tuple[str, yaml.ScalarNode]]:
+    """Every range of a patch over `distribution`, with the variant that it gives: a name, or UPSTREAM."""
+    patch = _get(_get(_node(text), "patches"), id)
+    for name, variant in _get(patch, "variants").value:
+        for rule in _rules(_get(variant, "applies")):
+            yield name.value, rule
+    for rule in _rules(_get(patch, "applies")):
+        yield _get(rule, "variant").value, rule
+    for rule in _rules(_get(patch, "upstream")):
+        yield UPSTREAM, rule
+
+
+def _rules(node: yaml.Node | None) -> list[Any]:
+    if node is None:
+        return []
+    return node.value if isinstance(node, yaml.SequenceNode) else [node]
+
+
+def _upper(spec: str) -> str | None:
+    """The upper bound of a range, as it is written."""
+    found = UPPER.search(spec)
+    return None if found is None else found[2]
+
+
+def top_bound(text: str, id: str, distribution: str, release: str) -> tuple[str, set[str]] | None:
+    """The bound that `release` lies at or above, and the variants whose ranges end there. None where none does.
+
+    That is the newest bound of the patch: a release in a gap between ranges, or below all of them, has none.
+    """
+    bounds = [
+        (bound, variant)
+        for variant, rule in _ranges(text, id, distribution)
+        if (spec := _get(rule, distribution)) is not None and (bound := _upper(spec.value)) is not None
+    ]
+    if not bounds:
+        return None
+    top = max((bound for bound, _ in bounds), key=Version)
+    if Version(release) < Version(f"{top}.dev0"):
+        return None
+    return top, {variant for bound, variant in bounds if bound == top}
+
+
+def with_wider_ranges(text: str, id: str, distribution: str, variant: str, old: str, new: str) -> str:
+    """`text` with ``<new`` for ``<old`` in every range over `distribution` that gives `variant` of patch `id`."""
+    places = {  # an alias stands for the same place again
+        (spec.start_mark.index, spec.end_mark.index)
+        for name, rule in _ranges(text, id, distribution)
+        if name == variant and (spec := _get(rule, distribution)) is not None and _upper(spec.value) == old
+    }
+    for start, end in sorted(places, reverse=True):
+        inner = UPPER.sub(lambda found: found[1] + new, text[start + 1 : end - 1])  # a range stands in quotes
+        text = text[: start + 1] + inner + text[end - 1 :]
+    return text

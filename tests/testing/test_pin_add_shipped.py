@@ -1,0 +1,101 @@
+"""`shim pin --add` on the matrix that ships, with a real release in the place of the next one."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shim._matrix.load import lock_path, matrix_path
+from shim.testing import FetchError, fetch
+
+REPOSITORY = Path(__file__).parents[2]
+NEWEST = "0.19.2"
+
+
+@pytest.fixture(scope="module")
+def next_release(tmp_path_factory):
+    """The sources of the newest release, which call themselves 0.99.0."""
+    try:
+        newest = fetch(NEWEST)
+    except FetchError as error:
+        pytest.skip(f"megatron-core {NEWEST} is not at hand: {error}")
+    root = tmp_path_factory.mktemp("next")
+    ignored = shutil.ignore_patterns("__pycache__", "*.so")
+    shutil.copytree(newest / "megatron" / "core", root / "megatron" / "core", ignore=ignored)
+    info = root / "megatron" / "core" / "package_info.py"
+    text = info.read_text()
+    for old, new in (("MINOR = 19", "MINOR = 99"), ("PATCH = 2", "PATCH = 0")):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    info.write_text(text)
+    return root
+
+
+def shim(*arguments, cwd=REPOSITORY, **variables):
+    env = {
+        name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_SHIM_") or "CACHE" in name
+    }
+    env |= {"PYTHONPATH": str(cwd), **variables}
+    command = [sys.executable, "-m", "shim", *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
+
+
+def test_a_release_of_known_bodies_is_added_without_a_decision(next_release, tmp_path):
+    """Every patch that the newest release gets, it gets: as many ranges are widened, and the matrix has no gap."""
+    copy = tmp_path / "version_matrix.yaml"
+    shutil.copy(matrix_path(), copy)
+    shutil.copy(lock_path(matrix_path()), lock_path(copy))
+    done = shim("pin", "--add", "0.99.0", next_release, "--matrix", copy, "--json")
+    assert done.returncode == 0, done.stderr + done.stdout
+    told = json.loads(done.stdout)
+    assert (told["added"], told["decide"], told["read"]) == ("0.99.0", [], {})
+    assert sorted(told["files"]) == sorted(map(str, (copy, lock_path(copy))))
+    checked = shim("matrix", "--matrix", copy, "--json")
+    assert checked.returncode == 0, checked.stderr
+    releases = json.loads(checked.stdout)["megatron-core"]
+    assert releases["0.99.0"] == releases[NEWEST] and "-" not in releases["0.99.0"].values()
+
+
+def test_a_commit_is_added_with_its_documents(next_release, tmp_path):
+    """In a checkout of shim: from a clone, with the tables and pages that `make pins docs` would write."""
+    checkout = tmp_path / "shim"
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    files = subprocess.run(listed, cwd=REPOSITORY, capture_output=True, text=True)
+    if files.returncode:
+        pytest.skip("shim is no git checkout here")
+    for name in filter(None, files.stdout.split("\0")):
+        if (REPOSITORY / name).is_file() and not name.startswith("tests/"):
+            (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(REPOSITORY / name, checkout / name)
+
+    def git(*arguments):
+        who = ["-c", "user.name=somebody", "-c", "user.email=somebody@example.com", "-c", "commit.gpgsign=false"]
+        done = subprocess.run(["git", *who, *arguments], cwd=next_release, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    git("init", "--quiet", "--initial-branch=main")
+    git("add", ".")
+    git("commit", "--quiet", "-m", "the next release")
+    hash = git("rev-parse", "HEAD")
+    cache = str(tmp_path / "cache")
+    done = shim(
+        "pin", "--add", hash, next_release, "--of", "main, pinned by a trainer", "--json",
+        cwd=checkout, MEGATRON_SHIM_CACHE=cache,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr + done.stdout
+    written = {str(Path(file).relative_to(checkout)) for file in json.loads(done.stdout)["files"]}
+    assert written >= {
+        "version_matrix.yaml",
+        "version_matrix.lock.json",
+        "docs/releases.md",
+        "shim/_matrix/matrix.json",
+    }
+    assert f"{hash[:10]}: main, pinned by a trainer" in (checkout / "docs" / "releases.md").read_text("utf-8")
+    assert shim("matrix", cwd=checkout).returncode == 0
+    current = [sys.executable, "-m", "shim._tools.docs", "--check"]
+    docs = subprocess.run(current, cwd=checkout, env={**os.environ, "PYTHONPATH": str(checkout)}, capture_output=True)
+    assert docs.returncode == 0, docs.stdout

@@ -1,0 +1,280 @@
+"""`shim pin --add`: a release or a commit more, in one command, or nothing at all."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+from unit_helpers import FIXED, MATRIX, REWORKED, SOURCES, megatron, write_file
+
+from shim._errors import OptionError
+from shim._matrix.load import load_matrix
+from shim._matrix.pins import lock_path
+from shim._tools import pin_add
+from shim._tools.cli import main
+from shim._tools.pin import stale
+from shim._tools.pin_add import New, parse_new
+
+# As people write ranges, and with a contract, so that not every change has to be known.
+RANGED = (
+    MATRIX.replace(".0.dev0", "")
+    .replace(
+        '        targets: ["megatron.core.roll:roll"]\n        reads: ["megatron.core.roll:helper"]\n',
+        '        targets: ["megatron.core.roll:roll"]\n        reads: ["megatron.core.roll:helper"]\n'
+        "    contracts:\n      - {target: megatron.core.roll:roll, variants: [new], parameters: [x, shift, dims]}\n",
+    )
+    .replace(
+        '      - {megatron-core: ">=0.17,<0.18", variant: new}\n    upstream:\n'
+        '      - {megatron-core: ">=0.18,<0.19", note: mended in 0.18}\n',
+        '      - {megatron-core: ">=0.17,<0.18", variant: new}\n',
+    )
+    .replace('["0.16.0", "0.17.0", "0.18.0"]', '["0.16.0", "0.17.0"]')
+    .replace('">=0.16,<0.19"', '">=0.16,<0.18"')
+)
+KEPT = REWORKED.replace("return helper(x)", "return helper(x) + 0")
+BROKEN_CONTRACT = REWORKED.replace("dims=None", "axes=None")
+
+
+@pytest.fixture
+def fetched(world, monkeypatch):
+    """Releases lie in the fake world; nothing is downloaded."""
+    monkeypatch.setattr("shim.testing.releases.fetch", lambda release, *_: world.root / "releases" / release)
+    monkeypatch.delenv("SHIM_MEGATRON_GIT", raising=False)
+    monkeypatch.setenv("MEGATRON_SHIM_CACHE", str(world.root / "cache"))
+    world.pin(RANGED)
+    return world
+
+
+@pytest.fixture
+def shim(fetched, capsys):
+    def run(*arguments):
+        code = main([*arguments, "--matrix", str(fetched.matrix)])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+def release(world, name, text):
+    shutil.rmtree(world.root / "releases" / name, ignore_errors=True)
+    return megatron(world.root / "releases" / name, name, {"roll.py": text})
+
+
+def test_a_release_with_known_bodies_leaves_nothing_to_decide(shim, fetched):
+    """Its ranges are widened, it is pinned, and comments stay."""
+    release(fetched, "0.18.0", REWORKED)
+    fetched.matrix.write_text(RANGED.replace("patches:", "patches:  # all of them"))
+    code, out, err = shim("pin", "--add", "0.18.0")
+    assert code == 0 and "takes about" in err
+    assert "  roll-fix: <0.18 became <0.19\n  faster-forward: <0.18 became <0.19" in out
+    assert "so that the patch holds\n  none\n" in out and "complain:\n  nothing\n" in out
+    matrix = load_matrix(fetched.matrix, check_ranges=True)
+    pins = matrix.pins["megatron-core"]
+    assert pins["0.18.0"] == pins["0.17.0"] and stale(matrix) == []
+    assert "patches:  # all of them\n" in fetched.matrix.read_text()
+    assert main(["pin", "--check", "--matrix", str(fetched.matrix)]) == 0
+
+
+def test_a_body_that_keeps_its_contract_is_pinned_and_shown(shim, fetched):
+    release(fetched, "0.18.0", KEPT)
+    code, out, _ = shim("pin", "--add", "0.18.0", "--json")
+    told = json.loads(out)
+    assert (code, told["decide"], told["read"]) == (0, [], {"roll-fix": ["megatron.core.roll:roll"]})
+    assert told["widened"]["roll-fix"] == {"from": "<0.18", "to": "<0.19"}
+    (difference,) = told["audit"]["patches"]["roll-fix"]["differences"]
+    assert difference["contract"].startswith("kept") and "+    return helper(x) + 0" in difference["diff"]
+    pins = load_matrix(fetched.matrix).pins["megatron-core"]
+    assert pins["0.18.0"]["roll-fix"].variant == "new" and pins["0.18.0"]["roll-fix"] != pins["0.17.0"]["roll-fix"]
+
+
+def test_a_broken_contract_is_left_to_a_person(shim, fetched):
+    """The diff and the contract are shown, and all else is done. `shim matrix` names the gap until it is filled."""
+    release(fetched, "0.18.0", BROKEN_CONTRACT)
+    code, out, _ = shim("pin", "--add", "0.18.0")
+    assert code == 1
+    assert "broken: it has no parameter 'dims'" in out and "+def roll(x, shift=-1, *, axes=None):" in out
+    _, _, decide = out.partition("To decide")
+    assert "  roll-fix (drifted): read megatron.core.roll:roll above; then write a variant for 0.18.0" in decide
+    assert "faster-forward: <0.18 became <0.19" in out and "roll-fix: <0.18" not in out
+    pins = load_matrix(fetched.matrix, check_ranges=False).pins["megatron-core"]
+    assert list(pins["0.18.0"]) == ["faster-forward"]
+    code, _, err = shim("matrix")
+    assert code != 0 and "ranges of roll-fix leave a gap" in err
+
+
+def test_a_release_inside_of_a_range_that_breaks_the_contract_is_not_pinned(shim, fetched):
+    """A patch release: the ranges have it already."""
+    release(fetched, "0.17.1", BROKEN_CONTRACT)
+    code, out, _ = shim("pin", "--add", "0.17.1")
+    assert code == 1 and "its ranges give new; end that range before 0.17.1, and write" in out
+    assert "roll-fix" not in load_matrix(fetched.matrix).pins["megatron-core"]["0.17.1"]
+    code, _, err = shim("matrix")
+    assert code == 1 and "megatron-core 0.17.1 lacks a pin of roll-fix, variant new" in err
+
+
+def test_sources_that_are_named_are_not_fetched(shim, fetched, tmp_path):
+    """SOURCE stands for what the index does not have."""
+    source = megatron(tmp_path / "tree", "0.18.0", {"roll.py": REWORKED})
+    assert shim("pin", "--add", "megatron-core==0.18.0", str(source))[0] == 0
+    assert "0.18.0" in load_matrix(fetched.matrix).supported["megatron-core"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--add", "0.17.0"], "0.17.0 is supported already"),
+        (["--add", "0.18"], "no such file|has no megatron-core|nothing to audit"),
+        (["--add", "megatron==0.18"], "is not a release that can be added; write 0.20.0, megatron-core==X or"),
+        (["--add", "main"], "neither a version nor the digits of a commit"),
+        (["--add", "abcdef012"], "neither a version nor the digits of a commit"),
+        (["--add", "abcdef0123"], "write all forty digits, or name a clone in SHIM_MEGATRON_GIT"),
+        (["--add", "0.18.0", "/nowhere/at/all"], "is no directory; put a wheel into the cache"),
+        (["--add", "0.18.0", "a", "b"], "at most one SOURCE"),
+        (["--add", "0.18.0", "--check"], "leave out --check and --releases"),
+        (["--add", "0.18.0", "--lock", "x"], "leave out --check, --releases and --add"),
+        (["--add", "0.18.0", "--of", "main"], "--of belongs to a commit"),
+        (["--of", "main", "--releases"], "--of belongs to --add"),
+    ],
+)
+def test_what_cannot_be_added_is_refused(shim, fetched, arguments, message):
+    before = fetched.matrix.read_text(), lock_path(fetched.matrix).read_text()
+    code, _, err = shim("pin", *arguments)
+    assert code == 2 and re.search(message, err), err
+    assert (fetched.matrix.read_text(), lock_path(fetched.matrix).read_text()) == before
+
+
+def test_sources_of_another_release_are_refused(shim, fetched, tmp_path):
+    source = megatron(tmp_path / "tree", "0.19.0", {"roll.py": REWORKED})
+    code, _, err = shim("pin", "--add", "0.18.0", str(source))
+    assert code == 2 and "says that it is megatron-core 0.19.0, and not 0.18.0" in err
+
+
+@pytest.mark.parametrize("when", ["pins", "write"])
+def test_an_error_leaves_every_file_as_it_was(shim, fetched, monkeypatch, when):
+    """Also one while files are written."""
+    release(fetched, "0.18.0", REWORKED)
+    files = {file: file.read_bytes() for file in (fetched.matrix, lock_path(fetched.matrix))}
+    written = []
+
+    def fail(*arguments):
+        raise OSError("the disk is full")
+
+    real = pin_add._replace
+
+    def replace_once(file, content):
+        written.append(file)
+        if len(written) == 2:
+            fail()
+        real(file, content)
+
+    if when == "pins":
+        monkeypatch.setattr(pin_add, "_pins", fail)
+    else:
+        monkeypatch.setattr(pin_add, "_replace", replace_once)
+    with pytest.raises(OSError, match="the disk is full"):
+        shim("pin", "--add", "0.18.0")
+    assert {file: file.read_bytes() for file in files} == files
+    assert bool(written) == (when == "write")
+    assert {path.name for path in fetched.root.iterdir() if path.is_file()} == {file.name for file in files}
+
+
+# Commits
+
+
+@pytest.fixture
+def clone(fetched, tmp_path):
+    """A repository that people work in: a commit of roll.py for each text."""
+    path = megatron(tmp_path / "clone", "0.18.0")
+    settings = {"GIT_COMMITTER_DATE": "2026-03-01T12:00:00Z", "GIT_AUTHOR_DATE": "2026-03-01T12:00:00Z"}
+
+    def git(*arguments):
+        who = ["-c", "user.name=somebody", "-c", "user.email=somebody@example.com", "-c", "commit.gpgsign=false"]
+        command = ["git", *who, *arguments]
+        env = {**os.environ, **settings}
+        return subprocess.run(command, cwd=path, env=env, capture_output=True, text=True, check=True).stdout.strip()
+
+    def commit(text):
+        write_file(path / "megatron" / "core" / "roll.py", text)
+        git("add", ".")
+        git("commit", "--quiet", "--allow-empty", "-m", "another")
+        return git("rev-parse", "HEAD")
+
+    git("init", "--quiet", "--initial-branch=main")
+    commit.path = path
+    return commit
+
+
+def test_a_commit_is_added_from_a_clone(shim, fetched, clone):
+    """By its first digits; the version is that of the sources, before the release; the day is that of the commit."""
+    hash = clone(REWORKED)
+    clone(FIXED)
+    code, out, _ = shim("pin", "--add", hash[:12], str(clone.path), "--of", "main, pinned by a trainer")
+    assert code == 0, out
+    matrix = load_matrix(fetched.matrix, check_ranges=True)
+    commit = matrix.commits["megatron-core"][hash[:10]]
+    assert (commit.commit, commit.version, commit.date) == (hash, "0.18.0.dev0", "2026-03-01")
+    assert commit.of == "main, pinned by a trainer"
+    assert dict(commit.variants) == {"roll-fix": "new", "faster-forward": "only"}  # no range has 0.18
+    assert matrix.pins["megatron-core"][hash[:10]] == matrix.pins["megatron-core"]["0.17.0"] and stale(matrix) == []
+    code, _, err = shim("pin", "--add", hash, str(clone.path))
+    assert code == 2 and "(main of 2026-03-01) is in the matrix already" in err
+
+
+def test_what_does_not_fit_a_commit_has_no_pin_there(shim, fetched, clone):
+    """And nothing is said to be wrong with the matrix: nobody has to support it."""
+    hash = clone(BROKEN_CONTRACT)
+    code, out, _ = shim("pin", "--add", hash, str(clone.path))
+    assert code == 1 and "roll-fix (drifted): the commit has no pin of it" in out
+    assert dict(load_matrix(fetched.matrix).commits["megatron-core"][hash[:10]].variants) == {"faster-forward": "only"}
+    assert shim("matrix")[0] == 0
+
+
+def test_a_commit_says_none_where_the_ranges_say_more(shim, fetched, clone):
+    fetched.pin(RANGED.replace('">=0.17,<0.18", variant: new', '">=0.17,<0.19", variant: new'))
+    hash = clone(BROKEN_CONTRACT)
+    assert shim("pin", "--add", hash, str(clone.path))[0] == 1
+    matrix = load_matrix(fetched.matrix)
+    assert matrix.commits["megatron-core"][hash[:10]].variants["roll-fix"] == "none" and stale(matrix) == []
+
+
+def test_wider_ranges_reach_the_commits_before_the_release(shim, fetched, clone):
+    """Their variants change with the ranges, and so do their pins."""
+    hash = clone(BROKEN_CONTRACT)
+    shim("pin", "--add", hash, str(clone.path))
+    text = fetched.matrix.read_text().replace("      variants:\n        faster-forward: only\n", "")
+    fetched.matrix.write_text(text)
+    lock = lock_path(fetched.matrix)
+    lock.write_text(lock.read_text().replace(f', "{hash[:10]}"', ""))
+    assert list(load_matrix(fetched.matrix).pins["megatron-core"][hash[:10]]) == []
+    release(fetched, "0.18.0", REWORKED)
+    os.symlink(fetched.root / "cache" / "megatron-core" / hash[:10], fetched.root / "releases" / hash[:10])
+    code, out, _ = shim("pin", "--add", "0.18.0")
+    pins = load_matrix(fetched.matrix).pins["megatron-core"][hash[:10]]
+    assert pins["faster-forward"].variant == "only" and pins["roll-fix"].variant == "new", out
+    assert code == 0
+
+
+def test_a_commit_that_has_the_bodies_of_an_older_variant_is_decided_by_a_person(shim, fetched, clone):
+    """When the ranges for the next release would give it another."""
+    hash = clone(SOURCES["0.16.0"])
+    assert shim("pin", "--add", hash, str(clone.path))[0] == 0
+    text = fetched.matrix.read_text().replace("        roll-fix: old\n", "")
+    fetched.matrix.write_text(text)
+    release(fetched, "0.18.0", REWORKED)
+    os.symlink(fetched.root / "cache" / "megatron-core" / hash[:10], fetched.root / "releases" / hash[:10])
+    lock = lock_path(fetched.matrix)
+    lock.write_text(lock.read_text().replace(f', "{hash[:10]}"', ""))
+    code, out, _ = shim("pin", "--add", "0.18.0")
+    assert code == 1 and "has new, but it has all bodies of variant old" in out.partition("To decide")[2]
+
+
+def test_names_of_what_can_be_added():
+    assert parse_new("0.20.0") == New("megatron-core", "0.20.0", False)
+    assert parse_new("transformer-engine==2.21.0.post1") == New("transformer-engine", "2.21.0.post1", False)
+    assert parse_new("1234567890") == New("megatron-core", "1234567890", True)
+    assert parse_new(f"transformer-engine=={'ab' * 20}") == New("transformer-engine", "ab" * 20, True)
+    for odd in ("0.20.0+local", "", "x" * 50, "ab" * 21):
+        with pytest.raises(OptionError):
+            parse_new(odd)
