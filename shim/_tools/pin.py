@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from shim._errors import MatrixError, SourceError
+from shim._matrix.commits import NONE
 from shim._matrix.model import UPSTREAM, Matrix, PatchEntry, Pin, Variant
 from shim._matrix.pins import lock_path
+from shim._planning.contract import breach
 from shim._releases.fingerprint import fingerprint
 from shim._releases.known_files import measure_files
 from shim._releases.sources import Sources
@@ -68,7 +70,10 @@ def measure_one(
 def _check_against_releases(
     matrix: Matrix, entry: PatchEntry, name: str, sources: Sources, pin: Pin, releases: Mapping[str, Mapping[str, Pin]]
 ) -> None:
-    """Raise MatrixError where the version of a commit speaks for one variant, and its bodies for another.
+    """Raise MatrixError where only the version of a commit speaks for its variant, and its bodies speak against it.
+
+    A body that no release has must keep its contract, and another variant must not have all bodies. Once it is pinned,
+    a body is right wherever it is found.
 
     pin: what the rules give.    releases: the pins of the releases.
     """
@@ -80,18 +85,36 @@ def _check_against_releases(
             for target, body in pins[entry.id].fingerprints.items():
                 known.setdefault(pins[entry.id].variant, {}).setdefault(target, set()).add(body)
 
-    def all_known(variant: str | None, bodies: Mapping[str, str | None]) -> bool:
-        return all(body in known.get(variant, {}).get(target, ()) for target, body in bodies.items())
+    def unknown(variant: str | None, bodies: Mapping[str, str | None]) -> list[str]:
+        return [target for target, body in bodies.items() if body not in known.get(variant, {}).get(target, ())]
 
-    if all_known(pin.variant, pin.fingerprints):
+    new = unknown(pin.variant, pin.fingerprints)
+    if not new:
         return
-    for other in entry.variants.values():
-        if other.name != pin.variant and all_known(other.name, {t: _or_none(sources, t, other) for t in other.bodies}):
-            raise MatrixError(
-                f"{entry.id}: by its version {entry.distribution} {matrix.shown(entry.distribution, name)} has "
-                f"{pin.variant or UPSTREAM}, but it has all bodies of variant {other.name}. "
-                "Remedy: name the right one under the variants of the commit in version_matrix.yaml."
-            )
+    against = [
+        f"it has all bodies of variant {other.name}"
+        for other in entry.variants.values()
+        if other.name != pin.variant and not unknown(other.name, {t: _or_none(sources, t, other) for t in other.bodies})
+    ]
+    if pin.variant is not None:
+        variant = entry.variants[pin.variant]
+        against += [
+            f"nobody has seen its {target}, {why}" for target in new if (why := _breach(sources, variant, target))
+        ]
+    if against:
+        raise MatrixError(
+            f"{entry.id}: by its version {entry.distribution} {matrix.shown(entry.distribution, name)} has "
+            f"{pin.variant or UPSTREAM}, but {against[0]}. Remedy: name the right variant, {UPSTREAM} or {NONE} under "
+            "the variants of the commit in version_matrix.yaml."
+        )
+
+
+def _breach(sources: Sources, variant: Variant, target: str) -> str:
+    """Why an unknown body does not fit the variant. "" where it keeps its contract."""
+    if target not in variant.needs:
+        return "and there is no contract of it"
+    said = breach(sources, variant.inherits(target) or target, variant.needs[target])
+    return f"which breaks its contract: {said}" if said else ""
 
 
 def measure(

@@ -194,7 +194,7 @@ def test_recorded_pins_are_what_was_written(pinned):
 def test_a_commit_that_cannot_be_fetched_keeps_its_pins(pinned, world):
     """Releases are measured as ever."""
     text = REWORKED.replace("dims=0", "dims=1")
-    matrix = pinned({MAIN[:10]: text}, commit(MAIN, roll_fix="new"))
+    matrix = pinned({MAIN[:10]: text}, commit(MAIN, roll_fix="new", faster_forward="only"))
     before = lock_path(world.matrix).read_text()
     shutil.rmtree(world.root / "releases" / MAIN[:10])
     found = measure_all(matrix, fetch_in(world, {MAIN[:10]}), lambda text: None)
@@ -223,7 +223,7 @@ def test_a_release_that_cannot_be_fetched_is_an_error(pinned, world):
 )
 def test_pins_of_other_rules_are_not_kept(pinned, world, old, new):
     """They would be wrong, and nobody could measure the right ones."""
-    pinned({MAIN[:10]: REWORKED}, commit(MAIN, roll_fix="new"))
+    pinned({MAIN[:10]: REWORKED}, commit(MAIN, roll_fix="new", faster_forward="only"))
     text = world.matrix.read_text()
     assert old in text
     world.matrix.write_text(text.replace(old, new))
@@ -235,7 +235,7 @@ def test_pins_of_other_rules_are_not_kept(pinned, world, old, new):
 def test_known_files_of_a_missing_commit_are_kept(pinned, world, monkeypatch):
     """Nobody can tell which of the other files it has, so all of them stay."""
     text = REWORKED.replace("dims=0", "dims=1")
-    matrix = pinned({MAIN[:10]: text}, commit(MAIN, roll_fix="new"))
+    matrix = pinned({MAIN[:10]: text}, commit(MAIN, roll_fix="new", faster_forward="only"))
     table = world.root / "known_files.json"
     monkeypatch.setattr("shim._matrix.load.matrix_path", lambda: world.matrix)
     monkeypatch.setattr("shim._releases.known_files.FILE", table)

@@ -11,7 +11,7 @@ from unit_helpers import FIXED, MATRIX, REWORKED, SOURCES, megatron, write_file
 
 from shim._errors import OptionError
 from shim._matrix.load import load_matrix
-from shim._matrix.pins import lock_path
+from shim._matrix.pins import lock_path, recorded_pins, render_pins
 from shim._tools import pin_add
 from shim._tools.cli import main
 from shim._tools.pin import stale
@@ -239,21 +239,33 @@ def test_a_commit_says_none_where_the_ranges_say_more(shim, fetched, clone):
     assert matrix.commits["megatron-core"][hash[:10]].variants["roll-fix"] == "none" and stale(matrix) == []
 
 
-def test_wider_ranges_reach_the_commits_before_the_release(shim, fetched, clone):
-    """Their variants change with the ranges, and so do their pins."""
-    hash = clone(BROKEN_CONTRACT)
+def without_pins(world, name):
+    """As if the ranges had not given the commit a variant until now."""
+    matrix = load_matrix(world.matrix, pins=False, check_ranges=False)
+    pins = {d: dict(names) for d, names in recorded_pins(lock_path(world.matrix).read_bytes(), matrix.patches).items()}
+    pins["megatron-core"].pop(name)
+    lock_path(world.matrix).write_text(render_pins(pins))
+
+
+@pytest.mark.parametrize(("text", "fits"), [(KEPT, True), (BROKEN_CONTRACT, False)], ids=["kept", "broken"])
+def test_wider_ranges_reach_the_commits_before_the_release(shim, fetched, clone, text, fits):
+    """Their variants change with the ranges, and so do their pins. A body that breaks its contract is not pinned so."""
+    hash = clone(text)
     shim("pin", "--add", hash, str(clone.path))
-    text = fetched.matrix.read_text().replace("      variants:\n        faster-forward: only\n", "")
-    fetched.matrix.write_text(text)
-    lock = lock_path(fetched.matrix)
-    lock.write_text(lock.read_text().replace(f', "{hash[:10]}"', ""))
+    matrix = fetched.matrix.read_text().partition("      variants:\n        ")
+    fetched.matrix.write_text(matrix[0] + "patches:" + matrix[2].partition("patches:")[2])
+    without_pins(fetched, hash[:10])
     assert list(load_matrix(fetched.matrix).pins["megatron-core"][hash[:10]]) == []
     release(fetched, "0.18.0", REWORKED)
     os.symlink(fetched.root / "cache" / "megatron-core" / hash[:10], fetched.root / "releases" / hash[:10])
     code, out, _ = shim("pin", "--add", "0.18.0")
     pins = load_matrix(fetched.matrix).pins["megatron-core"][hash[:10]]
-    assert pins["faster-forward"].variant == "only" and pins["roll-fix"].variant == "new", out
-    assert code == 0
+    assert pins["faster-forward"].variant == "only" and ("roll-fix" in pins) == fits, out
+    assert code == (0 if fits else 1)
+    if not fits:
+        decide = out.partition("To decide")[2]
+        assert "by its version megatron-core commit" in decide
+        assert "nobody has seen its megatron.core.roll:roll, which breaks its contract: it has no parameter" in decide
 
 
 def test_a_commit_that_has_the_bodies_of_an_older_variant_is_decided_by_a_person(shim, fetched, clone):
@@ -264,8 +276,7 @@ def test_a_commit_that_has_the_bodies_of_an_older_variant_is_decided_by_a_person
     fetched.matrix.write_text(text)
     release(fetched, "0.18.0", REWORKED)
     os.symlink(fetched.root / "cache" / "megatron-core" / hash[:10], fetched.root / "releases" / hash[:10])
-    lock = lock_path(fetched.matrix)
-    lock.write_text(lock.read_text().replace(f', "{hash[:10]}"', ""))
+    without_pins(fetched, hash[:10])
     code, out, _ = shim("pin", "--add", "0.18.0")
     assert code == 1 and "has new, but it has all bodies of variant old" in out.partition("To decide")[2]
 
