@@ -28,21 +28,31 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CAN_FORK", "run"]
+__all__ = ["CAN_FORK", "PATCHED", "run"]
+
+PATCHED = ("shim", "megatron", "transformer_engine", "transformer_engine_torch")
 
 # On macOS, frameworks of the system do not survive a fork.
 CAN_FORK = hasattr(os, "fork") and sys.platform != "darwin"
 _BOOT = "import sys; exec(compile(open(sys.argv[1], encoding='utf-8').read(), sys.argv[1], 'exec'))"
-# They differ from case to case, and no module reads them that is shared.
-_OF_A_CASE = ("PYTEST_", "MEGATRON_SHIM_")
+# They differ from case to case, and nothing reads them that is shared. megatron-core sets those of Transformer Engine.
+_OF_A_CASE = ("PYTEST_", "MEGATRON_SHIM_", "NVTE_")
 _GRACE = 10  # seconds for the server to answer, besides those of the case
 
 
-def run(code: str, *, stdin: str = "", timeout: float, never: Collection[str] = ()) -> subprocess.CompletedProcess[str]:
+def run(
+    code: str,
+    *,
+    stdin: str = "",
+    timeout: float = 300,
+    never: Collection[str] = PATCHED,
+    share_loaded: bool = False,
+) -> subprocess.CompletedProcess[str]:
     """Run `python -c code` with this process's sys.path, environment and directory, as far as possible by a fork.
 
     never: top-level packages that are not shared, and neither is a package that asks for one of them. Modules that are
     not installed, such as tests and source trees on PYTHONPATH, are not shared either.
+    share_loaded: share from the first case on what this process has loaded.
 
     A case that was forked ends without exit handlers and destructors. With its third-party modules it shares what those
     took over when they were loaded, such as the seed of hashes. The server lives as long as this process, or until
@@ -67,7 +77,7 @@ def run(code: str, *, stdin: str = "", timeout: float, never: Collection[str] = 
             "directory": os.getcwd(),
             "timeout": timeout,
         }
-        status = _shared(never).run(request)
+        status = _shared(never, share_loaded).run(request)
         stdout, stderr = (
             files[stream].read_text(encoding="utf-8", errors="replace") for stream in ("stdout", "stderr")
         )
@@ -85,9 +95,11 @@ _SERVERS: dict[str, _Shared] = {}  # at most one, because each holds hundreds of
 class _Shared:
     """One server after another with the same path and environment, and what its cases may share."""
 
-    def __init__(self, never: Collection[str]) -> None:
+    def __init__(self, never: Collection[str], share_loaded: bool) -> None:
         self.never = sorted(never)
         self.modules: list[str] | None = None  # those to share; None until a case has said which it loads
+        if share_loaded:
+            self._take(_loaded(never))
         self.process: subprocess.Popen[bytes] | None = None
         self.said: Any = None
 
@@ -107,9 +119,11 @@ class _Shared:
             raise
         loaded = Path(request["files"]["loaded"])
         if self.modules is None and loaded.exists():
-            found = json.loads(loaded.read_text("utf-8"))
-            self.modules, self.never = found["installed"], sorted({*self.never, *found["stand_ins"]})
+            self._take(json.loads(loaded.read_text("utf-8")))
         return reply["status"]
+
+    def _take(self, found: dict[str, list[str]]) -> None:
+        self.modules, self.never = found["installed"], sorted({*self.never, *found["stand_ins"]})
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         if self.process is None:
@@ -152,14 +166,14 @@ class _Shared:
         self.said.close()
 
 
-def _shared(never: Collection[str]) -> _Shared:
+def _shared(never: Collection[str], share_loaded: bool) -> _Shared:
     # A forked process has its parent's servers in memory, and their pipes, but must not talk to them.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_A_CASE)}
-    parts = [os.getpid(), sys.executable, _search_path(), environment, os.getcwd(), sorted(never)]
+    parts = [os.getpid(), sys.executable, _search_path(), environment, os.getcwd(), sorted(never), share_loaded]
     key = json.dumps(parts, sort_keys=True)
     if key not in _SERVERS:
         _close_all()
-        _SERVERS[key] = _Shared(never)
+        _SERVERS[key] = _Shared(never, share_loaded)
     return _SERVERS[key]
 
 

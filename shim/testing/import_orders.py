@@ -60,7 +60,6 @@ _ALIASES = "shim_import_order_aliases"
 _CHILD = (
     "import json, sys; case = json.load(sys.stdin); from shim.testing.import_orders import _Child; _Child(**case).run()"
 )
-_PATCHED = ("shim", "megatron", "transformer_engine", "transformer_engine_torch")
 _HELD = "the order held"  # a case that leaves before its end, with whatever exit status, does not say so
 
 
@@ -95,7 +94,7 @@ class ImportOrders:
             "imports": self.imports,
             "setup": self.setup,
         }
-        never = {*_PATCHED, *(target.partition(":")[0].partition(".")[0] for target in self.targets)}
+        never = {*fork_server.PATCHED, *(target.partition(":")[0].partition(".")[0] for target in self.targets)}
         try:
             done = fork_server.run(_CHILD, stdin=json.dumps(case), timeout=self.timeout, never=never)
         except subprocess.TimeoutExpired as error:

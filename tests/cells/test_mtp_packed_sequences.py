@@ -5,7 +5,6 @@ import functools
 import inspect
 import itertools
 import pickle
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shim
 from shim import testing
-from shim.testing import Layout
+from shim.testing import Layout, fork_server
 
 ID = "mtp-packed-sequences"
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
@@ -520,7 +519,8 @@ module, _, qualname = late[0].partition(":")
 importlib.import_module(module)
 assert shim.status()["mtp-packed-sequences"].targets[late[0]] == "bound"
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+    done = fork_server.run(code)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_the_pins_are_those_of_this_release():

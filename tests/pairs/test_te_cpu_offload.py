@@ -4,9 +4,6 @@ import contextlib
 import importlib
 import inspect
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from transformer_engine.pytorch import cpu_offload as engine
 
 import shim
 from shim import testing
-from shim.testing import Layout
+from shim.testing import Layout, fork_server
 
 ID = "te-cpu-offload"
 MCORE = tuple(int(part) for part in testing.release().split(".")[:2])
@@ -147,7 +144,7 @@ import json, os, sys, warnings
 from shim import testing
 testing.transformer_engine_on_cpu()
 import shim
-late = sys.argv[1] == "late"
+late = sys.stdin.read() == "late"
 if late:
     import transformer_engine.pytorch
 shim.apply(only=["te-cpu-offload"], options={"te-cpu-offload": {"set_variable": True}})
@@ -165,9 +162,9 @@ print(json.dumps([applied, taken, getattr(weight, "_TE_do_not_offload", False), 
 
 
 def in_a_process(how):
-    environ = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    command = [sys.executable, "-c", IN_A_PROCESS, how]
-    done = subprocess.run(command, capture_output=True, text=True, env=environ)
+    with pytest.MonkeyPatch.context() as undo:
+        undo.delenv(VARIABLE, raising=False)
+        done = fork_server.run(IN_A_PROCESS, stdin=how, share_loaded=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 

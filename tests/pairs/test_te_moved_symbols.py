@@ -3,8 +3,6 @@
 import importlib
 import inspect
 import json
-import subprocess
-import sys
 
 import megatron.core.models.gpt.gpt_layer_specs
 import megatron.core.transformer.moe.moe_utils  # noqa: F401
@@ -16,7 +14,7 @@ from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
 import shim
 from shim import testing
-from shim.testing import Layout
+from shim.testing import Layout, fork_server
 
 ID, SKIP = "te-moved-symbols", "te-skip-weight-update"
 MCORE = tuple(int(part) for part in testing.release().split(".")[:3])
@@ -91,7 +89,7 @@ import importlib, json, sys
 from shim import testing
 testing.transformer_engine_on_cpu()
 import shim
-places = json.loads(sys.argv[1])
+places = json.load(sys.stdin)
 
 def absent():
     found = []
@@ -113,7 +111,7 @@ print(json.dumps([applied, state, absent()]))
 def test_everything_is_there_where_megatron_is_imported_after_apply():
     """In a process of its own; revert() leaves what stock would have had."""
     places = [place.split(":") for place in sorted(KNOWN)]
-    done = subprocess.run([sys.executable, "-c", EARLY, json.dumps(places)], capture_output=True, text=True)
+    done = fork_server.run(EARLY, stdin=json.dumps(places), share_loaded=True)
     assert done.returncode == 0, done.stderr[-2000:]
     applied, state, reverted = json.loads(done.stdout.splitlines()[-1])
     assert (applied, state) == ([], "applied")

@@ -1,5 +1,6 @@
 """Cases in forked processes: what they share, what they do not, and how each end of one is told."""
 
+import importlib
 import json
 import os
 import signal
@@ -57,6 +58,18 @@ def test_the_first_case_starts_bare_and_the_others_with_what_it_had_loaded(insta
     assert started_with(names, "import library, mended, shim") == []
     assert started_with(names, "import later") == ["library"]
     assert started_with(names) == ["library"]
+
+
+def test_what_this_process_has_loaded_may_be_shared_from_the_first_case_on(installed):
+    installed("library")
+    installed("mended")
+    importlib.import_module("library")
+    importlib.import_module("mended")
+    names = ["library", "mended", "shim"]
+    try:
+        assert started_with(names, share_loaded=True) == ["library"]
+    finally:
+        del sys.modules["library"], sys.modules["mended"]
 
 
 def test_a_module_that_is_not_installed_is_not_shared(tmp_path, monkeypatch):
