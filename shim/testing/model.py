@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
@@ -81,20 +83,21 @@ def build_gpt(
     if mtp_num_layers:
         make_spec = gpt_layer_specs.get_gpt_mtp_block_spec
         mtp_spec = make_spec(config, spec, use_transformer_engine=False, **_known(make_spec, vp_stage=vp_stage))
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=vocab_size,
-        max_sequence_length=max_sequence_length,
-        pre_process=first if pre_process is None else pre_process,
-        post_process=last if post_process is None else post_process,
-        position_embedding_type=position_embedding_type,
-        share_embeddings_and_output_weights=share_embeddings_and_output_weights,
-        parallel_output=True,
-        mtp_block_spec=mtp_spec,
-        **_known(GPTModel, vp_stage=vp_stage),
-        **(model_kwargs or {}),
-    )
+    with inference_layers_are_classes():
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=vocab_size,
+            max_sequence_length=max_sequence_length,
+            pre_process=first if pre_process is None else pre_process,
+            post_process=last if post_process is None else post_process,
+            position_embedding_type=position_embedding_type,
+            share_embeddings_and_output_weights=share_embeddings_and_output_weights,
+            parallel_output=True,
+            mtp_block_spec=mtp_spec,
+            **_known(GPTModel, vp_stage=vp_stage),
+            **(model_kwargs or {}),
+        )
     _seed_weights(model, seed, share_embeddings_and_output_weights)
     return model.train()
 
@@ -171,21 +174,44 @@ def build_hybrid(
     te_norm = blocks.TENorm
     blocks.TENorm = norm
     try:
-        model = model_class(
-            config,
-            stack,
-            vocab_size=vocab_size,
-            max_sequence_length=max_sequence_length,
-            hybrid_layer_pattern=pattern,
-            pre_process=first,
-            post_process=last,
-            position_embedding_type=position_embedding_type,
-            share_embeddings_and_output_weights=share_embeddings_and_output_weights,
-        )
+        with inference_layers_are_classes():
+            model = model_class(
+                config,
+                stack,
+                vocab_size=vocab_size,
+                max_sequence_length=max_sequence_length,
+                hybrid_layer_pattern=pattern,
+                pre_process=first,
+                post_process=last,
+                position_embedding_type=position_embedding_type,
+                share_embeddings_and_output_weights=share_embeddings_and_output_weights,
+            )
     finally:
         blocks.TENorm = te_norm
     _seed_weights(model, seed, share_embeddings_and_output_weights)
     return model.train()
+
+
+@contextlib.contextmanager
+def inference_layers_are_classes() -> Iterator[None]:
+    """Lets stock 0.20 build layers of multi-token prediction without Transformer Engine (see patch mtp-without-te).
+
+    Layers for inference, of which stock asks isinstance(), are mocks there. Stands classes without instances in for
+    them, so that tests can compare stock with patches.
+    """
+    layers = sys.modules.get("megatron.core.tensor_parallel.inference_layers")
+    mocks = {
+        name: value
+        for name, value in vars(layers or object).items()
+        if name.startswith("Inference") and name.endswith("ParallelLinear") and not isinstance(value, type)
+    }
+    for name in mocks:
+        setattr(layers, name, type(name, (), {}))
+    try:
+        yield
+    finally:
+        for name, mock in mocks.items():
+            setattr(layers, name, mock)
 
 
 def _config(**overrides: Any) -> Any:
