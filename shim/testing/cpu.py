@@ -81,6 +81,7 @@ _RANDOM = "megatron.core.tensor_parallel.random"
 SUBSTITUTIONS = (
     Substitution("torch.cuda", "current_device", lambda _: _cpu_device, "the device= of nearly every buffer"),
     Substitution("torch.cuda", "manual_seed", lambda _: torch.manual_seed, "model_parallel_cuda_manual_seed"),
+    Substitution("torch.cuda", "initial_seed", lambda _: torch.initial_seed, "the RNG of mixed hidden states"),
     Substitution("torch.cuda", "get_rng_state", lambda _: _cpu_rng_state, "the RNG tracker's add()"),
     Substitution("torch.cuda.random", "get_rng_state", lambda _: _cpu_rng_state, "the RNG tracker's fork()"),
     Substitution(_RANDOM, "_set_cuda_rng_state", lambda _: _set_cpu_rng_state, "the RNG tracker's setter"),
@@ -120,7 +121,7 @@ def _resolve(owner: str) -> Any:
 
 @contextlib.contextmanager
 def megatron_on_cpu() -> Iterator[None]:
-    """Let the calling thread run megatron-core 0.12 to 0.19 without a GPU; everything is undone on exit.
+    """Let the calling thread run megatron-core 0.12 to 0.20 without a GPU; everything is undone on exit.
 
     Substitutes `SUBSTITUTIONS` (process-wide) and enters a torch function mode (this thread only) that turns
     literal CUDA devices into CPU. May be nested; code compiled with torch.compile traces through it.

@@ -8,6 +8,8 @@ from shim import testing
 from shim.testing import Layout
 
 IDS = ["mtp-packed-sequences", "mtp-recompute", "rope-fusion"]
+if not all(shim.plan()[id].wanted for id in IDS):
+    pytest.skip("these sources do not get all three patches", allow_module_level=True)
 LENGTHS = (5, 7, 4)
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 ROTARY = 8  # of a head of 32 / 4 channels

@@ -21,6 +21,7 @@ ABOUT = {
     "test_fp8_scales_alone": ["te-fp8-state"],
     "test_mtp_context_parallel": ["mtp-packed-sequences"],
     "test_mtp_context_parallel_roll": ["mtp-packed-sequences"],
+    "test_mtp_hidden_state_mixing": ["mtp-packed-sequences"],
     "test_mtp_pipeline_and_models": ["mtp-packed-sequences"],
     "test_mtp_quantized_recompute": ["mtp-recompute"],
     "test_mtp_rope_tables": ["mtp-packed-sequences", "mtp-recompute"],

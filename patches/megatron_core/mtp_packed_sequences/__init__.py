@@ -3,7 +3,7 @@
 What is wrong:
 - 0.12 to 0.15 refuse packed rows with an AssertionError. Under ``python -O`` they train on tokens of the neighbouring
   sequence, and the MTP gradient is off by 4e-2.
-- 0.16 to 0.19 roll inside sequences but read only cu_seqlens_q, while attention and rope use the padded offsets. With
+- 0.16 to 0.20 roll inside sequences but read only cu_seqlens_q, while attention and rope use the padded offsets. With
   padding between sequences the gradient is off by 9e-2. Without a loss mask the model trains on padding.
 - Up to 0.16 a row whose targets are all masked gives NaN, and labels=None (RL, inference) raises.
 - 0.14 to 0.18 cannot recompute an MTP layer of a packed row.
@@ -22,8 +22,9 @@ of upstream's code. `rolls` has the roll for all generations, and `step` has wha
 Upstream: Megatron-LM pull requests 6205 and 4494 (padding; open). Delete a variant when its releases are no longer
 supported, and the patch when upstream respects padding.
 
-Not covered: the expert all-to-all overlap path. A nested function there, which a patch cannot reach, asserts against
-packed rows.
+Not covered:
+- The expert all-to-all overlap path. A nested function there, which a patch cannot reach, asserts against packed rows.
+- partition="row" together with mtp_hsm (0.20) and padding: upstream then takes each sequence for cut by zigzag.
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ BINDINGS: dict[str, dict[str, Callable[..., Function]]] = {
         HYBRID + "forward": patch_model_step,
     },
 }
+BINDINGS["sum"] = BINDINGS["recompute"]  # from 0.20: a roll gives a sum only where asked to
 
 
 def bindings(variant: str, options: Options) -> Mapping[str, Callable[[Function], Function]]:

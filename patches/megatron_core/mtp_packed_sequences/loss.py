@@ -1,4 +1,4 @@
-"""0.17 to 0.19: the loss is in a function of its own, process_mtp_loss, which trainers call too.
+"""From 0.17: the loss is in a function of its own, process_mtp_loss, which trainers call too.
 
 One step: the model (GPTModel._postprocess, or the forward of a hybrid model) runs the MTP layers and calls
 process_mtp_loss, which rolls labels and loss mask for each depth. Upstream passes the row everywhere, so the step only

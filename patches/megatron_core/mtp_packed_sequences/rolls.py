@@ -76,15 +76,18 @@ def patch_count_of_roll_tensor(original: Function, options: Options) -> Function
 
 
 def patch_roll_tensor_packed_seq(original: Function, options: Options) -> Function:
-    """From 0.16: replaces the loop over sequences."""
+    """From 0.16: replaces the loop over sequences. A call gets no sum without return_sum, which came with 0.20."""
 
     @functools.wraps(original)
     def _roll_tensor_packed_seq(
-        tensor: Tensor, shifts: int, dims: int, packed_seq_params: Any, cp_group: Any = None
+        tensor: Tensor, shifts: int, dims: int, packed_seq_params: Any, cp_group: Any = None, return_sum: bool = True
     ) -> Any:
-        group = group_of(packed_seq_params, cp_group)
-        rolled = roll_row(tensor, shifts, dims, packed_seq_params, group, options["partition"])
-        return _returned(rolled, rolled.sum())
+        row = packed_seq_params
+        # Mixing of hidden states (0.20) rolls what this rank has of a row. It wants no sum then, and passes no group.
+        on_rank = cp_group is None and not return_sum
+        group = None if on_rank else group_of(row, cp_group)
+        rolled = roll_row(tensor, shifts, dims, row, group, options["partition"])
+        return _returned(rolled, rolled.sum()) if return_sum else (rolled, None)
 
     return _roll_tensor_packed_seq
 

@@ -2,12 +2,12 @@
 
 What is wrong with recompute_granularity="full":
 - 0.12, 0.13: MTP layers are never recomputed and keep all activations.
-- 0.14 to 0.19: recompute_num_layers above 1 raises an AssertionError, although the option counts chunks of the decoder.
-- 0.14, 0.15: method block raises a NameError, because warnings is not imported. In 0.16 to 0.19 it does not recompute.
+- 0.14 to 0.20: recompute_num_layers above 1 raises an AssertionError, although the option counts chunks of the decoder.
+- 0.14, 0.15: method block raises a NameError, because warnings is not imported. In 0.16 to 0.20 it does not recompute.
 - 0.14 to 0.17: packed rows raise a TypeError, because the checkpoint gets packed_seq_params as if it were a tensor.
 - 0.18: every step raises a TypeError about padding_mask.
 - Frozen base weights (up to 0.18): no input requires a gradient, so adapters in the MTP layer silently do not train.
-  0.19 makes hidden_states require one.
+  From 0.19 on hidden_states requires one.
 - FP8: up to 0.17 the checkpoint gets its tensors by name, so its graph does not see them, and with delayed scaling no
   context is entered around the checkpoint. 0.12 reads an attribute that the layer lacks, and knows delayed scaling
   only.

@@ -21,7 +21,7 @@ Arguments = Mapping[Any, Any]  # by name or position
 
 
 def checkpointed_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The replacement of MultiTokenPredictionLayer._checkpointed_forward, 0.14 to 0.19.
+    """The replacement of MultiTokenPredictionLayer._checkpointed_forward, from 0.14.
 
     Up to 0.17 the recomputed function is the first argument. Later it is self._proj_and_transformer_layer, but
     subclasses written for earlier releases still pass a function.
