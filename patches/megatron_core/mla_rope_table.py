@@ -1,10 +1,14 @@
 """Wrong rotary positions for fused MLA under context parallelism.
 
-What is wrong (0.13 to 0.19): YarnRotaryEmbedding.get_cached_cos_sin caches the table of the longest row so far, already
+What is wrong (0.13 to 0.20): YarnRotaryEmbedding.get_cached_cos_sin caches the table of the longest row so far, already
 cut for this rank, and returns its beginning for shorter rows. A shorter row is cut elsewhere, so every row that is
 shorter than an earlier one gets positions of other ranks. Packed rows get the whole table, which is right.
 
-The patch makes upstream's function compute a new table whenever the length differs from that of the cached table.
+In 0.20 RotaryEmbedding has the same method with the same defect. There a call may bring its own group, and a later call
+with another group gets the table that is cut for the first.
+
+The patch makes upstream's function compute a new table whenever the length differs from that of the cached table, and
+before and after a call with another group than the module's own.
 
 Upstream: open. Delete when every supported release cuts the table after it reads the cache.
 """
@@ -18,20 +22,37 @@ from typing import Any
 
 from shim.patches._arguments import Function, argument
 
-YARN = "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding."
+EMBEDDINGS = "megatron.core.models.common.embeddings."
+ROPE = EMBEDDINGS + "rotary_pos_embedding:RotaryEmbedding."
+YARN = EMBEDDINGS + "yarn_rotary_pos_embedding:YarnRotaryEmbedding."
+
+
+def _optional(original: Function, name: str) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Any]:
+    """As `argument`; None if the release has no such parameter."""
+    return argument(original, name) if name in inspect.signature(original).parameters else lambda args, kwargs: None
 
 
 def _get_cached_cos_sin(original: Function) -> Function:
     length_of = argument(original, "seq_len")
-    packed_of = argument(original, "packed_seq") if "packed_seq" in inspect.signature(original).parameters else None
+    packed_of, given_group_of = _optional(original, "packed_seq"), _optional(original, "cp_group")
 
     @functools.wraps(original)
     def get_cached_cos_sin(*args: Any, **kwargs: Any) -> Any:
-        self, group = args[0], args[0].cp_group
-        sliced = group is not None and group.size() > 1 and not (packed_of and packed_of(args, kwargs))
-        if sliced and length_of(args, kwargs) != self.max_seq_len_cached:
+        self, given = args[0], given_group_of(args, kwargs)
+        if packed_of(args, kwargs):
+            return original(*args, **kwargs)
+        group = self.cp_group if given is None else given
+        foreign = group is not self.cp_group
+        # 0.20 has no table before the first call.
+        other_length = length_of(args, kwargs) != getattr(self, "max_seq_len_cached", None)
+        if foreign or (other_length and group is not None and group.size() > 1):
             self.max_seq_len_cached = -1  # shorter than any row: upstream computes a new table
-        return original(*args, **kwargs)
+        if not foreign:
+            return original(*args, **kwargs)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self.max_seq_len_cached = -1
 
     return get_cached_cos_sin
 
@@ -43,6 +64,12 @@ def probe(module: Any, method: str, models: list[Any]) -> bool | str:
     return "shim does not try tables that are cut over ranks"
 
 
+BINDINGS: dict[str, dict[str, Callable[[Function], Function]]] = {
+    "cached": {YARN + "get_cached_cos_sin": _get_cached_cos_sin},
+    "group": {YARN + "get_cached_cos_sin": _get_cached_cos_sin, ROPE + "get_cached_cos_sin": _get_cached_cos_sin},
+}
+
+
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
-    return {YARN + "get_cached_cos_sin": _get_cached_cos_sin}
+    return BINDINGS[variant]

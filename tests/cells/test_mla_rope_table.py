@@ -8,7 +8,8 @@ import shim
 from shim import testing
 
 ID = "mla-rope-table"
-if tuple(int(part) for part in testing.release().split(".")[:2]) < (0, 13):
+MINOR = tuple(int(part) for part in testing.release().split(".")[:2])
+if MINOR < (0, 13):
     pytest.skip("fused MLA came with 0.13", allow_module_level=True)
 
 
@@ -35,3 +36,49 @@ def test_the_table_of_fused_mla_is_that_of_its_own_length(rank):
     with shim.patched(only=[ID], require=[ID]) as report:
         assert report[ID].state == "applied", str(report)
         assert list(mla_tables(rank)) == [True] * 5
+
+
+# From 0.20: a call may bring its own group, and the plain embedding has the method too.
+
+takes_group = pytest.mark.skipif(
+    shim.plan()[ID].variant != "group", reason="a call brings its own group, and both embeddings a table, from 0.20"
+)
+LENGTHS = (48, 16, 64, 8, 16)
+
+
+def tables_with_groups(kind, calls):
+    """For each (length, group), whether the table is the one that the unfused path takes for them."""
+    from megatron.core.models.common.embeddings import rotary_pos_embedding, yarn_rotary_pos_embedding
+
+    if kind == "yarn":
+        options = {"original_max_position_embeddings": 32, "use_cpu_initialization": True}
+        rope = yarn_rotary_pos_embedding.YarnRotaryEmbedding(8, cp_group=Group(2, 1), **options)
+    else:
+        rope = rotary_pos_embedding.RotaryEmbedding(8, 1.0, use_cpu_initialization=True, cp_group=Group(2, 1))
+    for length, group in calls:
+        cos, sin = rope.get_cached_cos_sin(length, dtype=torch.float32, cp_group=group)
+        freqs = rope(length, cp_group=group)
+        freqs, mscale = freqs if kind == "yarn" else (freqs, 1.0)
+        yield torch.equal(cos, freqs.cos() * mscale) and torch.equal(sin, freqs.sin() * mscale)
+
+
+@takes_group
+@pytest.mark.parametrize("kind", ["yarn", "plain"])
+def test_the_table_is_cut_for_the_group_of_the_call(kind):
+    own, other = None, Group(4, 3)
+    lengths = [(length, own) for length in LENGTHS]
+    groups = [(64, own), (64, other), (64, own), (64, Group(1)), (32, other), (64, own)]
+    assert not all(tables_with_groups(kind, lengths)) and not all(tables_with_groups(kind, groups))  # stock
+    with shim.patched(only=[ID], require=[ID]):
+        assert all(tables_with_groups(kind, lengths)) and all(tables_with_groups(kind, groups))
+
+
+@takes_group
+def test_a_table_is_not_computed_again_for_the_same_length_and_group(monkeypatch):
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+
+    with shim.patched(only=[ID], require=[ID]):
+        yarn = YarnRotaryEmbedding(8, use_cpu_initialization=True, cp_group=Group(2, 1))
+        for _ in range(2):
+            first, again = yarn.get_cached_cos_sin(16)[0], yarn.get_cached_cos_sin(16)[0]
+            assert first.data_ptr() == again.data_ptr()
