@@ -6,12 +6,13 @@ What is wrong: with apply_rope_fusion, these arguments never reach the fused ker
 |---|---|---|
 | rotary_interleaved | 0.12.0 | 0.12 to 0.16 |
 | mscale (YaRN) | 0.12 to 0.15 | 0.12 to 0.19 |
-| interleaving of MLA (config.multi_latent_attention; an argument in 0.19) | 0.12 to 0.18 | 0.12 to 0.19 |
-| a table with one row per packed token, with or without context parallelism | - | 0.12 to 0.19 |
+| interleaving of MLA (config.multi_latent_attention; an argument from 0.19 on) | 0.12 to 0.18 | 0.12 to 0.19 |
+| a table with one row per packed token, with or without context parallelism | - | 0.12 to 0.20 |
 
 In the last case (multimodal embeddings) the table has as many rows as the packed row has tokens. The kernel counts
 positions from the start of each sequence. From 0.15 on the unfused function takes the token's own row instead. Up to
-0.14 the unfused function counts too, and only the first sequence is right.
+0.14 the unfused function counts too, and only the first sequence is right. 0.20 is told the length of the longest
+sequence, and takes a table without more rows than that for one of positions. The patch does the same.
 
 The patch makes such a call unfused: upstream's own function gets a shallow copy of the config with fusion off. The
 original config is never written. If the fused function is missing, upstream's error stays.
@@ -21,7 +22,7 @@ sequence begins with the row that the first sequence begins with. A table of pos
 rotated as in rope-thd, because a loop over sequences would need a host read to tell.
 
 Not covered:
-- fused_single_qkv_rope (0.15 to 0.19) ignores rotary_interleaved and the factor of YaRN. Attention.forward decides on
+- fused_single_qkv_rope (0.15 to 0.20) ignores rotary_interleaved and the factor of YaRN. Attention.forward decides on
   it in the middle of its body and calls Transformer Engine directly. The attentions of MLA override that method, so
   shim.check would call a patch there shadowed. Leave the option off with either argument.
 - Other reads of config.apply_rope_fusion in multi_latent_attention and absorbed_mla. Their kernels interleave, find the
@@ -56,6 +57,8 @@ def _apply_rotary_pos_emb(original: Function, unpacked: frozenset[str], packed: 
     put_config = replacing(original, "config")
     upstream = vars(sys.modules[ROPE[:-1]])
     cp_size_of, mla_of = _cp_size(original, upstream), _mla(original)
+    takes_longest = "max_seqlen" in inspect.signature(original).parameters  # from 0.20
+    longest_of = argument(original, "max_seqlen") if takes_longest else lambda args, kwargs: None
 
     def wants_the_untold(args: tuple[Any, ...], kwargs: dict[str, Any], config: Any) -> bool:
         cu_seqlens = get["cu_seqlens"](args, kwargs)
@@ -74,8 +77,10 @@ def _apply_rotary_pos_emb(original: Function, unpacked: frozenset[str], packed: 
         # A single sequence has the same rows either way. The packed row is cut over all context-parallel ranks.
         if PER_TOKEN not in untold or cu_seqlens is None or cu_seqlens.numel() <= 2:
             return False
-        tokens = get["t"](args, kwargs).size(0) * cp_size_of(args, kwargs)
-        return bool(get["freqs"](args, kwargs).size(0) == tokens)
+        rows, longest = get["freqs"](args, kwargs).size(0), longest_of(args, kwargs)
+        if longest is not None and rows <= longest:
+            return False
+        return bool(rows == get["t"](args, kwargs).size(0) * cp_size_of(args, kwargs))
 
     @functools.wraps(original)
     def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
@@ -136,6 +141,7 @@ BINDINGS: dict[str, dict[str, Callable[[Function], Function]]] = {
     "mscale": {APPLY: _unfused({MLA}, {INTERLEAVED, MSCALE, MLA, PER_TOKEN})},
     "packed": {APPLY: _unfused({MLA}, {MSCALE, MLA, PER_TOKEN})},
     "flag": {APPLY: _unfused(set(), {MSCALE, MLA, PER_TOKEN})},
+    "longest": {APPLY: _unfused(set(), {PER_TOKEN})},
 }
 
 

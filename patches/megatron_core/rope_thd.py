@@ -1,6 +1,6 @@
 """Packed rows are rotated without a loop over sequences.
 
-What is slow (all releases): the unfused rotation of a packed (THD) row rotates sequence by sequence (0.12 to 0.14,
+What is slow (0.12 to 0.19): the unfused rotation of a packed (THD) row rotates sequence by sequence (0.12 to 0.14,
 0.19) or slices the table sequence by sequence (0.15 to 0.18). Each sequence costs a host read.
 
 The patch gathers the row of the table for each token (shim.ops.rope). Upstream's function for unpacked rows then
@@ -10,7 +10,7 @@ pieces, so temporaries stay as small as those of upstream's loop.
 Up to 0.14 the table has a row per position. From 0.15 on, a table with as many rows as the packed row has tokens has a
 row per token (multimodal embeddings). Upstream's loop reads it the same way.
 
-Upstream: the main branch rotates packed rows without a loop. Delete when no supported release has the loop.
+Upstream: 0.20 rotates packed rows without a loop. Delete when no supported release has the loop.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from trainer_cases import (
     packed_equals_alone,
     padding_does_not_count,
     recompute_equals_none,
-    rotation_is_scaled,
+    rotation_is_per_token,
     row_of,
     undoing,
 )
@@ -74,7 +74,7 @@ CASES = {
         trainers.primus_recompute, RECOMPUTE, LAYER, "called", recompute_equals_none, False, (0, 14)
     ),
     "Primus, head": Case(trainers.primus_chunked_head, PACKED, STEP, "called", packed_equals_alone, False, (0, 14)),
-    "MindSpeed, rope": Case(trainers.mindspeed_rope, ROPE_ID, ROTATE, "called", rotation_is_scaled, False),
+    "MindSpeed, rope": Case(trainers.mindspeed_rope, ROPE_ID, ROTATE, "called", rotation_is_per_token, False),
     "MindSpeed, checkpoints": Case(
         trainers.mindspeed_around_everything,
         "fp8-fp4-recompute",
@@ -85,7 +85,7 @@ CASES = {
         (0, 14),
     ),
     "wrapt, rope": Case(
-        trainers.wrapt_around(ROPE, "apply_rotary_pos_emb"), ROPE_ID, ROTATE, "called", rotation_is_scaled, False
+        trainers.wrapt_around(ROPE, "apply_rotary_pos_emb"), ROPE_ID, ROTATE, "called", rotation_is_per_token, False
     ),
     "wrapt, step": Case(
         trainers.wrapt_around(GPT, "GPTModel._postprocess"),
@@ -240,11 +240,11 @@ def test_mindspeed_may_take_its_patches_back_and_make_them_again(first):
     with Together(trainers.mindspeed_rope, first) as both:
         for _ in range(2):
             both.undo.undo()
-            assert shim.status()[ROPE_ID].targets[ROTATE] == "bound" and rotation_is_scaled()
+            assert shim.status()[ROPE_ID].targets[ROTATE] == "bound" and rotation_is_per_token()
             both.bind(both.undo, both.seen)
-            assert shim.status()[ROPE_ID].targets[ROTATE] == "called" and rotation_is_scaled()
+            assert shim.status()[ROPE_ID].targets[ROTATE] == "called" and rotation_is_per_token()
         shim.revert()
-        assert not rotation_is_scaled()
+        assert not rotation_is_per_token()
         both.undo.undo()
         assert both.strangers() == []
 

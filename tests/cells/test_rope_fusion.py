@@ -1,6 +1,7 @@
 """rope-fusion: a fused call is told all that it is asked for, or not made."""
 
 import contextlib
+import inspect
 import sys
 import threading
 import types
@@ -11,13 +12,17 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import rope_utils, yarn_rotary_pos_embedding
 from megatron.core.transformer import TransformerConfig, attention
+from packaging.version import Version
 from rope_cases import Group
 
 import shim
 from shim import testing
 
 ID = "rope-fusion"
-RELEASE = tuple(int(part) for part in testing.release().split(".")[:3])
+RELEASE = Version(testing.release()).release[:3]
+TELLS_LONGEST = "max_seqlen" in inspect.signature(rope_utils.apply_rotary_pos_emb).parameters
+if RELEASE >= (0, 20, 0) and not TELLS_LONGEST:
+    RELEASE = (0, 19, 99)  # a commit after 0.19, before all that 0.20 has
 MINOR = RELEASE[:2]
 HEADS, WIDTH, ROTARY = 2, 12, 8
 LENGTHS = (4, 8, 12)  # multiples of four, so that two ranks can cut each by zigzag
@@ -28,8 +33,8 @@ RIGHT_FROM = {
     ("unpacked", "mscale"): (0, 16, 0),
     ("unpacked", "mla"): (0, 19, 0),
     ("packed", "interleaved"): (0, 17, 0),
-    ("packed", "mscale"): None,
-    ("packed", "mla"): None,
+    ("packed", "mscale"): (0, 20, 0),
+    ("packed", "mla"): (0, 20, 0),
     ("packed", "row per token"): None,
 }
 # One row per token is what the unfused function takes from 0.15; before, fused and unfused agree about these tables, in
@@ -41,6 +46,7 @@ CASES = list(IS_RIGHT)
 STOCK = {name: getattr(rope_utils, name) for name in ("apply_rotary_pos_emb", "_apply_rotary_pos_emb_thd")}
 
 of_each_case = pytest.mark.parametrize("case", CASES, ids=" ".join)
+tells_longest = pytest.mark.skipif(not TELLS_LONGEST, reason="max_seqlen came with 0.20")
 has_fused_qkv = pytest.mark.skipif(MINOR < (0, 15), reason="fused_single_qkv_rope came with 0.15")
 
 
@@ -224,7 +230,7 @@ def test_a_plain_call_stays_fused(form, kernels, on_rank, applied):
     assert kernels == [(form, False)] * (1 if form == "unpacked" else 2)
 
 
-@pytest.mark.parametrize("case", [("unpacked", "interleaved"), ("packed", "mscale")], ids=" ".join)
+@pytest.mark.parametrize("case", [("unpacked", "interleaved"), ("packed", "row per token")], ids=" ".join)
 def test_a_missing_kernel_is_upstreams_error(case, monkeypatch, on_rank, applied):
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", None)
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", None)
@@ -234,7 +240,7 @@ def test_a_missing_kernel_is_upstreams_error(case, monkeypatch, on_rank, applied
 
 def test_the_shared_config_never_changes(kernels, on_rank, applied, monkeypatch):
     """Not even during the call, as another thread sees it."""
-    config, seen = config_of("mscale"), []
+    config, seen = config_of(), []
     upstream = rope_utils._apply_rotary_pos_emb_bshd
 
     def looking(*args, **kwargs):
@@ -244,16 +250,16 @@ def test_the_shared_config_never_changes(kernels, on_rank, applied, monkeypatch)
         return upstream(*args, **kwargs)
 
     monkeypatch.setattr(rope_utils, "_apply_rotary_pos_emb_bshd", looking)
-    rope_utils.apply_rotary_pos_emb(config=config, **call_of(("packed", "mscale"), on_rank))
+    rope_utils.apply_rotary_pos_emb(config=config, **call_of(("packed", "row per token"), on_rank))
     assert set(seen) == {True} and kernels == []
 
 
-def test_an_exception_leaves_the_config_alone(kernels, on_rank, applied):
-    config = config_of("mscale")
-    given = call_of(("packed", "mscale"), on_rank) | {"cu_seqlens": offsets([TOKENS, 1])}
-    with pytest.raises((ValueError, RuntimeError)):
+def test_an_exception_leaves_the_config_alone(kernels, on_rank, applied, monkeypatch):
+    config, given = config_of(), call_of(("packed", "row per token"), on_rank)
+    monkeypatch.setattr(rope_utils, "_apply_rotary_pos_emb_bshd", lambda *args, **kwargs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         rope_utils.apply_rotary_pos_emb(config=config, **given)
-    assert config.apply_rope_fusion is True
+    assert config.apply_rope_fusion is True and kernels == []
 
 
 def test_aliases_are_rebound_and_restored(applied):
@@ -264,8 +270,31 @@ def test_aliases_are_rebound_and_restored(applied):
         assert all(module.apply_rotary_pos_emb is STOCK["apply_rotary_pos_emb"] for module in names)
 
 
+@tells_longest
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("longest", [max(LENGTHS), TOKENS], ids=["longest", "whole row"])
+def test_the_longest_length_says_what_the_table_is(longest, ranks, kernels, on_rank, applied):
+    """As for the unfused function: a row of the table per token, unless no table of positions could be shorter."""
+    given = call_of(("packed", "row per token"), on_rank, ranks, ranks - 1) | {"max_seqlen": longest}
+    config = config_of()
+    result, right = rope_utils.apply_rotary_pos_emb(config=config, **given), unfused(config, given)
+    assert torch.allclose(result, right, atol=1e-5)
+    assert len(kernels) == (longest == TOKENS)
+    STOCK["apply_rotary_pos_emb"](config=config, **given)
+    assert kernels[-1] == ("packed", False)
+
+
+@tells_longest
+@pytest.mark.parametrize("form", ["unpacked", "packed"])
+def test_stock_rotates_backwards_unfused(form, kernels, on_rank, applied):
+    """The kernels cannot, and are not asked to."""
+    given, config = call_of((form, "nothing"), on_rank) | {"inverse": True}, config_of()
+    for function in STOCK["apply_rotary_pos_emb"], rope_utils.apply_rotary_pos_emb:
+        assert torch.equal(function(config=config, **given), unfused(config, given)) and kernels == []
+
+
 def test_the_decision_compiles_in_one_graph(kernels, on_rank, applied):
-    ask = "mla" if MINOR < (0, 19) else "nothing"  # in 0.19 nothing is left to decide for unpacked rows
+    ask = "mla" if MINOR < (0, 19) else "nothing"  # from 0.19 on nothing is left to decide for unpacked rows
     config, given = config_of(ask), call_of(("unpacked", ask), on_rank)
     compiled = torch.compile(rope_utils.apply_rotary_pos_emb, fullgraph=True, backend="eager")
     assert torch.equal(compiled(config=config, **given), unfused(config, given))

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 import sys
 
 import pytest
@@ -22,11 +23,15 @@ HEADS, WIDTH, ROTARY = 2, 12, 8
 LENGTHS = (4, 8, 12)  # multiples of four, so that two ranks can cut each by zigzag
 TOKENS = sum(LENGTHS)
 STOCK = {"_apply_rotary_pos_emb_thd": rope_utils._apply_rotary_pos_emb_thd}
+NEEDED = shim.plan()[ID].wanted
+needed = pytest.mark.skipif(not NEEDED, reason="this release has no loop")
 
 
 @pytest.fixture(scope="module")
 def applied():
     """The patch, once for all tests of this module that want it: binding it for each would take longer than they do."""
+    if not NEEDED:
+        pytest.skip("this release has no loop")
     with shim.patched(only=[ID], require=[ID]) as report:
         assert report[ID].state == "applied", str(report)
         yield report
@@ -62,17 +67,53 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def operations_of(function, sequences, **given):
+    t = torch.randn(64, HEADS, WIDTH)
+    with Operations() as counted:
+        function(t, offsets([64 // sequences] * sequences), table(65), **given)
+    return counted.count
+
+
 def test_the_number_of_operations_does_not_depend_on_the_number_of_sequences(on_rank, applied):
     """On stock it does."""
-    counts = {}
-    functions = {"stock": STOCK["_apply_rotary_pos_emb_thd"], "shim": rope_utils._apply_rotary_pos_emb_thd}
-    for name, function in functions.items():
-        for sequences in (2, 16):
-            t = torch.randn(64, HEADS, WIDTH)
-            with Operations() as counted:
-                function(t, offsets([64 // sequences] * sequences), table(65), **on_rank())
-            counts[name, sequences] = counted.count
-    assert counts["shim", 2] == counts["shim", 16] and counts["stock", 2] < counts["stock", 16], counts
+    functions = STOCK["_apply_rotary_pos_emb_thd"], rope_utils._apply_rotary_pos_emb_thd
+    stock, mine = ([operations_of(f, sequences, **on_rank()) for sequences in (2, 16)] for f in functions)
+    assert mine[0] == mine[1] and stock[0] < stock[1]
+
+
+@pytest.mark.skipif(NEEDED, reason="this release has the loop")
+@pytest.mark.parametrize("how", ["plain", "interleaved", "mla", "mscale"])
+@pytest.mark.parametrize("rows", ["positions", "tokens"])
+def test_a_release_without_the_loop_needs_no_patch(how, rows, on_rank):
+    """It rotates each token by the row of the table that the loop of earlier releases took, on one to four ranks."""
+    assert shim.plan()[ID].action == "upstream"
+    stock, lengths = STOCK["_apply_rotary_pos_emb_thd"], (8, 0, 16, 24, 0)
+    few, many = (operations_of(stock, n, max_seqlen=64 // n, **on_rank()) for n in (2, 16))
+    assert few == many
+    freqs = table(sum(lengths) if rows == "tokens" else max(lengths))
+    whole = torch.randn(sum(lengths), HEADS, WIDTH)
+    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    # Each sequence alone and unpacked, on one rank.
+    pieces = [
+        rope_utils._apply_rotary_pos_emb_bshd(
+            whole[start:end, None], freqs[start:end] if rows == "tokens" else freqs[: end - start], **HOW[how]
+        )[:, 0]
+        for start, end in itertools.pairwise(starts)
+        if end > start
+    ]
+    alone = torch.cat(pieces)
+    for ranks, rank in ((1, 0), (2, 0), (2, 1), (4, 0), (4, 3)):
+        here = [
+            start + chunk * half + place
+            for start, end in itertools.pairwise(starts)
+            for half in [(end - start) // (2 * ranks)]
+            for chunk in (rank, 2 * ranks - 1 - rank)
+            for place in range(half)
+        ]
+        # The dev branch, which calls itself 0.19, wants to know the longest length.
+        for longest in (max(lengths), None)[: 1 + (MINOR >= (0, 20))]:
+            given = HOW[how] | on_rank(ranks, rank) | {"max_seqlen": longest}
+            assert torch.equal(stock(whole[here], offsets(lengths), freqs, **given), alone[here]), (ranks, rank)
 
 
 def test_the_function_is_given_back(applied):
@@ -146,6 +187,7 @@ def test_a_table_that_is_too_short_is_an_error(on_rank, applied):
             function(*given, **on_rank())
 
 
+@needed
 def test_a_release_with_an_argument_more_is_refused(on_rank):
     """A later one tells the rotation of packed rows their longest length: every row would be a TypeError."""
     stock = STOCK["_apply_rotary_pos_emb_thd"]

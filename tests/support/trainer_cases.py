@@ -61,12 +61,12 @@ def padding_does_not_count():
     return torch.equal(*counts)
 
 
-def rotation_is_scaled():
-    """A fused rotation of packed rows has no argument for mscale. The stand-in for the kernel has none either."""
+def rotation_is_per_token():
+    """A fused rotation of packed rows takes no table with a row per token. The stand-in for the kernel takes none."""
     config = TransformerConfig(num_layers=1, hidden_size=24, num_attention_heads=2)
     given = {} if VERSION < (0, 13) else {"cp_group": Group()}
-    given |= {"t": torch.randn(8, 2, 12), "freqs": torch.randn(8, 1, 1, 8), "mscale": 1.25}
-    given["cu_seqlens"] = torch.tensor([0, 8], dtype=torch.int32)
+    given |= {"t": torch.randn(8, 2, 12), "freqs": torch.randn(8, 1, 1, 8)}
+    given["cu_seqlens"] = torch.tensor([0, 4, 8], dtype=torch.int32)
     with pytest.MonkeyPatch.context() as undo:
         undo.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", lambda t, *_, **__: t)
         undo.setattr(rope_utils, "is_te_min_version", lambda *_, **__: True, raising=False)
