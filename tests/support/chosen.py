@@ -35,6 +35,7 @@ ABOUT = {
 ONLY = {
     "test_applied_after": {"0.16.1", "0.19.2"},
     "test_demo": {"0.15.3", "0.16.1"},
+    "test_forks": {"0.19.2"},
     "test_grpo_loss": {"0.15.3", "0.16.1"},
     "test_mtp_pipeline_and_models": {"0.13.1", "0.19.2"},
     "test_other_trainers": {"0.15.3", "0.19.2"},

@@ -1,0 +1,185 @@
+"""Forks: a release with edits of somebody's own, or under a version of its own. What is applied, what is not, and why.
+
+Edits of a process, as MindSpeed and Primus make them in memory, are in test_other_trainers.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import megatron.core
+import pytest
+
+import shim
+from shim import testing
+
+CORE = Path(megatron.core.__file__).parent
+BIAS, FROZEN = "expert-bias-padding", "frozen-recompute"
+if shim.plan()[BIAS].action != "apply":
+    pytest.skip("the edits are of a body that this release does not have or has mended", allow_module_level=True)
+
+ROUTER, BLOCK = "transformer/moe/router.py", "transformer/transformer_block.py"
+COUNT = "self.local_tokens_per_expert += routing_map.sum(dim=0)"
+MASK = "routing_map = routing_map & (~padding_mask)"
+PARAMETER = "self, routing_map: torch.Tensor, padding_mask: Optional[torch.Tensor] = None"
+VIEWLESS = "hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)"
+
+# A fork: file -> what is edited, and the text instead.
+LOGGED = {
+    ROUTER: {COUNT: f"self.seen = int(routing_map.sum())\n                {COUNT}"},
+    BLOCK: {VIEWLESS: f"self.runs = getattr(self, 'runs', 0) + 1\n        {VIEWLESS}"},
+}
+COMMENTED = {ROUTER: {COUNT: f"# ours\n                {COUNT}"}}
+MENDED = {ROUTER: {MASK: "routing_map = routing_map & (~padding_mask).unsqueeze(-1)"}}
+MENDED_AND_LOGGED = {ROUTER: {**MENDED[ROUTER], **LOGGED[ROUTER]}}
+MENDED_OTHERWISE = {ROUTER: {MASK: "routing_map = routing_map.masked_fill(padding_mask[:, None], False)"}}
+RENAMED = {ROUTER: {PARAMETER: PARAMETER.replace("padding_mask", "mask")}}
+MOVED = {ROUTER: {"def _apply_expert_bias(": "def _count_tokens(", "self._apply_expert_bias(": "self._count_tokens("}}
+
+
+@pytest.fixture
+def fork(tmp_path):
+    """Makes a copy of the release with such edits, and with a version of its own if one is given."""
+
+    def make(edits, version=None):
+        core = tmp_path / "megatron" / "core"
+        if not core.exists():
+            shutil.copytree(CORE, core)
+        for name, replaced in edits.items():
+            text = (CORE / name).read_text()
+            for old, new in replaced.items():
+                assert old in text, f"{name} of this release has no {old!r}"
+                text = text.replace(old, new)
+            (core / name).write_text(text)
+        if version is not None:
+            info = (core / "package_info.py").read_text()
+            (core / "package_info.py").write_text(re.sub(r"(?m)^__version__ = .*$", f"__version__ = {version!r}", info))
+        return tmp_path
+
+    return make
+
+
+def run(tree, *arguments, **variables):
+    """A process of Python that imports the fork in `tree`."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("SHIM_", "MEGATRON_SHIM_"))}
+    env["TORCH_COMPILE_DISABLE"] = "1"  # to compile what counts tokens takes longer than the rest
+    env["PYTHONPATH"] = os.pathsep.join([str(tree), str(Path(__file__).parents[1] / "support")])
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env={**env, **variables}, capture_output=True, text=True, timeout=300)
+
+
+def plan(tree):
+    done = run(tree, "-m", "shim", "plan", "--json")
+    return json.loads(done.stdout)["patches"]
+
+
+# Of the release itself.
+EXPECTED = {id: (shim.plan()[id].action, shim.plan()[id].variant) for id in shim.plan()}
+
+
+def without(found, *ids):
+    return {id: (entry["action"], entry["variant"]) for id, entry in found.items() if id not in ids}
+
+
+def passes(tree, *tests):
+    """Whether these tests of the release pass on the fork. A run without a test does not."""
+    here = Path(__file__).parent
+    root, names = here.parents[1], [str(here / name) for name in tests]
+    done = run(
+        tree,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:warnings",
+        "--rootdir",
+        str(root),
+        *names,
+        "--tb=short",
+    )
+    return done.returncode == 0 or pytest.fail(done.stdout[-3000:] + done.stderr[-1000:])
+
+
+def test_a_comment_changes_nothing(fork):
+    found = plan(fork(COMMENTED))
+    assert "its body is known" in found[BIAS]["reason"] and without(found) == EXPECTED
+
+
+def test_a_statement_more_is_applied_by_the_contract_and_the_patch_works(fork):
+    """In a body that a patch wraps, and in one whose call it changes. Stock is as wrong there as in the release."""
+    tree = fork(LOGGED)
+    found = plan(tree)
+    for id in (BIAS, FROZEN):
+        assert found[id]["action"] == "apply" and "body unknown, contract holds" in found[id]["reason"], found[id]
+    assert without(found) == EXPECTED
+    assert passes(tree, "test_expert_bias_padding.py", "test_frozen_recompute.py")
+
+
+def test_a_fork_that_has_mended_the_defect_as_upstream_did_is_left_alone(fork):
+    found = plan(fork(MENDED))
+    assert found[BIAS]["action"] == "upstream" and "its bodies are those of commit" in found[BIAS]["reason"]
+
+
+def test_a_fork_that_shows_the_mend_in_a_body_of_its_own_is_left_alone(fork):
+    """And counts right by itself."""
+    tree = fork(MENDED_AND_LOGGED)
+    found = plan(tree)[BIAS]
+    assert (found["action"], found["variant"]) == ("upstream", None)
+    assert "has mended it itself: the mask has a column of its own" in found["reason"]
+    assert passes(tree, "test_expert_bias_padding.py")
+
+
+@pytest.mark.parametrize(
+    ("edits", "said"),
+    [
+        (RENAMED, "it has no parameter 'padding_mask'"),
+        (MENDED_OTHERWISE, "it lacks `if padding_mask is not None: routing_map = routing_map & ~padding_mask`"),
+        (MOVED, "has no TopKRouter._apply_expert_bias"),
+    ],
+    ids=["renamed", "otherwise", "moved"],
+)
+def test_what_the_patch_needs_and_does_not_find_is_named(fork, edits, said):
+    """Everything else is applied as on the release."""
+    tree = fork(edits)
+    found = plan(tree)
+    assert found[BIAS]["action"] == "drifted" and said in found[BIAS]["reason"], found[BIAS]
+    assert "update megatron-shim" in found[BIAS]["remedy"] or "reinstall" in found[BIAS]["remedy"]
+    assert without(found, BIAS) == {id: expected for id, expected in EXPECTED.items() if id != BIAS}
+
+
+COUNTS = """
+import runpy, sys
+import shim
+sys.modules["test_file"] = type(sys)("test_file")
+vars(sys.modules["test_file"]).update(runpy.run_path(sys.argv[1]))
+from test_file import ID, counted, moe_utils, testing
+moe_utils.te_general_gemm = None
+with testing.megatron_on_cpu(), testing.layout_initialised(testing.Layout()):
+    shim.apply(only=[ID])
+    print(shim.status()[ID].state)
+    print(counted(tokens=4, padding=2).tolist() == counted(tokens=4).tolist())
+"""
+
+
+def test_a_mend_that_nobody_knows_is_not_patched_over(fork):
+    """It would be wrong afterwards. The warning says that it was left alone, and on_drift='apply' insists."""
+    tree, file = fork(MENDED_OTHERWISE), Path(__file__).with_name("test_expert_bias_padding.py")
+    done = run(tree, "-c", COUNTS, str(file))
+    assert done.stdout.splitlines() == ["drifted", "True"], done.stdout + done.stderr
+    assert BIAS in done.stderr and "breaks its contract" in done.stderr
+    forced = run(tree, "-c", COUNTS, str(file), MEGATRON_SHIM_ON_DRIFT="apply")
+    assert forced.stdout.splitlines() == ["applied"] and "RuntimeError" in forced.stderr, forced.stdout
+
+
+@pytest.mark.parametrize("version", [f"{testing.release()}+ours", "9.9.9", "not a version"])
+def test_a_vendored_copy_is_known_by_its_bodies(fork, version):
+    """Whatever version it says, and also where that is none."""
+    found = without(plan(fork({}, version)))
+    applied = {id: expected for id, expected in EXPECTED.items() if expected[0] == "apply"}
+    assert applied and {id: found[id] for id in applied} == applied
