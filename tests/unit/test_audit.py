@@ -174,6 +174,7 @@ commits:
       version: "0.17.1.dev0"
       date: "2026-08-22"
       of: main
+      variants: {roll-fix: new}
 """
 
 
