@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from packaging.version import Version
 
 from shim._errors import OptionError
 from shim._matrix.model import Matrix
 from shim._releases.versions import in_range, parse_range
 
-__all__ = ["cells"]
+__all__ = ["cells", "with_bodies_of"]
 
 
 def cells(matrix: Matrix, spec: str | None = None, pairs: bool = False) -> list[dict[str, str]]:
@@ -33,10 +35,20 @@ def cells(matrix: Matrix, spec: str | None = None, pairs: bool = False) -> list[
 
 
 def _distinct(matrix: Matrix, distribution: str, spec: str | None) -> list[str]:
-    newest: dict[str, str] = {}  # keyed by the pins. A group keeps the place of its first release.
+    newest: dict[str, str] = {}  # keyed by the bodies. A group keeps the place of its first release.
     for release in sorted(matrix.supported.get(distribution, ()), key=Version):
         if in_range(Version(release), spec or ""):
-            pins = matrix.pins.get(distribution, {}).get(release, {})
-            key = repr([(id, pin.variant, sorted(pin.fingerprints.items())) for id, pin in pins.items() if pin.variant])
-            newest[key] = release
+            newest[_bodies(matrix, distribution, release)] = release
     return list(newest.values())
+
+
+def _bodies(matrix: Matrix, distribution: str, release: str) -> str:
+    """The same text for all releases that no patch can tell apart."""
+    pins = matrix.pins.get(distribution, {}).get(release, {})
+    return repr([(id, pin.variant, sorted(pin.fingerprints.items())) for id, pin in pins.items() if pin.variant])
+
+
+def with_bodies_of(matrix: Matrix, distribution: str, release: str, among: Iterable[str]) -> str:
+    """The one of `among` that no patch can tell from `release`. The release itself where there is none."""
+    wanted = _bodies(matrix, distribution, release)
+    return next((other for other in among if _bodies(matrix, distribution, other) == wanted), release)

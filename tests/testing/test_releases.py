@@ -6,24 +6,23 @@ import threading
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 from tiny_wheels import write_wheel
 
+from shim._matrix.load import load_matrix
 from shim.testing import FetchError, cache_dir, environment, fetch, releases
 
 pytestmark = pytest.mark.usefixtures("cache")
 
 
-def test_the_supported_releases_are_twenty_one_and_sorted():
-    numbers = [tuple(map(int, release.split("."))) for release in releases.RELEASES]
-    assert len(numbers) == 21 and numbers == sorted(set(numbers))
+@pytest.mark.parametrize("supported", [releases.RELEASES, releases.TE_RELEASES], ids=["megatron-core", "engines"])
+def test_the_supported_releases_are_sorted(supported):
+    assert len(supported) > 20
+    assert list(supported) == sorted(set(supported), key=Version)
 
 
-def test_the_engines_are_twenty_four_and_sorted():
-    def number(release):
-        return tuple(int(part.removeprefix("post")) for part in release.split("."))
-
-    assert len(releases.TE_RELEASES) == 24
-    assert list(releases.TE_RELEASES) == sorted(set(releases.TE_RELEASES), key=number)
+def test_the_commits_of_the_matrix_can_be_fetched_by_name():
+    assert set(releases.COMMITS) == set(load_matrix().commits["megatron-core"])
 
 
 def test_the_cache_follows_the_environment(monkeypatch, tmp_path):
