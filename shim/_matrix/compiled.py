@@ -7,14 +7,14 @@ and reads version_matrix.yaml, where the digest is not that of version_matrix.ya
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from shim._matrix.commits import Commit
 from shim._matrix.declared import Declared
-from shim._matrix.model import UPSTREAM, Matrix, Mended, Needs, PatchEntry, Pinned, Rule, StandIn, Variable, Variant
+from shim._matrix.model import UPSTREAM, Matrix, Mended, Needs, PatchEntry, Rule, StandIn, Variable, Variant
 
 __all__ = ["FILE", "read_compiled", "render_compiled"]
 
@@ -64,28 +64,33 @@ def read_compiled(file: Path, digest: str, lock: bytes) -> Matrix | None:
         distribution: {name: Commit(**given) for name, given in commits.items()}
         for distribution, commits in found["commits"].items()
     }
-    return Matrix(str(file), patches, supported, _Pins(lock), bodies=found["bodies"], commits=commits)
+    return Matrix(str(file), patches, supported, _Parsed(lock), bodies=found["bodies"], commits=commits)
 
 
-class _Pins(Mapping[str, Mapping[str, Pinned]]):
-    """Pins that are parsed on first use. A plan on a known release does not use them."""
+class _Parsed(Mapping[str, Any]):
+    """The values of a JSON object, parsed on first use. A plan on a known release uses neither pins nor contracts."""
 
-    def __init__(self, lock: bytes) -> None:
-        self._lock = lock
+    def __init__(self, text: str | bytes, made: Callable[[Any], Any] | None = None) -> None:
+        self._text, self._made = text, made
 
     @cached_property
-    def _read(self) -> dict[str, Mapping[str, Pinned]]:
-        found: dict[str, Mapping[str, Pinned]] = json.loads(self._lock)
-        return found
+    def _read(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self._text)
+        return found if self._made is None else {key: self._made(value) for key, value in found.items()}
 
-    def __getitem__(self, id: str) -> Mapping[str, Pinned]:
-        return self._read[id]
+    def __getitem__(self, key: str) -> Any:
+        return self._read[key]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._read)
 
     def __len__(self) -> int:
         return len(self._read)
+
+    def __eq__(self, other: object) -> bool:
+        return self._text == other._text if isinstance(other, _Parsed) else self._read == other
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _patch(entry: Mapping[str, Any]) -> PatchEntry:
@@ -105,34 +110,7 @@ def _variant(given: Mapping[str, Any]) -> Variant:
     texts = {name: tuple(given[name]) for name in ("targets", "reads")}
     flags = {name: frozenset(given[name]) for name in ("optional", "added", "alone", "wraps")}
     reached_by = {target: tuple(methods) for target, methods in given["reached_by"].items()}
-    return Variant(**{**given, **texts, **flags, "reached_by": reached_by, "needs": _Contracts(given["needs"])})
-
-
-class _Contracts(Mapping[str, Needs]):
-    """Contracts that are parsed on first use. A plan on a known release does not use them."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    @cached_property
-    def _read(self) -> dict[str, Needs]:
-        return {body: _needs(contract) for body, contract in json.loads(self._text).items()}
-
-    def __getitem__(self, body: str) -> Needs:
-        return self._read[body]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._read)
-
-    def __len__(self) -> int:
-        return len(self._read)
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, _Contracts):
-            return self._text == other._text
-        return self._read == other
-
-    __hash__ = None  # type: ignore[assignment]
+    return Variant(**{**given, **texts, **flags, "reached_by": reached_by, "needs": _Parsed(given["needs"], _needs)})
 
 
 def _needs(given: Mapping[str, Any]) -> Needs:
