@@ -14,6 +14,7 @@ import torch
 import trainers_in_small as trainers
 from trainer_cases import (
     BIAS,
+    COUNTS_PADDING,
     PACKED,
     RECOMPUTE,
     ROPE_ID,
@@ -97,7 +98,12 @@ CASES = {
         (0, 14),
     ),
 }
-HERE = {name: case for name, case in CASES.items() if case.since <= VERSION <= case.until}
+# On a release that has mended the bias, a trainer's own mend of it raises, with shim or without.
+HERE = {
+    name: case
+    for name, case in CASES.items()
+    if case.since <= VERSION <= case.until and (case.patch != BIAS or COUNTS_PADDING)
+}
 of_each_trainer = pytest.mark.parametrize("case", HERE.values(), ids=HERE)
 in_both_orders = pytest.mark.parametrize("first", ["shim", "trainer"])
 
@@ -214,7 +220,7 @@ def test_skyrl_alone_moves_tokens_across_padding():
 # Primus: another class
 
 
-@pytest.mark.skipif(VERSION < (0, 16), reason="padding counts from 0.16")
+@pytest.mark.skipif(not COUNTS_PADDING, reason="padding counts from 0.16 to 0.19")
 @in_both_orders
 @pytest.mark.parametrize("goes", ["shim", "trainer"])
 def test_primus_may_replace_a_class_by_a_subclass(first, goes):
@@ -252,7 +258,7 @@ def test_mindspeed_may_take_its_patches_back_and_make_them_again(first):
 # A replacement, and what the report says to do
 
 
-@pytest.mark.skipif(VERSION < (0, 16), reason="padding counts from 0.16")
+@pytest.mark.skipif(not COUNTS_PADDING, reason="padding counts from 0.16 to 0.19")
 @in_both_orders
 @pytest.mark.parametrize("follows", ["remove", "exclude"])
 def test_a_replacement_is_a_conflict_whose_remedy_works(first, follows):

@@ -20,6 +20,7 @@ from shim._engine.engine import ENGINE
 
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
 PACKED, RECOMPUTE, BIAS, ROPE_ID = "mtp-packed-sequences", "mtp-recompute", "expert-bias-padding", "rope-fusion"
+COUNTS_PADDING = shim.plan()[BIAS].action == "apply"  # 0.16 to 0.19
 for module in (ROUTER, "megatron.core.transformer.moe.moe_layer", BLOCK, FINALIZE, RANDOM):
     importlib.import_module(module)
 if not hasattr(moe_utils, "te_general_gemm"):

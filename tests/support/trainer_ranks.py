@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import trainers_in_small as trainers
-from trainer_cases import VERSION, Together, padding_does_not_count, rotation_is_per_token
+from trainer_cases import COUNTS_PADDING, Together, padding_does_not_count, rotation_is_per_token
 
 import shim
 from shim import testing
@@ -18,7 +18,7 @@ from shim.testing import Layout
 def in_the_order(*orders):
     """The digest and the truth on this rank, which binds in its own order and checks with the others."""
     expert_bias = trainers.skyrl_expert_bias, padding_does_not_count
-    bind, truth = expert_bias if VERSION >= (0, 16) else (trainers.mindspeed_rope, rotation_is_per_token)
+    bind, truth = expert_bias if COUNTS_PADDING else (trainers.mindspeed_rope, rotation_is_per_token)
     with testing.megatron_on_cpu(), testing.layout_initialised(Layout()):
         with Together(bind, orders[dist.get_rank()]):
             return shim.check().digest, truth()
