@@ -169,3 +169,22 @@ def test_behind_trained_hyper_connections_stock_is_right_and_nothing_changes(hyp
             first.register_forward_pre_hook(lambda _, inputs: required.append(inputs[0].requires_grad))
             assert equal_bits(testing.run_packed(model, row()), plain)
     assert required == [False, False]
+
+
+@needs_mhc
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+def test_an_override_in_front_of_hyper_connections_is_judged_by_what_it_does(hyper_connections, trained):
+    """One that hides the patch matters only where the connections are frozen."""
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    stock = TransformerBlock.forward
+
+    class Own(TransformerBlock):
+        def forward(self, *args, **kwargs):
+            return stock(self, *args, **kwargs)
+
+    with shim.patched(only=[ID]):
+        model = connected(trained, **MHC)
+        model.decoder.__class__ = Own
+        found = shim.check(model)[ID]
+    assert (found.state == "applied") == trained, str(found)
