@@ -5,6 +5,7 @@ import os
 import pytest
 
 import shim
+from shim.testing import fork_server
 from shim.testing.import_orders import ORDERS, ImportOrders
 
 WANTED = [id for id, decision in shim.plan().decisions.items() if decision.wanted]
@@ -20,6 +21,42 @@ CHOSEN = [*EVERY_DAY, *(ALL if os.environ.get("SHIM_TEST_ALL_ORDERS") == "1" els
 )
 def test_import_order(order, patches):
     """Whatever the order: applied is what is read back, and reverted is the identical object."""
+    case_of(patches).run(order)
+
+
+def case_of(patches, setup=""):
     plan = shim.plan()
     targets = dict.fromkeys(t for id in patches for t in plan[id].targets if t not in plan[id].optional)
-    ImportOrders(list(targets), apply={"only": patches, "require": patches}).run(order)
+    return ImportOrders(list(targets), apply={"only": patches, "require": patches}, setup=setup)
+
+
+@pytest.mark.newest
+def test_processes_after_the_first_start_with_torch_and_without_what_is_patched():
+    asks = "import sys; print(sorted({'torch', 'megatron', 'shim', 'transformer_engine', 'pytest'} & set(sys.modules)))"
+    for _ in range(2):
+        done = fork_server.run(f"{asks}\nimport megatron.core.models.gpt.gpt_model, shim; shim.apply()")
+        assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout == "['torch']\n"
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    ("order", "broken", "told"),
+    [
+        (
+            "import alias apply revert",
+            "places as p; p.Places.restore = lambda *a: None",
+            "not the object it was before",
+        ),
+        ("import alias apply", "binder as b; b.find_aliases = lambda *a: []", "an alias of .* is another object"),
+        (
+            "apply import alias",
+            "import_hook as h; h.ImportHook.find_spec = lambda *a: None\n"
+            "import shim._engine.engine as e; e.Engine.catch_up = lambda self: None",
+            "is not reported as bound",
+        ),
+    ],
+)
+def test_an_order_still_fails_where_the_engine_is_broken(order, broken, told):
+    with pytest.raises(AssertionError, match=told):
+        case_of(["mtp-packed-sequences"], f"import shim._engine.{broken}").run(order)
