@@ -51,3 +51,7 @@ def ranks4():
     """Four gloo ranks, forked on first use."""
     with testing.Ranks(4) as ranks:
         yield ranks
+
+
+def pytest_collection_finish():
+    chosen.keep_what_is_imported()

@@ -42,3 +42,7 @@ def pytest_collection_modifyitems(items):
             )
         if engine <= (2, 1) and "test_stock_does_not_train_mtp_layers" in item.nodeid:
             item.add_marker(pytest.mark.skip(reason="TE up to 2.1 refuses the bound method that stock passes to it"))
+
+
+def pytest_collection_finish():
+    chosen.keep_what_is_imported()

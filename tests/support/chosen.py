@@ -4,6 +4,7 @@ Only with SHIM_TEST_ONCE_PER_VARIANT=1; without it, as under `make matrix`, ever
 """
 
 import functools
+import gc
 import os
 
 from shim._matrix.cells import cells, with_bodies_of
@@ -115,3 +116,9 @@ def keep_newest(items, config, cell, cells):
         dropped = [item for item in items if item.get_closest_marker("newest")]
         config.hook.pytest_deselected(items=dropped)
         items[:] = [item for item in items if item not in dropped]
+
+
+def keep_what_is_imported():
+    """Have the collector leave alone what is there before the first test: each walk through torch takes it 0.2 s."""
+    gc.collect()
+    gc.freeze()
