@@ -292,7 +292,7 @@ def do_pin(arguments: argparse.Namespace) -> int:
     from shim._tools.pin_all import measure_all, write_all
     from shim._tools.progress import Progress
 
-    matrix = load_matrix(matrix_argument(arguments.matrix), pins=False)
+    matrix = load_matrix(matrix_argument(arguments.matrix), check_ranges=True, pins=False)
     path = Path(matrix.path).absolute()
     if arguments.releases and not arguments.check:
         _refuse_installed(path, "--releases")
