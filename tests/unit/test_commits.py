@@ -100,6 +100,21 @@ def test_bodies_of_another_variant_than_the_version_says_are_an_error(pinned):
     assert matrix.pins["megatron-core"][MAIN[:10]]["roll-fix"].variant == "old"
 
 
+def test_an_unknown_body_without_a_contract_is_not_pinned_by_the_version_alone(pinned, world):
+    """Somebody names the variant. A variant that no release has was written for such commits, and needs no more."""
+    text = REWORKED.replace("dims=0", "dims=1").replace("return helper(x)", "return helper(x) + 1")
+    with pytest.raises(MatrixError, match=r"has new, but nobody has seen its \S+:roll, and there is no contract of it"):
+        pinned({MAIN[:10]: text}, commit(MAIN, "0.17.0.dev0", faster_forward="only"))
+    old = '      - {megatron-core: ">=0.17.0.dev0,<0.18.0.dev0", variant: new}\n'
+    rules = MATRIX.replace(old, old + '      - {megatron-core: ">=0.18.0.dev0,<0.19.0.dev0", variant: newest}\n')
+    start, end = rules.index("    upstream:"), rules.index("    delete_when: megatron-core 0.17")
+    rules = (rules[:start] + rules[end:]).replace('"0.17.0", "0.18.0"]', '"0.17.0"]')
+    rules = rules.replace("      new:\n", '      newest:\n        targets: ["megatron.core.roll:roll"]\n      new:\n')
+    section = "\ncommits:\n  megatron-core:\n" + commit(MAIN, "0.18.0.dev0", faster_forward="only") + "\npatches:"
+    world.pin(rules.replace("\n\npatches:", section, 1))
+    assert load_matrix(world.matrix).pins["megatron-core"][MAIN[:10]]["roll-fix"].variant == "newest"
+
+
 def test_a_target_that_a_commit_lacks_is_an_error(pinned):
     with pytest.raises(MatrixError, match=r"roll-fix: the rules give variant new to megatron-core commit 1234567890"):
         pinned({MAIN[:10]: "x = 1\n"}, commit(MAIN, "0.17.0.dev0"))
