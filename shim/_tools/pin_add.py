@@ -307,6 +307,8 @@ def _variants(
         rule, given = matrix.patches[id].pinned_rule(version), _given(finding)
         says = None if rule is None else rule.variant or UPSTREAM
         if given is None:
+            if finding.verdict == "out-of-range" and says is None:
+                continue  # it is no matter of such versions
             if says is not None:
                 variants[id] = NONE
             line = f"{id} ({finding.words}): the commit has no pin of it; write a variant that fits, or leave it so"

@@ -27,6 +27,7 @@ ABOUT = {
     "test_applied_after": ["mtp-packed-sequences", "mtp-recompute", "frozen-recompute", "chunked-logprob"],
     "test_effect": ["mtp-packed-sequences", "mtp-recompute", "frozen-recompute"],
     "test_freed_inputs": ["mtp-recompute"],
+    "test_forks": ["mtp-packed-sequences"],
     "test_fp8_scales": ["te-fp8-state"],
     "test_fp8_scales_alone": ["te-fp8-state"],
     "test_mtp_context_parallel": ["mtp-packed-sequences"],
@@ -59,6 +60,7 @@ EVERYWHERE = {
     "test_harness",
     "test_hidden_contracts",
     "test_import_orders",
+    "test_later_parameters",
     "test_others_hooks",
     "test_relied",
 }
