@@ -228,8 +228,7 @@ def trainers_page(file: Path, matrix: Matrix) -> str:
     for trainer in trainers:
         lines += ["", f"## {trainer.name}", "", f"Read at {trainer.version}. It takes {trainer.supports}."]
         if trainer.pin:
-            lines += [f"Its pin is {trainer.pin}. There `shim audit` calls drifted: {_links(trainer.drifted)}."]
-            lines += ["All other patches for megatron-core apply there as they are. A drifted one does nothing there."]
+            lines += [f"Its pin is {trainer.pin}. {_at_its_pin(trainer)}"]
         lines += [f"Places are below `{trainer.folder}`.", ""]
         lines += ["| place | what it does | releases | verdict |", "|---|---|---|---|"]
         order = list(VERDICTS)
@@ -295,6 +294,13 @@ def _diff(trainer: Trainer) -> Iterator[str]:
             yield from (f"+{line}" for line in added)
             moved += len(added) - gone
     yield "```"
+
+
+def _at_its_pin(trainer: Trainer) -> str:
+    if not trainer.drifted:
+        return "There no patch is drifted: all that the commit needs apply."
+    drifted = f"There `shim audit` calls drifted: {_links(trainer.drifted)}."
+    return f"{drifted} All other patches for megatron-core apply there. A drifted one does nothing."
 
 
 def _links(ids: tuple[str, ...]) -> str:
