@@ -124,7 +124,7 @@ class _Bodies:
         kept: dict[str, str] = {}
         others: dict[str, str] = {}
         for target, why in self.unknown(variant.name, self.of(variant)).items():
-            (others if self.breach(variant, target) is None or self.breach(variant, target) else kept)[target] = why
+            (kept if self.breach(variant, target) == "" else others)[target] = why
         return kept, others
 
     def found_in(self, variant: Variant, target: str) -> str:
