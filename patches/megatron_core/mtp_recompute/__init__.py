@@ -81,7 +81,7 @@ def _proj_and_transformer_layer(original: Function) -> Function:
 
     @functools.wraps(original)
     def _proj_and_transformer_layer(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.config.fp8 or not self.config.fp4:
+        if self.config.fp8 or not getattr(self.config, "fp4", None):  # 0.14, with the same bodies, has no such field
             return original(self, *args, **kwargs)
         from megatron.core.fp4_utils import get_fp4_context
 
