@@ -1,0 +1,151 @@
+"""The contracts of the matrix against the bodies of real releases: kept by all that are known, and no term is idle."""
+
+import ast
+from functools import cache
+
+import pytest
+from judge import Reduced, contract_on, function_of
+from mutants import OWN, Mutant, change_attribute, generate
+
+from shim._matrix.load import load_matrix
+from shim._planning.contract import breach
+from shim._record import replace
+from shim._releases.phrases import parsed
+from shim._releases.sources import Sources
+from shim.testing.releases import at_hand, fetch
+
+MATRIX = load_matrix()
+# (patch, variant, target) of every contract.
+CONTRACTS = [
+    (id, variant.name, target)
+    for id, entry in MATRIX.patches.items()
+    for variant in entry.variants.values()
+    for target in variant.needs
+]
+
+
+@cache
+def sources_of(distribution, release):
+    return Sources([fetch(release, distribution)])
+
+
+def bodies_of(id, variant, target):
+    """(release, sources) of one release or commit for each body that is pinned with this variant, the newest last.
+
+    The sources of commits are not everywhere: none, where only commits have the variant and none is at hand.
+    """
+    distribution = MATRIX.patches[id].distribution
+    found = {}
+    for release, pin in MATRIX.known(id):
+        there = release in MATRIX.supported[distribution] or at_hand(release, distribution)
+        if pin.variant == variant and there:
+            found[pin.fingerprints.get(target)] = release
+    return [(release, sources_of(distribution, release)) for release in found.values()]
+
+
+def test_there_are_contracts():
+    assert len(CONTRACTS) > 30
+
+
+@pytest.mark.parametrize("id", sorted({id for id, _, _ in CONTRACTS}))
+def test_a_contract_is_kept_by_every_release_of_its_variant(id):
+    broken = []
+    for patch, name, target in CONTRACTS:
+        if patch == id:
+            variant = MATRIX.patches[id].variants[name]
+            for release, sources in bodies_of(id, name, target):
+                said = breach(sources, variant.inherits(target) or target, variant.needs[target])
+                broken += [f"{release} {name} {target}: {said}"] if said else []
+    assert broken == []
+
+
+def terms_of(needs):
+    """What a contract says, term by term, in the words in which a breach names it."""
+    yield from (("parameters", name) for name in needs.parameters if name not in OWN)
+    yield from (("has", phrase) for phrase in needs.has)
+    yield from (("lacks", phrase) for phrase in needs.lacks)
+    yield from (("decorators", text) for text in needs.decorators)
+    yield from ((name, "") for name in ("first", "exact", "returns") if getattr(needs, name))
+
+
+def said_of(term, text):
+    """How a breach of this term begins."""
+    return {
+        "parameters": f"it has no parameter {text if text.startswith('*') else repr(text)}",
+        "has": f"it lacks `{text}`",
+        "lacks": f"it has `{text}`",
+        "decorators": f"it lacks the decorator {text}",
+        "first": "its parameters do not begin with",
+        "exact": "it has a parameter more",
+        "returns": "it returns",
+    }[term]
+
+
+def with_phrase(function, phrase):
+    """A body that has the phrase too, each gap filled."""
+
+    class Fill(ast.NodeTransformer):
+        def visit_Name(self, node):
+            return ast.Name("filled", node.ctx) if node.id == "_" else node
+
+        def visit_Call(self, node):
+            self.generic_visit(node)
+            node.args = [a for a in node.args if not (isinstance(a, ast.Constant) and a.value is ...)]
+            return node
+
+    made = Fill().visit(ast.parse(ast.unparse(parsed(phrase))).body[0])
+    changed = ast.parse(ast.unparse(function)).body[0]
+    changed.body.insert(0, made)
+    return Mutant("add a phrase", phrase, ast.fix_missing_locations(changed))
+
+
+def without_decorators(function):
+    changed = ast.parse(ast.unparse(function)).body[0]
+    changed.decorator_list = []
+    return Mutant("drop decorators", "", changed)
+
+
+def with_another_first(function):
+    changed = ast.parse(ast.unparse(function)).body[0]
+    changed.args.args.insert(0, ast.arg("before"))
+    return Mutant("add a parameter", "in front", changed)
+
+
+def mutants_for(function, needs):
+    yield from (without_decorators(function), with_another_first(function))
+    yield from (with_phrase(function, phrase) for phrase in needs.lacks)
+    yield from generate(function)
+    yield from change_attribute(function)
+
+
+def unbroken(function, reduced, variant, target):
+    """The terms of a contract that no mutant of a body which keeps it breaks."""
+    needs = variant.needs[target]
+    body = variant.inherits(target) or target
+    alone = replace(variant, needs={target: needs})
+    left = set(terms_of(needs))
+    for mutant in mutants_for(function, needs):
+        said = contract_on(reduced, alone, body, mutant).partition(": ")[2]
+        left = {term for term in left if not said.startswith(said_of(*term))}
+        if not left:
+            break
+    return left
+
+
+@pytest.mark.parametrize("id", sorted({id for id, _, _ in CONTRACTS}))
+def test_every_term_of_a_contract_is_broken_by_some_mutant(id):
+    idle, done = {}, set()
+    for patch, name, target in CONTRACTS:
+        variant = MATRIX.patches[patch].variants[name]
+        if patch != id or (target, variant.needs[target]) in done:
+            continue
+        done.add((target, variant.needs[target]))
+        known = bodies_of(id, name, target)
+        if not known:
+            continue
+        _, sources = known[-1]
+        body = variant.inherits(target) or target
+        left = unbroken(function_of(sources, body), Reduced(sources, [body]), variant, target)
+        if left:
+            idle[name, target] = left
+    assert idle == {}
