@@ -140,16 +140,17 @@ class _Bodies:
         )
 
     def nearest(self, variants: list[Variant], to: Variant) -> Variant:
-        """The variant with the fewest broken bodies, then with the fewest unknown ones, then the nearest to `to`.
+        """The variant with the fewest broken bodies, then with the most known ones for its size, then nearest to `to`.
 
         Variants of which half is broken come last, by their shares: one of few bodies has few broken ones anywhere.
         """
         order = list(self.entry.variants)
 
-        def distance(variant: Variant) -> tuple[bool, float, int, int]:
+        def distance(variant: Variant) -> tuple[bool, float, float, int]:
             kept, broken = self.standing(variant)
-            apart, share = abs(order.index(variant.name) - order.index(to.name)), len(broken) / len(variant.bodies)
-            return (True, share, 0, apart) if share >= 0.5 else (False, len(broken), len(kept), apart)
+            apart, count = abs(order.index(variant.name) - order.index(to.name)), len(variant.bodies)
+            share, unknown = len(broken) / count, (len(broken) + len(kept)) / count
+            return (True, share, unknown, apart) if share >= 0.5 else (False, len(broken), unknown, apart)
 
         return min(variants, key=distance)
 

@@ -100,9 +100,11 @@ def with_phrase(function, phrase):
 
 
 def without_decorators(function):
-    changed = ast.parse(ast.unparse(function)).body[0]
-    changed.decorator_list = []
-    return Mutant("drop decorators", "", changed)
+    """One mutant for each decorator, without it."""
+    for place in range(len(function.decorator_list)):
+        changed = ast.parse(ast.unparse(function)).body[0]
+        del changed.decorator_list[place]
+        yield Mutant("drop a decorator", str(place), changed)
 
 
 def with_another_first(function):
@@ -112,7 +114,7 @@ def with_another_first(function):
 
 
 def mutants_for(function, needs):
-    yield from (without_decorators(function), with_another_first(function))
+    yield from (*without_decorators(function), with_another_first(function))
     yield from (with_phrase(function, phrase) for phrase in needs.lacks)
     yield from generate(function)
     yield from change_attribute(function)
