@@ -37,6 +37,7 @@ ABOUT = {
     "test_mtp_quantized_recompute": ["mtp-recompute"],
     "test_mtp_rope_tables": ["mtp-packed-sequences", "mtp-recompute"],
     "test_mtp_trainers": ["mtp-packed-sequences"],
+    "test_mutated": ["mtp-packed-sequences", "mtp-recompute", "fp8-fp4-recompute", "frozen-recompute", "rope-thd"],
     "test_other_trainers": ["mtp-packed-sequences", "mtp-recompute", "expert-bias-padding", "rope-fusion"],
     "test_other_trainers_ranks": ["mtp-packed-sequences", "expert-bias-padding"],
     "test_te_moved_symbols": ["te-moved-symbols", "te-skip-weight-update"],
