@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from shim._releases.fingerprint import fingerprint
 from shim._releases.known_files import measure_files
 from shim._releases.sources import Sources
 
-__all__ = ["measure", "measure_one", "stale", "write"]
+__all__ = ["measure", "measure_one", "replace_file", "stale", "write"]
 
 INLINE = "# --- Below: written by `shim pin` from the wheels. Never by hand. ---"  # above the pins of shim 0.1
 # The key `releases` with its content, and the marker above it if there is one.
@@ -213,14 +214,17 @@ def write(path: str | os.PathLike[str], text: str) -> bool:
     matrix = Path(path)
     rules = matrix.read_text("utf-8")
     without = PINS_INSIDE.sub("", rules)
-    changed = _replace(lock_path(matrix), text)
-    return (without != rules and _replace(matrix, without.rstrip("\n") + "\n")) or changed
+    changed = replace_file(lock_path(matrix), text.encode())
+    return (without != rules and replace_file(matrix, (without.rstrip("\n") + "\n").encode())) or changed
 
 
-def _replace(file: Path, text: str) -> bool:
-    if file.exists() and file.read_text("utf-8") == text:
+def replace_file(file: Path, content: bytes) -> bool:
+    """Give `file` this content, whole or not at all. Returns whether it had another."""
+    if file.exists() and file.read_bytes() == content:
         return False
-    scratch = file.with_name(file.name + ".new")
-    scratch.write_text(text, "utf-8")
-    os.replace(scratch, file)
+    with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}-", delete=False) as scratch:
+        scratch.write(content)
+    place = Path(scratch.name)
+    place.chmod(file.stat().st_mode & 0o777 if file.exists() else 0o644)
+    place.replace(file)
     return True

@@ -26,7 +26,7 @@ from shim._releases.versions import parse_version
 from shim._tools.audit import Audit, Finding, audit
 from shim._tools.audit_report import as_text
 from shim._tools.matrix_text import top_bound, with_commit, with_release, with_wider_ranges
-from shim._tools.pin import measure_one, stale
+from shim._tools.pin import measure_one, replace_file, stale
 from shim._tools.pin_all import tables_of_names
 
 __all__ = ["Added", "New", "add", "parse_new", "seconds"]
@@ -378,7 +378,7 @@ def _write(written: Mapping[Path, str], say: Say, top: Path | None) -> list[Path
             was = file.read_bytes() if file.is_file() else None
             if was != text.encode():
                 before.setdefault(file, was)
-                _replace(file, text.encode())
+                replace_file(file, text.encode())
 
     try:
         put(written)
@@ -392,14 +392,6 @@ def _write(written: Mapping[Path, str], say: Say, top: Path | None) -> list[Path
             if was is None:
                 file.unlink(missing_ok=True)
             else:
-                _replace(file, was)
+                replace_file(file, was)
         raise
     return list(before)
-
-
-def _replace(file: Path, content: bytes) -> None:
-    with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}-", delete=False) as scratch:
-        scratch.write(content)
-    place = Path(scratch.name)
-    place.chmod(file.stat().st_mode & 0o777 if file.exists() else 0o644)
-    place.replace(file)

@@ -161,7 +161,7 @@ def test_an_error_leaves_every_file_as_it_was(shim, fetched, monkeypatch, when):
     def fail(*arguments):
         raise OSError("the disk is full")
 
-    real = pin_add._replace
+    real = pin_add.replace_file
 
     def replace_once(file, content):
         written.append(file)
@@ -172,7 +172,7 @@ def test_an_error_leaves_every_file_as_it_was(shim, fetched, monkeypatch, when):
     if when == "pins":
         monkeypatch.setattr(pin_add, "_pins", fail)
     else:
-        monkeypatch.setattr(pin_add, "_replace", replace_once)
+        monkeypatch.setattr(pin_add, "replace_file", replace_once)
     with pytest.raises(OSError, match="the disk is full"):
         shim("pin", "--add", "0.18.0")
     assert {file: file.read_bytes() for file in files} == files
