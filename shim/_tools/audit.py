@@ -191,19 +191,19 @@ def _finding(entry: PatchEntry, environment: Environment, matrix: Matrix, known:
     newest = known.in_newest(entry)
     if found.state == "out-of-range" and newest and known.newer(entry, version):
         return _without_targets(entry, entry.variants[newest], environment)
-    variant = entry.variants[found.variant] if found.variant else None
+    if found.variant is None:
+        return Finding(entry.id, entry.kind, entry.distribution, found.state, found.reason)
+    variant = entry.variants[found.variant]
     reasons = {**found.kept, **found.drifted}
     differences = []
     gone = False
-    for target in variant.bodies if variant is not None else ():
-        if variant is None or target not in reasons:
-            continue
+    for target in filter(reasons.__contains__, variant.bodies):
         body = variant.inherits(target) or target
         text = _body(sources, body)
         gone = gone or (target in variant.targets and not (_there(sources, body) and _there(sources, _owner(target))))
         nearest, diff = ("", ()) if text is None else known.nearest(entry, target, found, text, version)
         readable = found.fingerprints[target] != GONE
-        contract = judged(sources, variant, target, target in found.kept) if readable else ""
+        contract = judged(variant.needs.get(target), found.breaches.get(target, "")) if readable else ""
         differences.append(Difference(target, target in variant.targets, reasons[target], nearest, diff, contract))
     verdict = "gone" if gone and found.state == "drifted" else found.state
     return Finding(entry.id, entry.kind, entry.distribution, verdict, found.reason, found.variant, tuple(differences))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shim._matrix.model import Needs, Variant
-from shim._planning.contract import breach
-from shim._releases.sources import Sources
+from shim._matrix.model import Needs
 
 __all__ = ["NONE", "judged"]
 
@@ -14,14 +12,11 @@ NONE = "none, so the body must be known"
 PHRASE_LIMIT = 100  # characters
 
 
-def judged(sources: Sources, variant: Variant, target: str, kept: bool) -> str:
-    """``kept: ...`` with what the contract asks for, ``broken: ...`` with what is amiss, NONE where there is none."""
-    needs = variant.needs.get(target)
+def judged(needs: Needs | None, breach: str) -> str:
+    """``kept: ...`` with what the contract asks for, ``broken: ...`` with the breach, NONE where there is none."""
     if needs is None:
         return NONE
-    if kept:
-        return f"kept: it {'; it '.join(_asked(needs))}"
-    return f"broken: {breach(sources, variant.inherits(target) or target, needs)}"
+    return f"broken: {breach}" if breach else f"kept: it {'; it '.join(_asked(needs))}"
 
 
 def _asked(needs: Needs) -> Iterator[str]:
