@@ -27,14 +27,13 @@ def is_initialising(module: object) -> bool:
     return bool(getattr(namespace_of(module).get("__spec__"), "_initializing", False))
 
 
-def _being_imported() -> set[str]:
-    """The modules whose import is under way in any thread.
+def _locked() -> set[str]:
+    """The modules that some thread imports now, by importlib's locks.
 
     importlib takes a module that has just run out of sys.modules for a moment. It holds the lock of the module then.
     """
     locks: dict[str, Any] = getattr(getattr(importlib, "_bootstrap", None), "_module_locks", {})
-    locked = {name for name, lock in list(locks.items()) if lock() is not None}
-    return locked | {name for name, module in list(sys.modules.items()) if is_initialising(module)}
+    return {name for name, lock in list(locks.items()) if lock() is not None}
 
 
 class Modules:
@@ -62,11 +61,13 @@ class Modules:
 
     def overdue(self) -> set[str]:
         """Modules that were half imported at the last search for aliases and are no longer."""
-        return self._unfinished - _being_imported() if self._unfinished else set()
+        left = self._unfinished - _locked() if self._unfinished else set()
+        return {name for name in left if not is_initialising(sys.modules.get(name))}
 
     def looked_through(self, names: set[str]) -> None:
         self._unfinished -= names
 
     def note_unfinished(self) -> None:
         """Remember the modules that are half imported now."""
-        self._unfinished |= _being_imported()
+        self._unfinished |= _locked()
+        self._unfinished |= {name for name, module in list(sys.modules.items()) if is_initialising(module)}
