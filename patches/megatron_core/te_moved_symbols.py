@@ -25,6 +25,7 @@ what they stand for.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import sys
@@ -78,9 +79,21 @@ def _rope(original: Any) -> Any:
     if home is None:
         return original
     interleaves = "interleaved" in inspect.signature(home.apply_rotary_pos_emb).parameters
-    if callable(original) and (interleaves or original.__module__ + ":" != EXTENSIONS):
+    if not callable(original):
+        return _fused_rope(home, interleaves)
+    mended = getattr(original, "__globals__", None) is globals()
+    if interleaves or mended or original.__module__ + ":" != EXTENSIONS:
         return original
+    return _fused_rope_like(original, home)
 
+
+@functools.cache
+def _fused_rope_like(original: Any, home: Any) -> Any:
+    # Cached, so that the two modules that hold one function hold one after apply() too. It is pickled by its name.
+    return functools.wraps(original)(_fused_rope(home, interleaves=False))
+
+
+def _fused_rope(home: Any, interleaves: bool) -> Any:
     # transpose_output_memory concerns the memory layout only, and Transformer Engine has no such option.
     def fused_apply_rotary_pos_emb(
         t: Tensor, freqs: Tensor, transpose_output_memory: bool = False, interleaved: bool = False

@@ -179,8 +179,10 @@ def test_an_argument_that_came_with_the_next_release_is_not_passed(monkeypatch):
     rope, t = importlib.import_module(ROPE), torch.ones(4, 1, 2, 8)
     with pytest.raises(TypeError, match="interleaved"):
         rope.fused_apply_rotary_pos_emb(t, t)
-    with shim.patched(only=[ID], require=[ID]), pytest.raises(testing.CompiledOpError):
-        rope.fused_apply_rotary_pos_emb(t, t)
+    with shim.patched(only=[ID], require=[ID]):
+        assert rope.fused_apply_rotary_pos_emb is importlib.import_module(EXTENSIONS).fused_apply_rotary_pos_emb
+        with pytest.raises(testing.CompiledOpError):
+            rope.fused_apply_rotary_pos_emb(t, t)
 
 
 @pytest.mark.skipif(not (0, 13) <= MCORE < (0, 17) or TE < (2, 10), reason="this pair has its general_gemm")
