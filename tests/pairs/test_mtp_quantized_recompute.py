@@ -340,12 +340,11 @@ def test_depths_with_one_layer_take_their_own_scales(patches):
             (layer,) = model.mtp.layers
             rescaled = Rescaled(inner_layer(layer))
             result = testing.run_packed(model, ROWS["unpacked"])
-            scale, history = rescaled.scaled.state
-            assert len(set(history[:, 0].tolist())) > 3  # each depth has found another scale
-            return result, scale
+            return result, *rescaled.scaled.state
 
     with shim.patched(only=patches, require=patches):
-        (expected, scale), (found, same) = step({}), step(UNIFORM)
+        (expected, scale, history), (found, same, _) = step({}), step(UNIFORM)
+    assert len(set(history[:, 0].tolist())) > 3  # each depth has found another scale
     # Without it the recompute moves scales on, too.
     assert (equal_bits(expected, found) and torch.equal(scale, same)) == (TE_ID in patches)
     assert torch.equal(expected.main, found.main) and all(map(torch.equal, expected.mtp, found.mtp))
