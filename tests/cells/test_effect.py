@@ -1,7 +1,6 @@
 """Overrides as trainers have them, on a real release: what check() says of each, and whether it trains right."""
 
 import inspect
-import time
 import types
 import warnings
 
@@ -414,7 +413,7 @@ def test_a_block_that_needs_no_mend_is_applied(cls):
 
 
 @from_016
-def test_trying_leaves_no_trace_and_takes_milliseconds():
+def test_trying_leaves_no_trace_and_takes_tiny_inputs():
     model = with_class(OwnLoss, **UNIFORM)
     layer = model.mtp.layers[0]
     layer.__class__ = type("Both", (Recomputed, OwnRoll), {})
@@ -425,17 +424,12 @@ def test_trying_leaves_no_trace_and_takes_milliseconds():
         return [t.clone() for t in tensors if torch.is_tensor(t)], keys, [w.grad for w in model.parameters()]
 
     before = traces()
-    began = time.perf_counter()
-    with torch.no_grad():
+    with torch.no_grad(), testing.Footprint() as tried:
         found = shim.check(model)
-    seconds = time.perf_counter() - began
     after = traces()
     assert len(found[PACKED].others) == 2 + (VERSION < (0, 19)) and found[RECOMPUTE].others
     assert all(map(torch.equal, before[0], after[0])) and before[1:] == after[1:]
-    assert seconds < 1, seconds
-    began = time.perf_counter()
-    shim.check(model)
-    assert time.perf_counter() - began < seconds
+    assert 0 < tried.peak_bytes < 1 << 20
 
 
 # Ranks

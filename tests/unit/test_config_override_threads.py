@@ -55,12 +55,12 @@ def test_overlapping_threads_restore_what_was_there_before_both():
     def other():
         with shim.config_override(config, fusion=False):
             entered.set()
-            leave.wait(10)
+            leave.wait(60)
 
     thread = threading.Thread(target=other)
     with shim.config_override(config, fusion=False):
         thread.start()
-        assert entered.wait(10)
+        assert entered.wait(60)
     assert config.fusion is False
     leave.set()
     thread.join()
@@ -76,7 +76,7 @@ class Blocked:
     def __call__(self):
         first = self.function()
         self.inside.set()
-        assert self.leave.wait(10)
+        assert self.leave.wait(60)
         return first, self.function()
 
 
@@ -86,7 +86,7 @@ def recomputing(checkpoint, blocked):
     found = []
     thread = threading.Thread(target=lambda: found.append(outcome(checkpoint.again)))
     thread.start()
-    assert blocked.inside.wait(10)
+    assert blocked.inside.wait(60)
     try:
         yield found
     finally:
