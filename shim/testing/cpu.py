@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["SUBSTITUTIONS", "Substitution", "megatron_on_cpu"]
+__all__ = ["SUBSTITUTIONS", "Substitution", "megatron_on_cpu", "share_storage", "storage_shared_in_python"]
 
 
 class Substitution(NamedTuple):
@@ -138,3 +138,27 @@ def megatron_on_cpu() -> Iterator[None]:
             setattr(owner, name, build(callable_original))
         undo.enter_context(_CudaMeansCpu())
         yield
+
+
+def share_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
+    """Put what was recomputed into the storage of the discarded output, as megatron-core does up to 0.16.
+
+    No operation on the tensor does it, which autograd would take for a change of it.
+    """
+    output.untyped_storage().resize_(recomputed.untyped_storage().size())
+    output.untyped_storage().copy_(recomputed.untyped_storage())
+
+
+@contextlib.contextmanager
+def storage_shared_in_python() -> Iterator[None]:
+    """From 0.17 outputs are refilled by a C++ helper that is compiled on first use, for half a minute. Spare that."""
+    random = import_module("megatron.core.tensor_parallel.random")
+    if not hasattr(random, "_get_share_storage"):
+        yield
+        return
+    original = random._get_share_storage
+    random._get_share_storage = lambda: share_storage  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        random._get_share_storage = original  # type: ignore[attr-defined]

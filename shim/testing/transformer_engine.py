@@ -2,7 +2,7 @@
 
 All of TE's Python sources are real, from the TE release on the path: fp8_autocast, the recipes, checkpoint, CPU
 offloading, signatures and places of names. The compiled part is missing: kernels, GEMMs and with them the forward of
-every TE module, and all FP8 numerics.
+every TE module, and all FP8 numerics. shim.testing.fp8_layer has a layer whose GEMM is torch's.
 
     from shim import testing
 
@@ -382,6 +382,11 @@ def _stand_ins(capability: tuple[int, int]) -> tuple[Substitution, ...]:
             "torch.cuda", "get_device_capability", lambda _: lambda device=None: capability, "which recipes there are"
         ),
         Substitution("torch.version", "cuda", lambda _: "12.9", "FP8 block scaling asks for 12.9"),
+        Substitution("torch.cuda", "is_current_stream_capturing", lambda _: lambda: False, "modules ask at each call"),
+        *(
+            Substitution("torch.cuda.nvtx", name, lambda _: cpu._no_context, "modules mark their calls for a profiler")
+            for name in ("range", "range_push", "range_pop")
+        ),
         Substitution("torch.cuda", "default_generators", lambda _: _AnyDevice(_CpuGenerator()), "RNG in checkpoint"),
         Substitution(distributed, "_lazy_init", lambda _: cpu._nothing, "RNG in checkpoint: CUDA is not initialised"),
         Substitution(distributed, "_lazy_call", lambda _: _at_once, "RNG in checkpoint: or it would wait for CUDA"),

@@ -16,11 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shim
 from shim import testing
 from shim.ops import _logprob_chunks
+from shim.patches.megatron_core import chunked_logprob_proof
+from shim.patches.megatron_core.chunked_logprob_proof import BATCH, TOKENS, VOCABULARY, truth
 from shim.testing import Footprint, Layout
 
 ID = "chunked-logprob"
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
-TOKENS, BATCH, VOCABULARY = 48, 2, 512
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 # The functions that a dtype and a kind of label smoothing concern: the fused one smooths nothing.
 CASES = [("plain", dtype, smoothing) for dtype in DTYPES for smoothing in (0.0, 0.1)]
@@ -40,24 +41,7 @@ def losses_of(which, logits, target, smoothing=0.0):
 
 
 def sample(dtype):
-    """Logits [s, b, V] of all ranks, targets [s, b], two of which are none, and the weights [s, b] of the losses."""
-    generator = torch.Generator().manual_seed(0)
-    logits = (torch.randn(TOKENS, BATCH, VOCABULARY, generator=generator) * 3).to(getattr(torch, dtype))
-    target = torch.randint(0, VOCABULARY, (TOKENS, BATCH), generator=generator)
-    target[5, 1], target[7, 0] = -100, -1
-    return logits, target, torch.rand(TOKENS, BATCH, generator=generator)
-
-
-def truth(logits, target, weights, smoothing):
-    """Losses and the gradient of their weighted sum in fp64, over the whole vocabulary."""
-    exact = logits.detach().double().requires_grad_()
-    log_p = exact.log_softmax(-1)
-    has_target = target >= 0
-    picked = log_p.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    a = smoothing * VOCABULARY / (VOCABULARY - 1)
-    losses = -((1 - a) * picked + a * log_p.mean(-1)) * has_target
-    (gradient,) = torch.autograd.grad((losses * weights).sum(), exact)
-    return losses.detach(), gradient
+    return chunked_logprob_proof.sample(getattr(torch, dtype))
 
 
 def errors(which, dtype, smoothing, scratch=SCRATCH):

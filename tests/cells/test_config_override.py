@@ -12,25 +12,14 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import shim
 from shim import testing
+from shim.patches.megatron_core.config_override_proof import FULL, toggled
 
 ID = "config-override"
 WITHOUT_TE = "fp8-fp4-recompute"  # CheckpointWithoutOutput raises without Transformer Engine, but for this patch
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 class Config:
     factor = 3.0
-
-
-@contextlib.contextmanager
-def toggled(config, **fields):
-    """What a trainer writes without shim."""
-    before = {name: getattr(config, name) for name in fields}
-    vars(config).update(fields)
-    try:
-        yield
-    finally:
-        vars(config).update(before)
 
 
 @pytest.fixture(autouse=True)
@@ -184,7 +173,7 @@ def test_an_override_that_another_thread_enters_during_a_recompute_is_refused(ch
     def run(x):
         if torch.is_grad_enabled() and first:
             inside.set()
-            assert leave.wait(10)
+            assert leave.wait(60)
         first.append(1)
         return config.factor * x * x
 
@@ -192,7 +181,7 @@ def test_an_override_that_another_thread_enters_during_a_recompute_is_refused(ch
     result = checkpoint(run, x)
     thread = threading.Thread(target=result.backward)
     thread.start()
-    assert inside.wait(10)
+    assert inside.wait(60)
     try:
         with pytest.raises(shim.OptionError, match="recomputing"), shim.config_override(config, factor=9.0):
             raise AssertionError

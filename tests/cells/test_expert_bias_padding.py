@@ -1,49 +1,26 @@
 """expert-bias-padding: padding does not count for the bias of experts."""
 
 import contextlib
-import inspect
 
 import pytest
 import torch
-from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.moe import moe_utils
 
 import shim
 from shim import testing
+from shim.patches.megatron_core.expert_bias_padding_proof import MODEL, counted, takes_padding_mask
 
 ID = "expert-bias-padding"
 NEEDED = shim.plan()[ID].wanted
-TAKES_MASK = "padding_mask" in inspect.signature(GPTModel.forward).parameters  # from 0.16
 needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
-takes_mask = pytest.mark.skipif(not TAKES_MASK, reason="models of this release take no padding mask")
-MODEL = {
-    "num_layers": 1,
-    "mtp_num_layers": None,
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-    "moe_router_load_balancing_type": "none",
-}
+takes_mask = pytest.mark.skipif(not takes_padding_mask(), reason="models of this release take no padding mask")
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 @pytest.fixture(autouse=True)
-def one_rank(monkeypatch):
-    # 0.16 looks it up in every step, and has it with Transformer Engine only.
-    monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
+def one_rank():
     torch.compiler.reset()  # torch 2.13 fails to compile the counts of the dev branch for sizes that change
     with testing.layout_initialised(testing.Layout()):
         yield
-
-
-def counted(tokens, padding=0, **options):
-    """How many tokens the router has counted for each expert, in a step on one row that ends in padding."""
-    model = testing.build_gpt(**MODEL, **options)
-    row = torch.arange(tokens + padding)[None]
-    mask = {"padding_mask": row >= tokens} if padding else {}
-    model(row, row, None, labels=row, **mask).mean().backward()
-    return model.decoder.layers[0].mlp.router.local_tokens_per_expert
 
 
 @needed

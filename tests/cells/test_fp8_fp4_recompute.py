@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel.random import CheckpointFunction, CheckpointW
 
 import shim
 from shim import testing
+from shim.patches.megatron_core.fp8_fp4_recompute_proof import storage_shared_in_python
 from shim.testing import Layout
 
 pytestmark = pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="tests/pairs is about that")
@@ -37,16 +38,9 @@ def one_rank():
 
 
 @pytest.fixture(autouse=True)
-def share_storage_is_python(monkeypatch):
-    """From 0.17 outputs are refilled by a C++ helper that is compiled on first use, for half a minute."""
-
-    def share(output, recomputed):
-        # As upstream does up to 0.16; no operation on the tensor, which autograd would take for a change of it.
-        output.untyped_storage().resize_(recomputed.untyped_storage().size())
-        output.untyped_storage().copy_(recomputed.untyped_storage())
-
-    if hasattr(random, "_get_share_storage"):
-        monkeypatch.setattr(random, "_get_share_storage", lambda: share)
+def share_storage_is_python():
+    with storage_shared_in_python():
+        yield
 
 
 class Probe(torch.nn.Module):

@@ -11,10 +11,10 @@ from recompute_cases import share_storage_in_python
 
 import shim
 from shim import testing
+from shim.patches.megatron_core.frozen_recompute_proof import NORMS, UNIFORM, adapted, row
 from shim.testing import Layout
 
 ID = "frozen-recompute"
-UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 METHODS = [UNIFORM, {**UNIFORM, "recompute_num_layers": 2}, {**UNIFORM, "recompute_method": "block"}]
 
 
@@ -22,16 +22,6 @@ METHODS = [UNIFORM, {**UNIFORM, "recompute_num_layers": 2}, {**UNIFORM, "recompu
 def one_rank():
     with testing.layout_initialised(Layout()):
         yield
-
-
-def row():
-    return testing.pack(testing.random_sequences((5, 7, 4)), align=4)
-
-
-def adapted(**options):
-    model = testing.build_gpt(mtp_num_layers=None, **options)
-    testing.add_lora(model)
-    return model
 
 
 def equal_bits(a, b):
@@ -85,7 +75,6 @@ def test_states_that_require_a_gradient_already_are_handed_on():
         assert equal_bits(testing.run_packed(model, row()), testing.run_packed(plain, row()))
 
 
-NORMS = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
 # From 0.13 stock needs Transformer Engine or the other patch for it.
 WITH_NORMS = [ID, "fp8-fp4-recompute"]
 # What a recompute raises that takes an argument and finds none.

@@ -9,31 +9,17 @@ from megatron.core.tensor_parallel import cross_entropy
 
 import shim
 from shim import testing
+from shim.patches.megatron_core import label_smoothing_proof
+from shim.patches.megatron_core.label_smoothing_proof import SMOOTHING, mine, truth
 from shim.testing import Layout
 
 ID, CHUNKED = "label-smoothing", "chunked-logprob"
-TOKENS, BATCH, VOCABULARY = 12, 2, 64
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 ROUNDING = {"float32": 0, "bfloat16": 2**-8, "float16": 2**-11, "float64": 0}
-SMOOTHING = 0.1
 
 
 def sample(dtype):
-    """Logits [s, b, V] of all ranks, targets [s, b], and the weights [s, b] of the losses."""
-    generator = torch.Generator().manual_seed(0)
-    logits = (torch.randn(TOKENS, BATCH, VOCABULARY, generator=generator) * 3).to(getattr(torch, dtype))
-    target = torch.randint(0, VOCABULARY, (TOKENS, BATCH), generator=generator)
-    return logits, target, torch.rand(TOKENS, BATCH, generator=generator)
-
-
-def truth(logits, target, weights):
-    """Losses and the gradient of their weighted sum in fp64: 1 - e for the target, e / (V - 1) for each other entry."""
-    exact = logits.detach().double().requires_grad_()
-    distribution = torch.full_like(exact, SMOOTHING / (VOCABULARY - 1))
-    distribution.scatter_(-1, target.unsqueeze(-1), 1 - SMOOTHING)
-    losses = -(distribution * exact.log_softmax(-1)).sum(-1)
-    (gradient,) = torch.autograd.grad((losses * weights).sum(), exact)
-    return losses.detach(), gradient
+    return label_smoothing_proof.sample(getattr(torch, dtype))
 
 
 def smoothed(dtype):
@@ -43,12 +29,6 @@ def smoothed(dtype):
     losses = tensor_parallel.vocab_parallel_cross_entropy(computed, target, SMOOTHING)
     (gradient,) = torch.autograd.grad((losses * weights).sum(), computed)
     return losses.detach(), gradient
-
-
-def mine(logits):
-    """The part of the vocabulary that this rank has."""
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    return logits.chunk(size, -1)[parallel_state.get_tensor_model_parallel_rank()].clone()
 
 
 def is_right(dtype):

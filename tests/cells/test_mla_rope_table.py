@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from rope_cases import Group
 
 import shim
 from shim import testing
+from shim.patches.megatron_core.rope_fusion_proof import Group
 
 ID = "mla-rope-table"
 MINOR = tuple(int(part) for part in testing.release().split(".")[:2])

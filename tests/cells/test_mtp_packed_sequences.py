@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shim
 from shim import testing
+from shim.patches.megatron_core.mtp_packed_sequences_proof import ALIGN, LENGTHS
 from shim.testing import Layout, fork_server
 
 ID = "mtp-packed-sequences"
@@ -28,7 +29,7 @@ if not shim.plan()[ID].wanted:
 WITHIN_LAYOUT = 1e-6
 UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 BLOCK = {**UNIFORM, "recompute_method": "block"}
-PLAIN, PADDED = ((5, 7, 4), 1), ((5, 7, 4), 4)
+PLAIN, PADDED = (LENGTHS, 1), (LENGTHS, ALIGN)
 RECOMPUTES_MTP = VERSION >= (0, 14)
 
 stock_cannot_pack = pytest.mark.skipif(VERSION >= (0, 16), reason="stock packs from 0.16")

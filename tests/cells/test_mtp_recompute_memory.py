@@ -19,6 +19,8 @@ from mtp_recompute_cases import (
     train,
 )
 
+from shim.patches.megatron_core.mtp_recompute_proof import saved_bytes
+
 
 @pytest.fixture(scope="module")
 def applied():
@@ -47,34 +49,6 @@ def test_nothing_is_recomputed_unless_asked_for(applied):
         calls = calls_of(model)
         train(model, row_of("padded"))
         assert calls == [[True], [True]]
-
-
-@contextlib.contextmanager
-def saved_bytes(model):
-    """Per MTP layer the bytes that its own forward saves for backward, weights left out, each storage once."""
-    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
-    found = [{} for _ in model.mtp.layers]
-    with contextlib.ExitStack() as undo:
-        for layer, storages in zip(model.mtp.layers, found):
-
-            def keep(tensor, storages=storages):
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in weights:
-                    storages[storage.data_ptr()] = (storage.nbytes(), tensor)  # alive, so that no address is used twice
-                return tensor
-
-            hooks = []
-
-            def enter(*_, hooks=hooks, keep=keep):
-                hooks.append(torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor))
-                hooks[-1].__enter__()
-
-            def leave(*_, hooks=hooks):
-                hooks.pop().__exit__(None, None, None)
-
-            undo.callback(layer.register_forward_pre_hook(enter).remove)
-            undo.callback(layer.register_forward_hook(leave).remove)
-        yield lambda: [sum(size for size, _ in storages.values()) for storages in found]
 
 
 def bytes_saved(method, kind):

@@ -64,7 +64,7 @@ class Fused(TEGroupedMLP):
         count, weights = int(tokens_per_expert.sum()), self.weights
         if getattr(self.config, "moe_dispatch_fwd_dtype", "bf16") != "bf16":
             x = Whole.apply(x, weights["whole"])
-        return cases._GroupedMLP.apply(x, count, weights["first"], weights["second"], True)
+        return cases.GroupedMLP.apply(x, count, weights["first"], weights["second"], True)
 
 
 def gradients(experts, counts, stash):

@@ -1,32 +1,34 @@
 """rope-fusion: a fused call is told all that it is asked for, or not made."""
 
 import contextlib
-import inspect
-import sys
 import threading
-import types
-import warnings
 
 import pytest
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import rope_utils, yarn_rotary_pos_embedding
-from megatron.core.transformer import TransformerConfig, attention
+from megatron.core.transformer import attention
 from packaging.version import Version
-from rope_cases import Group
 
 import shim
 from shim import testing
+from shim.patches.megatron_core import rope_fusion_proof
+from shim.patches.megatron_core.rope_fusion_proof import (
+    HEADS,
+    LENGTHS,
+    TOKENS,
+    WIDTH,
+    config_of,
+    offsets,
+    table,
+    takes,
+)
 
 ID = "rope-fusion"
 RELEASE = Version(testing.release()).release[:3]
-TELLS_LONGEST = "max_seqlen" in inspect.signature(rope_utils.apply_rotary_pos_emb).parameters
+TELLS_LONGEST = takes("max_seqlen")
 if RELEASE >= (0, 20, 0) and not TELLS_LONGEST:
     RELEASE = (0, 19, 99)  # a commit after 0.19, before all that 0.20 has
 MINOR = RELEASE[:2]
-HEADS, WIDTH, ROTARY = 2, 12, 8
-LENGTHS = (4, 8, 12)  # multiples of four, so that two ranks can cut each by zigzag
-TOKENS = sum(LENGTHS)
 # The first release that is right, by format and by what is asked for beside a plain rotation; None: none of them.
 RIGHT_FROM = {
     ("unpacked", "interleaved"): (0, 12, 1),
@@ -37,8 +39,7 @@ RIGHT_FROM = {
     ("packed", "mla"): (0, 20, 0),
     ("packed", "row per token"): None,
 }
-# One row per token is what the unfused function takes from 0.15; before, fused and unfused agree about these tables, in
-# which no row says that a sequence begins with it. They are made unfused all the same, because it is not read.
+# One row per token is what the unfused function takes from 0.15; before, it counts like the kernel, and both are wrong.
 IS_RIGHT = {key: bool(first and first <= RELEASE) for key, first in RIGHT_FROM.items()}
 IS_RIGHT["packed", "row per token"] = MINOR < (0, 15)
 CASES = list(IS_RIGHT)
@@ -68,84 +69,22 @@ def stock():
 
 
 @pytest.fixture
-def on_rank(monkeypatch):
+def on_rank():
     """A function that says which rank of how many this is, and gives the argument that tells upstream."""
-
-    def tell(ranks=1, rank=0):
-        monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: ranks)
-        monkeypatch.setattr(parallel_state, "get_context_parallel_rank", lambda: rank)
-        return {} if MINOR < (0, 13) else {"cp_group": Group(ranks, rank)}
-
-    return tell
+    with contextlib.ExitStack() as undo:
+        yield lambda ranks=1, rank=0: undo.enter_context(rope_fusion_proof.on_rank(ranks, rank))
 
 
 @pytest.fixture
-def kernels(monkeypatch):
-    """Stand-ins for the fused functions: they do what the kernels do with what they are given, and record that."""
-    given = []
-
-    def fused(t, freqs, transpose_output_memory=False, interleaved=False):
-        given.append(("unpacked", interleaved))
-        return rope_utils._apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved=interleaved)
-
-    def fused_thd(t, cu_seqlens, freqs, cp_size=1, cp_rank=0, interleaved=False):
-        given.append(("packed", interleaved))
-        lengths = cu_seqlens.diff().tolist()
-        rows = torch.tensor([row for length in lengths for row in rows_of(length, cp_size, cp_rank)])
-        return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs[rows], rotary_interleaved=interleaved)[:, 0]
-
-    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", fused)
-    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", fused_thd)
-    monkeypatch.setattr(rope_utils, "is_te_min_version", lambda *_, **__: True, raising=False)
-    if (0, 12, 1) <= RELEASE < (0, 14, 0):  # imported from there where the rotation is interleaved
-        extension = types.ModuleType("megatron.core.extensions.transformer_engine")
-        extension.fused_apply_rotary_pos_emb = fused
-        monkeypatch.setitem(sys.modules, extension.__name__, extension)
-    return given
-
-
-def rows_of(length, ranks, rank):
-    """The positions of a sequence that a rank holds, told piece by piece."""
-    if ranks == 1:
-        return list(range(length))
-    half = length // (2 * ranks)
-    return [*range(rank * half, (rank + 1) * half), *range(length - (rank + 1) * half, length - rank * half)]
-
-
-def config_of(ask="nothing"):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        config = TransformerConfig(num_layers=1, hidden_size=HEADS * WIDTH, num_attention_heads=HEADS)
-    # As trainers do it: what the constructor would refuse is set behind it.
-    config.apply_rope_fusion = True
-    config.rotary_interleaved = ask == "interleaved"
-    config.multi_latent_attention = ask == "mla"
-    return config
-
-
-def table(rows):
-    return torch.randn(rows, 1, 1, ROTARY, generator=torch.Generator().manual_seed(rows))
-
-
-def offsets(lengths=LENGTHS):
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+def kernels():
+    """Stand-ins for the fused functions, and what they were given."""
+    with rope_fusion_proof.kernels() as given:
+        yield given
 
 
 def call_of(case, on_rank, ranks=1, rank=0):
     """Arguments of apply_rotary_pos_emb, without the config."""
-    form, ask = case
-    given = on_rank(ranks, rank)
-    generator = torch.Generator().manual_seed(1)
-    if form == "unpacked":
-        given |= {"t": torch.randn(TOKENS, 2, HEADS, WIDTH, generator=generator), "freqs": table(TOKENS)}
-    else:
-        given |= {"t": torch.randn(TOKENS // ranks, HEADS, WIDTH, generator=generator), "cu_seqlens": offsets()}
-        given["freqs"] = table(TOKENS if ask == "row per token" else max(LENGTHS) + 3)
-    if ask == "mscale":
-        given["mscale"] = 1.25
-    if ask == "mla" and MINOR >= (0, 19):
-        given["mla_rotary_interleaved"] = True
-    return given
+    return rope_fusion_proof.call_of(*case, ranks, rank) | on_rank(ranks, rank)
 
 
 def unfused(config, given):

@@ -1,5 +1,6 @@
 """rope-thd: unfused packed rows are rotated without a loop, to the same bits."""
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -7,15 +8,14 @@ import sys
 
 import pytest
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import rope_utils
-from rope_cases import Group
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import shim
 from shim import testing
 from shim._engine.signatures import misfit
+from shim.patches.megatron_core import rope_fusion_proof
 from shim.patches.megatron_core.rope_thd import bindings
+from shim.patches.megatron_core.rope_thd_proof import Operations
 
 ID = "rope-thd"
 MINOR = tuple(int(part) for part in testing.release().split(".")[:2])
@@ -38,15 +38,10 @@ def applied():
 
 
 @pytest.fixture
-def on_rank(monkeypatch):
+def on_rank():
     """A function that says which rank of how many this is, and gives the argument that tells upstream."""
-
-    def tell(ranks=1, rank=0):
-        monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: ranks)
-        monkeypatch.setattr(parallel_state, "get_context_parallel_rank", lambda: rank)
-        return {} if MINOR < (0, 13) else {"cp_group": Group(ranks, rank)}
-
-    return tell
+    with contextlib.ExitStack() as undo:
+        yield lambda ranks=1, rank=0: undo.enter_context(rope_fusion_proof.on_rank(ranks, rank))
 
 
 def table(rows):
@@ -57,28 +52,11 @@ def offsets(lengths=LENGTHS):
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
-class Operations(TorchDispatchMode):
-    """Counts what is dispatched."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += 1
-        return function(*args, **(kwargs or {}))
-
-
 def operations_of(function, sequences, **given):
     t = torch.randn(64, HEADS, WIDTH)
     with Operations() as counted:
         function(t, offsets([64 // sequences] * sequences), table(65), **given)
     return counted.count
-
-
-def test_the_number_of_operations_does_not_depend_on_the_number_of_sequences(on_rank, applied):
-    """On stock it does."""
-    functions = STOCK["_apply_rotary_pos_emb_thd"], rope_utils._apply_rotary_pos_emb_thd
-    stock, mine = ([operations_of(f, sequences, **on_rank()) for sequences in (2, 16)] for f in functions)
-    assert mine[0] == mine[1] and stock[0] < stock[1]
 
 
 @pytest.mark.skipif(NEEDED, reason="this release has the loop")

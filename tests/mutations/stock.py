@@ -59,9 +59,9 @@ def _step(model, row, **options):
 
 
 def _unpacked():
-    from recompute_cases import Unpacked
+    from shim.patches.megatron_core.mtp_recompute_proof import OneSequence
 
-    return Unpacked(**vars(testing.pack(testing.random_sequences((9,)))))
+    return OneSequence(**vars(testing.pack(testing.random_sequences((9,)))))
 
 
 def _packed():
@@ -133,7 +133,8 @@ def rope():
     """Rotations of one rank, not fused."""
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.transformer import TransformerConfig
-    from rope_cases import Group
+
+    from shim.patches.megatron_core.rope_fusion_proof import Group
 
     config = TransformerConfig(num_layers=1, hidden_size=24, num_attention_heads=2, apply_rope_fusion=False)
     freqs = torch.randn(25, 1, 1, 8)
@@ -146,7 +147,8 @@ def rope():
 def yarn():
     """The tables of MLA, fused and not, on one rank."""
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
-    from rope_cases import Group
+
+    from shim.patches.megatron_core.rope_fusion_proof import Group
 
     made = YarnRotaryEmbedding(8, original_max_position_embeddings=32)
     made.cp_group = Group()

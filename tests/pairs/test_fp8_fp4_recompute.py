@@ -16,6 +16,7 @@ from transformer_engine.pytorch.distributed import checkpoint as te_checkpoint
 import shim
 from shim import testing
 from shim.testing import Fp8Event, Layout
+from shim.testing.cpu import storage_shared_in_python
 
 ID, TE_ID = "fp8-fp4-recompute", "te-fp8-state"
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
@@ -286,16 +287,9 @@ def test_inside_the_checkpoint_of_transformer_engine_its_flags_are_kept(patched)
 
 
 @pytest.fixture
-def share_storage_is_python(monkeypatch):
-    """From 0.17 outputs are refilled by a C++ helper that is compiled on first use, for half a minute."""
-
-    def share(output, recomputed):
-        # As upstream does up to 0.16; no operation on the tensor, which autograd would take for a change of it.
-        output.untyped_storage().resize_(recomputed.untyped_storage().size())
-        output.untyped_storage().copy_(recomputed.untyped_storage())
-
-    if hasattr(random, "_get_share_storage"):
-        monkeypatch.setattr(random, "_get_share_storage", lambda: share)
+def share_storage_is_python():
+    with storage_shared_in_python():
+        yield
 
 
 def without_output(function, given):

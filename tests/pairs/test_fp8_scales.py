@@ -21,6 +21,7 @@ import shim
 from shim import testing
 from shim.patches._fp8_scales import ForwardScales
 from shim.testing import Layout
+from shim.testing.cpu import storage_shared_in_python
 
 IDS = ["te-fp8-state", "fp8-fp4-recompute"]
 TE = tuple(int(part) for part in version("transformer_engine").split(".")[:2])
@@ -51,15 +52,9 @@ def one_rank():
 
 
 @pytest.fixture(autouse=True)
-def share_storage_is_python(monkeypatch):
-    """From 0.17 outputs are refilled by a C++ helper that is compiled on first use, for half a minute."""
-
-    def share(output, recomputed):
-        output.untyped_storage().resize_(recomputed.untyped_storage().size())
-        output.untyped_storage().copy_(recomputed.untyped_storage())
-
-    if hasattr(random, "_get_share_storage"):
-        monkeypatch.setattr(random, "_get_share_storage", lambda: share)
+def share_storage_is_python():
+    with storage_shared_in_python():
+        yield
 
 
 def run(kind, function, given):

@@ -10,6 +10,7 @@ from transformer_engine.common import recipe as recipes
 
 from shim import testing
 from shim.testing import Layout
+from shim.testing.fp8_layer import delayed_scaling, fp8_linear, fp8_region, fresh_fp8_state
 
 MCORE = tuple(int(part) for part in testing.release().split(".")[:2])
 TE = tuple(int(part) for part in transformer_engine.__version__.split(".")[:2])
@@ -190,3 +191,41 @@ def test_a_device_without_a_recipe_is_refused():
 def test_a_compiled_operation_says_what_it_needs():
     with pytest.raises(testing.CompiledOpError, match=r"rmsnorm_fwd was called.*machine that has the extension"):
         tex.rmsnorm_fwd(torch.ones(2, 2))
+
+
+# The layer whose GEMM is torch's
+
+
+def test_the_layer_rounds_by_the_scales_that_the_engine_gives_it():
+    """By 1 in its first region, and then by what makes the largest value that it has seen the largest of E4M3."""
+    values, layer, recipe = torch.randn(3, 8), fp8_linear(8), delayed_scaling()
+
+    def rounded(value, scale):
+        return (value * scale).to(torch.float8_e4m3fn).float() / scale
+
+    with fresh_fp8_state():
+        for scale in (lambda value: torch.ones(()), lambda value: 448 / value.abs().max()):
+            with fp8_region(recipe):
+                output = layer(values)
+            expected, weight = (rounded(value, scale(value)) for value in (values, layer.weight.detach()))
+            assert torch.equal(output, expected @ weight.t()) and not torch.equal(expected, values)
+            (gradient,) = torch.autograd.grad(output.sum(), layer.weight)
+            assert torch.allclose(gradient, expected.sum(0).expand(8, 8))
+
+
+def test_the_layer_is_a_linear_layer_outside_of_a_region():
+    values, layer = torch.randn(3, 8), fp8_linear(8, seed=1)
+    assert torch.equal(layer(values), values @ layer.weight.t())
+    assert torch.equal(fp8_linear(8, seed=1).weight, layer.weight)
+    assert not torch.equal(fp8_linear(8, seed=2).weight, layer.weight)
+
+
+def test_a_fresh_state_knows_no_scale_from_before():
+    layer, recipe = fp8_linear(8), delayed_scaling()
+    with fresh_fp8_state(), fp8_region(recipe):
+        layer(torch.ones(3, 8))
+    assert not testing.fp8_state().enabled
+    before = layer.fp8_meta["scaling_fwd"].scale.clone()
+    with fresh_fp8_state(), fp8_region(recipe):
+        pass
+    assert torch.equal(layer.fp8_meta["scaling_fwd"].scale, before)

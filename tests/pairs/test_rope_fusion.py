@@ -1,5 +1,7 @@
 """rope-fusion with megatron-core's real wrappers: what a fused call asks for arrives at Transformer Engine."""
 
+from importlib.metadata import version
+
 import pytest
 import torch
 from megatron.core import parallel_state
@@ -9,25 +11,17 @@ from megatron.core.transformer import TransformerConfig
 
 import shim
 from shim import testing
+from shim.patches.megatron_core.rope_fusion_proof import Group, fused_and_unfused_rotations_on_a_gpu
+from shim.testing.proof import Here, measure
 
 ID = "rope-fusion"
 if not hasattr(extension, "apply_rotary_pos_emb"):
     pytest.skip("this pair has no fused function without te-moved-symbols", allow_module_level=True)
 
+TE = tuple(int(part) for part in version("transformer_engine").split(".")[:2])
 MINOR = tuple(int(part) for part in testing.release().split(".")[:2])
 LENGTHS = (4, 8, 12)
 TOKENS = sum(LENGTHS)
-
-
-class Group:
-    def __init__(self, ranks, rank):
-        self._ranks, self._rank = ranks, rank
-
-    def size(self):
-        return self._ranks
-
-    def rank(self):
-        return self._rank
 
 
 @pytest.fixture
@@ -48,6 +42,18 @@ def applied():
     with shim.patched(only=[ID], require=[ID]) as report:
         assert report[ID].state == "applied", str(report)
         yield
+
+
+@pytest.mark.skipif(TE < (2, 3), reason="Transformer Engine rotates packed rows only fused up to 2.2")
+def test_the_proof_for_a_gpu_measures_what_it_says(monkeypatch):
+    """With the unfused rotation of Transformer Engine instead of its kernels."""
+    real = extension.apply_rotary_pos_emb
+    unfused = lambda t, freqs, fused, **options: real(t, freqs, fused=False, **options)  # noqa: E731
+    monkeypatch.setattr(extension, "apply_rotary_pos_emb", unfused)
+    with shim.patched(exclude=[ID]):
+        assert measure(fused_and_unfused_rotations_on_a_gpu, Here()).state == "wrong"
+    patched = measure(fused_and_unfused_rotations_on_a_gpu, Here())
+    assert patched.state == "right", patched
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

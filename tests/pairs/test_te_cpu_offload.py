@@ -1,8 +1,6 @@
 """Patch te-cpu-offload: regions of activation offloading restore TE's flag, and the variable that TE wants for it."""
 
 import contextlib
-import importlib
-import inspect
 import json
 
 import pytest
@@ -13,6 +11,7 @@ from transformer_engine.pytorch import cpu_offload as engine
 
 import shim
 from shim import testing
+from shim.patches.megatron_core.te_cpu_offload_proof import offload_manager
 from shim.testing import Layout, fork_server
 
 ID = "te-cpu-offload"
@@ -24,16 +23,6 @@ has_regions = pytest.mark.skipif(MCORE < (0, 16), reason="fine-grained offloadin
 has_variable = pytest.mark.skipif(MCORE < (0, 16) or TE < (2, 10), reason="the variable came with TE 2.10")
 
 
-def manager():
-    """megatron-core's own, in front of its first chunk; nothing is saved, so nothing is copied to a host."""
-    offload = importlib.import_module("megatron.core.pipeline_parallel.fine_grained_activation_offload")
-    found = offload.PipelineOffloadManager()
-    given = {"pp_rank": 0, "vp_size": 1, "vp_stage": None, "min_offloaded_tensor_size": 1}
-    known = inspect.signature(found.init_model_chunk_offload_handler).parameters
-    found.init_model_chunk_offload_handler(**{name: value for name, value in given.items() if name in known})
-    return found
-
-
 def flag():
     return extensions.cpu_offload.CPUOffloadEnabled
 
@@ -41,7 +30,7 @@ def flag():
 @pytest.fixture
 def region():
     with testing.layout_initialised(Layout()):
-        yield manager()
+        yield offload_manager()
     extensions.cpu_offload.CPUOffloadEnabled = False
 
 

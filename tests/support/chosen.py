@@ -47,6 +47,7 @@ ONLY = {
     "test_applied_after": {*newest_like("0.16.1", "0.19.2")},
     "test_demo": {*newest_like("0.15.3", "0.16.1")},
     "test_forks": {*newest_like("0.19.2")},
+    "test_generic_proofs": {*newest_like("0.15.3", "0.19.2")},
     "test_grpo_loss": {*newest_like("0.15.3", "0.16.1")},
     "test_mtp_pipeline_and_models": {*newest_like("0.13.1", "0.19.2")},
     "test_other_trainers": {*newest_like("0.15.3", "0.19.2")},
@@ -62,6 +63,7 @@ EVERYWHERE = {
     "test_import_orders",
     "test_later_parameters",
     "test_others_hooks",
+    "test_proofs",
     "test_relied",
 }
 
@@ -89,7 +91,7 @@ def variants_of(patches, cell):
 
 
 @functools.cache
-def _cells_for(patches, cells):
+def cells_showing(patches, cells):
     """Few cells, new ones first, that show every variant of these patches that `cells` show."""
     missing, chosen = set().union(*(variants_of(patches, cell) for cell in cells)), set()
     while missing:
@@ -104,7 +106,7 @@ def cells_for(stem, cells):
     if stem in ONLY:
         return ONLY[stem]
     patches = patches_of(stem)
-    return _cells_for(tuple(patches), tuple(cells)) if patches else set(cells)
+    return cells_showing(tuple(patches), tuple(cells)) if patches else set(cells)
 
 
 def left_out(path, cell, cells):

@@ -15,32 +15,19 @@ from megatron.core import distributed
 
 import shim
 from shim import testing
+from shim.patches.megatron_core import paged_stash_proof
+from shim.patches.megatron_core.paged_stash_proof import TOKENS, configs, flags  # noqa: F401  for the tests
+from shim.patches.megatron_core.paged_stash_proof import loss_of as forward
 
 ID, PATCH = "paged-stash", "shim.patches.megatron_core.paged_stash"
 VERSION = tuple(int(part) for part in testing.release().split(".")[:3])
 NOT_TOLD = VERSION < (0, 12, 1)  # which rows are padding
-TOKENS = 18  # of each of the two sequences of a microbatch
 # An expert's buffer of 36 tokens has 36, 27, 18 or 14 rows, and its weights 40 and 32, or transposed 32 and 20: what
 # were taken for the other would not have its number of rows.
 HIDDEN, EXPERT = 32, 20
-MODEL = {
-    "num_layers": 1,
-    "mtp_num_layers": None,
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_router_pre_softmax": True,  # else the router of one expert per token is not trained
-    "moe_router_load_balancing_type": "none",
-    "moe_aux_loss_coeff": 0.0,
-    "moe_token_dispatcher_type": "alltoall",
-    "moe_ffn_hidden_size": EXPERT,
-    "gated_linear_unit": True,
-    "activation_func": torch.nn.functional.silu,
-    "moe_expert_capacity_factor": 2.0,
-    "moe_pad_expert_input_to_capacity": True,
-}
+MODEL = {**paged_stash_proof.MODEL, "moe_ffn_hidden_size": EXPERT}
 DROPLESS = {"moe_expert_capacity_factor": None, "moe_pad_expert_input_to_capacity": False}
 BFLOAT16 = {"params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16, "bf16": True}
-PREFIX = "moe_paged_stash"
 SIZES = ("page_size", "buffer_size_factor_cuda", "buffer_size_factor_cpu")
 HOST_ONLY = {"buffer_size_factor_cuda": 0.0, "buffer_size_factor_cpu": 1.1}
 
@@ -50,11 +37,6 @@ if not hasattr(moe_utils, "te_general_gemm"):
 
 def build(build_model=testing.build_gpt, **model):
     return build_model(**{**MODEL, **model})
-
-
-def configs(*modules):
-    """Every config that any module holds, once: those of experts are copies."""
-    return {id(m.config): m.config for module in modules for m in module.modules() if hasattr(m, "config")}.values()
 
 
 def experts_of(model):
@@ -77,13 +59,6 @@ class Step:
             and all(torch.equal(self.grads[name], other.grads[name]) for name in self.grads)
             and all(map(torch.equal, self.losses, other.losses))
         )
-
-
-def forward(model, microbatch):
-    """The loss of a microbatch; its number is the seed of its tokens."""
-    generator = torch.Generator().manual_seed(microbatch)
-    ids = torch.randint(0, 64, (2, TOKENS), generator=generator)
-    return model(ids, torch.arange(TOKENS).expand(2, -1), None, labels=ids.roll(-1, 1)).mean()
 
 
 def forget(model):
@@ -116,19 +91,6 @@ def statistics():
 def pools():
     stashes = [of_settings for stash in import_module(PATCH)._STASHES for of_settings in stash._all()]
     return [pool for stash in stashes for pool in stash.pools.values()]
-
-
-@contextlib.contextmanager
-def flags(modules, page_size=4, **values):
-    """The config's flags of all these modules, set as by somebody who writes them there on any release."""
-    values = {"page_size": page_size, **values}
-    with contextlib.ExitStack() as undo:
-        for config in configs(*modules):
-            for name, value in {PREFIX: True, **{f"{PREFIX}_{key}": value for key, value in values.items()}}.items():
-                had = hasattr(config, name)
-                undo.callback(*((setattr, config, name, getattr(config, name)) if had else (delattr, config, name)))
-                setattr(config, name, value)
-        yield
 
 
 @contextlib.contextmanager

@@ -5,6 +5,8 @@ import itertools
 from megatron.core.tensor_parallel import random
 
 from shim import testing
+from shim.patches.megatron_core.mtp_recompute_proof import OneSequence
+from shim.testing.cpu import share_storage
 
 METHODS = {
     f"{method} {layers}": {
@@ -20,27 +22,15 @@ RECOMPUTED = {"uniform 1": [1, 1], "uniform 2": [1, 1], "block 1": [1, 0], "bloc
 
 def share_storage_in_python(monkeypatch):
     """From 0.17 outputs are refilled by a C++ helper, which is compiled on first use, for half a minute."""
-
-    def share(output, recomputed):
-        output.untyped_storage().resize_(recomputed.untyped_storage().size())
-        output.untyped_storage().copy_(recomputed.untyped_storage())
-
     if hasattr(random, "_get_share_storage"):
-        monkeypatch.setattr(random, "_get_share_storage", lambda: share)
-
-
-class Unpacked(testing.PackedRow):
-    """A row of one sequence that the model gets without packed_seq_params."""
-
-    def packed_seq_params(self):
-        return None
+        monkeypatch.setattr(random, "_get_share_storage", lambda: share_storage)
 
 
 def row_of(rows, kind):
     """One of `rows`, which are lengths and an alignment; None is one sequence without packed_seq_params."""
     lengths, align = rows[kind]
     row = testing.pack(testing.random_sequences(lengths), align=align or 1)
-    return row if align else Unpacked(**vars(row))
+    return row if align else OneSequence(**vars(row))
 
 
 def all_pairs(**factors):

@@ -4,15 +4,18 @@ The module is TransformerEngineBaseModule: when it takes scales, keeps them and 
 own code. Its computation stands in for a GEMM, and for the kernel that writes amax down.
 """
 
-import contextlib
 from unittest import mock
 
 import torch
-import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch import distributed
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager as manager
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+from shim.testing.fp8_layer import fp8_region as region
+from shim.testing.fp8_layer import fresh_fp8_state as clean_state
+
+__all__ = ["OnGpu", "Scaled", "clean_state", "delayed", "manager", "queued", "region"]
 
 
 class OnGpu(torch.Tensor):
@@ -61,29 +64,6 @@ def delayed(length=4):
         amax_compute_algo=lambda history: history.max(dim=0).values,
         scaling_factor_compute_algo=lambda amax, scale, fp8_max, recipe: torch.where(amax > 0, amax, scale),
     )
-
-
-def region(recipe, enabled=True):
-    if hasattr(te, "autocast"):  # from 2.9
-        return te.autocast(enabled=enabled, recipe=recipe)
-    return te.fp8_autocast(enabled=enabled, fp8_recipe=recipe)
-
-
-@contextlib.contextmanager
-def clean_state():
-    """No scale of another test, no graph that is captured, no profiler; afterwards nothing is left in any queue."""
-    nothing = lambda *_: contextlib.nullcontext()  # noqa: E731
-    with (
-        mock.patch("torch.cuda.is_current_stream_capturing", lambda: False),
-        mock.patch("torch.cuda.nvtx.range", nothing),
-        mock.patch("torch.cuda.nvtx.range_push", nothing),
-        mock.patch("torch.cuda.nvtx.range_pop", nothing),
-    ):
-        manager.reset()
-        distributed.activation_recompute_forward._is_first_fp8_module.clear()
-        yield
-        manager.reset()
-        distributed.activation_recompute_forward._is_first_fp8_module.clear()
 
 
 def queued():

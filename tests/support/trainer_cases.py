@@ -9,7 +9,6 @@ import torch
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import moe_utils
-from rope_cases import Group
 from trainers_in_small import BLOCK, FINALIZE, RANDOM, ROUTER, Undo
 
 import shim
@@ -17,6 +16,7 @@ from shim import testing
 from shim._engine.aliases import find_aliases, unwrap
 from shim._engine.chain import MISSING
 from shim._engine.engine import ENGINE
+from shim.patches.megatron_core.rope_fusion_proof import Group
 
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
 PACKED, RECOMPUTE, BIAS, ROPE_ID = "mtp-packed-sequences", "mtp-recompute", "expert-bias-padding", "rope-fusion"

@@ -1,0 +1,383 @@
+"""Proofs of paged-stash: what experts keep without it, and where upstream's own stash fails."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from shim import testing
+from shim.testing.proof import CannotRunError, Here, proof
+
+# A real model, whose experts compute in buffers of a fixed capacity
+
+TOKENS = 18  # of each of the two sequences of a microbatch
+MODEL: dict[str, Any] = {
+    "num_layers": 1,
+    "mtp_num_layers": None,
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_router_pre_softmax": True,  # else the router of one expert per token is not trained
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_token_dispatcher_type": "alltoall",
+    "gated_linear_unit": True,
+    "activation_func": nn.functional.silu,
+    "moe_expert_capacity_factor": 2.0,
+    "moe_pad_expert_input_to_capacity": True,
+}
+# Buffers with four rows to a token.
+EMPTY_ROWS: dict[str, Any] = {
+    **MODEL,
+    "num_moe_experts": 8,
+    "moe_ffn_hidden_size": 128,
+    "moe_expert_capacity_factor": 4.0,
+}
+PREFIX = "moe_paged_stash"
+
+
+def configs(*modules: nn.Module) -> list[Any]:
+    """Every config that any module holds, once: those of experts are copies."""
+    found = (getattr(m, "config", None) for module in modules for m in module.modules())
+    return list({id(config): config for config in found if config is not None}.values())
+
+
+@contextlib.contextmanager
+def flags(modules: Sequence[nn.Module], page_size: int = 4, **values: float) -> Iterator[None]:
+    """The config's flags of all these modules, set as by somebody who writes them there on any release."""
+    values = {"page_size": page_size, **values}
+    with contextlib.ExitStack() as undo:
+        for config in configs(*modules):
+            for name, value in {PREFIX: True, **{f"{PREFIX}_{key}": value for key, value in values.items()}}.items():
+                had = hasattr(config, name)
+                undo.callback(*((setattr, config, name, getattr(config, name)) if had else (delattr, config, name)))
+                setattr(config, name, value)
+        yield
+
+
+def loss_of(model: nn.Module, microbatch: int) -> Tensor:
+    """The loss of a microbatch; its number is the seed of its tokens."""
+    generator = torch.Generator().manual_seed(microbatch)
+    ids = torch.randint(0, 64, (2, TOKENS), generator=generator)
+    loss: Tensor = model(ids, torch.arange(TOKENS).expand(2, -1), None, labels=ids.roll(-1, 1)).mean()
+    return loss
+
+
+def held_between(stash: bool, **options: Any) -> tuple[int, dict[str, Tensor]]:
+    """Bytes held between forward and backward of a microbatch, pools included, and the gradients.
+
+    A stash learns its size in a step before that.
+    """
+    model = testing.build_gpt(**{**EMPTY_ROWS, **options})
+    held = 0
+    with testing.Footprint() as footprint, contextlib.ExitStack() as undo:
+        if stash:
+            undo.enter_context(flags([model], page_size=1, buffer_size_factor_cuda=-1.0))
+        for _ in range(1 + stash):
+            model.zero_grad()
+            loss = loss_of(model, 0)
+            held = footprint.held_bytes
+            loss.backward()
+    return held, {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def times_what_tokens_take() -> float:
+    """With the stash asked for, over buffers that have no empty rows."""
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    if "permuted_probs" not in inspect.signature(SequentialMLP.forward).parameters:
+        raise CannotRunError("experts of this release are not told which rows are padding")
+    # 0.16 looks it up in every step, and has it with Transformer Engine only.
+    with mock.patch.object(moe_utils, "te_general_gemm", None, create=True):
+        needed, _ = held_between(False, moe_pad_expert_input_to_capacity=False)
+        _, right = held_between(False)
+        held, found = held_between(True)
+    if not equal_bits(found, right):
+        raise RuntimeError("the stash has changed gradients")
+    return held / needed
+
+
+# A tenth is for the lists of pages, here of one row each.
+@proof("holds {:.2f} times the bytes of its tokens", bound=1.2, defect="missing")
+def empty_rows_of_experts_take_no_memory(here: Here) -> float:
+    """Experts keep the empty rows of their buffers for backward.
+
+    To reproduce: build a GPTModel with `num_moe_experts=8`, `moe_router_topk=2`, `moe_expert_capacity_factor=4.0` and
+    `moe_pad_expert_input_to_capacity=True`, whose experts have no fused operations (SequentialMLP). Count the bytes
+    that are held between forward and backward, and those of the same model with
+    `moe_pad_expert_input_to_capacity=False`, which drops the same tokens and has no empty rows.
+
+    Every buffer has four times the rows that have a token, and autograd keeps them all. Right is what the rows with
+    tokens take. From 0.18 `moe_paged_stash` stashes these rows only, but for fused operations alone; there too nothing
+    changes here. Up to 0.17 there is no stash.
+    """
+    times: float = here.run(times_what_tokens_take)[0]
+    return times
+
+
+# Toy experts that use upstream's stash as TEGroupedMLP does
+
+STASH = "megatron.core.transformer.moe.paged_stash"
+ROWS, HIDDEN = 8, 4
+CAPACITY_FACTOR = 2
+
+
+def settings(factor: float = 2.0, page_size: int = 4) -> SimpleNamespace:
+    """What paged_stash_reset reads; buffers are for so many times the average, or if negative, what there was."""
+    return SimpleNamespace(
+        moe_paged_stash=True,
+        moe_paged_stash_page_size=page_size,
+        moe_paged_stash_buffer_size_factor_cuda=factor,
+        moe_paged_stash_buffer_size_factor_cpu=0.0,
+    )
+
+
+SETTINGS = settings()
+
+
+def upstream() -> Any:
+    return import_module(STASH)
+
+
+class GroupedMLP(torch.autograd.Function):
+    """relu(x @ w1) @ w2 of the first `count` rows: like a grouped GEMM, it reads no other row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, count: int, w1: Tensor, w2: Tensor, marked: bool) -> Tensor:
+        hidden: Any = x.new_full((len(x), w1.size(1)), torch.nan)
+        hidden[:count] = (x[:count] @ w1).relu()
+        if marked:  # as Transformer Engine marks what is to be stashed
+            x.grouped_tensor_scale_inv = hidden.grouped_tensor_scale_inv = False
+        ctx.save_for_backward(x, hidden, w1, w2)
+        ctx.count = count
+        output = torch.full_like(x, torch.nan)
+        output[:count] = hidden[:count] @ w2
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        x, hidden, w1, w2 = ctx.saved_tensors
+        x, hidden, grad = x[: ctx.count], hidden[: ctx.count], grad[: ctx.count]
+        grad_hidden = (grad @ w2.t()) * (hidden > 0)
+        grad_x = x.new_zeros(ROWS, HIDDEN)
+        grad_x[: ctx.count] = grad_hidden @ w1.t()
+        return grad_x, None, x.t() @ grad_hidden, hidden.t() @ grad, None
+
+
+class Experts(nn.Module):
+    """The experts of one layer, on a buffer of ROWS tokens of which the first `count` are valid.
+
+    A weight has as many rows as the buffer: a stash must not take it for an activation.
+    """
+
+    def __init__(self, marked: bool) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.randn(HIDDEN, ROWS))
+        self.w2 = nn.Parameter(torch.randn(ROWS, HIDDEN))
+        self.marked = marked
+
+    def forward(self, x: Tensor, count: int, stash: bool) -> Tensor:
+        if not stash:
+            return self.run(x, count)
+        x = upstream().paged_stash_group_start(x)
+        context = upstream().get_paged_stash_context(
+            name="experts",
+            max_num_tokens=len(x),
+            num_tokens_tensor=torch.tensor(count),
+            avg_num_tokens=len(x) // CAPACITY_FACTOR,
+        )
+        with context:
+            y = self.run(x, count)
+        stashed: Tensor = upstream().paged_stash_group_commit(y, name="experts")
+        return stashed
+
+    def run(self, x: Tensor, count: int) -> Tensor:
+        return GroupedMLP.apply(x, count, self.w1, self.w2, self.marked)
+
+
+class Chunk(nn.Module):
+    """Layers of one virtual pipeline stage; its output is a loss, so that chunks need nothing from one another."""
+
+    def __init__(self, layers: int, marked: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Experts(marked) for _ in range(layers))
+
+    def forward(self, microbatch: int, count: int, stash: bool) -> Tensor:
+        x = torch.full((ROWS, HIDDEN), torch.nan)
+        x[:count] = torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(microbatch))
+        x.requires_grad_()
+        for layer in self.layers:
+            x = layer(x, count, stash)
+        return x[:count].square().sum()
+
+
+def build(chunks: int = 1, layers: int = 2, marked: bool = True) -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList(Chunk(layers, marked) for _ in range(chunks))
+
+
+def train(
+    model: nn.ModuleList, counts: Sequence[int], in_flight: int = 2, stash: bool = True, config: Any = SETTINGS
+) -> dict[str, Tensor]:
+    """The gradients of one iteration over microbatches of `counts` tokens.
+
+    in_flight: microbatches of the last chunk that are forwarded before the first backward; all of them, or as in
+    1F1B fewer.
+    """
+    model.zero_grad()
+    if stash:
+        upstream().paged_stash_reset(enabled=True, config=config)
+    losses = {}
+    for step, microbatch, chunk in _schedule(len(counts), len(model), in_flight):
+        if step == "forward":
+            losses[microbatch, chunk] = forward(model, chunk, microbatch, counts[microbatch], stash)
+        else:
+            losses.pop((microbatch, chunk)).backward()
+    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def forward(model: nn.ModuleList, chunk: int, microbatch: int, count: int, stash: bool = True) -> Tensor:
+    """The loss of one microbatch, after what GPTModel.forward does first."""
+    if stash:
+        upstream().paged_stash_init_chunk_handler(len(model) if len(model) > 1 else None, chunk)
+    loss: Tensor = model[chunk](microbatch, count, stash)
+    return loss
+
+
+def evaluate(model: nn.ModuleList, counts: Sequence[int], config: Any = SETTINGS) -> None:
+    """Forward passes, as a schedule with forward_only runs them."""
+    upstream().paged_stash_reset(enabled=False, config=config)
+    for microbatch, count in enumerate(counts):
+        for chunk in range(len(model)):
+            forward(model, chunk, microbatch, count)
+
+
+def _schedule(microbatches: int, chunks: int, in_flight: int) -> Iterator[tuple[str, int, int]]:
+    forwards = [("forward", m, c) for c in range(chunks) for m in range(microbatches)]
+    backwards = [("backward", m, c) for c in reversed(range(chunks)) for m in range(microbatches)]
+    ahead = min((chunks - 1) * microbatches + in_flight, len(forwards))
+    yield from forwards[:ahead]
+    for place, backward in enumerate(backwards):
+        yield backward
+        yield from forwards[ahead + place : ahead + place + 1]
+
+
+def equal_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@contextlib.contextmanager
+def interpreted_kernels() -> Iterator[None]:
+    """Upstream's kernels in Triton's interpreter, here only: TRITON_INTERPRET=1 would be for the whole process."""
+    triton: Any = import_module("triton")
+    interpreted: Any = import_module("triton.runtime.interpreter").InterpretedFunction
+    compiled = import_module("triton.runtime.jit").JITFunction
+    with contextlib.ExitStack() as undo:
+        for module, names in (upstream(), list(vars(upstream()))), (triton.language, ["cdiv"]):
+            for name in names:
+                kernel = getattr(module, name)
+                if isinstance(kernel, compiled):
+                    undo.callback(setattr, module, name, kernel)
+                    setattr(module, name, interpreted(kernel.fn))
+        yield
+
+
+@contextlib.contextmanager
+def unwritten_memory_is_nan() -> Iterator[None]:
+    """Else torch.empty may return memory that still holds what should have been restored to it."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@contextlib.contextmanager
+def new_manager() -> Iterator[None]:
+    """Upstream's stash as in a new process, on a CPU."""
+    if find_spec(STASH) is None:
+        raise CannotRunError("this release has no paged stash")
+    if find_spec("triton") is None:
+        raise CannotRunError("upstream's stash needs triton, which is not installed")
+    with contextlib.ExitStack() as entered:
+        entered.enter_context(mock.patch.object(upstream().PagedStashManager, "STASH_MGR", None))
+        entered.enter_context(interpreted_kernels())
+        entered.enter_context(unwritten_memory_is_nan())
+        yield
+
+
+def wrong_gradients(found: dict[str, Tensor], right: dict[str, Tensor]) -> int:
+    return sum(not torch.equal(found[name], right[name]) for name in right)
+
+
+def wrong_after_an_overflow() -> int:
+    """In the second iteration, with a buffer for half of what the first one took."""
+    with new_manager():
+        model, counts = build(), (5, 5, 5)
+        found = {}
+        for _ in range(2):
+            found = train(model, counts, config=settings(factor=-0.5))
+        return wrong_gradients(found, train(model, counts, stash=False))
+
+
+@proof("{:.0f} of 4 gradients wrong", right="bit-equal", variants=("manager",))
+def gradients_survive_a_full_buffer(here: Here) -> int:
+    """The paged stash silently corrupts gradients when its buffer is full.
+
+    To reproduce: two layers of experts that stash as TEGroupedMLP does, by paged_stash_group_start,
+    get_paged_stash_context and paged_stash_group_commit, with `moe_paged_stash_buffer_size_factor_cuda=-0.5`. Run two
+    iterations of three microbatches, two of them in flight, and compare the gradients of the second with those without
+    a stash. The buffer takes the first stash and no other.
+
+    What does not fit is neither kept nor stored: backward reads memory that nobody wrote, and everything stashed before
+    the overflow is lost too. Only PagedStashRunner asks check_paged_stash_overflow and repeats the step. In every other
+    loop nothing tells. Right are the gradients without a stash: a tensor that does not fit can stay where it is.
+
+    From 0.18 to 0.20. Open upstream.
+    """
+    wrong: int = here.run(wrong_after_an_overflow)[0]
+    return wrong
+
+
+def wrong_after_an_evaluation() -> int:
+    with new_manager():
+        model, counts = build(), (5, 3)
+        with torch.no_grad():
+            evaluate(model, counts)
+        found = {}
+        for _ in range(2):
+            found = train(model, counts)
+        return wrong_gradients(found, train(model, counts, stash=False))
+
+
+@proof(
+    "{:.0f} of 4 gradients wrong",
+    right="bit-equal",
+    defect="crash",
+    crashes=r"^AssertionError: schedule \d+ != \d+$",
+    variants=("manager",),
+)
+def an_evaluation_may_come_before_the_first_step(here: Here) -> int:
+    """The paged stash fails if an evaluation comes before the first training step.
+
+    To reproduce: two layers of experts that stash as TEGroupedMLP does. Run an evaluation of two microbatches, that is
+    paged_stash_reset(enabled=False) and forward passes, then two training iterations.
+
+    PagedStashManager records the pipeline schedule in the first iteration and counts the microbatches of the evaluation
+    in. The second iteration has another schedule and ends in an AssertionError. So does one with another number of
+    microbatches. Right are the gradients without a stash: pages have no order.
+
+    From 0.18 to 0.20. Open upstream.
+    """
+    wrong: int = here.run(wrong_after_an_evaluation)[0]
+    return wrong

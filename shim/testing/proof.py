@@ -1,0 +1,238 @@
+"""A proof: the smallest run that shows a defect on stock, and shows it gone with the patch.
+
+The proofs of a patch lie beside it: those of `shim.patches.megatron_core.rope_thd` in the module
+`shim.patches.megatron_core.rope_thd_proof`. `shim prove`, the tests of the release cells and docs/defects.md use them.
+
+    @proof("losses off by {:.1e}", bound=1e-5, ranks=2)
+    def smoothed_losses(here):
+        '''What is wrong on stock, how it is reproduced, and what would be right: the text of an issue.'''
+        return max(here.run(error_on_rank, layout=Layout(tp=here.world)))
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from shim._errors import ShimError
+
+from .layout import Layout, layout_initialised
+from .ranks import RankError, Ranks
+
+__all__ = ["CannotRunError", "Here", "Measured", "Proof", "Side", "measure", "proof", "proofs_of"]
+
+ENDINGS = ("_proof", "_gpu_proof")  # of the modules with the proofs of a patch; the second where they fill a file
+DEFECTS = ("silent", "crash", "hang", "memory", "time", "missing")
+
+
+class CannotRunError(ShimError):
+    """A proof cannot run here, and why: no GPU of the kind it needs, a feature that this release does not have."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a proof has measured on one side.
+
+    value: in the unit of the proof's text; the smaller the better. NaN is never right.
+    curves: by name, the values of a quantity over the steps of a run, for a picture. "truth" is what is right,
+        "measured" what this side gave.
+    """
+
+    value: float
+    curves: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a proof, stock or patched: what came out, in words and in numbers.
+
+    text: "gradient off by 9.1e-02", "TypeError: ...", or the reason why it could not run.
+    value: what was measured; None without a measurement.
+    state: "right", "wrong", "cannot run", or "broken": the proof itself failed, of which `details` has the traceback.
+    """
+
+    state: str
+    text: str
+    seconds: float
+    value: float | None = None
+    curves: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    details: str = ""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """One proof; made by `proof`."""
+
+    function: Callable[[Here], float | Measured]
+    says: str
+    bound: float
+    right: str
+    defect: str
+    crashes: str
+    ranks: int
+    devices: tuple[str, ...]
+    te: bool
+    beside: tuple[str, ...]
+    variants: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The function's name, with hyphens: it names the proof where a patch has several."""
+        return self.function.__name__.replace("_", "-")
+
+    def text_of(self, value: float) -> str:
+        """What was measured, in words."""
+        return self.right if self.right and value == 0 else self.says.format(value)
+
+
+def proof(
+    says: str,
+    *,
+    bound: float = 0.0,
+    right: str = "",
+    defect: str = "silent",
+    crashes: str = "",
+    ranks: int = 1,
+    devices: Sequence[str] = ("cpu",),
+    te: bool = False,
+    beside: Sequence[str] = (),
+    variants: Sequence[str] = (),
+) -> Callable[[Callable[[Here], float | Measured]], Proof]:
+    """Make a proof of a function that measures one number (or returns a `Measured`); the smaller, the better.
+
+    The function runs twice, each time in a process of its own: on stock, and with the patch applied. It must not ask
+    which it is. Its docstring is the minimal reproduction: what is wrong, how to see it, what would be right.
+
+    says: a format for the number: "gradient off by {:.1e}". right: what to say instead of zero: "bit-equal".
+    bound: the largest number that is right.
+    defect: what kind it is, one of `DEFECTS`.
+    crashes: what stock raises where the defect is a crash: a regular expression for "Type: message". Any other error is
+        an error of the proof.
+    ranks: how many ranks it needs at least; a user may ask for more, see `Here.world`.
+    devices: where it can run: "cpu", "cuda", or both.
+    te: whether Transformer Engine has to be there when megatron-core is imported; on a CPU its Python layer is enough.
+    beside: further patches that both sides need.
+    variants: those of the patch on whose releases stock is wrong in this way; empty for all.
+    """
+    if defect not in DEFECTS:
+        raise ValueError(f"defect={defect!r} is none of {', '.join(DEFECTS)}")
+
+    def made(function: Callable[[Here], float | Measured]) -> Proof:
+        if not (function.__doc__ or "").strip():
+            raise ValueError(f"the proof {function.__name__} has no docstring, which is its reproduction")
+        how = (ranks, tuple(devices), te, tuple(beside), tuple(variants))
+        return Proof(function, says, bound, right, defect, crashes, *how)
+
+    return made
+
+
+def proofs_of(module: str) -> list[Proof]:
+    """The proofs of the patch in this module, in the order of their definition; none where it has none."""
+    beside = [f"{module}{ending}" for ending in ENDINGS]
+    there = [import_module(name) for name in beside if find_spec(name) is not None]
+    return [value for found in there for value in vars(found).values() if isinstance(value, Proof)]
+
+
+class Here:
+    """Where a proof runs.
+
+    device: "cpu" or "cuda". world: how many ranks it shall use, at least those it asked for.
+    """
+
+    def __init__(self, device: str = "cpu", world: int = 1, te: bool = False) -> None:
+        self.device = device
+        self.world = world
+        self._te = te
+
+    def run(self, function: Callable[..., Any], *args: Any, layout: Layout | None = None, timeout: float = 120) -> Any:
+        """function(*args) inside an initialised layout: the result of each rank, in a list.
+
+        layout: by default one rank. One rank runs in this process, more in forked ones, over gloo; the function must
+        then be at the top level of a module, and its result a thing that can be pickled. A CannotRunError of a rank
+        is raised here again.
+        """
+        layout = Layout() if layout is None else layout
+        if layout.world == 1:
+            return [_on_rank(function, args, layout, self.device, self._te)]
+        try:
+            with Ranks(layout.world) as ranks:
+                return ranks.run(_on_rank, function, args, layout, "cpu", self._te, timeout=timeout)
+        except RankError as error:
+            if error.exception_type != CannotRunError.__name__:
+                raise
+            raise CannotRunError(
+                error.remote_traceback.rpartition(f"{CannotRunError.__name__}: ")[2].strip()
+            ) from error
+
+
+def _on_rank(function: Callable[..., Any], args: Sequence[Any], layout: Layout, device: str, te: bool) -> Any:
+    with on_device(device, te), layout_initialised(layout):
+        return function(*args)
+
+
+_OPEN: list[str] = []  # the device of the region that is open in this process
+
+
+@contextlib.contextmanager
+def on_device(device: str, te: bool) -> Iterator[None]:
+    """Let megatron-core, and Transformer Engine if asked, run on this device. May be nested."""
+    if device != "cpu":
+        # Some images turn TF32 on, whose rounding is above what is right in fp32.
+        torch.set_float32_matmul_precision("highest")
+    if device != "cpu" or _OPEN:
+        yield
+        return
+    from .cpu import megatron_on_cpu
+    from .transformer_engine import te_cuda_stand_ins
+
+    with megatron_on_cpu(), te_cuda_stand_ins() if te else contextlib.nullcontext():
+        _OPEN.append(device)
+        try:
+            yield
+        finally:
+            _OPEN.pop()
+
+
+def measure(found: Proof, here: Here) -> Side:
+    """Run one side of a proof in this process, with whatever is applied here."""
+    started = time.monotonic()
+    try:
+        with on_device(here.device, found.te):
+            measured = found.function(here)
+    except CannotRunError as error:
+        return Side("cannot run", str(error), time.monotonic() - started)
+    except torch.OutOfMemoryError as error:
+        return Side("cannot run", f"not enough memory: {_short(str(error))}", time.monotonic() - started)
+    except Exception as error:  # noqa: BLE001 - a crash may be the very defect
+        return _crashed(found, error, time.monotonic() - started)
+    seconds = time.monotonic() - started
+    if not isinstance(measured, Measured):
+        measured = Measured(float(measured))
+    state = "right" if measured.value <= found.bound else "wrong"
+    return Side(state, found.text_of(measured.value), seconds, measured.value, measured.curves)
+
+
+def _crashed(found: Proof, error: Exception, seconds: float) -> Side:
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, RankError):
+        # The errors in a traceback stand at the beginning of their lines; the last is the one that was not caught.
+        raised = re.findall(r"^[A-Za-z_][\w.]*(?:: .*)?$", error.remote_traceback, re.M)
+        text = re.sub(r"^[\w.]*\.(?=\w)", "", raised[-1]) if raised else text
+    if found.crashes and re.search(found.crashes, text):
+        return Side("wrong", _short(text), seconds, math.inf)
+    return Side("broken", _short(text), seconds, details=traceback.format_exc())
+
+
+def _short(text: str) -> str:
+    line = (text.strip().splitlines() or [""])[0]
+    return line if len(line) <= 120 else f"{line[:117]}..."

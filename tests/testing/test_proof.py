@@ -1,0 +1,101 @@
+"""shim.testing.proof: one side of a proof is right, wrong, cannot run, or broken, and says so."""
+
+import inspect
+import math
+
+import pytest
+import torch
+
+from shim import testing
+from shim._matrix.load import load_matrix
+from shim._tools.docs_defects import proof_texts
+from shim.testing.proof import CannotRunError, Here, Measured, measure, proof, proofs_of
+
+
+def side_of(measured, **options):
+    """The side of a proof that returns, or raises, this."""
+
+    @proof(options.pop("says", "off by {:.1e}"), **options)
+    def something(here):
+        """A reproduction."""
+        if isinstance(measured, Exception):
+            raise measured
+        return measured
+
+    return measure(something, Here(device="cuda"))  # which substitutes nothing
+
+
+@pytest.mark.parametrize(
+    "measured, bound, state, text",
+    [
+        (0.0, 0.0, "right", "off by 0.0e+00"),
+        (1e-7, 1e-6, "right", "off by 1.0e-07"),
+        (1e-5, 1e-6, "wrong", "off by 1.0e-05"),
+        (math.nan, 1e-6, "wrong", "off by nan"),
+        (math.inf, 1e-6, "wrong", "off by inf"),
+    ],
+)
+def test_a_number_is_right_up_to_the_bound(measured, bound, state, text):
+    side = side_of(measured, bound=bound)
+    assert (side.state, side.text) == (state, text)
+
+
+def test_zero_has_words_of_its_own():
+    assert side_of(0, right="bit-equal").text == "bit-equal"
+    assert side_of(2, says="{:.0f} differ", right="bit-equal").text == "2 differ"
+
+
+def test_curves_are_handed_on():
+    assert side_of(Measured(0, {"truth": [1.0]})).curves == {"truth": [1.0]}
+
+
+def test_a_crash_is_wrong_only_where_it_is_the_one_that_was_named():
+    assert side_of(TypeError("no argument x"), crashes="TypeError: no argument").state == "wrong"
+    other = side_of(KeyError("x"), crashes="TypeError: no argument")
+    assert other.state == "broken" and "KeyError: 'x'" in other.text and "Traceback" in other.details
+    assert side_of(TypeError("x")).state == "broken"
+
+
+def test_what_cannot_run_says_why():
+    side = side_of(CannotRunError("no FP8 on this GPU"))
+    assert (side.state, side.text, side.value) == ("cannot run", "no FP8 on this GPU", None)
+
+
+def raises_on_rank():
+    raise ValueError("only on ranks")
+
+
+def test_the_error_of_a_rank_is_the_error(monkeypatch):
+    monkeypatch.setattr("shim.testing.proof.layout_initialised", lambda layout: torch.no_grad())
+
+    @proof("{}", crashes="^ValueError: only on ranks$", ranks=2)
+    def on_two_ranks(here):
+        """A reproduction."""
+        here.run(raises_on_rank, layout=testing.Layout(tp=2))
+
+    monkeypatch.setattr("shim.testing.proof.on_device", lambda device, te: torch.no_grad())
+    side = measure(on_two_ranks, Here())
+    assert (side.state, side.text) == ("wrong", "ValueError: only on ranks"), side
+
+
+def test_a_proof_needs_a_reproduction_and_a_known_kind():
+    with pytest.raises(ValueError, match="no docstring"):
+        proof("{}")(lambda here: 0)
+    with pytest.raises(ValueError, match="none of silent"):
+        proof("{}", defect="loud")
+
+
+def test_the_proofs_of_a_patch_lie_beside_it():
+    (found,) = proofs_of("shim.patches.megatron_core.label_smoothing")
+    assert found.name == "smoothed-losses-under-tensor-parallelism" and found.ranks == 2
+    assert proofs_of("shim.patches.megatron_core._token_losses") == []
+
+
+def test_the_text_of_a_proof_says_what_the_proof_is():
+    """Documents read the file, without importing it."""
+    for entry in load_matrix().patches.values():
+        made, read = proofs_of(entry.module), proof_texts(entry)
+        assert [proof.name for proof in made] == [text.name for text in read], entry.id
+        for found, text in zip(made, read):
+            assert inspect.cleandoc(found.function.__doc__) == text.reproduction
+            assert found.defect == text.keywords.get("defect", "silent") and found.te == text.keywords.get("te", False)
