@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .cpu import megatron_on_cpu
     from .footprint import Footprint
     from .fp8 import Fp8Event, Fp8State, fp8_state, record_fp8_events
+    from .generic import generic_proofs, overrides_of
     from .layout import Layout, layout_initialised
     from .model import add_lora, build_chunks, build_gpt, build_hybrid, release
     from .oracle import Result, differences, run_alone, run_packed, run_schedule, worst
@@ -65,8 +66,10 @@ __all__ = [
     "environment",
     "fetch",
     "fp8_state",
+    "generic_proofs",
     "layout_initialised",
     "megatron_on_cpu",
+    "overrides_of",
     "pack",
     "random_sequences",
     "record_fp8_events",
@@ -86,6 +89,7 @@ _MODULES = {
     "cpu": ("megatron_on_cpu",),
     "footprint": ("Footprint",),
     "fp8": ("Fp8Event", "Fp8State", "fp8_state", "record_fp8_events"),
+    "generic": ("generic_proofs", "overrides_of"),
     "layout": ("Layout", "layout_initialised"),
     "model": ("add_lora", "build_chunks", "build_gpt", "build_hybrid", "release"),
     "oracle": ("Result", "differences", "run_alone", "run_packed", "run_schedule", "worst"),

@@ -103,8 +103,11 @@ def _loader(loader):
     return OnCpu
 
 
-def build(seed=7, **options):
-    """A model of get_mcore_model, in training mode, with weights that are nowhere 0 or 1."""
+def build(seed=7, float_masks=True, **options):
+    """A model of get_mcore_model, in training mode, with weights that are nowhere 0 or 1.
+
+    float_masks: it takes loss masks of floats too.
+    """
     from mcore_bridge import ModelConfig, get_mcore_model
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -118,7 +121,8 @@ def build(seed=7, **options):
     finally:
         config.model_meta.loader = config.model_meta.loader.__base__
     _stir(model.parameters(), seed)
-    model.register_forward_pre_hook(_whole_mask, with_kwargs=True)
+    if float_masks:
+        model.register_forward_pre_hook(_whole_mask, with_kwargs=True)
     return model.train()
 
 
@@ -137,16 +141,18 @@ def _whole_mask(module, args, kwargs):
     return args, kwargs
 
 
-def with_lora(model, seed=11):
-    """The same model with its own LoRA layers in every linear layer of attention and MLP, and all else frozen.
+LINEAR = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")  # every linear layer of attention and MLP
+
+
+def with_lora(model, seed=11, names=LINEAR):
+    """The same model with its own LoRA layers in the linear layers of these names, and all else frozen.
 
     peft puts them in place, as ms-swift has it do; both factors are set, so that both get a gradient.
     """
     from peft import LoraConfig, get_peft_model
 
-    names = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
     with te_modules_built():
-        get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=names))
+        get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=list(names)))
     _stir([weight for weight in model.parameters() if weight.requires_grad], seed)
     return model.train()
 

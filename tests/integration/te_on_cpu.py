@@ -1,6 +1,6 @@
 """Transformer Engine's own modules on CPU: built by its code and megatron-core's, computed by torch.
 
-Only what needs a kernel is a stand-in: the forward of its linear layers and norms, without tensor parallelism and FP8.
+Only what needs a kernel is a stand-in: the forward of its linear layers and norms, without FP8.
 Their weights, their classes and everything that megatron-core and a trainer put around them are real.
 """
 
@@ -18,14 +18,29 @@ def _norm(kind, x, weight, bias, eps, zero_centered):
 
 
 def _linear(self, inp, is_first_microbatch=None, **ignored):
-    return F.linear(inp, self.weight, _used(self.bias))
+    return _parallel(self, inp)
+
+
+def _parallel(self, inp):
+    """The product of this rank's part of the weight, with what tensor parallelism does before and after it."""
+    if self.tp_size == 1 or self.parallel_mode is None:
+        return F.linear(inp, self.weight, _used(self.bias))
+    from megatron.core.tensor_parallel import mappings
+
+    if self.parallel_mode == "column":
+        enter = mappings.gather_from_sequence_parallel_region if self.sequence_parallel else None
+        inp = (enter or mappings.copy_to_tensor_model_parallel_region)(inp)
+        return F.linear(inp, self.weight, _used(self.bias))
+    leave = mappings.reduce_scatter_to_sequence_parallel_region if self.sequence_parallel else None
+    out = (leave or mappings.reduce_from_tensor_model_parallel_region)(F.linear(inp, self.weight))
+    return out if _used(self.bias) is None else out + self.bias
 
 
 def _layernorm_linear(self, inp, is_first_microbatch=None, **ignored):
     normed = _norm(
         self.normalization, inp, self.layer_norm_weight, self.layer_norm_bias, self.eps, self.zero_centered_gamma
     )
-    out = F.linear(normed, self.weight, _used(self.bias))
+    out = _parallel(self, normed)
     return (out, normed) if self.return_layernorm_output else out
 
 

@@ -1,0 +1,305 @@
+"""Generic proofs: what has to hold for any model of megatron-core, measured on a model that a user builds.
+
+    def build(**overrides):                     # my_module.py; importing it may apply the trainer's own patches
+        config = TransformerConfig(**{**my_fields, **overrides})
+        return GPTModel(config, my_spec, ...)
+
+    for found in generic_proofs(build):
+        print(found.name, measure(found, Here(world=found.ranks)).text)
+
+`shim prove --model my_module:build` runs them on stock and with the patches. The model should be small: it is built and
+trained several times. On a CPU its layers are those of megatron's local spec, and its core attention is
+`CPUCoreAttention`.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from . import user_model
+from .layout import Layout
+from .oracle import Result, differences, worst
+from .packing import PackedRow, pack, random_sequences
+from .proof import CannotRunError, Here, Proof, proof
+from .sharded import difference_of_shards, load, save, shards_of
+from .user_model import MODEL_ERROR, Build, alone, built, copy_weights, packed
+
+__all__ = ["generic_proofs", "overrides_of"]
+
+LENGTHS, ALIGN = (5, 7, 4), 8
+NONE = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def generic_proofs(build: Callable[..., Any]) -> list[Proof]:
+    """The proofs of what `build` makes.
+
+    build: called as build(**overrides) inside an initialised layout, in a process or rank that may have no GPU. Returns
+        a model in training mode, or a list with one. The overrides are fields of TransformerConfig that it passes on:
+        recompute_*, the sizes of parallelism, sequence_parallel. What it does not take by name (or by **overrides) is
+        set on the config of the built model if megatron-core reads it at run time, as it does with recompute_*.
+
+    Dropout and the auxiliary losses of experts are off while a proof runs. Weights that are the same everywhere, such
+    as a LoRA factor of zeros, are moved a little, so that everything gets a gradient.
+    """
+    mine = Build.of(build)
+
+    @proof("packed off by {:.1e}", bound=1e-6, devices=("cpu", "cuda"), crashes=MODEL_ERROR)
+    def packed_equals_alone(here: Here) -> float:
+        """A packed row gives other losses or gradients than its sequences alone.
+
+        To reproduce: pack three sequences, each padded to a multiple of 8, into one THD row with cu_seqlens and
+        cu_seqlens_padded, and train one step. Run each sequence alone and unpacked, put its losses per token into the
+        row, and take the loss over the row as the release does. Compare the losses per token of the model and of its
+        multi-token prediction, and all gradients, in float32.
+        """
+        return _here(here, _packed_against_alone, mine)
+
+    @proof("recomputed off by {:.1e}", right="bit-equal", devices=("cpu", "cuda"), crashes=MODEL_ERROR)
+    def recompute_equals_none(here: Here) -> float:
+        """Full activation recompute gives other losses or gradients than no recompute.
+
+        To reproduce: train one step with recompute_granularity="full", recompute_method="uniform" and
+        recompute_num_layers=1, and the same step with the same weights without recompute. They are to be equal to the
+        bit. Weights that the model has frozen stay frozen.
+        """
+        return _here(here, _recompute_against_none, mine, False)
+
+    @proof("recomputed off by {:.1e}", right="bit-equal", devices=("cpu", "cuda"), crashes=MODEL_ERROR)
+    def packed_recompute_equals_none(here: Here) -> float:
+        """Full activation recompute of a packed row gives other losses or gradients than no recompute.
+
+        To reproduce: as without packing, with one THD row of padded sequences.
+        """
+        return _here(here, _recompute_against_none, mine, True)
+
+    @proof(
+        "{:.0f} layers not recomputed",
+        right="every layer recomputed",
+        defect="memory",
+        devices=("cpu", "cuda"),
+        crashes=MODEL_ERROR,
+    )
+    def recompute_reaches_every_layer(here: Here) -> float:
+        """Full activation recompute leaves layers out, whose activations stay in memory.
+
+        To reproduce: count how often the forward of each TransformerLayer runs in a step, those of multi-token
+        prediction included. Under recompute_granularity="full" each is to run twice as often as without recompute.
+        """
+        return _here(here, _layers_left_out, mine)
+
+    @proof("TP off by {:.1e}", bound=5e-6, ranks=2, crashes=MODEL_ERROR)
+    def tensor_parallel_equals_one_rank(here: Here) -> float:
+        """Tensor parallelism gives other losses or gradients than one rank with the same weights.
+
+        To reproduce: save the model on one rank by sharded_state_dict and dist_checkpointing, load it on two
+        tensor-parallel ranks, and train one step on both with the same unpacked sequences. Compare the losses of each
+        rank, and its part of each gradient with the same part of the whole one, over the norm of all gradients.
+        """
+        return _tensor_parallel_against_one(here, mine)
+
+    @proof(
+        "{:.0f} tensors differ after loading", right="all tensors equal", devices=("cpu", "cuda"), crashes=MODEL_ERROR
+    )
+    def save_and_load(here: Here) -> float:
+        """A model that was saved and loaded again has other weights.
+
+        To reproduce: save model.sharded_state_dict() with dist_checkpointing.save, load it into a model with other
+        weights by dist_checkpointing.load and load_state_dict, and compare all parameters and buffers to the bit.
+        """
+        return _here(here, _tensors_that_differ, mine)
+
+    return [
+        packed_equals_alone,
+        recompute_equals_none,
+        packed_recompute_equals_none,
+        recompute_reaches_every_layer,
+        tensor_parallel_equals_one_rank,
+        save_and_load,
+    ]
+
+
+def _here(here: Here, function: Callable[..., float], *args: Any) -> float:
+    """function(*args, device) in a layout of one rank."""
+    [measured] = here.run(function, *args, here.device)
+    return float(measured)
+
+
+def _row(model: nn.Module, device: str, align: int = ALIGN) -> PackedRow:
+    return user_model.moved(pack(random_sequences(LENGTHS, user_model.vocabulary(model)), align=align), device)
+
+
+def _packed_against_alone(build: Build, device: str) -> float:
+    model = built(build, device, float32=True)
+    row = _row(model, device)
+    truth = alone(model, row)
+    _has_gradients(truth)
+    return worst(differences(packed(model, row), truth))
+
+
+def _has_gradients(truth: Result) -> None:
+    if not truth.grads:
+        raise CannotRunError("no weight of the model gets a gradient from a sequence alone: nothing is trained")
+
+
+def _recompute_against_none(build: Build, is_packed: bool, device: str) -> float:
+    plain, recomputed = _plain_and_recomputed(build, device)
+    row = _row(plain, device)
+    if is_packed:
+        truth, again = (packed(plain, row, is_truth=True) for _ in range(2))
+    else:
+        truth, again = (alone(plain, row) for _ in range(2))
+    _has_gradients(truth)
+    if worst(differences(again, truth)) != 0:
+        raise CannotRunError(
+            "two runs without recompute differ already, so equal bits cannot be asked for; on a GPU set "
+            "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 and deterministic_mode"
+        )
+    run = packed if is_packed else alone
+    return worst(differences(run(recomputed, row, doing="with full recompute"), truth))
+
+
+def _plain_and_recomputed(build: Build, device: str) -> tuple[nn.Module, nn.Module]:
+    """Two models with the same weights, the second under full recompute."""
+    plain, recomputed = (built(build, device, **options) for options in (NONE, FULL))
+    copy_weights(plain, recomputed)
+    return plain, recomputed
+
+
+def _layers_left_out(build: Build, device: str) -> float:
+    plain, recomputed = _plain_and_recomputed(build, device)
+    row = _row(plain, device)
+    once = _layer_calls(plain, lambda: alone(plain, row))
+    again = _layer_calls(recomputed, lambda: alone(recomputed, row, doing="with full recompute"))
+    if not once:
+        raise CannotRunError("the model has no TransformerLayer, and only those are counted")
+    return float(sum(again.get(name, 0) < 2 * calls for name, calls in once.items()))
+
+
+def _layer_calls(model: nn.Module, run: Callable[[], Any]) -> dict[str, int]:
+    """How often the forward of each layer of the model runs in run(), by its name.
+
+    Runs it once before, because the first step of a model may be tried twice.
+    """
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    run()
+    calls: dict[str, int] = {}
+
+    def counting(name: str) -> Callable[..., None]:
+        def count(module: nn.Module, args: Any) -> None:
+            calls[name] = calls.get(name, 0) + 1
+
+        return count
+
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, TransformerLayer)]
+    handles = [module.register_forward_pre_hook(counting(name)) for name, module in layers]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+# ---- tensor parallelism, checkpoints
+
+
+def _tensor_parallel_against_one(here: Here, build: Build) -> float:
+    with tempfile.TemporaryDirectory(prefix="shim-prove-") as directory:
+        [(truth, shards, options)] = here.run(_on_one_rank, build, directory)
+        layout = Layout(tp=here.world, sequence_parallel=bool(options))
+        ranks = here.run(_on_a_tensor_parallel_rank, build, here.world, options, directory, layout=layout)
+    off = {f"losses of rank {rank}": worst(differences(result, truth)) for rank, (result, _) in enumerate(ranks)}
+    return worst({**off, "gradients": difference_of_shards([found for _, found in ranks], shards)})
+
+
+def _on_one_rank(build: Build, directory: str) -> Any:
+    model = built(build, "cpu", float32=True)
+    result = alone(model, _row(model, "cpu"))
+    _has_gradients(result)
+    save(model, directory)
+    # megatron-core does not train experts under tensor parallelism alone.
+    options = {"sequence_parallel": True} if model.config.num_moe_experts else {}
+    return _without_gradients(result), shards_of(model, result.grads), options
+
+
+def _on_a_tensor_parallel_rank(build: Build, ranks: int, options: dict[str, Any], directory: str) -> Any:
+    model = built(build, "cpu", float32=True, **options)
+    load(model, directory)
+    result = alone(model, _row(model, "cpu"), doing=f"on {ranks} tensor-parallel ranks")
+    return _without_gradients(result), shards_of(model, result.grads)
+
+
+def _without_gradients(result: Result) -> Result:
+    return Result(result.main, result.mtp, result.logged, {})
+
+
+def _tensors_that_differ(build: Build, device: str) -> float:
+    model, fresh = (built(build, device, seed=seed) for seed in (1, 2))
+    user_model.unlike(fresh)
+    with tempfile.TemporaryDirectory(prefix="shim-prove-") as directory:
+        save(model, directory)
+        load(fresh, directory)
+    saved, loaded = (_tensors(found) for found in (model, fresh))
+    return float(sum(name not in loaded or not _same(saved[name], loaded[name]) for name in saved))
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters and all buffers that a checkpoint has."""
+    state = model.state_dict()
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    return {name: state[name] for name in names if isinstance(state.get(name), Tensor)}
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
+
+
+# ---- what shim says of the overrides
+
+
+def overrides_of(model: nn.Module | list[nn.Module]) -> list[dict[str, str]]:
+    """The trainer's own objects that stand in place of functions that shim patches, and what shim says of each.
+
+    Each has "patch" (id), "target" (module:function, "" where the report names none), "state" (of the patch: "applied"
+    where the override leaves its effect, "shadowed", "conflict", "pending" where nobody knows), "reason" (who and
+    where, in words) and "remedy". Call it where shim is applied, once the model is built. Without shim applied the
+    list has at most conflicts.
+    """
+    import shim
+
+    try:
+        report = shim.check(model)
+    except shim.ShimError:  # what is required is not met, or nothing is applied; the states say which
+        report = shim.status()
+    found = []
+    for patch in (report[id] for id in report):
+        if patch.state in ("shadowed", "conflict") or patch.in_doubt:
+            hidden = [target for target, what in patch.targets.items() if what in (patch.state, "not known")]
+            for target in hidden or [_named_in(patch.reason, patch.targets)]:
+                found.append(_override(patch.id, target, patch.state, patch.reason, patch.remedy))
+        elif patch.is_partial:
+            for target in (target for target, what in patch.targets.items() if what in ("left", "lost")):
+                found.append(_override(patch.id, target, patch.state, patch.reason, patch.remedy))
+        for text in patch.others:
+            found.append(_override(patch.id, _named_in(text, patch.targets), patch.state, text, ""))
+    return found
+
+
+def _override(patch: str, target: str, state: str, reason: str, remedy: str) -> dict[str, str]:
+    return {"patch": patch, "target": target, "state": state, "reason": reason, "remedy": remedy}
+
+
+def _named_in(text: str, targets: Any) -> str:
+    """The target that a text names: in full, else by the name of its function alone, if only one has it."""
+    for target in targets:
+        if target in text:
+            return str(target)
+    named = [target for target in targets if re.search(rf"\b{re.escape(target.rpartition('.')[2])}\b", text)]
+    return str(named[0]) if len(named) == 1 else ""

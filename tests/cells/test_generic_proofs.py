@@ -1,0 +1,281 @@
+"""The generic proofs of `shim prove --model`: what they say of models that are right, wrong, or cannot run.
+
+Models of mcore-bridge and verl are in tests/integration/test_prove_model.py.
+"""
+
+import functools
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+
+import shim
+from shim import testing
+from shim.testing.proof import CannotRunError, Here, measure
+from shim.testing.user_model import Build, built
+
+PLAN = shim.plan()
+PACKED, RECOMPUTE, AGAIN = "packed-equals-alone", "recompute-equals-none", "packed-recompute-equals-none"
+REACHED, SHARDED, SAVED = "recompute-reaches-every-layer", "tensor-parallel-equals-one-rank", "save-and-load"
+UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+build = functools.partial(testing.build_gpt, mtp_num_layers=1)
+
+
+def sides(build, *names):
+    """What the proofs of these names say of the model; all of them without names."""
+    proofs = [found for found in testing.generic_proofs(build) if not names or found.name in names]
+    assert len(proofs) == (len(names) or 6)
+    return {found.name: measure(found, Here(world=found.ranks)) for found in proofs}
+
+
+def states(build, *names):
+    found = sides(build, *names)
+    assert not any(side.state == "broken" for side in found.values()), found
+    return {name: side.state for name, side in found.items()}
+
+
+def adapted(**overrides):
+    model = build(**overrides)
+    testing.add_lora(model)
+    return model
+
+
+def test_with_shim_everything_is_right():
+    with shim.patched():
+        found = states(build)
+    assert found == dict.fromkeys((PACKED, RECOMPUTE, AGAIN, REACHED, SHARDED, SAVED), "right")
+
+
+@pytest.mark.skipif(PLAN["mtp-packed-sequences"].action != "apply", reason="the release packs rows right")
+def test_on_stock_a_packed_row_is_wrong():
+    with shim.patched(only=[]):
+        assert states(build, PACKED) == {PACKED: "wrong"}
+
+
+@pytest.mark.skipif(PLAN["frozen-recompute"].action != "apply", reason="the release trains adapters under recompute")
+def test_on_stock_adapters_are_not_trained_under_recompute():
+    with shim.patched(only=[]):
+        assert states(adapted, RECOMPUTE, REACHED) == {RECOMPUTE: "wrong", REACHED: "wrong"}
+    with shim.patched():
+        assert states(adapted, PACKED, RECOMPUTE, AGAIN, REACHED) == dict.fromkeys(
+            (PACKED, RECOMPUTE, AGAIN, REACHED), "right"
+        )
+
+
+# ---- what the proofs notice
+
+
+def attends_across_sequences(**overrides):
+    """Attention that takes the row for one sequence."""
+    model = build(**overrides)
+    for core in [module for module in model.modules() if isinstance(module, testing.CPUCoreAttention)]:
+        core._mask = lambda query, *rest: torch.ones(len(query), len(query), dtype=torch.bool).tril()
+    return model
+
+
+def other_in_the_recompute(**overrides):
+    """A layer that gives another output where no graph is made, as in the forward pass of a checkpoint."""
+    model = build(**overrides)
+    last = model.decoder.layers[-1]
+    last.mlp.register_forward_hook(
+        lambda module, args, output: output if torch.is_grad_enabled() else (output[0] * 1.01, output[1])
+    )
+    return model
+
+
+def other_on_the_second_rank(**overrides):
+    model = build(**overrides)
+    factor = 1 + parallel_state.get_tensor_model_parallel_rank() / 100
+    model.decoder.final_layernorm.register_forward_hook(lambda module, args, output: output * factor)
+    return model
+
+
+def forgets_a_weight(**overrides):
+    model = build(**overrides)
+    complete = model.sharded_state_dict
+    model.sharded_state_dict = lambda *args, **kwargs: {
+        name: value for name, value in complete(*args, **kwargs).items() if not name.endswith("final_layernorm.weight")
+    }
+    return model
+
+
+def forgets_it_in_silence(**overrides):
+    model = forgets_a_weight(**overrides)
+    model.load_state_dict = functools.partial(model.load_state_dict, strict=False)
+    return model
+
+
+def keeps_everything(**overrides):
+    """A decoder that never recomputes, whatever its config says."""
+    model = build(**overrides)
+    forward = model.decoder.forward
+
+    def without_recompute(*args, **kwargs):
+        model.decoder.training = False  # of its layers each has its own
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            model.decoder.training = True
+
+    model.decoder.forward = without_recompute
+    return model
+
+
+@pytest.mark.parametrize(
+    "build, name, text",
+    [
+        (attends_across_sequences, PACKED, "packed off by"),
+        (other_in_the_recompute, RECOMPUTE, "recomputed off by"),
+        (other_in_the_recompute, AGAIN, "recomputed off by"),
+        (keeps_everything, REACHED, "2 layers not recomputed"),
+        (other_on_the_second_rank, SHARDED, "TP off by"),
+        (forgets_a_weight, SAVED, "ModelError: loading"),
+        (forgets_it_in_silence, SAVED, "tensors differ"),
+    ],
+)
+def test_a_proof_notices(build, name, text):
+    with shim.patched():
+        side = sides(build, name)[name]
+    assert side.state == "wrong" and text in side.text, side
+
+
+# ---- what a user's function may look like
+
+
+def bare():
+    """Takes no overrides: the sizes of the layout are read from parallel_state, and recompute is set afterwards."""
+    return [build()]
+
+
+def in_bfloat16(**overrides):
+    return build(params_dtype=torch.bfloat16, bf16=True, **overrides)
+
+
+def with_dropout(**overrides):
+    return build(**{"hidden_dropout": 0.1, "attention_dropout": 0.1, **overrides})
+
+
+def zero_adapters(**overrides):
+    """LoRA as it starts: one factor is zero, so the other would get no gradient."""
+    model = adapted(**overrides)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(".up"):
+                weight.zero_()
+    return model
+
+
+@pytest.mark.parametrize(
+    "build, names",
+    [
+        (bare, (RECOMPUTE, REACHED, SHARDED)),
+        (in_bfloat16, (PACKED, SHARDED)),
+        (with_dropout, (PACKED,)),
+        (zero_adapters, (PACKED, SAVED)),
+        (functools.partial(testing.build_gpt, mtp_num_layers=None), (PACKED, AGAIN, SHARDED)),
+    ],
+    ids=["bare", "bfloat16", "dropout", "adapters of zeros", "without MTP"],
+)
+def test_such_a_function_will_do(build, names):
+    with shim.patched():
+        assert states(build, *names) == dict.fromkeys(names, "right")
+
+
+# ---- what cannot run, and what is said of it
+
+
+def with_megatrons_attention(**overrides):
+    model = build(**overrides)
+    for module in model.modules():
+        if hasattr(module, "core_attention"):
+            module.core_attention = DotProductAttention(
+                model.config, 1, attn_mask_type=AttnMaskType.causal, attention_type="self"
+            )
+    return model
+
+
+def deaf():
+    return build(tensor_model_parallel_size=1)
+
+
+def raises(**overrides):
+    raise RuntimeError("No CUDA GPUs are available")
+
+
+def no_language_model(**overrides):
+    return torch.nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    "build, name, text",
+    [
+        (with_megatrons_attention, PACKED, "shim.testing.CPUCoreAttention"),
+        (deaf, SHARDED, "pass them on to TransformerConfig"),
+        (raises, SAVED, "build() raised RuntimeError: No CUDA GPUs.*CPUCoreAttention"),
+        (no_language_model, RECOMPUTE, "without a LanguageModule"),
+        (lambda **overrides: [build(), build()], RECOMPUTE, "returned 2 models"),
+    ],
+)
+def test_what_cannot_run_is_said(build, name, text):
+    side = sides(build, name)[name]
+    assert side.state == "cannot run", side
+    assert all(part in side.text for part in text.split(".*")), side.text
+
+
+def test_megatrons_own_attention_will_do_for_the_others():
+    with shim.patched():
+        assert states(with_megatrons_attention, SHARDED, SAVED) == {SHARDED: "right", SAVED: "right"}
+
+
+def test_weights_are_left_as_they_were_built():
+    with testing.layout_initialised(testing.Layout()):
+        model = built(Build.of(build), "cpu")
+        before = {name: weight.clone() for name, weight in model.named_parameters()}
+        assert all(torch.equal(before[name], weight) for name, weight in build().named_parameters())
+
+
+# ---- what shim says of the overrides
+
+
+class CallsIt(MultiTokenPredictionLayer):
+    def _checkpointed_forward(self, *args, **kwargs):
+        return super()._checkpointed_forward(*args, **kwargs)
+
+
+class Skips(MultiTokenPredictionLayer):
+    def _checkpointed_forward(self, *args, **kwargs):
+        function, args = (args[0], args[1:]) if args else (self._proj_and_transformer_layer, args)
+        return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("cls, state", [(CallsIt, "applied"), (Skips, "shadowed")])
+@pytest.mark.parametrize("require", [[], ["mtp-recompute"]], ids=["asked", "required"])
+def test_overrides_are_listed_with_what_shim_says(cls, state, require):
+    """Also where check() raises, because what is required is not met."""
+    with testing.layout_initialised(testing.Layout()), shim.patched(require=require):
+        model = build(**UNIFORM)
+        assert testing.overrides_of(model) == []
+        model.mtp.layers[0].__class__ = cls
+        [found] = [entry for entry in testing.overrides_of(model) if entry["patch"] == "mtp-recompute"]
+        assert found["state"] == state
+        assert found["target"].endswith("MultiTokenPredictionLayer._checkpointed_forward")
+        assert f"{__file__}:{cls._checkpointed_forward.__code__.co_firstlineno}" in found["reason"]
+
+
+def test_without_shim_nothing_is_said_of_overrides():
+    with testing.layout_initialised(testing.Layout()):
+        model = build()
+        model.mtp.layers[0].__class__ = Skips
+        assert testing.overrides_of(model) == []
+
+
+def test_an_error_that_says_why_on_a_rank_says_it_here():
+    with pytest.raises(CannotRunError, match=r"^only here$"):
+        Here(world=2).run(_cannot, layout=testing.Layout(tp=2))
+
+
+def _cannot():
+    raise CannotRunError("only here")
