@@ -20,7 +20,8 @@ def readme():
     """README.md for a package index, where links relative to this tree would lead nowhere: absolute ones, or none."""
     text = (HERE / "README.md").read_text("utf-8")
     if not PROJECT:
-        return re.sub(r"\[([^\]]+)\]\((?!https?:|#)[^)]+\)", r"\1", text)
+        return re.sub(r"!?\[([^\]]+)\]\((?!https?:|#)[^)]+\)", r"\1", text)
+    text = re.sub(r"(!\[[^\]]*\]\()(?!https?:)([^)]+)\)", rf"\1{PROJECT}/raw/main/\2)", text)
     return re.sub(r"\]\((?!https?:|#)([^)]+)\)", rf"]({PROJECT}/blob/main/\1)", text)
 
 
@@ -72,6 +73,7 @@ if __name__ == "__main__":
             "shim._matrix",
             "shim._planning",
             "shim._engine",
+            "shim._proving",
             "shim._te",
             "shim._tools",
             "shim._workers",

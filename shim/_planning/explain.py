@@ -50,4 +50,6 @@ def explanation(plan: Plan, id: str) -> str:
     lines += [f"Option {o.name}={o.default!r}: {o.takes}" for o in entry.declared.values()]
     lines += [f"Upstream: {reference}" for reference in entry.references]
     lines.append(f"Delete when: {entry.delete_when}")
+    if Sources().path(f"{entry.module}_proof") is not None:
+        lines.append(f"See it on this machine: shim prove {id}")
     return "\n".join(lines)

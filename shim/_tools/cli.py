@@ -1,4 +1,4 @@
-"""The command `shim`: plan, explain, list, status, doctor, run, pin, matrix, audit, new-patch. All but run take --json.
+"""The command `shim`. All its commands but run take --json.
 
 Exit codes: 0 fine, 1 a requirement is not met, 2 wrong usage. `run` exits with the code of its command.
 """
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from shim._errors import MatrixError, OptionError, ShimError
-from shim._tools import commands
+from shim._tools import commands, prove
 from shim._tools.output import NOT_MET, USAGE, complain, nobody_reads
 
 __all__ = ["main"]
@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def command(name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
         sub = parsers.add_parser(name, help=summary, description=summary)
-        if run not in (commands.do_run, commands.do_audit):  # run prints nothing of its own, audit in three formats
+        if run not in (commands.do_run, commands.do_audit, prove.do_prove):  # run prints nothing of its own, two more
             sub.add_argument("--json", action="store_true", help="print JSON with stable keys (docs/cli.md)")
         sub.set_defaults(run=run)
         return sub
@@ -143,8 +143,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     for sub in (listing, matrix, audit):
         sub.add_argument("--matrix", metavar="FILE", help="another version_matrix.yaml")
+    prove.add_arguments(
+        command("prove", prove.do_prove, "reproduce each defect on the installed releases, on stock and with the patch")
+    )
     new = command(
-        "new-patch", commands.do_new_patch, "for developers of shim: write module, matrix entry and test of a new patch"
+        "new-patch",
+        commands.do_new_patch,
+        "for developers of shim: write module, proof, matrix entry and test of a new patch",
     )
     new.add_argument("id", metavar="ID", help="lower-case words with hyphens between")
     new.add_argument(

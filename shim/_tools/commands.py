@@ -29,6 +29,7 @@ __all__ = [
     "do_plan",
     "do_run",
     "do_status",
+    "fetched",
 ]
 
 
@@ -209,7 +210,7 @@ def do_new_patch(arguments: argparse.Namespace) -> int:
 
     def fetch(distribution: str, release: str) -> Path:
         progress(f"{distribution} {release}")
-        return _fetch(distribution, release)
+        return fetched(distribution, release)
 
     found = propose(arguments.id, arguments.target, matrix, fetch)
     written = write_patch(found, matrix, top, arguments.dry_run)
@@ -233,10 +234,10 @@ def do_audit(arguments: argparse.Namespace) -> int:
     from shim._tools.audit_report import as_markdown, as_text
 
     matrix = load_matrix(matrix_argument(arguments.matrix))
-    tree = open_tree(arguments.target, _fetch, arguments.ref)
-    others = [open_tree(other, _fetch) for other in arguments.others]
+    tree = open_tree(arguments.target, fetched, arguments.ref)
+    others = [open_tree(other, fetched) for other in arguments.others]
     with _uncollected():
-        found = audit(matrix, tree, _fetch, others)
+        found = audit(matrix, tree, fetched, others)
     text = as_markdown(found) if arguments.format == "markdown" else as_text(found)
     put(found.to_dict(), text, arguments.format == "json")
     return OK if found.clean else NOT_MET
@@ -256,7 +257,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _fetch(distribution: str, release: str) -> Path:
+def fetched(distribution: str, release: str) -> Path:
     """A release from the cache, else downloaded. A download is announced on standard error."""
     from shim.testing.releases import FetchError, fetch
 
@@ -300,7 +301,7 @@ def do_pin(arguments: argparse.Namespace) -> int:
     total, what = sum(map(len, releases.values())), "compares them with" if arguments.check else "rewrites"
     print(f"shim: fetches {total} releases, where the cache lacks them, and {what} the pins of {path}", file=sys.stderr)
     progress = Progress()
-    found = measure_all(matrix, _fetch, progress, anew=arguments.anew or arguments.check)
+    found = measure_all(matrix, fetched, progress, anew=arguments.anew or arguments.check)
     progress.done()
     for line in found.missing:
         print(f"shim: {line}", file=sys.stderr)
@@ -348,7 +349,7 @@ def _add(arguments: argparse.Namespace) -> int:
     print(f"shim: adds {new.distribution} {new.name} to {matrix.path}; takes about {about:.0f} s", file=sys.stderr)
     progress = Progress()
     top = PACKAGE.parent if matrix.shipped else None
-    found = add(matrix, new, _fetch, progress, source=source, of=arguments.of or "main", top=top)
+    found = add(matrix, new, fetched, progress, source=source, of=arguments.of or "main", top=top)
     progress.done()
     put(found.to_dict(), str(found), arguments.json)
     return NOT_MET if found.decide else OK

@@ -224,7 +224,7 @@ def test_main_beside_a_source_tree_of_transformer_engine(release, bare, tmp_path
 def test_every_command_knows_its_place_here():
     """A command that comes to the CLI comes to this module."""
     [actions] = [action for action in _parser()._actions if getattr(action, "choices", None)]
-    assert set(actions.choices) <= {*COMMANDS, "pin", "audit", "status", "run", "new-patch"}
+    assert set(actions.choices) <= {*COMMANDS, "pin", "audit", "status", "run", "new-patch", "prove"}
 
 
 @pytest.fixture(scope="module")

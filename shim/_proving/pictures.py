@@ -1,0 +1,190 @@
+"""Pictures of proofs as SVG: curves, bars, and the table of releases."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+
+from shim._proving.results import Outcome, Result
+
+__all__ = ["DARK", "LIGHT", "PALETTE", "both_schemes", "picture", "table"]
+
+LIGHT = {
+    "ink": "#1f2328",
+    "faint": "#8c959f",
+    "paper": "#ffffff",
+    "stock": "#cf222e",
+    "shim": "#1a7f37",
+    "truth": "#57606a",
+}
+DARK = {
+    "ink": "#e6edf3",
+    "faint": "#7d8590",
+    "paper": "#0d1117",
+    "stock": "#ff7b72",
+    "shim": "#3fb950",
+    "truth": "#8b949e",
+}
+# Colour of a cell by its verdict, legible beside LIGHT and DARK.
+PALETTE = {
+    "mended": "#2da44e",
+    "right": "#0969da",
+    "upstream": "#0969da",
+    "not mended": "#cf222e",
+    "cannot run": "#afb8c1",
+    "": "none",
+}
+WIDTH, HEIGHT = 460, 190
+LEFT, RIGHT, TOP, BOTTOM = 56, 12, 26, 28
+TINY = 1e-9  # what a logarithmic axis shows of zero
+
+
+def picture(result: Result) -> str:
+    """The curves of a run where the proof has them, else a bar for each side on a logarithmic axis, with the bound.
+
+    Colours are those of the page: the CSS variables --ink, --faint, --stock, --shim, --truth.
+    """
+    return _curves(result) if result.stock is not None and result.stock.curves else _bars(result)
+
+
+def _svg(body: Sequence[str], height: int = HEIGHT) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
+        f'role="img" font-family="sans-serif" font-size="12">{"".join(body)}</svg>'
+    )
+
+
+def _curves(result: Result) -> str:
+    lines: dict[str, tuple[str, Sequence[float]]] = {}
+    for side, colour in ((result.stock, "stock"), (result.patched, "shim")):
+        if side is not None and "measured" in side.curves:
+            lines["stock" if colour == "stock" else "with shim"] = (colour, side.curves["measured"])
+    truth = next((s.curves["truth"] for s in (result.stock, result.patched) if s and "truth" in s.curves), None)
+    if truth is not None:
+        lines["truth"] = ("truth", truth)  # last, so that it lies above the curve that equals it
+    points = [value for _, values in lines.values() for value in values if math.isfinite(value)]
+    if not points:
+        return _bars(result)
+    low, high = min(points), max(points)
+    span = (high - low) or 1.0
+    steps = max(len(values) for _, values in lines.values())
+
+    def place(step: int, value: float) -> str:
+        x = LEFT + (WIDTH - LEFT - RIGHT) * step / max(1, steps - 1)
+        y = TOP + (HEIGHT - TOP - BOTTOM) * (high - value) / span
+        return f"{x:.1f},{y:.1f}"
+
+    body = [_frame(f"{high:.3g}", f"{low:.3g}"), _text(WIDTH - RIGHT, HEIGHT - 8, f"{steps} steps", "end", "faint")]
+    for number, (name, (colour, values)) in enumerate(lines.items()):
+        finite = [place(step, value) for step, value in enumerate(values) if math.isfinite(value)]
+        # Truth is dashed, so that the curve that equals it still shows.
+        dash = ' stroke-dasharray="5 4"' if name == "truth" else ""
+        body.append(
+            f'<polyline fill="none" stroke="var(--{colour})" stroke-width="2"{dash} points="{" ".join(finite)}"/>'
+        )
+        body.append(_text(LEFT + 8 + 110 * number, 16, name, "start", colour))
+    return _svg(body)
+
+
+def _frame(high: str, low: str) -> str:
+    bottom = HEIGHT - BOTTOM
+    return (
+        f'<path d="M{LEFT} {TOP}V{bottom}H{WIDTH - RIGHT}" fill="none" stroke="var(--faint)"/>'
+        + _text(LEFT - 6, TOP + 4, high, "end", "faint")
+        + _text(LEFT - 6, bottom, low, "end", "faint")
+    )
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start", colour: str = "ink") -> str:
+    return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}" fill="var(--{colour})">{html.escape(text)}</text>'
+
+
+def _bars(result: Result) -> str:
+    sides = [("stock", "stock", result.stock), ("with shim", "shim", result.patched)]
+    known = [(name, colour, side) for name, colour, side in sides if side is not None and side.state != "cannot run"]
+    values = [side.value for _, _, side in known if side.value is not None and math.isfinite(side.value)]
+    top = max([*values, result.bound, TINY])
+    bottom = min([value for value in (*values, result.bound) if value > 0] or [TINY])
+    logarithmic = top / bottom > 50
+    body = []
+    for number, (name, colour, side) in enumerate(known):
+        y = 24 + 40 * number
+        length = _length(side, top, bottom, logarithmic)
+        body.append(_text(0, y, name))
+        body.append(f'<rect x="0" y="{y + 5}" width="{length:.0f}" height="12" rx="2" fill="var(--{colour})"/>')
+        body.append(_text(80, y, side.text if len(side.text) <= 60 else f"{side.text[:57]}...", "start", "faint"))
+    if result.bound > 0 and values:
+        x = _scaled(result.bound, top, bottom, logarithmic)
+        body.append(f'<path d="M{x:.0f} 22V{14 + 40 * len(known)}" stroke="var(--ink)" stroke-dasharray="3 3"/>')
+        body.append(_text(min(x, WIDTH - 90), 28 + 40 * len(known), "right up to here", "start", "faint"))
+    return _svg(body, 34 + 40 * len(known))
+
+
+def _length(side: Outcome, top: float, bottom: float, logarithmic: bool) -> float:
+    if side.value is None or not math.isfinite(side.value):
+        return WIDTH - RIGHT  # a crash, or no number: as wrong as can be
+    return max(2.0, _scaled(side.value, top, bottom, logarithmic))
+
+
+def _scaled(value: float, top: float, bottom: float, logarithmic: bool) -> float:
+    whole = WIDTH - RIGHT
+    if not logarithmic:
+        return whole * max(value, 0.0) / top
+    # The least has a tenth of the width, so that it can be seen; nothing at all has none.
+    return 0.0 if value <= 0 else whole * (0.1 + 0.9 * math.log(max(value, bottom) / bottom) / math.log(top / bottom))
+
+
+# ---- releases across, defects down
+
+CELL, GAP, HEAD = 22, 2, 64
+LETTER = 6.6  # the width of one, on average, at the size of the labels
+
+
+def both_schemes(selector: str) -> str:
+    """CSS that gives `selector` the colours as variables, by the reader's light or dark setting."""
+    light, dark = ("; ".join(f"--{name}: {value}" for name, value in colours.items()) for colours in (LIGHT, DARK))
+    return f"{selector} {{ {light} }} @media (prefers-color-scheme: dark) {{ {selector} {{ {dark} }} }}"
+
+
+def table(releases: Sequence[str], rows: Mapping[str, Sequence[str]], title: str) -> str:
+    """A cell for each release and defect, light or dark by the reader's setting.
+
+    rows: label -> the verdict on each release, "" where there is none.
+    """
+    left = 16 + round(LETTER * max(map(len, rows), default=0))
+    width = max(left + len(releases) * (CELL + GAP) + 8, 640)
+    height = HEAD + len(rows) * (CELL + GAP) + 34
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'role="img" font-family="sans-serif" font-size="12"><title>{html.escape(title)}</title>'
+        f'<style>{both_schemes("svg")}</style><rect width="{width}" height="{height}" fill="var(--paper)"/>'
+    ]
+    for column, release in enumerate(releases):
+        x = left + column * (CELL + GAP) + CELL / 2 + 4
+        parts.append(
+            f'<text transform="translate({x:.0f} {HEAD - 8}) rotate(-60)" fill="var(--ink)">'
+            f"{html.escape(release)}</text>"
+        )
+    for number, (label, verdicts) in enumerate(rows.items()):
+        y = HEAD + number * (CELL + GAP)
+        parts.append(
+            f'<text x="{left - 8}" y="{y + 15}" text-anchor="end" fill="var(--ink)">{html.escape(label)}</text>'
+        )
+        for column, verdict in enumerate(verdicts):
+            x = left + column * (CELL + GAP)
+            fill = PALETTE.get(verdict, PALETTE["not mended"])
+            outline = ' stroke="var(--faint)" stroke-width="0.5"' if fill == "none" else ""
+            said = html.escape(f"{label}, {releases[column]}: {verdict or 'not there'}")
+            parts.append(
+                f'<rect x="{x}" y="{y}" width="{CELL}" height="{CELL}" rx="3" fill="{fill}"{outline}>'
+                f"<title>{said}</title></rect>"
+            )
+    legend = (("mended", "stock wrong, mended"), ("upstream", "upstream right"), ("cannot run", "cannot run here"))
+    x = 16
+    for verdict, text in (*legend, ("not mended", "not mended")):
+        y = height - 22
+        parts.append(f'<rect x="{x}" y="{y}" width="12" height="12" rx="2" fill="{PALETTE[verdict]}"/>')
+        parts.append(f'<text x="{x + 17}" y="{y + 10}" fill="var(--ink)">{text}</text>')
+        x += 32 + 7 * len(text)
+    return "".join(parts) + "</svg>\n"

@@ -1,0 +1,141 @@
+"""Results for a terminal, as Markdown to paste into an issue, and as plain data."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from typing import Any
+
+from shim._proving.results import Outcome, Result, summary
+
+__all__ = ["Heading", "as_data", "as_markdown", "as_text", "heading_of"]
+
+NAMES = ("megatron-core", "torch", "transformer-engine")
+
+
+class Heading:
+    """Where the proofs ran: the releases and the device.
+
+    releases: by name; those that are not installed are left out. device: "CPU", or the name of the GPU.
+    """
+
+    def __init__(
+        self, releases: dict[str, str], device: str, ranks: int | None, model: str = "", tree: str = ""
+    ) -> None:
+        self.releases = releases
+        self.device = device
+        self.ranks = ranks
+        self.model = model
+        self.tree = tree
+
+    def __str__(self) -> str:
+        ranks = f"{self.ranks or 2} gloo ranks where needed" if self.ranks != 1 else "one rank"
+        parts = [f"{name} {self.releases[name]}" for name in NAMES if name in self.releases]
+        parts += [f"{self.device} ({ranks})"]
+        parts += [f"model {self.model}"] if self.model else []
+        parts += [f"sources {self.tree}"] if self.tree else []
+        return ", ".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "releases": self.releases,
+            "device": self.device,
+            "ranks": self.ranks,
+            "model": self.model,
+            "tree": self.tree,
+        }
+
+
+def as_text(
+    heading: Heading, results: Sequence[Result], overrides: Sequence[str] = (), width: int | None = None
+) -> str:
+    """Each proof that ran, the others by their reasons, and a summary.
+
+    width: of the terminal. Where a line for each proof does not fit, each takes three.
+    """
+    ran = [result for result in results if result.stock is not None and result.verdict != "cannot run"]
+    rows = [_row(result) for result in ran]
+    widths = [max((len(row[place]) for row in rows), default=0) for place in range(4)]
+    narrow = width is not None and sum(widths) + 20 > width
+    lines = [str(heading), ""]
+    for row, result in zip(rows, ran, strict=True):
+        label, stock, patched, verdict, seconds = row
+        if narrow:
+            lines.append(f"{label}: {verdict}, {seconds}")
+            lines += [f"    {side}" for side in (stock, patched) if side]
+        else:
+            cells = [cell.ljust(wide) for cell, wide in zip(row, widths, strict=False)]
+            lines.append("   ".join([*cells, seconds]).rstrip())
+        if result.failed:
+            lines.append(f"    {result.reason}")
+        if result.audit:
+            lines.append(f"    shim audit: {result.audit}")
+    left = [result for result in results if result.verdict == "cannot run"]
+    for reason in dict.fromkeys(result.reason for result in left):
+        labels = ", ".join(result.label for result in left if result.reason == reason)
+        lines += ["", f"Cannot run here, because {reason} ({labels})."]
+    lines += ["", *overrides] if overrides else []
+    return "\n".join([*lines, "", summary(results)])
+
+
+def _row(result: Result) -> tuple[str, str, str, str, str]:
+    stock = _said("stock", result.stock)
+    patched = _said("with shim", result.patched)
+    seconds = f"{result.seconds:.1f} s" if result.seconds else ""
+    return result.label, stock, patched, result.verdict, seconds
+
+
+def _said(side: str, outcome: Outcome | None) -> str:
+    if outcome is None or outcome.state == "cannot run":
+        return ""
+    text = outcome.text if len(outcome.text) <= 60 else f"{outcome.text[:57]}..."
+    return f"{side}: {text}"
+
+
+def as_markdown(heading: Heading, results: Sequence[Result], overrides: Sequence[str] = ()) -> str:
+    """A table, and below it each proof with its reproduction, folded up: to paste into an issue."""
+    lines = [f"### shim prove: {_cell(str(heading))}", ""]
+    lines += ["| defect | stock | with shim | |", "|---|---|---|---|"]
+    for result in results:
+        sides = [_cell(side.text) if side is not None else "" for side in (result.stock, result.patched)]
+        verdict = f"{result.verdict}: {result.reason}" if result.failed and result.reason else result.verdict
+        verdict += f" (shim audit: {result.audit})" if result.audit else ""
+        lines.append(f"| {result.label} | {' | '.join(sides)} | {_cell(verdict)} |")
+    lines += ["", summary(results)]
+    lines += ["", *(f"- {_cell(line)}" for line in overrides)] if overrides else []
+    for result in results:
+        if result.reproduction and result.stock is not None:
+            lines += ["", f"<details><summary>{result.label}: {html.escape(_first(result))}</summary>", ""]
+            lines += [result.reproduction, "", "```python", result.source.rstrip(), "```", "", "</details>"]
+    return "\n".join(lines)
+
+
+def _first(result: Result) -> str:
+    return result.reproduction.splitlines()[0]
+
+
+def _cell(text: str) -> str:
+    return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|")
+
+
+def as_data(heading: Heading, results: Sequence[Result], overrides: Sequence[dict[str, str]] = ()) -> dict[str, Any]:
+    """Everything, as plain data with stable keys (docs/cli.md)."""
+    return {
+        "where": heading.to_dict(),
+        "proofs": {result.label: result.to_dict() for result in results},
+        "overrides": list(overrides),
+        "summary": summary(results),
+        "failed": [result.label for result in results if result.failed],
+    }
+
+
+def heading_of(
+    releases: dict[str, str | None], device: str, ranks: int | None, model: str = "", tree: str = ""
+) -> Heading:
+    """The heading for the installed releases, a GPU by its name."""
+    known = {name: releases[name] or "of unknown version" for name in NAMES if name in releases}
+    if device != "cuda":
+        return Heading(known, "CPU", ranks, model, tree)
+    import torch
+
+    return Heading(known, torch.cuda.get_device_name(), ranks, model, tree)

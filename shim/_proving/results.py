@@ -1,0 +1,141 @@
+"""What came out of a proof: both sides, and one verdict."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["FAILURES", "Outcome", "Result", "outcome_of", "summary", "verdict_of"]
+
+# In the order in which a summary counts them.
+VERDICTS = {
+    "mended": "mended",
+    "upstream": "upstream already right",
+    "right": "right with and without shim",
+    "cannot run": "cannot run here",
+    "not mended": "not mended",
+    "not reproduced": "not reproduced, though the matrix says that stock is wrong",
+    "made worse": "right on stock and wrong with shim",
+    "broken": "without a result",
+}
+FAILURES = ("not mended", "not reproduced", "made worse", "broken")
+ALWAYS_COUNTED = ("mended", "not mended")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One side: "right", "wrong", "cannot run", or "broken", and what was measured in words (`text`)."""
+
+    state: str
+    text: str
+    seconds: float = 0.0
+    value: float | None = None
+    curves: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    details: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        number = self.value if self.value is not None and math.isfinite(self.value) else None
+        curves = {name: list(values) for name, values in self.curves.items()}
+        said = {"state": self.state, "text": self.text, "value": number, "seconds": round(self.seconds, 3)}
+        return {**said, "curves": curves, "details": self.details}
+
+
+def outcome_of(answer: Mapping[str, Any], defect: str, crashes: str) -> Outcome:
+    """The outcome in a worker's answer. A hang or a death is wrong only where that is the defect."""
+    state, text = answer["state"], answer["text"]
+    expected = {"hung": defect == "hang", "died": defect == "crash" and "signal" in crashes}
+    if state in expected:
+        state = "wrong" if expected[state] else "broken"
+    return Outcome(
+        state,
+        text,
+        answer.get("seconds", 0.0),
+        answer.get("value"),
+        answer.get("curves", {}),
+        answer.get("details", ""),
+    )
+
+
+@dataclass(frozen=True)
+class Result:
+    """One proof on the installed releases.
+
+    patch: its id; "" for a generic proof. label: the id, with the proof's name where the patch has several.
+    action: what shim.plan() says of the patch. reproduction: the docstring of the proof. audit: the verdict of
+    `shim audit`, where the proof ran against a tree.
+    """
+
+    patch: str
+    proof: str
+    label: str
+    kind: str
+    defect: str
+    device: str
+    verdict: str
+    reason: str
+    action: str = ""
+    variant: str | None = None
+    stock: Outcome | None = None
+    patched: Outcome | None = None
+    bound: float = 0.0
+    reproduction: str = ""
+    source: str = ""
+    audit: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.verdict in FAILURES
+
+    @property
+    def seconds(self) -> float:
+        return sum(side.seconds for side in (self.stock, self.patched) if side is not None)
+
+    def to_dict(self) -> dict[str, Any]:
+        names = ("patch", "proof", "kind", "defect", "device", "verdict", "reason", "action", "variant", "bound")
+        found = {name: getattr(self, name) for name in (*names, "reproduction", "audit")}
+        sides = {"stock": self.stock, "with_shim": self.patched}
+        return {**found, **{name: None if side is None else side.to_dict() for name, side in sides.items()}}
+
+
+def verdict_of(action: str, stock: Outcome, patched: Outcome | None) -> tuple[str, str]:
+    """(verdict, reason) of a proof. `action` is that of the plan; `patched` is None where the patch is not applied."""
+    for side, name in ((stock, "stock"), (patched, "with shim")):
+        if side is not None and side.state == "cannot run":
+            return "cannot run", side.text
+        if side is not None and side.state == "broken" and (name == "stock" or stock.state == "right"):
+            return "broken", f"{name}: {side.text}"
+    if action == "upstream":
+        if stock.state == "right":
+            return "upstream", "this release is right"
+        return "not mended", "the matrix says that this release is right, and it is not"
+    if action != "apply":
+        return ("not mended" if stock.state == "wrong" else "right"), f"the patch is {action} here"
+    if stock.state == "right":
+        return "not reproduced", "stock is right here, and the matrix says that it is wrong"
+    assert patched is not None
+    if patched.state == "right":
+        return "mended", ""
+    return "not mended", f"with shim: {patched.text}"
+
+
+def generic_verdict(stock: Outcome, patched: Outcome) -> tuple[str, str]:
+    """(verdict, reason) of a generic proof on a user's model."""
+    for side, name in ((stock, "without shim"), (patched, "with shim")):
+        if side.state in ("cannot run", "broken"):
+            return side.state, f"{name}: {side.text}"
+    return {
+        ("right", "right"): ("right", ""),
+        ("wrong", "right"): ("mended", ""),
+        ("wrong", "wrong"): ("not mended", f"with shim: {patched.text}"),
+        ("right", "wrong"): ("made worse", f"with shim: {patched.text}"),
+    }[stock.state, patched.state]
+
+
+def summary(results: Iterable[Result]) -> str:
+    """ "31 mended, 4 upstream already right, 3 cannot run here, 0 not mended"."""
+    counts = Counter(result.verdict for result in results)
+    shown = [verdict for verdict in VERDICTS if counts[verdict] or verdict in ALWAYS_COUNTED]
+    return ", ".join(f"{counts[verdict]} {VERDICTS[verdict]}" for verdict in shown)

@@ -1,0 +1,285 @@
+"""Choose proofs by the plan, let workers run both sides of each, and judge."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shim._errors import OptionError
+from shim._matrix.model import PatchEntry
+from shim._planning.decision import Decision
+from shim._planning.options import PREFIX
+from shim._planning.plan import Plan
+from shim._proving.results import Result, generic_verdict, outcome_of, verdict_of
+from shim._proving.worker import MODEL, OVERRIDES, SideTask, Work
+from shim.testing.proof import Proof, proofs_of
+
+__all__ = ["Request", "prove", "prove_model"]
+
+TE = "transformer-engine"
+NOTHING_THERE = ("not-installed", "out-of-range", "excluded")
+_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from shim._proving.worker import main; main()"
+_IMPORTS = 300.0  # seconds that a worker may take for imports, in addition to the time limit of a side
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for. ids: these patches; empty for all. ranks: as many as a proof over ranks is to use.
+
+    together: apply all patches on the patched side, not the patch alone. timeout: seconds for each side.
+    """
+
+    ids: tuple[str, ...] = ()
+    device: str = "cpu"
+    ranks: int | None = None
+    together: bool = False
+    timeout: float = 120.0
+    jobs: int = 2
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A proof that runs, as the result that it will have but for its sides."""
+
+    proof: Proof
+    result: Result
+    source: str
+    stock: SideTask
+    patched: SideTask | None
+
+    @property
+    def tasks(self) -> list[SideTask]:
+        return [self.stock, *([self.patched] if self.patched is not None else [])]
+
+
+Say = Callable[[str], None]
+
+
+def prove(plan: Plan, request: Request, say: Say) -> list[Result]:
+    """Run the proofs of the patches in the plan. `say` is told what has ended."""
+    cases: dict[str, _Case] = {}
+    results: dict[str, Result] = {}
+    for id, decision in plan.decisions.items():
+        if request.ids and id not in request.ids:
+            continue
+        entry = plan.matrix.patches[id]
+        several = len(proofs_of(entry.module)) > 1
+        for proof, result in _proofs(decision, entry, bool(request.ids)):
+            label = f"{id}/{proof.name}" if several and proof is not None else id
+            result = replace(result, label=label)
+            results[label] = result
+            if proof is None:
+                continue
+            impossible, device, world = _place(proof, plan, request)
+            if impossible:
+                results[label] = replace(result, verdict="cannot run", reason=impossible)
+                continue
+            results[label] = replace(result, device=device)
+            cases[label] = _case(label, entry.module, proof, results[label], device, world, request.together)
+    answers = _run(cases.values(), request, say)
+    return [_judged(cases[label], answers) if label in cases else result for label, result in results.items()]
+
+
+def prove_model(model: str, request: Request, say: Say) -> tuple[list[Result], list[dict[str, str]]]:
+    """Run the generic proofs on the model that `my_module:build` builds: with the trainer's patches, and with shim too.
+
+    The second part of the answer is what shim says of the trainer's own overrides on that model.
+    """
+    from shim._proving.models import proofs_on
+
+    cases: dict[str, _Case] = {}
+    found = proofs_on(model)
+    if unknown := set(request.ids) - {proof.name for proof in found}:
+        names = ", ".join(proof.name for proof in found)
+        raise OptionError(f"no generic proof is called {', '.join(sorted(unknown))}; there are {names}")
+    for proof in found:
+        if request.ids and proof.name not in request.ids:
+            continue
+        device = request.device if request.device in proof.devices else proof.devices[0]
+        world = max(proof.ranks, request.ranks or 0) if proof.ranks > 1 else 1
+        result = replace(_blank(proof), label=proof.name, device=device)
+        cases[proof.name] = _case(proof.name, MODEL + model, proof, result, device, world, together=True)
+    look = SideTask("overrides", MODEL + model, OVERRIDES, (), request.device)
+    answers = _run(cases.values(), request, say, [look])
+    seen = answers[look.key]
+    if "overrides" not in seen:
+        say(f"the overrides of the model could not be looked at: {seen['text']}")
+    return [_judged(case, answers) for case in cases.values()], seen.get("overrides", [])
+
+
+def _blank(proof: Proof) -> Result:
+    function = inspect.unwrap(proof.function)
+    try:
+        source = inspect.getsource(function)
+    except OSError:  # an installation without sources
+        source = ""
+    text = inspect.cleandoc(function.__doc__ or "")
+    return Result(
+        "", proof.name, "", "", proof.defect, "cpu", "", "", bound=proof.bound, reproduction=text, source=source
+    )
+
+
+def _proofs(decision: Decision, entry: PatchEntry, asked: bool) -> Iterator[tuple[Proof | None, Result]]:
+    """The proofs of a patch that say something here, or a result that says why there is none."""
+    base = Result(decision.id, "", decision.id, entry.kind, "", "", "cannot run", "", decision.action, decision.variant)
+    if decision.action in NOTHING_THERE:
+        if asked:
+            yield None, replace(base, reason=f"the patch is {decision.action} here: {decision.reason}")
+        return
+    found = proofs_of(entry.module)
+    about = [
+        proof
+        for proof in found
+        if decision.action == "upstream" or not proof.variants or decision.variant in proof.variants
+    ]
+    if not about:
+        yield None, replace(base, reason="it has no proof" if not found else "none of its proofs is about this variant")
+    for proof in about:
+        blank = replace(_blank(proof), patch=decision.id, kind=entry.kind)
+        yield proof, replace(blank, action=decision.action, variant=decision.variant)
+
+
+def _place(proof: Proof, plan: Plan, request: Request) -> tuple[str, str, int]:
+    """(why it cannot run, or "", device, ranks)."""
+    # A process that has begun to use a GPU cannot fork ranks.
+    device = request.device if request.device in proof.devices and proof.ranks == 1 else "cpu"
+    world = proof.ranks if request.ranks is None or proof.ranks == 1 else request.ranks
+    if device not in proof.devices:
+        return "it needs a GPU: shim prove --device cuda", device, world
+    if proof.te and TE not in plan.environment.installed:
+        return f"it needs {TE}", device, world
+    if world < proof.ranks:
+        return f"it needs {proof.ranks} ranks, and --ranks {world} allows {world}", device, world
+    return "", device, world
+
+
+def _case(label: str, source: str, proof: Proof, result: Result, device: str, world: int, together: bool) -> _Case:
+    beside = proof.beside or None
+    stock = SideTask(f"{label} stock", source, proof.name, beside, device, world, proof.te)
+    applied = () if together else (result.patch, *proof.beside)
+    patched = replace(stock, key=f"{label} with shim", ids=applied)
+    wanted = result.action == "apply" or not result.patch
+    return _Case(proof, result, source, stock, patched if wanted else None)
+
+
+def _judged(case: _Case, answers: Mapping[str, Mapping[str, Any]]) -> Result:
+    sides = [outcome_of(answers[task.key], case.proof.defect, case.proof.crashes) for task in case.tasks]
+    stock, patched = sides[0], sides[1] if len(sides) > 1 else None
+    if case.result.patch:
+        verdict, reason = verdict_of(case.result.action, stock, patched)
+    else:
+        assert patched is not None
+        verdict, reason = generic_verdict(stock, patched)
+    return replace(case.result, verdict=verdict, reason=reason, stock=stock, patched=patched)
+
+
+# ---- workers
+
+
+def _run(
+    cases: Iterable[_Case], request: Request, say: Say, more: Iterable[SideTask] = ()
+) -> dict[str, dict[str, Any]]:
+    """The answers by the keys of the tasks. Each worker shares what it has imported among its tasks.
+
+    more: tasks besides those of the cases, about a user's model.
+    """
+    groups: dict[tuple[bool, bool, str], list[SideTask]] = {}
+    for case in cases:
+        # What has begun to use a GPU cannot be forked, so nothing is shared there.
+        alone = case.stock.device != "cpu" or case.source.startswith(MODEL)
+        for task in case.tasks:
+            groups.setdefault((not alone, case.proof.te, task.device), []).append(task)
+    for task in more:
+        groups.setdefault((False, False, task.device), []).append(task)
+    total = sum(map(len, groups.values()))
+    answers: dict[str, dict[str, Any]] = {}
+    for (preload, te, device), tasks in groups.items():
+        work = Work(tuple(tasks), preload, te, device, request.jobs, request.timeout)
+        say(f"{_bar(len(answers), total)} importing")
+        for answer in _answers(work):
+            answers[answer["key"]] = answer
+            say(f"{_bar(len(answers), total)} {answer['key']}: {answer['text']}")
+    return answers
+
+
+def _bar(done: int, total: int, width: int = 20) -> str:
+    filled = width * done // total if total else width
+    return f"[{'#' * filled}{'.' * (width - filled)}] {done} of {total} sides"
+
+
+def _answers(work: Work) -> Iterator[dict[str, Any]]:
+    """One answer for each task, also where the worker dies."""
+    left = {task.key for task in work.tasks}
+    with tempfile.TemporaryFile() as said:
+        worker = subprocess.Popen(
+            [sys.executable, "-c", _START, json.dumps([entry or os.getcwd() for entry in sys.path])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            env=_environment(work.device),
+        )
+        assert worker.stdin is not None and worker.stdout is not None
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                worker.stdin.write(work.to_json().encode())
+                worker.stdin.close()
+            for line in _lines(worker.stdout.fileno(), work.timeout + _IMPORTS):
+                answer = json.loads(line)
+                left.discard(answer["key"])
+                yield answer
+        finally:
+            _end(worker)
+            worker.stdout.close()
+        said.seek(0)
+        last = said.read().decode(errors="replace").strip().splitlines()[-1:] or ["without a word"]
+    for key in left:
+        yield {"key": key, "state": "broken", "text": f"the process that imports megatron-core ended: {last[0]}"}
+
+
+def _lines(descriptor: int, patience: float) -> Iterator[bytes]:
+    """Lines until the end of the file, or until none comes for `patience` seconds."""
+    rest = b""
+    while select.select([descriptor], [], [], patience)[0]:
+        part = os.read(descriptor, 65536)
+        if not part:
+            return
+        *lines, rest = (rest + part).split(b"\n")
+        yield from lines
+
+
+def _end(worker: subprocess.Popen[bytes]) -> None:
+    """Let it end, and with it the processes that it has forked: on an interrupt it kills them."""
+    if worker.poll() is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            worker.wait(1)
+    if worker.poll() is None:
+        worker.send_signal(signal.SIGINT)
+        try:
+            worker.wait(10)
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            worker.wait()
+
+
+def _environment(device: str) -> dict[str, str]:
+    """This process's, without what would apply shim on stock, or give a CPU proof a GPU.
+
+    `shim run` does its work by PYTHONPATH. The worker is given sys.path instead.
+    """
+    ours = {name for name in os.environ if name.startswith(PREFIX) and name != f"{PREFIX}MATRIX"}
+    kept = {name: value for name, value in os.environ.items() if name not in {*ours, "PYTHONPATH"}}
+    if device == "cpu":
+        kept["CUDA_VISIBLE_DEVICES"] = ""
+    kept.setdefault("OMP_NUM_THREADS", "1")
+    kept.setdefault("NO_VCS_VERSION", "1")  # else megatron-core runs git at its import
+    return kept

@@ -1,0 +1,234 @@
+"""The process in which proofs run. It imports once what they need, and forks one process for each side of each proof.
+
+Reads one JSON object from standard input, `Work.to_json`. Writes one line of JSON for each side that has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["MODEL", "OVERRIDES", "SideTask", "Work", "main", "run_side"]
+
+MODEL = "model:"  # begins the source of a generic proof
+OVERRIDES = "overrides"  # in the place of a proof: what shim says of the model's own overrides
+
+_POLL = 0.02  # seconds between two looks at the processes that run
+
+
+@dataclass(frozen=True)
+class SideTask:
+    """One side of a proof.
+
+    source: the module of the patch, or "model:my_module:build" for a generic proof on that model.
+    proof: its name. ids: the patches to apply; None applies nothing, an empty tuple all that shim.apply() would.
+    """
+
+    key: str
+    source: str
+    proof: str
+    ids: tuple[str, ...] | None
+    device: str = "cpu"
+    world: int = 1
+    te: bool = False
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one worker is to do. preload: import megatron-core before the processes are forked."""
+
+    tasks: tuple[SideTask, ...]
+    preload: bool
+    te: bool = False
+    device: str = "cpu"
+    jobs: int = 2
+    timeout: float = 120.0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Work:
+        given = json.loads(text)
+        tasks = tuple(SideTask(**{**task, "ids": _tuple(task["ids"])}) for task in given.pop("tasks"))
+        return cls(tasks, **given)
+
+
+def _tuple(value: list[str] | None) -> tuple[str, ...] | None:
+    return None if value is None else tuple(value)
+
+
+def main() -> None:
+    """Run the work that stands on standard input."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what upstream prints must not get between the answers
+    work = Work.from_json(sys.stdin.read())
+    _import_torch()
+    if work.preload:
+        _preload(work.te, work.device)
+    _Pool(work, answers).run()
+
+
+def _import_torch() -> None:
+    """Nobody patches torch, and no process may use a GPU before it is forked."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def _preload(te: bool, device: str) -> None:
+    if te:
+        import_te(device)
+    elif device == "cpu":
+        sys.meta_path.insert(0, _NoTransformerEngine())
+    import megatron.core.models.gpt.gpt_model  # noqa: F401
+
+    import shim.testing.proof  # noqa: F401
+
+
+def import_te(device: str) -> None:
+    """Make Transformer Engine importable: as it is on a GPU, its Python layer alone on a CPU."""
+    if device == "cpu":
+        from shim.testing import transformer_engine_on_cpu
+
+        transformer_engine_on_cpu()
+
+
+class _NoTransformerEngine:
+    """A finder of nothing. Without a GPU an installed Transformer Engine may raise anything when it is imported."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name.partition(".")[0] == "transformer_engine":
+            raise ModuleNotFoundError(f"{name} is left out of proofs that do not need it", name=name)
+
+
+class _Pool:
+    """At most `jobs` processes at once, each with a time limit, each the leader of a process group of its own."""
+
+    def __init__(self, work: Work, answers: Any) -> None:
+        self._work = work
+        self._answers = answers
+        self._waiting = list(work.tasks)
+        self._running: dict[int, tuple[SideTask, float, Path]] = {}
+
+    def run(self) -> None:
+        with tempfile.TemporaryDirectory(prefix="shim-prove-") as directory:
+            try:
+                while self._waiting or self._running:
+                    while self._waiting and len(self._running) < self._work.jobs:
+                        self._start(self._waiting.pop(0), Path(directory))
+                    self._collect()
+                    time.sleep(_POLL)
+            finally:
+                for pid in list(self._running):
+                    self._kill(pid)
+
+    def _start(self, task: SideTask, directory: Path) -> None:
+        file = directory / f"{len(self._waiting)}.json"
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            _in_child(task, file, preloaded=self._work.preload)
+        self._running[pid] = (task, time.monotonic(), file)
+
+    def _collect(self) -> None:
+        for pid, (task, started, file) in list(self._running.items()):
+            seconds = time.monotonic() - started
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                _kill_group(pid)  # ranks that outlived it
+                del self._running[pid]
+                self._answer(task, _result(file, os.waitstatus_to_exitcode(status), seconds))
+            elif seconds > self._work.timeout:
+                self._kill(pid)
+                self._answer(task, {"state": "hung", "text": f"no end within {self._work.timeout:g} s"}, seconds)
+
+    def _kill(self, pid: int) -> None:
+        _kill_group(pid)
+        os.waitpid(pid, 0)
+        del self._running[pid]
+
+    def _answer(self, task: SideTask, result: dict[str, Any], seconds: float = 0.0) -> None:
+        self._answers.write(json.dumps({"key": task.key, "seconds": seconds, **result}) + "\n")
+        self._answers.flush()
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _result(file: Path, code: int, seconds: float) -> dict[str, Any]:
+    if file.exists():
+        return json.loads(file.read_text("utf-8"))
+    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return {"state": "died", "text": f"the process ended with {how}", "seconds": seconds}
+
+
+def _in_child(task: SideTask, file: Path, preloaded: bool) -> None:
+    """Run the side and leave, without the exit handlers of the process that was forked."""
+    try:
+        os.setsid()
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(nothing, stream)
+        side = run_side(task, preloaded)
+        written = file.with_suffix(".part")
+        written.write_text(json.dumps(side), "utf-8")
+        written.replace(file)
+    finally:
+        os._exit(0)
+
+
+def run_side(task: SideTask, preloaded: bool = True) -> dict[str, Any]:
+    """One side in this process: the fields of shim.testing.proof.Side as plain data."""
+    try:
+        import shim
+
+        if task.te and not preloaded:
+            import_te(task.device)
+        if task.ids is not None:
+            shim.apply(only=list(task.ids), require=list(task.ids)) if task.ids else shim.apply()
+        elif task.source.startswith(MODEL):
+            os.environ["MEGATRON_SHIM_DISABLE"] = "1"  # the user's module may apply shim itself
+        if task.proof == OVERRIDES:
+            from shim._proving.models import overrides_on
+
+            return {"state": "right", "text": "", "overrides": overrides_on(_model(task), task.device)}
+        from shim.testing.proof import Here, measure
+
+        side = measure(_proof(task), Here(task.device, task.world, task.te))
+        return {**asdict(side), "curves": {name: list(values) for name, values in side.curves.items()}}
+    except BaseException as error:  # noqa: BLE001 - whatever it is, somebody has to read it
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        return {"state": "broken", "text": text, "value": None, "details": traceback.format_exc()}
+
+
+def _proof(task: SideTask) -> Any:
+    if task.source.startswith(MODEL):
+        from shim._proving.models import proofs_on
+
+        found = proofs_on(_model(task))
+    else:
+        from shim.testing.proof import proofs_of
+
+        found = proofs_of(task.source)
+    return next(proof for proof in found if proof.name == task.proof)
+
+
+def _model(task: SideTask) -> str:
+    return task.source.removeprefix(MODEL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""The command `shim prove`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shim._errors import NotMetError, OptionError
+from shim._tools.output import NOT_MET, OK, put
+
+if TYPE_CHECKING:
+    from shim._planning.plan import Plan
+    from shim._proving.results import Result
+
+__all__ = ["add_arguments", "do_prove"]
+
+FORMATS = ("json", "markdown")
+
+
+def add_arguments(sub: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    sub.add_argument("ids", nargs="*", metavar="ID", help="only these patches; with --model only these proofs")
+    sub.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where proofs run that can; default cpu")
+    sub.add_argument(
+        "--ranks", type=int, metavar="N", help="ranks for proofs that need several (default 2); 1 for none"
+    )
+    sub.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for each side (default 120)")
+    sub.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), metavar="N", help="sides at once")
+    sub.add_argument("--together", action="store_true", help="apply all patches on the patched side, not one alone")
+    sub.add_argument("--model", metavar="MODULE:BUILD", help="run the generic proofs on the model that BUILD() builds")
+    sub.add_argument(
+        "--against", metavar="TREE", help="run on these sources (a checkout) and name the verdicts of audit"
+    )
+    sub.add_argument("--html", metavar="FILE", help="write a page with a picture of each defect, too")
+    formats = sub.add_mutually_exclusive_group()
+    for name in FORMATS:
+        words = "JSON with stable keys (docs/cli.md)" if name == "json" else "Markdown to paste into an issue"
+        formats.add_argument(f"--{name}", dest="format", action="store_const", const=name, help=f"print {words}")
+
+
+def do_prove(arguments: argparse.Namespace) -> int:
+    """Run proofs and print what came out. 0: nothing failed; 1: something did, or what was asked for cannot run."""
+    _check(arguments)
+    from shim._proving.report import as_data, as_markdown, as_text, heading_of
+
+    with _against(arguments.against) as (verdicts, tree):
+        from shim._api import plan
+        from shim._planning.overview import nothing_installed
+
+        made = plan()
+        if missing := nothing_installed(made.environment):
+            raise NotMetError(f"shim prove runs real releases: {missing}")
+        unknown = [id for id in arguments.ids if id not in made.decisions]
+        if unknown and not arguments.model:
+            raise OptionError(f"no patch is called {', '.join(unknown)}; shim list names them all")
+        _require_torch(arguments.device)
+        results, overrides = _results(arguments, made, verdicts)
+        releases = {name: found.raw for name, found in made.environment.installed.items()}
+    heading = heading_of(releases, arguments.device, arguments.ranks, arguments.model or "", tree)
+    said = [_line(override) for override in overrides]
+    if arguments.html:
+        from shim._proving.page import as_html
+
+        try:
+            Path(arguments.html).write_text(as_html(heading, results, said), "utf-8")
+        except OSError as error:
+            raise NotMetError(f"--html {arguments.html} cannot be written: {error}") from None
+    if arguments.format == "markdown":
+        text = as_markdown(heading, results, said)
+    else:
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        text = as_text(heading, results, said, width)
+    put(as_data(heading, results, overrides), text, arguments.format == "json")
+    asked = any(result.verdict == "cannot run" for result in results) if arguments.ids else not results
+    return NOT_MET if asked or any(result.failed for result in results) else OK
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.ranks is not None and arguments.ranks < 1:
+        raise OptionError(f"--ranks {arguments.ranks} is no number of ranks")
+    if arguments.jobs < 1:
+        raise OptionError(f"--jobs {arguments.jobs} runs nothing")
+    if not arguments.timeout > 0:
+        raise OptionError(f"--timeout {arguments.timeout:g} leaves no time")
+    if arguments.model and arguments.against:
+        raise OptionError("--model runs the generic proofs on installed releases; leave out --against")
+    if not hasattr(os, "fork"):
+        raise NotMetError("proofs run in forked processes, which this system does not have")
+
+
+def _require_torch(device: str) -> None:
+    from importlib.util import find_spec
+
+    if find_spec("torch") is None:
+        raise NotMetError("torch is not installed, and proofs run real models; install it: pip install torch")
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise NotMetError("--device cuda: torch sees no GPU here; without the option proofs run on the CPU")
+
+
+def _results(
+    arguments: argparse.Namespace, made: Plan, verdicts: dict[str, str]
+) -> tuple[list[Result], list[dict[str, str]]]:
+    from dataclasses import replace
+
+    from shim._proving.run import Request, prove, prove_model
+    from shim._tools.progress import Progress
+
+    progress = Progress()
+    numbers = (arguments.ranks, arguments.together, arguments.timeout, arguments.jobs)
+    request = Request(tuple(arguments.ids), arguments.device, *numbers)
+    try:
+        if arguments.model:
+            return prove_model(arguments.model, request, progress)
+        found = prove(made, request, progress)
+    finally:
+        progress.done()
+    return [replace(result, audit=verdicts.get(result.patch, "")) for result in found], []
+
+
+@contextlib.contextmanager
+def _against(target: str | None) -> Iterator[tuple[dict[str, str], str]]:
+    """Put a source tree first on sys.path. Gives what `shim audit` says of each patch, and the tree in words."""
+    if target is None:
+        yield {}, ""
+        return
+    from shim._matrix.load import load_matrix
+    from shim._releases.trees import open_tree
+    from shim._tools.audit import audit
+    from shim._tools.commands import fetched
+
+    tree = open_tree(target, fetched)
+    places = {Path(found.location) for found in tree.environment.installed.values()}
+    if not all(place.is_dir() for place in places):
+        raise OptionError(f"--against {target}: it is run, so it has to be a directory; unpack it")
+    verdicts = {
+        finding.id: f"{finding.words}: {finding.reason}"
+        for finding in audit(load_matrix(), tree, fetched).findings
+        if finding.verdict != "not-installed"
+    }
+    before = list(sys.path)
+    sys.path[:0] = map(str, places)
+    try:
+        yield verdicts, tree.name + (f" at {tree.commit[:10]}" if tree.commit else "")
+    finally:
+        sys.path[:] = before
+
+
+def _line(override: dict[str, str]) -> str:
+    return f"{override['target']} ({override['patch']}): {override['state']}. {override['reason']}"

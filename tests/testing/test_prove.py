@@ -1,0 +1,210 @@
+"""The command `shim prove` on real releases: verdicts, formats, time limits, exit codes, another tree, a wheel."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from shim._tools.cli import main
+from shim.testing import environment, fetch
+from shim.testing.releases import FetchError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RELEASE = "0.16.1"
+PATIENCE = 240  # seconds
+
+
+@pytest.fixture(scope="module")
+def releases():
+    """The directory of a release, downloaded if need be."""
+
+    def directory(release, distribution="megatron-core"):
+        try:
+            return fetch(release, distribution)
+        except FetchError as error:
+            pytest.skip(f"{distribution} {release} is not at hand: {error}")
+
+    return directory
+
+
+def prove(*arguments, directories, cwd=None, more=None):
+    """The command in a process of its own: (exit code, standard output, standard error)."""
+    done = subprocess.run(
+        [sys.executable, "-m", "shim", "prove", *arguments],
+        capture_output=True,
+        text=True,
+        env={**environment([*directories, REPOSITORY]), **(more or {})},
+        cwd=cwd,
+        timeout=PATIENCE,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def proved(*arguments, **how):
+    code, out, err = prove(*arguments, "--json", **how)
+    assert out, err
+    return code, json.loads(out), err
+
+
+def test_a_defect_is_shown_on_stock_and_gone_with_the_patch(releases, tmp_path):
+    """The numbers by JSON, and the page, in one run; below `shim run`, whose variables must not reach stock."""
+    from shim._workers.environment import run_environment
+
+    page = tmp_path / "page.html"
+    more = run_environment(environment([releases(RELEASE), REPOSITORY]))
+    code, found, err = proved("label-smoothing", "--html", str(page), directories=[], more=more)
+    proof = found["proofs"]["label-smoothing"]
+    assert code == 0 and found["failed"] == [] and found["where"]["releases"]["megatron-core"] == RELEASE, err
+    assert found["summary"] == "1 mended, 0 not mended"
+    assert proof["verdict"] == "mended" and proof["variant"] == "smoothed"
+    assert proof["stock"]["value"] > 1e-3 > proof["bound"] >= proof["with_shim"]["value"]
+    assert "of 2 sides" in err  # progress, which is no part of the result
+    assert "<svg" in page.read_text("utf-8") and "Smoothed cross entropy is wrong" in page.read_text("utf-8")
+
+
+def test_a_side_that_does_not_end_is_given_up(releases):
+    arguments = ["label-smoothing", "--timeout", "0.05", "--ranks", "4"]
+    code, found, _ = proved(*arguments, directories=[releases(RELEASE)])
+    proof = found["proofs"]["label-smoothing"]
+    assert code == 1 and proof["verdict"] == "broken" and "no end within 0.05 s" in proof["reason"]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="the steps of a workflow are scripts for bash")
+def test_the_job_of_the_example_proves_another_tree_beside_what_an_audit_says_of_it(releases, tmp_path):
+    """It posts Markdown, and fails where a proof does: with a time limit that nothing keeps."""
+    jobs = yaml.safe_load((REPOSITORY / "examples" / "github-workflow.yml").read_text("utf-8"))["jobs"]
+    [step] = [step for step in jobs["prove"]["steps"] if "shim prove" in step.get("run", "")]
+    (tmp_path / "Megatron-LM").symlink_to(releases("0.17.1"))
+    summary = tmp_path / "summary.md"
+    more = {"GITHUB_STEP_SUMMARY": str(summary), "PATCHES": "label-smoothing"}
+    assert list(step["env"]) == ["PATCHES"]
+    script = step["run"].replace("shim prove", f"{sys.executable} -m shim prove")
+    done = subprocess.run(
+        ["bash", "-e", "-c", script],
+        capture_output=True,
+        text=True,
+        env={**environment([releases(RELEASE), REPOSITORY]), **more},
+        cwd=tmp_path,
+        timeout=PATIENCE,
+    )
+    text = summary.read_text("utf-8")
+    assert done.returncode == 0, done.stderr
+    assert text.startswith("### shim prove: megatron-core 0.17.1, torch ") and "1 mended, 0 not mended" in text
+    row = next(line for line in text.splitlines() if line.startswith("| label-smoothing |"))
+    assert "mended (shim audit: applies as it is" in row
+
+
+MODEL = """
+import shim
+from shim import testing
+
+shim.apply()  # as a trainer does that has shim already
+
+
+def build(**overrides):
+    model = testing.build_gpt(mtp_num_layers=1, **overrides)
+    model.mtp.forward = model.mtp.forward  # an override of the trainer's own
+    return model
+"""
+
+
+def test_the_model_of_a_user_is_proved_with_the_trainer_s_own_patches(releases, tmp_path):
+    """The module lies in the working directory. On stock its own shim.apply() does nothing."""
+    (tmp_path / "my_module.py").write_text(MODEL)
+    arguments = ["packed-equals-alone", "--model", "my_module:build"]
+    code, found, err = proved(*arguments, directories=[releases(RELEASE)], cwd=tmp_path)
+    assert code == 0 and list(found["proofs"]) == ["packed-equals-alone"], err
+    assert found["proofs"]["packed-equals-alone"]["verdict"] == "mended"
+    assert found["where"]["model"] == "my_module:build"
+    assert {override["patch"] for override in found["overrides"]} <= {"mtp-packed-sequences", "mtp-recompute"}
+
+
+def test_an_interrupt_leaves_no_process_behind(releases):
+    directories = [releases(RELEASE), REPOSITORY]
+    marker = f"SHIM_TEST_{os.getpid()}_{time.monotonic_ns()}"
+    running = subprocess.Popen(
+        [sys.executable, "-m", "shim", "prove", "label-smoothing", "--jobs", "1"],
+        env={**environment(directories), marker: "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        # A shell lets what it runs in the background ignore interrupts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    deadline = time.monotonic() + PATIENCE
+    while len(_with(marker)) < 3 and time.monotonic() < deadline:  # the command, the worker, one side
+        time.sleep(0.05)
+    os.killpg(running.pid, signal.SIGINT)
+    assert running.wait(30) != 0
+    while _with(marker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _with(marker)
+
+
+def _with(marker):
+    """The processes that have this variable."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if marker.encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue  # it has ended, or is somebody else's
+    return found
+
+
+@pytest.mark.parametrize(
+    "arguments, code, says",
+    [
+        (["nonsense"], 2, "no patch is called nonsense"),
+        (["--ranks", "0"], 2, "--ranks 0 is no number of ranks"),
+        (["--timeout", "0"], 2, "--timeout 0 leaves no time"),
+        (["--jobs", "0"], 2, "--jobs 0 runs nothing"),
+        (["--model", "nothing"], 2, "write my_module:build"),
+        (["--model", "no_such_module:build"], 2, "No module named 'no_such_module'"),
+        (["--model", "json:nothing"], 2, "json has no function nothing"),
+        (["--model", "json:loads", "--against", "x"], 2, "leave out --against"),
+        (
+            ["--model", "json:loads", "label-smoothing"],
+            2,
+            "no generic proof is called label-smoothing; there are packed-",
+        ),
+        (["--against", "/nonsense"], 2, "there is nothing to audit"),
+        (["--device", "cuda"], 1, "torch sees no GPU here"),
+        (["label-smoothing", "--ranks", "1"], 1, "it needs 2 ranks, and --ranks 1 allows 1"),
+    ],
+)
+def test_what_cannot_be_done_says_why(arguments, code, says, releases, monkeypatch, capsys):
+    """No process is started for any of these."""
+    monkeypatch.syspath_prepend(str(releases(RELEASE)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["prove", *arguments]) == code
+    said = capsys.readouterr()
+    assert says in said.out + said.err
+
+
+def test_an_excluded_patch_is_not_proved(releases, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(releases(RELEASE)))
+    monkeypatch.setenv("MEGATRON_SHIM_EXCLUDE", "label-smoothing")
+    assert main(["prove", "label-smoothing"]) == 1
+    assert "the patch is excluded here" in capsys.readouterr().out
+
+
+def test_without_a_release_there_is_nothing_to_prove(capsys):
+    assert main(["prove"]) == 1
+    assert "shim prove runs real releases" in capsys.readouterr().err
+
+
+def test_an_archive_cannot_be_run(releases, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(releases(RELEASE)))
+    [wheel] = (releases(RELEASE).parent / "wheels").glob(f"megatron_core-{RELEASE}-*.whl")
+    assert main(["prove", "--against", str(wheel)]) == 2
+    assert "it has to be a directory; unpack it" in capsys.readouterr().err

@@ -1,0 +1,163 @@
+"""Verdicts of proofs, and what they look like as text, Markdown, data, page and picture; without torch."""
+
+import json
+import math
+import xml.dom.minidom
+
+import pytest
+
+from shim._proving.page import as_html
+from shim._proving.pictures import DARK, LIGHT, picture, table
+from shim._proving.report import Heading, as_data, as_markdown, as_text
+from shim._proving.results import FAILURES, Outcome, Result, generic_verdict, outcome_of, summary, verdict_of
+from shim._proving.worker import SideTask, Work
+
+RIGHT, WRONG = Outcome("right", "off by 1.0e-07", 0.5, 1e-7), Outcome("wrong", "off by 1.0e-02", 0.5, 1e-2)
+BROKEN, IMPOSSIBLE = Outcome("broken", "KeyError: 'x'"), Outcome("cannot run", "no FP8 on this GPU")
+
+
+@pytest.mark.parametrize(
+    "action, stock, patched, verdict",
+    [
+        ("apply", WRONG, RIGHT, "mended"),
+        ("apply", WRONG, WRONG, "not mended"),
+        ("apply", WRONG, BROKEN, "not mended"),
+        ("apply", RIGHT, RIGHT, "not reproduced"),
+        ("apply", RIGHT, WRONG, "not reproduced"),
+        ("apply", BROKEN, RIGHT, "broken"),
+        ("apply", IMPOSSIBLE, IMPOSSIBLE, "cannot run"),
+        ("apply", WRONG, IMPOSSIBLE, "cannot run"),
+        ("upstream", RIGHT, None, "upstream"),
+        ("upstream", WRONG, None, "not mended"),
+        ("upstream", BROKEN, None, "broken"),
+        ("drifted", WRONG, None, "not mended"),
+        ("drifted", RIGHT, None, "right"),
+    ],
+)
+def test_the_verdict_follows_from_plan_and_sides(action, stock, patched, verdict):
+    found, reason = verdict_of(action, stock, patched)
+    assert found == verdict and (reason or verdict == "mended")
+
+
+@pytest.mark.parametrize(
+    "stock, patched, verdict",
+    [
+        (WRONG, RIGHT, "mended"),
+        (RIGHT, RIGHT, "right"),
+        (WRONG, WRONG, "not mended"),
+        (RIGHT, WRONG, "made worse"),
+        (RIGHT, BROKEN, "broken"),
+        (IMPOSSIBLE, RIGHT, "cannot run"),
+    ],
+)
+def test_a_model_of_a_user_may_be_right_without_shim(stock, patched, verdict):
+    assert generic_verdict(stock, patched)[0] == verdict
+
+
+@pytest.mark.parametrize(
+    "state, defect, crashes, outcome",
+    [
+        ("hung", "silent", "", "broken"),
+        ("hung", "hang", "", "wrong"),
+        ("died", "crash", "TypeError", "broken"),
+        ("died", "crash", "signal SIGSEGV", "wrong"),
+        ("right", "hang", "", "right"),
+    ],
+)
+def test_a_hang_or_a_death_is_wrong_only_where_it_is_the_defect(state, defect, crashes, outcome):
+    assert outcome_of({"state": state, "text": "x"}, defect, crashes).state == outcome
+
+
+def result(label="rope-thd", verdict="mended", stock=WRONG, patched=RIGHT, **more):
+    how = {"kind": "correctness", "defect": "silent", "device": "cpu", "reason": "a reason", "bound": 1e-6}
+    text = "Something <is> wrong.\n\nCall it."
+    return Result(
+        label, "a-proof", label, verdict=verdict, stock=stock, patched=patched, reproduction=text, **{**how, **more}
+    )
+
+
+RESULTS = [
+    result(),
+    result("mtp|recompute", "not mended", WRONG, BROKEN, source="def f(): ..."),
+    result("te-fp8-state", "cannot run", None, None),
+    result("crash", "mended", Outcome("wrong", "TypeError: x | y", 0.1, math.inf), RIGHT),
+    result("audited", "upstream", RIGHT, None, audit="drifted: unknown body"),
+]
+HEADING = Heading({"megatron-core": "0.16.1", "torch": "2.13.0"}, "CPU", None)
+
+
+def test_text_has_a_line_for_each_proof_and_a_summary():
+    lines = as_text(HEADING, RESULTS).splitlines()
+    assert lines[0] == "megatron-core 0.16.1, torch 2.13.0, CPU (2 gloo ranks where needed)"
+    assert lines[-1] == "2 mended, 1 upstream already right, 1 cannot run here, 1 not mended"
+    first = next(line for line in lines if line.startswith("rope-thd"))
+    assert (
+        first.endswith("mended       1.0 s")
+        and "stock: off by 1.0e-02 " in first
+        and "with shim: off by 1.0e-07 " in first
+    )
+    assert "    shim audit: drifted: unknown body" in lines and "    a reason" in lines
+    assert "Cannot run here, because a reason (te-fp8-state)." in lines
+
+
+def test_on_a_narrow_terminal_each_proof_takes_three_lines():
+    lines = as_text(HEADING, RESULTS, width=80).splitlines()
+    place = lines.index("rope-thd: mended, 1.0 s")
+    assert lines[place + 1 : place + 3] == ["    stock: off by 1.0e-02", "    with shim: off by 1.0e-07"]
+    assert as_text(HEADING, RESULTS, width=200) == as_text(HEADING, RESULTS)
+
+
+def test_a_summary_counts_what_is_mended_and_what_is_not_always():
+    assert summary([]) == "0 mended, 0 not mended"
+
+
+def test_markdown_escapes_what_upstream_says():
+    text = as_markdown(HEADING, RESULTS)
+    assert "| crash | TypeError: x \\| y | off by 1.0e-07 | mended |" in text
+    assert "<summary>rope-thd: Something &lt;is&gt; wrong.</summary>" in text
+
+
+def test_data_is_strict_json():
+    data = json.loads(json.dumps(as_data(HEADING, RESULTS), allow_nan=False))
+    assert data["proofs"]["crash"]["stock"]["value"] is None
+    assert data["failed"] == ["mtp|recompute"] and data["where"]["device"] == "CPU"
+    assert {result.label for result in RESULTS if result.verdict in FAILURES} == set(data["failed"])
+
+
+def test_the_page_is_whole_and_escapes_what_upstream_says():
+    page = as_html(HEADING, RESULTS, ["an <override>"])
+    assert page.count("<section") == 4 and "&lt;override&gt;" in page and "Something &lt;is&gt; wrong." in page
+    assert "prefers-color-scheme: dark" in page and "http" not in page.replace("http://www.w3.org/2000/svg", "")
+
+
+CURVES = {"truth": [3.0, 2.0, 1.0], "measured": [3.0, 2.5, math.nan]}
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        *(found for found in RESULTS if found.stock is not None),
+        result(bound=0.0, stock=Outcome("wrong", "3 differ", 1, 3), patched=Outcome("right", "bit-equal", 1, 0)),
+        result(stock=Outcome("wrong", "off", 1, 0.1, CURVES), patched=Outcome("right", "off", 1, 0.0, CURVES)),
+        result(stock=Outcome("wrong", "off", 1, math.nan, {"measured": [math.nan]})),
+    ],
+)
+def test_a_picture_is_well_formed(found):
+    drawn = picture(found)
+    xml.dom.minidom.parseString(drawn)
+    assert ("polyline" in drawn) == bool(found.stock.curves.get("truth"))
+    assert "nan" not in drawn and "inf" not in drawn.replace("infinity", "")
+
+
+def test_the_table_names_each_cell_in_light_and_dark():
+    rows = {"rope-thd": ["mended", "upstream"], "mtp-recompute": ["", "not mended"]}
+    drawn = table(["0.18.2", "0.19.2"], rows, "Proofs")
+    xml.dom.minidom.parseString(drawn)
+    assert LIGHT["ink"] in drawn and DARK["ink"] in drawn
+    assert "rope-thd, 0.19.2: upstream" in drawn and "mtp-recompute, 0.18.2: not there" in drawn
+
+
+def test_work_travels_as_json():
+    tasks = (SideTask("a stock", "shim.patches.x", "a", None), SideTask("a with shim", "shim.patches.x", "a", ("x",)))
+    work = Work(tasks, preload=True, te=True, timeout=3.0)
+    assert Work.from_json(work.to_json()) == work
