@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 RELEASE ?= 0.16.1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test lint unit unit-pythons coverage helpers cells trainers matrix mutations gpu bench docs pins wheel clean
+.PHONY: help env demo test lint unit unit-pythons coverage helpers cells trainers matrix proofs mutations gpu bench docs pins wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -66,6 +66,11 @@ matrix: env  ## the same on all 21 releases and main, in every order of imports,
 	SHIM_TEST_ALL_ORDERS=1 $(BIN)/python -m shim.testing.cells --all -- -q -p no:warnings tests/cells tests/examples --ignore tests/cells/layouts
 	$(BIN)/python -m shim.testing.cells --all --jobs 1 -- -q -p no:warnings tests/cells/layouts
 	$(BIN)/python -m shim.testing.cells --all-pairs -- -q -p no:warnings tests/pairs
+	$(MAKE) proofs
+
+proofs: env  ## run all proofs on all releases, for docs/defects.md and its picture
+	$(BIN)/python -m shim._tools.prove_all
+	$(BIN)/python -m shim._tools.docs
 
 mutations: env  ## what was measured on mutated releases and on neighbours, measured again; about an hour
 	$(BIN)/python tests/mutations/measure.py

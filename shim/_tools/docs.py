@@ -11,6 +11,7 @@ from shim._matrix.load import load_matrix
 from shim._matrix.model import Matrix
 from shim._planning.explain import patch_docstring
 from shim._planning.overview import listed
+from shim._tools.docs_defects import defects_page, defects_picture, read_proved
 from shim._tools.docs_reference import commands, matrix_page, states_page
 from shim._tools.docs_te import feature_page
 from shim._tools.docs_trainers import trainers_page
@@ -116,12 +117,15 @@ def generated(top: Path, check_ranges: bool = True) -> dict[Path, str]:
     """
     matrix = load_matrix()
     docs = top / "docs"
+    proved = read_proved(docs)
     whole = {
         docs / "patches.md": catalogue(matrix),
         docs / "releases.md": releases_page(matrix),
         docs / "matrix.md": matrix_page(),
         docs / "states.md": states_page(),
         docs / "transformer-engine.md": feature_page(),
+        docs / "defects.md": defects_page(matrix, proved),
+        docs / "defects.svg": defects_picture(matrix, proved),
         docs / "trainers.md": trainers_page(docs / "trainers.yaml", matrix),
     }
     parts = {top / "README.md": patch_table(matrix), docs / "cli.md": commands()}

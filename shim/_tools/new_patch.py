@@ -179,7 +179,7 @@ def _names(body: Sequence[ast.stmt], prefix: str = "") -> list[str]:
 
 
 def write_patch(proposal: Proposal, matrix: Matrix, top: Path, dry_run: bool = False) -> dict[Path, str]:
-    """Write module, matrix entry and test, and return their paths with their texts. `dry_run` writes nothing.
+    """Write module, proof, matrix entry and test, and return their paths with their texts. `dry_run` writes nothing.
 
     OptionError, with nothing written, where one of the files exists.
     """
@@ -187,12 +187,14 @@ def write_patch(proposal: Proposal, matrix: Matrix, top: Path, dry_run: bool = F
     module = top / "patches" / proposal.folder / f"{proposal.name}.py"
     test = top / "tests" / tests / f"test_{proposal.name}.py"
     file = top / "version_matrix.yaml"
-    for path in (module, test):
+    shown = module.with_name(f"{proposal.name}_proof.py")
+    for path in (module, shown, test):
         if path.exists():
             raise OptionError(f"{path} is there already, and shim does not overwrite it")
     entry = text.entry(proposal, ranges(proposal, matrix.supported[proposal.distribution]))
     written = {
         module: text.module(proposal),
+        shown: text.proof(proposal),
         file: with_entry(file.read_text("utf-8"), entry),
         test: text.test(proposal),
     }
@@ -260,6 +262,8 @@ def said(proposal: Proposal, written: Mapping[Path, str], left: Sequence[str], d
     lines += [f"  {place}" for place in mine]
     cell = proposal.variants[next(reversed(proposal.variants))][-1]
     run = f".venv/bin/python -m shim.testing.cells --releases {cell if folder == 'cells' else f'0.19.2+{cell}'}"
-    lines += ["", "Write the test first, and run it on a release that needs the patch:", f"  {run} -- -q {test}"]
+    proofs = f"tests/{folder}/test_proofs.py"
+    lines += ["", "Write the proof first, and run it on a release that needs the patch:"]
+    lines += [f"  {run} -- -q {proofs} -k {proposal.id}", f"  {run} -- -q {test}"]
     lines += ["docs/writing-a-patch.md has each step."]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The text of a new patch: module, matrix entry and test, with marked places that say what belongs there."""
+"""The text of a new patch: module, proof, matrix entry and test, with marked places that say what belongs there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from shim._releases.fingerprint import split_target
 from shim._tools.new_patch_proposal import Proposal
 
-__all__ = ["MARK", "entry", "module", "test"]
+__all__ = ["MARK", "entry", "module", "proof", "test"]
 
 MARK = "FILL" + ":"  # in two parts, so that a search for marked places finds none here
 
@@ -110,6 +110,30 @@ def module(proposal: Proposal) -> str:
     )
 
 
+PROOF = '''\
+"""Proof of {id}."""
+
+from __future__ import annotations
+
+from shim.testing.proof import Here, proof
+
+
+# {mark} what is measured, in words, and the largest value that is right; then delete this comment.
+@proof("gradient off by {{:.1e}}", bound=1e-6)
+def {name}(here: Here) -> float:
+    """{mark} what is wrong, in one sentence.
+
+    {mark} how to reproduce it with upstream's own names, what happens, and what would be right.
+    """
+    raise NotImplementedError("{mark} do what goes wrong on stock, and return how far it is from the truth")
+'''
+
+
+def proof(proposal: Proposal) -> str:
+    """The proof of the patch. It is broken until somebody writes it."""
+    return PROOF.format(id=proposal.id, name=proposal.name, mark=MARK)
+
+
 TEST = '''\
 """{id}: {mark} what these tests show, in one sentence."""
 
@@ -121,19 +145,6 @@ ID = "{id}"
 NEEDED = shim.plan()[ID].wanted
 needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
 {fixture}
-
-@needed
-def test_stock_is_wrong():
-    """{mark} what stock does."""
-    pytest.fail("{mark} run stock, and assert the wrong value or the error itself")
-
-
-@needed
-def test_the_patch_mends_it():
-    """{mark} what is right, and how the test knows."""
-    with shim.patched(only=[ID], require=[ID]):
-        pytest.fail("{mark} do the same, and compare with what is right")
-
 
 @needed
 def test_what_stock_does_right_stays():

@@ -259,12 +259,13 @@ def test_the_steps_that_are_not_run_here_only_install(jobs):
     [release] = [line for line in lines if "megatron-core" in line]
     assert release == 'python -m pip install --no-deps --ignore-requires-python "megatron-core==$MEGATRON_CORE"'
     assert jobs["test"]["env"]["MEGATRON_CORE"] == "${{ matrix.megatron-core }}"
-    assert [name for job in ("cells", "test", "audit") for name in steps_of(jobs[job]) if not downloads(
+    assert [name for job in ("cells", "test", "audit", "prove") for name in steps_of(jobs[job]) if not downloads(
         steps_of(jobs[job])[name]["run"])] == [
         "List the cells",
         "Say which patches apply",
         "Test",
         "Audit the main branch",
+        "Prove on the main branch",
     ]  # fmt: skip
 
 
@@ -272,7 +273,8 @@ def test_the_audit_runs_on_a_schedule_and_the_tests_do_not():
     """`on` is true to a YAML reader of version 1.1."""
     workflow = yaml.safe_load(WORKFLOW.read_text("utf-8"))
     assert workflow[True]["schedule"] and workflow["permissions"] == {"contents": "read"}
-    assert "== 'schedule'" in workflow["jobs"]["audit"]["if"]
+    for daily in ("audit", "prove"):
+        assert "== 'schedule'" in workflow["jobs"][daily]["if"]
     assert workflow["jobs"]["cells"]["if"] == "github.event_name != 'schedule'"
 
 
