@@ -47,8 +47,8 @@ def outcome_of(answer: Mapping[str, Any], defect: str, crashes: str) -> Outcome:
     """The outcome in a worker's answer. A hang or a death is wrong only where that is the defect."""
     state, text = answer["state"], answer["text"]
     expected = {"hung": defect == "hang", "died": defect == "crash" and "signal" in crashes}
-    if state in expected:
-        state = "wrong" if expected[state] else "broken"
+    if state not in ("right", "wrong", "cannot run"):
+        state = "wrong" if expected.get(state) else "broken"
     return Outcome(
         state,
         text,

@@ -21,7 +21,7 @@ from shim._planning.decision import Decision
 from shim._planning.options import PREFIX
 from shim._planning.plan import Plan
 from shim._proving.results import Result, generic_verdict, outcome_of, verdict_of
-from shim._proving.worker import MODEL, OVERRIDES, SideTask, Work
+from shim._proving.worker import MODEL, OVERRIDES, UNUSABLE, SideTask, Work
 from shim.testing.proof import Proof, proofs_of
 
 __all__ = ["Request", "prove", "prove_model"]
@@ -80,7 +80,8 @@ def prove(plan: Plan, request: Request, say: Say) -> list[Result]:
             results[label] = result
             if proof is None:
                 continue
-            impossible, device, world = _place(proof, plan, request)
+            impossible, device, world = _place(proof, request)
+            impossible = impossible or _missing(proof, plan)
             if impossible:
                 results[label] = replace(result, verdict="cannot run", reason=impossible)
                 continue
@@ -95,26 +96,33 @@ def prove_model(model: str, request: Request, say: Say) -> tuple[list[Result], l
 
     The second part of the answer is what shim says of the trainer's own overrides on that model.
     """
-    from shim._proving.models import proofs_on
+    from shim.testing.generic import generic_proofs
 
-    cases: dict[str, _Case] = {}
-    found = proofs_on(model)
+    found = generic_proofs(lambda: None)  # for their names and texts; the model is built in processes of its own
     if unknown := set(request.ids) - {proof.name for proof in found}:
         names = ", ".join(proof.name for proof in found)
         raise OptionError(f"no generic proof is called {', '.join(sorted(unknown))}; there are {names}")
+    look = SideTask("overrides", MODEL + model, OVERRIDES, (), request.device)
+    seen = _run([], request, say, [look])[look.key]
+    if seen["state"] == UNUSABLE:
+        raise OptionError(seen["text"])
+    overrides = seen.get("overrides")
+    if overrides is None:
+        overrides = [{"patch": "", "target": "", "state": "not known", "reason": seen["text"]}]
+    cases: dict[str, _Case] = {}
+    results: dict[str, Result] = {}
     for proof in found:
         if request.ids and proof.name not in request.ids:
             continue
-        device = request.device if request.device in proof.devices else proof.devices[0]
-        world = max(proof.ranks, request.ranks or 0) if proof.ranks > 1 else 1
-        result = replace(_blank(proof), label=proof.name, device=device)
-        cases[proof.name] = _case(proof.name, MODEL + model, proof, result, device, world, together=True)
-    look = SideTask("overrides", MODEL + model, OVERRIDES, (), request.device)
-    answers = _run(cases.values(), request, say, [look])
-    seen = answers[look.key]
-    if "overrides" not in seen:
-        say(f"the overrides of the model could not be looked at: {seen['text']}")
-    return [_judged(case, answers) for case in cases.values()], seen.get("overrides", [])
+        impossible, device, world = _place(proof, request)
+        results[proof.name] = result = replace(
+            _blank(proof), label=proof.name, device=device, verdict="cannot run", reason=impossible
+        )
+        if not impossible:
+            cases[proof.name] = _case(proof.name, MODEL + model, proof, result, device, world, together=True)
+    answers = _run(cases.values(), request, say)
+    judged = [_judged(cases[name], answers) if name in cases else result for name, result in results.items()]
+    return judged, overrides
 
 
 def _blank(proof: Proof) -> Result:
@@ -149,18 +157,24 @@ def _proofs(decision: Decision, entry: PatchEntry, asked: bool) -> Iterator[tupl
         yield proof, replace(blank, action=decision.action, variant=decision.variant)
 
 
-def _place(proof: Proof, plan: Plan, request: Request) -> tuple[str, str, int]:
+def _place(proof: Proof, request: Request) -> tuple[str, str, int]:
     """(why it cannot run, or "", device, ranks)."""
     # A process that has begun to use a GPU cannot fork ranks.
     device = request.device if request.device in proof.devices and proof.ranks == 1 else "cpu"
     world = proof.ranks if request.ranks is None or proof.ranks == 1 else request.ranks
     if device not in proof.devices:
         return "it needs a GPU: shim prove --device cuda", device, world
-    if proof.te and TE not in plan.environment.installed:
-        return f"it needs {TE}", device, world
     if world < proof.ranks:
         return f"it needs {proof.ranks} ranks, and --ranks {world} allows {world}", device, world
     return "", device, world
+
+
+def _missing(proof: Proof, plan: Plan) -> str:
+    """Why the installed releases cannot show the defect, or ""."""
+    if proof.te and TE not in plan.environment.installed:
+        return f"it needs {TE}"
+    absent = [id for id in proof.beside if plan.decisions[id].action not in ("apply", "upstream")]
+    return f"it needs {absent[0]} beside it, which is {plan.decisions[absent[0]].action}" if absent else ""
 
 
 def _case(label: str, source: str, proof: Proof, result: Result, device: str, world: int, together: bool) -> _Case:

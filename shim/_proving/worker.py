@@ -14,15 +14,20 @@ import tempfile
 import time
 import traceback
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MODEL", "OVERRIDES", "SideTask", "Work", "main", "run_side"]
+from shim._errors import OptionError
+
+__all__ = ["MODEL", "OVERRIDES", "UNUSABLE", "SideTask", "Work", "main", "run_side"]
 
 MODEL = "model:"  # begins the source of a generic proof
 OVERRIDES = "overrides"  # in the place of a proof: what shim says of the model's own overrides
 
 _POLL = 0.02  # seconds between two looks at the processes that run
+
+UNUSABLE = "unusable"  # the state of an answer: what was asked for makes no sense, and why
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,8 @@ def _preload(te: bool, device: str) -> None:
         import_te(device)
     elif device == "cpu":
         sys.meta_path.insert(0, _NoTransformerEngine())
-    import megatron.core.models.gpt.gpt_model  # noqa: F401
+    if find_spec("megatron") is not None:  # Transformer Engine may be there without it
+        import megatron.core.models.gpt.gpt_model  # noqa: F401
 
     import shim.testing.proof  # noqa: F401
 
@@ -209,6 +215,8 @@ def run_side(task: SideTask, preloaded: bool = True) -> dict[str, Any]:
 
         side = measure(_proof(task), Here(task.device, task.world, task.te))
         return {**asdict(side), "curves": {name: list(values) for name, values in side.curves.items()}}
+    except OptionError as error:
+        return {"state": UNUSABLE, "text": str(error)}
     except BaseException as error:  # noqa: BLE001 - whatever it is, somebody has to read it
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         return {"state": "broken", "text": text, "value": None, "details": traceback.format_exc()}

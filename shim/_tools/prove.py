@@ -88,6 +88,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise OptionError(f"--jobs {arguments.jobs} runs nothing")
     if not arguments.timeout > 0:
         raise OptionError(f"--timeout {arguments.timeout:g} leaves no time")
+    if arguments.model and not all(arguments.model.partition(":")):
+        raise OptionError(f"--model {arguments.model!r} names no function; write my_module:build")
     if arguments.model and arguments.against:
         raise OptionError("--model runs the generic proofs on installed releases; leave out --against")
     if not hasattr(os, "fork"):
@@ -155,4 +157,6 @@ def _against(target: str | None) -> Iterator[tuple[dict[str, str], str]]:
 
 
 def _line(override: dict[str, str]) -> str:
+    if not override["patch"]:
+        return f"The overrides of this model could not be looked at: {override['reason']}"
     return f"{override['target']} ({override['patch']}): {override['state']}. {override['reason']}"

@@ -211,6 +211,10 @@ def measure(found: Proof, here: Here) -> Side:
             measured = found.function(here)
     except CannotRunError as error:
         return Side("cannot run", str(error), time.monotonic() - started)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("megatron", "transformer_engine"):
+            return _crashed(found, error, time.monotonic() - started)
+        return Side("cannot run", f"{error.name} is not installed", time.monotonic() - started)
     except torch.OutOfMemoryError as error:
         return Side("cannot run", f"not enough memory: {_short(str(error))}", time.monotonic() - started)
     except Exception as error:  # noqa: BLE001 - a crash may be the very defect

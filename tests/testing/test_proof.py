@@ -61,6 +61,12 @@ def test_what_cannot_run_says_why():
     assert (side.state, side.text, side.value) == ("cannot run", "no FP8 on this GPU", None)
 
 
+@pytest.mark.parametrize(("name", "state"), [("megatron", "cannot run"), ("numpy", "broken")])
+def test_a_release_that_is_not_there_is_no_defect(name, state):
+    side = side_of(ModuleNotFoundError(f"No module named {name!r}", name=name))
+    assert side.state == state and name in side.text
+
+
 def raises_on_rank():
     raise ValueError("only on ranks")
 
