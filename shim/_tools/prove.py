@@ -135,6 +135,7 @@ def _against(target: str | None) -> Iterator[tuple[dict[str, str], str]]:
         yield {}, ""
         return
     from shim._matrix.load import load_matrix
+    from shim._releases.detect import PATCHED, detect
     from shim._releases.trees import open_tree
     from shim._tools.audit import audit
     from shim._tools.commands import fetched
@@ -143,9 +144,12 @@ def _against(target: str | None) -> Iterator[tuple[dict[str, str], str]]:
     places = {Path(found.location) for found in tree.environment.installed.values()}
     if not all(place.is_dir() for place in places):
         raise OptionError(f"--against {target}: it is run, so it has to be a directory; unpack it")
+    there = detect().installed
+    beside = [there[name].location for name in PATCHED if name in there and name not in tree.environment.installed]
+    others = [open_tree(location, fetched) for location in beside]
     verdicts = {
         finding.id: f"{finding.words}: {finding.reason}"
-        for finding in audit(load_matrix(), tree, fetched).findings
+        for finding in audit(load_matrix(), tree, fetched, others).findings
         if finding.verdict != "not-installed"
     }
     before = list(sys.path)
