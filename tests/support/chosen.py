@@ -30,6 +30,7 @@ ABOUT = {
     "test_forks": ["mtp-packed-sequences"],
     "test_fp8_scales": ["te-fp8-state"],
     "test_fp8_scales_alone": ["te-fp8-state"],
+    "test_generic_proofs": ["mtp-packed-sequences", "mtp-recompute", "frozen-recompute"],
     "test_mtp_context_parallel": ["mtp-packed-sequences"],
     "test_mtp_context_parallel_roll": ["mtp-packed-sequences"],
     "test_mtp_hidden_state_mixing": ["mtp-packed-sequences"],
