@@ -154,26 +154,24 @@ def test_what_the_patch_needs_and_does_not_find_is_named(fork, edits, said):
 
 
 COUNTS = """
-import runpy, sys
 import shim
-sys.modules["test_file"] = type(sys)("test_file")
-vars(sys.modules["test_file"]).update(runpy.run_path(sys.argv[1]))
-from test_file import ID, counted, moe_utils, testing
-moe_utils.te_general_gemm = None
+from shim import testing
+from shim.patches.megatron_core.expert_bias_padding_proof import counted
+
 with testing.megatron_on_cpu(), testing.layout_initialised(testing.Layout()):
-    shim.apply(only=[ID])
-    print(shim.status()[ID].state)
+    shim.apply(only=["expert-bias-padding"])
+    print(shim.status()["expert-bias-padding"].state)
     print(counted(tokens=4, padding=2).tolist() == counted(tokens=4).tolist())
 """
 
 
 def test_a_mend_that_nobody_knows_is_not_patched_over(fork):
     """It would be wrong afterwards. The warning says that it was left alone, and on_drift='apply' insists."""
-    tree, file = fork(MENDED_OTHERWISE), Path(__file__).with_name("test_expert_bias_padding.py")
-    done = run(tree, "-c", COUNTS, str(file))
+    tree = fork(MENDED_OTHERWISE)
+    done = run(tree, "-c", COUNTS)
     assert done.stdout.splitlines() == ["drifted", "True"], done.stdout + done.stderr
     assert BIAS in done.stderr and "breaks its contract" in done.stderr
-    forced = run(tree, "-c", COUNTS, str(file), MEGATRON_SHIM_ON_DRIFT="apply")
+    forced = run(tree, "-c", COUNTS, MEGATRON_SHIM_ON_DRIFT="apply")
     assert forced.stdout.splitlines() == ["applied"] and "RuntimeError" in forced.stderr, forced.stdout
 
 
