@@ -1,0 +1,116 @@
+"""Proof of lr-param-groups."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+from unittest import mock
+
+import torch
+
+from shim import testing
+from shim.testing.proof import Here, proof
+
+LR, EMBEDDING_LR = 1e-3, 5e-4
+
+
+def optimizer_of(distributed: bool, **settings: Any) -> Any:
+    """An optimizer of a new GPT model, whose embedding and output layer have a learning rate of their own.
+
+    It has taken one step, so it has states. The same seed gives the same states.
+    """
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    model = testing.build_gpt(num_layers=1, mtp_num_layers=None)
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed, overlap_grad_reduce=False)
+    wrapped = DistributedDataParallel(model.config, ddp, model)
+    config = OptimizerConfig(
+        **{
+            "optimizer": "adam",
+            "lr": LR,
+            "min_lr": LR / 10,
+            "decoupled_lr": EMBEDDING_LR,
+            "decoupled_min_lr": EMBEDDING_LR / 10,
+            "clip_grad": 0.0,
+            "use_distributed_optimizer": distributed,
+            **settings,
+        }
+    )
+    with mock.patch.object(torch.Tensor, "type", _type_on_a_gpu):
+        gloo = {"use_gloo_process_groups": False}
+        known = inspect.signature(get_megatron_optimizer).parameters
+        optimizer = get_megatron_optimizer(config, [wrapped], **{key: gloo[key] for key in gloo if key in known})
+        row = torch.arange(8)[None]
+        model(row, row, None, labels=row).mean().backward()
+        wrapped.finish_grad_sync()
+        optimizer.prepare_grads()
+        # Not its own step: in 0.12 that of the distributed optimizer needs Transformer Engine for weights of any type.
+        inner_of(optimizer).step()
+    return optimizer
+
+
+def inner_of(optimizer: Any) -> Any:
+    """The optimizer of torch inside."""
+    return (optimizer.chained_optimizers[0] if hasattr(optimizer, "chained_optimizers") else optimizer).optimizer
+
+
+_type = torch.Tensor.type
+
+
+def _type_on_a_gpu(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The name of a tensor's type, as it is on a GPU: the distributed optimizer asks for it."""
+    found = _type(tensor, *args, **kwargs)
+    return found.replace("torch.", "torch.cuda.") if isinstance(found, str) and ".cuda." not in found else found
+
+
+def fields(optimizer: Any) -> list[dict[str, Any]]:
+    """Of each parameter group, all but its parameters and the number of its steps."""
+    return [{key: group[key] for key in group if key not in ("params", "step")} for group in optimizer.param_groups]
+
+
+def wrong_groups(distributed: bool) -> int:
+    """Groups that have other settings after the state of an equal optimizer was loaded."""
+    trained, resumed = optimizer_of(distributed), optimizer_of(distributed)
+    expected = fields(trained)
+    resumed.load_state_dict(copy.deepcopy(trained.state_dict()))
+    found = fields(resumed)
+    assert len(found) == len(expected)
+    return sum(one != other for one, other in zip(found, expected, strict=True))
+
+
+@proof("{:.0f} of 3 groups with other learning rates", right="all groups as they were saved")
+def the_distributed_optimizer_resumes_with_its_learning_rates(here: Here) -> int:
+    """The distributed optimizer loads the learning rates of another parameter group.
+
+    To reproduce: wrap a GPTModel in DistributedDataParallel, and make two optimizers by get_megatron_optimizer with
+    `OptimizerConfig(lr=1e-3, decoupled_lr=5e-4, use_distributed_optimizer=True)`. Train one step, load `state_dict()`
+    of the first into the second, and compare max_lr and min_lr of each of `optimizer.param_groups`. On a CPU,
+    `Tensor.type()` has to answer as on a GPU.
+
+    Groups are matched by wd_mult, lr_mult, is_expert_parallel and is_decoupled_lr. Since 0.16 overrides make groups
+    that differ in none of these, and the last one of the checkpoint stands for all of them. So decoupled_lr, or any
+    override of max_lr, trains layers with the learning rate of others after a resume. Each group should have its own.
+    Fixed in 0.19 by Megatron-LM pull request 4705.
+    """
+    return here.run(wrong_groups, True)[0]
+
+
+@proof(
+    "{:.0f} of 3 groups with other learning rates",
+    right="all groups as they were saved",
+    defect="crash",
+    crashes=r"^ValueError: loaded state dict contains a parameter group that doesn't match the size of optimizer's",
+)
+def an_optimizer_resumes_with_its_learning_rates(here: Here) -> int:
+    """An optimizer whose parameter groups differ only in their learning rate cannot be loaded.
+
+    To reproduce: wrap a GPTModel in DistributedDataParallel, and make two optimizers by get_megatron_optimizer with
+    `OptimizerConfig(lr=1e-3, decoupled_lr=5e-4)`. Train one step, and load `state_dict()` of the first into the second.
+
+    `_filter_and_reorder_param_groups` matches groups by wd_mult, lr_mult, is_expert_parallel and is_decoupled_lr, in
+    which the groups of decoupled_lr and all others are the same since 0.16. It returns the last one twice, and torch
+    raises a ValueError. Each group should be found. Fixed in 0.19 by Megatron-LM pull request 4705.
+    """
+    return here.run(wrong_groups, False)[0]
