@@ -13,7 +13,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from shim.patches.megatron_core.fp8_fp4_recompute_proof import by_megatron, plainly
 from shim.testing.fp8 import state_manager
+from shim.testing.fp8_layer import fp8_region
 from shim.testing.proof import CannotRunError, Here, proof
 
 STEPS = 3
@@ -54,15 +56,6 @@ def may_be_recomputed(name: str) -> None:
         raise CannotRunError("Transformer Engine before 2.4 loses scales in a recompute, in its own checkpoint too")
 
 
-def region(recipe: Any) -> Any:
-    """A quantized region of Transformer Engine, whose name changed in 2.9."""
-    import transformer_engine.pytorch as te
-
-    if hasattr(te, "autocast"):
-        return te.autocast(enabled=True, recipe=recipe)
-    return te.fp8_autocast(enabled=True, fp8_recipe=recipe)
-
-
 def stack() -> Module:
     """Two layers of Transformer Engine, with the same weights each time."""
     import transformer_engine.pytorch as te
@@ -82,16 +75,6 @@ def transformer_layer() -> Module:
     return te.TransformerLayer(
         WIDTH, 2 * WIDTH, 4, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=torch.bfloat16, device="cuda"
     )
-
-
-def not_recomputed(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-    return function(values)
-
-
-def by_megatron(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-    from megatron.core import tensor_parallel
-
-    return tensor_parallel.checkpoint(function, False, values)
 
 
 def by_transformer_engine(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
@@ -133,7 +116,7 @@ def trained(build: Callable[[], Module], recipe: Any, run: Callable[..., Tensor]
     for step in range(STEPS):
         # Larger with every step, so that scales move.
         values = (torch.randn(ROWS, 4, WIDTH, generator=generator) * 4**step).bfloat16().cuda().requires_grad_()
-        with region(recipe):
+        with fp8_region(recipe):
             output = run(model, values)
         output.float().square().mean().backward()
         assert values.grad is not None
@@ -158,7 +141,7 @@ def different(a: Values, b: Values) -> list[str]:
 
 def plain_run(build: Callable[[], Module], recipe: Any) -> Values:
     """What training without recompute gives. CannotRunError if it gives something else the second time."""
-    plain, again = (trained(build, recipe, not_recomputed) for _ in range(2))
+    plain, again = (trained(build, recipe, plainly) for _ in range(2))
     if differing := different(plain, again):
         raise CannotRunError(f"two runs without recompute differ already, in {', '.join(differing[:3])}")
     return plain

@@ -28,12 +28,12 @@ def by_megatron(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
     return tensor_parallel.checkpoint(function, False, values)
 
 
-def gradients_of_layers(run: Run, device: str, recipe: Any = None) -> list[Tensor]:
-    """Of the weights of two quantized layers, over some steps without an update. recipe: by default delayed scaling."""
+def gradients_of_layers(run: Run, device: str) -> list[Tensor]:
+    """Of the weights of two quantized layers, over some steps without an update."""
     generator = torch.Generator().manual_seed(1)
     found = []
     with fresh_fp8_state():
-        recipe = delayed_scaling(device=device) if recipe is None else recipe
+        recipe = delayed_scaling(device=device)
         model = nn.Sequential(fp8_linear(WIDTH, device, 1), nn.GELU(), fp8_linear(WIDTH, device, 2))
         weights = list(model.parameters())
         for _ in range(STEPS):

@@ -14,20 +14,19 @@ from shim.patches.megatron_core.fp8_fp4_recompute_gpu_proof import (
     ROWS,
     STEPS,
     WIDTH,
-    by_megatron,
     by_transformer_engine,
     clean_state,
     different,
     may_be_recomputed,
-    not_recomputed,
     plain_run,
     recipe_of,
-    region,
     stack,
     trained,
     transformer_layer,
 )
+from shim.patches.megatron_core.fp8_fp4_recompute_proof import by_megatron, plainly
 from shim.testing.fp8 import state_manager
+from shim.testing.fp8_layer import fp8_region
 from shim.testing.proof import CannotRunError
 
 pytestmark = pytest.mark.gpu
@@ -84,7 +83,7 @@ def test_stock_recomputes_in_bf16(name):
         return model(given)
 
     model = stack()
-    plain = trained(stack, recipe, not_recomputed)
+    plain = trained(stack, recipe, plainly)
     try:
         stock = trained(stack, recipe, by_megatron)
     except Exception as error:  # some releases of TE crash instead
@@ -92,7 +91,7 @@ def test_stock_recomputes_in_bf16(name):
     else:
         assert different(stock, plain)
     state_manager().reset()
-    with region(recipe):
+    with fp8_region(recipe):
         output = by_megatron(watched, torch.randn(ROWS, 4, WIDTH, dtype=torch.bfloat16, device="cuda").requires_grad_())
     with contextlib.suppress(Exception):
         output.float().sum().backward()
