@@ -49,8 +49,8 @@ unit-pythons: env  ## what can differ there, on every other Python there is
 helpers: env  ## shim.testing, shim.ops, and the engine with torch
 	$(BIN)/python -m pytest -q -n 2 tests/testing tests/ops tests/engine/test_with_torch.py
 
-# One release per set of bodies, and a patch's own tests once per variant (make matrix: on all). tests/support/chosen.py
-# says which; two cells at once, with one thread each.
+# One release per set of bodies, and a patch's own tests once per variant, whose cases they share (make matrix: all on
+# all). tests/support/chosen.py says which; two cells at once, with one thread each.
 cells: env  ## real megatron-core, one process per release
 	SHIM_TEST_ONCE_PER_VARIANT=1 $(BIN)/python -m shim.testing.cells --everyday -- -q -p no:warnings tests/cells tests/examples
 	SHIM_TEST_ONCE_PER_VARIANT=1 $(BIN)/python -m shim.testing.cells --everyday-pairs -- -q -p no:warnings tests/pairs

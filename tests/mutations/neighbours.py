@@ -40,7 +40,7 @@ def neighbours(matrix, patches=None):
 def asked(matrix, sources, id, name):
     """Why the variant would be drifted on a release: what breaks first, "" where it would be applied."""
     from shim._errors import SourceError
-    from shim._planning.contract import breach
+    from shim._planning.contract import breach, has_phrases
     from shim._releases.fingerprint import fingerprint
 
     variant = matrix.patches[id].variants[name]
@@ -58,7 +58,8 @@ def asked(matrix, sources, id, name):
         said = breach(sources, variant.inherits(target) or target, variant.needs[target])
         if said:
             return f"{body}: {said}"
-    return ""
+    signs = (sign for sign in matrix.patches[id].mended if has_phrases(sources, sign.target, sign.has))
+    return next((f"mended there: {sign.note}" for sign in signs), "")
 
 
 def verdict(broken: str, found: dict) -> str:
@@ -95,11 +96,11 @@ def main() -> int:
 
 def cell_of(id: str, release: str) -> str:
     """The release, with a Transformer Engine of its time where the tests of the patch need one."""
-    from selected import TESTS
+    from selected import folder_of
 
     from shim.testing.cells import EVERYDAY_PAIRS
 
-    if TESTS[id][0] == "cells":
+    if folder_of(id) == "cells":
         return release
     minor = release.rpartition(".")[0]
     engine = next(pair for pair in reversed(EVERYDAY_PAIRS) if pair.startswith(f"{minor}.")).partition("+")[2]

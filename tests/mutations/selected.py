@@ -1,10 +1,10 @@
 """For each patch: what stock has to do right on a mutant, and which tests tell whether the patch is right on it.
 
 The tests are few and quick, with one at least for each function that the patch binds. Tests that show what is wrong on
-stock are left out: a mutant may mend it.
+stock are left out: a mutant may mend it. A patch that is not named here has one file of quick tests, of its own name.
 """
 
-__all__ = ["PROBES_OF", "tests_of"]
+__all__ = ["PROBES_OF", "folder_of", "tests_of"]
 
 PROBES_OF = {
     "mtp-packed-sequences": ("mtp", "packed"),
@@ -62,7 +62,13 @@ TESTS = {
 }
 
 
+def folder_of(id: str) -> str:
+    """Of a patch's tests: "cells", or "pairs" where they need Transformer Engine."""
+    return TESTS[id][0] if id in TESTS else "cells"
+
+
 def tests_of(id: str) -> list[list[str]]:
     """Arguments of one run of pytest after another."""
-    folder, files = TESTS[id]
-    return [[f"tests/{folder}/{name}.py", "-k", words] for name, words in files.items()]
+    own = {f"test_{id.replace('-', '_')}": "not stock and not this_release"}
+    files = TESTS[id][1] if id in TESTS else own
+    return [[f"tests/{folder_of(id)}/{name}.py", "-k", words] for name, words in files.items()]

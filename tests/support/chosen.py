@@ -11,9 +11,14 @@ from shim._matrix.cells import cells, with_bodies_of
 from shim._matrix.load import load_matrix
 
 
+@functools.cache
+def matrix_of_today():
+    return load_matrix()
+
+
 def newest_like(*releases):
     """Everyday releases with the same bodies: a new release takes the place of one that no patch can tell from it."""
-    matrix = load_matrix()
+    matrix = matrix_of_today()
     everyday = [cell["megatron-core"] for cell in cells(matrix)]
     return tuple(with_bodies_of(matrix, "megatron-core", release, everyday) for release in releases)
 
@@ -53,6 +58,7 @@ ONLY = {
     "test_mtp_pipeline_and_models": {*newest_like("0.13.1", "0.19.2")},
     "test_other_trainers": {*newest_like("0.15.3", "0.19.2")},
     "test_other_trainers_ranks": {*newest_like("0.19.2")},
+    "test_trainings": {*newest_like("0.12.3", "0.15.3", "0.17.1", "0.19.2")},
     "test_tutorial": {*newest_like("0.15.3", "0.16.1")},
 }
 # Files about no patch of their own, but about the engine, all patches, or the harness.
@@ -66,21 +72,23 @@ EVERYWHERE = {
     "test_others_hooks",
     "test_proofs",
     "test_relied",
+    "test_trainings",
 }
 
 
+@functools.cache
 def patches_of(stem):
     """The ids of the patches that a file of tests is about; none where it is about all of them."""
     if stem in ABOUT:
         return ABOUT[stem]
     name = stem.removeprefix("test_").replace("_", "-")
-    named = [id for id in load_matrix().patches if name == id or name.startswith(f"{id}-")]
+    named = [id for id in matrix_of_today().patches if name == id or name.startswith(f"{id}-")]
     return [max(named, key=len)] if named else []
 
 
 def variants_of(patches, cell):
     """What a cell shows of these patches: (id, variant); the variant is None where nothing is applied."""
-    matrix = load_matrix()
+    matrix = matrix_of_today()
     core, _, engine = cell.partition("+")
     releases = {"megatron-core": core, "transformer-engine": engine}
     found = set()
@@ -102,6 +110,7 @@ def cells_showing(patches, cells):
     return chosen
 
 
+@functools.cache
 def cells_for(stem, cells):
     """Those of `cells` on which a file of tests runs."""
     if stem in ONLY:
@@ -121,6 +130,32 @@ def keep_newest(items, config, cell, cells):
         dropped = [item for item in items if item.get_closest_marker("newest")]
         config.hook.pytest_deselected(items=dropped)
         items[:] = [item for item in items if item not in dropped]
+
+
+def thinned(items, cell, cells):
+    """Those of `items` that run on this cell. A file of a patch that runs on several cells shares its cases among them.
+
+    Every test function runs on each of these cells, with every second of its cases, or with every third or fourth where
+    they are many. The next cell has the next ones, so all run somewhere.
+    """
+    functions = {}
+    for item in items:
+        functions.setdefault((item.path, item.originalname), []).append(item)
+    kept = set()
+    for (path, _), cases in functions.items():
+        places = LAYOUTS if path.parent.name == "layouts" else cells
+        sharing = [place for place in places if place in cells_for(path.stem, places)]
+        step = min(len(sharing), 1 if path.stem in EVERYWHERE else 4 if len(cases) > 11 else 3 if len(cases) > 5 else 2)
+        kept.update(cases[sharing.index(cell) % min(step, len(cases)) :: step])
+    return [item for item in items if item in kept]
+
+
+def keep_part(items, config, cell, cells):
+    """Under `make test`, what `thinned` leaves."""
+    if ONCE and cell in cells:
+        kept = thinned(items, cell, cells)
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
 
 
 def keep_what_is_imported():
