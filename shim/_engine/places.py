@@ -170,7 +170,9 @@ class Places:
 
     def _is_back(self, lost: Lost) -> bool:
         current = lost.slot.current()
+        # What shim wrote may be a thing without identity of its own, such as None.
         ours = _is_same(current, lost.slot.original) or self._beneath(current) is not current
+        ours = ours or current is lost.slot.written
         return lost.partner not in self.lost and ours
 
     def forget_what_was_replaced_in(self, module: Any) -> None:

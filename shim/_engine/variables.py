@@ -14,7 +14,7 @@ __all__ = ["Variables", "concerning"]
 
 def concerning(plan: Plan) -> Iterator[tuple[str, Variable]]:
     """Pairs (patch, variable): the variables of patches to apply that concern the installed releases."""
-    versions = {n: i.version for n, i in plan.environment.installed.items() if i.version is not None}
+    versions = plan.environment.versions
     for decision in plan.decisions.values():
         for variable in plan.matrix.patches[decision.id].variables if decision.wanted else ():
             if variable.concerns(versions):

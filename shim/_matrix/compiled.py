@@ -19,7 +19,7 @@ from shim._matrix.model import UPSTREAM, Matrix, Mended, Needs, PatchEntry, Rule
 __all__ = ["FILE", "read_compiled", "render_compiled"]
 
 FILE = Path(__file__).with_name("matrix.json")
-FORMAT = 7  # raise it with every change of the file's form or of the records in it
+FORMAT = 8  # raise it with every change of the file's form or of the records in it
 
 
 def render_compiled(matrix: Matrix, digest: str) -> str:
@@ -97,7 +97,9 @@ def _patch(entry: Mapping[str, Any]) -> PatchEntry:
     read = {
         "variants": {name: _variant(given) for name, given in entry["variants"].items()},
         "rules": tuple(Rule(**given) for given in entry["rules"]),
+        "pairs": tuple(Rule(**given) for given in entry["pairs"]),
         "references": tuple(entry["references"]),
+        "met_by": tuple(entry["met_by"]),
         "declared": {name: _declared(given) for name, given in entry["declared"].items()},
         "variables": tuple(Variable(**given) for given in entry["variables"]),
         "stand_ins": tuple(StandIn(given["package"], tuple(given["modules"])) for given in entry["stand_ins"]),

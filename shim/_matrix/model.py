@@ -182,6 +182,7 @@ class PatchEntry(Record):
     variants: Mapping[str, Variant]
     rules: tuple[Rule, ...]
     references: tuple[str, ...] = ()
+    met_by: tuple[str, ...] = ()  # who has met the defect, or carries a workaround
     without: str = ""  # what goes wrong in a release that needs the patch and does not get it
     delete_when: str = ""
     options: Mapping[str, Any] = None  # type: ignore[assignment]
@@ -189,6 +190,7 @@ class PatchEntry(Record):
     variables: tuple[Variable, ...] = ()
     stand_ins: tuple[StandIn, ...] = ()
     mended: tuple[Mended, ...] = ()
+    pairs: tuple[Rule, ...] = ()  # releases that are wrong together, each note says how; they decide nothing
     line: int = 0
 
     def rule_for(self, versions: Mapping[str, Version], but: Collection[str] = ()) -> Rule | None:

@@ -49,12 +49,14 @@ PATCH_KEYS = {
     "applies": False,
     "upstream": False,
     "references": False,
+    "met_by": False,
     "delete_when": True,
     "options": False,
     "variables": False,
     "stand_ins": False,
     "contracts": False,
     "mended": False,
+    "pairs": False,
 }
 VARIABLE_KEYS = {**dict.fromkeys(("value", "before", "option", "without"), True), **dict.fromkeys(DISTRIBUTIONS, False)}
 VARIANT_KEYS = {"applies": False, "targets": True, "reads": False}
@@ -159,6 +161,12 @@ def _rules_of(read: Reader, variant: str, node: yaml.Node) -> Iterator[Rule]:
         yield _rule(read, item, read.mapping(item, f"applies of {variant}", RULE_KEYS), variant)
 
 
+def _pairs(read: Reader, node: yaml.Node) -> Iterator[Rule]:
+    for item in read.sequence(node, "pairs"):
+        entries = read.mapping(item, "an entry of pairs", {**dict.fromkeys(DISTRIBUTIONS, True), "note": True})
+        yield _rule(read, item, entries, None)
+
+
 def _rule(read: Reader, item: yaml.Node, entries: Mapping[str, yaml.Node], variant: str | None) -> Rule:
     ranges = {d: read.range(entries[d], d) for d in DISTRIBUTIONS if d in entries}
     if not ranges:
@@ -221,12 +229,14 @@ def _patch(read: Reader, id: str, node: yaml.Node, module_exists: Callable[[str]
         variants=variants,
         rules=tuple(rules),
         references=read.texts(entries["references"], "references") if "references" in entries else (),
+        met_by=read.texts(entries["met_by"], "met_by") if "met_by" in entries else (),
         delete_when=read.text(entries["delete_when"], "delete_when"),
         options={name: option.default for name, option in declared.items()},
         declared=declared,
         variables=tuple(_variables(read, entries["variables"], options)) if "variables" in entries else (),
         stand_ins=tuple(_stand_ins(read, entries["stand_ins"])) if "stand_ins" in entries else (),
         mended=tuple(read_mended(read, entries["mended"])) if "mended" in entries else (),
+        pairs=tuple(_pairs(read, entries["pairs"])) if "pairs" in entries else (),
         line=node.start_mark.line,
     )
 

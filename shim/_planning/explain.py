@@ -49,6 +49,7 @@ def explanation(plan: Plan, id: str) -> str:
         lines.append(f"Where {item.package} is missing, imported without it: {', '.join(item.modules)}")
     lines += [f"Option {o.name}={o.default!r}: {o.takes}" for o in entry.declared.values()]
     lines += [f"Upstream: {reference}" for reference in entry.references]
+    lines += [f"Met by: {who}" for who in entry.met_by]
     lines.append(f"Delete when: {entry.delete_when}")
     if Sources().path(f"{entry.module}_proof") is not None:
         lines.append(f"See it on this machine: shim prove {id}")

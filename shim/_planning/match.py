@@ -179,7 +179,7 @@ def match(entry: PatchEntry, environment: Environment, matrix: Matrix) -> Match:
         if name not in environment.installed:
             return Match("not-installed", f"{name} is not installed")
     installed = environment.installed[entry.distribution]
-    versions = {n: i.version for n, i in environment.installed.items() if i.version is not None}
+    versions = environment.versions
     unclear = environment.installed.keys() - versions.keys() - {entry.distribution}
     beside = [environment.installed[name] for name in entry.needs if name != entry.distribution]
     release = " beside ".join(f"{i.distribution} {i.raw or 'of unknown version'}" for i in (installed, *beside))

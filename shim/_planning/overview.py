@@ -103,11 +103,12 @@ def plan_text(
     matrix: Matrix,
     environment: Environment,
     digest: str,
+    wrong_pairs: Sequence[tuple[str, str]],
     lost_features: Sequence[LostFeature],
     pair_is_known: bool | None,
     verbose: bool = False,
 ) -> str:
-    """The text of a plan, with the releases and the lost features. `verbose` adds the reason of every decision."""
+    """The text of a plan, with what the releases get wrong together and lose. `verbose` adds all reasons."""
     rows = [
         Row(
             id,
@@ -131,6 +132,9 @@ def plan_text(
         return "\n".join(lines)
     lines.append(f"  plan {digest}")
     lines += grouped(rows, "to apply", verbose)
+    if wrong_pairs:
+        lines += ["", "What this megatron-core and this Transformer Engine get wrong together, and a patch mends:"]
+    lines += [f"  {id:<27} {what}" for id, what in wrong_pairs]
     if lost_features:
         lines += ["", "What this megatron-core does not get from this Transformer Engine:"]
     lines += [f"  {feature.verdict:<13} {feature}" for feature in lost_features]

@@ -63,6 +63,16 @@ class Plan(Record):
         """Whether somebody has measured what this pair of releases loses. None where one of them is not installed."""
         return None if self.losses is None else self.losses.pair_is_known(self.environment)
 
+    @property
+    def wrong_pairs(self) -> tuple[tuple[str, str], ...]:
+        """(patch, what goes wrong) where a patch of this plan mends what the installed releases get wrong together."""
+        return tuple(
+            (id, pair.note)
+            for id, decision in self.decisions.items()
+            for pair in (self.matrix.patches[id].pairs if decision.wanted else ())
+            if pair.holds(self.environment.versions)
+        )
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "digest": self.digest,
@@ -71,6 +81,7 @@ class Plan(Record):
                 id: {**decision.to_dict(), "summary": self.matrix.patches[id].summary}
                 for id, decision in self.decisions.items()
             },
+            "wrong_pairs": [{"patch": id, "what": what} for id, what in self.wrong_pairs],
             "pair_is_known": self.pair_is_known,
             "lost_features": [feature.to_dict() for feature in self.lost_features],
         }
@@ -82,6 +93,7 @@ class Plan(Record):
             self.matrix,
             self.environment,
             self.digest,
+            self.wrong_pairs,
             self.lost_features,
             self.pair_is_known,
             verbose,

@@ -181,7 +181,8 @@ def _case(label: str, source: str, proof: Proof, result: Result, device: str, wo
     beside = proof.beside or None
     stock = SideTask(f"{label} stock", source, proof.name, beside, device, world, proof.te)
     applied = () if together else (result.patch, *proof.beside)
-    patched = replace(stock, key=f"{label} with shim", ids=applied)
+    options = {result.patch: dict(proof.options)} if proof.options else None
+    patched = replace(stock, key=f"{label} with shim", ids=applied, options=options)
     wanted = result.action == "apply" or not result.patch
     return _Case(proof, result, source, stock, patched if wanted else None)
 

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,6 +37,7 @@ class SideTask:
 
     source: the module of the patch, or "model:my_module:build" for a generic proof on that model.
     proof: its name. ids: the patches to apply; None applies nothing, an empty tuple all that shim.apply() would.
+    options: of patches, by id, as shim.apply() takes them.
     """
 
     key: str
@@ -45,6 +47,7 @@ class SideTask:
     device: str = "cpu"
     world: int = 1
     te: bool = False
+    options: Mapping[str, Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -204,7 +207,8 @@ def run_side(task: SideTask, preloaded: bool = True) -> dict[str, Any]:
         if task.te and not preloaded:
             import_te(task.device)
         if task.ids is not None:
-            shim.apply(only=list(task.ids), require=list(task.ids)) if task.ids else shim.apply()
+            chosen: dict[str, Any] = {"only": list(task.ids), "require": list(task.ids)} if task.ids else {}
+            shim.apply(**chosen, options=task.options)
         elif task.source.startswith(MODEL):
             os.environ["MEGATRON_SHIM_DISABLE"] = "1"  # the user's module may apply shim itself
         if task.proof == OVERRIDES:

@@ -75,6 +75,11 @@ class Environment(Record):
     sources: Sources
     python: str = ".".join(map(str, sys.version_info[:3]))
 
+    @property
+    def versions(self) -> dict[str, Version]:
+        """The versions of what is installed, where they are known."""
+        return {name: i.version for name, i in self.installed.items() if i.version is not None}
+
     def to_dict(self) -> dict[str, Any]:
         return {"python": self.python, "installed": {name: i.to_dict() for name, i in self.installed.items()}}
 

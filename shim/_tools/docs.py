@@ -89,7 +89,9 @@ def catalogue(matrix: Matrix) -> str:
         lines += [
             f"- Where `{s.package}` is missing, imported without it: {_codes(s.modules)}" for s in entry.stand_ins
         ]
-        lines += [*[f"- {reference}" for reference in entry.references], f"- Delete when: {entry.delete_when}.", ""]
+        lines += [f"- {reference}" for reference in entry.references]
+        lines += [f"- Met by {who}" for who in entry.met_by]
+        lines += [f"- Delete when: {entry.delete_when}.", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

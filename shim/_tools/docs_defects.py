@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from shim._matrix.model import Matrix, PatchEntry
 from shim._proving.pictures import table
 from shim._record import Record
 from shim._releases.sources import Sources
+from shim._tools.docs_links import linked, short
 
 __all__ = ["PROVED", "ProofText", "defects_page", "defects_picture", "proof_texts", "read_proved"]
 
@@ -26,8 +27,27 @@ measures on every supported release of megatron-core, each beside a release of T
 
 `shim prove` shows the same on your machine, for what is installed there: on stock, and with the patch.
 
-![Each defect on each release: stock wrong and mended, upstream right, or not to be run without a GPU](defects.svg)
+What goes wrong on stock, and how:
+
+- **silent**: numbers are wrong, and nothing says so.
+- **crash**, **hang**: the run ends or stands still.
+- **memory**, **time**: it takes more than it needs.
+- **missing**: a release lacks what others have.
+
+"Wrong on" has the releases on which stock was seen to be wrong, and right with the patch. "Others" are **right** on
+stock, or were **not run**, because that needs a GPU or something that the release does not have. The last column has
+the command that shows the defect, and leads to the patch. Numbers and a reproduction without shim stand
+[below](#NUMBERS). The picture behind the table has the state of each release.
+
 """
+PICTURE = (
+    "![Each defect on each release: stock wrong and mended, upstream right, "
+    "or not to be run without a GPU](defects.svg)"
+)
+TABLE = """\
+| defect | kind | wrong on | others | upstream | met by | reproduce |
+|---|---|---|---|---|---|---|"""
+STATES = {"mended": "", "upstream": "right", "cannot run": "not run"}  # verdict -> word
 
 
 class ProofText(Record):
@@ -102,19 +122,63 @@ def _verdict(found: Mapping[str, Any], label: str) -> str:
 def defects_page(matrix: Matrix, proved: Mapping[str, Any]) -> str:
     """The text of docs/defects.md."""
     texts = [text for entry in matrix.patches.values() for text in proof_texts(entry)]
-    lines = [INTRODUCTION, "| defect | kind | patch | reproduce |", "|---|---|---|---|"]
-    for text in texts:
-        first = text.reproduction.splitlines()[0] if text.reproduction else ""
-        lines.append(
-            f"| [{first}](#{_anchor(text)}) | {text.keywords.get('defect', 'silent')} "
-            f"| [{text.patch}](patches.md#{text.patch}) | `shim prove {text.patch}` |"
-        )
+    lines = [INTRODUCTION.replace("NUMBERS", _anchor(texts[0])) + TABLE]
+    lines += [*(_row(matrix, proved, text) for text in texts), "", PICTURE]
     for text in texts:
         lines += ["", f"## {text.label}", "", text.reproduction, ""]
         lines += _numbers(matrix, proved, text)
         entry = matrix.patches[text.patch]
-        lines += ["", *(f"- {reference}" for reference in entry.references)] if entry.references else []
+        more = [linked(reference) for reference in entry.references]
+        more += [f"Met by {linked(who)}" for who in entry.met_by]
+        lines += ["", *(f"- {line}" for line in more)] if more else []
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _row(matrix: Matrix, proved: Mapping[str, Any], text: ProofText) -> str:
+    """The line of a proof in the table of all defects."""
+    entry = matrix.patches[text.patch]
+    first = text.reproduction.splitlines()[0] if text.reproduction else ""
+    wrong, others = _where(matrix, proved, text)
+    cells = [
+        f"[{first}](#{_anchor(text)})",
+        text.keywords.get("defect", "silent"),
+        wrong,
+        others,
+        "; ".join(map(short, entry.references)),
+        "; ".join(map(short, entry.met_by)),
+        f"[`shim prove {text.patch}`](patches.md#{text.patch})",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _where(matrix: Matrix, proved: Mapping[str, Any], text: ProofText) -> tuple[str, str]:
+    """On which releases stock is wrong, and what the others are."""
+    if matrix.patches[text.patch].distribution == "transformer-engine":
+        return _of_transformer_engine(matrix, text.patch), ""
+    releases = [release for release in matrix.supported["megatron-core"] if release in proved]
+    verdicts = [(release, _verdict(proved[release], text.label)) for release in releases]
+    runs = {state: _runs(releases, {r for r, verdict in verdicts if verdict == state}) for state in STATES}
+    others = "; ".join(f"{word}: {runs[state]}" for state, word in STATES.items() if word and runs[state])
+    return runs["mended"] or "none that was run", others
+
+
+def _of_transformer_engine(matrix: Matrix, id: str) -> str:
+    """The releases of Transformer Engine that get the patch, because its proofs run beside one of each time only."""
+    releases = matrix.supported["transformer-engine"]
+    pins = {release: matrix.pins["transformer-engine"][release].get(id) for release in releases}
+    patched = {release for release, pin in pins.items() if pin is not None and pin.variant is not None}
+    return f"Transformer Engine {_runs(releases, patched)}"
+
+
+def _runs(releases: Sequence[str], chosen: Collection[str]) -> str:
+    """ "0.12.0 to 0.15.3, 0.17.0": the chosen ones of the releases, neighbours together."""
+    runs: list[list[str]] = []
+    for before, release in zip(("", *releases), releases):
+        if release in chosen and before in chosen and runs:
+            runs[-1].append(release)
+        elif release in chosen:
+            runs.append([release])
+    return ", ".join(map(_span, runs))
 
 
 def _anchor(text: ProofText) -> str:

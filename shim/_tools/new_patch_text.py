@@ -37,6 +37,8 @@ def entry(proposal: Proposal, ranges: Mapping[tuple[str, ...], str]) -> str:
     lines += [
         "    references:",
         f'      - "{MARK} the pull request or issue upstream, and whether it is open"',
+        "    met_by:",
+        f'      - "{MARK} who has met it or carries a workaround, such as verl issue 1; without any, no key"',
         f'    delete_when: "{MARK} the event after which nobody needs the patch"',
     ]
     return "\n".join(lines) + "\n"

@@ -121,3 +121,46 @@ def test_what_somebody_else_puts_over_it_is_left_alone(adding):
 
 def test_explain_says_that_it_is_added(adding):
     assert "adds megatron.core.ops:triple" in shim.explain("p")
+
+
+NOTHING = """
+    def bindings(variant, options):
+        return {target: lambda missing: None for target in TARGETS}
+    """
+
+
+def test_a_none_that_was_replaced_and_put_back_is_shims_again(world, monkeypatch):
+    """As a test does that sets a name and undoes it. None has no identity by which shim could know it elsewhere."""
+    world.patch("p", [(CORE + "ops:triple", ADDED)], NOTHING)
+    shim.apply()
+    assert world.get("ops:triple") is None
+    ops = sys.modules[CORE + "ops"]
+    with monkeypatch.context() as undo:
+        undo.setattr(ops, "triple", object())
+        assert shim.status()["p"].state == "conflict"
+    assert shim.status()["p"].state == "applied"
+    shim.revert()
+    assert not hasattr(ops, "triple")
+
+
+def test_an_added_module_is_known_as_shims(world):
+    """Whoever puts it back after revert(), as a test that undoes its own patch does, finds it taken away again."""
+    source = """
+    import types
+
+    EXTRA = types.ModuleType("megatron.core.ops.extra")
+
+
+    def bindings(variant, options):
+        return {TARGETS[0]: lambda missing: EXTRA}
+    """
+    world.patch("p", [(CORE + "ops:extra", ADDED)], source)
+    shim.apply()
+    extra = world.get("ops:extra")
+    assert type(extra) is type(sys)
+    owner = sys.modules[CORE + "ops"]
+    owner.extra = None
+    shim.revert()
+    owner.extra = extra
+    shim.status()
+    assert not hasattr(owner, "extra")

@@ -229,7 +229,7 @@ def test_plan_as_json_has_the_documented_keys(shim):
     code, out, _ = shim("plan", "--json")
     found = json.loads(out)
     assert code == 0
-    assert set(found) == {"digest", "environment", "patches", "pair_is_known", "lost_features"}
+    assert set(found) == {"digest", "environment", "patches", "wrong_pairs", "pair_is_known", "lost_features"}
     assert found["patches"]["roll-fix"]["action"] == "apply"
 
 

@@ -530,6 +530,24 @@ def test_local_parts_and_missing_zeros_do_not_matter(pair, versions):
     assert names_of(world.plan().lost_features)[0] == "_SplitAlongDim"
 
 
+@pytest.mark.parametrize(("other", "named"), [("2.13.0", True), ("2.12.0", False)])
+def test_the_plan_names_what_two_releases_get_wrong_together(pair, other, named):
+    """By the matrix, where the patch is applied; it decides about no variant."""
+    wrong = '    pairs:\n      - {megatron-core: "<0.17", transformer-engine: ">=2.13", note: norms lack experts}\n'
+    world = pair("0.16.0", other)
+    world.pin(MATRIX + PATCH + wrong)
+    world.on_path(world.site, world.own)
+    (world.site / "megatron/core/roll.py").write_text(
+        (world.root / "releases/0.16.0/megatron/core/roll.py").read_text()
+    )
+    plan = world.plan()
+    assert plan["te-moved-symbols"].wanted
+    assert plan.wrong_pairs == ((("te-moved-symbols", "norms lack experts"),) if named else ())
+    assert plan.to_dict()["wrong_pairs"] == [{"patch": id, "what": what} for id, what in plan.wrong_pairs]
+    assert ("get wrong together" in str(plan)) is named is ("norms lack experts" in str(plan))
+    assert world.plan(exclude="te-moved-symbols").wrong_pairs == ()
+
+
 def test_nothing_is_said_where_one_is_not_installed(world):
     """Neither in text nor otherwise."""
     plan = world.install("def roll(): pass\n", "0.16.1").plan()

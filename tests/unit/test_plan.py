@@ -230,7 +230,7 @@ def test_an_operator_gets_past_a_required_patch(world, monkeypatch):
     enforce(world.install(EDITED).plan(require="roll-fix", strict=True))
 
 
-PLAN_KEYS = {"digest", "environment", "patches", "pair_is_known", "lost_features"}
+PLAN_KEYS = {"digest", "environment", "patches", "wrong_pairs", "pair_is_known", "lost_features"}
 DECISION_KEYS = {"id", "kind", "action", "reason", "variant", "targets", "fingerprints", "options", "remedy", "left"}
 INSTALLED_KEYS = {"version", "public", "origin", "location", "problems"}
 
