@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["SUBSTITUTIONS", "Substitution", "megatron_on_cpu", "share_storage", "storage_shared_in_python"]
+__all__ = [
+    "SUBSTITUTIONS",
+    "Substitution",
+    "megatron_on_cpu",
+    "share_storage",
+    "storage_shared_in_python",
+    "type_on_a_gpu",
+]
 
 
 class Substitution(NamedTuple):
@@ -138,6 +147,27 @@ def megatron_on_cpu() -> Iterator[None]:
             setattr(owner, name, build(callable_original))
         undo.enter_context(_CudaMeansCpu())
         yield
+
+
+_type = torch.Tensor.type
+
+
+def type_on_a_gpu(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The name of a tensor's type, as it is on a GPU: for Tensor.type, which the distributed optimizer asks."""
+    found = _type(tensor, *args, **kwargs)
+    return found.replace("torch.", "torch.cuda.") if isinstance(found, str) and ".cuda." not in found else found
+
+
+def optimizer_on_cpu(config: Any, model_chunks: Sequence[Any]) -> Any:
+    """get_megatron_optimizer(config, model_chunks) as on a GPU, without groups of gloo beside those of the ranks.
+
+    Its step asks for types, too: run it under mock.patch.object(torch.Tensor, "type", type_on_a_gpu).
+    """
+    make = import_module("megatron.core.optimizer").get_megatron_optimizer
+    gloo = "use_gloo_process_groups"
+    known = inspect.signature(make).parameters
+    with mock.patch.object(torch.Tensor, "type", type_on_a_gpu):
+        return make(config, model_chunks, **({gloo: False} if gloo in known else {}))
 
 
 def share_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:

@@ -33,8 +33,11 @@ def imports_of_factories(plan: Plan, id: str) -> list[str]:
         importlib.import_module(split_target(target)[0])
     for target, factory in module.bindings(decision.variant, dict(decision.options)).items():
         value = binder.resolve(target, target in decision.added)[2]
+        loaded = set(sys.modules)
         with _recorded() as names:
             factory(unwrap(value))
+        for added in set(sys.modules) - loaded:  # a factory may add a module, which revert() would take away
+            del sys.modules[added]
         found.update(f"{target} imports {name}" for name in names)
     return sorted(found)
 

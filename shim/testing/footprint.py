@@ -22,6 +22,8 @@ class Footprint(TorchDispatchMode):
         footprint.peak_bytes    # the most bytes that storages made inside held at one time
         footprint.held_bytes    # the bytes that they hold now
         footprint.collectives   # {"allreduce_": 3}, by the names of torch's c10d operations
+        footprint.message_bytes # of the tensors that this rank gives to them
+        footprint.operations    # how many of any kind
 
     A storage counts from the operation that returns it until it is freed. Earlier storages do not count, nor do
     temporaries inside one operation or inside compiled code.
@@ -32,14 +34,18 @@ class Footprint(TorchDispatchMode):
         self.peak_bytes = 0
         self.collectives: Counter[str] = Counter()
         self.held_bytes = 0
+        self.message_bytes = 0
+        self.operations = 0
         self._known: set[int] = set()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        self.operations += 1
         namespace, _, name = function._schema.name.partition("::")
         if namespace == "c10d":
             self.collectives[name] += 1
+            self.message_bytes += sum(value.nbytes for value in tree_iter((args, kwargs)) if torch.is_tensor(value))
         given = {value.untyped_storage()._cdata for value in tree_iter((args, kwargs)) if torch.is_tensor(value)}
         found = function(*args, **(kwargs or {}))
         for value in tree_iter(found):

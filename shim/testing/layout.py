@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -23,6 +24,7 @@ class Layout:
 
     vp: virtual stages per pipeline rank, for the interleaved schedule.
     ep: ranks that share the experts. For other layers these ranks are replicas or context-parallel.
+    etp: tensor parallelism of the experts; that of the other layers by default.
     """
 
     tp: int = 1
@@ -31,6 +33,7 @@ class Layout:
     pp: int = 1
     vp: int = 1
     ep: int = 1
+    etp: int | None = None
 
     def __post_init__(self) -> None:
         if self.sequence_parallel and self.tp == 1:
@@ -41,11 +44,14 @@ class Layout:
     @property
     def world(self) -> int:
         """The number of ranks of one model replica."""
-        return self.tp * self.pp * math.lcm(self.cp, self.ep)
+        experts = self.tp if self.etp is None else self.etp
+        return self.pp * math.lcm(self.tp * self.cp, experts * self.ep)
 
     def __str__(self) -> str:
         sizes = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "vp": self.vp, "ep": self.ep}
         parts = [f"{name}{size}" for name, size in sizes.items() if size > 1]
+        if self.etp not in (None, self.tp):
+            parts.append(f"etp{self.etp}")
         if self.sequence_parallel:
             parts.insert(1, "sp")
         return "+".join(parts) or "tp1"
@@ -67,6 +73,7 @@ def _clear_what_survives() -> None:
     get_cuda_rng_tracker().reset()
     MTPLossLoggingHelper.tracker.clear()
     MTPLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)
+    _clear_losses_of_experts()
     for module, path in _CACHES:
         found: Any = import_module(module)
         for name in path.split("."):
@@ -74,6 +81,17 @@ def _clear_what_survives() -> None:
         clear: Callable[[], None] | None = getattr(found, "cache_clear", None)
         if clear is not None:
             clear()
+
+
+def _clear_losses_of_experts() -> None:
+    """Reset the scale of auxiliary losses, and what is logged of them, which has a place for each layer of a model."""
+    utils: Any = sys.modules.get("megatron.core.transformer.moe.moe_utils")
+    if utils is not None:
+        utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
+        vars(utils).get("_MOE_LAYER_WISE_LOGGING_TRACKER", {}).clear()  # 0.13 to 0.17
+    logged: Any = sys.modules.get("megatron.core.transformer.moe.moe_logging")
+    if logged is not None:
+        logged._MOE_METRICS_TRACKER = None
 
 
 @contextlib.contextmanager
@@ -159,6 +177,7 @@ def layout_initialised(layout: Layout, seed: int = 123) -> Iterator[Layout]:
                 virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
                 context_parallel_size=layout.cp,
                 expert_model_parallel_size=layout.ep,
+                expert_tensor_parallel_size=layout.etp,
             )
         # Without the barrier one rank may free its groups while another still connects, which then fails.
         dist.barrier()
@@ -173,9 +192,14 @@ def _free(groups: list[dist.ProcessGroup]) -> None:
 
 
 def _forget_groups() -> None:
-    """Drop the groups that destroy_model_parallel keeps, because a forked rank could not end their threads."""
+    """Drop the groups that destroy_model_parallel keeps, because a forked rank could not end their threads.
+
+    It keeps the ranks of embedding groups as well (those of position embeddings in 0.12 only), so that a rank would
+    stand in a group of the last layout.
+    """
     from megatron.core import parallel_state
 
+    parallel_state._EMBEDDING_GLOBAL_RANKS = parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None
     for name, value in list(vars(parallel_state).items()):
         if isinstance(value, dist.ProcessGroup):
             setattr(parallel_state, name, None)

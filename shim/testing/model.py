@@ -16,7 +16,19 @@ from torch import Tensor, nn
 
 from .attention import CPUCoreAttention
 
-__all__ = ["add_lora", "build_chunks", "build_gpt", "build_hybrid", "release"]
+__all__ = ["ON_CPU", "add_lora", "build_chunks", "build_gpt", "build_hybrid", "release"]
+
+# For the config of any layer: weights on the CPU, and no fused kernel, which need a GPU, Apex or Transformer Engine.
+ON_CPU: dict[str, Any] = {
+    "params_dtype": torch.float32,
+    "use_cpu_initialization": True,
+    "attention_dropout": 0.0,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "persist_layer_norm": False,
+}
 
 _SMALL_CONFIG: dict[str, Any] = {
     "num_layers": 2,
@@ -25,18 +37,10 @@ _SMALL_CONFIG: dict[str, Any] = {
     "num_query_groups": 2,
     "ffn_hidden_size": 64,
     "add_bias_linear": False,
-    "params_dtype": torch.float32,
     "pipeline_dtype": torch.float32,
-    "use_cpu_initialization": True,
     "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
     "mtp_loss_scaling_factor": 0.1,
-    # Fused kernels need a GPU, Apex or Transformer Engine.
-    "bias_activation_fusion": False,
-    "bias_dropout_fusion": False,
-    "masked_softmax_fusion": False,
-    "gradient_accumulation_fusion": False,
-    "persist_layer_norm": False,
+    **ON_CPU,
 }
 
 _ADAPTED = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -225,6 +229,7 @@ def _config(**overrides: Any) -> Any:
         "virtual_pipeline_model_parallel_size": parallel_state.get_virtual_pipeline_model_parallel_world_size(),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
     }
     return TransformerConfig(**{**_SMALL_CONFIG, **layout, **overrides})
 
@@ -249,10 +254,14 @@ def _known(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
 def _seed_weights(model: Any, seed: int, shared_output: bool) -> None:
     from megatron.core import parallel_state
 
-    tp_size = parallel_state.get_tensor_model_parallel_world_size()
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    tp = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    of_experts = (
+        parallel_state.get_expert_tensor_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_rank(),
+    )
     for name, weight in _global_names(model, shared_output):
-        _seed_weight(weight, name, seed, tp_size, tp_rank, stacked=_stacked(name, model.config))
+        size, rank = of_experts if ".experts." in name else tp
+        _seed_weight(weight, name, seed, size, rank, stacked=_stacked(name, model.config))
 
 
 def _global_names(model: Any, shared_output: bool) -> Iterator[tuple[str, nn.Parameter]]:

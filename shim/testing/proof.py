@@ -84,6 +84,7 @@ class Proof:
     te: bool
     beside: tuple[str, ...]
     variants: tuple[str, ...]
+    options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def name(self) -> str:
@@ -107,6 +108,7 @@ def proof(
     te: bool = False,
     beside: Sequence[str] = (),
     variants: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
 ) -> Callable[[Callable[[Here], float | Measured]], Proof]:
     """Make a proof of a function that measures one number (or returns a `Measured`); the smaller, the better.
 
@@ -123,6 +125,7 @@ def proof(
     te: whether Transformer Engine has to be there when megatron-core is imported; on a CPU its Python layer is enough.
     beside: further patches that both sides need.
     variants: those of the patch on whose releases stock is wrong in this way; empty for all.
+    options: of the patch, on the side that has it, where its defaults switch it off.
     """
     if defect not in DEFECTS:
         raise ValueError(f"defect={defect!r} is none of {', '.join(DEFECTS)}")
@@ -130,7 +133,7 @@ def proof(
     def made(function: Callable[[Here], float | Measured]) -> Proof:
         if not (function.__doc__ or "").strip():
             raise ValueError(f"the proof {function.__name__} has no docstring, which is its reproduction")
-        how = (ranks, tuple(devices), te, tuple(beside), tuple(variants))
+        how = (ranks, tuple(devices), te, tuple(beside), tuple(variants), tuple((options or {}).items()))
         return Proof(function, says, bound, right, defect, crashes, *how)
 
     return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import queue
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -66,18 +67,22 @@ def _written_here() -> Iterator[None]:
     """Let megatron-core write files without a process that keeps the writers' results, and without psutil.
 
     That process would be spawned, and so import the user's main module again. It serves only those who write while they
-    train. psutil serves only the log.
+    train. psutil serves only the log. Up to 0.16 it forks the processes that write, which a rank of `Ranks` may not.
     """
     writer: Any = import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
     substitutes: dict[str, Any] = {"_results_queue": queue.Queue()}
     if not getattr(writer, "HAVE_PSUTIL", True):
         substitutes["_process_memory"] = lambda: 0
     before = {name: vars(writer)[name] for name in substitutes if name in vars(writer)}
+    process: Any = multiprocessing.current_process()
+    daemon = process._config.get("daemon")
     try:
+        process._config["daemon"] = False
         for name in before:
             setattr(writer, name, substitutes[name])
         yield
     finally:
+        process._config["daemon"] = daemon
         for name, value in before.items():
             setattr(writer, name, value)
 

@@ -29,6 +29,7 @@ def pytest_ignore_collect(collection_path):
 def pytest_collection_modifyitems(items, config):
     """Last what gives autograd a thread of its own: no rank that computes a gradient can be forked after that."""
     chosen.keep_newest(items, config, testing.release(), EVERYDAY)
+    chosen.keep_part(items, config, testing.release(), EVERYDAY)
     items.sort(key=lambda item: item.get_closest_marker("no_fork_after") is not None)
 
 

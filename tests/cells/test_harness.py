@@ -116,6 +116,25 @@ def test_pipeline_parallelism_gives_the_losses_of_one_rank(ranks2):
         torch.testing.assert_close(total, one.grads[name], rtol=1e-4, atol=1e-6)
 
 
+def test_a_rank_stands_in_no_embedding_group_of_the_layout_before(ranks2):
+    for layouts in ([Layout(), Layout(pp=2)], [Layout(pp=2), Layout()]):
+        for found in ranks2.run(_embedding_groups_in_rank, layouts):
+            assert all(said == has for said, has in found), (layouts, found)
+
+
+def _embedding_groups_in_rank(layouts):
+    """Whether this rank is said to stand in each group of embeddings, and whether it has that group."""
+    from megatron.core import parallel_state as state
+
+    for layout in layouts:
+        with testing.megatron_on_cpu(), testing.layout_initialised(layout):
+            found = [
+                (state.is_rank_in_embedding_group(), state._EMBEDDING_GROUP is not None),
+                (state.is_rank_in_position_embedding_group(), state._POSITION_EMBEDDING_GROUP is not None),
+            ]
+    return found
+
+
 def losses_differ(a, b):
     """Largest relative difference of any loss; gradients are sharded differently across layouts."""
     found = testing.differences(replace(a, grads={}), replace(b, grads={}))

@@ -30,8 +30,9 @@ def on_cpu():
         yield
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(items, config):
     """What a pair of these releases cannot do with the patch under test alone."""
+    chosen.keep_part(items, config, f"{testing.release()}+{version('transformer_engine')}", EVERYDAY_PAIRS)
     releases = testing.release(), version("transformer-engine")
     core, engine = (tuple(int(part) for part in release.split(".")[:2]) for release in releases)
     builds = ("test_mtp_quantized_recompute", "test_decoder_layers", "test_first_and_last_layers")

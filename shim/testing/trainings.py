@@ -1,0 +1,144 @@
+"""Whole training steps of small models, and what each takes: operations, messages, bytes. For tests and benchmarks.
+
+    for name, training in TRAININGS.items():
+        with testing.Ranks(training.layout.world) as ranks:
+            print(name, ranks.run(counted, training)[0])
+
+Stock does each of them right on every release that can do it at all. So a patch has nothing to mend there, and what it
+adds to a count is its price.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from .cpu import optimizer_on_cpu, type_on_a_gpu
+from .footprint import Footprint
+from .layout import Layout, layout_initialised
+from .model import build_gpt
+from .oracle import run_packed, run_schedule
+from .packing import pack, random_sequences
+from .proof import on_device
+
+__all__ = ["TRAININGS", "Counts", "Training", "counted"]
+
+LENGTHS, ALIGN = (24, 40), 8
+STEPS = 3
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall"}
+# Without Transformer Engine, 0.13 routes in float64 only.
+EXPERTS |= {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01, "moe_router_dtype": "fp64"}
+# The other dispatcher keeps sizes on the device that gloo takes from the host.
+ALL_GATHER = {**EXPERTS, "moe_token_dispatcher_type": "allgather"}
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a step of one rank takes.
+
+    operations: of torch, below autograd. messages: operations of torch.distributed. message_bytes: of the tensors that
+    go into them. peak_bytes: the most that storages made in the step held at one time.
+    """
+
+    operations: int
+    messages: int
+    message_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training step.
+
+    kind: "row" trains on one row [1, s], "packed" on sequences in a THD row, "schedule" on two packed rows as
+    microbatches, by the schedule of the release. optimizer: "" for a step without one, "plain" or "distributed".
+    """
+
+    kind: str = "row"
+    layout: Layout = field(default_factory=Layout)
+    optimizer: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+TRAININGS: Mapping[str, Training] = {
+    "dense": Training(optimizer="plain"),
+    "packed": Training("packed"),
+    "recompute": Training(options=FULL),
+    "multi-token prediction": Training(options={"mtp_num_layers": 1}),
+    "experts": Training(options=EXPERTS, optimizer="plain"),
+    "experts, recompute": Training(options={**EXPERTS, **FULL}),
+    "TP 2, SP": Training(layout=Layout(tp=2, sequence_parallel=True), optimizer="plain", options={"mtp_num_layers": 1}),
+    "TP 2, distributed optimizer": Training(layout=Layout(tp=2), optimizer="distributed"),
+    "CP 2, packed": Training("packed", Layout(cp=2)),
+    "PP 2": Training("schedule", Layout(pp=2)),
+    "EP 2": Training(layout=Layout(ep=2), options=ALL_GATHER, optimizer="plain"),
+}
+
+
+def counted(training: Training) -> Counts:
+    """A step of a training on this rank, after one that makes what is made once.
+
+    It is counted thrice. Messages that are under way hold memory for as long as they please, so the peak is the lowest.
+    """
+    with on_device("cpu", te=False), layout_initialised(training.layout):
+        torch.manual_seed(0)
+        step = _step(training)
+        step()
+        found = [_counted(step) for _ in range(STEPS)]
+    return replace(found[0], peak_bytes=min(count.peak_bytes for count in found))
+
+
+def _counted(step: Callable[[], object]) -> Counts:
+    with Footprint() as footprint:
+        step()
+    collectives = footprint.collectives.total()
+    return Counts(footprint.operations, collectives, footprint.message_bytes, footprint.peak_bytes)
+
+
+def _step(training: Training) -> Callable[[], object]:
+    sharded = {"sequence_parallel": True} if training.layout.sequence_parallel else {}
+    model: Any = build_gpt(**{"mtp_num_layers": None, **sharded, **training.options})
+    if training.kind != "row":
+        rows = [pack(random_sequences(LENGTHS, seed=seed), align=ALIGN) for seed in (0, 1)]
+        if training.kind == "schedule":
+            return lambda: run_schedule(model, rows)
+        return lambda: run_packed(model, rows[0])
+    ids = torch.arange(sum(LENGTHS))[None] % 64
+
+    def passes(model: Any) -> None:
+        model(ids, ids, None, labels=ids).mean().backward()
+
+    if training.optimizer:
+        return _with_optimizer(model, passes, training.optimizer == "distributed")
+
+    def run() -> None:
+        for weight in model.parameters():
+            weight.grad = None
+        passes(model)
+
+    return run
+
+
+def _with_optimizer(model: Any, passes: Callable[[Any], None], distributed: bool) -> Callable[[], object]:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig
+
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed, overlap_grad_reduce=False)
+    wrapped = DistributedDataParallel(model.config, ddp, model)
+    config = OptimizerConfig(optimizer="adam", lr=1e-3, clip_grad=1.0, use_distributed_optimizer=distributed)
+    optimizer = optimizer_on_cpu(config, [wrapped])
+
+    def run() -> None:
+        with mock.patch.object(torch.Tensor, "type", type_on_a_gpu):
+            wrapped.zero_grad_buffer()
+            optimizer.zero_grad()
+            passes(wrapped)
+            finalize_model_grads([wrapped])
+            optimizer.step()
+
+    return run
