@@ -1,0 +1,62 @@
+"""The padding mask of layers that are not recomputed.
+
+What is wrong (0.16 and 0.17): a padding mask tells the routers of a mixture of experts which tokens to leave out of the
+auxiliary losses, and of the counts behind the expert bias. With recompute_granularity="full" and
+recompute_method="block" the first recompute_num_layers layers are recomputed, and TransformerBlock hands them the mask.
+All further layers get none: their routers count padding, in silence, and are balanced for it.
+
+The patch hands these layers the mask of the call. Layers that are recomputed get it from upstream, as before. Nothing
+changes without a mask, with recompute_method="uniform", and where all layers are recomputed.
+
+Upstream: 0.18 hands the mask to all layers, in megatron.core.recompute (Megatron-LM pull request 4496). The dev branch
+still has TransformerBlock's own recompute, with the defect. Multi-token prediction takes a padding mask from 0.18 on
+only, and mtp-recompute hands it on.
+
+Delete when 0.17 is not supported.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shim.patches._arguments import Function, argument
+
+CHECKPOINTED_FORWARD = "megatron.core.transformer.transformer_block:TransformerBlock._checkpointed_forward"
+
+
+def _checkpointed_forward(original: Function) -> Function:
+    mask_of = argument(original, "padding_mask")
+
+    @functools.wraps(original)
+    def _checkpointed_forward(*args: Any, **kwargs: Any) -> Any:
+        block, mask = args[0], mask_of(args, kwargs)
+        if mask is None or block.config.recompute_method != "block":
+            return original(*args, **kwargs)
+        # Upstream gets each layer from the block. It sees a shallow copy of the block whose layers know the mask, so
+        # nothing is left in the block, where another thread would find it.
+        view = copy.copy(block)
+        view._get_layer = lambda number: _Masked(block._get_layer(number), mask)
+        return original(view, *args[1:], **kwargs)
+
+    return _checkpointed_forward
+
+
+class _Masked:
+    """A layer, called with `mask` [b, s] where the call has none."""
+
+    def __init__(self, layer: Any, mask: Any) -> None:
+        self._layer, self._mask = layer, mask
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def __call__(self, *args: Any, padding_mask: Any = None, **kwargs: Any) -> Any:
+        return self._layer(*args, padding_mask=self._mask if padding_mask is None else padding_mask, **kwargs)
+
+
+def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
+    """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
+    return {CHECKPOINTED_FORWARD: _checkpointed_forward}

@@ -1,0 +1,120 @@
+"""recompute-padding-mask: layers beside the recomputed ones train with the padding mask, and nothing else changes."""
+
+import weakref
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_block import TransformerBlock
+
+import shim
+from shim import testing
+from shim.patches.megatron_core.recompute_padding_mask_proof import (
+    FIRST_LAYER,
+    error,
+    takes_padding_mask,
+    training,
+)
+from shim.testing import Layout
+
+ID = "recompute-padding-mask"
+NEEDED = shim.plan()[ID].wanted
+needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+ROW = torch.arange(8)[None]
+MASK = ROW >= 5
+
+
+@pytest.fixture(autouse=True)
+def one_rank(request):
+    if "ranks2" in request.fixturenames:  # no rank can be forked inside a layout
+        yield
+        return
+    with testing.layout_initialised(Layout()):
+        yield
+
+
+def patched():
+    return shim.patched(only=[ID], require=[ID])
+
+
+def masks_of_layers(mask=MASK, **options):
+    """The padding mask of each call of a layer, as (number of the layer, mask), in forward and backward."""
+    model, calls = testing.build_gpt(mtp_num_layers=None, **{**FIRST_LAYER, **options}), []
+
+    def remember(layer, args, kwargs):
+        calls.append((layer.layer_number, kwargs.get("padding_mask")))
+
+    for layer in model.decoder.layers:
+        layer.register_forward_pre_hook(remember, with_kwargs=True)
+    model(ROW, ROW, None, labels=ROW, padding_mask=mask).mean().backward()
+    return calls
+
+
+@needed
+def test_adapters_are_trained_as_without_recompute():
+    """Frozen weights, and adapters in all layers and experts."""
+    with patched():
+        assert error(adapters=True).value == 0
+        assert len(training(adapters=True, **FIRST_LAYER)[0][0]) > 16
+
+
+@needed
+def test_every_layer_gets_the_mask_in_forward_and_recompute():
+    with patched():
+        calls = masks_of_layers(num_layers=3)
+    assert [number for number, _ in calls] == [1, 2, 3, 1]
+    assert all(torch.equal(mask, MASK) for _, mask in calls)
+
+
+@needed
+@pytest.mark.parametrize(
+    ("mask", "options"),
+    [(None, {}), (MASK, {"recompute_num_layers": 2}), (MASK, {"recompute_method": "uniform"})],
+    ids=["no mask", "all layers", "uniform"],
+)
+def test_what_stock_does_right_stays(mask, options):
+    """The layers get what they get on stock."""
+    expected = masks_of_layers(mask, **options)
+    with patched():
+        found = masks_of_layers(mask, **options)
+    assert [number for number, _ in found] == [number for number, _ in expected]
+    assert all((one is None) is (other is None is mask) for (_, one), (_, other) in zip(found, expected))
+
+
+@needed
+def test_the_block_keeps_nothing():
+    """Neither after a step nor after an error in a layer."""
+    model = testing.build_gpt(mtp_num_layers=None, **FIRST_LAYER)
+    before, mask = set(vars(model.decoder)), MASK.clone()
+    with patched():
+        model(ROW, ROW, None, labels=ROW, padding_mask=mask).mean().backward()
+        model.decoder.layers[1].register_forward_pre_hook(fail)
+        with pytest.raises(KeyError, match="in a layer"):
+            model(ROW, ROW, None, labels=ROW, padding_mask=mask)
+    assert set(vars(model.decoder)) == before
+    kept = weakref.ref(mask)
+    del mask
+    assert kept() is None
+
+
+def fail(module, args):
+    raise KeyError("in a layer")
+
+
+def right_with_sequence_parallelism():
+    """Each rank has half of the row, and of the mask."""
+    options = {"sequence_parallel": True, "tensor_model_parallel_size": 2}
+    with testing.layout_initialised(Layout(tp=2, sequence_parallel=True)), patched():
+        return error(**options).value
+
+
+@needed
+def test_on_two_ranks_with_sequence_parallelism(ranks2):
+    assert ranks2.run(right_with_sequence_parallelism) == [0, 0]
+
+
+@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
+def test_this_release_needs_no_patch():
+    assert shim.plan()[ID].action == "upstream"
+    if takes_padding_mask():
+        assert error().value == 0
+        assert not hasattr(TransformerBlock, "_checkpointed_forward")
