@@ -1,0 +1,97 @@
+"""Inputs of checkpoints that are let go after their backward, as an option.
+
+What stock does (0.12 to 0.20): tensor_parallel.checkpoint recomputes from detached inputs, and runs backward to them.
+If a module keeps a tensor of the recomputed graph, the graph lives on, and with it these inputs and their gradients.
+The token dispatchers of a mixture of experts keep the probabilities of their router until their layer runs again. So
+after backward each recomputed chunk of layers holds its input and the gradient of it, [s, b, h] twice, beside what the
+next step needs.
+
+The patch does nothing until the option `release` is true. Then a checkpoint hands what it recomputes an alias of each
+input that requires a gradient, and makes the detached input itself empty after its backward. Only the graph holds that
+one. No storage is resized: the memory is freed if nobody else has it, and stays where somebody does. That may be an MTP
+layer with the same input, a norm that saved its output, a detached view, or a hook that keeps what a layer got.
+Gradients are the same, bit for bit.
+
+Upstream: open (Megatron-LM pull requests 3267 and, for the gradients alone, 6339). verl replaces
+CheckpointFunction.backward by the function of 3267, which resizes storages, and so takes them from whoever else needs
+them. With its function in place the patch has no effect.
+
+Delete when CheckpointFunction.backward lets its detached inputs go.
+
+Not covered: te_checkpoint of Transformer Engine, CheckpointWithoutOutput, and all else that a kept graph holds.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from shim.patches._arguments import Function
+
+BACKWARD = "megatron.core.tensor_parallel.random:CheckpointFunction.backward"
+
+
+class _Release:
+    """What the function holds that stands in upstream's place while the option is on."""
+
+
+_ON: weakref.WeakSet[_Release] = weakref.WeakSet()
+
+
+class _Alias(torch.autograd.Function):
+    """The same values in the same storage, in another tensor. Hands its gradient on as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad
+
+
+def _backward(original: Function, release: _Release | None) -> Function:
+    @functools.wraps(original)
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if release is None:
+            return original(ctx, *grads)
+        run = ctx.run_function
+        detached: list[torch.Tensor] = []
+
+        def from_aliases(*inputs: Any) -> Any:
+            detached.extend(tensor for tensor in inputs if _can_be_let_go(tensor))
+            return run(*(_Alias.apply(tensor) if _can_be_let_go(tensor) else tensor for tensor in inputs))
+
+        ctx.run_function = from_aliases
+        try:
+            return original(ctx, *grads)
+        finally:
+            ctx.run_function = run
+            for tensor in detached:
+                tensor.grad = None  # who gets the gradient has it
+                tensor.data = tensor.data.new_empty(0)
+
+    return backward
+
+
+def _can_be_let_go(tensor: Any) -> bool:
+    return type(tensor) is torch.Tensor and tensor.requires_grad  # quantized ones cannot be made empty
+
+
+def problems(models: Iterable[Any]) -> Iterator[tuple[str, str]]:
+    """Says for shim.check() that the option is off."""
+    if not list(_ON):
+        remedy = "set it by shim.apply(options={'recompute-frees-inputs': {'release': True}})"
+        yield "the option release is off", remedy
+
+
+def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
+    """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
+    release = _Release() if options["release"] else None
+    if release is not None:
+        _ON.add(release)
+    return {BACKWARD: functools.partial(_backward, release=release)}
