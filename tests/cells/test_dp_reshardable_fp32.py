@@ -1,0 +1,73 @@
+"""dp-reshardable-fp32: weights in fp32 are loaded, those in bf16 as on stock, and gradients are recorded again."""
+
+import pytest
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+import shim
+from shim import testing
+from shim.patches.megatron_core.dp_reshardable_fp32_proof import BY_DATA
+from shim.patches.megatron_core.reshardable_padding_proof import STEPS, Training, apart, fused_adam
+from shim.testing.user_model import ModelError
+
+ID = "dp-reshardable-fp32"
+NEEDED = shim.plan()[ID].wanted
+needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+
+
+@pytest.fixture(autouse=True)
+def one_rank():
+    with testing.layout_initialised(testing.Layout()), fused_adam():
+        yield
+
+
+def applied():
+    return shim.patched(only=[ID], require=[ID])
+
+
+def resumed(directory, **settings):
+    return Training(BY_DATA, **{"seed": 8, **settings}).load(str(directory)).train(STEPS).weights()
+
+
+@needed
+@pytest.mark.parametrize("settings", [{}, {"bf16": True, "mixed": True}], ids=["fp32", "norms in fp32"])
+def test_weights_in_fp32_resume(tmp_path, settings):
+    """Stock writes the checkpoint, and raises when it loads it."""
+    truth = Training(BY_DATA, **settings).train().save(str(tmp_path)).train().weights()
+    with pytest.raises(ModelError, match="in-place operation"):
+        resumed(tmp_path, **settings)
+    with applied():
+        assert apart(resumed(tmp_path, **settings), truth) == 0
+        assert torch.is_grad_enabled()
+
+
+@needed
+def test_what_stock_does_right_stays(tmp_path):
+    """Weights in bf16, written by either side and loaded by the other."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours.mkdir()
+    theirs.mkdir()
+    with applied():
+        truth = Training(BY_DATA, bf16=True).train().save(str(ours)).train().weights()
+    assert apart(resumed(ours, bf16=True), truth) == 0
+    Training(BY_DATA, bf16=True).train().save(str(theirs))
+    with applied():
+        assert apart(resumed(theirs, bf16=True), truth) == 0
+
+
+@needed
+def test_gradients_are_recorded_after_an_exception():
+    training = Training(BY_DATA)
+    with applied():
+        with pytest.raises(KeyError):
+            training.optimizer.chained_optimizers[0].load_parameter_state_from_dp_reshardable({})
+        assert torch.is_grad_enabled()
+
+
+@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
+def test_this_release_needs_no_patch(tmp_path):
+    """It has no such checkpoint, or loads it."""
+    assert shim.plan()[ID].action == "upstream"
+    if hasattr(DistributedOptimizer, "load_parameter_state_from_dp_reshardable"):
+        truth = Training(BY_DATA).train().save(str(tmp_path)).train().weights()
+        assert apart(resumed(tmp_path), truth) == 0
