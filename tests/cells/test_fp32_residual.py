@@ -1,0 +1,164 @@
+"""fp32-residual: under the flag the residual stream is fp32 in all layers and between stages, and nowhere else."""
+
+import contextlib
+import importlib
+import types
+
+import pytest
+import torch
+
+import shim
+from shim import testing
+from shim.patches.megatron_core.fp32_residual_proof import LAYERS, TOKENS, build, norms_as_of_apex
+from shim.patches.megatron_core.masked_microbatch_proof import microbatches, scheduled
+
+ID = "fp32-residual"
+NEEDED = shim.plan()[ID].wanted
+needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+@pytest.fixture(autouse=True)
+def one_rank(request):
+    if "ranks2" in request.fixturenames:  # no rank can be forked inside a layout
+        yield
+        return
+    with testing.layout_initialised(testing.Layout()):
+        yield
+
+
+def patched(active=True):
+    return shim.patched(only=[ID], require=[ID]) if active else contextlib.nullcontext()
+
+
+def patched_where_needed():
+    return patched(NEEDED)
+
+
+def step(**options):
+    """The dtypes that layers return, the losses of a step, and the gradients."""
+    with norms_as_of_apex():
+        model, dtypes = build(**options), []
+        for layer in model.decoder.layers:
+            layer.register_forward_hook(lambda layer, args, output: dtypes.append(output[0].dtype))
+        row = torch.randint(0, 64, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+        losses = model(row, torch.arange(TOKENS)[None], None, labels=row.roll(-1, 1))
+        losses.mean().backward()
+    return dtypes, losses.detach(), {name: weight.grad for name, weight in model.named_parameters()}
+
+
+def same(found, expected):
+    return all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@needed
+def test_stock_rounds_behind_the_first_addition():
+    dtypes, _, _ = step()
+    assert dtypes == [torch.bfloat16] * LAYERS
+
+
+def test_every_layer_returns_fp32():
+    with patched_where_needed():
+        dtypes, losses, gradients = step()
+    assert dtypes == [torch.float32] * LAYERS
+    assert losses.isfinite().all()
+    assert all(gradient.dtype == torch.bfloat16 for gradient in gradients.values())
+
+
+def test_full_recompute_changes_no_bit():
+    with patched_where_needed():
+        _, expected, without = step()
+        _, found, recomputed = step(**FULL)
+    assert torch.equal(found, expected)
+    assert same(recomputed, without)
+
+
+@needed
+@pytest.mark.parametrize(
+    "options",
+    [{"fp32_residual_connection": False}, {"bf16": False, "params_dtype": torch.float32}],
+    ids=["off", "fp32"],
+)
+def test_without_the_flag_or_in_fp32_every_bit_stays(options):
+    dtypes, losses, gradients = step(**options)
+    with patched():
+        found_dtypes, found, found_gradients = step(**options)
+    assert found_dtypes == dtypes
+    assert torch.equal(found, losses)
+    assert same(found_gradients, gradients)
+
+
+@needed
+def test_an_exception_leaves_the_layer_as_it_was():
+    layer = build().decoder.layers[0]
+    before = {name: held for name, held in vars(layer).items() if name.endswith("_bda")}
+
+    def failing(*args, **kwargs):
+        raise OSError("no attention")
+
+    layer.self_attention.forward = failing
+    with patched(), norms_as_of_apex(), pytest.raises(OSError, match="no attention"):
+        layer(torch.ones(TOKENS, 1, 32), None)
+    assert before
+    assert all(vars(layer)[name] is held for name, held in before.items())
+
+
+class Mixer(torch.nn.Module):
+    """In the place of Mamba's kernels: bf16 in, bf16 out."""
+
+    def forward(self, hidden, *args, **kwargs):
+        assert hidden.dtype == torch.bfloat16
+        return hidden * 0.5, None
+
+
+def mamba_layer(flag):
+    """A Mamba layer without what needs a kernel."""
+    module = importlib.import_module("megatron.core.ssm.mamba_layer")
+    bda = importlib.import_module("megatron.core.fusions.fused_bias_dropout").get_bias_dropout_add
+    layer = module.MambaLayer.__new__(module.MambaLayer)
+    torch.nn.Module.__init__(layer)
+    layer.config = types.SimpleNamespace(
+        fp32_residual_connection=flag, params_dtype=torch.bfloat16, bias_dropout_fusion=False
+    )
+    layer.residual_in_fp32, layer.hidden_dropout, layer.mamba_bda = False, 0.0, bda
+    layer.norm, layer.mixer = torch.nn.Identity(), Mixer()
+    layer.bias_dropout_add_exec_handler = torch.enable_grad
+    return layer
+
+
+@needed
+@pytest.mark.parametrize("flag", [True, False])
+def test_mamba_layers(flag):
+    hidden = torch.randn(TOKENS, 1, 32, generator=torch.Generator().manual_seed(0))
+    hidden = hidden if flag else hidden.bfloat16()
+    with patched():
+        found = mamba_layer(flag).forward(hidden, None)
+    expected = hidden + (hidden.bfloat16() * 0.5).to(hidden.dtype)
+    assert found.dtype == hidden.dtype
+    assert torch.equal(found, expected)
+
+
+def pipeline_on_rank(pp):
+    layout = testing.Layout(pp=pp)
+    with testing.megatron_on_cpu(), testing.layout_initialised(layout), patched_where_needed(), norms_as_of_apex():
+        model = build(share_embeddings_and_output_weights=False)
+        dtype = model.config.pipeline_dtype
+        scheduled(model, microbatches([False, False]))
+        assert model.config.pipeline_dtype == dtype
+        return {layer.layer_number: [weight.grad for weight in layer.parameters()] for layer in model.decoder.layers}
+
+
+def test_two_pipeline_stages_train_as_one(ranks2):
+    """The stream goes to the second stage in fp32, and its gradient comes back so: no bit is lost on the way."""
+    first, second = ranks2.run(pipeline_on_rank, 2)
+    expected = pipeline_on_rank(1)
+    found = {**first, **second}
+    assert found.keys() == expected.keys()
+    for number, gradients in expected.items():
+        for one, other in zip(found[number], gradients, strict=True):
+            assert torch.equal(one, other), number
+
+
+@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
+def test_this_release_needs_no_patch():
+    assert shim.plan()[ID].action == "upstream"
