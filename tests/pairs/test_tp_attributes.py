@@ -1,0 +1,169 @@
+"""tp-attributes on layers of Transformer Engine: which marks they have when their optimizer is made."""
+
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.extensions import transformer_engine as extensions
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from spread_experts import spread_experts
+
+import shim
+from shim import testing
+from shim.patches.megatron_core.tp_attributes_proof import (
+    LAYERS,
+    adapted,
+    layers_can_be_built,
+    optimizers_of_torch,
+    with_experts,
+    wrapped_and_optimizer,
+)
+from shim.testing.proof import CannotRunError, Here
+
+ID = "tp-attributes"
+VARIANT = shim.plan()[ID].variant
+HERE = Here(world=2, te=True)
+build_gpt = testing.build_gpt
+TWO = testing.Layout(tp=2)
+needs_marks = pytest.mark.skipif(VARIANT == "sinks", reason="the release marks experts itself")
+
+
+def applied():
+    return shim.patched(only=[ID], require=[ID])
+
+
+def marks(build, defaults):
+    """By name, the mark and the dimension of each parameter that is trained."""
+    model = build()
+    for weight in model.parameters() if defaults else ():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(weight)
+    wrapped_and_optimizer(model)
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    return {
+        name.rpartition(".mlp.")[2]: (
+            getattr(weight, "tensor_model_parallel", False),
+            getattr(weight, "partition_dim", -1),
+        )
+        for name, weight in trained.items()
+    }
+
+
+def on_two_ranks(build, defaults=False):
+    try:
+        return HERE.run(marks, build, defaults, layout=TWO)
+    except CannotRunError as why:
+        pytest.skip(str(why))
+
+
+@pytest.mark.skipif(VARIANT not in LAYERS[:3], reason="the release does not mark them")
+@pytest.mark.parametrize("defaults", [False, True])
+def test_adapters(defaults):
+    """The first factor is whole on each rank, and the second is cut."""
+    with applied():
+        for found in on_two_ranks(adapted, defaults):
+            factors = {name.rpartition("lora.")[2]: mark for name, (mark, _) in found.items()}
+            assert factors == {"down.weight": False, "up.weight": True}
+
+
+@needs_marks
+@pytest.mark.parametrize("defaults", [False, True])
+def test_experts_that_are_cut(defaults):
+    """Weights and the biases of the first layer are cut; those of the second are whole on each rank."""
+    with applied():
+        for found in on_two_ranks(with_experts, defaults):
+            assert found["experts.up.weight0"] == found["experts.up.bias1"] == (True, 0)
+            assert found["experts.down.weight1"] == (True, 1)
+            assert found["experts.down.bias0"] == (False, -1)
+
+
+def build_around_experts(**options):
+    """A model without experts of its own, whose config says that some are spread."""
+    model = build_gpt(**options, expert_model_parallel_size=1)
+    model.config.expert_model_parallel_size, model.config.expert_tensor_parallel_size = 2, 1
+    return model
+
+
+@needs_marks
+def test_experts_that_are_spread():
+    """No other rank has anything of them, so all of it counts."""
+    with applied(), spread_experts(), mock.patch.object(testing, "build_gpt", build_around_experts):
+        for found in on_two_ranks(with_experts):
+            assert len(found) == 8
+            assert all(mark for mark, _ in found.values())
+
+
+class Spread(MoELayer):
+    """Experts in a MoELayer that routes nothing: what is asked here are their gradients alone."""
+
+    def __init__(self, config, experts):
+        torch.nn.Module.__init__(self)
+        self.config, self.experts = config, experts
+
+
+def norm_and_gradient():
+    """The norm that a step returns, and that of the gradients of all experts, which were other ones on each rank."""
+    model = with_experts()
+    mlp = model.decoder.layers[0].mlp
+    mlp.experts = Spread(model.config, mlp.experts)
+    wrapped, optimizer = wrapped_and_optimizer(model)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    for weight in trained:
+        weight.main_grad.fill_(torch.distributed.get_rank() + 1)
+    wrapped.finish_grad_sync()
+    gradient = torch.cat([weight.main_grad.flatten() for weight in trained]).norm()
+    with optimizers_of_torch():
+        return float(optimizer.step()[1]), float(gradient)
+
+
+@needs_marks
+def test_experts_that_each_rank_has_count_once_beside_expert_grad_groups():
+    """Gradients of their copies are summed by expert-grad-groups, and counted by tp-attributes: neither is enough."""
+    layout, both = testing.Layout(tp=2, etp=1), [ID, "expert-grad-groups"]
+    try:
+        with shim.patched(only=both, require=both):
+            found = HERE.run(norm_and_gradient, layout=layout)
+        with shim.patched(only=both[1:], require=both[1:]):
+            without_marks = HERE.run(norm_and_gradient, layout=layout)
+    except CannotRunError as why:
+        pytest.skip(str(why))
+    assert found[0] == found[1] == pytest.approx((found[0][1],) * 2, rel=1e-6)
+    assert without_marks[1][0] < 0.5 * without_marks[1][1]
+
+
+class Duplicated(extensions.TERowParallelLinear if extensions.HAVE_TE else object):
+    """A trainer's layer, whose mark is its own business."""
+
+
+def with_own_layer():
+    model = adapted()
+    linear = model.decoder.layers[0].mlp.linear_fc1
+    given = {"config": model.config, "init_method": torch.nn.init.ones_, "bias": False, "skip_bias_add": False}
+    with layers_can_be_built():
+        linear.own = Duplicated(8, 8, input_is_parallel=True, is_expert=False, **given)
+    linear.own.weight.sequence_parallel = False
+    return model
+
+
+def test_a_trainers_own_layer_stays():
+    with applied():
+        for found in on_two_ranks(with_own_layer):
+            assert found["linear_fc1.own.weight"] == (True, 1)
+
+
+def with_sinks():
+    """Transformer Engine's attention asks for a GPU in many ways, so this one is not initialised."""
+    model = adapted()
+    attention = extensions.TEDotProductAttention.__new__(extensions.TEDotProductAttention)
+    torch.nn.Module.__init__(attention)
+    # Some releases of Transformer Engine register parameters in a way of their own, which needs their constructor.
+    attention._parameters["softmax_offset"] = torch.nn.Parameter(torch.zeros(2))
+    model.decoder.layers[0].mlp.attention = attention
+    return model
+
+
+@pytest.mark.skipif(VARIANT == "layers", reason="this release has no attention sinks")
+def test_sinks_of_transformer_engine():
+    with applied():
+        for found in on_two_ranks(with_sinks):
+            assert found["attention.softmax_offset"] == (True, 0)
