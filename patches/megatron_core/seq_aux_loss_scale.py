@@ -1,0 +1,57 @@
+"""The sequence auxiliary loss of a router (moe_router_load_balancing_type="seq_aux_loss") with several sequences.
+
+What is wrong (0.16 to 0.18): with calculate_per_token_loss the router multiplies its losses by its tokens, because the
+gradient is divided by the tokens of all later. For the sequence auxiliary loss it takes the tokens of one sequence, and
+not those of all sequences of the microbatch. So the gradient is too small by the microbatch size: the same rows balance
+the experts of a run half as hard with two rows in a microbatch as with one.
+
+The patch multiplies the count by the number of sequences. Nothing happens with one sequence in a microbatch, as packed
+rows have, nor without calculate_per_token_loss. What is logged does not change.
+
+Up to 0.15 the count was that of all sequences. Upstream: pull request 5798, in 0.19. Delete when 0.18 is not supported.
+
+The losses of routers are wrong by the number of ranks too, which moe-aux-loss-scale mends. Either patch does its part
+without the other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shim.patches._arguments import Function, argument
+
+TARGET = "megatron.core.transformer.moe.router:TopKRouter._apply_seq_aux_loss"
+
+
+class _Sequences:
+    """A router that attaches the loss with the tokens of all sequences, where it is given those of one."""
+
+    def __init__(self, router: Any, number: int) -> None:
+        self._router, self._number = router, number
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._router, name)
+
+    def attach_and_log_load_balancing_loss(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs["valid_token_count"] = kwargs["valid_token_count"] * self._number
+        return self._router.attach_and_log_load_balancing_loss(*args, **kwargs)
+
+
+def _apply_seq_aux_loss(original: Function) -> Function:
+    number_of = argument(original, "bsz")
+
+    @functools.wraps(original)
+    def _apply_seq_aux_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+        number = number_of((self, *args), kwargs)
+        if number == 1 or not self.calculate_per_token_loss:
+            return original(self, *args, **kwargs)
+        return original(_Sequences(self, number), *args, **kwargs)
+
+    return _apply_seq_aux_loss
+
+
+def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
+    """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
+    return {TARGET: _apply_seq_aux_loss}
