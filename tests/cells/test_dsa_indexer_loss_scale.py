@@ -1,0 +1,87 @@
+"""dsa-indexer-loss-scale: per-token loss, other models, and a scale that goes with the patch."""
+
+from importlib import import_module
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+import shim
+from shim import testing
+from shim.patches.megatron_core.dsa_indexer_loss_scale_proof import gradients
+
+ID = "dsa-indexer-loss-scale"
+NEEDED = shim.plan()[ID].wanted
+needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+DSA = "megatron.core.transformer.experimental_attention_variant.dsa"
+
+
+@pytest.fixture(autouse=True)
+def one_rank():
+    with testing.layout_initialised(testing.Layout()):
+        yield
+
+
+def with_patch(*args, **overrides):
+    with shim.patched(only=[ID], require=[ID]):
+        return gradients(*args, **overrides)
+
+
+@needed
+def test_per_token_loss_is_not_divided_by_microbatches():
+    """The sum over microbatches is divided later, by the number of tokens, as in 0.19."""
+    alike = {"calculate_per_token_loss": True}
+    assert torch.equal(with_patch(4, **alike)[1], gradients(4, **alike)[1])
+    scaled = with_patch(4, lambda loss: loss * 8, **alike)[1]
+    assert torch.equal(scaled, 8 * gradients(4, **alike)[1])
+
+
+@needed
+def test_one_microbatch_without_a_loss_scaler_stays():
+    assert torch.equal(with_patch(1), gradients(1))
+
+
+@needed
+def test_other_models_set_no_scale():
+    found = with_patch(4, experimental_attention_variant=None)
+    assert torch.equal(found, gradients(4, experimental_attention_variant=None))
+
+
+@needed
+@pytest.mark.parametrize("before", [None, torch.tensor(1.0), torch.ones(1)])
+def test_the_scale_goes_with_the_patch(before):
+    """Stock would never set it back. What is there may be what upstream's backward has put there."""
+    scaler = import_module(DSA).DSAIndexerLossAutoScaler
+    try:
+        with shim.patched(only=[ID], require=[ID]):
+            schedules = import_module("megatron.core.pipeline_parallel.schedules")
+            scaler.main_loss_backward_scale = before
+            config = testing.build_gpt(mtp_num_layers=None, num_layers=1).config
+            config.experimental_attention_variant = "dsa"
+            model, loss = torch.nn.Linear(1, 1), torch.ones(())
+            schedules.forward_step_calc_loss(
+                model,
+                loss,
+                lambda output: (output, {}),
+                config,
+                None,
+                False,
+                4,
+                [],
+                cp_group_size=1,
+                is_last_stage=True,
+            )
+            assert scaler.main_loss_backward_scale == 0.25
+            assert shim.status()[ID].holds
+        assert scaler.main_loss_backward_scale is None
+    finally:
+        scaler.main_loss_backward_scale = None
+
+
+@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
+def test_this_release_needs_no_patch():
+    """It has no DSA, or its schedules set the scale: four microbatches give what one does."""
+    assert shim.plan()[ID].action == "upstream"
+    package = DSA.rpartition(".")[0]
+    if find_spec(package) is not None and find_spec(DSA) is not None:
+        assert torch.allclose(gradients(4), gradients(1), rtol=1e-4, atol=1e-6)
