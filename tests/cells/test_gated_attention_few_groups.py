@@ -1,0 +1,48 @@
+"""gated-attention-few-groups: a rank gates its own heads, and a gate that fits stays as it is."""
+
+import contextlib
+import importlib
+
+import pytest
+import torch
+
+import shim
+from shim import testing
+from shim.patches.megatron_core.gated_attention_few_groups_proof import HEADS, build, trained
+
+ID = "gated-attention-few-groups"
+NEEDED = shim.plan()[ID].wanted
+needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+
+
+def of_two_ranks(active, groups):
+    patch = shim.patched(only=[ID], require=[ID]) if active else contextlib.nullcontext()
+    with testing.megatron_on_cpu(), testing.layout_initialised(testing.Layout(tp=2)), patch:
+        return trained(groups)
+
+
+@needed
+@pytest.mark.parametrize("groups", [2, HEADS])
+def test_groups_that_ranks_do_not_share_are_as_on_stock(ranks2, groups):
+    found, stock = (ranks2.run(of_two_ranks, active, groups) for active in (True, False))
+    for mine, expected in zip(found, stock, strict=True):
+        assert all(torch.equal(mine[name], expected[name]) for name in expected)
+
+
+@needed
+def test_attention_without_a_gate_is_as_on_stock():
+    with testing.layout_initialised(testing.Layout()):
+        layer = build(attention_output_gate=False)
+        hidden = torch.randn(4, 1, 16, generator=torch.Generator().manual_seed(0))
+        stock = layer(hidden, None)[0]
+        with shim.patched(only=[ID], require=[ID]):
+            assert torch.equal(layer(hidden, None)[0], stock)
+
+
+@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
+def test_this_release_needs_no_patch():
+    """It has no gated attention, or slices the gate."""
+    assert shim.plan()[ID].action == "upstream"
+    config = importlib.import_module("megatron.core.transformer.transformer_config").TransformerConfig
+    minor = tuple(int(part) for part in testing.release().split(".")[:2])
+    assert ("attention_output_gate" in config.__dataclass_fields__) == (minor >= (0, 16))
