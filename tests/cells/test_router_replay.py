@@ -1,0 +1,247 @@
+"""router-replay: a recompute does what its forward pass did, whatever the trainer has set since."""
+
+import contextlib
+import copy
+import gc
+
+import pytest
+import torch
+
+import shim
+from shim import testing
+from shim.patches.megatron_core import router_replay_proof as proofs
+from shim.patches.megatron_core.router_replay import RouterReplayError
+from shim.patches.megatron_core.router_replay_proof import FULL, LAYERS, MODEL, OF, TOKENS, TOPK, experts, losses
+
+ID = "router-replay"
+NEEDED = shim.plan()[ID].wanted
+needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+ALLTOALL = {"moe_token_dispatcher_type": "alltoall"}
+
+
+@pytest.fixture(autouse=True)
+def one_rank():
+    with testing.layout_initialised(testing.Layout()), proofs.alone() if NEEDED else contextlib.nullcontext():
+        yield
+
+
+@pytest.fixture
+def patched():
+    with shim.patched(only=[ID], require=[ID]) as report:
+        yield report
+
+
+def replays():
+    return proofs.replay_module().RouterReplay
+
+
+def act(action):
+    """Let all routers take this action: one of RouterReplayAction by name, or None."""
+    if action is None:
+        replays().clear_global_router_replay_action()
+    else:
+        replays().set_global_router_replay_action(proofs.replay_module().RouterReplayAction[action])
+
+
+def by_the_list():
+    act("REPLAY_BACKWARD")
+
+
+def cleared():
+    replays().clear_global_indices()
+    act(None)
+
+
+def left():
+    pass
+
+
+def recorded_since():
+    act("RECORD")
+
+
+def first_stage(between, forward="REPLAY_FORWARD", **options):
+    """Gradients of two microbatches that both run forward before the first runs backward."""
+    replays().clear_global_router_replay_instances()
+    model = testing.build_gpt(**MODEL, **options)
+    found = []
+    for microbatch in range(2):
+        if forward == "REPLAY_FORWARD":
+            proofs.replay(experts(microbatch))
+        else:
+            act(forward)
+        found.append(losses(model).mean() * (microbatch + 1))
+    between()
+    for loss in found:
+        loss.backward()
+    return proofs.learnt(model), model
+
+
+@needed
+@pytest.mark.parametrize("between", [by_the_list, cleared, left, recorded_since])
+@pytest.mark.parametrize("recompute", [FULL, SELECTIVE | ALLTOALL], ids=["full", "selective"])
+def test_a_recompute_does_what_its_forward_pass_did(patched, between, recompute):
+    truth, _ = first_stage(left, **{key: value for key, value in recompute.items() if key in ALLTOALL})
+    found, model = first_stage(between, **recompute)
+    assert torch.equal(found, truth)
+    # What was recomputed has been taken out of the list, once.
+    lists = [layer.mlp.router.router_replay.replay_backward_list for layer in model.decoder.layers]
+    assert lists == [[]] * LAYERS
+
+
+@needed
+@pytest.mark.parametrize("forward", [None, "RECORD"])
+def test_a_choice_of_its_own_is_made_again(patched, forward):
+    """Also where the next forward pass replays before the recompute."""
+
+    def replay_other():
+        proofs.replay(experts(5))
+
+    truth, _ = first_stage(left, forward)
+    found, _ = first_stage(replay_other, forward, **FULL)
+    assert torch.equal(found, truth)
+
+
+@needed
+def test_what_stock_does_right_stays():
+    """The list alone, with as many recomputes as forward passes; and a model that does not replay."""
+    stock = first_stage(by_the_list, **FULL)[0], first_stage(left, None, **FULL)[0]
+    with shim.patched(only=[ID], require=[ID]):
+        found = first_stage(by_the_list, **FULL)[0], first_stage(left, None, **FULL)[0]
+    assert all(map(torch.equal, found, stock))
+
+
+@needed
+def test_checkpoints_may_nest_and_run_backward_twice(patched):
+    """The inner checkpoint runs forward for the second time inside the outer recompute."""
+    from megatron.core.tensor_parallel import checkpoint
+
+    replay, seen = replays()(), []
+
+    def choose(scores):
+        probs, indices = replay.get_replay_topk(scores, TOPK, None, None, lambda scores, k, **_: scores.topk(k, dim=1))
+        seen.append(indices)
+        return probs.sum(1)
+
+    def inner(scores):
+        return checkpoint(choose, False, scores)
+
+    scores = torch.rand(TOKENS, OF, requires_grad=True)
+    first, second = experts(1)
+    proofs.replay([first])
+    found = checkpoint(inner, False, scores).sum()
+    proofs.replay([second])
+    found.backward(retain_graph=True)
+    cleared()
+    found.backward()
+    assert len(seen) == 5
+    assert all(torch.equal(indices, first) for indices in seen)
+
+
+@needed
+def test_an_error_in_a_recompute_leaves_nothing_open(patched):
+    from megatron.core.tensor_parallel import checkpoint
+
+    replay, calls = replays()(), []
+
+    def choose(scores):
+        calls.append(scores)
+        if len(calls) == 2:
+            raise RuntimeError("on purpose")
+        return replay.get_replay_topk(scores, TOPK, None, None, None)[0]
+
+    proofs.replay(experts(1)[:1])
+    with pytest.raises(RuntimeError, match="on purpose"):
+        checkpoint(choose, False, torch.rand(TOKENS, OF, requires_grad=True)).sum().backward()
+    proofs.replay(experts(2)[:1])
+    assert torch.equal(choose_again(replay), experts(2)[0])
+
+
+def choose_again(replay):
+    return replay.get_replay_topk(torch.rand(TOKENS, OF), TOPK, None, None, None)[1]
+
+
+@needed
+@pytest.mark.parametrize("cut", [(slice(0, 4), slice(None)), (slice(None), slice(0, 1))], ids=["tokens", "topk"])
+def test_experts_of_a_wrong_shape_raise(cut):
+    """Stock leaves the other tokens without experts."""
+    model = testing.build_gpt(**MODEL)
+    proofs.replay([each[cut] for each in experts(1)])
+    assert proofs.misrouted(model, experts(1)) > 0
+    with shim.patched(only=[ID], require=[ID]), pytest.raises(RouterReplayError, match=r"\[router-replay\].*6 tokens"):
+        losses(model)
+
+
+@needed
+def test_routers_go_with_their_model():
+    with shim.patched(only=[ID], require=[ID]):
+        list_of_stock, model = replays().global_router_replay_instances, testing.build_gpt(**MODEL)
+        assert shim.status()[ID].holds
+        other = testing.build_gpt(**MODEL)
+        assert len(list_of_stock) == 2 * LAYERS
+        del model
+        gc.collect()
+        mine = [layer.mlp.router.router_replay for layer in other.decoder.layers]
+        assert list_of_stock is replays().global_router_replay_instances
+        assert list(map(id, list_of_stock)) == list(map(id, mine))
+    del other
+    gc.collect()
+    assert len(list_of_stock) == LAYERS  # as on stock, once the patch has gone
+
+
+@needed
+def test_a_fused_router_records(patched, monkeypatch):
+    from megatron.core.transformer.moe import moe_utils
+
+    used = []
+
+    def fused(logits, topk, **options):
+        used.append(topk)
+        return moe_utils.topk_routing_with_score_function(logits, topk)
+
+    monkeypatch.setattr(moe_utils, "HAVE_TE", True)
+    monkeypatch.setattr(moe_utils, "fused_topk_with_score_function", fused, raising=False)
+    replay, logits = replays()(), torch.rand(TOKENS, OF)
+    act("RECORD")
+    moe_utils.topk_routing_with_score_function(logits, TOPK, fused=True, router_replay=replay)
+    assert replays().get_recorded_data()[0].shape == (TOKENS, TOPK)
+    assert not used
+    act(None)
+    moe_utils.topk_routing_with_score_function(logits, TOPK, fused=True, router_replay=replay)
+    assert used == [TOPK]
+
+
+@needed
+def test_it_compiles(patched):
+    from megatron.core.transformer.moe import moe_utils
+
+    replay = replays()()
+    proofs.replay(experts(1)[:1])
+
+    def route(logits):
+        return moe_utils.topk_routing_with_score_function(logits, TOPK, router_replay=replay)
+
+    logits = torch.rand(TOKENS, OF)
+    compiled = torch.compile(route, fullgraph=True, backend="eager")(logits)
+    assert all(map(torch.equal, compiled, route(logits)))
+
+
+@needed
+def test_check_names_what_never_replays(patched):
+    model = testing.build_gpt(**MODEL)
+    assert shim.check(model)[ID].state == "applied"
+    router = model.decoder.layers[0].mlp.router
+    listed, router.router_replay = router.router_replay, copy.copy(router.router_replay)
+    with pytest.raises(shim.NotMetError, match="copied model"):
+        shim.check(model)
+    router.router_replay = listed
+    for layer in model.decoder.layers:
+        layer.mlp.router.routing_type = "sinkhorn"
+    with pytest.raises(shim.NotMetError, match="sinkhorn"):
+        shim.check(model)
+
+
+@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
+def test_this_release_needs_no_patch():
+    assert shim.plan()[ID].action == "upstream"
