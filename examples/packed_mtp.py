@@ -243,7 +243,7 @@ def show_revert(before: dict[str, Any], written: dict[str, Any]) -> list[str]:
     """Prints what shim wrote and returns the names that are not as before, or hold something of shim's."""
     after = contents()
     gone = object()
-    of_shim = {id(value) for value in written.values()}
+    of_shim = {id(value) for value in written.values() if not isinstance(value, bool | None)}
     left = [place for place in written if after.get(place, gone) is not before.get(place, gone)]
     left += [place for place, value in after.items() if id(value) in of_shim and place not in left]
     say(f"shim had written {len(written)} names: " + ", ".join(p.removeprefix("megatron.core.") for p in written))

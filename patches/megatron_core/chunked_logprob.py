@@ -25,7 +25,7 @@ The patch: both functions return the negative log-probability that shim.ops comp
 Upstream: open. Delete when the functions save no softmax.
 
 Not covered: cross_entropy_fusion_impl="te". Transformer Engine's kernel overwrites the logits with the gradient in
-forward, so it needs no memory beyond the logits.
+forward, so it needs no memory beyond the logits. te-cross-entropy mends its gradients.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from typing import Any
 from unittest import mock
 
 import torch
 
 from shim import testing
+from shim.testing.cpu import optimizer_on_cpu, type_on_a_gpu
 from shim.testing.proof import Here, proof
 
 LR, EMBEDDING_LR = 1e-3, 5e-4
@@ -21,7 +21,7 @@ def optimizer_of(distributed: bool, **settings: Any) -> Any:
     It has taken one step, so it has states. The same seed gives the same states.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer import OptimizerConfig
 
     model = testing.build_gpt(num_layers=1, mtp_num_layers=None)
     ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed, overlap_grad_reduce=False)
@@ -38,10 +38,8 @@ def optimizer_of(distributed: bool, **settings: Any) -> Any:
             **settings,
         }
     )
-    with mock.patch.object(torch.Tensor, "type", _type_on_a_gpu):
-        gloo = {"use_gloo_process_groups": False}
-        known = inspect.signature(get_megatron_optimizer).parameters
-        optimizer = get_megatron_optimizer(config, [wrapped], **{key: gloo[key] for key in gloo if key in known})
+    optimizer = optimizer_on_cpu(config, [wrapped])
+    with mock.patch.object(torch.Tensor, "type", type_on_a_gpu):
         row = torch.arange(8)[None]
         model(row, row, None, labels=row).mean().backward()
         wrapped.finish_grad_sync()
@@ -54,15 +52,6 @@ def optimizer_of(distributed: bool, **settings: Any) -> Any:
 def inner_of(optimizer: Any) -> Any:
     """The optimizer of torch inside."""
     return (optimizer.chained_optimizers[0] if hasattr(optimizer, "chained_optimizers") else optimizer).optimizer
-
-
-_type = torch.Tensor.type
-
-
-def _type_on_a_gpu(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The name of a tensor's type, as it is on a GPU: the distributed optimizer asks for it."""
-    found = _type(tensor, *args, **kwargs)
-    return found.replace("torch.", "torch.cuda.") if isinstance(found, str) and ".cuda." not in found else found
 
 
 def fields(optimizer: Any) -> list[dict[str, Any]]:

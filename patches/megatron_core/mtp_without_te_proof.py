@@ -7,8 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-import torch
-
+from shim.testing.model import ON_CPU
 from shim.testing.proof import CannotRunError, Here, proof
 
 INFERENCE = "megatron.core.tensor_parallel.inference_layers"
@@ -18,14 +17,7 @@ CONFIG: dict[str, Any] = {
     "num_attention_heads": 4,
     "mtp_num_layers": 1,
     "add_bias_linear": False,
-    "params_dtype": torch.float32,
-    "use_cpu_initialization": True,
-    # Fused kernels need a GPU, Apex or Transformer Engine.
-    "bias_activation_fusion": False,
-    "bias_dropout_fusion": False,
-    "masked_softmax_fusion": False,
-    "gradient_accumulation_fusion": False,
-    "persist_layer_norm": False,
+    **ON_CPU,
 }
 
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shim.ops.rope import thd_freqs
 from shim.patches._arguments import Function, takes
@@ -30,6 +31,21 @@ ROPE = "megatron.core.models.common.embeddings.rope_utils:"
 
 # A rotation needs three temporaries, each as large as its input.
 PIECES, PIECE_BYTES = 8, 16 << 20
+
+
+def in_pieces(rotate: Function, t: Tensor, rows: Tensor) -> Tensor:
+    """rotate(t [t, 1, h, d], rows) for t [t, h, d] and a row of the table for each token: [t, h, d].
+
+    Large rows are rotated in a few pieces, so temporaries stay small.
+    """
+    pieces = min(PIECES, t.numel() * t.element_size() // PIECE_BYTES)
+    if pieces < 2:
+        whole: Tensor = rotate(t.unsqueeze(1), rows).squeeze(1)
+        return whole
+    size = -(-t.size(0) // pieces)
+    # split instead of slices, because the gradient of a slice is as large as the whole tensor.
+    together = zip(t.unsqueeze(1).split(size), rows.split(size), strict=True)
+    return torch.cat([rotate(*piece) for piece in together]).squeeze(1)
 
 
 def rotate_as_one(original: Function, row_per_token: bool | None) -> Function:
@@ -52,13 +68,7 @@ def rotate_as_one(original: Function, row_per_token: bool | None) -> Function:
         rows = thd_freqs(freqs, cu_seqlens, t.size(0), cp_size=cp_size, cp_rank=cp_rank, row_per_token=row_per_token)
         # The remaining arguments say how to rotate. Upstream names them alike for both formats.
         rotate = functools.partial(upstream["_apply_rotary_pos_emb_bshd"], **given)
-        pieces = min(PIECES, t.numel() * t.element_size() // PIECE_BYTES)
-        if pieces < 2:
-            return rotate(t.unsqueeze(1), rows).squeeze(1)
-        size = -(-t.size(0) // pieces)
-        # split instead of slices, because the gradient of a slice is as large as the whole tensor.
-        together = zip(t.unsqueeze(1).split(size), rows.split(size), strict=True)
-        return torch.cat([rotate(*piece) for piece in together]).squeeze(1)
+        return in_pieces(rotate, t, rows)
 
     how = inspect.signature(upstream["_apply_rotary_pos_emb_bshd"]).parameters
     takes(_apply_rotary_pos_emb_thd, {"t", "cu_seqlens", "freqs", "cp_group", *how})

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from contract_cases import import_targets
 
 import shim
 from shim import testing
@@ -23,6 +24,12 @@ MODELS = {
     "learned": {"mtp_num_layers": None, "position_embedding_type": "learned_absolute"},
     "mtp": {"mtp_num_layers": 1},
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def everything_is_loaded():
+    """Nothing waits for the import of a module that no model needs."""
+    import_targets(shim.plan())
 
 
 def trained(options):

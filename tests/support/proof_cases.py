@@ -33,8 +33,9 @@ def cases(wanted, cell, everyday):
 
 def side(found, *ids):
     """What the proof gives with these patches, and with those that both sides need."""
+    options = {id: dict(found.options) for id in ids} if found.options else None
     ids = [*ids, *found.beside]
-    with shim.patched(only=ids, require=ids):
+    with shim.patched(only=ids, require=ids, options=options):
         return measure(found, Here(world=found.ranks, te=found.te))
 
 

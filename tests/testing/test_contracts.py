@@ -116,8 +116,8 @@ def with_another_first(function):
 def mutants_for(function, needs):
     yield from (*without_decorators(function), with_another_first(function))
     yield from (with_phrase(function, phrase) for phrase in needs.lacks)
-    yield from generate(function)
     yield from change_attribute(function)
+    yield from generate(function)
 
 
 def unbroken(function, reduced, variant, target):

@@ -6,6 +6,7 @@ from unit_helpers import REPOSITORY
 from shim._matrix.load import load_matrix
 from shim._proving.results import FAILURES
 from shim._tools.docs_defects import defects_page, defects_picture, proof_texts, read_proved
+from shim._tools.docs_links import linked, short
 from shim._tools.prove_all import as_text, of_its_time, recorded
 
 MATRIX = load_matrix()
@@ -71,6 +72,42 @@ def test_the_page_and_its_picture_have_each_proof():
     for text in TEXTS:
         assert f"## {text.label}" in page and f"shim prove {text.patch}" in page
         assert f">{text.label}</text>" in picture
+
+
+def test_the_table_says_of_each_defect_where_it_is_and_who_met_it():
+    rows = [line.split(" | ") for line in defects_page(MATRIX, PROVED).splitlines() if "`shim prove " in line]
+    rows = [row for row in rows if len(row) == 7]
+    assert len(rows) == len(TEXTS)
+    for text, (defect, kind, wrong, others, upstream, met_by, command) in zip(TEXTS, rows, strict=True):
+        entry = MATRIX.patches[text.patch]
+        assert text.reproduction.splitlines()[0] in defect and kind == text.keywords.get("defect", "silent")
+        assert wrong and (others or wrong != "none that was run")
+        assert upstream == "; ".join(map(short, entry.references)) and met_by == "; ".join(map(short, entry.met_by))
+        assert f"`shim prove {text.patch}`" in command
+
+
+def test_releases_are_told_apart_by_what_came_out():
+    texts = {text.label: text for text in TEXTS}
+    page = defects_page(MATRIX, PROVED)
+    for label, cells in {
+        "expert-bias-padding/padding-does-not-count-for-the-bias": "0.16.0 to 0.19.2 | not run: 0.12.0 to 0.15.3",
+        "masked-microbatch": "0.12.0 to 0.14.0 | right: 0.15.0 to 0.19.2",
+        "te-skip-weight-update": "Transformer Engine 2.15.0 to 2.16.1 | ",
+    }.items():
+        kind = texts[label].keywords.get("defect", "silent")
+        assert f"(#{label.replace('/', '')}) | {kind} | {cells}" in page
+
+
+def test_references_become_links():
+    place = "https://github.com/NVIDIA/Megatron-LM"
+    text = "Megatron-LM issues 6760 and 7452 (the group; open)"
+    assert linked(text) == (
+        f"Megatron-LM issues [6760]({place}/issues/6760) and [7452]({place}/issues/7452) (the group; open)"
+    )
+    assert short(text) == f"[Megatron-LM 6760]({place}/issues/6760), [Megatron-LM 7452]({place}/issues/7452), open"
+    assert short("Megatron-LM commit 1aef9f8eff (in 0.15)") == f"[Megatron-LM 1aef9f8eff]({place}/commit/1aef9f8eff)"
+    assert linked("a fork") == short("a fork") == "a fork" and short("x" * 200) == "see below"
+    assert "ROCm/TransformerEngine/issues/715" in linked("ROCm Transformer Engine issue 715")
 
 
 def test_the_record_is_written_with_a_line_for_each_proof():

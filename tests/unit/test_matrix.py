@@ -50,6 +50,14 @@ def test_the_matrix_of_these_tests_is_valid(world):
     assert all(set(pins) == set(matrix.patches) for pins in matrix.pins["megatron-core"].values())
 
 
+def test_who_met_a_defect_is_read(world):
+    """A list of texts; nobody needs to be known."""
+    text, _ = changed("    changes: values", "    changes: values\n    met_by: [verl issue 1, a fork]")
+    world.matrix.write_text(text)
+    patches = load_matrix(world.matrix).patches
+    assert patches["roll-fix"].met_by == ("verl issue 1", "a fork") and patches["faster-forward"].met_by == ()
+
+
 def test_stand_ins_are_read(world):
     """Packages that may be missing, with the modules that may run without them; a patch may have none."""
     text, _ = changed("    changes: values", "    changes: values\n    stand_ins: {kernels: [a.b, c], other: [a.b]}")

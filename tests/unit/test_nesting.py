@@ -4,7 +4,8 @@ from itertools import combinations
 
 from shim._matrix.load import load_matrix
 
-MTP = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer."
+MODULE = "megatron.core.transformer.multi_token_prediction:"
+MTP = MODULE + "MultiTokenPredictionLayer."
 RANDOM = "megatron.core.tensor_parallel.random:"
 
 # (inside, outside): the targets they share
@@ -12,21 +13,67 @@ OUTSIDE = {
     # The checkpoint runs its function again, so what packed rows need has to be in there. _checkpointed_forward of
     # mtp-recompute does the whole job itself, and calls that of mtp-packed-sequences no more.
     ("mtp-packed-sequences", "mtp-recompute"): {MTP + "forward", MTP + "_checkpointed_forward"},
+    # One gives other arguments or returns the main states before the loss, and the other rolls: either order does.
+    ("mtp-packed-sequences", "mtp-loss-options"): {
+        MODULE + "MultiTokenPredictionBlock.forward",
+        MODULE + "process_mtp_loss",
+        "megatron.core.models.gpt.gpt_model:GPTModel._postprocess",
+    },
     # config-override only marks the function and calls it: either order does.
     ("fp8-fp4-recompute", "config-override"): {
         RANDOM + "CheckpointFunction.forward",
         RANDOM + "CheckpointWithoutOutput.checkpoint",
     },
+    # Each puts something around the function that a checkpoint runs: either order does.
+    ("fp8-fp4-recompute", "router-replay"): {RANDOM + "CheckpointFunction.forward"},
+    ("config-override", "router-replay"): {RANDOM + "CheckpointFunction.forward"},
     # The input has to require a gradient before a checkpoint takes it: either order does.
     ("fp8-fp4-recompute", "frozen-recompute"): {
         "megatron.core.transformer.transformer_block:TransformerBlock._checkpointed_forward"
     },
+    # One sees to the states and the other to the layers: either order does.
+    ("frozen-recompute", "recompute-padding-mask"): {
+        "megatron.core.transformer.transformer_block:TransformerBlock._checkpointed_forward"
+    },
+    # One looks at the outputs of the recomputed function and the other at its inputs: either order does.
+    ("checkpoint-without-grad", "recompute-frees-inputs"): {RANDOM + "CheckpointFunction.backward"},
+    # One gives back a function of Transformer Engine, and the other a None where there is none: either order does.
+    ("te-moved-symbols", "moe-without-te"): {"megatron.core.transformer.moe.moe_utils:te_general_gemm"},
     # Both take the function's place, and chunked-logprob smooths labels as label-smoothing does: either order does.
     ("label-smoothing", "chunked-logprob"): {
         "megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy"
     },
+    # p2p-default-group takes the function's place, and sends by _batched_p2p_ops, which has the order already. Outside,
+    # pipeline-p2p-order would exchange what is sent twice.
+    ("pipeline-p2p-order", "p2p-default-group"): {
+        "megatron.core.pipeline_parallel.p2p_communication:_communicate_shapes",
+        "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate_shapes",
+    },
+    # One looks at what the loss function returns and the other at the scale of other losses: either order does.
+    ("masked-microbatch", "moe-aux-loss-scale"): {
+        "megatron.core.pipeline_parallel.schedules:forward_step",
+        "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
+    },
+    # Each sets the scale of losses of its own before the function's backward: either order does.
+    ("moe-aux-loss-scale", "dsa-indexer-loss-scale"): {
+        "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
+    },
+    # Multi-latent attention has no multimodal positions, so a call concerns one of them at most.
+    ("mrope-thd", "mla-rope-key-gradient"): {
+        "megatron.core.models.common.embeddings.rope_utils:apply_rotary_pos_emb",
+    },
+    # expert-grad-groups marks before it calls on, and expert-bias-gradient looks at that after the call: either does.
+    ("expert-grad-groups", "expert-bias-gradient"): {
+        "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__"
+    },
     # Both take the function's place, and only that of rope-fusion tells from its values which rows a table has.
     ("rope-thd", "rope-fusion"): {"megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd"},
+    # mrope-thd is outside: the packed row that it hands on as an unpacked one with its own table may stay fused.
+    ("rope-fusion", "mrope-thd"): {"megatron.core.models.common.embeddings.rope_utils:apply_rotary_pos_emb"},
+    # One replaces the config of the call and the other the tensor: either order does.
+    ("rope-fusion", "mla-rope-key-gradient"): {
+        "megatron.core.models.common.embeddings.rope_utils:apply_rotary_pos_emb"
+    },
 }
 
 

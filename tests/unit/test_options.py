@@ -235,7 +235,7 @@ def test_lists_of_arguments_are_split_too(asked):
 @pytest.mark.parametrize(
     ("name", "found"),
     [
-        ("mtp", ["mtp-recompute", "mtp-without-te", "mtp-packed-sequences"]),
+        ("mtp-", ["mtp-recompute", "mtp-without-te", "mtp-loss-options"]),
         ("packed", ["mtp-packed-sequences"]),
         ("paged_stash", ["paged-stash"]),
         ("Paged-Stash", ["paged-stash"]),
