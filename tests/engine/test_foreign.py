@@ -226,6 +226,18 @@ def test_of_a_pair_both_stay_or_none(world, taken):
     assert same(before, world.snapshot()) == []
 
 
+@pytest.mark.parametrize("taken", ["forward", "backward"])
+def test_of_a_pair_one_goes_where_the_other_was_replaced_for_good(world, taken):
+    """A function that calls nothing of shim's was written for upstream's other half."""
+    world.patch("p", [CORE + "layers:Layer.forward", CORE + "layers:Layer.backward"])
+    before = world.snapshot()
+    shim.apply()
+    world.set(f"layers:Layer.{taken}", lambda self, x: None)
+    shim.revert()
+    other = "backward" if taken == "forward" else "forward"
+    assert world.get(f"layers:Layer.{other}") is before["layers:Layer", other]
+
+
 def test_a_second_apply_with_a_foreign_patch_on_top_changes_nothing(world):
     """Two frameworks may both call apply(): the patch of a third one above ours stays, and nothing comes off."""
     world.patch("p", [CORE + "ops:double", CORE + "layers:Layer.forward"])
