@@ -5,9 +5,7 @@ The module uses only names that every release from 2.1 has, and `autocast`, whic
 
 from __future__ import annotations
 
-import functools
 import sys
-import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -16,6 +14,7 @@ import torch
 
 from shim.patches._fp8_queues import OwnEntries, scales_stay_with_checkpoints
 from shim.patches._fp8_scales import ForwardScales, own_flags
+from shim.patches._recomputed import Recomputed
 
 
 class Autocast(NamedTuple):
@@ -95,25 +94,7 @@ def remembering(function: Callable[..., Any], track: bool) -> Callable[..., Any]
     if state is None:
         return function
     track = track and state.enabled
-    return _Remembering(function, (_with_its_scales if track else _in_its_region)(function, state))
-
-
-class _Remembering:
-    """What a checkpoint keeps in the place of `function`: it calls `run`, and shows the cells of `function`.
-
-    Trainers look for a layer directly among the cells of what a checkpoint runs again.
-    """
-
-    def __init__(self, function: Callable[..., Any], run: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, function, updated=())
-        self.function, self.run = function, run
-
-    @property
-    def __closure__(self) -> tuple[types.CellType, ...]:
-        return getattr(self.function, "__closure__", None) or ()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(*args, **kwargs)
+    return Recomputed(function, (_with_its_scales if track else _in_its_region)(function, state))
 
 
 def _in_its_region(function: Callable[..., Any], state: Autocast) -> Callable[..., Any]:

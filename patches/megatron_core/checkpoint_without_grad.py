@@ -15,8 +15,8 @@ Backward of all other checkpoints runs as upstream has it.
 
 Upstream: open. Delete when both functions leave out outputs that require no gradient.
 
-Not covered: checkpoints of which no input requires a gradient. See frozen-recompute. A trainer that replaces
-CheckpointFunction.backward needs the same in its own.
+Not covered: checkpoints of which no input requires a gradient. See frozen-recompute. A trainer's own
+CheckpointFunction.backward needs shim.apply() after it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from shim.patches._arguments import Function
+from shim.patches._recomputed import Recomputed
 
 RANDOM = "megatron.core.tensor_parallel.random:"
 CHECKPOINT = RANDOM + "CheckpointFunction.backward"
@@ -44,7 +45,7 @@ def _checkpoint_function_backward(original: Function) -> Function:
             found = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
             return outputs if any(map(_requires_grad, found)) else _with_leaf(found)
 
-        ctx.run_function = with_one_to_take_it
+        ctx.run_function = Recomputed(run, with_one_to_take_it)
         try:
             return original(ctx, *grads)
         finally:
