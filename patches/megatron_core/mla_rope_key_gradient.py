@@ -161,6 +161,17 @@ def _fused_apply_mla_rope_for_kv(original: Any) -> Any:
     return fused_apply_mla_rope_for_kv
 
 
+def probe(module: Any, method: str, models: list[Any]) -> bool | str:
+    """See docs/patch-modules.md."""
+    if _tensor_parallel_group(module).size() == 1:
+        return True  # nobody else has a part of the gradient
+    weight = getattr(module.linear_kv_down_proj, "weight", None)
+    whole = module.config.kv_lora_rank + module.config.qk_pos_emb_head_dim
+    if module.config.sequence_parallel and weight is not None and weight.shape[0] == whole:
+        return True  # the rotary part has to be gathered, and the backward of that sums
+    return "shim does not try it, because the gradient is a sum over tensor-parallel ranks"
+
+
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
     found: dict[str, Callable[[Function], Function]] = {

@@ -207,3 +207,32 @@ def left_by_a_failure():
 
 def test_an_exception_inside_leaves_nothing_behind(ranks2):
     assert ranks2.run(left_by_a_failure) == [None, None]
+
+
+def state_with_an_override(tp, overrides):
+    """What check() says of a layer whose class has a method of its own, as mcore-bridge's has."""
+    with testing.megatron_on_cpu(), testing.layout_initialised(testing.Layout(tp=tp)), patched(True):
+        with cases.without_te() as module:
+            layer = cases.build(module, **overrides)
+            own = {"get_query_key_value_tensors": lambda self, *args, **kwargs: None}
+            layer.__class__ = type("Own", (type(layer),), own)
+            return shim.check(layer)[ID].state
+
+
+@pytest.mark.parametrize(
+    ("tp", "overrides", "state"),
+    [
+        (1, {}, "applied"),
+        (2, {}, "pending"),
+        (2, {"sequence_parallel": True}, "pending"),
+        (2, {"sequence_parallel": True, "duplicated": True}, "applied"),
+    ],
+)
+def test_an_override_hides_nothing_where_nothing_is_to_be_summed(ranks2, tp, overrides, state):
+    """On one rank, and where the rotary key of a duplicated projection has to be gathered."""
+    if overrides.get("duplicated") and MINOR < (0, 14):
+        pytest.skip("no projection is duplicated before 0.14")
+    if tp == 1:
+        assert state_with_an_override(tp, overrides) == state
+    else:
+        assert ranks2.run(state_with_an_override, tp, overrides) == [state, state]
