@@ -305,6 +305,8 @@ def _judge(report: Report, options: Options) -> None:
 def _amiss(patch: PatchReport, required: bool) -> bool:
     if patch.in_doubt and not required and patch.kind in ("performance", "feature"):
         return False  # without the patch the model trains right, too
+    if patch.may_wait and not required:
+        return False
     if patch.state == "inactive":
         return required or patch.kind != "feature"  # nobody may have wanted the feature
     return patch.state in ("pending", "shadowed", "conflict", "failed") or (

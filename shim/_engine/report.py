@@ -9,9 +9,10 @@ from typing import Any
 from shim._planning.overview import Row, group, grouped, headline
 from shim._record import EMPTY, Record
 
-__all__ = ["NOT_KNOWN", "STATES", "PatchReport", "Report"]
+__all__ = ["NOT_IMPORTED", "NOT_KNOWN", "STATES", "PatchReport", "Report"]
 
 NOT_KNOWN = "not known"  # how the reason begins of a pending patch whose effect nobody knows
+NOT_IMPORTED = "not imported"  # and of one whose modules nothing of this process needs so far
 
 STATES = (
     "applied",
@@ -51,6 +52,11 @@ class PatchReport(Record):
     def in_doubt(self) -> bool:
         """Whether nobody knows if the patch has its effect. Doubt is never an error."""
         return self.state == "pending" and self.reason.startswith(NOT_KNOWN)
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether the patch waits for nothing but modules that a process may do without."""
+        return self.state == "pending" and self.reason.startswith(NOT_IMPORTED)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -118,7 +124,7 @@ class Report(Record):
         rows = [
             Row(
                 id,
-                group(p.state, p.kind, pending_is_amiss),
+                group(p.state, p.kind, pending_is_amiss and not p.may_wait),
                 p.state,
                 p.summary,
                 p.reason,

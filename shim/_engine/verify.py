@@ -10,7 +10,7 @@ from shim._engine.binder import Binder
 from shim._engine.chain import Lost, replaced_by
 from shim._engine.conflicts import remedy_for, remedy_in_doubt
 from shim._engine.foreign import describe, takes_the_same
-from shim._engine.report import NOT_KNOWN, PatchReport, Report
+from shim._engine.report import NOT_IMPORTED, NOT_KNOWN, PatchReport, Report
 from shim._planning.plan import Decision, Plan
 from shim._record import replace
 from shim._releases.fingerprint import split_target
@@ -47,6 +47,10 @@ def _state(
     if waiting:
         modules = ", ".join(dict.fromkeys(split_target(target)[0] for target in waiting))
         made = report("pending", f"waits for the import of {modules}; {decision.reason}", targets)
+    elif targets and set(targets.values()) == {"pending"}:
+        # A target that is optional keeps nobody waiting, but `applied` is said of nothing that is not bound.
+        modules = ", ".join(dict.fromkeys(split_target(target)[0] for target in targets))
+        made = report("pending", f"{NOT_IMPORTED}: {modules}, and patched as soon as it is; {decision.reason}", targets)
     elif unknown := [target for target, state in targets.items() if state == "unknown"]:
         who = _who(lost[unknown[0]])
         reason = f"{NOT_KNOWN}: whether {who} calls shim's function on {unknown[0]}, which it holds"

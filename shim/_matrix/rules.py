@@ -92,9 +92,9 @@ def _variant(read: Reader, name: str, node: yaml.Node, entries: Mapping[str, yam
         if target in targets:
             raise read.fail(item, f"target {target} stands twice in variant {name}")
         targets.append(target)
-    if set(targets) <= flags["optional"]:
-        raise read.fail(node, f"variant {name} has no target" + (" that is not optional" if targets else ""))
-    if targets and set(targets) <= spared.keys():
+    if not targets:
+        raise read.fail(node, f"variant {name} has no target")
+    if set(targets) <= spared.keys():
         raise read.fail(node, f"variant {name} can do without each of its targets")
     reads = entries.get("reads")
     items = [] if reads is None else read.sequence(reads, f"reads of {name}")

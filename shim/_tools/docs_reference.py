@@ -79,8 +79,9 @@ MEANINGS = {
         "The reason names the flag or the option that switches it on.",
     ),
     "pending": (
-        "The patch waits for the import of a module that it patches; or `check(model)` cannot tell whether it has its "
-        'effect on the model, and the reason begins "not known".',
+        "The patch waits for the import of a module that it patches (where a process may do without the module, the "
+        'reason begins "not imported", and `check` does not warn); or `check(model)` cannot tell whether the patch has '
+        'its effect on the model, and the reason begins "not known".',
         "Nothing, unless the trainer has imported everything: then exclude the patch. In doubt: test the override that "
         "the reason names, and mark it with `shim.compatible` if it is right.",
     ),
@@ -207,7 +208,7 @@ KEYS = {
     "A target": {
         "target": "The name.",
         "inherits": "The definition that the class inherits under this name. Its body counts.",
-        "optional": "`true`: the patch is in force even when the module of this target is never imported.",
+        "optional": "`true`: a process may do without the module of this target, so the patch does not wait for it.",
         "added": "`true`: the release may lack the name. The factory then gets MISSING.",
         "alone": "`true`: shim does not bind aliases of this target.",
         "wraps": "`true`: the factory holds around any function that takes the same calls, also a foreign one.",

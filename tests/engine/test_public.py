@@ -170,6 +170,20 @@ def test_check_names_what_is_pending(patched_world, caplog):
         shim.check()
 
 
+def test_check_is_silent_about_modules_that_a_process_may_do_without(world, caplog):
+    """The patch still says that it waits, and a trainer that requires it hears of it."""
+    world.patch("count", [{"target": "megatron.core.layers:Layer.forward", "optional": True}])
+    shim.apply()
+    found = shim.check()["count"]
+    assert found.state == "pending" and found.reason.startswith("not imported: megatron.core.layers")
+    assert warnings_in(caplog) == [] and "nothing needs you" not in shim.check().text(pending_is_amiss=True)
+    shim.apply(require=["count"])
+    with pytest.raises(shim.NotMetError, match="not imported"):
+        shim.check()
+    world.get("layers:Layer")
+    assert shim.check()["count"].state == "applied"
+
+
 class FakeModel:
     """As much of a torch.nn.Module as check() asks for."""
 

@@ -115,7 +115,7 @@ def states(told, which="checked"):
 
 
 @pytest.mark.parametrize("which", ["checked", "checked without it"])
-def test_check_names_verls_backward(told, which):
+def test_check_names_verls_backward(told, core, which):
     """The patches that rely on upstream's backward say whose it is now; they are applied, because they still hold."""
     for id in (OVERRIDE, FP8):
         state, _, others = states(told, which)[id]
@@ -123,14 +123,26 @@ def test_check_names_verls_backward(told, which):
         assert state == "applied"
         assert "CheckpointFunction.backward" in sentence and "verl/models/mcore/patch.py" in sentence
     relying = {id for id, (_, _, others) in states(told, which).items() if "relies on" in " ".join(others)}
-    assert relying == {OVERRIDE, FP8}
+    assert relying == {OVERRIDE, FP8} | ({"router-replay"} if newer(core, (0, 16)) else set())
 
 
 def test_nothing_else_is_amiss(told):
     """What verl binds on a model concerns the MTP patches and no other."""
     concerned = (PACKED, RECOMPUTE, "paged-stash")  # the model has no experts to stash
-    others = {id: state for id, (state, *_) in states(told).items() if id not in concerned}
+    others = {
+        id: state
+        for id, (state, reason, _) in states(told).items()
+        if id not in concerned and not reason.startswith("not imported")
+    }
     assert set(others.values()) <= {"applied", "upstream", "inactive"}, others
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_outputs_without_gradient_are_left_out_of_verls_backward_that_came_first(core, order):
+    """shim stands around it then. Put there later, it is named with what it costs."""
+    state, _, others = states(story(core, order))["checkpoint-without-grad"]
+    assert state == "applied"
+    assert any("verl/models/mcore/patch.py" in text for text in others) is (order == "shim first")
 
 
 def test_mtp_recompute_is_applied_where_verl_leaves_it(told, core):

@@ -140,7 +140,7 @@ def test_the_shipped_matrix_names_only_patches_of_shim(tmp_path, monkeypatch, co
         ('["megatron.core.roll:roll"]', '["megatron.core.roll"]', "not of the form"),
         ('["megatron.core.roll:roll"]', '["a:b", "a:b"]', "stands twice"),
         ('["megatron.core.roll:roll"]', '[{target: "a:b", optional: 1}]', "optional must be true or false"),
-        ('["megatron.core.roll:roll"]', '[{target: "a:b", optional: true}]', "no target that is not optional"),
+        ('["megatron.core.roll:roll"]', "[]", "has no target"),
         ('["megatron.core.roll:roll"]', '[{inherits: "a:b"}]', "lacks 'target'"),
         ('["megatron.core.roll:roll"]', '[{target: "a:b", without: all}]', "can do without each of its targets"),
         ('["megatron.core.roll:roll"]', '[{target: "a:b", reached_by: ["c"]}]', "not of the form"),
