@@ -120,7 +120,7 @@ def with_more_patches(directory: Path) -> None:
     entries, more = [body], {}
     for number in range(1, TIMES):
         text = re.sub(
-            r"(?<=[ \[])([&*][a-z][a-z-]*)(?=[ ,\n}\]])", rf"\1-{number}", body
+            r"(?<=[ \[])([&*][a-z][a-z0-9-]*)(?=[ ,\n}\]])", rf"\1-{number}", body
         )  # anchors are unique in a file
         for id, entry in load_matrix().patches.items():
             made_up = f"made_up_{id.replace('-', '_')}_{number}"

@@ -63,6 +63,8 @@ def _is_plainly(value: Any, path: str, module: str, qualname: str) -> bool:
         value = value.fget
     if _is(value, type):
         return bool(value.__module__ == module and value.__qualname__ == qualname)
+    if _is(value, types.FunctionType) and value.__globals__.get("__name__", "").startswith("torch."):
+        value = getattr(value, "__wrapped__", None)  # as under torch.no_grad()
     # From Python 3.11 on byte code has the qualified name, which no decorator copies to a wrapper.
     name = getattr(value.__code__, "co_qualname", None) if _is(value, types.FunctionType) else None
     return name == qualname and _is_of_file(value, path)

@@ -75,8 +75,8 @@ def test_fp32_is_no_worse_than_torch(scale, offset):
     mine, of_mine = gradient_of(lambda x, t: token_logprobs(x, t)[:1], logits, target, weights=weights)
     for found, other, true in ((mine[0], peer[0], right[0]), (of_mine, of_peer, of_right)):
         error, torch_error = ((value.double() - true).abs() for value in (found, other))
-        # Where torch is right by chance: up to four roundings of a number near 1.
-        by_chance = 1.05 if INTERPRETED else 1
+        # Where torch is right by chance: it adds up in another order on each width of a CPU's registers.
+        by_chance = 1.1
         assert error.mean() <= by_chance * torch_error.mean()
         assert error.max() <= max(torch_error.max(), 4 * HALF_ULP[torch.float32])
 
