@@ -15,8 +15,8 @@ Backward of all other checkpoints runs as upstream has it.
 
 Upstream: open. Delete when both functions leave out outputs that require no gradient.
 
-Not covered: checkpoints of which no input requires a gradient. See frozen-recompute. A trainer's own
-CheckpointFunction.backward needs shim.apply() after it.
+Not covered: checkpoints of which no input requires a gradient. See frozen-recompute. A trainer that replaces
+CheckpointFunction.backward needs the same in its own.
 """
 
 from __future__ import annotations

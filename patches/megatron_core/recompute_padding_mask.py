@@ -57,6 +57,15 @@ class _Masked:
         return self._layer(*args, padding_mask=self._mask if padding_mask is None else padding_mask, **kwargs)
 
 
+def probe(module: Any, method: str, models: list[Any]) -> bool | str:
+    """See docs/patch-modules.md."""
+    config = module.config
+    some = config.recompute_method == "block" and config.recompute_num_layers < len(module.layers)
+    if not some or config.recompute_granularity != "full" or config.num_moe_experts is None:
+        return True  # no layer beside recomputed ones, or none that reads the mask
+    return "shim does not try which of its layers get the padding mask"
+
+
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
     return {CHECKPOINTED_FORWARD: _checkpointed_forward}

@@ -118,3 +118,17 @@ def test_this_release_needs_no_patch():
     if takes_padding_mask():
         assert error().value == 0
         assert not hasattr(TransformerBlock, "_checkpointed_forward")
+
+
+@needed
+@pytest.mark.parametrize(
+    ("options", "state"),
+    [(FIRST_LAYER, "pending"), ({**FIRST_LAYER, "recompute_num_layers": 2}, "applied"), ({}, "applied")],
+)
+def test_an_override_of_the_block_is_asked_about_where_it_matters(options, state):
+    """mcore-bridge has one, and as upstream's it gives no mask to layers beside recomputed ones."""
+    with patched():
+        model = testing.build_gpt(mtp_num_layers=None, **{"num_moe_experts": 2, **options})
+        own = {"_checkpointed_forward": lambda self, *args, **kwargs: None}
+        model.decoder.__class__ = type("Own", (type(model.decoder),), own)
+        assert shim.check(model)[ID].state == state
