@@ -75,8 +75,7 @@ def with_findings(
         return report
     patches = dict(report.patches)
     for id, what, remedy in _problems_in(models, plan, raising):
-        # A feature that is off loses nothing by somebody else's object in its place.
-        if patches[id].state == "applied" or (patches[id].state == "conflict" and patches[id].kind == "feature"):
+        if patches[id].state == "applied":
             patches[id] = replace(patches[id], state="inactive", reason=what, remedy=remedy)
     for found in _findings_in(models, plan, binder, checked.verdicts, raising):
         patches[found.patch] = _with(patches[found.patch], found, plan.matrix.patches[found.patch].without)

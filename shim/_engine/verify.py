@@ -21,14 +21,21 @@ __all__ = ["not_applied", "read_report"]
 def _state(
     decision: Decision, plan: Plan, binder: Binder, failed: Mapping[str, str], lost: Mapping[str, Lost]
 ) -> PatchReport:
-    summary = plan.matrix.patches[decision.id].summary
+    entry = plan.matrix.patches[decision.id]
+    summary = entry.summary
 
     def report(state: str, reason: str, targets: Mapping[str, str] | None = None, remedy: str = "") -> PatchReport:
         return PatchReport(decision.id, decision.kind, state, reason, decision.variant, targets or {}, remedy, summary)
 
+    def off(options: Mapping[str, object], why: str, targets: Mapping[str, str]) -> PatchReport | None:
+        """A patch that is switched off loses nothing by somebody else's object in its place."""
+        names = ", ".join(entry.off_by(options))
+        return report("inactive", f"the option {names} is off; {why}", targets) if names else None
+
     if not decision.wanted:
         targets = dict.fromkeys(decision.targets, decision.action)
-        return report(decision.action, decision.reason, targets, decision.remedy)
+        unused = off(decision.displaced.options, decision.reason, targets) if decision.displaced else None
+        return unused or report(decision.action, decision.reason, targets, decision.remedy)
     if decision.id in failed:
         remedy = f"report it with the output of `shim doctor`, and exclude {decision.id} meanwhile"
         return report("failed", failed[decision.id], dict.fromkeys(decision.targets, "failed"), remedy)
@@ -42,7 +49,7 @@ def _state(
         above = decision.wiring is not None and replaced[0] in decision.wiring.wraps
         above = above and takes_the_same(replaced[0], unwrap(slot.current()), plan.environment.sources)
         remedy = f"call shim.apply() after {who} is put there" if above else remedy_for(decision.id, who)
-        return report("conflict", reason, targets, remedy)
+        return off(decision.options, reason, targets) or report("conflict", reason, targets, remedy)
     waiting = [t for t, state in targets.items() if state == "pending" and t not in decision.optional]
     if waiting:
         modules = ", ".join(dict.fromkeys(split_target(target)[0] for target in waiting))

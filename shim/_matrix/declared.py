@@ -28,6 +28,7 @@ class Declared(Record):
     minimum: float | None = None
     maximum: float | None = None
     above: float | None = None
+    switch: bool = False  # the patch does nothing until a switch is true
 
     @property
     def takes(self) -> str:

@@ -193,6 +193,11 @@ class PatchEntry(Record):
     pairs: tuple[Rule, ...] = ()  # releases that are wrong together, each note says how; they decide nothing
     line: int = 0
 
+    def off_by(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+        """The switches that are all off with these options, so that the patch does nothing; () if it does something."""
+        switches = tuple(name for name, option in (self.declared or {}).items() if option.switch)
+        return () if any(options.get(name) for name in switches) else switches
+
     def rule_for(self, versions: Mapping[str, Version], but: Collection[str] = ()) -> Rule | None:
         """The first rule that holds, see Rule.holds."""
         return next((rule for rule in self.rules if rule.holds(versions, but)), None)

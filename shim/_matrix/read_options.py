@@ -9,10 +9,11 @@ import yaml
 
 from shim._matrix.declared import BOUNDS, TYPES, Declared
 from shim._matrix.reader import Reader
+from shim._record import replace
 
 __all__ = ["read_declared"]
 
-KEYS = {"default": True, "type": False, "choices": False, "minimum": False, "maximum": False, "above": False}
+KEYS = {"default": True, **dict.fromkeys(("type", "choices", "minimum", "maximum", "above", "switch"), False)}
 
 
 def read_declared(read: Reader, name: str, node: yaml.Node) -> Declared:
@@ -25,11 +26,14 @@ def read_declared(read: Reader, name: str, node: yaml.Node) -> Declared:
     kind = _type(read, name, node, default, kind)
     choices = read.texts(given["choices"], f"choices of {name}") if "choices" in given else ()
     bounds = {key: _number(read, given[key], f"{key} of {name}") for key in BOUNDS if key in given}
+    switch = "switch" in given and read.flag(given["switch"], f"switch of {name}")
+    if switch and default is not False:
+        raise read.fail(node, f"option {name}: a switch is false by default")
     if (choices and kind != "str") or (bounds and kind not in ("int", "float")):
         raise read.fail(node, f"option {name}: choices belong to text, and {', '.join(BOUNDS)} to numbers")
-    found = Declared(name, default, kind, choices, **bounds)
+    found = Declared(name, default, kind, choices, **bounds, switch=switch)
     try:
-        return Declared(name, found.checked(default), kind, choices, **bounds)
+        return replace(found, default=found.checked(default))
     except ValueError as error:
         raise read.fail(given["default"], f"the default of {name} {error}") from None
 

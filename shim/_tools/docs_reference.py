@@ -239,6 +239,7 @@ KEYS = {
         "minimum": "For numbers: the smallest value.",
         "maximum": "For numbers: the largest value.",
         "above": "For numbers: a value that must be exceeded.",
+        "switch": "`true`: the patch does nothing until a switch of it is true. The default is false.",
     },
     "A variable": {
         "value": "The value that it needs.",

@@ -109,6 +109,22 @@ def test_a_decorated_original_is_not_foreign(world):
     assert world.get("decorated:two")(3) == ("p", 3)
 
 
+@pytest.mark.parametrize("first", ["shim", "they"])
+@pytest.mark.parametrize("on", [False, True])
+def test_a_patch_that_is_switched_off_is_in_conflict_with_nobody(world, first, on):
+    """Somebody else's object costs it nothing. Switched on, it is told."""
+    world.patch("p", [CORE + "ops:double"], kind="feature", options={"fuse": "{default: false, switch: true}"})
+    double = world.get("ops:double")
+    if first == "shim":
+        shim.apply(options={"p": {"fuse": on}})
+    world.set("ops:double", replacing(double))
+    if first == "they":
+        shim.apply(options={"p": {"fuse": on}})
+    found = shim.status()["p"]
+    assert found.state == ("conflict" if on else "inactive"), str(found)
+    assert "test_foreign.py" in found.reason and ("the option fuse is off" in found.reason) is not on
+
+
 @pytest.mark.parametrize("place", ["ops:double", "users:twice", "users:Holder.call"])
 def test_a_foreign_patch_on_top_is_left_alone(world, place, caplog):
     """Revert takes off what is ours, leaves what somebody put on top, and says so; apply and imports leave it too."""
