@@ -2,11 +2,13 @@
 
 from shim.ops.context_parallel_roll import RankRollIndex, rank_roll_index, roll_on_rank
 from shim.ops.logprob import TokenLogprobs, linear_token_logprobs, token_logprobs
+from shim.ops.packed_logprob import PackedLogprobs, linear_packed_logprobs, packed_logprobs
 from shim.ops.packed_roll import RollIndex, packed_roll, roll_index, roll_with
 from shim.ops.paged_stash import PagedStash, PoolUse, StashOverflowError, StashStatistics
 from shim.ops.rope import thd_freqs
 
 __all__ = [
+    "PackedLogprobs",
     "PagedStash",
     "PoolUse",
     "RankRollIndex",
@@ -14,7 +16,9 @@ __all__ = [
     "StashOverflowError",
     "StashStatistics",
     "TokenLogprobs",
+    "linear_packed_logprobs",
     "linear_token_logprobs",
+    "packed_logprobs",
     "packed_roll",
     "rank_roll_index",
     "roll_index",
