@@ -94,6 +94,7 @@ bench: env  ## all benchmarks, as ratios
 	$(BIN)/python benchmarks/packed_roll.py
 	$(BIN)/python benchmarks/rope_thd.py
 	$(BIN)/python benchmarks/logprob.py
+	$(BIN)/python benchmarks/packed_logprob.py
 	$(BIN)/python benchmarks/paged_stash.py
 
 docs: env  ## write the generated parts of README.md and docs/
