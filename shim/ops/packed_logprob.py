@@ -76,7 +76,8 @@ def packed_logprobs(
 
     The ranks exchange the labels at the edges of the cut (if it was a cut), 3 to 4 numbers a token over TP in forward,
     and nothing in backward. A gather is one all-gather of 2 or 3 numbers a token, and one all-reduce in backward unless
-    "own_grad". The host reads nothing back on CUDA, and the number of kernels does not depend on N.
+    "own_grad". The host reads nothing back on CUDA, and the number of kernels does not depend on N. torch.compile
+    breaks the caller's graph here.
 
     ValueError for shapes that do not fit and for an unknown partition; also for a row that is shorter than its slots
     and for slots that CP does not divide, on CUDA as a device-side assertion. Other errors are those of token_logprobs.
@@ -95,8 +96,10 @@ def packed_logprobs(
             inplace_backward=inplace_backward,
         )
 
-    row = _Row(logits, tokens, cu_seqlens, cu_seqlens_padded, cp_group, partition, ignore_index)
-    return row.results(of, temperature, gather)
+    compute = _outside_graph if torch.compiler.is_compiling() else _results
+    return compute(
+        of, temperature, gather, logits, tokens, cu_seqlens, cu_seqlens_padded, cp_group, partition, ignore_index
+    )
 
 
 def linear_packed_logprobs(
@@ -142,8 +145,10 @@ def linear_packed_logprobs(
             sum_hidden_grad=sum_hidden_grad,
         )
 
-    row = _Row(hidden, tokens, cu_seqlens, cu_seqlens_padded, cp_group, partition, ignore_index)
-    return row.results(of, temperature, gather)
+    compute = _outside_graph if torch.compiler.is_compiling() else _results
+    return compute(
+        of, temperature, gather, hidden, tokens, cu_seqlens, cu_seqlens_padded, cp_group, partition, ignore_index
+    )
 
 
 class _Row:
@@ -237,6 +242,18 @@ class _Row:
         return PackedLogprobs(
             logprob.view(self.shape), None if entropy is None else entropy.view(self.shape), mask.view(self.shape)
         )
+
+
+def _results(
+    function: Callable[[Tensor, float | Tensor], TokenLogprobs],
+    temperature: float | Tensor,
+    gather: bool | Literal["own_grad"],
+    *of_row: Any,
+) -> PackedLogprobs:
+    return _Row(*of_row).results(function, temperature, gather)
+
+
+_outside_graph = torch._disable_dynamo(_results)  # it checks values, as token_logprobs does
 
 
 class _Gathered(torch.autograd.Function):

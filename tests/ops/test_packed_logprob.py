@@ -148,6 +148,14 @@ def test_in_place_the_logits_become_their_gradient():
     close(gradient, row.truth(row.logits, weights=weights)[1][0])
 
 
+@pytest.mark.parametrize("leading", [(), (1,)])
+def test_a_row_without_tokens(leading):
+    logits = torch.zeros(*leading, 0, 4, requires_grad=True)
+    found = packed_logprobs(logits, torch.zeros(*leading, 0, dtype=torch.int64), offsets([]), entropy=True)
+    assert {part.shape for part in found} == {(*leading, 0)}
+    found.logprob.sum().backward()
+
+
 def test_another_index_may_mean_left_out():
     row = Row("three")
     tokens = row.tokens.masked_fill(row.tokens == -100, 7)
@@ -205,6 +213,19 @@ def test_the_host_reads_nothing_and_no_sequence_is_looped_over(group, linear, mo
         assert found.logprob.shape == (length,) and all(output.grad is not None for output in outputs)
         counts.append(footprint.operations)
     assert counts[0] == counts[1]
+
+
+def test_a_compiled_function_calls_it():
+    row = Row("padded")
+    _, (gradient,) = row.truth(row.logits)
+
+    def loss(logits, tokens):
+        found = packed_logprobs(logits * 1, tokens, row.cu, row.padded, entropy=True)
+        return (found.logprob * row.loss[0] + found.entropy * row.loss[1]).sum()
+
+    logits = row.logits.clone().requires_grad_()
+    torch.compile(loss, backend="eager")(logits, row.tokens).backward()
+    close(logits.grad, gradient)
 
 
 # Over ranks
@@ -305,11 +326,11 @@ def a_gather_keeps_apart_what_has_a_gradient(group):
 
 
 def all_of_it():
-    """{layout: {row: counts}} of every row, at TP 2 with CP 2 and at CP 4."""
+    """{layout: {row: counts}} of every row at TP 2 with CP 2, and of some at CP 4."""
     found = {}
-    for tp, cp in ((2, 2), (1, 4)):
+    for tp, cp, names in ((2, 2, ROWS), (1, 4, ("padded", "odd shares"))):
         mine = groups(tp, cp)
-        found[tp, cp] = {name: of_a_row(name, *mine) for name in ROWS}
+        found[tp, cp] = {name: of_a_row(name, *mine) for name in names}
     return found, a_gather_keeps_apart_what_has_a_gradient(dist.group.WORLD)
 
 
@@ -320,7 +341,7 @@ def found():
 
 
 def test_results_and_gradients_over_ranks_are_those_of_each_sequence_alone(found):
-    assert all(len(rows) == len(ROWS) for rank, _ in found for rows in rank.values())
+    assert all([len(rows) for rows in rank.values()] == [len(ROWS), 2] for rank, _ in found)
     assert all(rest for _, rest in found)
 
 
