@@ -215,6 +215,27 @@ def test_the_host_reads_nothing_and_no_sequence_is_looped_over(group, linear, mo
     assert counts[0] == counts[1]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+@pytest.mark.parametrize("group", [None, Second()])
+def test_the_host_does_not_wait_for_a_gpu(group):
+    row = Row("padded")
+    length = row.total if group is None else row.total // 2
+    logits = row.logits[:length].float().cuda().requires_grad_()
+    given = row.tokens.cuda(), row.cu.cuda(), row.padded.cuda()
+    found = packed_logprobs(logits, *given, cp_group=group, entropy=True)
+    (found.logprob + found.entropy).sum().backward()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = packed_logprobs(logits, *given, cp_group=group, entropy=True)
+        (found.logprob + found.entropy).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    if group is None:
+        torch.testing.assert_close(found.logprob.double().cpu(), row.truth(row.logits)[0][0], rtol=0, atol=1e-5)
+
+
 def test_a_compiled_function_calls_it():
     row = Row("padded")
     _, (gradient,) = row.truth(row.logits)
