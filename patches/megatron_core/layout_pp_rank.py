@@ -1,0 +1,67 @@
+"""Layers of another pipeline stage, where the config has a pipeline_model_parallel_layout.
+
+What is wrong (0.15 to 0.20): three functions say which layers a pipeline stage has. Each takes the stage as `pp_rank`.
+Where the config has a pipeline_model_parallel_layout, they leave `pp_rank` out and answer for the rank's own stage:
+- get_transformer_layer_offset, how many layers come before,
+- get_num_layers_to_build, how many it has,
+- get_mtp_num_layers_to_build, how many of multi-token prediction (MTP) it has, from 0.16 on.
+
+Without a layout the first two answer for `pp_rank`. Two kinds of users meet it, in silence:
+- Who asks for another stage, to name its layers in a checkpoint or to send their weights, gets its own layers.
+- A model with a pipeline group of its own (`pg_collection.pp`) has the layers of parallel_state's stage on every rank.
+  Without parallel_state such a model cannot be built.
+
+The patch hands these functions a copy of the config, whose layout answers for `pp_rank` where the call names no other.
+The layout's own methods take it. Nothing else happens to a call without `pp_rank`, or without a layout.
+
+Left alone: get_mtp_layer_offset has no `pp_rank`. get_mtp_num_layers_to_build answers for the own rank without a layout
+too, from 0.16 on. mtp_on_this_rank asks parallel_state.
+
+Upstream: nobody has mended it. 0.12 to 0.14 take no `pp_rank`; moved-symbols adds it, and answers for a layout too.
+Delete when the supported releases pass `pp_rank` on to the layout.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shim.patches._arguments import Function, argument, replacing
+
+OFFSET = "megatron.core.transformer.transformer_layer:get_transformer_layer_offset"
+LAYERS = "megatron.core.transformer.transformer_block:get_num_layers_to_build"
+MTP_LAYERS = "megatron.core.transformer.multi_token_prediction:get_mtp_num_layers_to_build"
+
+
+def _at_rank(original: Function) -> Function:
+    config_of, put_config = argument(original, "config"), replacing(original, "config")
+    rank_of = argument(original, "pp_rank")
+
+    @functools.wraps(original)
+    def at_rank(*args: Any, **kwargs: Any) -> Any:
+        rank = rank_of(args, kwargs)
+        if rank is not None:
+            config = config_of(args, kwargs)
+            if getattr(config, "pipeline_model_parallel_layout", None):
+                args, kwargs = put_config(args, kwargs, _config_at(config, rank))
+        return original(*args, **kwargs)
+
+    return at_rank
+
+
+def _config_at(config: Any, rank: int) -> Any:
+    """A copy of the config, whose layout answers for the pipeline rank `rank`."""
+    layout = copy.copy(config.pipeline_model_parallel_layout)
+    for name in ("get_layer_offset", "get_num_layers_to_build"):
+        setattr(layout, name, functools.partial(getattr(layout, name), pp_rank=rank))
+    config = copy.copy(config)
+    config.pipeline_model_parallel_layout = layout
+    return config
+
+
+def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
+    """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
+    targets = (OFFSET, LAYERS) if variant == "decoder" else (OFFSET, LAYERS, MTP_LAYERS)
+    return dict.fromkeys(targets, _at_rank)
