@@ -49,7 +49,19 @@ OUTSIDE = {
         "megatron.core.pipeline_parallel.p2p_communication:_communicate_shapes",
         "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate_shapes",
     },
+    # loss-token-count is outside: a rank's count of zero may become one only after the counts of ranks are summed.
+    ("masked-microbatch", "loss-token-count"): {
+        "megatron.core.pipeline_parallel.schedules:forward_step",
+        "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
+    },
     # One looks at what the loss function returns and the other at the scale of other losses: either order does.
+    ("moe-aux-loss-scale", "loss-token-count"): {
+        "megatron.core.pipeline_parallel.schedules:forward_step",
+        "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
+    },
+    ("dsa-indexer-loss-scale", "loss-token-count"): {
+        "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
+    },
     ("masked-microbatch", "moe-aux-loss-scale"): {
         "megatron.core.pipeline_parallel.schedules:forward_step",
         "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
