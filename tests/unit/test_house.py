@@ -161,6 +161,7 @@ TESTED_IN = {
     "ops._logprob_linear": "ops/test_linear_logprob",
     "ops._logprob_rows": "ops/test_logprob",
     "ops._logprob_small": "ops/test_logprob",
+    "ops._moves": "ops/test_packing",
     "ops._row_provenance": "ops/test_stash_provenance",
     "ops._row_rules": "ops/test_stash_operators",
     "ops._saved_tensors": "ops/test_paged_stash_gradients",

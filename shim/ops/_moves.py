@@ -1,0 +1,83 @@
+"""Moves of whole elements along the first dimension, whose gradient is the move back: nothing is added up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shim.ops.packed_roll import Mask
+
+__all__ = ["Places", "moved"]
+
+
+class Places:
+    """Where each of n elements of a result comes from.
+
+    numbers: int32 [n], the number of an element of the input, counted from 1; 0 where it comes from none.
+    complete: whether no number is 0.
+    """
+
+    def __init__(self, numbers: Tensor, complete: bool = False) -> None:
+        self.numbers = numbers
+        self.complete = complete
+
+    @cached_property
+    def index(self) -> Tensor:
+        """The same counted from 0: int32 [n], in range also where nothing comes."""
+        index = self.numbers - 1
+        return index if self.complete else index.clamp_(min=0)
+
+    @cached_property
+    def there(self) -> Tensor:
+        """bool [n], False where nothing comes."""
+        return self.numbers > 0
+
+    @cached_property
+    def _mask(self) -> Mask:
+        return Mask(self.there.to(torch.int8).neg_())
+
+    def inverse(self, size: int) -> Places:
+        """The way back to an input of `size` elements, of which none goes to two places."""
+        numbers = torch.arange(1, self.numbers.numel() + 1, dtype=torch.int32, device=self.numbers.device)
+        # What comes from nowhere meets in element 0, which is dropped.
+        back = torch.zeros(size + 1, dtype=torch.int32, device=numbers.device)
+        return Places(back.scatter_(0, self.numbers.long(), numbers)[1:])
+
+    def pick(self, tensor: Tensor, fill: Any = 0) -> Tensor:
+        """[size, ...] -> [n, ...], `fill` where nothing comes; any dtype; a new tensor."""
+        if tensor.size(0) == 0 or self.numbers.numel() == 0:
+            return tensor.new_full((self.numbers.numel(), *tensor.shape[1:]), fill)
+        picked = tensor.index_select(0, self.index)
+        if self.complete:
+            return picked
+        if isinstance(fill, int | float) and fill == 0:
+            return self._mask.clear_(picked, 0)
+        nothing = ~self.there.view(-1, *[1] * (tensor.dim() - 1))
+        if tensor.is_floating_point() and tensor.element_size() == 1:  # these dtypes have no masked_fill
+            bits = torch.full((), fill).to(tensor.dtype).view(torch.int8)
+            return picked.view(torch.int8).masked_fill_(nothing, bits).view(tensor.dtype)
+        return picked.masked_fill_(nothing, fill)
+
+
+class _Move(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, there: Places, back: Places, fill: Any) -> Tensor:  # type: ignore[override]
+        ctx.ways = back, there
+        return there.pick(tensor, fill)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        back, there = ctx.ways
+        return _Move.apply(grad, back, there, 0), None, None, None  # type: ignore[no-untyped-call]
+
+
+def moved(tensor: Tensor, there: Places, back: Callable[[], Places], fill: Any = 0) -> Tensor:
+    """Elements of `tensor` [size, ...] in the places of `there`; `back` gives the way back, for what has a gradient."""
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return there.pick(tensor, fill)
+    result: Tensor = _Move.apply(tensor, there, back(), fill)  # type: ignore[no-untyped-call]
+    return result
