@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from shim.ops.packed_roll import Mask
 
-__all__ = ["Places", "moved"]
+__all__ = ["Places", "moved", "once"]
+
+Value = TypeVar("Value")
+
+
+class once(Generic[Value]):
+    """A property that is computed at its first read. That of functools has a lock, which torch.compile cannot enter."""
+
+    def __init__(self, compute: Callable[[Any], Value]) -> None:
+        self.compute = compute
+        self.name = compute.__name__
+        self.__doc__ = compute.__doc__
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> once[Value]: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> Value: ...
+    def __get__(self, instance: object | None, owner: type) -> once[Value] | Value:
+        if instance is None:
+            return self
+        value = self.compute(instance)
+        object.__setattr__(instance, self.name, value)  # also of a frozen dataclass
+        return value
 
 
 class Places:
@@ -25,18 +46,18 @@ class Places:
         self.numbers = numbers
         self.complete = complete
 
-    @cached_property
+    @once
     def index(self) -> Tensor:
         """The same counted from 0: int32 [n], in range also where nothing comes."""
         index = self.numbers - 1
         return index if self.complete else index.clamp_(min=0)
 
-    @cached_property
+    @once
     def there(self) -> Tensor:
         """bool [n], False where nothing comes."""
         return self.numbers > 0
 
-    @cached_property
+    @once
     def _mask(self) -> Mask:
         return Mask(self.there.to(torch.int8).neg_())
 

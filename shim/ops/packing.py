@@ -17,14 +17,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shim.ops._checks import require
-from shim.ops._moves import Places, moved
+from shim.ops._moves import Places, moved, once
 
 __all__ = ["Packing", "pack_thd", "unpack_thd"]
 
@@ -151,7 +150,7 @@ class Packing:
         """bool [T] or [T / cp], True on tokens and False on padding."""
         return self.places.there
 
-    @cached_property
+    @once
     def positions(self) -> Tensor:
         """int64 [T] or [T / cp], the position of each token in its sequence, from 0; 0 on padding."""
         if self.whole is not None:
@@ -230,11 +229,11 @@ class Packing:
         whole = self.whole or self
         return moved(row, whole._order, lambda: Places(whole._zigzag.flatten(), complete=True))
 
-    @cached_property
+    @once
     def _places_in_batch(self) -> Places:
         return self.places.inverse(self.batch[0] * self.batch[1])
 
-    @cached_property
+    @once
     def _zigzag(self) -> Tensor:
         """int32 [cp, T / cp], the positions in the row that each rank has, counted from 1."""
         starts, chunk = self.cu_seqlens_padded[:-1], self.cu_seqlens_padded.diff() // (2 * self.cp)
@@ -248,12 +247,12 @@ class Packing:
         of_chunk = torch.repeat_interleave(chunk.repeat_interleave(2), output_size=here.numel())
         return here + torch.stack([fronts, tails], 2).flatten(1).index_select(1, of_chunk)
 
-    @cached_property
+    @once
     def _share(self) -> Places:
         assert self.whole is not None and self.cp_rank is not None
         return Places(self.whole._zigzag[self.cp_rank], complete=True)
 
-    @cached_property
+    @once
     def _order(self) -> Places:
         """Where each position of the row lies in the shares of all ranks, one after another."""
         return Places(Places(self._zigzag.flatten()).inverse(self.total).numbers, complete=True)

@@ -1,0 +1,50 @@
+"""A batch that shim.ops packs trains, on a real model with multi-token prediction, as each sequence does alone."""
+
+import pytest
+from packing_cases import alignment_of, row_of, worst_of
+
+import shim
+from shim import testing
+from shim.testing import Layout
+
+ID = "mtp-packed-sequences"
+VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
+if not shim.plan()[ID].wanted:
+    pytest.skip("these sources need no patch: see test_mtp_packed_sequences_upstream", allow_module_level=True)
+WITHIN_LAYOUT = 1e-6
+LENGTHS, WIDTH = (5, 9, 0, 3, 12), 12
+stock_packs = pytest.mark.skipif(VERSION < (0, 16), reason="stock refuses packed rows before 0.16")
+
+
+@pytest.mark.parametrize("sequence_alignment", [None, 4], ids=["row", "sequences"])
+@pytest.mark.parametrize(("recipe", "total"), [("delayed", 32), ("blockwise", 128)])
+def test_packed_equals_alone(recipe, total, sequence_alignment):
+    layout = Layout()
+    row, packing, _ = row_of(
+        LENGTHS, WIDTH, alignment=alignment_of(recipe, layout), sequence_alignment=sequence_alignment
+    )
+    assert packing.total == (total if sequence_alignment is None or total == 128 else 48)
+    with shim.patched(only=[ID], require=[ID]), testing.layout_initialised(layout):
+        assert worst_of(testing.build_gpt(mtp_num_layers=2), row) <= WITHIN_LAYOUT
+
+
+@stock_packs
+def test_stock_is_wrong_where_sequences_are_padded():
+    row, _, _ = row_of(LENGTHS, WIDTH, alignment=16, sequence_alignment=4)
+    with testing.layout_initialised(Layout()):
+        assert worst_of(testing.build_gpt(), row) > 1e-2
+
+
+def on_rank(layout, recipe):
+    with testing.megatron_on_cpu(), shim.patched(only=[ID], require=[ID]), testing.layout_initialised(layout):
+        row, packing, _ = row_of(LENGTHS, WIDTH, alignment=alignment_of(recipe, layout))
+        return packing.total, worst_of(testing.build_gpt(sequence_parallel=layout.sequence_parallel), row)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+def test_packed_equals_alone_under_tensor_parallelism(ranks2, recipe, parallel):
+    layout = Layout(tp=2, sequence_parallel=parallel)
+    for total, worst in ranks2.run(on_rank, layout, recipe):
+        assert total == {"delayed": 32, "blockwise": 256 if parallel else 128}[recipe]
+        assert worst <= WITHIN_LAYOUT
