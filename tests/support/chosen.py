@@ -45,6 +45,8 @@ ABOUT = {
     "test_mtp_trainers": ["mtp-packed-sequences"],
     "test_other_trainers": ["mtp-packed-sequences", "mtp-recompute", "expert-bias-padding", "rope-fusion"],
     "test_other_trainers_ranks": ["mtp-packed-sequences", "expert-bias-padding"],
+    "test_packing": ["mtp-packed-sequences"],
+    "test_packing_layouts": ["mtp-packed-sequences"],
     "test_te_moved_symbols": ["te-moved-symbols", "te-skip-weight-update"],
 }
 # Files that fewer cells say all about: examples where stock packs rows with MTP and where it does not, and what layouts
