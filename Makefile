@@ -92,6 +92,7 @@ bench: env  ## all benchmarks, as ratios
 	$(BIN)/python benchmarks/workers.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/packed_roll.py
+	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/rope_thd.py
 	$(BIN)/python benchmarks/logprob.py
 	$(BIN)/python benchmarks/packed_logprob.py

@@ -9,7 +9,7 @@ row is [T, ...]: all sequences, one after another. Each lies in a slot, and padd
 A slot is the sequence's length, rounded up to `sequence_alignment`: 2 * cp under context parallelism, else 1. The row
 is rounded up to `alignment`, which shim.ops.fp8_alignment computes; this padding lies in the last slot. So quantization
 costs a row less than one alignment of padding, not as much for every sequence. Without context parallelism there is no
-padding between sequences: Transformer Engine does not count what follows the last one, and may choose any attention.
+padding between sequences at all.
 """
 
 from __future__ import annotations
@@ -96,8 +96,10 @@ class Packing:
         # The number of a token among all tokens, from 1, moved by the padding of the slots before.
         numbers = mask.reshape(-1).cumsum(0, dtype=torch.int32).view(batch)
         numbers = (numbers + (padded - cu)[:-1, None]).mul_(mask)
-        places = Places(numbers.view(-1)).inverse(total)
-        return cls(cu, padded, total, longest, batch, places, cp)
+        in_batch = Places(numbers.view(-1))
+        packing = cls(cu, padded, total, longest, batch, in_batch.inverse(total), cp)
+        object.__setattr__(packing, "_places_in_batch", in_batch)  # known already
+        return packing
 
     @classmethod
     def from_lengths(
@@ -164,15 +166,21 @@ class Packing:
         """bool [B, S], True on tokens; in the packing of a rank, on those that the rank has."""
         return self._places_in_batch.there.view(self.batch)
 
-    def thd_arguments(self) -> dict[str, Any]:
+    def thd_arguments(self, *, attend_padding: bool = False) -> dict[str, Any]:
         """The row for attention: fields of megatron-core's PackedSeqParams, arguments of TE's DotProductAttention.
 
         qkv_format "thd"; cu_seqlens and cu_seqlens_padded, both for q and kv; max_seqlen, for q and kv. Each rank of
         context parallelism has those of the whole row, as both expect.
+
+        attend_padding: for causal attention. Padding counts as tokens of the sequence before it: cu_seqlens and
+            cu_seqlens_padded are one tensor, that of the slots. No token sees padding, every row of the output is
+            written, and any kernel will do. Otherwise padding is masked, and the kernel must know padding: flash-attn
+            writes no rows behind the last sequence, neither outputs nor gradients.
         """
+        cu_seqlens = self.cu_seqlens_padded if attend_padding else self.cu_seqlens
         fields: dict[str, Any] = {"qkv_format": "thd"}
         for side in ("q", "kv"):
-            fields[f"cu_seqlens_{side}"] = self.cu_seqlens
+            fields[f"cu_seqlens_{side}"] = cu_seqlens
             fields[f"cu_seqlens_{side}_padded"] = self.cu_seqlens_padded
             fields[f"max_seqlen_{side}"] = self.max_seqlen
         return fields
@@ -231,6 +239,7 @@ class Packing:
 
     @once
     def _places_in_batch(self) -> Places:
+        """Where each place of the batch lies in the row or share: its numbers int32 [B * S]."""
         return self.places.inverse(self.batch[0] * self.batch[1])
 
     @once

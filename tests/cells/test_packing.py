@@ -16,13 +16,13 @@ LENGTHS, WIDTH = (5, 9, 0, 3, 12), 12
 stock_packs = pytest.mark.skipif(VERSION < (0, 16), reason="stock refuses packed rows before 0.16")
 
 
+@pytest.mark.parametrize("attend_padding", [False, True])
 @pytest.mark.parametrize("sequence_alignment", [None, 4], ids=["row", "sequences"])
 @pytest.mark.parametrize(("recipe", "total"), [("delayed", 32), ("blockwise", 128)])
-def test_packed_equals_alone(recipe, total, sequence_alignment):
+def test_packed_equals_alone(recipe, total, sequence_alignment, attend_padding):
     layout = Layout()
-    row, packing, _ = row_of(
-        LENGTHS, WIDTH, alignment=alignment_of(recipe, layout), sequence_alignment=sequence_alignment
-    )
+    options = {"sequence_alignment": sequence_alignment, "attend_padding": attend_padding}
+    row, packing, _ = row_of(LENGTHS, WIDTH, alignment=alignment_of(recipe, layout), **options)
     assert packing.total == (total if sequence_alignment is None or total == 128 else 48)
     with shim.patched(only=[ID], require=[ID]), testing.layout_initialised(layout):
         assert worst_of(testing.build_gpt(), row) <= WITHIN_LAYOUT
@@ -33,6 +33,16 @@ def test_stock_is_wrong_where_sequences_are_padded():
     row, _, _ = row_of(LENGTHS, WIDTH, alignment=16, sequence_alignment=4)
     with testing.layout_initialised(Layout()):
         assert worst_of(testing.build_gpt(), row) > 1e-2
+
+
+@stock_packs
+@pytest.mark.parametrize(
+    "options", [{}, {"sequence_alignment": 4, "attend_padding": True}], ids=["at the end", "counted as tokens"]
+)
+def test_stock_is_right_where_padding_is(options):
+    row, _, _ = row_of(LENGTHS, WIDTH, alignment=16, **options)
+    with testing.layout_initialised(Layout()):
+        assert worst_of(testing.build_gpt(), row) <= WITHIN_LAYOUT
 
 
 def on_rank(layout, recipes):

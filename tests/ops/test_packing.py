@@ -193,12 +193,15 @@ def test_it_is_what_the_packed_roll_takes():
     assert torch.equal(rolled, batch.roll(-1, 1) * follows)
 
 
-def test_arguments_of_attention():
+@pytest.mark.parametrize("attend_padding", [False, True])
+def test_arguments_of_attention(attend_padding):
     packing = Packing.from_mask(MASK, alignment=16, cp=2)
-    for found in (packing.thd_arguments(), packing.on_rank(1).thd_arguments()):
+    for of_rank in (packing, packing.on_rank(1)):
+        found = of_rank.thd_arguments(attend_padding=attend_padding)
         assert found.pop("qkv_format") == "thd"
         for side in ("q", "kv"):
-            assert found.pop(f"cu_seqlens_{side}") is packing.cu_seqlens
+            expected = packing.cu_seqlens_padded if attend_padding else packing.cu_seqlens
+            assert found.pop(f"cu_seqlens_{side}") is expected
             assert found.pop(f"cu_seqlens_{side}_padded") is packing.cu_seqlens_padded
             assert found.pop(f"max_seqlen_{side}") == packing.max_seqlen == 8
         assert not found

@@ -14,11 +14,12 @@ class PackedByOps(testing.PackedRow):
     """A row with the arguments for attention that its packing gives."""
 
     packing: Any = None
+    attend_padding: bool = False
 
     def packed_seq_params(self, **extra):
         from megatron.core.packed_seq_params import PackedSeqParams
 
-        return PackedSeqParams(**{**self.packing.thd_arguments(), **extra})
+        return PackedSeqParams(**{**self.packing.thd_arguments(attend_padding=self.attend_padding), **extra})
 
 
 def batch_of(lengths, width, side="left"):
@@ -28,7 +29,7 @@ def batch_of(lengths, width, side="left"):
     return tokens[:, :-1], tokens[:, 1:], mask.flip(1) if side == "left" else mask
 
 
-def row_of(lengths, width, **options):
+def row_of(lengths, width, attend_padding=False, **options):
     """(row, packing, ids) of a batch; `options` as for Packing.from_mask."""
     ids, labels, mask = batch_of(lengths, width)
     packing = Packing.from_mask(mask, **options)
@@ -41,6 +42,7 @@ def row_of(lengths, width, **options):
         spans=tuple(zip(starts, lengths)),
         ends=tuple(ends),
         packing=packing,
+        attend_padding=attend_padding,
     )
     for number, start in enumerate(starts):
         assert torch.equal(row.input_ids[0, start : start + lengths[number]], ids[number][mask[number]])
