@@ -115,7 +115,7 @@ class Packing:
         max_seqlen: int | None = None,
         device: torch.device | str | None = None,
     ) -> Packing:
-        """Packs rows whose lengths are known, which costs less than a mask.
+        """Packs rows whose lengths are known.
 
         lengths: [B], numbers or an integer tensor, each of 0 to `width`. If they are on the CPU, nothing is read from
             `device`.
