@@ -68,37 +68,51 @@ class Places:
         back = torch.zeros(size + 1, dtype=torch.int32, device=numbers.device)
         return Places(back.scatter_(0, self.numbers.long(), numbers)[1:])
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor | None]:
+        """(index, there); there is None if complete."""
+        return self.index, None if self.complete else self.there
+
     def pick(self, tensor: Tensor, fill: Any = 0) -> Tensor:
         """[size, ...] -> [n, ...], `fill` where nothing comes; any dtype; a new tensor."""
-        if tensor.size(0) == 0 or self.numbers.numel() == 0:
-            return tensor.new_full((self.numbers.numel(), *tensor.shape[1:]), fill)
-        picked = tensor.index_select(0, self.index)
-        if self.complete:
-            return picked
-        if isinstance(fill, int | float) and fill == 0:
-            return self._mask.clear_(picked, 0)
-        nothing = ~self.there.view(-1, *[1] * (tensor.dim() - 1))
-        if tensor.is_floating_point() and tensor.element_size() == 1:  # these dtypes have no masked_fill
-            bits = torch.full((), fill).to(tensor.dtype).view(torch.int8)
-            return picked.view(torch.int8).masked_fill_(nothing, bits).view(tensor.dtype)
-        return picked.masked_fill_(nothing, fill)
+        zero = isinstance(fill, int | float) and fill == 0
+        if self.complete or not zero or tensor.size(0) == 0:
+            return _picked(tensor, *self.tensors, fill)
+        return self._mask.clear_(tensor.index_select(0, self.index), 0)
+
+
+def _picked(tensor: Tensor, index: Tensor, there: Tensor | None, fill: Any) -> Tensor:
+    if tensor.size(0) == 0:
+        return tensor.new_full((index.numel(), *tensor.shape[1:]), fill)
+    picked = tensor.index_select(0, index)
+    if there is None:
+        return picked
+    nothing = ~there.view(-1, *[1] * (tensor.dim() - 1))
+    if tensor.is_floating_point() and tensor.element_size() == 1:  # these dtypes have no masked_fill
+        bits = torch.full((), fill).to(tensor.dtype).view(torch.int8)
+        return picked.view(torch.int8).masked_fill_(nothing, bits).view(tensor.dtype)
+    return picked.masked_fill_(nothing, fill)
 
 
 class _Move(torch.autograd.Function):
+    """Takes plain tensors and keeps nothing outside of them, as torch.compile asks of it."""
+
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, there: Places, back: Places, fill: Any) -> Tensor:  # type: ignore[override]
-        ctx.ways = back, there
-        return there.pick(tensor, fill)
+    def forward(ctx: Any, tensor: Tensor, fill: Any, *ways: Tensor | None) -> Tensor:  # type: ignore[override]
+        index, there, *_ = ways
+        assert index is not None
+        ctx.save_for_backward(*ways)
+        return _picked(tensor, index, there, fill)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        back, there = ctx.ways
-        return _Move.apply(grad, back, there, 0), None, None, None  # type: ignore[no-untyped-call]
+        index, there, back, there_back = ctx.saved_tensors
+        return _Move.apply(grad, 0, back, there_back, index, there), None, None, None, None, None  # type: ignore[no-untyped-call]
 
 
 def moved(tensor: Tensor, there: Places, back: Callable[[], Places], fill: Any = 0) -> Tensor:
     """Elements of `tensor` [size, ...] in the places of `there`; `back` gives the way back, for what has a gradient."""
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return there.pick(tensor, fill)
-    result: Tensor = _Move.apply(tensor, there, back(), fill)  # type: ignore[no-untyped-call]
+    result: Tensor = _Move.apply(tensor, fill, *there.tensors, *back().tensors)  # type: ignore[no-untyped-call]
     return result
