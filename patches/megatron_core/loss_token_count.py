@@ -8,7 +8,7 @@ has half its gradient.
 
 Every release takes a count of its own for right: from 0.13 on that of all ranks of the CP group, divided by their
 number; 0.12, which multiplies by their number, that of all. Few loss functions return it. pretrain_gpt of Megatron-LM
-returns the count of its rank.
+sums over the group in 0.12, and returns the count of its rank from 0.13 on.
 
 The patch does nothing until the option `sum_over_cp` is true. Then a loss function returns the sum and the count of its
 own rank, on every release. The count is summed over the CP group, and the loss is divided by the sum. From 0.13 on the
