@@ -1,4 +1,4 @@
-"""Router replay (moe_enable_routing_replay) in recompute, after a model is rebuilt, and with a fused router.
+"""Router replay (moe_enable_routing_replay) in recompute, after a rebuild, with a fused router, with repeated experts.
 
 What is wrong (0.16 to 0.20):
 - A recompute takes the experts that the trainer's list has next, or those of the microbatch that came last. After a
@@ -9,19 +9,27 @@ What is wrong (0.16 to 0.20):
   twice the routers: set_replay_data raises, and who assigns by position gives the experts to the dead ones.
 - With moe_router_fusion the router never looks at its replay, and chooses its own experts in silence.
 - Experts for fewer tokens than there are, or for fewer than top-k, are taken: the other tokens get no experts.
+- A row of padding names an expert several times. The routing map has the expert once, but the all-to-all dispatcher
+  counts tokens x top-k, and raises (0.16 with moe_permute_fusion only). The probability is that of one of the names,
+  while the gradient is that of all.
 
 The patch: a checkpoint remembers what each router did in its forward pass, and its recompute does the same again: the
 replayed experts, or the router's own choice. It does not matter what the trainer has set since. An entry of
 replay_backward_list that belongs to such a recompute is taken out, as upstream takes one out. A router takes its
 replay along when it goes. A router with an action is not fused. Experts of a wrong shape raise RouterReplayError.
+A replayed map is counted, as the dispatcher counts the map of a capacity factor: the wait for the device that the pass
+has comes before the permutation. An expert gets the sum of the probabilities of its names, as with dense_output, which
+has a place for each name, and in an engine that runs the expert for each.
 
-Passes without gradients, and models without replay, run as on stock. tensor_parallel.checkpoint and te_checkpoint
-are covered. In torch.utils.checkpoint, which belongs to torch, REPLAY_BACKWARD takes from the list as on stock.
-A router that was built before shim.apply() stays in the list.
+Models without replay, and passes in which no router replays, run as on stock. tensor_parallel.checkpoint and
+te_checkpoint are covered. In torch.utils.checkpoint, which belongs to torch, REPLAY_BACKWARD takes from the list as on
+stock. A router that was built before shim.apply() stays in the list. Nothing is counted where a CUDA graph holds the
+preparation of the dispatcher, because a graph cannot wait.
 
-Upstream: open; trainers work around it one by one (verl issues 7340 and 7805, NeMo-RL pull request 3903).
+Upstream: open; trainers work around it one by one (verl issues 7340 and 7805, NeMo-RL pull request 3903; verl pull
+request 4986 and ms-swift for repeated experts).
 
-Delete when a recompute has the experts of its forward pass upstream.
+Delete when a recompute has the experts of its forward pass upstream, and repeated experts are dispatched.
 """
 
 from __future__ import annotations
@@ -47,8 +55,12 @@ GET_REPLAY_TOPK = f"{REPLAY}:RouterReplay.get_replay_topk"
 SET_REPLAY_DATA = f"{REPLAY}:RouterReplay.set_replay_data"
 ROUTER = "megatron.core.transformer.moe.router:TopKRouter.__init__"
 ROUTING = "megatron.core.transformer.moe.moe_utils:topk_routing_with_score_function"
+PREPROCESS = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.preprocess"
 CHECKPOINT = "megatron.core.tensor_parallel.random:CheckpointFunction.forward"
 TE_CHECKPOINT = "megatron.core.extensions.transformer_engine:te_checkpoint"
+
+# Attributes: of a routing map that a replay has made, and of a dispatcher that waits earlier for its sake.
+REPLAYED, SYNC_POINT = "_shim_replayed", "_shim_sync_point"
 
 
 class RouterReplayError(ShimError, ValueError):
@@ -56,10 +68,15 @@ class RouterReplayError(ShimError, ValueError):
 
 
 class _Open(threading.local):
-    """The checkpoints whose function runs in this thread, from the outermost."""
+    """What runs in this thread.
+
+    chunks: the checkpoints whose function runs, from the outermost.
+    replayed: the experts that the last router has replayed, [tokens, topk]; None where it chose its own.
+    """
 
     def __init__(self) -> None:
         self.chunks: list[_Chunk] = []
+        self.replayed: Any = None
 
 
 _OPEN = _Open()
@@ -123,6 +140,7 @@ def _get_replay_topk(original: Function) -> Function:
             with _doing(self, experts):
                 found = original(self, *args, **kwargs)
             _take_out(self, experts)
+        _OPEN.replayed = None if experts is None else found[1]
         for open_chunk in _OPEN.chunks:
             if not open_chunk.recomputes:
                 open_chunk.calls.setdefault(self, []).append(experts)
@@ -182,9 +200,48 @@ def _routing(original: Function) -> Function:
         replay = replay_of(args, kwargs)
         if replay is not None and fused_of(args, kwargs) and _looks_at(replay):
             args, kwargs = with_fused(args, kwargs, False)
-        return original(*args, **kwargs)
+        if replay is None:
+            return original(*args, **kwargs)
+        _OPEN.replayed = None
+        found = original(*args, **kwargs)
+        experts, _OPEN.replayed = _OPEN.replayed, None
+        # A dense result, [tokens, topk], has a place for each name.
+        if experts is not None and found[1].dtype == torch.bool:
+            _add_up(found[0], experts)
+            setattr(found[1], REPLAYED, True)
+        return found
 
     return topk_routing_with_score_function
+
+
+def _add_up(probs: Any, experts: Any) -> None:
+    """Give each expert the sum of the probabilities of its names, where upstream has that of one.
+
+    probs: [tokens, experts], overwritten. experts: [tokens, topk]. Upstream's gradient is that of the sum already.
+    """
+    with torch.no_grad():
+        names = (experts.unsqueeze(2) == experts.unsqueeze(1)).sum(2)
+        probs.scatter_(1, experts, probs.gather(1, experts) * names)
+
+
+def _preprocess(original: Function) -> Function:
+    map_of = argument(original, "routing_map")
+
+    @functools.wraps(original)
+    def preprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Upstream's point only ever comes earlier. That of a replay is for its own pass.
+        self.cuda_sync_point = self.__dict__.pop(SYNC_POINT, self.cuda_sync_point)
+        found = original(self, *args, **kwargs)
+        routing_map = map_of((self, *args), kwargs)
+        # With a capacity the number is that of the map or of the capacity already. A CUDA graph cannot wait.
+        static = isinstance(self.num_out_tokens, int) and not self.drop_and_pad
+        if static and getattr(routing_map, REPLAYED, False) and self.cuda_dtoh_point == "before_permutation_1":
+            self.num_out_tokens = routing_map.sum()
+            setattr(self, SYNC_POINT, self.cuda_sync_point)
+            self._maybe_update_cuda_sync_point("before_permutation_1")
+        return found
+
+    return preprocess
 
 
 def _looks_at(replay: Any) -> bool:
@@ -299,6 +356,7 @@ def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[
         SET_REPLAY_DATA: _set_replay_data,
         ROUTER: functools.partial(_router, watch=watch),
         ROUTING: _routing,
+        PREPROCESS: _preprocess,
         CHECKPOINT: functools.partial(_checkpoint_forward, watch=watch),
         TE_CHECKPOINT: functools.partial(_te_checkpoint, watch=watch),
     }

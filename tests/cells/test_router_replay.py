@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,10 @@ ALLTOALL = {"moe_token_dispatcher_type": "alltoall"}
 
 
 @pytest.fixture(autouse=True)
-def one_rank():
+def one_rank(request):
+    if "ranks2" in request.fixturenames:  # they are forked from a process without a layout
+        yield
+        return
     with testing.layout_initialised(testing.Layout()), proofs.alone() if NEEDED else contextlib.nullcontext():
         yield
 
@@ -210,6 +214,114 @@ def test_a_fused_router_records(patched, monkeypatch):
     act(None)
     moe_utils.topk_routing_with_score_function(logits, TOPK, fused=True, router_replay=replay)
     assert used == [TOPK]
+
+
+def routed(route, indices, logits, **options):
+    """What a router gives to replayed experts, [tokens, experts], and the gradient of its logits."""
+    logits = logits.clone().requires_grad_()
+    probs = route(logits, indices, **options)
+    (probs * torch.arange(1.0, 1 + probs.numel()).view_as(probs)).sum().backward()
+    return probs.detach(), logits.grad
+
+
+def by_upstream(logits, indices, **options):
+    from megatron.core.transformer.moe import moe_utils
+
+    proofs.replay([indices])
+    replay = replays().global_router_replay_instances[0]
+    return moe_utils.topk_routing_with_score_function(logits, indices.shape[1], router_replay=replay, **options)[0]
+
+
+def summed(logits, indices, score_function="softmax", use_pre_softmax=False):
+    """The sum over the names of a row: what a dense result holds, at its expert."""
+    if score_function == "sigmoid":
+        probs = logits.sigmoid().gather(1, indices)
+        probs = probs / probs.sum(1, keepdim=True)
+    elif use_pre_softmax:
+        probs = logits.softmax(1).gather(1, indices)
+    else:
+        probs = logits.gather(1, indices).softmax(1)
+    return torch.zeros_like(logits).scatter_add(1, indices, probs)
+
+
+@needed
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("options", [{}, {"use_pre_softmax": True}, {"score_function": "sigmoid"}], ids=str)
+def test_an_expert_gets_the_sum_over_its_names(options, deterministic):
+    """Stock gives it the value of one name, with the gradient of the sum. Without repeated names it is right."""
+    replays()()
+    logits, indices = torch.randn(TOKENS, OF, generator=torch.Generator().manual_seed(5)), proofs.named_twice()
+    truth = routed(summed, indices, logits, **options)
+    different = experts(1)[0]
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        stock = routed(by_upstream, indices, logits, **options), routed(by_upstream, different, logits, **options)
+        with shim.patched(only=[ID], require=[ID]):
+            found = routed(by_upstream, indices, logits, **options), routed(by_upstream, different, logits, **options)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not torch.allclose(stock[0][0], truth[0])
+    assert torch.equal(stock[0][1], found[0][1])
+    torch.testing.assert_close(found[0], truth, rtol=1e-5, atol=1e-6)
+    assert all(map(torch.equal, found[1], stock[1]))
+
+
+@needed
+def test_only_a_replay_is_counted(patched):
+    """Other passes of the dispatcher wait where stock waits, also behind a replay."""
+    model = testing.build_gpt(**MODEL, **ALLTOALL)
+    dispatcher = model.decoder.layers[0].mlp.token_dispatcher
+    seen = []
+    for action in (None, "RECORD", "REPLAY_FORWARD", "RECORD", None):
+        if action == "REPLAY_FORWARD":
+            proofs.replay([torch.zeros(TOKENS, TOPK, dtype=torch.int64)] * LAYERS)
+        else:
+            act(action)
+        losses(model)
+        seen.append((int(dispatcher.num_out_tokens), dispatcher.cuda_sync_point))
+    # Two local experts or more are sorted after the exchange, for which the host needs their sizes.
+    stock = (TOKENS * TOPK, "before_permutation_2")
+    assert seen == [stock, stock, (TOKENS, "before_permutation_1"), stock, stock]
+
+
+@needed
+def test_a_recompute_counts_its_own_map(patched):
+    found = []
+    for options in ({}, FULL):
+        replays().clear_global_router_replay_instances()
+        model = testing.build_gpt(**MODEL, **ALLTOALL, **options)
+        proofs.replay([each.clamp(max=1) for each in experts(1)])
+        loss = losses(model).mean()
+        proofs.replay(experts(2))
+        loss.backward()
+        found.append(proofs.learnt(model))
+    assert torch.equal(*found)
+
+
+def on_the_host(tensor, as_numpy=False, record_stream=False):
+    """What becomes of the sizes of messages on a GPU."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+def outputs(layout, ranks=None):
+    """Of a layer of experts, for the tokens of these ranks or of this one. Those of the second name fewer experts."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    moved = mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", on_the_host)
+    with moved, testing.megatron_on_cpu(), testing.layout_initialised(layout), proofs.alone():
+        model, found = testing.build_gpt(**MODEL | {"num_layers": 1, "moe_router_topk": 3}, **ALLTOALL), []
+        for rank in ranks or [torch.distributed.get_rank()]:
+            hidden = torch.randn(TOKENS, 1, model.config.hidden_size, generator=torch.Generator().manual_seed(rank))
+            proofs.replay([proofs.named_twice().roll(2 * rank, 0).clamp(max=3 - rank)])
+            with shim.patched(only=[ID], require=[ID]):
+                found.append(model.decoder.layers[0].mlp(hidden)[0].detach())
+        return found
+
+
+@needed
+def test_two_ranks_exchange_what_the_map_says(ranks2):
+    one_each = ranks2.run(outputs, testing.Layout(ep=2))
+    torch.testing.assert_close([found for (found,) in one_each], outputs(testing.Layout(), range(2)))
 
 
 @needed
