@@ -8,6 +8,7 @@ import torch
 
 from shim import testing
 from shim.testing.proof import Here, proof
+from shim.testing.schedules import mean_of_row, run_microbatches
 
 STEPS, LR = 3, 0.5
 
@@ -23,7 +24,6 @@ def training(**options: Any) -> list[float]:
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     model: Any = testing.build_gpt(**{"mtp_num_layers": None, **options})
     adapters = testing.add_lora(model)
@@ -31,24 +31,10 @@ def training(**options: Any) -> list[float]:
     model.config.finalize_model_grads_func = finalize_model_grads
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(0, 64, (1, 8), generator=generator) for _ in range(2)]
-
-    def forward_step(data: Any, chunk: Any) -> tuple[torch.Tensor, Any]:
-        row = next(data)
-        losses = chunk(row, torch.arange(8)[None], None, labels=row.roll(-1, 1))
-        return losses, lambda losses: (losses.mean(), {"loss": losses.detach().mean()})
-
     found = []
     for _ in range(STEPS):
         wrapped.zero_grad_buffer()
-        logged = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(rows),
-            model=[wrapped],
-            num_microbatches=len(rows),
-            seq_length=8,
-            micro_batch_size=1,
-            forward_only=False,
-        )
+        logged = run_microbatches([wrapped], rows, mean_of_row, 8)
         with torch.no_grad():
             for weight in adapters:
                 weight.sub_(LR * weight.main_grad)  # type: ignore[attr-defined]

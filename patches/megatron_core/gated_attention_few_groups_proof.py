@@ -10,6 +10,7 @@ from torch import Tensor
 from shim.testing import CPUCoreAttention, Layout
 from shim.testing.model import ON_CPU
 from shim.testing.proof import CannotRunError, Here, proof
+from shim.testing.trainings import largest_error
 
 TOKENS, BATCH, HIDDEN, HEADS = 6, 2, 16, 4
 
@@ -72,12 +73,11 @@ def _of_one_pass(layer: Any) -> dict[str, Tensor]:
 
 def error(found: dict[str, Tensor], expected: dict[str, Tensor], rank: int, ranks: int) -> float:
     """The largest relative error of a rank's output and gradients against those of one rank."""
-    worst = 0.0
-    for name, mine in found.items():
-        whole = expected[name]
-        part = whole.chunk(ranks, sharded_dim(name))[rank] if "weight" in name else whole
-        worst = max(worst, float((mine - part).norm() / part.norm()))
-    return worst
+
+    def right(name: str) -> Tensor:
+        return expected[name].chunk(ranks, sharded_dim(name))[rank] if "weight" in name else expected[name]
+
+    return largest_error(found, right)
 
 
 @proof(

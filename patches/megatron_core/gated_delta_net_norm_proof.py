@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shim.testing import Layout
 from shim.testing.proof import CannotRunError, Here, proof
+from shim.testing.trainings import train_layer
 
 TOKENS, BATCH, HIDDEN = 8, 2, 16
 KEY_HEADS, VALUE_HEADS, HEAD = 2, 4, 8
@@ -93,29 +94,10 @@ def build(module: Any, **overrides: Any) -> Any:
 
 def trained(overrides: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """The weight of the output norm, [v], on this rank: before, and after some steps of SGD."""
-    from megatron.core import parallel_state
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
-
     with without_kernels() as module:
         layer = build(module, **overrides)
-        model = DistributedDataParallel(layer.config, DistributedDataParallelConfig(), layer)
         before = layer.out_norm.weight.detach().clone()
-        generator = torch.Generator().manual_seed(1)
-        for _ in range(STEPS):
-            hidden, weights = (torch.randn(TOKENS, BATCH, HIDDEN, generator=generator) for _ in "hw")
-            if layer.config.sequence_parallel:
-                tp = parallel_state.get_tensor_model_parallel_group()
-                hidden, weights = (whole.chunk(tp.size())[tp.rank()] for whole in (hidden, weights))
-            model.zero_grad_buffer()
-            (model(hidden, None)[0] * weights).sum().backward()
-            finalize_model_grads([model])
-            with torch.no_grad():
-                for weight in layer.parameters():
-                    weight -= LR * weight.main_grad
+        train_layer(layer, (TOKENS, BATCH, HIDDEN), steps=STEPS, rate=LR)
         return before, layer.out_norm.weight.detach().clone()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shim import testing
 from shim.testing.proof import Here, proof
+from shim.testing.schedules import run_microbatches
 
 TOKENS = 8
 
@@ -44,10 +45,9 @@ def scheduled(
 
     loss_mask: the model gets the mask too, as multi-token prediction needs it.
     """
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    def forward_step(data: Iterator[Microbatch], chunk: Any) -> tuple[Tensor, Any]:
-        row, mask = next(data)
+    def forward(microbatch: Microbatch, chunk: Any) -> tuple[Tensor, Any]:
+        row, mask = microbatch
 
         def loss_func(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             loss = (losses * mask).sum()
@@ -56,15 +56,7 @@ def scheduled(
         return losses_of(chunk, row, **({"loss_mask": mask} if loss_mask else {})), loss_func
 
     model.zero_grad()
-    logged = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(batches),
-        model=model,
-        num_microbatches=len(batches),
-        seq_length=TOKENS,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    logged = run_microbatches(model, batches, forward, TOKENS)
     return gradients(model), logged
 
 

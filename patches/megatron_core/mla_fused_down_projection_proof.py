@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from importlib import import_module
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from shim.testing import CPUCoreAttention, Layout
 from shim.testing.model import ON_CPU
 from shim.testing.proof import CannotRunError, Here, proof
+from shim.testing.trainings import largest_error
 
 MLA = "megatron.core.transformer.multi_latent_attention"
 TOKENS, BATCH, HIDDEN, HEADS = 8, 2, 16, 4
@@ -100,17 +102,18 @@ def trained_twice() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def error(here: Here) -> float:
     """The largest relative error of any rank's output and gradients against those of one rank."""
     (expected,) = here.run(trained)
-    worst = 0.0
-    for rank, results in enumerate(here.run(trained_twice, layout=Layout(tp=here.world))):
-        for found, sequence_parallel in zip(results, (False, True), strict=True):
-            for name, mine in found.items():
-                whole = expected[name]
-                if "weight" in name:
-                    right = part(name, whole, here.world, rank)
-                else:
-                    right = whole.chunk(here.world)[rank] if sequence_parallel else whole
-                worst = max(worst, float((mine - right).norm() / right.norm()))
-    return worst
+
+    def right(name: str, rank: int, shares: int) -> Tensor:
+        if "weight" in name:
+            return part(name, expected[name], here.world, rank)
+        return expected[name].chunk(shares)[rank % shares]
+
+    errors = [
+        largest_error(found, functools.partial(right, rank=rank, shares=shares))
+        for rank, results in enumerate(here.run(trained_twice, layout=Layout(tp=here.world)))
+        for found, shares in zip(results, (1, here.world), strict=True)
+    ]
+    return float(torch.tensor(errors).max())
 
 
 @proof(

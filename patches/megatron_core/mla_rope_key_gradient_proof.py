@@ -14,6 +14,7 @@ from torch import Tensor
 from shim.testing import CPUCoreAttention, Layout
 from shim.testing.model import ON_CPU
 from shim.testing.proof import CannotRunError, Here, proof
+from shim.testing.trainings import train_layer
 
 MLA = "megatron.core.transformer.multi_latent_attention"
 TOKENS, BATCH, HIDDEN, HEADS = 8, 2, 16, 4
@@ -94,30 +95,10 @@ def sharded_dim(weight: Any) -> int | None:
 
 def trained(overrides: dict[str, Any]) -> dict[str, tuple[Tensor, Tensor, int | None]]:
     """By name: a weight before and after some steps of SGD on this rank, and how it is sharded."""
-    from megatron.core import parallel_state
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
-
     with without_te() as module:
         layer = build(module, **overrides)
-        model = DistributedDataParallel(layer.config, DistributedDataParallelConfig(), layer)
         before = {name: weight.detach().clone() for name, weight in layer.named_parameters()}
-        generator = torch.Generator().manual_seed(1)
-        for _ in range(STEPS):
-            hidden, weights = (torch.randn(TOKENS, BATCH, HIDDEN, generator=generator) for _ in "hw")
-            if layer.config.sequence_parallel:
-                size = parallel_state.get_tensor_model_parallel_world_size()
-                rank = parallel_state.get_tensor_model_parallel_rank()
-                hidden, weights = (whole.chunk(size)[rank] for whole in (hidden, weights))
-            model.zero_grad_buffer()
-            (model(hidden, None)[0] * weights).sum().backward()
-            finalize_model_grads([model])
-            with torch.no_grad():
-                for weight in layer.parameters():
-                    weight -= LR * weight.main_grad
+        train_layer(layer, (TOKENS, BATCH, HIDDEN), steps=STEPS, rate=LR)
         return {
             name: (before[name], weight.detach().clone(), sharded_dim(weight))
             for name, weight in layer.named_parameters()

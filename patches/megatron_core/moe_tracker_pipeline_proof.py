@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shim import testing
 from shim.testing.proof import CannotRunError, Here, proof
+from shim.testing.schedules import mean_of_row, run_microbatches
 
 NAME = "load_balancing_loss"
 MODEL: dict[str, Any] = {"num_layers": 2, "mtp_num_layers": 1, "share_embeddings_and_output_weights": False}
@@ -37,28 +38,13 @@ def stage() -> Any:
 
 def step(model: Any) -> None:
     """Two microbatches through the schedule of the release."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.moe import moe_utils
 
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(0, 64, (1, LENGTH), generator=generator) for _ in range(MICROBATCHES)]
-
-    def forward_step(data: Iterator[Tensor], chunk: Any) -> tuple[Tensor, Any]:
-        row = next(data)
-        losses = chunk(row, torch.arange(LENGTH)[None], None, labels=row.roll(-1, 1))
-        return losses, lambda losses: (losses.mean(), {"loss": losses.detach().mean()})
-
     # 0.16 looks it up in every step, and has it with Transformer Engine only.
     with mock.patch.object(moe_utils, "te_general_gemm", None, create=True):
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(rows),
-            model=model,
-            num_microbatches=len(rows),
-            seq_length=LENGTH,
-            micro_batch_size=1,
-            forward_only=False,
-        )
+        run_microbatches(model, rows, mean_of_row, LENGTH)
 
 
 def tracker() -> dict[str, Any]:

@@ -10,11 +10,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from shim import testing
 from shim.testing import Layout
 from shim.testing.proof import Here, proof
+from shim.testing.schedules import mean_of_row, run_microbatches
 
 LENGTHS = 6, 10, 8, 4  # tokens of the microbatches
 PATIENCE = 3.0  # seconds that a rank waits for the others of its group
@@ -45,8 +45,6 @@ def communicators_made_by_the_first_batch() -> Iterator[None]:
 
 def losses_on_rank(layers: int) -> list[float]:
     """The loss of each microbatch in a step of the release's schedule; none on stages without it."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(0, 64, (1, length), generator=generator) for length in LENGTHS]
     model = testing.build_gpt(
@@ -56,25 +54,7 @@ def losses_on_rank(layers: int) -> list[float]:
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # the only one that upstream allows with it
     )
-
-    def forward_step(data: Iterator[Tensor], chunk: Any) -> tuple[Tensor, Any]:
-        row = next(data)
-
-        def loss_func(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            return losses.mean(), {"loss": losses.detach().mean()}
-
-        return chunk(row, torch.arange(row.numel())[None], None, labels=row.roll(-1, 1)), loss_func
-
-    logged = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(rows),
-        model=model,
-        num_microbatches=len(rows),
-        seq_length=max(LENGTHS),
-        micro_batch_size=1,
-        forward_only=False,
-    )
-    return [float(each["loss"]) for each in logged]
+    return [float(each["loss"]) for each in run_microbatches(model, rows, mean_of_row, max(LENGTHS))]
 
 
 def losses_of_lazy_groups(layers: int) -> list[float]:

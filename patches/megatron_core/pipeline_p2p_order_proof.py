@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shim import testing
 from shim.testing import Layout
 from shim.testing.proof import Here, Measured, proof
+from shim.testing.schedules import mean_of_row, run_microbatches
 
 STEPS, RATE = 3, 0.1
 EQUAL, DIFFERENT = (8, 8, 8, 8), (6, 10, 8, 4)  # tokens of the microbatches
@@ -27,28 +27,9 @@ def stages(**options: Any) -> list[Any]:
 
 def step(model: Sequence[Any], lengths: Sequence[int]) -> list[float]:
     """The loss of each microbatch in a step of the release's schedule with its update; none on stages without it."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(0, 64, (1, length), generator=generator) for length in lengths]
-
-    def forward_step(data: Iterator[Tensor], chunk: Any) -> tuple[Tensor, Any]:
-        row = next(data)
-
-        def loss_func(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            return losses.mean(), {"loss": losses.detach().mean()}
-
-        return chunk(row, torch.arange(row.numel())[None], None, labels=row.roll(-1, 1)), loss_func
-
-    logged = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=[iter(rows) for _ in model],
-        model=list(model),
-        num_microbatches=len(rows),
-        seq_length=max(lengths),
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    logged = run_microbatches(model, rows, mean_of_row, max(lengths))
     with torch.no_grad():
         for weight in (weight for chunk in model for weight in chunk.parameters()):
             if weight.grad is not None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from shim import testing
 from shim.testing import Layout
 from shim.testing.proof import Here, Measured, proof
+from shim.testing.schedules import mean_of_row, run_microbatches
 
 TOKENS, MICROBATCHES, STEPS, RATE = 8, 4, 4, 0.1
 LATENCY = 0.02  # seconds until a message leaves for which nobody waits
@@ -76,28 +77,9 @@ def chunks(**options: Any) -> list[Any]:
 
 def step(model: list[Any]) -> float:
     """The loss of a step of the interleaved schedule with its update; zero on stages without the loss."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(0, 64, (1, TOKENS), generator=generator) for _ in range(MICROBATCHES)]
-
-    def forward_step(data: Iterator[Tensor], chunk: Any) -> tuple[Tensor, Any]:
-        row = next(data)
-
-        def loss_func(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            return losses.mean(), {"loss": losses.detach().mean()}
-
-        return chunk(row, torch.arange(TOKENS)[None], None, labels=row.roll(-1, 1)), loss_func
-
-    logged = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=[iter(rows) for _ in model],
-        model=model,
-        num_microbatches=MICROBATCHES,
-        seq_length=TOKENS,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    logged = run_microbatches(model, rows, mean_of_row, TOKENS)
     with torch.no_grad():
         for weight in (weight for chunk in model for weight in chunk.parameters()):
             weight -= RATE * weight.grad

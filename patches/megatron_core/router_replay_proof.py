@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shim import testing
 from shim.testing.proof import CannotRunError, Here, proof
+from shim.testing.schedules import run_microbatches
 
 LAYERS, TOPK, OF, TOKENS, STEPS, LR = 2, 2, 4, 6, 2, 0.5
 ROUNDING = 1e-5
@@ -106,26 +107,17 @@ def gradients_behind_log_probabilities(**options: Any) -> Tensor:
 def gradients_of_a_pipeline(**options: Any) -> Tensor:
     """Steps of the release's schedule, in which each microbatch replays its own experts."""
     from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     stages = parallel_state.get_pipeline_model_parallel_world_size()
 
-    def forward_step(data: Iterator[int], chunk: Any) -> tuple[Tensor, Any]:
-        replay(experts(next(data), LAYERS // stages))
+    def forward(microbatch: int, chunk: Any) -> tuple[Tensor, Any]:
+        replay(experts(microbatch, LAYERS // stages))
         return losses(chunk), lambda output: (output.mean(), {"loss": output.detach().mean()})
 
     with alone():
         model, found = testing.build_gpt(**MODEL, **options), []
         for _ in range(STEPS):
-            get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=iter(range(3)),
-                model=model,
-                num_microbatches=3,
-                seq_length=TOKENS,
-                micro_batch_size=1,
-                forward_only=False,
-            )
+            run_microbatches(model, range(3), forward, TOKENS)
             found.append(learnt(model))
         return torch.cat(found)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .model import release
 from .packing import PackedRow
+from .schedules import run_microbatches
 
 __all__ = ["Result", "differences", "run_alone", "run_packed", "run_schedule", "worst"]
 
@@ -133,13 +134,12 @@ def run_schedule(
     not divided with per_token_loss. The release does all of this, except the mean or sum over a row.
     """
     from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     chunks = _chunks(model)
     views = [_RankView(chunks[-1], row, loss_mask) for row in rows]
 
-    def forward_step(batches: Iterator[tuple[PackedRow, _RankView]], chunk: Any) -> tuple[Tensor, Any]:
-        row, view = next(batches)
+    def forward(microbatch: tuple[PackedRow, _RankView], chunk: Any) -> tuple[Tensor, Any]:
+        row, view = microbatch
         output = chunk(input_ids=row.input_ids[:, view.index], **_inputs(row, view, loss_mask))
 
         def loss_of(per_token: Tensor) -> tuple[Any, ...]:
@@ -149,10 +149,7 @@ def run_schedule(
 
         return output, loss_of
 
-    # From 0.16 sizes are optional arguments.
-    schedule = get_forward_backward_func()
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
-    batches = [iter(list(zip(rows, views, strict=True))) for _ in chunks]
     with _step(chunks, per_token_loss) as losses, contextlib.ExitStack() as undo:
         settings = {"variable_seq_lengths": len({row.total for row in rows}) > 1}
         if virtual:
@@ -162,15 +159,7 @@ def run_schedule(
             for name, value in settings.items():
                 undo.callback(setattr, config, name, getattr(config, name))
                 setattr(config, name, value)
-        schedule(
-            forward_step_func=forward_step,
-            data_iterator=batches if virtual else batches[0],
-            model=chunks if virtual else chunks[0],
-            num_microbatches=len(rows),
-            seq_length=max(row.total for row in rows),
-            micro_batch_size=1,
-            forward_only=False,
-        )
+        run_microbatches(chunks, list(zip(rows, views, strict=True)), forward, max(row.total for row in rows))
         each = len(losses) // len(rows)
         results = [
             _result(chunks, [loss.squeeze(0) for loss in losses[i * each : (i + 1) * each]], view, torch.zeros(0))

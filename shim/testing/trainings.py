@@ -10,22 +10,23 @@ adds to a count is its price.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 from .cpu import optimizer_on_cpu, type_on_a_gpu
 from .footprint import Footprint
 from .layout import Layout, layout_initialised
 from .model import build_gpt
-from .oracle import run_packed, run_schedule
+from .oracle import run_packed, run_schedule, worst
 from .packing import pack, random_sequences
 from .proof import on_device
 
-__all__ = ["TRAININGS", "Counts", "Training", "counted"]
+__all__ = ["TRAININGS", "Counts", "Training", "counted", "largest_error", "train_layer"]
 
 LENGTHS, ALIGN = (24, 40), 8
 STEPS = 3
@@ -122,6 +123,40 @@ def _step(training: Training) -> Callable[[], object]:
         passes(model)
 
     return run
+
+
+def train_layer(layer: Any, shape: Sequence[int], *, steps: int, rate: float) -> None:
+    """Train a layer of attention in place: its passes, finalize_model_grads, and a step of SGD, some times.
+
+    layer: takes hidden states [s, b, h] and no mask, and returns its output first. shape: s, b and h of the whole; a
+    rank takes its share under sequence parallelism. rate: the learning rate. The loss is a random sum of the output.
+    Both are the same on all ranks, and for every number of them.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+
+    model = DistributedDataParallel(layer.config, DistributedDataParallelConfig(), layer)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        hidden, weights = (torch.randn(*shape, generator=generator) for _ in "hw")
+        if layer.config.sequence_parallel:
+            size = parallel_state.get_tensor_model_parallel_world_size()
+            rank = parallel_state.get_tensor_model_parallel_rank()
+            hidden, weights = (whole.chunk(size)[rank] for whole in (hidden, weights))
+        model.zero_grad_buffer()
+        (model(hidden, None)[0] * weights).sum().backward()
+        finalize_model_grads([model])
+        with torch.no_grad():
+            for weight in layer.parameters():
+                weight -= rate * weight.main_grad
+
+
+def largest_error(found: Mapping[str, Tensor], right: Callable[[str], Tensor]) -> float:
+    """The largest error of tensors, each by its norm over that of what is right; NaN if any is NaN.
+
+    right: gives the tensor that is right for a name.
+    """
+    return worst({name: float((mine - right(name)).norm() / right(name).norm()) for name, mine in found.items()})
 
 
 def _with_optimizer(model: Any, passes: Callable[[Any], None], distributed: bool) -> Callable[[], object]:

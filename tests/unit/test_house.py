@@ -180,6 +180,7 @@ TESTED_IN = {
     "testing.layout": "cells/test_harness",
     "testing.model": "cells/test_harness",
     "testing.oracle": "cells/test_harness",
+    "testing.schedules": "cells/test_harness",
     "testing.sharded": "cells/test_generic_proofs",
     "testing.user_model": "cells/test_generic_proofs",
 }
