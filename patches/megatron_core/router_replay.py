@@ -10,8 +10,8 @@ What is wrong (0.16 to 0.20):
 - With moe_router_fusion the router never looks at its replay, and chooses its own experts in silence.
 - Experts for fewer tokens than there are, or for fewer than top-k, are taken: the other tokens get no experts.
 - A row of padding names an expert several times. The routing map has the expert once, but the all-to-all dispatcher
-  counts tokens x top-k, and raises (0.16 with moe_permute_fusion only). The probability is that of one of the names,
-  while the gradient is that of all.
+  counts tokens x top-k, and raises (0.16 takes this number with moe_permute_fusion only). The probability is that of
+  one of the names, while the gradient is that of all.
 
 The patch: a checkpoint remembers what each router did in its forward pass, and its recompute does the same again: the
 replayed experts, or the router's own choice. It does not matter what the trainer has set since. An entry of
