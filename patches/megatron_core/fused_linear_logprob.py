@@ -36,6 +36,8 @@ Delete when the oldest supported release has such a loss on every device.
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -104,14 +106,26 @@ class Promise:
         return function(*args, **kwargs)
 
 
+def _of_logits(name: str) -> Function:
+    def operator(self: Promise, *args: Any) -> Any:
+        return getattr(self.kept, name)(*args)
+
+    return operator
+
+
+_BINARY = ("add", "sub", "truediv", "pow", "matmul")
+_OTHERS = ("neg", "abs", "len", "getitem", "iter", "lt", "le", "gt", "ge")
+# Python looks operators up on the class.
+for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHERS):
+    setattr(Promise, f"__{_name}__", _of_logits(f"__{_name}__"))
+
+
 def _given(value: Any) -> Any:
     return value.kept if isinstance(value, Promise) else value
 
 
 def obstacle_in(model: Any) -> str | None:
     """Why this model, or view of one, takes stock's way; None if it does not."""
-    import sys
-
     layer = getattr(model, "output_layer", None)
     if layer is None:
         return "the model has no output layer"
@@ -149,9 +163,15 @@ def _with_promises(model: Any) -> Any:
     return view_of(model, output_layer=layer, compute_language_model_loss=compute_language_model_loss)
 
 
+def _no_argument(args: Any, kwargs: Any) -> None:
+    return None
+
+
 def _computing_loss(original: Function, chosen: _Chosen) -> Function:
     """For a function of a model that makes logits and the loss."""
-    labels_of, processor = argument(original, "labels"), "output_processor"
+    labels_of, processor_of = argument(original, "labels"), _no_argument
+    if "output_processor" in inspect.signature(original).parameters:
+        processor_of = argument(original, "output_processor")
 
     @functools.wraps(original)
     def computing_loss(*args: Any, **kwargs: Any) -> Any:
@@ -160,7 +180,7 @@ def _computing_loss(original: Function, chosen: _Chosen) -> Function:
             not chosen.fuse
             or not model.post_process
             or labels_of(args, kwargs) is None
-            or kwargs.get(processor) is not None
+            or processor_of(args, kwargs) is not None
             or torch.compiler.is_compiling()
             or obstacle_in(model)
         ):
@@ -183,11 +203,12 @@ def _compute_mtp_acceptance_counts(original: Function, chosen: _Chosen) -> Funct
             return original(*args, **kwargs)
         labels, mask = labels_of(args, kwargs), mask_of(args, kwargs)
         counts = None
-        for tokens, logits in promise.head.tiles():
-            call = put_labels(*put_logits(args, kwargs, logits), labels[:, tokens])
-            of_tile = torch.stack(original(*put_mask(*call, mask[:, tokens])))
+        for tokens, logits in promise.head.tiles():  # one at least
+            args, kwargs = put_labels(*put_logits(args, kwargs, logits), labels[:, tokens])
+            args, kwargs = put_mask(args, kwargs, mask[:, tokens])
+            of_tile = torch.stack(original(*args, **kwargs))
             counts = of_tile if counts is None else counts + of_tile
-        return original(*args, **kwargs) if counts is None else tuple(counts)
+        return tuple(counts)
 
     return _compute_mtp_acceptance_counts
 

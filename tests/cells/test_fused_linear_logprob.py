@@ -1,5 +1,8 @@
 """fused-linear-logprob: losses and gradients in every layout, what takes stock's way, and the bytes of a step."""
 
+import contextlib
+import functools
+
 import pytest
 import torch
 
@@ -8,10 +11,15 @@ from shim import testing
 
 ID = "fused-linear-logprob"
 SIZES = {"num_layers": 1, "hidden_size": 16, "ffn_hidden_size": 32}
+VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+TP, SP = testing.Layout(tp=2), testing.Layout(tp=2, sequence_parallel=True)
+PP, CP = testing.Layout(pp=2), testing.Layout(cp=2)
+on_one_rank = pytest.mark.usefixtures("one_rank")
 
 
-def patched(**options):
-    return shim.patched(only=[ID], require=[ID], options={ID: {"fuse": True, **options}})
+def patched(*ids, **options):
+    return shim.patched(only=[ID, *ids], require=[ID, *ids], options={ID: {"fuse": True}, **options})
 
 
 @pytest.fixture
@@ -20,27 +28,372 @@ def one_rank():
         yield
 
 
-def build(depths, tied, **options):
+def build(depths=None, tied=False, **options):
     return testing.build_gpt(mtp_num_layers=depths, share_embeddings_and_output_weights=tied, **SIZES | options)
 
 
-def step(model):
+def rows_of(tokens=8):
+    rows = torch.stack([torch.arange(tokens), torch.arange(tokens) * 5 % 64])
+    return rows, rows.roll(-1, 1)
+
+
+def gradients(model):
+    return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def step(model, **given):
     """Losses of each token and all gradients of a step on two rows."""
-    rows = torch.stack([torch.arange(8), torch.arange(8) * 5 % 64])
-    losses = model(rows, rows, None, labels=rows.roll(-1, 1))
+    rows, labels = rows_of()
+    losses = model(rows, rows, None, labels=labels, **given)
     losses.mean().backward()
-    return losses.detach(), {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    return losses.detach(), gradients(model)
 
 
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("depths", [None, 1, 2])
+@contextlib.contextmanager
+def logits_counted():
+    """How often an output layer computes its logits."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    calls, stock = [], ColumnParallelLinear.forward
+
+    @functools.wraps(stock)
+    def forward(self, *args, **kwargs):
+        logits, bias = stock(self, *args, **kwargs)
+        if self.output_size == 64:
+            calls.append(logits.shape)
+        return logits, bias
+
+    ColumnParallelLinear.forward = forward
+    try:
+        yield calls
+    finally:
+        ColumnParallelLinear.forward = stock
+
+
+def off_by(found, right):
+    """The largest error relative to the norm of what is right, of losses and of each gradient."""
+    (losses, grads), (of_stock, of_grads) = found, right
+    assert grads.keys() == of_grads.keys() and losses.dtype == of_stock.dtype and losses.shape == of_stock.shape
+    pairs = [(losses, of_stock), *((grads[name], of_grads[name]) for name in grads)]
+    assert all(one.dtype == other.dtype for one, other in pairs)
+    return max(float((one.double() - other.double()).norm() / (other.double().norm() + 1e-12)) for one, other in pairs)
+
+
+@on_one_rank
 @pytest.mark.parametrize("tied", [True, False])
-def test_losses_and_gradients(depths, tied):
-    stock, grads = step(build(depths, tied))
+@pytest.mark.parametrize("depths", [None, 1, 2])
+def test_losses_and_gradients_are_those_of_fp64_and_no_logits_are_made(depths, tied):
+    double = {"params_dtype": torch.float64, "pipeline_dtype": torch.float64}
+    right = step(build(depths, tied).double())
+    with logits_counted() as calls:
+        stock = step(build(depths, tied))
+        assert len(calls) == 1 + (depths or 0)
+        calls.clear()
+        with patched():
+            found = step(build(depths, tied))
+            in_double = step(build(depths, tied, **double).double())
+        assert not calls
+    assert off_by(found, stock) < 2e-6
+    exact = right[0], {name: grad.float() for name, grad in right[1].items()}
+    assert off_by(found, (exact[0].float(), exact[1])) < 2e-6
+    assert off_by((in_double[0].double(), in_double[1]), (right[0].double(), right[1])) < 1e-6
+
+
+@on_one_rank
+def test_bf16():
+    half = {"bf16": True, "params_dtype": torch.bfloat16}
+    exact = step(build(1, True, **half).bfloat16().double())
+    stock = step(build(1, True, **half).bfloat16())
     with patched():
-        print(shim.status()[ID])
-        found, of_found = step(build(depths, tied))
-    torch.testing.assert_close(found, stock)
-    assert grads.keys() == of_found.keys()
-    for name in grads:
-        torch.testing.assert_close(of_found[name], grads[name])
+        found = step(build(1, True, **half).bfloat16())
+    weight = "embedding.word_embeddings.weight"
+    error, of_stock = ((grads[weight].double() - exact[1][weight]).norm() for _, grads in (found, stock))
+    assert off_by(found, stock) < 3e-2 and error < 1.2 * of_stock
+
+
+def compared(layout, depths, tied, options):
+    """Per rank: what is off between stock and the patch, and how often logits were made."""
+    options = {**options, "sequence_parallel": layout.sequence_parallel, "num_layers": layout.pp}
+    found = []
+    with testing.megatron_on_cpu(), testing.layout_initialised(layout), logits_counted() as calls:
+        for context in (contextlib.nullcontext(), patched()):
+            calls.clear()
+            with context:
+                found.append(on_this_rank(build(depths, tied, **options), layout))
+    return off_by(found[1], found[0]), len(calls)
+
+
+def on_this_rank(model, layout):
+    rows, labels = rows_of()
+    if layout.cp > 1:
+        mine = torch.distributed.get_rank()
+        index = torch.cat([torch.arange(8).chunk(4)[mine], torch.arange(8).chunk(4)[3 - mine]])
+        given = (rows[:, index], index.expand(2, -1), None)
+        losses = model(*given, labels=labels[:, index])
+        losses.mean().backward()
+        return losses.detach(), gradients(model)
+    if layout.pp == 1:
+        return step(model)
+    states = torch.randn(8, 2, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    if model.pre_process:
+        return torch.zeros(1), {}
+    model.set_input_tensor(states)
+    losses, grads = step(model)
+    return losses, {**grads, "states": states.grad}
+
+
+@pytest.mark.parametrize(
+    ("layout", "depths", "tied", "options"),
+    [
+        (TP, 1, True, {}),
+        (TP, None, False, FULL),
+        (SP, 1, False, {}),
+        (SP, None, True, FULL),
+        (PP, 1, True, {}),
+        (PP, None, False, {}),
+        (CP, 1, False, {}),
+    ],
+    ids=str,
+)
+def test_layouts(ranks2, layout, depths, tied, options):
+    for off, calls in ranks2.run(compared, layout, depths, tied, options):
+        assert off < 3e-6 and not calls
+
+
+def saved_and_frozen(layout):
+    """With a frozen head: its gradient, and the largest tensor that autograd keeps for the loss."""
+    with testing.megatron_on_cpu(), testing.layout_initialised(layout), patched():
+        model = build(sequence_parallel=True)
+        model.output_layer.weight.requires_grad_(False)
+        with testing.Footprint() as footprint:
+            _, grads = step(model)
+        assert "output_layer.weight" not in grads and grads
+        return footprint.collectives
+
+
+def test_a_shard_is_gathered_again_in_backward(ranks2):
+    """As stock does: the states of the whole sequence are not kept."""
+    for collectives in ranks2.run(saved_and_frozen, SP):
+        assert sum(count for name, count in collectives.items() if "gather" in name) > 1
+
+
+@on_one_rank
+def test_a_frozen_head_gets_no_gradient():
+    model, other = build(1), build(1)
+    for each in (model, other):
+        each.output_layer.weight.requires_grad_(False)
+    stock = step(model)
+    with patched():
+        found = step(other)
+    assert "output_layer.weight" not in found[1] and off_by(found, stock) < 2e-6
+
+
+@on_one_rank
+def test_tokens_without_a_target_have_no_loss_and_no_gradient():
+    rows, labels = rows_of()
+    labels[:, 5:] = -100
+    model, other = build(), build()
+    with patched():
+        losses = model(rows, rows, None, labels=labels)
+        losses.sum().backward()
+        other(rows[:, :5], rows[:, :5], None, labels=labels[:, :5]).sum().backward()
+    assert not losses[:, 5:].any() and losses[:, :5].all()
+    assert off_by((losses.detach(), gradients(model)), (losses.detach(), gradients(other))) < 2e-6
+
+
+def microbatches(model, fused):
+    """The main gradients after two microbatches in DistributedDataParallel."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+    model.output_layer.gradient_accumulation_fusion = fused
+    rows, labels = rows_of()
+    wrapped.zero_grad_buffer()
+    for _ in range(2):
+        wrapped(rows, rows, None, labels=labels).mean().backward()
+    assert all(weight.grad is None for weight in model.parameters())
+    weight = model.output_layer.weight
+    assert weight is None or weight.grad_added_to_main_grad is fused
+    return {name: weight.main_grad.clone() for name, weight in model.named_parameters()}
+
+
+@on_one_rank
+@pytest.mark.parametrize(("depths", "tied"), [(2, True), (1, False), (None, True), (None, False)])
+def test_gradient_accumulation_fusion_reaches_main_grad_once(depths, tied):
+    stock = microbatches(build(depths, tied), False)
+    with patched():
+        for fused in (False, True):
+            found = microbatches(build(depths, tied), fused)
+            assert off_by((torch.zeros(1), found), (torch.zeros(1), stock)) < 2e-6
+
+
+@on_one_rank
+@pytest.mark.skipif(VERSION < (0, 18), reason="muP came with 0.18")
+def test_mup_scales_logits():
+    options = {"use_mup": True, "mup_base_hidden_size": 4}
+    stock = step(build(1, **options))
+    with patched(), logits_counted() as calls:
+        found = step(build(1, **options))
+    assert off_by(found, stock) < 2e-6 and not calls and off_by(found, step(build(1))) > 1e-3
+
+
+@on_one_rank
+def test_without_labels_the_logits_are_those_of_stock():
+    model, (rows, _) = build(), rows_of()
+    stock = model(rows, rows, None)
+    with patched():
+        assert torch.equal(model(rows, rows, None), stock)
+
+
+@on_one_rank
+@pytest.mark.skipif(VERSION < (0, 17), reason="testing.build_hybrid builds from 0.17 on")
+def test_hybrid_model():
+    build_it = functools.partial(testing.build_hybrid, hidden_size=16, ffn_hidden_size=32)
+    stock = step(build_it())
+    with patched(), logits_counted() as calls:
+        found = step(build_it())
+    assert off_by(found, stock) < 2e-6 and not calls
+
+
+@on_one_rank
+@pytest.mark.skipif(VERSION >= (0, 18), reason="it is the hybrid model from 0.18 on")
+def test_mamba_model():
+    """Its forward with the layers of a GPTModel, because Mamba layers need their kernels."""
+    from megatron.core.models.mamba.mamba_model import MambaModel
+
+    def build_it():
+        model = object.__new__(MambaModel)
+        vars(model).update(vars(build()))
+        model.rotary_pos_emb.forward = functools.partial(embedded, model.rotary_pos_emb)
+        return model
+
+    def embedded(rope, length, **_):
+        return type(rope).forward(rope, length)
+
+    stock = step(build_it())
+    with patched(), logits_counted() as calls:
+        found = step(build_it())
+    assert off_by(found, stock) < 2e-6 and not calls
+
+
+@on_one_rank
+def test_beside_mtp_loss_options():
+    with shim.patched(only=["mtp-loss-options"], options={"mtp-loss-options": {"detach": True}}):
+        stock = step(build(2))
+    with patched("mtp-loss-options", **{"mtp-loss-options": {"detach": True}}), logits_counted() as calls:
+        found = step(build(2))
+    assert off_by(found, stock) < 2e-6 and not calls
+
+
+@on_one_rank
+@pytest.mark.skipif(VERSION < (0, 19), reason="the count came with 0.19")
+def test_the_count_of_right_predictions_is_that_of_stock(monkeypatch):
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    from shim.patches.megatron_core import _linear_losses
+
+    monkeypatch.setattr(_linear_losses, "TILE_CPU", 64 * 2 * 4 * 3)  # three tokens of eight
+    found = []
+    for context in (contextlib.nullcontext(), patched()):
+        MTPLossLoggingHelper.tracker.clear()
+        with context:
+            step(build(2))
+        tracked = MTPLossLoggingHelper.tracker
+        found.append({name: value.clone() for name, value in tracked.items() if torch.is_tensor(value)})
+    stock, fused = found
+    assert stock.keys() == fused.keys() and len(stock) > 1
+    for name, value in stock.items():
+        torch.testing.assert_close(fused[name], value)
+
+
+def with_hook(model):
+    model.output_layer.register_forward_hook(lambda *_: None)
+
+
+def with_adapter(model):
+    model.output_layer.adapter = torch.nn.Linear(16, 64, bias=False)
+
+
+def with_another_class(model):
+    class Adapted(type(model.output_layer)):
+        pass
+
+    model.output_layer.__class__ = Adapted
+
+
+def with_a_loss_of_its_own(model):
+    stock = model.compute_language_model_loss
+    model.compute_language_model_loss = lambda labels, logits: stock(labels, logits.float())
+
+
+@on_one_rank
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (with_hook, "hooks on the output layer"),
+        (with_adapter, "a module of its own: adapter"),
+        (with_another_class, "is a Adapted"),
+        (with_a_loss_of_its_own, "computes its loss by a function of its own"),
+    ],
+)
+def test_what_takes_stocks_way_and_that_check_says_so(change, said):
+    model, other = build(1), build(1)
+    for each in (model, other):
+        change(each)
+    stock = step(model)
+    with shim.patched(only=[ID], options={ID: {"fuse": True}}), logits_counted() as calls:
+        found = step(other)
+        report = shim.check(other)[ID]
+        assert report.state == "inactive" and said in report.reason
+    assert off_by(found, stock) == 0 and len(calls) == 2
+
+
+@on_one_rank
+def test_hooks_before_the_output_layer_run():
+    """They wait for its weight under overlap_param_gather."""
+    model, seen = build(1), []
+    model.output_layer.register_forward_pre_hook(lambda layer, args: seen.append(layer.weight))
+    with patched(), logits_counted() as calls:
+        step(model)
+    assert len(seen) == 2 and all(weight is model.output_layer.weight for weight in seen) and not calls
+
+
+@on_one_rank
+def test_whoever_touches_a_promise_gets_logits():
+    """Such as a loss in the place of process_mtp_loss."""
+    from shim.patches.megatron_core._linear_losses import Head
+    from shim.patches.megatron_core.fused_linear_logprob import Promise
+
+    layer, hidden = build().output_layer, torch.randn(4, 2, 16).requires_grad_()
+    logits, _ = layer(hidden)
+    for touch in (lambda x: x.float().sum(), lambda x: torch.logsumexp(x, -1).sum(), lambda x: (2 * x - 1).sum()):
+        right = torch.autograd.grad(touch(logits), hidden, retain_graph=True)
+        found = torch.autograd.grad(touch(Promise(Head(layer, layer.weight, hidden))), hidden)
+        torch.testing.assert_close(found, right)
+    promise = Promise(Head(layer, layer.weight, hidden))
+    with torch.no_grad(), pytest.raises(shim.ShimError, match="takes the logits"):
+        promise.float()
+
+
+@on_one_rank
+def test_no_gradients_and_errors():
+    model, (rows, labels) = build(1, True), rows_of()
+    with patched(), torch.no_grad():
+        found = model(rows, rows, None, labels=labels)
+        with pytest.raises(ValueError, match="outside of the vocabulary"):
+            model(rows, rows, None, labels=labels + 64)
+        assert torch.equal(model(rows, rows, None, labels=labels), found)
+    with torch.no_grad():
+        torch.testing.assert_close(found, model(rows, rows, None, labels=labels))
+
+
+@on_one_rank
+def test_nothing_happens_by_default_and_check_says_so():
+    stock = step(build(1))
+    with shim.patched(only=[ID]):
+        found = step(build(1))
+        report = shim.check(build(1))[ID]
+        assert (report.state, report.reason) == ("inactive", "the option fuse is off")
+    assert off_by(found, stock) == 0
+    with patched():
+        assert shim.check(build(1))[ID].state == "applied"
