@@ -142,7 +142,7 @@ class _ToMainGrad(torch.autograd.Function):
     """The weight, whose gradient goes into main_grad as with gradient_accumulation_fusion."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, weight: Any) -> Any:
         ctx.weight, ctx.main_grad = weight, weight.main_grad
         return weight.detach()
 

@@ -7,10 +7,12 @@ them once more at each depth.
 The patch does nothing until the option `fuse` is true. Then a call with labels returns the same losses, [b, s], from
 shim.ops.linear_token_logprobs, for the main model and for MTP. Logits exist one tile at a time, in forward and again in
 backward.
-- The model computes its loss on a view of itself. The view's output layer returns a promise of logits, and its
-  compute_language_model_loss takes promises. Whatever else touches a promise gets the logits themselves.
+- The model computes its loss on a view of itself. The view's output layer returns a promise of logits, and
+  compute_language_model_loss takes promises. Whatever else touches a promise gets the logits themselves, or an error
+  where their gradient would be lost.
 - What ColumnParallelLinear does around its product stays: sums over tensor-parallel ranks, the gather of
-  sequence-parallel shards, gradient_accumulation_fusion. A frozen weight gets no gradient.
+  sequence-parallel shards, the sum in main_grad of gradient_accumulation_fusion (of a gradient in the weight's dtype).
+  A frozen weight gets no gradient.
 - Hooks before the output layer's forward run as before. They get a view of the layer.
 - A negative label means no target: loss and gradient are zero, as with chunked-logprob.
 - cross_entropy_loss_fusion changes nothing any more.
@@ -150,19 +152,6 @@ def _promising(layer: Any) -> Any:
     return view_of(layer, forward=forward)
 
 
-def _with_promises(model: Any) -> Any:
-    """A view of the model whose losses come from promises."""
-    stock = model.compute_language_model_loss
-
-    def compute_language_model_loss(labels: Tensor, logits: Any) -> Any:
-        if isinstance(logits, Promise):
-            return logits.head.losses(labels, logits.scale)
-        return stock(labels, logits)
-
-    layer = _promising(model.output_layer)
-    return view_of(model, output_layer=layer, compute_language_model_loss=compute_language_model_loss)
-
-
 def _no_argument(args: Any, kwargs: Any) -> None:
     return None
 
@@ -185,9 +174,23 @@ def _computing_loss(original: Function, chosen: _Chosen) -> Function:
             or obstacle_in(model)
         ):
             return original(*args, **kwargs)
-        return original(_with_promises(model), *others, **kwargs)
+        view = view_of(model, output_layer=_promising(model.output_layer))
+        return original(view, *others, **kwargs)
 
     return computing_loss
+
+
+def _compute_language_model_loss(original: Function, chosen: _Chosen) -> Function:
+    labels_of, logits_of = argument(original, "labels"), argument(original, "logits")
+
+    @functools.wraps(original)
+    def compute_language_model_loss(*args: Any, **kwargs: Any) -> Any:
+        logits = logits_of(args, kwargs)
+        if isinstance(logits, Promise):
+            return logits.head.losses(labels_of(args, kwargs), logits.scale)
+        return original(*args, **kwargs)
+
+    return compute_language_model_loss
 
 
 def _compute_mtp_acceptance_counts(original: Function, chosen: _Chosen) -> Function:
@@ -202,27 +205,23 @@ def _compute_mtp_acceptance_counts(original: Function, chosen: _Chosen) -> Funct
         if not isinstance(promise, Promise):
             return original(*args, **kwargs)
         labels, mask = labels_of(args, kwargs), mask_of(args, kwargs)
-        counts = None
-        for tokens, logits in promise.head.tiles():  # one at least
+        counts = []
+        for tokens, logits in promise.head.tiles():
             args, kwargs = put_labels(*put_logits(args, kwargs, logits), labels[:, tokens])
             args, kwargs = put_mask(args, kwargs, mask[:, tokens])
-            of_tile = torch.stack(original(*args, **kwargs))
-            counts = of_tile if counts is None else counts + of_tile
-        return tuple(counts)
+            counts.append(original(*args, **kwargs))
+        return tuple(torch.stack(of_tiles).sum(0) for of_tiles in zip(*counts))
 
     return _compute_mtp_acceptance_counts
 
 
+_LOSSES = {LANGUAGE + ":LanguageModule.compute_language_model_loss": _compute_language_model_loss}
 BINDINGS: dict[str, dict[str, Callable[..., Function]]] = {
-    "forward": {GPT + "forward": _computing_loss, MAMBA: _computing_loss},
-    "mamba": {GPT + "_postprocess": _computing_loss, MAMBA: _computing_loss},
-    "hybrid": {GPT + "_postprocess": _computing_loss, HYBRID: _computing_loss},
-    "counts": {
-        GPT + "_postprocess": _computing_loss,
-        HYBRID: _computing_loss,
-        COUNTS: _compute_mtp_acceptance_counts,
-    },
+    "forward": {**_LOSSES, GPT + "forward": _computing_loss, MAMBA: _computing_loss},
+    "mamba": {**_LOSSES, GPT + "_postprocess": _computing_loss, MAMBA: _computing_loss},
+    "hybrid": {**_LOSSES, GPT + "_postprocess": _computing_loss, HYBRID: _computing_loss},
 }
+BINDINGS["counts"] = {**BINDINGS["hybrid"], COUNTS: _compute_mtp_acceptance_counts}
 
 
 def problems(models: Iterable[Any]) -> Iterator[tuple[str, str]]:

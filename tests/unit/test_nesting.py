@@ -86,6 +86,15 @@ OUTSIDE = {
     ("rope-fusion", "mla-rope-key-gradient"): {
         "megatron.core.models.common.embeddings.rope_utils:apply_rotary_pos_emb"
     },
+    # One gives the model another output layer, which the others call as they call the model's own: either order does
+    # for the first and the last. mtp-loss-options wraps the output layer in a function, which has to be inside.
+    ("mtp-packed-sequences", "fused-linear-logprob"): {
+        "megatron.core.models.gpt.gpt_model:GPTModel._postprocess",
+        "megatron.core.models.hybrid.hybrid_model:HybridModel.forward",
+        "megatron.core.models.mamba.mamba_model:MambaModel.forward",
+    },
+    ("mtp-loss-options", "fused-linear-logprob"): {"megatron.core.models.gpt.gpt_model:GPTModel._postprocess"},
+    ("mrope-thd", "fused-linear-logprob"): {"megatron.core.models.gpt.gpt_model:GPTModel.forward"},
 }
 
 
