@@ -349,6 +349,33 @@ def test_what_takes_stocks_way_and_that_check_says_so(change, said):
 
 
 @on_one_rank
+@pytest.mark.parametrize(("change", "calls"), [(lambda logits: logits, 0), (lambda logits: logits.float(), 2)])
+def test_who_wraps_the_loss_is_called(monkeypatch, change, calls):
+    """With a promise, from which it may take logits."""
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    seen, upstream, stock = [], LanguageModule.compute_language_model_loss, step(build(1))
+
+    def wrapper(self, labels, logits):
+        seen.append(logits)
+        return upstream(self, labels, change(logits))
+
+    monkeypatch.setattr(LanguageModule, "compute_language_model_loss", wrapper)
+    with patched(), logits_counted() as made:
+        found = step(build(1))
+    assert len(seen) == 2 and len(made) == calls and off_by(found, stock) < 2e-6
+
+
+@on_one_rank
+def test_autocast_takes_stocks_way():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        stock = step(build(1))
+        with patched(), logits_counted() as calls:
+            found = step(build(1))
+    assert off_by(found, stock) == 0 and len(calls) == 2
+
+
+@on_one_rank
 def test_hooks_before_the_output_layer_run():
     """They wait for its weight under overlap_param_gather."""
     model, seen = build(1), []
