@@ -20,13 +20,17 @@ __all__ = ["Head", "head_of", "obstacle_of"]
 
 NO_TARGET = -100
 TILE_CPU, TILE_DEVICE = 16 << 20, 256 << 20  # bytes of logits
-LAYERS = "megatron.core.tensor_parallel.layers"
+# Layers whose forward is a product with the weight. The second (dev) has a loss of its own besides.
+PLAIN = {
+    "megatron.core.tensor_parallel.layers": "ColumnParallelLinear",
+    "megatron.core.transformer.linear_cross_entropy": "LinearCrossEntropyModule",
+}
 
 
 def obstacle_of(layer: Any) -> str | None:
     """Why the losses cannot be made from this output layer's weight, in words; None if they can."""
-    plain = getattr(sys.modules.get(LAYERS), "ColumnParallelLinear", None)
-    if type(layer) is not plain or "forward" in vars(layer):
+    known = [getattr(sys.modules.get(module), name, None) for module, name in PLAIN.items()]
+    if type(layer) not in known or "forward" in vars(layer):
         return f"the output layer is a {type(layer).__name__} with a forward of its own"
     if layer._modules:
         return f"the output layer has a module of its own: {', '.join(layer._modules)}"
@@ -118,24 +122,25 @@ class Head:
                 yield tokens, hidden[tokens] @ self.weight.t()
 
 
-def head_of(layer: Any, hidden: Any, weight: Any, gather: Any) -> Head | None:
-    """The head for one call of a layer without an obstacle, or None if this call is one for the layer itself."""
+def head_of(layer: Any, hidden: Any, weight: Any, gather: Any) -> Head | str:
+    """The head for one call of a layer without an obstacle, or why the layer itself has to run, in words."""
     weight = layer.weight if weight is None else weight
     if type(weight) not in (Tensor, torch.nn.Parameter) or type(hidden) is not Tensor:
-        return None
-    if hidden.dtype != weight.dtype or hidden.dim() != 3 or hidden.size(-1) != weight.size(-1):
-        return None
-    if weight.shape != (layer.output_size_per_partition, layer.input_size):
-        return None  # the layer says what is wrong
+        return f"the weight is a {type(weight).__name__}, and the hidden states are a {type(hidden).__name__}"
+    right = weight.shape == (layer.output_size_per_partition, layer.input_size)
+    if not right or hidden.dim() != 3 or hidden.size(-1) != layer.input_size:
+        return "the shapes do not fit"
+    if hidden.dtype != weight.dtype:
+        return f"the weight is in {weight.dtype}, and the hidden states are in {hidden.dtype}"
     if getattr(layer, "output_dtype", None) not in (None, hidden.dtype):
-        return None
+        return f"the logits are to be in {layer.output_dtype}"
     if torch.is_autocast_enabled(hidden.device.type):
-        return None
+        return "autocast is on"
     if layer.gradient_accumulation_fusion and hasattr(weight, "__fsdp_param__"):
-        return None
+        return "Megatron-FSDP makes the gradient of the weight"
     head = Head(layer, weight, hidden)
     gathers = layer.gather_output if gather is None else gather
-    return None if gathers and head.group.size() > 1 else head
+    return "the logits are gathered" if gathers and head.group.size() > 1 else head
 
 
 class _ToMainGrad(torch.autograd.Function):

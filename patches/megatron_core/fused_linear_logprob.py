@@ -22,15 +22,14 @@ A model takes stock's way, and shim.check() says why, if
   its logits,
 - it has a compute_language_model_loss of its own,
 - the config has defer_embedding_wgrad_compute, GTP or config_logger_dir.
-A call takes stock's way without labels, with an output_processor, under torch.compile or autocast, with gathered logits
-(runtime_gather_output), with logits in another dtype than the hidden states, and under Megatron-FSDP with
-gradient_accumulation_fusion.
+A call takes stock's way without labels, with an output_processor, and under torch.compile. It does so with a warning
+under autocast, with gathered logits (runtime_gather_output), with logits in another dtype than the hidden states, and
+under Megatron-FSDP with gradient_accumulation_fusion.
 
 0.19 counts which predictions of MTP are right, for a log in training. The count needs the logits once more, some tokens
 at a time.
 
-Upstream: cross_entropy_fusion_impl="linear" on the dev branch, on Blackwell only. With it the output layer is of
-another class, so stock's way is taken.
+Upstream: cross_entropy_fusion_impl="linear" on the dev branch, on Blackwell only. With it stock's way is taken.
 
 Delete when the oldest supported release has such a loss on every device.
 """
@@ -39,6 +38,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -51,6 +51,8 @@ from shim._errors import ShimError
 from shim.patches._arguments import Function, argument, replacing
 from shim.patches.megatron_core._linear_losses import Head, head_of, obstacle_of
 from shim.patches.megatron_core.mtp_packed_sequences.refused_row import view_of
+
+log = logging.getLogger("shim")
 
 ID = "fused-linear-logprob"
 GPT = "megatron.core.models.gpt.gpt_model:GPTModel."
@@ -65,6 +67,13 @@ class _Chosen:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.fuse: bool = options["fuse"]
+        self.said: set[str] = set()
+
+    def say(self, why: str) -> None:
+        """Warn once of each reason why a call takes stock's way."""
+        if why not in self.said:
+            self.said.add(why)
+            log.warning(f"{ID}: {why}, so a call makes its logits as a whole")
 
 
 _CHOSEN: weakref.WeakSet[_Chosen] = weakref.WeakSet()
@@ -140,14 +149,17 @@ def obstacle_in(model: Any) -> str | None:
     return obstacle_of(layer)
 
 
-def _promising(layer: Any) -> Any:
+def _promising(layer: Any, chosen: _Chosen) -> Any:
     """A view of an output layer that returns promises."""
 
     def forward(input_: Any, weight: Any = None, runtime_gather_output: Any = None, **others: Any) -> Any:
-        head = None if others else head_of(layer, input_, weight, runtime_gather_output)
-        if head is None:
-            return layer.forward(input_, weight=weight, runtime_gather_output=runtime_gather_output, **others)
-        return Promise(head), None
+        head = head_of(layer, input_, weight, runtime_gather_output)
+        if others:
+            head = f"the output layer is given {', '.join(others)}"
+        if isinstance(head, Head):
+            return Promise(head), None
+        chosen.say(head)
+        return layer.forward(input_, weight=weight, runtime_gather_output=runtime_gather_output, **others)
 
     return view_of(layer, forward=forward)
 
@@ -174,7 +186,7 @@ def _computing_loss(original: Function, chosen: _Chosen) -> Function:
             or obstacle_in(model)
         ):
             return original(*args, **kwargs)
-        view = view_of(model, output_layer=_promising(model.output_layer))
+        view = view_of(model, output_layer=_promising(model.output_layer, chosen))
         return original(view, *others, **kwargs)
 
     return computing_loss
