@@ -130,12 +130,12 @@ def head_of(layer: Any, hidden: Any, weight: Any, gather: Any) -> Head | str:
     right = weight.shape == (layer.output_size_per_partition, layer.input_size)
     if not right or hidden.dim() != 3 or hidden.size(-1) != layer.input_size:
         return "the shapes do not fit"
+    if torch.is_autocast_enabled(hidden.device.type):
+        return "autocast is on"
     if hidden.dtype != weight.dtype:
         return f"the weight is in {weight.dtype}, and the hidden states are in {hidden.dtype}"
     if getattr(layer, "output_dtype", None) not in (None, hidden.dtype):
         return f"the logits are to be in {layer.output_dtype}"
-    if torch.is_autocast_enabled(hidden.device.type):
-        return "autocast is on"
     if layer.gradient_accumulation_fusion and hasattr(weight, "__fsdp_param__"):
         return "Megatron-FSDP makes the gradient of the weight"
     head = Head(layer, weight, hidden)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib.util
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from shim import testing
 ID = "fused-linear-logprob"
 SIZES = {"num_layers": 1, "hidden_size": 16, "ffn_hidden_size": 32}
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
+DEV = importlib.util.find_spec("megatron.core.transformer.linear_cross_entropy") is not None
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 TP, SP = testing.Layout(tp=2), testing.Layout(tp=2, sequence_parallel=True)
 PP, CP = testing.Layout(pp=2), testing.Layout(cp=2)
@@ -227,6 +229,7 @@ def test_gradient_accumulation_fusion_reaches_main_grad_once(depths, tied):
 
 @on_one_rank
 @pytest.mark.skipif(VERSION < (0, 18), reason="muP came with 0.18")
+@pytest.mark.skipif(DEV, reason="stock's model with muP crashes on the dev branch")
 def test_mup_scales_logits():
     options = {"use_mup": True, "mup_base_hidden_size": 4}
     stock = step(build(1, **options))
