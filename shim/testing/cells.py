@@ -32,6 +32,7 @@ EVERYDAY = tuple(cell["megatron-core"] for cell in distinct_cells(_MATRIX))
 MAIN = next((c.name for c in reversed([*_MATRIX.commits.get("megatron-core", {}).values()]) if c.branch == _MAIN), "")
 
 EVERYDAY_PAIRS = (
+    "0.12.0+2.2.0",
     "0.12.0+2.3.0",
     "0.12.3+2.1.0",
     "0.13.1+2.5.0",

@@ -47,6 +47,7 @@ ABOUT = {
     "test_other_trainers_ranks": ["mtp-packed-sequences", "expert-bias-padding"],
     "test_packing": ["mtp-packed-sequences"],
     "test_packing_layouts": ["mtp-packed-sequences"],
+    "test_slow_messages": ["pipeline-p2p-order", "pipeline-send-buffers"],
     "test_te_moved_symbols": ["te-moved-symbols", "te-skip-weight-update"],
 }
 # Files that fewer cells say all about: examples where stock packs rows with MTP and where it does not, and what layouts
@@ -65,6 +66,7 @@ ONLY = {
 }
 # Files about no patch of their own, but about the engine, all patches, or the harness.
 EVERYWHERE = {
+    "test_alignment",
     "test_all_patches",
     "test_factories",
     "test_harness",
