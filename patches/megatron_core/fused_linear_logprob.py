@@ -40,7 +40,6 @@ import functools
 import inspect
 import logging
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -74,9 +73,6 @@ class _Chosen:
         if why not in self.said:
             self.said.add(why)
             log.warning(f"{ID}: {why}, so a call makes its logits as a whole")
-
-
-_CHOSEN: weakref.WeakSet[_Chosen] = weakref.WeakSet()
 
 
 class Promise:
@@ -237,10 +233,7 @@ BINDINGS["counts"] = {**BINDINGS["hybrid"], COUNTS: _compute_mtp_acceptance_coun
 
 
 def problems(models: Iterable[Any]) -> Iterator[tuple[str, str]]:
-    """Says for shim.check() what is off, and which models take stock's way."""
-    if not any(each.fuse for each in list(_CHOSEN)):
-        yield "the option fuse is off", f"set it by shim.apply(options={{'{ID}': {{'fuse': True}}}})"
-        return
+    """Says for shim.check() which models take stock's way."""
     for model in models:
         if getattr(model, "post_process", False) and hasattr(model, "compute_language_model_loss"):
             why = obstacle_in(model)
@@ -251,5 +244,4 @@ def problems(models: Iterable[Any]) -> Iterator[tuple[str, str]]:
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
     chosen = _Chosen(options)
-    _CHOSEN.add(chosen)
     return {target: functools.partial(factory, chosen=chosen) for target, factory in BINDINGS[variant].items()}

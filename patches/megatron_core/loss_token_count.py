@@ -28,8 +28,7 @@ from __future__ import annotations
 
 import functools
 import sys
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -40,13 +39,6 @@ from shim.patches._arguments import Function, argument, replacing
 SCHEDULES = "megatron.core.pipeline_parallel.schedules:"
 FORWARD_STEP, CALC_LOSS = SCHEDULES + "forward_step", SCHEDULES + "forward_step_calc_loss"
 STATE = "megatron.core.parallel_state"
-
-
-class _Option:
-    """What the functions hold that stand in upstream's place while the option is on."""
-
-
-_ON: weakref.WeakSet[_Option] = weakref.WeakSet()
 
 
 class _Counts:
@@ -109,14 +101,14 @@ class _Counts:
         return outputs, self._own[-1]
 
 
-def _forward_step(original: Function, option: _Option | None, multiplied: bool) -> Function:
+def _forward_step(original: Function, sums: bool, multiplied: bool) -> Function:
     """0.12, 0.13: the function runs the model, too, and gets the loss function with its output."""
     step_of, put_step = argument(original, "forward_step_func"), replacing(original, "forward_step_func")
     config_of, model_of = argument(original, "config"), argument(original, "model")
 
     @functools.wraps(original)
     def forward_step(*args: Any, **kwargs: Any) -> Any:
-        if option is None:
+        if not sums:
             return original(*args, **kwargs)
         step, counts = step_of(args, kwargs), _Counts(config_of(args, kwargs), model_of(args, kwargs), None, multiplied)
 
@@ -130,14 +122,14 @@ def _forward_step(original: Function, option: _Option | None, multiplied: bool) 
     return forward_step
 
 
-def _forward_step_calc_loss(original: Function, option: _Option | None) -> Function:
+def _forward_step_calc_loss(original: Function, sums: bool) -> Function:
     loss_of, put_loss = argument(original, "loss_func"), replacing(original, "loss_func")
     config_of, model_of = argument(original, "config"), argument(original, "model")
     size_of = argument(original, "cp_group_size")
 
     @functools.wraps(original)
     def forward_step_calc_loss(*args: Any, **kwargs: Any) -> Any:
-        if option is None:
+        if not sums:
             return original(*args, **kwargs)
         size = size_of(args, kwargs)
         counts = _Counts(config_of(args, kwargs), model_of(args, kwargs), size, multiplied=False)
@@ -147,19 +139,10 @@ def _forward_step_calc_loss(original: Function, option: _Option | None) -> Funct
     return forward_step_calc_loss
 
 
-def problems(models: Iterable[Any]) -> Iterator[tuple[str, str]]:
-    """Says for shim.check() that the option is off."""
-    if not list(_ON):
-        remedy = "set it by shim.apply(options={'loss-token-count': {'sum_over_cp': True}})"
-        yield "the option sum_over_cp is off", remedy
-
-
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
-    option = _Option() if options["sum_over_cp"] else None
-    if option is not None:
-        _ON.add(option)
+    sums = options["sum_over_cp"]
     if variant in ("calc_loss", "one_at_least"):
-        return {CALC_LOSS: functools.partial(_forward_step_calc_loss, option=option)}
+        return {CALC_LOSS: functools.partial(_forward_step_calc_loss, sums=sums)}
     multiplied = variant == "multiplied"
-    return {FORWARD_STEP: functools.partial(_forward_step, option=option, multiplied=multiplied)}
+    return {FORWARD_STEP: functools.partial(_forward_step, sums=sums, multiplied=multiplied)}

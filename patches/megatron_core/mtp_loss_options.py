@@ -252,12 +252,8 @@ BINDINGS: dict[str, dict[str, Callable[..., Function]]] = {
 
 
 def problems(models: Iterable[Any]) -> Iterator[tuple[str, str]]:
-    """Says for shim.check() what is off, and what `detach` does not reach."""
-    chosen = list(_CHOSEN)
-    if not any(each.detach or each.skip_loss for each in chosen):
-        remedy = "set one by shim.apply(options={'mtp-loss-options': {'detach': True}})"
-        yield "the options detach and skip_loss are off", remedy
-    for model in models if any(each.detach for each in chosen) else ():
+    """Says for shim.check() what `detach` does not reach."""
+    for model in models if any(each.detach for each in list(_CHOSEN)) else ():
         for name, weight in model.named_parameters():
             if weight.requires_grad and "output_layer." in name and not name.endswith("output_layer.weight"):
                 yield f"multi-token prediction trains {name} too", "freeze it"

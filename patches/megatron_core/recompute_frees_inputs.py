@@ -24,8 +24,7 @@ Not covered: te_checkpoint of Transformer Engine, CheckpointWithoutOutput, and a
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -33,13 +32,6 @@ import torch
 from shim.patches._arguments import Function
 
 BACKWARD = "megatron.core.tensor_parallel.random:CheckpointFunction.backward"
-
-
-class _Release:
-    """What the function holds that stands in upstream's place while the option is on."""
-
-
-_ON: weakref.WeakSet[_Release] = weakref.WeakSet()
 
 
 class _Alias(torch.autograd.Function):
@@ -54,10 +46,10 @@ class _Alias(torch.autograd.Function):
         return grad
 
 
-def _backward(original: Function, release: _Release | None) -> Function:
+def _backward(original: Function, release: bool) -> Function:
     @functools.wraps(original)
     def backward(ctx: Any, *grads: Any) -> Any:
-        if release is None:
+        if not release:
             return original(ctx, *grads)
         run = ctx.run_function
         detached: list[torch.Tensor] = []
@@ -82,16 +74,6 @@ def _can_be_let_go(tensor: Any) -> bool:
     return type(tensor) is torch.Tensor and tensor.requires_grad  # quantized ones cannot be made empty
 
 
-def problems(models: Iterable[Any]) -> Iterator[tuple[str, str]]:
-    """Says for shim.check() that the option is off."""
-    if not list(_ON):
-        remedy = "set it by shim.apply(options={'recompute-frees-inputs': {'release': True}})"
-        yield "the option release is off", remedy
-
-
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
-    release = _Release() if options["release"] else None
-    if release is not None:
-        _ON.add(release)
-    return {BACKWARD: functools.partial(_backward, release=release)}
+    return {BACKWARD: functools.partial(_backward, release=options["release"])}

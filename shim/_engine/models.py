@@ -13,7 +13,7 @@ from shim._engine.binder import Binder
 from shim._engine.chain import Chain
 from shim._engine.overrides import Override, calls, is_upstreams, overrides_of, reaches
 from shim._engine.probes import Verdict, facts_of, run
-from shim._engine.report import NOT_KNOWN, PatchReport, Report
+from shim._engine.report import NOT_KNOWN, PatchReport, Report, switched_off
 from shim._engine.taken import taken_by
 from shim._errors import ShimError
 from shim._planning.plan import Decision, Plan
@@ -109,8 +109,12 @@ FIND_OUT = (
 
 
 def _problems_in(models: list[Any], plan: Plan, raising: bool) -> Iterator[tuple[str, str, str]]:
-    """Triples (patch, why it has no effect on the models, remedy), from the `problems` functions of patches."""
+    """Triples (patch, why it has no effect on the models, remedy), from switches and from `problems` of patches."""
     for decision in plan.decisions.values():
+        off = plan.matrix.patches[decision.id].off_by(decision.options) if decision.wanted else ()
+        if off:
+            yield decision.id, *switched_off(decision.id, off)
+            continue
         find = _of_patch(decision, plan, "problems") if decision.wanted else None
         try:
             for what, remedy in find(models) if find is not None else ():

@@ -9,10 +9,18 @@ from typing import Any
 from shim._planning.overview import Row, group, grouped, headline
 from shim._record import EMPTY, Record
 
-__all__ = ["NOT_IMPORTED", "NOT_KNOWN", "STATES", "PatchReport", "Report"]
+__all__ = ["NOT_IMPORTED", "NOT_KNOWN", "STATES", "PatchReport", "Report", "switched_off"]
 
 NOT_KNOWN = "not known"  # how the reason begins of a pending patch whose effect nobody knows
 NOT_IMPORTED = "not imported"  # and of one whose modules nothing of this process needs so far
+
+
+def switched_off(id: str, names: tuple[str, ...]) -> tuple[str, str]:
+    """Why a patch whose switches `names` are off has no effect, and the remedy."""
+    several = len(names) > 1
+    reason = f"the options {' and '.join(names)} are off" if several else f"the option {names[0]} is off"
+    return reason, f"set {'one' if several else 'it'} by shim.apply(options={{{id!r}: {{{names[0]!r}: True}}}})"
+
 
 STATES = (
     "applied",

@@ -10,7 +10,7 @@ from shim._engine.binder import Binder
 from shim._engine.chain import Lost, replaced_by
 from shim._engine.conflicts import remedy_for, remedy_in_doubt
 from shim._engine.foreign import describe, takes_the_same
-from shim._engine.report import NOT_IMPORTED, NOT_KNOWN, PatchReport, Report
+from shim._engine.report import NOT_IMPORTED, NOT_KNOWN, PatchReport, Report, switched_off
 from shim._planning.plan import Decision, Plan
 from shim._record import replace
 from shim._releases.fingerprint import split_target
@@ -29,8 +29,11 @@ def _state(
 
     def off(options: Mapping[str, object], why: str, targets: Mapping[str, str]) -> PatchReport | None:
         """A patch that is switched off loses nothing by somebody else's object in its place."""
-        names = ", ".join(entry.off_by(options))
-        return report("inactive", f"the option {names} is off; {why}", targets) if names else None
+        names = entry.off_by(options)
+        if not names:
+            return None
+        what, remedy = switched_off(entry.id, names)
+        return report("inactive", f"{what}; {why}", targets, remedy)
 
     if not decision.wanted:
         targets = dict.fromkeys(decision.targets, decision.action)
