@@ -40,6 +40,16 @@ def on_cpu():
         yield
 
 
+@pytest.fixture
+def one_rank(request):
+    """A layout of one rank. A test that has ranks of its own gets none: no rank can be forked inside a layout."""
+    if "ranks2" in request.fixturenames:
+        yield
+        return
+    with testing.layout_initialised(testing.Layout()):
+        yield
+
+
 @pytest.fixture(scope="session")
 def ranks2():
     """Two gloo ranks, forked on first use."""

@@ -17,15 +17,7 @@ NEEDED = shim.plan()[ID].wanted
 needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
 RELEASE = tuple(int(part) for part in testing.release().split(".")[:2])
 CP = {"context_parallel_size": 2}  # of the config alone: no message is sent by what builds a layer
-
-
-@pytest.fixture(autouse=True)
-def one_rank(request):
-    if "ranks2" in request.fixturenames:  # no rank can be forked inside a layout
-        yield
-        return
-    with testing.layout_initialised(Layout()):
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def applied():

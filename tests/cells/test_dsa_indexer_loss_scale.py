@@ -14,12 +14,7 @@ ID = "dsa-indexer-loss-scale"
 NEEDED = shim.plan()[ID].wanted
 needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
 DSA = "megatron.core.transformer.experimental_attention_variant.dsa"
-
-
-@pytest.fixture(autouse=True)
-def one_rank():
-    with testing.layout_initialised(testing.Layout()):
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def with_patch(*args, **overrides):

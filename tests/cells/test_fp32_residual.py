@@ -16,15 +16,7 @@ ID = "fp32-residual"
 NEEDED = shim.plan()[ID].wanted
 needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-
-
-@pytest.fixture(autouse=True)
-def one_rank(request):
-    if "ranks2" in request.fixturenames:  # no rank can be forked inside a layout
-        yield
-        return
-    with testing.layout_initialised(testing.Layout()):
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def patched(active=True):

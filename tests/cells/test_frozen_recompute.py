@@ -12,16 +12,10 @@ from recompute_cases import share_storage_in_python
 import shim
 from shim import testing
 from shim.patches.megatron_core.frozen_recompute_proof import NORMS, UNIFORM, adapted, row
-from shim.testing import Layout
 
 ID = "frozen-recompute"
 METHODS = [UNIFORM, {**UNIFORM, "recompute_num_layers": 2}, {**UNIFORM, "recompute_method": "block"}]
-
-
-@pytest.fixture(autouse=True)
-def one_rank():
-    with testing.layout_initialised(Layout()):
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def equal_bits(a, b):

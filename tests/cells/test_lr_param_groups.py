@@ -8,7 +8,6 @@ import torch
 from megatron.core.optimizer import optimizer as upstream
 
 import shim
-from shim import testing
 from shim.patches.megatron_core.lr_param_groups_proof import (
     EMBEDDING_LR,
     LR,
@@ -22,12 +21,7 @@ ID = "lr-param-groups"
 NEEDED = shim.plan()[ID].wanted
 needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
 both = pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
-
-
-@pytest.fixture(autouse=True)
-def one_rank():
-    with testing.layout_initialised(testing.Layout()):
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def applied():

@@ -5,18 +5,12 @@ import torch
 from megatron.core.transformer.identity_op import IdentityOp
 
 import shim
-from shim import testing
 from shim.patches.megatron_core.mamba_norm_eps_proof import EPSILON, WIDTH, build, output_and_gradient
 
 ID = "mamba-norm-eps"
 NEEDED = shim.plan()[ID].wanted
 needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
-
-
-@pytest.fixture(autouse=True)
-def one_rank():
-    with testing.layout_initialised(testing.Layout()):
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def with_patch(*args, **given):

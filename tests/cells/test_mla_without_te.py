@@ -8,18 +8,12 @@ import pytest
 import torch
 
 import shim
-from shim import testing
 from shim.patches.megatron_core.mla_without_te_proof import BATCH, HIDDEN, MLA, TOKENS, build
 
 ID = "mla-without-te"
 NEEDED = shim.plan()[ID].wanted
 needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
-
-
-@pytest.fixture(autouse=True)
-def one_rank():
-    with testing.layout_initialised(testing.Layout()):
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def gradients():

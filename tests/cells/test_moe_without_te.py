@@ -11,12 +11,7 @@ from shim.patches.megatron_core.moe_without_te_proof import EXPERTS
 ID = "moe-without-te"
 NEEDED = shim.plan()[ID].wanted
 needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
-
-
-@pytest.fixture(autouse=True)
-def one_rank():
-    with testing.layout_initialised(testing.Layout()):
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @needed

@@ -12,15 +12,9 @@ from recompute_cases import METHODS
 import shim
 from shim import testing
 from shim.patches.megatron_core.recompute_frees_inputs_proof import UNIFORM, states_held, step
-from shim.testing import Layout
 
 ID, RECOMPUTE = "recompute-frees-inputs", "mtp-recompute"
-
-
-@pytest.fixture(autouse=True)
-def one_rank():
-    with testing.layout_initialised(Layout()):
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def patched(*ids, release=True):

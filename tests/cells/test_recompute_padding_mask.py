@@ -21,15 +21,7 @@ NEEDED = shim.plan()[ID].wanted
 needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
 ROW = torch.arange(8)[None]
 MASK = ROW >= 5
-
-
-@pytest.fixture(autouse=True)
-def one_rank(request):
-    if "ranks2" in request.fixturenames:  # no rank can be forked inside a layout
-        yield
-        return
-    with testing.layout_initialised(Layout()):
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def patched():

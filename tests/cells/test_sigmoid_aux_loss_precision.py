@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import shim
-from shim import testing
 from shim.patches.megatron_core.sigmoid_aux_loss_precision_proof import (
     counted_by,
     error,
@@ -24,10 +23,7 @@ def patched(active=True):
     return shim.patched(only=[ID], require=[ID]) if active else contextlib.nullcontext()
 
 
-@pytest.fixture(autouse=True)
-def one_rank():
-    with testing.megatron_on_cpu(), testing.layout_initialised(testing.Layout()):
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @needed

@@ -14,15 +14,7 @@ from shim.testing import Layout
 ID = "uniform-recompute-end"
 NEEDED = shim.plan()[ID].wanted
 needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
-
-
-@pytest.fixture(autouse=True)
-def one_rank(request):
-    if "ranks2" in request.fixturenames:  # no rank can be forked inside a layout
-        yield
-        return
-    with testing.layout_initialised(Layout()):
-        yield
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def patched():
