@@ -234,7 +234,6 @@ class Binder:
         The foreign function still calls shim's function beneath it, so half a pair would compute wrong gradients. One
         that holds nothing of shim's was written for upstream's other half, and gets that back.
         """
-        lost_now: dict[Key, Lost] | None = None
         for chain, after in changes:
             other = {"forward": "backward", "backward": "forward"}.get(chain.name)
             partner = self.chains.get(f"{chain.target.rpartition('.')[0]}.{other}")
@@ -242,10 +241,8 @@ class Binder:
                 continue
             if self._is_followed(partner.key):  # the other function calls upstream's again
                 continue
-            if not self.places.is_lost(partner.key):
-                continue
-            lost_now = lost_now or {lost.slot.key: lost for lost in self.places.lost_now()}
-            if self.effect_of(lost_now[partner.key]) != "replaced":
+            lost = next((item for item in self.places.lost_now() if item.slot.key == partner.key), None)
+            if lost is not None and self.effect_of(lost) != "replaced":
                 why = f"stays bound, because {partner.name} was replaced"
                 self.places.lose(self.places.slots[chain.key], why, partner.key)
 
