@@ -55,6 +55,13 @@ class Record:
             if twice or given.keys() != self._names or len(args) > len(fields):
                 _complain(type(self), args, kwargs)
 
+    @classmethod
+    def from_plain(cls: type[R], fields: dict[str, Any]) -> R:
+        """The record that had these fields by name, all of them. Not checked, for what shim itself has written."""
+        record = cls.__new__(cls)
+        record.__dict__.update(fields)
+        return record
+
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"{type(self).__name__} is immutable: cannot set {name!r}; use replace()")
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shim._planning.overview import Row, group, grouped, headline
 from shim._record import EMPTY, Record
+
+if TYPE_CHECKING:
+    from shim._planning.plan import Plan
 
 __all__ = ["NOT_IMPORTED", "NOT_KNOWN", "STATES", "PatchReport", "Report", "switched_off"]
 
@@ -80,17 +83,39 @@ class PatchReport(Record):
         }
 
 
+class _Identified(Record):
+    """What a report that left its process has in the place of its plan."""
+
+    digest: str
+
+
 class Report(Record):
     """The states of all patches at one moment. ``report["id"].state`` is one of STATES.
 
-    `digest` is that of the plan; ranks compare it. `releases` are the versions that the plan was made for. `lost` lists
-    names that somebody else has replaced since shim wrote them.
+    `releases` are the versions that the plan was made for. `lost` lists names that somebody else has replaced since
+    shim wrote them.
     """
 
+    _aside = ("plan",)
+
     patches: Mapping[str, PatchReport]
-    digest: str
+    plan: Plan | _Identified
     releases: Mapping[str, str]
     lost: tuple[str, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """The digest of the plan; ranks compare it.
+
+        Made when somebody asks: it reads the code of all patches, which takes a tenth of an apply().
+        """
+        return self.plan.digest
+
+    def _compared(self) -> tuple[Any, ...]:
+        return (*super()._compared(), self.digest)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "plan": _Identified(self.digest)}
 
     def __getitem__(self, id: str) -> PatchReport:
         return self.patches[id]

@@ -110,7 +110,7 @@ def read_report(plan: Plan, binder: Binder, failed: Mapping[str, str], held: Map
     }
     fine = ("called", "kept", "released")
     left_alone = tuple(str(item) for item in binder.places.lost_now() if binder.effect_of(item) not in fine)
-    return Report(patches, plan.digest, releases, left_alone)
+    return Report(patches, plan, releases, left_alone)
 
 
 def not_applied(plan: Plan) -> Plan:

@@ -61,7 +61,7 @@ def read_compiled(file: Path, digest: str, lock: bytes) -> Matrix | None:
     supported = {name: tuple(releases) for name, releases in found["supported"].items()}
     patches = {id: _patch(entry) for id, entry in found["patches"].items()}
     commits = {
-        distribution: {name: Commit(**given) for name, given in commits.items()}
+        distribution: {name: Commit.from_plain(given) for name, given in commits.items()}
         for distribution, commits in found["commits"].items()
     }
     return Matrix(str(file), patches, supported, _Parsed(lock), bodies=found["bodies"], commits=commits)
@@ -93,31 +93,36 @@ class _Parsed(Mapping[str, Any]):
     __hash__ = None  # type: ignore[assignment]
 
 
-def _patch(entry: Mapping[str, Any]) -> PatchEntry:
-    read = {
-        "variants": {name: _variant(given) for name, given in entry["variants"].items()},
-        "rules": tuple(Rule(**given) for given in entry["rules"]),
-        "pairs": tuple(Rule(**given) for given in entry["pairs"]),
-        "references": tuple(entry["references"]),
-        "met_by": tuple(entry["met_by"]),
-        "declared": {name: _declared(given) for name, given in entry["declared"].items()},
-        "variables": tuple(Variable(**given) for given in entry["variables"]),
-        "stand_ins": tuple(StandIn(given["package"], tuple(given["modules"])) for given in entry["stand_ins"]),
-        "mended": tuple(Mended(given["target"], tuple(given["has"]), given["note"]) for given in entry["mended"]),
-    }
-    return PatchEntry(**{**entry, **read})
+# The file has every field of a record. What JSON made a list of, or a text, becomes what it was.
 
 
-def _variant(given: Mapping[str, Any]) -> Variant:
-    texts = {name: tuple(given[name]) for name in ("targets", "reads")}
-    flags = {name: frozenset(given[name]) for name in ("optional", "added", "alone", "wraps")}
-    reached_by = {target: tuple(methods) for target, methods in given["reached_by"].items()}
-    return Variant(**{**given, **texts, **flags, "reached_by": reached_by, "needs": _Parsed(given["needs"], _needs)})
+def _patch(entry: dict[str, Any]) -> PatchEntry:
+    entry["variants"] = {name: _variant(given) for name, given in entry["variants"].items()}
+    entry["rules"] = tuple(map(Rule.from_plain, entry["rules"]))
+    entry["pairs"] = tuple(map(Rule.from_plain, entry["pairs"]))
+    entry["references"] = tuple(entry["references"])
+    entry["met_by"] = tuple(entry["met_by"])
+    entry["declared"] = {name: _declared(given) for name, given in entry["declared"].items()}
+    entry["variables"] = tuple(map(Variable.from_plain, entry["variables"]))
+    entry["stand_ins"] = tuple(StandIn(given["package"], tuple(given["modules"])) for given in entry["stand_ins"])
+    entry["mended"] = tuple(Mended(given["target"], tuple(given["has"]), given["note"]) for given in entry["mended"])
+    return PatchEntry.from_plain(entry)
 
 
-def _needs(given: Mapping[str, Any]) -> Needs:
-    return Needs(**{name: value if name == "exact" else tuple(value) for name, value in given.items()})  # type: ignore[arg-type]
+def _variant(given: dict[str, Any]) -> Variant:
+    for name in ("targets", "reads"):
+        given[name] = tuple(given[name])
+    for name in ("optional", "added", "alone", "wraps"):
+        given[name] = frozenset(given[name])
+    given["reached_by"] = {target: tuple(methods) for target, methods in given["reached_by"].items()}
+    given["needs"] = _Parsed(given["needs"], _needs)
+    return Variant.from_plain(given)
 
 
-def _declared(given: Mapping[str, Any]) -> Declared:
-    return Declared(**{**given, "choices": tuple(given["choices"])})
+def _needs(given: dict[str, Any]) -> Needs:
+    return Needs.from_plain({name: value if name == "exact" else tuple(value) for name, value in given.items()})
+
+
+def _declared(given: dict[str, Any]) -> Declared:
+    given["choices"] = tuple(given["choices"])
+    return Declared.from_plain(given)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -299,6 +299,18 @@ class Matrix(Record):
         if self.bodies:
             return {target: text.split() for target, text in self.bodies.get(patch, {}).get(variant, {}).items()}
         return self.pinned.get(patch, {}).get(variant, {})
+
+    def healthy_like(self, patch: str, found: Callable[[str], str]) -> tuple[str, dict[str, str]] | None:
+        """The first release or commit that needs no patch and has the bodies that `found` gives, and these bodies."""
+        healthy = self.pinned.get(patch, {}).get(UPSTREAM, {})
+        every = [(target, body, releases) for target, bodies in healthy.items() for body, releases in bodies.items()]
+        differing: set[str] = set()
+        for target, body, releases in every:
+            if not differing.issuperset(releases) and found(target) != body:
+                differing.update(releases)
+        alike = {release for _, _, releases in every for release in releases} - differing
+        name = next((name for name in self.names(self.patches[patch].distribution) if name in alike), None)
+        return None if name is None else (name, {target: body for target, body, having in every if name in having})
 
     def known(self, patch: str) -> Iterable[tuple[str, Pin]]:
         """Every pin of a patch with the release or commit that has it, in the order of `names`."""

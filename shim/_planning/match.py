@@ -101,9 +101,6 @@ class _Bodies:
         known = self.known(name)
         return bool(bodies) and all(value in known.get(target, ()) for target, value in bodies.items())
 
-    def are_those_of(self, pin: Pin) -> bool:
-        return all(self.found(target) == value for target, value in pin.fingerprints.items())
-
     def breach(self, variant: Variant, target: str) -> str | None:
         """How a body breaks its contract, in words. "" where it keeps it.
 
@@ -202,12 +199,12 @@ def match(entry: PatchEntry, environment: Environment, matrix: Matrix) -> Match:
             those = "the body of {} is that" if len(found) == 1 else f"all {len(found)} bodies of {{}} are those"
             reason = f"{those.format(release)} of variant {variant.name}, whatever its version"
             return Match("apply", reason, variant.name, found)
-    for pinned, pin in bodies.pins:
-        if pin.variant is None and bodies.are_those_of(pin):
-            pinned = matrix.shown(entry.distribution, pinned)
-            reason = f"{release} needs no patch: its bodies are those of {pinned}"
-            reason += note if candidate is None else ""
-            return Match("upstream", reason, None, pin.fingerprints)
+    like = matrix.healthy_like(entry.id, bodies.found)
+    if like is not None:
+        healthy, alike = like
+        reason = f"{release} needs no patch: its bodies are those of {matrix.shown(entry.distribution, healthy)}"
+        reason += note if candidate is None else ""
+        return Match("upstream", reason, None, alike)
     if rule is not None and rule.variant is None:
         return Match("upstream", f"{release} has it already{note}")
     mended = _mended(entry, environment)
