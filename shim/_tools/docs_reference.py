@@ -8,15 +8,15 @@ from collections.abc import Iterable, Iterator
 from shim._engine.report import STATES
 from shim._matrix import declared, read_commits, read_needs, read_options, rules
 from shim._matrix.model import CHANGES, DISTRIBUTIONS, KINDS
-from shim._tools.cli import _add_selection, _parser
+from shim._tools.arguments import add_selection, command_line
 
 __all__ = ["KEYS", "MEANINGS", "TABLES", "commands", "matrix_page", "states_page"]
 
 
 def commands() -> str:
     """The commands, then the options that several commands share, then the options of single commands."""
-    subs, bare = subparsers(_parser()), argparse.ArgumentParser()
-    _add_selection(bare)
+    subs, bare = subparsers(command_line()), argparse.ArgumentParser()
+    add_selection(bare)
     shared = _flags(bare)
     lines = ["| command | what it does |", "|---|---|"]
     lines += [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -384,9 +383,9 @@ def _write(written: Mapping[Path, str], say: Say, top: Path | None) -> list[Path
         put(written)
         if top is not None:
             say("writes the documents")
-            # By name: the documents describe the command line, and the command line has this command.
-            documents = import_module("shim._tools.docs")
-            put(documents.generated(top, check_ranges=False))
+            from shim._tools.docs import generated  # here, because no other command writes documents
+
+            put(generated(top, check_ranges=False))
     except BaseException:
         for file, was in before.items():
             if was is None:

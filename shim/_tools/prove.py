@@ -18,30 +18,7 @@ if TYPE_CHECKING:
     from shim._planning.plan import Plan
     from shim._proving.results import Result
 
-__all__ = ["add_arguments", "do_prove"]
-
-FORMATS = ("json", "markdown")
-
-
-def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
-    sub.add_argument("ids", nargs="*", metavar="ID", help="only these patches; with --model only these proofs")
-    sub.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where proofs run that can; default cpu")
-    sub.add_argument(
-        "--ranks", type=int, metavar="N", help="ranks for proofs that need several (default 2); 1 for none"
-    )
-    sub.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for each side (default 120)")
-    sub.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), metavar="N", help="sides at once")
-    sub.add_argument("--together", action="store_true", help="apply all patches on the patched side, not one alone")
-    sub.add_argument("--model", metavar="MODULE:BUILD", help="run the generic proofs on the model that BUILD() builds")
-    sub.add_argument(
-        "--against", metavar="TREE", help="run on these sources (a checkout) and name the verdicts of audit"
-    )
-    sub.add_argument("--html", metavar="FILE", help="write a page with a picture of each defect, too")
-    formats = sub.add_mutually_exclusive_group()
-    for name in FORMATS:
-        words = "JSON with stable keys (docs/cli.md)" if name == "json" else "Markdown to paste into an issue"
-        formats.add_argument(f"--{name}", dest="format", action="store_const", const=name, help=f"print {words}")
+__all__ = ["do_prove"]
 
 
 def do_prove(arguments: argparse.Namespace) -> int:

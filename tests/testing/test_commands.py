@@ -15,8 +15,8 @@ import pytest
 from audit_cases import check_markdown, commit, git
 
 from shim._matrix.load import load_matrix
+from shim._tools.arguments import command_line
 from shim._tools.audit import VERDICTS
-from shim._tools.cli import _parser
 from shim.testing import COMMITS, EVERYDAY, EVERYDAY_PAIRS, RELEASES, TE_RELEASES, cache_dir, environment, fetch
 from shim.testing.releases import FetchError
 
@@ -62,7 +62,7 @@ COMMANDS = {
 
 
 def known(command):
-    [actions] = [action for action in _parser()._actions if getattr(action, "choices", None)]
+    [actions] = [action for action in command_line()._actions if getattr(action, "choices", None)]
     return command in actions.choices
 
 
@@ -228,7 +228,7 @@ def test_main_beside_a_source_tree_of_transformer_engine(release, bare, tmp_path
 
 def test_every_command_knows_its_place_here():
     """A command that comes to the CLI comes to this module."""
-    [actions] = [action for action in _parser()._actions if getattr(action, "choices", None)]
+    [actions] = [action for action in command_line()._actions if getattr(action, "choices", None)]
     assert set(actions.choices) <= {*COMMANDS, "pin", "audit", "status", "run", "new-patch", "prove"}
 
 

@@ -11,7 +11,7 @@ import pytest
 from audit_cases import EDITED, commit, git
 from unit_helpers import BROKEN, REPOSITORY, megatron, metadata, write_file
 
-from shim._tools.cli import _parser
+from shim._tools.arguments import command_line
 
 PAGES = ["README.md", "SECURITY.md", *sorted(str(p.relative_to(REPOSITORY)) for p in REPOSITORY.glob("docs/*.md"))]
 LINE = re.compile(r"^shim (audit .+)$|`shim (audit [^`]+)`", re.MULTILINE)
@@ -28,7 +28,7 @@ def test_every_command_line_in_the_documentation_is_one():
     assert len(lines) > 12
     for line, page in lines.items():
         try:
-            arguments = _parser().parse_args(shlex.split(line))
+            arguments = command_line().parse_args(shlex.split(line))
         except SystemExit:
             pytest.fail(f"{page}: shim {line}")
         assert arguments.command == "audit"

@@ -16,7 +16,8 @@ from unit_helpers import BROKEN, MATRIX, REPOSITORY, megatron, write_file
 from shim._errors import OptionError
 from shim._matrix.cells import cells
 from shim._matrix.load import load_matrix
-from shim._tools.cli import _parser, main
+from shim._tools.arguments import command_line
+from shim._tools.cli import main
 
 EDITED = BROKEN.replace("return helper(x)", "return helper(x) + 1")
 
@@ -287,5 +288,5 @@ def test_the_commands_in_the_document_are_commands():
         program, *arguments = shlex.split(line)
         assert program in ("shim", "git")
         if program == "shim":
-            _parser().parse_args(arguments)
+            command_line().parse_args(arguments)
     assert "examples/github-workflow.yml" in text

@@ -96,10 +96,10 @@ def test_the_table_of_support_merges_neighbours(world):
 
 def test_every_command_is_documented():
     """docs/cli.md names all commands of the parser."""
-    from shim._tools.cli import _parser
+    from shim._tools.arguments import command_line
 
     text = (REPOSITORY / "docs" / "cli.md").read_text("utf-8")
-    actions = next(action for action in _parser()._actions if action.choices and "plan" in action.choices)
+    actions = next(action for action in command_line()._actions if action.choices and "plan" in action.choices)
     for command in actions.choices:
         assert f"| `shim {command}" in text
 

@@ -143,6 +143,7 @@ TESTED_IN = {
     "_te.measure": "unit/test_lost_features",
     "_te.names": "unit/test_te_names",
     "_te.tables": "unit/test_lost_features",
+    "_tools.arguments": "unit/test_cli",
     "_tools.docs_links": "unit/test_docs_defects",
     "_tools.docs_reference": "unit/test_docs",
     "_tools.docs_te": "unit/test_docs",

@@ -1,0 +1,156 @@
+"""The arguments of the command `shim`: what each command takes, and what it says of them in --help."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from shim._version import __version__
+
+__all__ = ["add_selection", "command_line"]
+
+PROVE_FORMATS = ("json", "markdown")
+
+
+def add_selection(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--only", metavar="IDS", help="only these patches; ids with commas between")
+    sub.add_argument("--exclude", metavar="IDS", help="all patches but these")
+    sub.add_argument("--require", metavar="IDS", help="exit 1 where one of these patches cannot be applied")
+    sub.add_argument("--kinds", metavar="KINDS", help="only these kinds: correctness, compat, performance, feature")
+    sub.add_argument("--strict", action="store_true", help="exit 1 where a correctness patch has drifted")
+    sub.add_argument(
+        "--on-drift",
+        choices=("skip", "error", "apply", "known"),
+        help="what to do with a patch that has drifted; default skip",
+    )
+    sub.add_argument("--options", metavar="JSON", help='options of patches: {"paged-stash": {"moe_paged_stash": true}}')
+    sub.add_argument("--matrix", metavar="FILE", help="another version_matrix.yaml")
+    sub.add_argument("--package", metavar="NAME", help="allow patch modules of that matrix in this package")
+
+
+def _add_held(sub: argparse.ArgumentParser) -> None:
+    add_selection(sub)
+    sub.add_argument("--lock", metavar="FILE", help="exit 1 where the plan here differs from this lock")
+
+
+def _add_proving(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("ids", nargs="*", metavar="ID", help="only these patches; with --model only these proofs")
+    sub.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where proofs run that can; default cpu")
+    sub.add_argument(
+        "--ranks", type=int, metavar="N", help="ranks for proofs that need several (default 2); 1 for none"
+    )
+    sub.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for each side (default 120)")
+    sub.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), metavar="N", help="sides at once")
+    sub.add_argument("--together", action="store_true", help="apply all patches on the patched side, not one alone")
+    sub.add_argument("--model", metavar="MODULE:BUILD", help="run the generic proofs on the model that BUILD() builds")
+    sub.add_argument(
+        "--against", metavar="TREE", help="run on these sources (a checkout) and name the verdicts of audit"
+    )
+    sub.add_argument("--html", metavar="FILE", help="write a page with a picture of each defect, too")
+    formats = sub.add_mutually_exclusive_group()
+    for name in PROVE_FORMATS:
+        words = "JSON with stable keys (docs/cli.md)" if name == "json" else "Markdown to paste into an issue"
+        formats.add_argument(f"--{name}", dest="format", action="store_const", const=name, help=f"print {words}")
+
+
+def command_line() -> argparse.ArgumentParser:
+    """The parser of the whole command line. `command` in what it parses names the command."""
+    parser = argparse.ArgumentParser(
+        prog="shim",
+        description="Fixes and backports for megatron-core and Transformer Engine, applied in memory.",
+        epilog="Begin with `shim plan`. The command is also called megatron-shim, and python -m shim.",
+    )
+    parser.add_argument("--version", action="version", version=f"megatron-shim {__version__}")
+    parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, summary: str) -> argparse.ArgumentParser:
+        sub = parsers.add_parser(name, help=summary, description=summary)
+        if name not in ("run", "audit", "prove"):  # run prints nothing of its own, the others have more formats
+            sub.add_argument("--json", action="store_true", help="print JSON with stable keys (docs/cli.md)")
+        return sub
+
+    plan = command("plan", "print what shim.apply() would do here, and why; imports neither torch nor megatron")
+    explain = command("explain", "print what a patch is for, how it is wired, and what was decided about it")
+    explain.add_argument("id", metavar="ID")
+    listing = command("list", "print all patches by kind, each with what it does and the releases that get it")
+    status = command("status", "apply here, import the targets, print the state of every patch, and revert")
+    for sub in (plan, status):
+        _add_held(sub)
+        sub.add_argument("-v", "--verbose", action="store_true", help="add variant, targets and reason of every patch")
+    command(
+        "doctor",
+        "print what an issue report needs, as Markdown: places, versions, plan, surroundings",
+    )
+    run = command(
+        "run",
+        "run a command in which every Python process applies shim: shim run -- torchrun train.py",
+    )
+    _add_held(run)
+    run.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND")
+    pin = command(
+        "pin",
+        "write a lock of what is installed here (--lock); for developers of shim: measure the pins",
+    )
+    add_selection(pin)
+    pin.add_argument("--lock", metavar="FILE", help="record what is installed here, and what is applied to it")
+    pin.add_argument("--check", action="store_true", help="only say whether the pins are current; fetches all releases")
+    pin.add_argument(
+        "--releases", action="store_true", help="fetch all supported releases and write their pins beside the matrix"
+    )
+    pin.add_argument(
+        "--anew", action="store_true", help="with --releases: after a change of shim/_te, measure the names of TE again"
+    )
+    pin.add_argument(
+        "--add",
+        nargs="+",
+        metavar=("X", "SOURCE"),
+        help="for developers of shim: add a release (0.20.0, transformer-engine==2.21.0) or a commit to the matrix, "
+        "with all that follows; SOURCE is a directory with its sources, or a git directory with the commit",
+    )
+    pin.add_argument("--of", metavar="TEXT", help="with --add COMMIT: its branch and who pins it (default main)")
+    matrix = command("matrix", "check the matrix, and print which release gets which variant of each patch")
+    matrix.add_argument("--cells", action="store_true", help="print the releases a trainer should test, as JSON")
+    matrix.add_argument(
+        "--github", action="store_true", help="print these releases as the matrix of a GitHub workflow, in one line"
+    )
+    matrix.add_argument("--pairs", action="store_true", help="combine each release with the TE releases that differ")
+    matrix.add_argument("--range", metavar="SPEC", help='only these releases of megatron-core: ">=0.16"')
+    audit = command(
+        "audit",
+        "print what a release, archive, source tree or commit means for every patch, without running it",
+    )
+    audit.add_argument(
+        "target",
+        metavar="TARGET",
+        help="megatron-core==X or short ==X, transformer-engine==X, a wheel, an sdist, a directory",
+    )
+    audit.add_argument("--ref", metavar="REF", help="audit this branch, tag or commit of TARGET, a git directory")
+    audit.add_argument(
+        "--with",
+        metavar="OTHER",
+        dest="others",
+        action="append",
+        default=[],
+        help="judge it beside this, a TARGET with the other distribution; may be repeated",
+    )
+    formats = audit.add_mutually_exclusive_group()
+    formats.add_argument("--format", choices=("text", "markdown", "json"), help="default text")
+    formats.add_argument(
+        "--json", dest="format", action="store_const", const="json", help="print JSON with stable keys (docs/cli.md)"
+    )
+    formats.add_argument(
+        "--markdown", dest="format", action="store_const", const="markdown", help="print Markdown for a pull request"
+    )
+    for sub in (listing, matrix, audit):
+        sub.add_argument("--matrix", metavar="FILE", help="another version_matrix.yaml")
+    _add_proving(command("prove", "reproduce each defect on the installed releases, on stock and with the patch"))
+    new = command(
+        "new-patch",
+        "for developers of shim: write module, proof, matrix entry and test of a new patch",
+    )
+    new.add_argument("id", metavar="ID", help="lower-case words with hyphens between")
+    new.add_argument(
+        "--target", metavar="MODULE:NAME", action="append", required=True, help="what the patch binds; may be repeated"
+    )
+    new.add_argument("--dry-run", action="store_true", help="print what would be written, and write nothing")
+    return parser
