@@ -175,6 +175,21 @@ def test_together_with_all_patches(one_rank):
         assert not same_in_all(all_pairs(method=METHODS, row=ROWS, dropout=(0.0, 0.1)))
 
 
+@pytest.mark.skipif(VERSION < (0, 18), reason="until then the recomputed function is an argument")
+def test_somebody_s_wrapper_around_what_is_recomputed_may_take_any_arguments(one_rank, monkeypatch):
+    """It is there before apply(). What it hides, the names of the arguments, is no reason to refuse the patch."""
+    upstream, calls = mtp.MultiTokenPredictionLayer._proj_and_transformer_layer, []
+
+    def counted(self, *args, **kwargs):
+        calls.append(torch.is_grad_enabled())
+        return upstream(self, *args, **kwargs)
+
+    monkeypatch.setattr(mtp.MultiTokenPredictionLayer, "_proj_and_transformer_layer", counted)
+    with shim.patched(require=[ID]):
+        assert not same_in_all([{"method": "uniform 1", "row": "padded"}])
+    assert len(calls) > 4
+
+
 def on_rank(layout, cases):
     with testing.megatron_on_cpu(), shim.patched(only=[PACKED, ID], require=[ID]), testing.layout_initialised(layout):
         return same_in_all(cases, sequence_parallel=layout.sequence_parallel)

@@ -43,7 +43,10 @@ def checkpointed_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         # 0.18 passes padding_mask, which its own function does not take.
         add_parameters(_checkpointed_forward, original, "padding_mask")
         layer = vars(sys.modules[original.__module__])["MultiTokenPredictionLayer"]
-        takes(_checkpointed_forward, inspect.signature(layer._proj_and_transformer_layer).parameters)
+        known = inspect.signature(layer._proj_and_transformer_layer).parameters
+        # Somebody's wrapper around it may take any, and hand them on.
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+        takes(_checkpointed_forward, names if takes_any else known)
     else:
         takes(_checkpointed_forward, ["forward_func"])
     return _checkpointed_forward
