@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 Function = Callable[..., Any]
 
 
-def argument(function: Function, name: str) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Any]:
-    """A getter for the argument `name` of a call of `function`, or its default if the call does not pass it."""
-    parameters = inspect.signature(function).parameters
+def argument(
+    function: Function, name: str, like: Function | None = None
+) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Any]:
+    """A getter for the argument `name` of a call of `function`, or its default if the call does not pass it.
+
+    like: upstream's function, whose parameters count where `function` is somebody's wrapper that takes any.
+    """
+    parameters = _parameters(function, name, like)
     position, default = list(parameters).index(name), parameters[name].default
     if default is inspect.Parameter.empty:
         default = None
@@ -22,9 +28,16 @@ def argument(function: Function, name: str) -> Callable[[tuple[Any, ...], Mappin
     return get
 
 
-def replacing(function: Function, name: str) -> Callable[[tuple[Any, ...], dict[str, Any], Any], tuple]:
-    """A function that returns the arguments of a call of `function` with another value for `name`."""
-    position = list(inspect.signature(function).parameters).index(name)
+def replacing(
+    function: Function, name: str, like: Function | None = None
+) -> Callable[[tuple[Any, ...], dict[str, Any], Any], tuple]:
+    """A function that returns the arguments of a call of `function` with another value for `name`.
+
+    like: see `argument`. Without it a wrapper that takes any gets the value by name, as its calls are to pass it.
+    """
+    parameters = _parameters(function, name, like)
+    by_name = name not in parameters and takes_any(parameters)
+    position = sys.maxsize if by_name else list(parameters).index(name)
 
     def put(args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if len(args) > position:
@@ -32,6 +45,18 @@ def replacing(function: Function, name: str) -> Callable[[tuple[Any, ...], dict[
         return args, {**kwargs, name: value}
 
     return put
+
+
+def takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    """Whether a function with these parameters takes arguments of any name."""
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+def _parameters(function: Function, name: str, like: Function | None) -> Mapping[str, inspect.Parameter]:
+    parameters = inspect.signature(function).parameters
+    if like is None or name in parameters or not takes_any(parameters):
+        return parameters
+    return inspect.signature(like).parameters
 
 
 def add_parameters(wrapper: Any, original: Function, *names: str) -> None:

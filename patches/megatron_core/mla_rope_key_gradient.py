@@ -42,6 +42,7 @@ MLA = "megatron.core.transformer.multi_latent_attention:"
 PREPARE = MLA + "MLASelfAttention.get_query_key_value_tensors"
 GATHER = MLA + "gather_from_sequence_parallel_region"
 FUSED = MLA + "fused_apply_mla_rope_for_kv"
+FUSIONS = "megatron.core.fusions.fused_mla_yarn_rope_apply"
 UNFUSED = "megatron.core.models.common.embeddings.rope_utils:apply_rotary_pos_emb"
 
 
@@ -148,7 +149,8 @@ def _apply_rotary_pos_emb(original: Function) -> Function:
 def _fused_apply_mla_rope_for_kv(original: Any) -> Any:
     if original is None:  # the fused function cannot be imported
         return None
-    key_of, with_key = argument(original, "k_pos_emb"), replacing(original, "k_pos_emb")
+    upstreams = getattr(sys.modules.get(FUSIONS), "fused_apply_mla_rope_for_kv", None)
+    key_of, with_key = (get(original, "k_pos_emb", like=upstreams) for get in (argument, replacing))
 
     @functools.wraps(original)
     def fused_apply_mla_rope_for_kv(*args: Any, **kwargs: Any) -> Any:

@@ -27,7 +27,8 @@ MAPPINGS = "megatron.core.tensor_parallel.mappings"
 
 
 def _gather(original: Function) -> Function:
-    input_of = argument(original, "input_")
+    mappings = vars(sys.modules[MAPPINGS])
+    input_of = argument(original, "input_", like=mappings["all_gather_last_dim_from_tensor_parallel_region"])
 
     @functools.wraps(original)
     def all_gather_last_dim_from_tensor_parallel_region(*args: Any, **kwargs: Any) -> Any:

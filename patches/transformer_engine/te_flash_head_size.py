@@ -49,8 +49,8 @@ class LikeKnown(tuple[int, ...]):
 
 def _get_device_compute_capability(original: Function) -> Function:
     @functools.wraps(original)
-    def get_device_compute_capability() -> tuple[int, ...]:
-        found: tuple[int, ...] = original()
+    def get_device_compute_capability(*args: Any, **kwargs: Any) -> tuple[int, ...]:
+        found: tuple[int, ...] = original(*args, **kwargs)
         return LikeKnown(found) if found[0] == KNOWN[0] and found != KNOWN else found
 
     return get_device_compute_capability

@@ -61,6 +61,8 @@ ONLY = {
     "test_mtp_pipeline_and_models": {*newest_like("0.13.1", "0.19.2")},
     "test_other_trainers": {*newest_like("0.15.3", "0.19.2")},
     "test_other_trainers_ranks": {*newest_like("0.19.2")},
+    "test_others_wrappers": {*newest_like("0.12.3", "0.15.3", "0.18.2", "0.19.2")},
+    "test_te_wrappers": {"0.12.3+2.1.0", "0.18.2+2.16.1"},
     "test_trainings": {*newest_like("0.12.3", "0.15.3", "0.17.1", "0.19.2")},
     "test_tutorial": {*newest_like("0.15.3", "0.16.1")},
 }
@@ -74,8 +76,10 @@ EVERYWHERE = {
     "test_import_orders",
     "test_later_parameters",
     "test_others_hooks",
+    "test_others_wrappers",
     "test_proofs",
     "test_relied",
+    "test_te_wrappers",
     "test_trainings",
 }
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shim.patches._arguments import add_parameters, takes
+from shim.patches._arguments import add_parameters, takes, takes_any
 
 # By name, or by position after the recomputed function.
 ACTIVATIONS = ("hidden_states", 0, "decoder_input", 1)
@@ -45,8 +45,7 @@ def checkpointed_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         layer = vars(sys.modules[original.__module__])["MultiTokenPredictionLayer"]
         known = inspect.signature(layer._proj_and_transformer_layer).parameters
         # Somebody's wrapper around it may take any, and hand them on.
-        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-        takes(_checkpointed_forward, names if takes_any else known)
+        takes(_checkpointed_forward, names if takes_any(known) else known)
     else:
         takes(_checkpointed_forward, ["forward_func"])
     return _checkpointed_forward
