@@ -36,6 +36,7 @@ __all__ = [
     "RowGradient",
     "Scale",
     "accumulates_in",
+    "as_columns",
     "combine",
     "gradient",
     "of_rows",
@@ -107,7 +108,7 @@ def statistics(
     rows = rows_at_once(x.device, buffers * columns * dtype.itemsize, scratch_bytes, chunk_size)
     scratch = x.new_empty((buffers, min(rows, tokens), columns), dtype=dtype)
     # Split into all views at once. Single slices would cost as much as the work on a small chunk.
-    parts = zip(_split(x, rows), _split(stats, rows, 1), _split(_as_columns(scale), rows), _skipped(ignored, rows))
+    parts = zip(_split(x, rows), _split(stats, rows, 1), _split(as_columns(scale), rows), _skipped(ignored, rows))
     for there, found, of_chunk, skip in parts:
         if not skip:
             tile_statistics(there, of_chunk, found, _first(scratch, there).unbind(), entropy, total)
@@ -119,6 +120,7 @@ def tile_statistics(
 ) -> None:
     """Write the statistics of x [n, V] into `stats` [K, n], except TARGET.
 
+    scale: a number or a tensor [n, 1].
     scratch: one or, with entropy, two tensors [n, V] in the dtype of the statistics; the first may be x.
     """
     bits = scratch[0]
@@ -157,7 +159,7 @@ def gradient(
     if not buffers:  # the chunk itself should stay in the cache, because several passes read it
         rows = min(rows, rows_at_once(x.device, columns * dtype.itemsize, None, None))
     scratch = x.new_empty((buffers, min(rows, tokens), columns), dtype=dtype)
-    scale, row = _as_columns(scale), RowGradient(*map(_as_columns, row))
+    scale, row = as_columns(scale), RowGradient(*map(as_columns, row))
     column, at_target = _at_target(x, place, scale, row)  # before `out`, which may be x, is written
     of_rows = zip(*(_split(value, rows) for value in row))
     parts = zip(_split(x, rows), _split(out, rows), _split(scale, rows), of_rows, _skipped(ignored, rows))
@@ -179,7 +181,7 @@ def tile_gradient(x: Tensor, out: Tensor, place: Tensor, scale: Scale, row: RowG
     scratch: [b, n, V] in the dtype of the statistics; b is 1 if x has another dtype, plus 1 if an entropy has a
     gradient.
     """
-    row = RowGradient(*map(_as_columns, row))
+    row = RowGradient(*map(as_columns, row))
     column, at_target = _at_target(x, place, scale, row)
     _everywhere(x, out, scale, row, scratch)
     out.scatter_(1, column, at_target)
@@ -253,7 +255,7 @@ def _exp(distance: Tensor, scale: Scale) -> Tensor:
 
 
 def of_rows(scale: Scale, chunk: slice) -> Scale:
-    return scale[chunk].unsqueeze(1) if isinstance(scale, Tensor) else scale
+    return scale[chunk] if isinstance(scale, Tensor) else scale
 
 
 def slices(tokens: int, rows: int, ignored: Tensor | None) -> Iterator[tuple[slice, bool]]:
@@ -268,7 +270,7 @@ def _skipped(ignored: Tensor | None, rows: int) -> Iterable[bool]:
     return [bool(part.all()) for part in ignored.split(rows)]
 
 
-def _as_columns(of_rows: Any) -> Any:
+def as_columns(of_rows: Any) -> Any:
     """[T] as [T, 1]; numbers and None as they are."""
     return of_rows.unsqueeze(1) if isinstance(of_rows, Tensor) else of_rows
 

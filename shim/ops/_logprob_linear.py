@@ -6,6 +6,7 @@ outer loop, each part of that gradient is finished before the next part begins.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,13 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shim.ops import _logprob_chunks as chunks
-from shim.ops._logprob_chunks import LOG2E, TARGET, RowGradient
+from shim.ops._logprob_chunks import LOG2E, TARGET, RowGradient, Scale
 from shim.ops._logprob_rows import (
     Learned,
     Options,
     differentiable_once,
     exchanged,
     ignored_rows,
+    passes_for,
     places,
     results,
     row_gradient,
@@ -32,44 +34,80 @@ _COLUMNS = 4096
 _SCRATCH_CPU, _SCRATCH_DEVICE = 16 << 20, 256 << 20
 
 
-class _Tiles:
-    """The tiles of ``hidden @ weight.T + bias`` for hidden [T, H], and the scratch they are computed in."""
+@functools.cache
+def _multiplies(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies matrices of a dtype by more than a plain loop, which is 4 to 60 times as slow."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return True
+    supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{'bf16' if dtype == torch.bfloat16 else 'fp16'}_supported", None)
+    return supported is not None and bool(supported())
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, buffers: int, options: Options) -> None:
-        self.hidden, self.weight, self.bias = hidden, weight, bias
+
+class _Tiles:
+    """The tiles of ``hidden @ weight.T + bias`` for hidden [T, H], and the scratch they are computed in.
+
+    `multiplies_in` is the dtype of the products, and so of the logits. `dtype` is that of statistics and sums.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, entropy: bool, options: Options) -> None:
+        self._weight, self._bias = weight, bias
         self.dtype = chunks.accumulates_in(hidden.dtype)
+        slow = hidden.device.type == "cpu" and not _multiplies(hidden.dtype)
+        self.multiplies_in = self.dtype if slow else hidden.dtype
+        self.passes = passes_for(hidden)
+        # Kernels need no scratch. Full-precision logits serve as their own scratch.
+        self._buffers = 0 if self.passes is not chunks else entropy + (self.multiplies_in != self.dtype)
         self.columns = min(_COLUMNS, weight.size(0))
         scratch_bytes = options.scratch_bytes
         if scratch_bytes is None:
             scratch_bytes = _SCRATCH_CPU if hidden.device.type == "cpu" else _SCRATCH_DEVICE
-        low = hidden.dtype != self.dtype
-        row_bytes = self.columns * ((buffers + low) * self.dtype.itemsize + low * hidden.dtype.itemsize)
-        self.rows = chunks.rows_at_once(hidden.device, row_bytes, scratch_bytes, options.chunk_size)
-        self.rows = min(self.rows, hidden.size(0))
-        self._product = hidden.new_empty(self.rows * self.columns)
-        self._scratch = hidden.new_empty((buffers + low) * self.rows * self.columns, dtype=self.dtype)
-        self._buffers = buffers + low
+        row_bytes = self.columns * (self._buffers * self.dtype.itemsize + self.multiplies_in.itemsize)
+        rows = chunks.rows_at_once(hidden.device, row_bytes, scratch_bytes, options.chunk_size)
+        self.rows = max(1, min(rows, hidden.size(0)))
+        self._product = hidden.new_empty(self.rows * self.columns, dtype=self.multiplies_in)
+        self._scratch = hidden.new_empty(self._buffers * self.rows * self.columns, dtype=self.dtype)
+        self._widened = hidden.new_empty((self.columns, hidden.size(1)), dtype=self.dtype) if slow else None
 
     def over_columns(self) -> Iterator[slice]:
-        for start in range(0, self.weight.size(0), self.columns):
-            yield slice(start, min(self.weight.size(0), start + self.columns))
+        for start in range(0, self._weight.size(0), self.columns):
+            yield slice(start, min(self._weight.size(0), start + self.columns))
 
-    def logits(self, hidden: Tensor, columns: slice) -> Tensor:
+    def weight(self, columns: slice) -> Tensor:
+        """[columns, H] for products, valid until the next call."""
+        weight = self._weight[columns]
+        return weight if self._widened is None else self._widened[: weight.size(0)].copy_(weight)
+
+    def logits(self, hidden: Tensor, weight: Tensor, columns: slice) -> Tensor:
         """[n, columns], valid until the next call."""
-        weight = self.weight[columns].t()
-        out = self._product[: hidden.size(0) * weight.size(1)].view(hidden.size(0), weight.size(1))
-        if self.bias is None:
-            return torch.mm(hidden, weight, out=out)
-        return torch.addmm(self.bias[columns], hidden, weight, out=out)
+        out = self._product[: hidden.size(0) * weight.size(0)].view(hidden.size(0), weight.size(0))
+        if self._bias is None:
+            return torch.mm(hidden, weight.t(), out=out)
+        return torch.addmm(self._bias[columns].to(out.dtype), hidden, weight.t(), out=out)
 
-    def scratch(self, like: Tensor) -> Tensor:
-        """[buffers, n, columns], with one more buffer for low-precision logits."""
-        return self._scratch[: self._buffers * like.numel()].view(self._buffers, *like.shape)
+    def statistics(self, x: Tensor, place: Tensor, scale: Scale, of_tile: Tensor, entropy: bool, total: bool) -> None:
+        """Write the statistics of logits x [n, columns] into `of_tile` [K, n], maybe over x. scale: a number or [n]."""
+        if self.passes is not chunks:
+            of_tile.copy_(self.passes.statistics(x, place, scale, entropy=entropy, total=total, ignored=None))
+            return
+        of_tile[TARGET] = chunks.pick(x, place).to(self.dtype)
+        scratch = (*([x] if x.dtype == self.dtype else ()), *self._buffers_like(x))
+        chunks.tile_statistics(x, chunks.as_columns(scale), of_tile, scratch, entropy, total)
+
+    def gradient(self, x: Tensor, place: Tensor, scale: Scale, row: RowGradient) -> None:
+        """Write the gradient of logits x [n, columns] over them. scale: a number or [n]."""
+        if self.passes is not chunks:
+            self.passes.gradient(x, x, place, scale, row, ignored=None)
+        else:
+            chunks.tile_gradient(x, x, place, chunks.as_columns(scale), row, self._buffers_like(x))
+
+    def _buffers_like(self, x: Tensor) -> Tensor:
+        return self._scratch[: self._buffers * x.numel()].view(self._buffers, *x.shape)
 
 
-def _without(hidden: Tensor, ignored: Tensor | None) -> Tensor:
-    """`hidden` with zeros in ignored rows, because zero times NaN would reach the gradient of the weight."""
-    return hidden if ignored is None else hidden.masked_fill(ignored.unsqueeze(1), 0)
+def _rows_of(hidden: Tensor, tokens: slice, ignored: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Rows of `hidden`, with zeros in ignored ones, because zero times NaN would reach the gradient of the weight."""
+    rows = hidden[tokens].to(dtype)
+    return rows if ignored is None else rows.masked_fill(ignored[tokens].unsqueeze(1), 0)
 
 
 class LinearTokenLogprobs(torch.autograd.Function):
@@ -94,23 +132,21 @@ class LinearTokenLogprobs(torch.autograd.Function):
         temperature = options.temperature if per_token is None else per_token.reshape(-1)
         scale = LOG2E / temperature
         entropy, total = bool(options.entropy), options.smoothing > 0
-        # Without an entropy, full-precision logits serve as their own scratch.
-        tiles = _Tiles(h, weight, bias, int(entropy), options)
+        tiles = _Tiles(h, weight, bias, entropy, options)
         stats = h.new_zeros((3 + entropy + total, h.size(0)), dtype=tiles.dtype)
         own = options.rank * weight.size(0)
         over_columns = list(tiles.over_columns())
-        for tokens, skip in chunks.slices(h.size(0), max(tiles.rows, 1), ignored):
+        for tokens, skip in chunks.slices(h.size(0), tiles.rows, ignored):
             if skip:
                 continue
-            of_tile = _without(h[tokens], None if ignored is None else ignored[tokens])
+            of_tile = _rows_of(h, tokens, ignored, tiles.multiplies_in)
+            scale_here = chunks.of_rows(scale, tokens)
             parts = stats.new_empty(len(over_columns), stats.size(0), of_tile.size(0))
             for part, columns in zip(parts, over_columns):
-                x = tiles.logits(of_tile, columns)
+                x = tiles.logits(of_tile, tiles.weight(columns), columns)
                 place = places(aim[tokens], None, own + columns.start, x.size(1))
-                part[TARGET] = chunks.pick(x, place).to(tiles.dtype)
-                scratch = (*([x] if x.dtype == tiles.dtype else ()), *tiles.scratch(x))
-                chunks.tile_statistics(x, chunks.of_rows(scale, tokens), part, scratch, entropy, total)
-            stats[:, tokens] = chunks.combine(parts, scale if isinstance(scale, float) else scale[tokens], entropy)
+                tiles.statistics(x, place, scale_here, part, entropy, total)
+            stats[:, tokens] = chunks.combine(parts, scale_here, entropy)
         stats = exchanged(stats, scale, options)
         (logprob, of_entropy, logsumexp), learned = results(stats, ignored, temperature, weight.size(0), options)
         ctx.options, ctx.sum_hidden_grad = options, sum_hidden_grad
@@ -133,33 +169,34 @@ class LinearTokenLogprobs(torch.autograd.Function):
         scale = LOG2E / temperature
         grads = [None if value is None else value.reshape(-1) for value in of_results]
         row = row_gradient(Learned(*learned), grads, ignored, temperature, weight.size(0), options)
-        tiles = _Tiles(h, weight, bias, int(row.slope is not None), options)
+        tiles = _Tiles(h, weight, bias, row.slope is not None, options)
         own = options.rank * weight.size(0)
-        low = h.dtype != tiles.dtype
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         of_hidden = torch.zeros_like(h, dtype=tiles.dtype) if wants_hidden else None
         of_weight = torch.empty_like(weight) if wants_weight else None
         of_bias = torch.zeros_like(weight[:, 0], dtype=tiles.dtype) if wants_bias else None
-        several = tiles.rows < h.size(0)
-        sums = weight.new_empty((tiles.columns, weight.size(1)), dtype=tiles.dtype) if low and several else None
+        # Products in the dtype of the weight can be written where they belong, if one tile has all tokens.
+        direct = h.dtype == tiles.dtype or (tiles.rows == h.size(0) and tiles.multiplies_in == h.dtype)
+        sums = None if direct else weight.new_empty((tiles.columns, weight.size(1)), dtype=tiles.dtype)
         for columns in tiles.over_columns():
+            weight_here = tiles.weight(columns)
             part = None if of_weight is None else of_weight[columns]
             if part is not None and sums is not None:
                 part = sums[: part.size(0)]
             begun = False
-            for tokens, skip in chunks.slices(h.size(0), max(tiles.rows, 1), ignored):
+            for tokens, skip in chunks.slices(h.size(0), tiles.rows, ignored):
                 if skip:
                     continue
-                of_tile = _without(h[tokens], None if ignored is None else ignored[tokens])
-                x = tiles.logits(of_tile, columns)
+                of_tile = _rows_of(h, tokens, ignored, tiles.multiplies_in)
+                x = tiles.logits(of_tile, weight_here, columns)
                 here = RowGradient(*(None if value is None else value[tokens] for value in row))  # type: ignore[arg-type]
                 place = places(aim[tokens], None, own + columns.start, x.size(1))
-                chunks.tile_gradient(x, x, place, chunks.of_rows(scale, tokens), here, tiles.scratch(x))
+                tiles.gradient(x, place, chunks.of_rows(scale, tokens), here)
                 if part is not None:
                     _add_product(part, x.t(), of_tile, begun)
                     begun = True
                 if of_hidden is not None:
-                    _add_product(of_hidden[tokens], x, weight[columns], True)
+                    _add_product(of_hidden[tokens], x, weight_here, True)
                 if of_bias is not None:
                     of_bias[columns] += x.sum(0, dtype=tiles.dtype)
             if part is not None and not begun:

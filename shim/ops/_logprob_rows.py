@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import math
+import os
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +25,28 @@ __all__ = [
     "differentiable_once",
     "exchanged",
     "ignored_rows",
+    "passes_for",
     "places",
     "results",
     "row_gradient",
 ]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@functools.cache
+def _kernels() -> ModuleType | None:
+    try:
+        return importlib.import_module("shim.ops._logprob_triton")
+    except ImportError:
+        return None
+
+
+def passes_for(x: Tensor) -> ModuleType:
+    """The module whose `statistics` and `gradient` handle logits like x, in its dtype and on its device."""
+    if x.dtype != torch.float64 and (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+        return _kernels() or chunks
+    return chunks
 
 
 class Options(NamedTuple):

@@ -17,17 +17,12 @@ the logits. The single gradient has the dtype of the logits.
 
 from __future__ import annotations
 
-import functools
-import importlib
 import math
-import os
-from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shim.ops import _logprob_chunks as chunks
 from shim.ops._logprob_chunks import LOG2E
 from shim.ops._logprob_linear import LinearTokenLogprobs
 from shim.ops._logprob_rows import (
@@ -37,6 +32,7 @@ from shim.ops._logprob_rows import (
     differentiable_once,
     exchanged,
     ignored_rows,
+    passes_for,
     places,
     results,
     row_gradient,
@@ -125,16 +121,17 @@ def linear_token_logprobs(
     """token_logprobs of ``hidden @ weight.T + bias``, whose logits exist one tile at a time, never as a whole.
 
     hidden: [..., H], the same on every rank. weight: [V / ranks, H] and bias: [V / ranks], this rank's share, in the
-    dtype of hidden. The logits are rounded to that dtype, as by the product alone. All three get a gradient if they
-    require one.
+    dtype of hidden. The logits are rounded to that dtype, as by the product alone. A CPU without fast products in bf16
+    or fp16 multiplies in fp32 instead, and rounds no logits. All three get a gradient if they require one.
     scratch_bytes: memory for a tile of tokens times up to 4096 columns. Default: 16 MiB on CPU, 256 MiB elsewhere.
     chunk_size: the number of tokens per tile, instead of scratch_bytes. For bf16 and fp16, sums over tiles are in fp32:
-    [T, H], and as many rows of the weight as a tile has columns.
+    [T, H], and as many rows of the weight as a tile has columns; so are these rows themselves where products are.
     sum_hidden_grad: each rank computes its part of the gradient of hidden. One all-reduce in backward, the only one,
     sums the parts. False returns the part, for callers who sum themselves (behind megatron-core's
     copy_to_tensor_model_parallel_region, or a gather of sequence-parallel shards).
 
-    Other arguments, the result and the errors are those of token_logprobs. Backward computes the logits again.
+    Other arguments, the result, the kernels and the errors are those of token_logprobs. Backward computes the logits
+    again.
     """
     given = (hidden, weight, bias, target, sum_hidden_grad, tp_group, temperature, entropy, label_smoothing)
     how = (ignore_index, scratch_bytes, chunk_size)
@@ -206,21 +203,6 @@ class Rows:
         return flat.view([*self.sizes, *flat.shape[1:]]).permute([*self.back, *behind])
 
 
-@functools.cache
-def _kernels() -> ModuleType | None:
-    try:
-        return importlib.import_module("shim.ops._logprob_triton")
-    except ImportError:
-        return None
-
-
-def _passes(x: Tensor) -> ModuleType:
-    """The module whose `statistics` and `gradient` handle x."""
-    if x.dtype != torch.float64 and (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
-        return _kernels() or chunks
-    return chunks
-
-
 def _is_shared(tensor: Tensor) -> bool:
     """Whether a tensor other than its base shares the memory of `tensor`.
 
@@ -259,7 +241,7 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature = options.temperature if per_token is None else rows.flat(per_token)
         scale = LOG2E / temperature
         place = places(aim, ignored, options.rank * columns, columns)
-        stats = _passes(x).statistics(
+        stats = passes_for(x).statistics(
             x,
             place,
             scale,
@@ -313,7 +295,7 @@ class _TokenLogprobs(torch.autograd.Function):
             # Before the first write, so that every other saved reference sees the change.
             torch.autograd.graph.increment_version(logits)
         out = x if ctx.overwrote else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        _passes(x).gradient(
+        passes_for(x).gradient(
             x,
             out,
             place,

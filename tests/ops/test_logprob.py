@@ -9,14 +9,14 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from logprob_cases import HALF_ULP, IGNORED, INTERPRETED, cases, exact, gradient_of, sample, weighted  # noqa: E402
 
-from shim.ops import logprob  # noqa: E402
+from shim.ops import _logprob_rows  # noqa: E402
 from shim.ops.logprob import token_logprobs  # noqa: E402
 
 
 def test_which_passes_these_are():
     expected = "shim.ops._logprob_triton" if INTERPRETED else "shim.ops._logprob_chunks"
-    assert logprob._passes(torch.zeros(1)).__name__ == expected
-    assert logprob._passes(torch.zeros(1, dtype=torch.float64)).__name__ == "shim.ops._logprob_chunks"
+    assert _logprob_rows.passes_for(torch.zeros(1)).__name__ == expected
+    assert _logprob_rows.passes_for(torch.zeros(1, dtype=torch.float64)).__name__ == "shim.ops._logprob_chunks"
 
 
 @settings(deadline=None, max_examples=30 if INTERPRETED else 200, derandomize=True)

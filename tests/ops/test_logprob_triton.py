@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-# The tests of the chunks.
-PARTS = [f"tests/ops/test_logprob{part}.py" for part in ("", "_memory", "_in_place")]
+# The tests of the chunks, and of the tiles of the linear form.
+PARTS = [f"tests/ops/test_{part}.py" for part in ("logprob", "logprob_memory", "logprob_in_place", "linear_logprob")]
 COMPILE = """
 import re, sys
 from triton.backends.compiler import GPUTarget
