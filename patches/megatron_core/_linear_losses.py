@@ -130,7 +130,8 @@ def head_of(layer: Any, hidden: Any, weight: Any, gather: Any) -> Head | str:
     right = weight.shape == (layer.output_size_per_partition, layer.input_size)
     if not right or hidden.dim() != 3 or hidden.size(-1) != layer.input_size:
         return "the shapes do not fit"
-    if torch.is_autocast_enabled(hidden.device.type):
+    device = hidden.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return "autocast is on"
     if hidden.dtype != weight.dtype:
         return f"the weight is in {weight.dtype}, and the hidden states are in {hidden.dtype}"
