@@ -96,6 +96,7 @@ bench: env  ## all benchmarks, as ratios
 	$(BIN)/python benchmarks/rope_thd.py
 	$(BIN)/python benchmarks/logprob.py
 	$(BIN)/python benchmarks/packed_logprob.py
+	$(BIN)/python benchmarks/linear_losses.py
 	$(BIN)/python benchmarks/paged_stash.py
 
 docs: env  ## write the generated parts of README.md and docs/
