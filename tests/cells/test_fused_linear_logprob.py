@@ -126,6 +126,7 @@ def counted_step(monkeypatch):
 
 @on_one_rank
 @pytest.mark.newest
+@pytest.mark.skipif(VERSION == (0, 17), reason="stock reads the number of tokens, and the meta device has no values")
 def test_peak_of_a_real_step_is_at_most_15_percent_of_stock(monkeypatch):
     logits = 4 * 32768 * 151936
     stock = counted_step(monkeypatch)
