@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shim.ops import _logprob_chunks as chunks
 from shim.ops._logprob_chunks import LOG2E, TARGET, RowGradient, Scale
+from shim.ops._logprob_products import LowRank, WeightGradient, add_product
 from shim.ops._logprob_rows import (
     Learned,
     Options,
@@ -77,12 +78,23 @@ class _Tiles:
         weight = self._weight[columns]
         return weight if self._widened is None else self._widened[: weight.size(0)].copy_(weight)
 
-    def logits(self, hidden: Tensor, weight: Tensor, columns: slice) -> Tensor:
-        """[n, columns], valid until the next call."""
+    def logits(self, hidden: Tensor, weight: Tensor, columns: slice, low_rank: LowRank | None = None) -> Tensor:
+        """[n, columns], valid until the next call. low_rank: of the same tokens and columns."""
         out = self._product[: hidden.size(0) * weight.size(0)].view(hidden.size(0), weight.size(0))
         if self._bias is None:
-            return torch.mm(hidden, weight.t(), out=out)
-        return torch.addmm(self._bias[columns].to(out.dtype), hidden, weight.t(), out=out)
+            torch.mm(hidden, weight.t(), out=out)
+        else:
+            torch.addmm(self._bias[columns].to(out.dtype), hidden, weight.t(), out=out)
+        return out if low_rank is None else out.addmm_(low_rank.hidden, low_rank.weight.t())
+
+    def part_of(
+        self, low_rank: LowRank | None, tokens: slice, columns: slice, ignored: Tensor | None
+    ) -> LowRank | None:
+        """Some rows [n, r] and some columns [c, r] of a second product."""
+        if low_rank is None:
+            return None
+        hidden = _rows_of(low_rank.hidden, tokens, ignored, self.multiplies_in)
+        return LowRank(hidden, low_rank.weight[columns].to(self.multiplies_in))
 
     def statistics(self, x: Tensor, place: Tensor, scale: Scale, of_tile: Tensor, entropy: bool, total: bool) -> None:
         """Write the statistics of logits x [n, columns] into `of_tile` [K, n], maybe over x. scale: a number or [n]."""
@@ -110,8 +122,16 @@ def _rows_of(hidden: Tensor, tokens: slice, ignored: Tensor | None, dtype: torch
     return rows if ignored is None else rows.masked_fill(ignored[tokens].unsqueeze(1), 0)
 
 
+def _low_rank_of(hidden: Tensor | None, weight: Tensor | None) -> LowRank | None:
+    """With hidden as [T, r]."""
+    if hidden is None or weight is None:
+        return None
+    return LowRank(hidden.detach().reshape(-1, hidden.size(-1)), weight)
+
+
 class LinearTokenLogprobs(torch.autograd.Function):
-    """apply(hidden, weight, bias or None, target, temperature [...] or None, sum_hidden_grad, options).
+    """apply(hidden, weight, bias or None, target, temperature [...] or None, sum_hidden_grad, options, weight_grad or
+    None, and the fields of a LowRank).
 
     Returns logprob, entropy or None, logsumexp.
     """
@@ -126,6 +146,11 @@ class LinearTokenLogprobs(torch.autograd.Function):
         per_token: Tensor | None,
         sum_hidden_grad: bool,
         options: Options,
+        weight_grad: Tensor | None = None,
+        other_hidden: Tensor | None = None,
+        other_weight: Tensor | None = None,
+        other_grad: Tensor | None = None,
+        sum_other_grad: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         h, aim = hidden.reshape(-1, hidden.size(-1)), target.reshape(-1)
         ignored = ignored_rows(aim, options.ignore_index)
@@ -136,6 +161,7 @@ class LinearTokenLogprobs(torch.autograd.Function):
         stats = h.new_zeros((3 + entropy + total, h.size(0)), dtype=tiles.dtype)
         own = options.rank * weight.size(0)
         over_columns = list(tiles.over_columns())
+        low_rank = _low_rank_of(other_hidden, other_weight)
         for tokens, skip in chunks.slices(h.size(0), tiles.rows, ignored):
             if skip:
                 continue
@@ -143,14 +169,16 @@ class LinearTokenLogprobs(torch.autograd.Function):
             scale_here = chunks.of_rows(scale, tokens)
             parts = stats.new_empty(len(over_columns), stats.size(0), of_tile.size(0))
             for part, columns in zip(parts, over_columns):
-                x = tiles.logits(of_tile, tiles.weight(columns), columns)
+                other = tiles.part_of(low_rank, tokens, columns, ignored)
+                x = tiles.logits(of_tile, tiles.weight(columns), columns, other)
                 place = places(aim[tokens], None, own + columns.start, x.size(1))
                 tiles.statistics(x, place, scale_here, part, entropy, total)
             stats[:, tokens] = chunks.combine(parts, scale_here, entropy)
         stats = exchanged(stats, scale, options)
         (logprob, of_entropy, logsumexp), learned = results(stats, ignored, temperature, weight.size(0), options)
-        ctx.options, ctx.sum_hidden_grad = options, sum_hidden_grad
-        ctx.save_for_backward(hidden, weight, bias, target, per_token, *learned)
+        ctx.options, ctx.sum_hidden_grad, ctx.sum_other_grad = options, sum_hidden_grad, sum_other_grad
+        ctx.save_for_backward(hidden, weight, bias, target, per_token, other_hidden, other_weight, *learned)
+        ctx.weight_grad, ctx.other_grad = weight_grad, other_grad  # not saved, because several calls add to them
         ctx.set_materialize_grads(False)
         if of_entropy is not None:
             of_entropy = of_entropy.view(target.shape)
@@ -162,7 +190,7 @@ class LinearTokenLogprobs(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, *of_results: Tensor | None) -> Any:
         options: Options = ctx.options
-        hidden, weight, bias, target, per_token, *learned = ctx.saved_tensors
+        hidden, weight, bias, target, per_token, other_hidden, other_weight, *learned = ctx.saved_tensors
         h, aim = hidden.detach().reshape(-1, hidden.size(-1)), target.reshape(-1)
         ignored = ignored_rows(aim, options.ignore_index)
         temperature = options.temperature if per_token is None else per_token.reshape(-1)
@@ -171,52 +199,68 @@ class LinearTokenLogprobs(torch.autograd.Function):
         row = row_gradient(Learned(*learned), grads, ignored, temperature, weight.size(0), options)
         tiles = _Tiles(h, weight, bias, row.slope is not None, options)
         own = options.rank * weight.size(0)
+        low_rank = _low_rank_of(other_hidden, other_weight)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        of_hidden = torch.zeros_like(h, dtype=tiles.dtype) if wants_hidden else None
-        of_weight = torch.empty_like(weight) if wants_weight else None
-        of_bias = torch.zeros_like(weight[:, 0], dtype=tiles.dtype) if wants_bias else None
+        wants_other_hidden, wants_other_weight = ctx.needs_input_grad[8:10]
         # Products in the dtype of the weight can be written where they belong, if one tile has all tokens.
         direct = h.dtype == tiles.dtype or (tiles.rows == h.size(0) and tiles.multiplies_in == h.dtype)
-        sums = None if direct else weight.new_empty((tiles.columns, weight.size(1)), dtype=tiles.dtype)
+        how = tiles.columns, tiles.dtype, direct
+        of_hidden = torch.zeros_like(h, dtype=tiles.dtype) if wants_hidden else None
+        of_weight = WeightGradient(weight, ctx.weight_grad, *how) if wants_weight else None
+        of_bias = torch.zeros_like(weight[:, 0], dtype=tiles.dtype) if wants_bias else None
+        of_other_hidden = of_other_weight = None
+        if low_rank is not None and wants_other_hidden:
+            of_other_hidden = torch.zeros_like(low_rank.hidden, dtype=tiles.dtype)
+        if low_rank is not None and wants_other_weight:
+            of_other_weight = WeightGradient(low_rank.weight, ctx.other_grad, *how)
+        of_weights = [each for each in (of_weight, of_other_weight) if each is not None]
         for columns in tiles.over_columns():
             weight_here = tiles.weight(columns)
-            part = None if of_weight is None else of_weight[columns]
-            if part is not None and sums is not None:
-                part = sums[: part.size(0)]
-            begun = False
+            for each in of_weights:
+                each.begin(columns)
             for tokens, skip in chunks.slices(h.size(0), tiles.rows, ignored):
                 if skip:
                     continue
                 of_tile = _rows_of(h, tokens, ignored, tiles.multiplies_in)
-                x = tiles.logits(of_tile, weight_here, columns)
+                other = tiles.part_of(low_rank, tokens, columns, ignored)
+                x = tiles.logits(of_tile, weight_here, columns, other)
                 here = RowGradient(*(None if value is None else value[tokens] for value in row))  # type: ignore[arg-type]
                 place = places(aim[tokens], None, own + columns.start, x.size(1))
                 tiles.gradient(x, place, chunks.of_rows(scale, tokens), here)
-                if part is not None:
-                    _add_product(part, x.t(), of_tile, begun)
-                    begun = True
+                if of_weight is not None:
+                    of_weight.add(x, of_tile)
                 if of_hidden is not None:
-                    _add_product(of_hidden[tokens], x, weight_here, True)
+                    add_product(of_hidden[tokens], x, weight_here, True)
                 if of_bias is not None:
                     of_bias[columns] += x.sum(0, dtype=tiles.dtype)
-            if part is not None and not begun:
-                part.zero_()
-            if of_weight is not None and part is not None and sums is not None:
-                of_weight[columns] = part
+                if other is not None and of_other_weight is not None:
+                    of_other_weight.add(x, other.hidden)
+                if other is not None and of_other_hidden is not None:
+                    add_product(of_other_hidden[tokens], x, other.weight, True)
+            for each in of_weights:
+                each.end()
         if of_hidden is not None:
             if options.ranks > 1 and ctx.sum_hidden_grad:
                 dist.all_reduce(of_hidden, group=options.group)
             of_hidden = of_hidden.to(hidden.dtype).view(hidden.shape)
+        if of_other_hidden is not None:
+            if options.ranks > 1 and ctx.sum_other_grad:
+                dist.all_reduce(of_other_hidden, group=options.group)
+            of_other_hidden = of_other_hidden.to(other_hidden.dtype).view(other_hidden.shape)
         of_bias = None if of_bias is None else of_bias.to(weight.dtype)
-        return (of_hidden, of_weight, of_bias, None, None, None, None), (hidden, weight, bias)
-
-
-def _add_product(to: Tensor, left: Tensor, right: Tensor, begun: bool) -> None:
-    """to += left @ right, or to = left @ right before the first sum. `to` may have a higher precision."""
-    if to.dtype != left.dtype:
-        product = left @ right
-        to.add_(product) if begun else to.copy_(product)
-    elif begun:
-        to.addmm_(left, right)
-    else:
-        torch.mm(left, right, out=to)
+        of_both = [None if each is None else each.result for each in (of_weight, of_other_weight)]
+        of_inputs = (
+            of_hidden,
+            of_both[0],
+            of_bias,
+            None,
+            None,
+            None,
+            None,
+            None,
+            of_other_hidden,
+            of_both[1],
+            None,
+            None,
+        )
+        return of_inputs, (hidden, weight, bias, other_hidden, other_weight)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from shim.ops._logprob_chunks import LOG2E
 from shim.ops._logprob_linear import LinearTokenLogprobs
+from shim.ops._logprob_products import LowRank
 from shim.ops._logprob_rows import (
     Learned,
     Options,
@@ -39,7 +40,7 @@ from shim.ops._logprob_rows import (
 )
 from shim.ops._saved_tensors import foreign_hooks_active
 
-__all__ = ["TokenLogprobs", "linear_token_logprobs", "token_logprobs"]
+__all__ = ["LowRank", "TokenLogprobs", "linear_token_logprobs", "token_logprobs"]
 
 
 _IGNORED = -2  # saved as the target's place for an ignored token; -1 means a target on another rank
@@ -117,6 +118,8 @@ def linear_token_logprobs(
     scratch_bytes: int | None = None,
     chunk_size: int | None = None,
     sum_hidden_grad: bool = True,
+    weight_grad: Tensor | None = None,
+    low_rank: LowRank | None = None,
 ) -> TokenLogprobs:
     """token_logprobs of ``hidden @ weight.T + bias``, whose logits exist one tile at a time, never as a whole.
 
@@ -129,12 +132,17 @@ def linear_token_logprobs(
     sum_hidden_grad: each rank computes its part of the gradient of hidden. One all-reduce in backward, the only one,
     sums the parts. False returns the part, for callers who sum themselves (behind megatron-core's
     copy_to_tensor_model_parallel_region, or a gather of sequence-parallel shards).
+    weight_grad: [V / ranks, H] in any dtype, such as a main_grad. Backward adds the gradient of the weight to it,
+    without a rounding to the weight's dtype before. The weight itself then gets None. bf16 and fp16 tiles are
+    multiplied into fp32: on CUDA directly from torch 2.8 on, else as copies in fp32.
+    low_rank: a second product that is added to the logits, as that of an adapter (LoRA). No weight [V / ranks, H + r]
+    is made. Its gradients are as those above.
 
     Other arguments, the result, the kernels and the errors are those of token_logprobs. Backward computes the logits
     again.
     """
-    given = (hidden, weight, bias, target, sum_hidden_grad, tp_group, temperature, entropy, label_smoothing)
-    how = (ignore_index, scratch_bytes, chunk_size)
+    given = (hidden, weight, bias, target, sum_hidden_grad, weight_grad, low_rank, tp_group, temperature)
+    how = (entropy, label_smoothing, ignore_index, scratch_bytes, chunk_size)
     if torch.compiler.is_compiling():
         return _linear_outside_graph(*given, *how)
     return _linear_token_logprobs(*given, *how)
@@ -159,6 +167,8 @@ def _linear_token_logprobs(
     bias: Tensor | None,
     target: Tensor,
     sum_hidden_grad: bool,
+    weight_grad: Tensor | None,
+    low_rank: LowRank | None,
     group: Any,
     temperature: float | Tensor,
     *options: Any,
@@ -167,11 +177,35 @@ def _linear_token_logprobs(
         raise ValueError(f"hidden {list(hidden.shape)} and weight {list(weight.shape)} must be [..., H] and [V, H]")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias has the shape {list(bias.shape)}, not {list(weight.shape[:1])}")
-    for name, tensor in (("weight", weight), ("bias", bias)):
+    other_hidden, other_weight, other_grad, sum_other_grad = low_rank or (None, None, None, False)
+    if other_hidden is not None and other_weight is not None:
+        fits = other_hidden.shape[:-1] == hidden.shape[:-1] and other_weight.shape[:1] == weight.shape[:1]
+        if not fits or other_weight.shape[1:] != other_hidden.shape[-1:]:
+            shapes = f"{list(other_hidden.shape)} and {list(other_weight.shape)}"
+            raise ValueError(f"low_rank has the shapes {shapes}, not [..., r] and [V, r] of the first product")
+    others = (("low_rank.hidden", other_hidden), ("low_rank.weight", other_weight))
+    for name, tensor in (("weight", weight), ("bias", bias), *others):
         if tensor is not None and (tensor.dtype, tensor.device) != (hidden.dtype, hidden.device):
             raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, hidden {hidden.dtype} on {hidden.device}")
+    for of_weight, to in ((weight, weight_grad), (other_weight, other_grad)):
+        if of_weight is not None and to is not None and (to.shape, to.device) != (of_weight.shape, of_weight.device):
+            there = f"{list(to.shape)} on {to.device}"
+            raise ValueError(f"weight_grad is {there}, not {list(of_weight.shape)} on {of_weight.device}")
     checked, per_token = checked_options(weight.shape[0], hidden, target, group, temperature, *options)
-    found = LinearTokenLogprobs.apply(hidden, weight, bias, target, per_token, sum_hidden_grad, checked)
+    found = LinearTokenLogprobs.apply(
+        hidden,
+        weight,
+        bias,
+        target,
+        per_token,
+        sum_hidden_grad,
+        checked,
+        weight_grad,
+        other_hidden,
+        other_weight,
+        other_grad,
+        sum_other_grad,
+    )
     return TokenLogprobs(*found)
 
 

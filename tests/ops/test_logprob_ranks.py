@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 
-from shim.ops.logprob import linear_token_logprobs, token_logprobs  # noqa: E402
+from shim.ops.logprob import LowRank, linear_token_logprobs, token_logprobs  # noqa: E402
 from shim.testing import Ranks  # noqa: E402
 
 IGNORED = -100
@@ -199,6 +199,34 @@ def linear(ranks):
     return counts
 
 
+def low_rank(ranks):
+    """A low-rank product beside the large one; each sums the gradient of its own hidden states, or does not."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = ((6, 2, 8), (20, 8), (6, 2, 3), (20, 3))
+    leaves = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+    _, target, weights = sample(6, 20, torch.float64)
+    expected = token_logprobs(leaves[0] @ leaves[1].t() + leaves[2] @ leaves[3].t(), target)
+    weighted(expected, weights).backward()
+    for sums in ((True, True), (False, True), (True, False)):
+        mine = [
+            leaf.detach().clone() if leaf.dim() == 3 else leaf.detach().chunk(ranks)[dist.get_rank()] for leaf in leaves
+        ]
+        for tensor in mine:
+            tensor.requires_grad_()
+        other = LowRank(*mine[2:], sum_hidden_grad=sums[1])
+        found = linear_token_logprobs(
+            *mine[:2], target, tp_group=dist.group.WORLD, sum_hidden_grad=sums[0], low_rank=other
+        )
+        weighted(found, weights).backward()
+        for place in (0, 1):
+            if not sums[place]:
+                dist.all_reduce(mine[2 * place].grad)
+        for tensor, leaf in zip(mine, leaves):
+            whole = leaf.grad if leaf.dim() == 3 else leaf.grad.chunk(ranks)[dist.get_rank()]
+            torch.testing.assert_close(tensor.grad, whole)
+    return True
+
+
 def all_of_it(ranks):
     return {
         "counts": against_one_rank(ranks),
@@ -206,6 +234,7 @@ def all_of_it(ranks):
         "bits": the_same_bits_on_every_rank(),
         "edges": at_the_edges(ranks),
         "linear": linear(ranks),
+        "low rank": low_rank(ranks),
         "checked": [checked()] if ranks == 2 else [],
     }
 
@@ -232,6 +261,10 @@ def test_gradcheck(found):
 
 def test_every_rank_has_the_same_results_bit_by_bit(found):
     assert all(rank["bits"] == found[0]["bits"] for rank in found)
+
+
+def test_a_low_rank_product_sums_its_own_gradient(found):
+    assert all(rank["low rank"] for rank in found)
 
 
 def test_the_linear_form_sums_the_gradient_of_hidden_once_or_not_at_all(found):
