@@ -1,54 +1,28 @@
-"""The loss of each token from hidden states and the weight of an output layer, for fused-linear-logprob.
+"""The loss of each token from hidden states and the weights of output layers, for fused-linear-logprob.
 
-`obstacle_of` says which layers this cannot take the place of. `losses` has what ColumnParallelLinear does around its
-product: the sum of the gradient over the ranks, the gather of sequence-parallel shards, and the sum in `main_grad`.
+`losses_of` has what ColumnParallelLinear does around its product: the sum of the gradient over the ranks, the gather of
+sequence-parallel shards, and the sum in `main_grad`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shim.ops.logprob import linear_token_logprobs
+from shim.ops import LowRank, linear_token_logprobs
 
-__all__ = ["Head", "head_of", "obstacle_of"]
+__all__ = ["NO_TARGET", "Head", "head_of", "losses_of", "tiles_of"]
 
 NO_TARGET = -100
 TILE_CPU, TILE_DEVICE = 16 << 20, 256 << 20  # bytes of logits
-# Layers whose forward is a product with the weight. The second (dev) has a loss of its own besides.
-PLAIN = {
-    "megatron.core.tensor_parallel.layers": "ColumnParallelLinear",
-    "megatron.core.transformer.linear_cross_entropy": "LinearCrossEntropyModule",
-}
-
-
-def obstacle_of(layer: Any) -> str | None:
-    """Why the losses cannot be made from this output layer's weight, in words; None if they can."""
-    known = [getattr(sys.modules.get(module), name, None) for module, name in PLAIN.items()]
-    if type(layer) not in known or "forward" in vars(layer):
-        return f"the output layer is a {type(layer).__name__} with a forward of its own"
-    if layer._modules:
-        return f"the output layer has a module of its own: {', '.join(layer._modules)}"
-    if layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks:
-        return "hooks on the output layer want its logits, or their gradient"
-    if layer.bias is not None:
-        return "the output layer has a bias"
-    if layer.config.defer_embedding_wgrad_compute:
-        return "defer_embedding_wgrad_compute needs the gradient of the logits"
-    if getattr(layer, "gtp_remat_size", 1) > 1:
-        return "the weight of the output layer is in shards (GTP)"
-    if layer.explicit_expert_comm:
-        return "the output layer belongs to an expert"
-    return None
 
 
 class Head:
-    """The output layer at one call: its weight, [V / TP, h], and its hidden states, [s, b, h] or [s / TP, b, h]."""
+    """A layer at one call: its weight, [V / TP, h], and its hidden states, [s, b, h] or [s / TP, b, h]."""
 
     def __init__(self, layer: Any, weight: Tensor, hidden: Tensor) -> None:
         self.layer, self.weight, self.hidden = layer, weight, hidden
@@ -62,41 +36,32 @@ class Head:
             group = parallel_state.get_tensor_model_parallel_group()
         return group
 
-    def losses(self, labels: Tensor, scale: float) -> Tensor:
-        """The loss of each token, [b, s] in fp32, for labels [b, s]. `scale` multiplies the logits.
+    @property
+    def shape(self) -> torch.Size:
+        """Of the logits, [s, b, V / TP]."""
+        shards = self.group.size() if self.layer.sequence_parallel else 1
+        return torch.Size((self.hidden.size(0) * shards, self.hidden.size(1), self.weight.size(0)))
 
-        A negative label means no target: the loss and its gradient are zero.
-        """
-        target = labels.transpose(0, 1)
-        target = target.masked_fill(target < 0, NO_TARGET)
-        weight = _to_main_grad(self.layer, self.weight)
-        group = self.group
-        ranks = group.size()
-        with self.gathered(group) as hidden:
-            found = linear_token_logprobs(
-                hidden,
-                weight,
-                target,
-                tp_group=group if ranks > 1 else None,
-                temperature=1.0 / scale,
-                ignore_index=NO_TARGET,
-                sum_hidden_grad=bool(self.layer.allreduce_dgrad),
-            )
-        return -found.logprob.float().transpose(0, 1).contiguous()
+    def logits(self) -> Tensor:
+        made: Tensor = self.layer.forward(self.hidden, weight=self.weight)[0]
+        return made
 
     @contextlib.contextmanager
-    def gathered(self, group: Any) -> Iterator[Tensor]:
-        """The hidden states of the whole sequence, [s, b, h].
+    def states(self, chosen: Tensor | None = None) -> Iterator[Tensor]:
+        """The hidden states of the whole sequence, [s, b, h]; with `chosen`, of these tokens of [s, b] alone, [n, h].
 
         Autograd keeps this rank's shard alone, as stock does, and gathers it again in backward.
         """
         if not self.layer.sequence_parallel:
-            yield self.hidden
+            yield _chosen_of(self.hidden, chosen)
             return
         from megatron.core.tensor_parallel import mappings
 
-        whole = mappings.gather_from_sequence_parallel_region(self.hidden, group=group)
-        place, shape, shard = whole.data_ptr(), whole.shape, self.hidden.detach()
+        def gather(shard: Tensor) -> Tensor:
+            return _chosen_of(mappings.gather_from_sequence_parallel_region(shard, group=self.group), chosen)
+
+        whole, shard = gather(self.hidden), self.hidden.detach()
+        place, shape = whole.data_ptr(), whole.shape
 
         def pack(kept: Tensor) -> Tensor | None:
             return None if (kept.data_ptr(), kept.shape) == (place, shape) else kept
@@ -105,21 +70,69 @@ class Head:
             if kept is not None:
                 return kept
             with torch.no_grad():
-                again: Tensor = mappings.gather_from_sequence_parallel_region(shard, group=group)
-            return again
+                return gather(shard)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield whole
 
-    @torch.no_grad()
-    def tiles(self) -> Iterator[tuple[slice, Tensor]]:
-        """Some tokens of the sequence, as a slice, with their logits, [n, b, V / TP]. Without gradient."""
-        with self.gathered(self.group) as hidden:
-            row_bytes = hidden.size(1) * self.weight.size(0) * hidden.element_size()
-            rows = max(1, (TILE_CPU if hidden.device.type == "cpu" else TILE_DEVICE) // max(row_bytes, 1))
-            for start in range(0, hidden.size(0), rows):
-                tokens = slice(start, start + rows)
-                yield tokens, hidden[tokens] @ self.weight.t()
+
+def losses_of(terms: list[tuple[Head, float]], labels: Tensor, skip: bool) -> Tensor:
+    """The loss of each token, [b, s] in fp32, for labels [b, s] and logits that are the sum of one or two terms.
+
+    A term is what a head makes, times a factor. A negative label means no target: the loss and its gradient are zero.
+    skip: such tokens are left out before the product, so the host waits once for their number.
+    """
+    (head, scale), *others = sorted(terms, key=lambda term: -term[0].weight.size(1))
+    target = labels.transpose(0, 1)
+    target = target.masked_fill(target < 0, NO_TARGET)
+    # In a CUDA graph the host cannot wait.
+    chosen = (target != NO_TARGET).flatten().nonzero().squeeze(1) if skip and not _capturing(target) else None
+    group = head.group
+    with head.states(chosen) as hidden:
+        weight, into = _with_main_grad(head.layer, head.weight)
+        found = linear_token_logprobs(
+            hidden,
+            weight,
+            target if chosen is None else target.flatten()[chosen],
+            tp_group=group if group.size() > 1 else None,
+            temperature=1.0 / scale,
+            ignore_index=NO_TARGET,
+            sum_hidden_grad=bool(head.layer.allreduce_dgrad),
+            weight_grad=into,
+            low_rank=_low_rank_of(*others[0], scale, chosen) if others else None,
+        )
+    logprob = found.logprob
+    if chosen is not None:
+        logprob = logprob.new_zeros(target.numel()).index_copy(0, chosen, logprob).view(target.shape)
+    return -logprob.float().transpose(0, 1).contiguous()
+
+
+def _low_rank_of(head: Head, factor: float, scale: float, chosen: Tensor | None) -> LowRank:
+    """The second term, beside a first one that is multiplied by `scale`."""
+    with head.states(chosen) as hidden:
+        hidden = hidden if factor == scale else hidden * (factor / scale)
+        return LowRank(hidden, *_with_main_grad(head.layer, head.weight), bool(head.layer.allreduce_dgrad))
+
+
+@torch.no_grad()
+def tiles_of(terms: list[tuple[Head, float]]) -> Iterator[tuple[slice, Tensor]]:
+    """Some tokens of the sequence, as a slice, with their logits, [n, b, V / TP]. Without gradient."""
+    with contextlib.ExitStack() as stack:
+        parts = [(stack.enter_context(head.states()), head.weight.t(), factor) for head, factor in terms]
+        hidden, weight, _ = parts[0]
+        row_bytes = hidden.size(1) * weight.size(1) * hidden.element_size()
+        rows = max(1, (TILE_CPU if hidden.device.type == "cpu" else TILE_DEVICE) // max(row_bytes, 1))
+        for start in range(0, hidden.size(0), rows):
+            tokens = slice(start, start + rows)
+            logits: Tensor | None = None
+            for hidden, weight, factor in parts:
+                of_tile = hidden[tokens] if factor == 1.0 else hidden[tokens] * factor
+                if logits is None:
+                    logits = of_tile @ weight
+                else:
+                    logits.flatten(0, 1).addmm_(of_tile.flatten(0, 1), weight)
+            assert logits is not None
+            yield tokens, logits
 
 
 def head_of(layer: Any, hidden: Any, weight: Any, gather: Any) -> Head | str:
@@ -144,28 +157,37 @@ def head_of(layer: Any, hidden: Any, weight: Any, gather: Any) -> Head | str:
     return "the logits are gathered" if gathers and head.group.size() > 1 else head
 
 
+def _chosen_of(hidden: Tensor, chosen: Tensor | None) -> Tensor:
+    return hidden if chosen is None else hidden.flatten(0, 1).index_select(0, chosen)
+
+
+def _capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 class _ToMainGrad(torch.autograd.Function):
-    """The weight, whose gradient goes into main_grad as with gradient_accumulation_fusion."""
+    """The weight, for an operation that adds the gradient to main_grad by itself and returns none."""
 
     @staticmethod
     def forward(ctx: Any, weight: Any) -> Any:
         ctx.weight, ctx.main_grad = weight, weight.main_grad
+        ctx.set_materialize_grads(False)
         return weight.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor | None:  # type: ignore[override]
+    def backward(ctx: Any, _: Tensor | None) -> Tensor | None:  # type: ignore[override]
         weight = ctx.weight
         weight.main_grad = ctx.main_grad
-        ctx.main_grad.add_(grad)
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None
         # What the hook of DDP finds as the gradient. It adds it only where zero_out_wgrad says that it is zero.
         weight.grad_added_to_main_grad = True
-        return grad.zero_()
+        return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
 
-def _to_main_grad(layer: Any, weight: Tensor) -> Tensor:
+def _with_main_grad(layer: Any, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The weight, and what its gradient is to be added to, as with gradient_accumulation_fusion."""
     if not (layer.gradient_accumulation_fusion and weight.requires_grad and hasattr(weight, "main_grad")):
-        return weight
+        return weight, None
     found: Tensor = _ToMainGrad.apply(weight)
-    return found
+    return found, weight.main_grad

@@ -44,11 +44,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from shim._errors import ShimError
 from shim.patches._arguments import Function, argument, replacing
-from shim.patches.megatron_core._linear_losses import Head, head_of, obstacle_of
+from shim.patches.megatron_core._linear_heads import obstacle_of, promising
+from shim.patches.megatron_core._linear_losses import NO_TARGET
+from shim.patches.megatron_core._promised_logits import Promise
 from shim.patches.megatron_core.mtp_packed_sequences.refused_row import view_of
 
 log = logging.getLogger("shim")
@@ -66,69 +66,14 @@ class _Chosen:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.fuse: bool = options["fuse"]
+        self.skip: bool = options["skip_masked"]
         self.said: set[str] = set()
 
-    def say(self, why: str) -> None:
+    def say(self, why: str, so: str = "a call makes its logits as a whole") -> None:
         """Warn once of each reason why a call takes stock's way."""
         if why not in self.said:
             self.said.add(why)
-            log.warning(f"{ID}: {why}, so a call makes its logits as a whole")
-
-
-class Promise:
-    """The logits of one call of an output layer, [s, b, V / TP], which nobody has computed yet."""
-
-    def __init__(self, head: Head, scale: float = 1.0) -> None:
-        self.head, self.scale, self.with_grad = head, scale, torch.is_grad_enabled()
-
-    def __mul__(self, factor: Any) -> Any:
-        if isinstance(factor, (int, float)) and factor > 0:  # muP's multiplier
-            return Promise(self.head, self.scale * factor)
-        return self.kept * factor
-
-    __rmul__ = __mul__
-
-    @functools.cached_property
-    def kept(self) -> Tensor:
-        """The logits themselves."""
-        if torch.is_grad_enabled() != self.with_grad:
-            # Such as inside of an autograd function, which would lose their gradient.
-            raise ShimError(
-                f"{ID}: something other than the model's loss takes the logits, and not where they are made. Leave the "
-                "option `fuse` off for this model"
-            )
-        head = self.head
-        logits, _ = head.layer.forward(head.hidden, weight=head.weight)
-        found: Tensor = logits if self.scale == 1.0 else logits * self.scale
-        return found
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.kept, name)
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        args, kwargs = torch.utils._pytree.tree_map(_given, (args, kwargs or {}))
-        return function(*args, **kwargs)
-
-
-def _of_logits(name: str) -> Function:
-    def operator(self: Promise, *args: Any) -> Any:
-        return getattr(self.kept, name)(*args)
-
-    return operator
-
-
-_BINARY = ("add", "sub", "truediv", "pow", "matmul")
-_OTHERS = ("neg", "abs", "len", "getitem", "iter", "lt", "le", "gt", "ge")
-# Python looks operators up on the class.
-for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHERS):
-    setattr(Promise, f"__{_name}__", _of_logits(f"__{_name}__"))
-
-
-def _given(value: Any) -> Any:
-    return value.kept if isinstance(value, Promise) else value
+            log.warning(f"{ID}: {why}, so {so}")
 
 
 def obstacle_in(model: Any) -> str | None:
@@ -145,45 +90,41 @@ def obstacle_in(model: Any) -> str | None:
     return obstacle_of(layer)
 
 
-def _promising(layer: Any, chosen: _Chosen) -> Any:
-    """A view of an output layer that returns promises."""
-
-    def forward(input_: Any, weight: Any = None, runtime_gather_output: Any = None, **others: Any) -> Any:
-        head = head_of(layer, input_, weight, runtime_gather_output)
-        if others:
-            head = f"the output layer is given {', '.join(others)}"
-        if isinstance(head, Head):
-            return Promise(head), None
-        chosen.say(head)
-        return layer.forward(input_, weight=weight, runtime_gather_output=runtime_gather_output, **others)
-
-    return view_of(layer, forward=forward)
-
-
 def _no_argument(args: Any, kwargs: Any) -> None:
     return None
 
 
 def _computing_loss(original: Function, chosen: _Chosen) -> Function:
     """For a function of a model that makes logits and the loss."""
-    labels_of, processor_of = argument(original, "labels"), _no_argument
-    if "output_processor" in inspect.signature(original).parameters:
-        processor_of = argument(original, "output_processor")
+    labels_of, with_labels = argument(original, "labels"), replacing(original, "labels")
+    known = inspect.signature(original).parameters
+    # The first from 0.18 on; the second everywhere but in the Mamba model before 0.17.
+    processor_of, mask_of = (
+        argument(original, name) if name in known else _no_argument for name in ("output_processor", "loss_mask")
+    )
 
     @functools.wraps(original)
     def computing_loss(*args: Any, **kwargs: Any) -> Any:
-        model, *others = args
+        model, labels = args[0], labels_of(args, kwargs)
         if (
             not chosen.fuse
             or not model.post_process
-            or labels_of(args, kwargs) is None
+            or labels is None
             or processor_of(args, kwargs) is not None
             or torch.compiler.is_compiling()
             or obstacle_in(model)
         ):
             return original(*args, **kwargs)
-        view = view_of(model, output_layer=_promising(model.output_layer, chosen))
-        return original(view, *others, **kwargs)
+        view = view_of(model, output_layer=promising(model.output_layer, chosen.say))
+        mask = mask_of(args, kwargs) if chosen.skip else None
+        if mask is not None and mask.shape == labels.shape:
+            # The labels of MTP are rolled from these, as its mask is.
+            args, kwargs = with_labels(args, kwargs, labels.masked_fill(mask == 0, NO_TARGET))
+        elif mask is not None:
+            chosen.say(
+                f"loss_mask has the shape {list(mask.shape)}, and labels have {list(labels.shape)}", "it skips none"
+            )
+        return original(view, *args[1:], **kwargs)
 
     return computing_loss
 
@@ -195,7 +136,7 @@ def _compute_language_model_loss(original: Function, chosen: _Chosen) -> Functio
     def compute_language_model_loss(*args: Any, **kwargs: Any) -> Any:
         logits = logits_of(args, kwargs)
         if isinstance(logits, Promise):
-            return logits.head.losses(labels_of(args, kwargs), logits.scale)
+            return logits.losses(labels_of(args, kwargs), chosen.skip)
         return original(*args, **kwargs)
 
     return compute_language_model_loss
@@ -214,7 +155,7 @@ def _compute_mtp_acceptance_counts(original: Function, chosen: _Chosen) -> Funct
             return original(*args, **kwargs)
         labels, mask = labels_of(args, kwargs), mask_of(args, kwargs)
         counts = []
-        for tokens, logits in promise.head.tiles():
+        for tokens, logits in promise.tiles():
             args, kwargs = put_labels(*put_logits(args, kwargs, logits), labels[:, tokens])
             args, kwargs = put_mask(args, kwargs, mask[:, tokens])
             counts.append(original(*args, **kwargs))

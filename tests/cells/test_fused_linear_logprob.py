@@ -6,12 +6,11 @@ import importlib.util
 
 import pytest
 import torch
+from linear_loss_cases import ID, build, gradients, logits_counted, microbatches, off_by, patched, rows_of, step
 
 import shim
 from shim import testing
 
-ID = "fused-linear-logprob"
-SIZES = {"num_layers": 1, "hidden_size": 16, "ffn_hidden_size": 32}
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
 DEV = importlib.util.find_spec("megatron.core.transformer.linear_cross_entropy") is not None
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -19,67 +18,6 @@ TP, SP = testing.Layout(tp=2), testing.Layout(tp=2, sequence_parallel=True)
 PP, CP = testing.Layout(pp=2), testing.Layout(cp=2)
 WHOLE = "so a call makes its logits as a whole"
 on_one_rank = pytest.mark.usefixtures("one_rank")
-
-
-def patched(*ids, **options):
-    return shim.patched(only=[ID, *ids], require=[ID, *ids], options={ID: {"fuse": True}, **options})
-
-
-@pytest.fixture
-def one_rank():
-    with testing.megatron_on_cpu(), testing.layout_initialised(testing.Layout()):
-        yield
-
-
-def build(depths=None, tied=False, **options):
-    return testing.build_gpt(mtp_num_layers=depths, share_embeddings_and_output_weights=tied, **SIZES | options)
-
-
-def rows_of(tokens=8):
-    rows = torch.stack([torch.arange(tokens), torch.arange(tokens) * 5 % 64])
-    return rows, rows.roll(-1, 1)
-
-
-def gradients(model):
-    return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
-
-
-def step(model, **given):
-    """Losses of each token and all gradients of a step on two rows."""
-    rows, labels = rows_of()
-    losses = model(rows, rows, None, labels=labels, **given)
-    losses.mean().backward()
-    return losses.detach(), gradients(model)
-
-
-@contextlib.contextmanager
-def logits_counted():
-    """How often an output layer computes its logits."""
-    from megatron.core.tensor_parallel import ColumnParallelLinear
-
-    calls, stock = [], ColumnParallelLinear.forward
-
-    @functools.wraps(stock)
-    def forward(self, *args, **kwargs):
-        logits, bias = stock(self, *args, **kwargs)
-        if self.output_size == 64:
-            calls.append(logits.shape)
-        return logits, bias
-
-    ColumnParallelLinear.forward = forward
-    try:
-        yield calls
-    finally:
-        ColumnParallelLinear.forward = stock
-
-
-def off_by(found, right):
-    """The largest error relative to the norm of what is right, of losses and of each gradient."""
-    (losses, grads), (of_stock, of_grads) = found, right
-    assert grads.keys() == of_grads.keys() and losses.dtype == of_stock.dtype and losses.shape == of_stock.shape
-    pairs = [(losses, of_stock), *((grads[name], of_grads[name]) for name in grads)]
-    assert all(one.dtype == other.dtype for one, other in pairs)
-    return max(float((one.double() - other.double()).norm() / (other.double().norm() + 1e-12)) for one, other in pairs)
 
 
 @on_one_rank
@@ -222,22 +160,6 @@ def test_tokens_without_a_target_have_no_loss_and_no_gradient():
         other(rows[:, :5], rows[:, :5], None, labels=labels[:, :5]).sum().backward()
     assert not losses[:, 5:].any() and losses[:, :5].all()
     assert off_by((losses.detach(), gradients(model)), (losses.detach(), gradients(other))) < 2e-6
-
-
-def microbatches(model, fused):
-    """The main gradients after two microbatches in DistributedDataParallel."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
-    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
-    model.output_layer.gradient_accumulation_fusion = fused
-    rows, labels = rows_of()
-    wrapped.zero_grad_buffer()
-    for _ in range(2):
-        wrapped(rows, rows, None, labels=labels).mean().backward()
-    assert all(weight.grad is None for weight in model.parameters())
-    weight = model.output_layer.weight
-    assert weight is None or weight.grad_added_to_main_grad is fused
-    return {name: weight.main_grad.clone() for name, weight in model.named_parameters()}
 
 
 @on_one_rank
@@ -403,15 +325,15 @@ def test_hooks_before_the_output_layer_run():
 def test_whoever_touches_a_promise_gets_logits():
     """Such as a loss in the place of process_mtp_loss."""
     from shim.patches.megatron_core._linear_losses import Head
-    from shim.patches.megatron_core.fused_linear_logprob import Promise
+    from shim.patches.megatron_core._promised_logits import Promise
 
     layer, hidden = build().output_layer, torch.randn(4, 2, 16).requires_grad_()
     logits, _ = layer(hidden)
     for touch in (lambda x: x.float().sum(), lambda x: torch.logsumexp(x, -1).sum(), lambda x: (2 * x - 1).sum()):
         right = torch.autograd.grad(touch(logits), hidden, retain_graph=True)
-        found = torch.autograd.grad(touch(Promise(Head(layer, layer.weight, hidden))), hidden)
+        found = torch.autograd.grad(touch(Promise.of(Head(layer, layer.weight, hidden))), hidden)
         torch.testing.assert_close(found, right)
-    promise = Promise(Head(layer, layer.weight, hidden))
+    promise = Promise.of(Head(layer, layer.weight, hidden))
     with torch.no_grad(), pytest.raises(shim.ShimError, match="takes the logits"):
         promise.float()
 

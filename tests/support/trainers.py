@@ -58,10 +58,12 @@ def libraries():
 def directories(trainers, core, te):
     """What goes on PYTHONPATH, in this order: the releases, the trainers, their libraries, and stand-ins.
 
-    te: None for a process without Transformer Engine.
+    trainers: names of VERSIONS, or "name==version". te: None for a process without Transformer Engine.
     """
     found = [fetch(core), *([fetch(te, "transformer-engine")] if te else [])]
-    found += [fetch(VERSIONS[trainer], trainer) for trainer in trainers]
+    for trainer in trainers:
+        name, _, version = trainer.partition("==")
+        found.append(fetch(version or VERSIONS[name], name))
     return [*found, libraries(), _STAND_INS, _TESTS / "integration", _TESTS / "support"]
 
 
