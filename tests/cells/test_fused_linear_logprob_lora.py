@@ -10,6 +10,7 @@ from linear_loss_cases import ID, build, gradients, logits_counted, microbatches
 import shim
 from shim import testing
 
+VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
 TP, SP, PP = testing.Layout(tp=2), testing.Layout(tp=2, sequence_parallel=True), testing.Layout(pp=2)
 on_one_rank = pytest.mark.usefixtures("one_rank")
 
@@ -70,6 +71,27 @@ def test_dropout_before_the_adapter_is_its_own():
         found = dropped(11)
         other = dropped(12)
     assert not calls and off_by(found, stock) < 2e-6 < off_by(other, stock)
+
+
+@on_one_rank
+@pytest.mark.skipif(VERSION < (0, 19), reason="the count came with 0.19")
+def test_the_count_of_right_predictions_is_that_of_stock(monkeypatch):
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    from shim.patches.megatron_core import _linear_losses
+
+    monkeypatch.setattr(_linear_losses, "TILE_CPU", 64 * 2 * 4 * 3)  # three tokens of eight
+    found = []
+    for context in (contextlib.nullcontext(), patched()):
+        MTPLossLoggingHelper.tracker.clear()
+        with context:
+            step(with_adapter(build(2)))
+        tracked = MTPLossLoggingHelper.tracker
+        found.append({name: value.clone() for name, value in tracked.items() if torch.is_tensor(value)})
+    stock, fused = found
+    assert stock.keys() == fused.keys() and len(stock) > 1
+    for name, value in stock.items():
+        torch.testing.assert_close(fused[name], value)
 
 
 @on_one_rank

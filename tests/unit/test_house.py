@@ -160,6 +160,7 @@ TESTED_IN = {
     "ops._checks": "ops/test_paged_stash",
     "ops._logprob_chunks": "ops/test_logprob",
     "ops._logprob_linear": "ops/test_linear_logprob",
+    "ops._logprob_products": "ops/test_linear_low_rank",
     "ops._logprob_rows": "ops/test_logprob",
     "ops._logprob_small": "ops/test_logprob",
     "ops._moves": "ops/test_packing",
