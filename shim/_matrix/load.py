@@ -40,8 +40,9 @@ def _module_exists(module: str, shipped: bool) -> bool:
     if not all(name.isidentifier() for name in names):
         return False
     if module.startswith(prefix):
-        place = patches_path().joinpath(*names)
-        return place.with_suffix(".py").is_file() or place.joinpath("__init__.py").is_file()
+        place = os.path.join(patches_path(), *names)
+        # Path.is_file raises for a name that is too long for the file system.
+        return os.path.isfile(f"{place}.py") or os.path.isfile(os.path.join(place, "__init__.py"))
     return not shipped and find_spec(module) is not None
 
 

@@ -12,6 +12,9 @@ from shim.testing.cells import EVERYDAY
 if find_spec("megatron") is None or find_spec("torch") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
+    import graphs
+
+    graphs.run_as_they_are()
     # Before any rank is forked: ranks inherit what is imported by then.
     import megatron.core.models.gpt.gpt_model  # noqa: F401
 

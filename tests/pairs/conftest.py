@@ -13,6 +13,9 @@ from shim.testing.cells import EVERYDAY_PAIRS
 if any(find_spec(name) is None for name in ("megatron", "transformer_engine", "torch")):
     collect_ignore_glob = ["test_*.py"]
 else:
+    import graphs
+
+    graphs.run_as_they_are()
     testing.transformer_engine_on_cpu()
     import megatron.core.models.gpt.gpt_model  # noqa: F401
 

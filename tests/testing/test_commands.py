@@ -57,8 +57,8 @@ COMMANDS = {
     "plan": [["--require", "mtp-packed-sequences", "--strict", "--on-drift", "error"]],
     "explain": [["te-moved-symbols"]],
     "doctor": [[]],
-    "matrix": [[], ["--cells", "--pairs", "--range", ">=0.19"]],
 }
+OF_MATRIX = [["matrix"], ["matrix", "--cells", "--pairs", "--range", ">=0.19"]]  # which asks for no installed release
 
 
 def known(command):
@@ -66,9 +66,10 @@ def known(command):
     return command in actions.choices
 
 
-def run_all(commands, directories):
-    """The results of the command lines, each as text and with --json; of audits in Markdown, too."""
-    both = [[*arguments, *flag] for arguments in commands for flag in ([], ["--json"], ["--markdown"])]
+def run_all(commands, directories, markdown=True):
+    """The results of the command lines, each as text and with --json; those of audits in Markdown, too, if wanted."""
+    flags = [[], ["--json"], *([["--markdown"]] if markdown else [])]
+    both = [[*arguments, *flag] for arguments in commands for flag in flags]
     both = [arguments for arguments in both if arguments[0] == "audit" or arguments[-1] != "--markdown"]
     done = subprocess.run(
         [sys.executable, "-c", DRIVER],
@@ -132,7 +133,8 @@ def needed_by(id):
     return {PATCHES[id].distribution, *PATCHES[id].needs}
 
 
-BY_PLACE = {"0.12.0", EVERYDAY_PAIRS[-1]}  # audited as directories, too
+# There audits are of directories too, and in Markdown, and what asks for no release is run.
+IN_FULL = {"0.12.0", EVERYDAY_PAIRS[-1]}
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -143,9 +145,10 @@ def test_every_command_that_imports_nothing(cell, tmp_path):
     lock = str(tmp_path / "shim.lock")
     commands = [[command, *more] for command, ways in COMMANDS.items() if known(command) for more in ways]
     commands += [["pin", "--lock", lock], ["plan", "--lock", lock]]
-    commands += [["audit", target] for target in (*found, *(map(str, found.values()) if cell in BY_PLACE else ()))]
+    commands += OF_MATRIX if cell in IN_FULL else []
+    commands += [["audit", target] for target in (*found, *(map(str, found.values()) if cell in IN_FULL else ()))]
     pairs = [["audit", one, "--with", other] for one in found for other in found if one != other]
-    ran = run_all([*commands, *pairs], found.values())
+    ran = run_all([*commands, *pairs], found.values(), markdown=cell in IN_FULL)
     audits = audits_of(ran)
     lost = {target for target, audited in audits.items() if any(name["newly"] for name in audited["lost_names"])}
     for arguments, code, out, err in ran["done"]:
@@ -229,7 +232,7 @@ def test_main_beside_a_source_tree_of_transformer_engine(release, bare, tmp_path
 def test_every_command_knows_its_place_here():
     """A command that comes to the CLI comes to this module."""
     [actions] = [action for action in command_line()._actions if getattr(action, "choices", None)]
-    assert set(actions.choices) <= {*COMMANDS, "pin", "audit", "status", "run", "new-patch", "prove"}
+    assert set(actions.choices) <= {*COMMANDS, "matrix", "pin", "audit", "status", "run", "new-patch", "prove"}
 
 
 @pytest.fixture(scope="module")

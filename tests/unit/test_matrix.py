@@ -139,6 +139,7 @@ def test_the_shipped_matrix_names_only_patches_of_shim(tmp_path, monkeypatch, co
         ("module: trainer_patches.roll_fix", "module: shim.patches.gone", "there is no module"),
         ("module: trainer_patches.roll_fix", "module: shim.patches...setup", "there is no module"),
         ("module: trainer_patches.roll_fix", "module: ../roll_fix", "there is no module"),
+        ("module: trainer_patches.roll_fix", "module: shim.patches." + "a" * 300, "there is no module"),
         ('["megatron.core.roll:roll"]', '["megatron.core.roll"]', "not of the form"),
         ('["megatron.core.roll:roll"]', '["a:b", "a:b"]', "stands twice"),
         ('["megatron.core.roll:roll"]', '[{target: "a:b", optional: 1}]', "optional must be true or false"),

@@ -1,0 +1,16 @@
+"""What torch.compile makes, in `make test`, of the functions that megatron-core marks for it: graphs, run as they are.
+
+Its default backend writes C++ for each of them and has it compiled, which was half of the time of a cell. dynamo
+traces them all the same, so a patch that breaks a graph is found. `make matrix` compiles them.
+"""
+
+import functools
+
+import chosen
+import torch
+
+
+def run_as_they_are():
+    """To be called before megatron-core is imported, which asks for the default backend then."""
+    if chosen.ONCE and not isinstance(torch.compile, functools.partial):
+        torch.compile = functools.partial(torch.compile, backend="eager")
