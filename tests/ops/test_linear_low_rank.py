@@ -109,7 +109,7 @@ def test_what_one_tile_is_rounded_to_is_not_what_the_buffer_gets():
     from shim.ops._logprob_products import WeightGradient
 
     weight, into = torch.zeros(2, 1, dtype=torch.bfloat16), torch.zeros(2, 1)
-    gradient = WeightGradient(weight, into, 2, torch.float32, several=False)
+    gradient = WeightGradient(weight, into, 2, torch.float32, direct=True)
     gradient.begin(slice(0, 2))
     gradient.add(of_logits, hidden)
     gradient.end()
