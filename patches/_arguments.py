@@ -47,13 +47,21 @@ def replacing(
     return put
 
 
+def parameters_of(function: Function) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a function by name. An object that does not say them takes any."""
+    try:
+        return inspect.signature(function).parameters
+    except ValueError:  # of a descriptor that can be called, say
+        return inspect.signature(lambda *args, **kwargs: None).parameters
+
+
 def takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
     """Whether a function with these parameters takes arguments of any name."""
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 def _parameters(function: Function, name: str, like: Function | None) -> Mapping[str, inspect.Parameter]:
-    parameters = inspect.signature(function).parameters
+    parameters = parameters_of(function)
     if like is None or name in parameters or not takes_any(parameters):
         return parameters
     return inspect.signature(like).parameters

@@ -38,9 +38,22 @@ def around(function):
     return somebodys
 
 
-def states_beside_a_wrapper(target, owner, name, monkeypatch):
-    """The states of the patches of `target` when such a wrapper stands there before apply(). It stays there."""
-    wrapper = around(vars(owner)[name])
+class Called:
+    """A wrapper that is no function, and shows no signature."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+    def __get__(self, instance, owner=None):
+        return self if instance is None else types.MethodType(self, instance)
+
+
+def states_beside_a_wrapper(target, owner, name, kind, monkeypatch):
+    """The states of the patches of `target` when a wrapper of a kind stands there before apply(). It stays there."""
+    wrapper = kind(vars(owner)[name])
     monkeypatch.setattr(owner, name, wrapper)
     patches = patches_by_target()[target]
     with shim.patched(only=patches) as report:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shim.patches._arguments import add_parameters, takes, takes_any
+from shim.patches._arguments import add_parameters, parameters_of, takes, takes_any
 
 # By name, or by position after the recomputed function.
 ACTIVATIONS = ("hidden_states", 0, "decoder_input", 1)
@@ -43,7 +43,7 @@ def checkpointed_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         # 0.18 passes padding_mask, which its own function does not take.
         add_parameters(_checkpointed_forward, original, "padding_mask")
         layer = vars(sys.modules[original.__module__])["MultiTokenPredictionLayer"]
-        known = inspect.signature(layer._proj_and_transformer_layer).parameters
+        known = parameters_of(layer._proj_and_transformer_layer)
         # Somebody's wrapper around it may take any, and hand them on.
         takes(_checkpointed_forward, names if takes_any(known) else known)
     else:
