@@ -6,7 +6,18 @@ import importlib.util
 
 import pytest
 import torch
-from linear_loss_cases import ID, build, gradients, logits_counted, microbatches, off_by, patched, rows_of, step
+from linear_loss_cases import (
+    ID,
+    build,
+    gradients,
+    logged_by,
+    logits_counted,
+    microbatches,
+    off_by,
+    patched,
+    rows_of,
+    step,
+)
 
 import shim
 from shim import testing
@@ -223,19 +234,10 @@ def test_beside_mtp_loss_options():
 @on_one_rank
 @pytest.mark.skipif(VERSION < (0, 19), reason="the count came with 0.19")
 def test_the_count_of_right_predictions_is_that_of_stock(monkeypatch):
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+    def make():
+        return build(2)
 
-    from shim.patches.megatron_core import _linear_losses
-
-    monkeypatch.setattr(_linear_losses, "TILE_CPU", 64 * 2 * 4 * 3)  # three tokens of eight
-    found = []
-    for context in (contextlib.nullcontext(), patched()):
-        MTPLossLoggingHelper.tracker.clear()
-        with context:
-            step(build(2))
-        tracked = MTPLossLoggingHelper.tracker
-        found.append({name: value.clone() for name, value in tracked.items() if torch.is_tensor(value)})
-    stock, fused = found
+    stock, fused = (logged_by(make, how, monkeypatch) for how in (contextlib.nullcontext(), patched()))
     assert stock.keys() == fused.keys() and len(stock) > 1
     for name, value in stock.items():
         torch.testing.assert_close(fused[name], value)
