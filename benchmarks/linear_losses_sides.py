@@ -139,7 +139,7 @@ def head_of_model(width: int, vocabulary: int, **options: Any) -> Any:
 def of_megatron(width: int, vocabulary: int, **options: Any) -> dict[str, Side]:
     """Stock's way, with either of its cross entropies, and the patch, which must be applied with `fuse`."""
     from shim.patches.megatron_core._linear_losses import Head
-    from shim.patches.megatron_core.fused_linear_logprob import Promise
+    from shim.patches.megatron_core._promised_logits import Promise
 
     models = {fused: head_of_model(width, vocabulary, cross_entropy_loss_fusion=fused, **options) for fused in (0, 1)}
 
@@ -149,7 +149,7 @@ def of_megatron(width: int, vocabulary: int, **options: Any) -> dict[str, Side]:
         return losses.t()
 
     def patch(h: Tensor, w: Tensor, t: Tensor) -> Tensor:
-        promise = Promise(Head(models[0].output_layer, w, h))
+        promise = Promise.of(Head(models[0].output_layer, w, h))
         losses: Tensor = models[0].compute_language_model_loss(t.t(), promise)
         return losses.t()
 

@@ -175,7 +175,7 @@ def _liger(found: Peers, ranks: int, device: str, chunk: int) -> None:
     found.linear["Liger, chunked, linear"] = linear
 
 
-_PACKAGES: dict[str, Callable[[Peers, int, str], None]] = {
+_PACKAGES: dict[str, Callable[[Peers, int, str, int], None]] = {
     "NeMo-RL": _nemo_rl,
     "SkyRL": _skyrl,
     "slime": _slime,
