@@ -2,33 +2,35 @@
 
 import contextlib
 import functools
-import importlib.util
 
 import pytest
 import torch
 from linear_loss_cases import (
+    DEV,
     ID,
+    PP,
+    SP,
+    TP,
+    VERSION,
     build,
     gradients,
     logged_by,
     logits_counted,
     microbatches,
     off_by,
+    on_one_rank,
     patched,
     rows_of,
     step,
+    summed,
 )
 
 import shim
 from shim import testing
 
-VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
-DEV = importlib.util.find_spec("megatron.core.transformer.linear_cross_entropy") is not None
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-TP, SP = testing.Layout(tp=2), testing.Layout(tp=2, sequence_parallel=True)
-PP, CP = testing.Layout(pp=2), testing.Layout(cp=2)
+CP = testing.Layout(cp=2)
 WHOLE = "so a call makes its logits as a whole"
-on_one_rank = pytest.mark.usefixtures("one_rank")
 
 
 @on_one_rank
@@ -166,11 +168,10 @@ def test_tokens_without_a_target_have_no_loss_and_no_gradient():
     labels[:, 5:] = -100
     model, other = build(), build()
     with patched():
-        losses = model(rows, rows, None, labels=labels)
-        losses.sum().backward()
-        other(rows[:, :5], rows[:, :5], None, labels=labels[:, :5]).sum().backward()
+        losses, found = summed(model, rows, labels)
+        _, alone = summed(other, rows[:, :5], labels[:, :5])
     assert not losses[:, 5:].any() and losses[:, :5].all()
-    assert off_by((losses.detach(), gradients(model)), (losses.detach(), gradients(other))) < 2e-6
+    assert off_by((losses, found), (losses, alone)) < 2e-6
 
 
 @on_one_rank

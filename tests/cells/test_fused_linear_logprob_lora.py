@@ -1,19 +1,24 @@
 """fused-linear-logprob with a LoRA adapter around the output layer: layouts, frozen and trained weights, dropout."""
 
 import contextlib
-import importlib.util
 
 import pytest
 import torch
 from adapter_like_bridge import under_the_names_of_bridge, with_adapter
 from linear_loss_cases import (
+    DEV,
     ID,
+    PP,
+    SP,
+    TP,
+    VERSION,
     build,
     gradients,
     logged_by,
     logits_counted,
     microbatches,
     off_by,
+    on_one_rank,
     patched,
     rows_of,
     step,
@@ -22,13 +27,9 @@ from linear_loss_cases import (
 import shim
 from shim import testing
 
-VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
-TP, SP, PP = testing.Layout(tp=2), testing.Layout(tp=2, sequence_parallel=True), testing.Layout(pp=2)
-DEV = importlib.util.find_spec("megatron.core.transformer.linear_cross_entropy") is not None
 pytestmark = pytest.mark.skipif(
     DEV, reason="stock's model there names an argument that Megatron-Bridge's wrapper lacks"
 )
-on_one_rank = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture(autouse=True)

@@ -2,13 +2,19 @@
 
 import contextlib
 import functools
+import importlib.util
 
+import pytest
 import torch
 
 import shim
 from shim import testing
 
 ID = "fused-linear-logprob"
+VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
+DEV = importlib.util.find_spec("megatron.core.transformer.linear_cross_entropy") is not None
+TP, SP, PP = testing.Layout(tp=2), testing.Layout(tp=2, sequence_parallel=True), testing.Layout(pp=2)
+on_one_rank = pytest.mark.usefixtures("one_rank")
 SIZES = {"num_layers": 1, "hidden_size": 16, "ffn_hidden_size": 32}
 
 
@@ -35,6 +41,13 @@ def step(model, **given):
     rows, labels = rows_of()
     losses = model(rows, rows, None, labels=labels, **given)
     losses.mean().backward()
+    return losses.detach(), gradients(model)
+
+
+def summed(model, rows, labels):
+    """The same of the sum of the losses, for labels of one's own."""
+    losses = model(rows, rows, None, labels=labels)
+    losses.sum().backward()
     return losses.detach(), gradients(model)
 
 
