@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import pickle
 import sys
 
 import pytest
@@ -38,6 +39,14 @@ def test_apply_is_idempotent_and_adjusts(patched_world):
     assert shim.revert().applied == ()
     assert same(before, patched_world.snapshot()) == []
     assert shim.revert().applied == ()
+
+
+def test_a_report_travels_without_its_plan(patched_world):
+    """To another process, as Ray sends it; copies and pickles say the same and compare by the digest, too."""
+    report = shim.apply()
+    sent = pickle.loads(pickle.dumps(report))
+    assert sent == report and sent.to_dict() == report.to_dict() and sent.text() == report.text()
+    assert type(sent.plan) is not type(report.plan) and report != shim.apply(exclude=["count"])
 
 
 def test_patched_nests_and_restores(patched_world):
