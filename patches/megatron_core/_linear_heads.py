@@ -74,21 +74,25 @@ def _has_hooks(layer: Any) -> bool:
     return bool(layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks)
 
 
-def promising(layer: Any, say: Callable[[str], None]) -> Any:
-    """A view of an output layer without an obstacle, which returns promises. `say` hears why a call makes logits."""
+def promising(layer: Any, say: Callable[[str], None], predicts: bool = False) -> Any:
+    """A view of an output layer without an obstacle, which returns promises. `say` hears why a call makes logits.
+
+    predicts: see Promise.
+    """
     if not _is_one_of(layer, ADAPTED):
-        return _promising(layer, say)
-    second = _promising(layer.adapter.linear_out, say)
-    return view_of(layer, to_wrap=_promising(layer.to_wrap, say), adapter=view_of(layer.adapter, linear_out=second))
+        return _promising(layer, say, predicts)
+    second = _promising(layer.adapter.linear_out, say, predicts)
+    adapter = view_of(layer.adapter, linear_out=second)
+    return view_of(layer, to_wrap=_promising(layer.to_wrap, say, predicts), adapter=adapter)
 
 
-def _promising(layer: Any, say: Callable[[str], None]) -> Any:
+def _promising(layer: Any, say: Callable[[str], None], predicts: bool) -> Any:
     def forward(input_: Any, weight: Any = None, runtime_gather_output: Any = None, **others: Any) -> Any:
         head = head_of(layer, input_, weight, runtime_gather_output)
         if others:
             head = f"the output layer is given {', '.join(others)}"
         if isinstance(head, Head):
-            return Promise.of(head), None
+            return Promise.of(head, predicts), None
         say(head)
         return layer.forward(input_, weight=weight, runtime_gather_output=runtime_gather_output, **others)
 

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shim.ops import LowRank, linear_token_logprobs
+from shim.ops import Largest, LowRank, linear_token_logprobs
 
-__all__ = ["NO_TARGET", "Head", "head_of", "losses_of", "tiles_of"]
+__all__ = ["NO_TARGET", "Head", "head_of", "losses_of"]
 
 NO_TARGET = -100
-TILE_CPU, TILE_DEVICE = 16 << 20, 256 << 20  # bytes of logits
 
 
 class Head:
@@ -76,11 +75,14 @@ class Head:
             yield whole
 
 
-def losses_of(terms: list[tuple[Head, float]], labels: Tensor, skip: bool) -> Tensor:
+def losses_of(
+    terms: list[tuple[Head, float]], labels: Tensor, skip: bool, predicts: bool
+) -> tuple[Tensor, Largest | None]:
     """The loss of each token, [b, s] in fp32, for labels [b, s] and logits that are the sum of one or two terms.
 
     A term is what a head makes, times a factor. A negative label means no target: the loss and its gradient are zero.
     skip: such tokens are left out before the product, so the host waits once for their number.
+    predicts: with the largest logit of each token, [s, b], and its column in this rank's share; 0 without a target.
     """
     (head, scale), *others = sorted(terms, key=lambda term: -term[0].weight.size(1))
     target = labels.transpose(0, 1)
@@ -90,21 +92,32 @@ def losses_of(terms: list[tuple[Head, float]], labels: Tensor, skip: bool) -> Te
     group = head.group
     with head.states(chosen) as hidden:
         weight, into = _with_main_grad(head.layer, head.weight)
+        of_chosen = target if chosen is None else target.flatten()[chosen]
+        largest = Largest.like(of_chosen, torch.promote_types(hidden.dtype, torch.float32)) if predicts else None
         found = linear_token_logprobs(
             hidden,
             weight,
-            target if chosen is None else target.flatten()[chosen],
+            of_chosen,
             tp_group=group if group.size() > 1 else None,
             temperature=1.0 / scale,
             ignore_index=NO_TARGET,
             sum_hidden_grad=bool(head.layer.allreduce_dgrad),
             weight_grad=into,
             low_rank=_low_rank_of(*others[0], scale, chosen) if others else None,
+            largest=largest,
         )
-    logprob = found.logprob
-    if chosen is not None:
-        logprob = logprob.new_zeros(target.numel()).index_copy(0, chosen, logprob).view(target.shape)
-    return -logprob.float().transpose(0, 1).contiguous()
+    logprob = _at(chosen, found.logprob, target)
+    if largest is not None:
+        value = (largest.value * scale).to(head.hidden.dtype)
+        largest = Largest(_at(chosen, value, target), _at(chosen, largest.column, target))
+    return -logprob.float().transpose(0, 1).contiguous(), largest
+
+
+def _at(chosen: Tensor | None, of_chosen: Tensor, target: Tensor) -> Tensor:
+    """[s, b], with zeros at all other tokens of [s, b] than these."""
+    if chosen is None:
+        return of_chosen
+    return of_chosen.new_zeros(target.numel()).index_copy(0, chosen, of_chosen).view(target.shape)
 
 
 def _low_rank_of(head: Head, factor: float, scale: float, chosen: Tensor | None) -> LowRank:
@@ -112,27 +125,6 @@ def _low_rank_of(head: Head, factor: float, scale: float, chosen: Tensor | None)
     with head.states(chosen) as hidden:
         hidden = hidden if factor == scale else hidden * (factor / scale)
         return LowRank(hidden, *_with_main_grad(head.layer, head.weight), bool(head.layer.allreduce_dgrad))
-
-
-@torch.no_grad()
-def tiles_of(terms: list[tuple[Head, float]]) -> Iterator[tuple[slice, Tensor]]:
-    """Some tokens of the sequence, as a slice, with their logits, [n, b, V / TP]. Without gradient."""
-    with contextlib.ExitStack() as stack:
-        parts = [(stack.enter_context(head.states()), head.weight.t(), factor) for head, factor in terms]
-        hidden, weight, _ = parts[0]
-        row_bytes = hidden.size(1) * weight.size(1) * hidden.element_size()
-        rows = max(1, (TILE_CPU if hidden.device.type == "cpu" else TILE_DEVICE) // max(row_bytes, 1))
-        for start in range(0, hidden.size(0), rows):
-            tokens = slice(start, start + rows)
-            logits: Tensor | None = None
-            for hidden, weight, factor in parts:
-                of_tile = hidden[tokens] if factor == 1.0 else hidden[tokens] * factor
-                if logits is None:
-                    logits = of_tile @ weight
-                else:
-                    logits.flatten(0, 1).addmm_(of_tile.flatten(0, 1), weight)
-            assert logits is not None
-            yield tokens, logits
 
 
 def head_of(layer: Any, hidden: Any, weight: Any, gather: Any) -> Head | str:

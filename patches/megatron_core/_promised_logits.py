@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shim._errors import ShimError
-from shim.patches.megatron_core._linear_losses import Head, losses_of, tiles_of
+from shim.ops import Largest
+from shim.patches.megatron_core._linear_losses import Head, losses_of
 
 __all__ = ["Promise"]
 
@@ -29,18 +30,26 @@ class Promise:
 
     There is one term, or, with an adapter (LoRA), a second one of low rank. Multiplying by a number and adding up give
     another promise. Anything else gets the logits themselves.
+
+    predicts: then the losses find the largest logit of each token too. Whoever asks for it afterwards, by max(dim=-1)
+    or torch.argmax, gets it from there.
     """
 
-    def __init__(self, terms: tuple[Term, ...], scale: float = 1.0) -> None:
+    def __init__(self, terms: tuple[Term, ...], scale: float = 1.0, predicts: bool = False) -> None:
         self.terms, self.scale, self.with_grad = terms, scale, torch.is_grad_enabled()
+        self.predicts = predicts
+        self._largest: Largest | None = None
 
     @classmethod
-    def of(cls, head: Head) -> Promise:
-        return cls((Term(head, 1.0),))
+    def of(cls, head: Head, predicts: bool = False) -> Promise:
+        return cls((Term(head, 1.0),), predicts=predicts)
 
     @property
     def shape(self) -> torch.Size:
         return self.terms[0].head.shape
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
 
     def reshape(self, *shape: Any) -> Any:
         wanted = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
@@ -48,7 +57,7 @@ class Promise:
 
     def __mul__(self, factor: Any) -> Any:
         if isinstance(factor, (int, float)) and factor > 0:  # muP's multiplier, or the scale of an adapter
-            return Promise(self.terms, self.scale * factor)
+            return Promise(self.terms, self.scale * factor, self.predicts)
         return self.kept * factor
 
     __rmul__ = __mul__
@@ -56,7 +65,7 @@ class Promise:
     def __add__(self, other: Any) -> Any:
         if isinstance(other, Promise) and self._joins(other):
             both = [term._replace(factor=term.factor * each.scale) for each in (self, other) for term in each.terms]
-            return Promise(tuple(both))
+            return Promise(tuple(both), predicts=self.predicts)
         return self.kept + _given(other)
 
     def __radd__(self, other: Any) -> Any:
@@ -70,14 +79,14 @@ class Promise:
 
     def losses(self, labels: Tensor, skip: bool) -> Tensor:
         """The loss of each token, [b, s] in fp32, for labels [b, s]. skip: see losses_of."""
-        return losses_of(self._scaled(), labels, skip)
+        scaled = [(term.head, term.factor * self.scale) for term in self.terms]
+        losses, self._largest = losses_of(scaled, labels, skip, self.predicts)
+        return losses
 
-    def tiles(self) -> Iterator[tuple[slice, Tensor]]:
-        """Some tokens of the sequence, as a slice, with their logits, [n, b, V / TP]. Without gradient."""
-        return tiles_of(self._scaled())
-
-    def _scaled(self) -> list[tuple[Head, float]]:
-        return [(term.head, term.factor * self.scale) for term in self.terms]
+    def max(self, *args: Any, **kwargs: Any) -> Any:
+        if self._largest is None or not _along_the_last(*args, **kwargs):
+            return self.kept.max(*args, **kwargs)
+        return torch.return_types.max(self._largest)  # type: ignore[attr-defined]
 
     @functools.cached_property
     def kept(self) -> Tensor:
@@ -102,8 +111,17 @@ class Promise:
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        args, kwargs = torch.utils._pytree.tree_map(_given, (args, kwargs or {}))
+        kwargs = kwargs or {}
+        if function is torch.argmax and isinstance(args[0], Promise) and _along_the_last(*args[1:], **kwargs):
+            largest = args[0]._largest
+            if largest is not None:
+                return largest.column
+        args, kwargs = torch.utils._pytree.tree_map(_given, (args, kwargs))
         return function(*args, **kwargs)
+
+
+def _along_the_last(dim: Any = None, keepdim: Any = False) -> bool:
+    return isinstance(dim, int) and dim in (-1, 2) and not keepdim
 
 
 def _times(logits: Tensor, factor: float) -> Tensor:

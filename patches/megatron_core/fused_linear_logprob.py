@@ -32,8 +32,8 @@ A call takes stock's way without labels, with an output_processor, and under tor
 under autocast, with gathered logits (runtime_gather_output), with logits in another dtype than the hidden states, and
 under Megatron-FSDP with gradient_accumulation_fusion.
 
-0.19 counts which predictions of MTP are right, for a log in training. The count needs the logits once more, some tokens
-at a time.
+0.19 counts which predictions of MTP are right, for a log in training. It gets the largest logit of each token from the
+pass that makes the loss.
 
 Upstream: cross_entropy_fusion_impl="linear" on the dev branch, on Blackwell only. With it stock's way is taken.
 
@@ -63,7 +63,6 @@ ID = "fused-linear-logprob"
 GPT = "megatron.core.models.gpt.gpt_model:GPTModel."
 MAMBA = "megatron.core.models.mamba.mamba_model:MambaModel.forward"
 HYBRID = "megatron.core.models.hybrid.hybrid_model:HybridModel.forward"
-COUNTS = "megatron.core.transformer.multi_token_prediction:_compute_mtp_acceptance_counts"
 LANGUAGE = "megatron.core.models.common.language_module.language_module"
 
 
@@ -100,8 +99,8 @@ def _no_argument(args: Any, kwargs: Any) -> None:
     return None
 
 
-def _computing_loss(original: Function, chosen: _Chosen) -> Function:
-    """For a function of a model that makes logits and the loss."""
+def _computing_loss(original: Function, chosen: _Chosen, counts: bool = False) -> Function:
+    """For a function of a model that makes logits and the loss. counts: it counts right predictions of MTP, as 0.19."""
     labels_of, with_labels = argument(original, "labels"), replacing(original, "labels")
     known = inspect.signature(original).parameters
     # The first from 0.18 on; the second everywhere but in the Mamba model before 0.17.
@@ -121,7 +120,8 @@ def _computing_loss(original: Function, chosen: _Chosen) -> Function:
             or obstacle_in(model)
         ):
             return original(*args, **kwargs)
-        view = view_of(model, output_layer=promising(model.output_layer, chosen.say))
+        predicts = counts and model.training and bool(model.config.mtp_num_layers)
+        view = view_of(model, output_layer=promising(model.output_layer, chosen.say, predicts))
         mask = mask_of(args, kwargs) if chosen.skip else None
         if mask is not None and mask.shape == labels.shape:
             # The labels of MTP are rolled from these, as its mask is.
@@ -148,35 +148,14 @@ def _compute_language_model_loss(original: Function, chosen: _Chosen) -> Functio
     return compute_language_model_loss
 
 
-def _compute_mtp_acceptance_counts(original: Function, chosen: _Chosen) -> Function:
-    """From 0.19: counts over some tokens at a time, and adds them up."""
-    logits_of, put_logits = argument(original, "mtp_logits"), replacing(original, "mtp_logits")
-    labels_of, put_labels = argument(original, "mtp_labels"), replacing(original, "mtp_labels")
-    mask_of, put_mask = argument(original, "loss_mask"), replacing(original, "loss_mask")
-
-    @functools.wraps(original)
-    def _compute_mtp_acceptance_counts(*args: Any, **kwargs: Any) -> Any:
-        promise = logits_of(args, kwargs)
-        if not isinstance(promise, Promise):
-            return original(*args, **kwargs)
-        labels, mask = labels_of(args, kwargs), mask_of(args, kwargs)
-        counts = []
-        for tokens, logits in promise.tiles():
-            args, kwargs = put_labels(*put_logits(args, kwargs, logits), labels[:, tokens])
-            args, kwargs = put_mask(args, kwargs, mask[:, tokens])
-            counts.append(original(*args, **kwargs))
-        return tuple(torch.stack(of_tiles).sum(0) for of_tiles in zip(*counts))
-
-    return _compute_mtp_acceptance_counts
-
-
 _LOSSES = {LANGUAGE + ":LanguageModule.compute_language_model_loss": _compute_language_model_loss}
 BINDINGS: dict[str, dict[str, Callable[..., Function]]] = {
     "forward": {**_LOSSES, GPT + "forward": _computing_loss, MAMBA: _computing_loss},
     "mamba": {**_LOSSES, GPT + "_postprocess": _computing_loss, MAMBA: _computing_loss},
     "hybrid": {**_LOSSES, GPT + "_postprocess": _computing_loss, HYBRID: _computing_loss},
 }
-BINDINGS["counts"] = {**BINDINGS["hybrid"], COUNTS: _compute_mtp_acceptance_counts}
+_counting = functools.partial(_computing_loss, counts=True)
+BINDINGS["counts"] = {**_LOSSES, GPT + "_postprocess": _counting, HYBRID: _counting}
 
 
 def problems(models: Iterable[Any]) -> Iterator[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 from shim.ops.alignment import fp8_alignment
 from shim.ops.context_parallel_roll import RankRollIndex, rank_roll_index, roll_on_rank
-from shim.ops.logprob import LowRank, TokenLogprobs, linear_token_logprobs, token_logprobs
+from shim.ops.logprob import Largest, LowRank, TokenLogprobs, linear_token_logprobs, token_logprobs
 from shim.ops.packed_logprob import PackedLogprobs, linear_packed_logprobs, packed_logprobs
 from shim.ops.packed_roll import RollIndex, packed_roll, roll_index, roll_with
 from shim.ops.packing import Packing, pack_thd, unpack_thd
@@ -10,6 +10,7 @@ from shim.ops.paged_stash import PagedStash, PoolUse, StashOverflowError, StashS
 from shim.ops.rope import thd_freqs
 
 __all__ = [
+    "Largest",
     "LowRank",
     "PackedLogprobs",
     "Packing",

@@ -12,6 +12,8 @@ Statistics are a tensor [K, T] in fp32 (fp64 for fp64 logits), K = 3 to 5, with 
     BITS    sum of exp2(bits) * bits, only if an entropy is wanted (`entropy`)
     TOTAL   the last row: sum of the entries, only if labels are smoothed (`total`)
 
+Where somebody asks for it, `column` int64 [T] gets the column of TOP, the first of equal ones.
+
 Common arguments: `scale` is log2(e) / temperature, a number or a tensor [T]. `place` int64 [T] is the target's column
 among these columns, -1 for none. `ignored` bool [T] or None marks rows without statistics, whose gradient is zero.
 """
@@ -57,6 +59,7 @@ _SCRATCH_CPU, _SCRATCH_DEVICE = 4 << 20, 128 << 20
 _SCRATCH_CORE = 1 << 20  # per thread; all threads together use at most _SCRATCH_CPU
 # exp2 of this is zero, in fp64 too, and zero times this is zero, where zero times -inf would be NaN.
 _NOTHING = -2000.0
+_BLOCK = 64  # columns; see `_write_top`
 
 
 class RowGradient(NamedTuple):
@@ -116,9 +119,15 @@ def statistics(
 
 
 def tile_statistics(
-    x: Tensor, scale: Scale, stats: Tensor, scratch: Sequence[Tensor], entropy: bool, total: bool
+    x: Tensor,
+    scale: Scale,
+    stats: Tensor,
+    scratch: Sequence[Tensor],
+    entropy: bool,
+    total: bool,
+    column: Tensor | None = None,
 ) -> None:
-    """Write the statistics of x [n, V] into `stats` [K, n], except TARGET.
+    """Write the statistics of x [n, V] into `stats` [K, n], except TARGET, and the column of TOP into `column`.
 
     scale: a number or a tensor [n, 1].
     scratch: one or, with entropy, two tensors [n, V] in the dtype of the statistics; the first may be x.
@@ -126,7 +135,7 @@ def tile_statistics(
     bits = scratch[0]
     if x.dtype != bits.dtype:
         x = bits.copy_(x)
-    top = torch.amax(x, -1, out=stats[TOP])
+    top = _write_top(x, stats[TOP], column)
     if total:
         torch.sum(x, -1, out=stats[TOTAL])
     # A row that is -inf in all columns of this rank adds nothing to the sum.
@@ -138,6 +147,20 @@ def tile_statistics(
     powers = torch.exp2(bits.clamp_(min=_NOTHING), out=scratch[1])
     torch.sum(powers, -1, out=stats[SUM])
     torch.sum(powers.mul_(bits), -1, out=stats[BITS])
+
+
+def _write_top(x: Tensor, top: Tensor, column: Tensor | None) -> Tensor:
+    """The largest entry of each row of x [n, V], written into `top`, and its first column into `column`."""
+    if column is None:
+        return torch.amax(x, -1, out=top)
+    if x.size(1) % _BLOCK:
+        return torch.max(x, -1, out=(top, column))[0]
+    # On CPU an index costs eight times as much as the largest entry alone. So only one block is searched for it.
+    blocks = x.unflatten(1, (-1, _BLOCK))
+    block = torch.max(blocks.amax(-1), -1, out=(top, column))[1].view(-1, 1, 1)
+    within = blocks.gather(1, block.expand(-1, 1, _BLOCK)).squeeze(1).argmax(-1)
+    column.mul_(_BLOCK).add_(within)
+    return top
 
 
 def gradient(

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shim.ops import _logprob_chunks as chunks
-from shim.ops._logprob_chunks import LOG2E, TARGET, RowGradient, Scale
-from shim.ops._logprob_products import LowRank, WeightGradient, add_product
+from shim.ops._logprob_chunks import LOG2E, TARGET, TOP, RowGradient, Scale
+from shim.ops._logprob_products import Largest, LowRank, WeightGradient, add_product
 from shim.ops._logprob_rows import (
     Learned,
     Options,
@@ -96,14 +96,24 @@ class _Tiles:
         hidden = _rows_of(low_rank.hidden, tokens, ignored, self.multiplies_in)
         return LowRank(hidden, low_rank.weight[columns].to(self.multiplies_in))
 
-    def statistics(self, x: Tensor, place: Tensor, scale: Scale, of_tile: Tensor, entropy: bool, total: bool) -> None:
+    def statistics(
+        self,
+        x: Tensor,
+        place: Tensor,
+        scale: Scale,
+        of_tile: Tensor,
+        entropy: bool,
+        total: bool,
+        column: Tensor | None = None,
+    ) -> None:
         """Write the statistics of logits x [n, columns] into `of_tile` [K, n], maybe over x. scale: a number or [n]."""
         if self.passes is not chunks:
-            of_tile.copy_(self.passes.statistics(x, place, scale, entropy=entropy, total=total, ignored=None))
+            how = {"entropy": entropy, "total": total, "ignored": None, "column": column}
+            of_tile.copy_(self.passes.statistics(x, place, scale, **how))
             return
         of_tile[TARGET] = chunks.pick(x, place).to(self.dtype)
         scratch = (*([x] if x.dtype == self.dtype else ()), *self._buffers_like(x))
-        chunks.tile_statistics(x, chunks.as_columns(scale), of_tile, scratch, entropy, total)
+        chunks.tile_statistics(x, chunks.as_columns(scale), of_tile, scratch, entropy, total, column)
 
     def gradient(self, x: Tensor, place: Tensor, scale: Scale, row: RowGradient) -> None:
         """Write the gradient of logits x [n, columns] over them. scale: a number or [n]."""
@@ -122,6 +132,11 @@ def _rows_of(hidden: Tensor, tokens: slice, ignored: Tensor | None, dtype: torch
     return rows if ignored is None else rows.masked_fill(ignored[tokens].unsqueeze(1), 0)
 
 
+def _without(ignored: Tensor | None, of_rows: Tensor) -> Tensor:
+    """[T], with zeros in ignored rows."""
+    return of_rows if ignored is None else of_rows.masked_fill(ignored, 0)
+
+
 def _low_rank_of(hidden: Tensor | None, weight: Tensor | None) -> LowRank | None:
     """With hidden as [T, r]."""
     if hidden is None or weight is None:
@@ -131,7 +146,7 @@ def _low_rank_of(hidden: Tensor | None, weight: Tensor | None) -> LowRank | None
 
 class LinearTokenLogprobs(torch.autograd.Function):
     """apply(hidden, weight, bias or None, target, temperature [...] or None, sum_hidden_grad, options, weight_grad or
-    None, and the fields of a LowRank).
+    None, the fields of a LowRank, and a Largest or None).
 
     Returns logprob, entropy or None, logsumexp.
     """
@@ -151,6 +166,7 @@ class LinearTokenLogprobs(torch.autograd.Function):
         other_weight: Tensor | None = None,
         other_grad: Tensor | None = None,
         sum_other_grad: bool = False,
+        largest: Largest | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         h, aim = hidden.reshape(-1, hidden.size(-1)), target.reshape(-1)
         ignored = ignored_rows(aim, options.ignore_index)
@@ -162,18 +178,27 @@ class LinearTokenLogprobs(torch.autograd.Function):
         own = options.rank * weight.size(0)
         over_columns = list(tiles.over_columns())
         low_rank = _low_rank_of(other_hidden, other_weight)
+        top_column = None if largest is None else torch.zeros_like(aim, dtype=torch.int64)
         for tokens, skip in chunks.slices(h.size(0), tiles.rows, ignored):
             if skip:
                 continue
             of_tile = _rows_of(h, tokens, ignored, tiles.multiplies_in)
             scale_here = chunks.of_rows(scale, tokens)
             parts = stats.new_empty(len(over_columns), stats.size(0), of_tile.size(0))
-            for part, columns in zip(parts, over_columns):
+            top_columns = None if top_column is None else top_column.new_empty(len(over_columns), of_tile.size(0))
+            for tile, columns in enumerate(over_columns):
                 other = tiles.part_of(low_rank, tokens, columns, ignored)
                 x = tiles.logits(of_tile, tiles.weight(columns), columns, other)
                 place = places(aim[tokens], None, own + columns.start, x.size(1))
-                tiles.statistics(x, place, scale_here, part, entropy, total)
+                column = None if top_columns is None else top_columns[tile]
+                tiles.statistics(x, place, scale_here, parts[tile], entropy, total, column)
             stats[:, tokens] = chunks.combine(parts, scale_here, entropy)
+            if top_column is not None and top_columns is not None:
+                tile_of_top = parts[:, TOP].argmax(0, keepdim=True)
+                top_column[tokens] = top_columns.gather(0, tile_of_top).add_(tile_of_top, alpha=tiles.columns)[0]
+        if largest is not None and top_column is not None:
+            largest.value.copy_(_without(ignored, stats[TOP]).view(target.shape))
+            largest.column.copy_(_without(ignored, top_column).view(target.shape))
         stats = exchanged(stats, scale, options)
         (logprob, of_entropy, logsumexp), learned = results(stats, ignored, temperature, weight.size(0), options)
         ctx.options, ctx.sum_hidden_grad, ctx.sum_other_grad = options, sum_hidden_grad, sum_other_grad
@@ -260,6 +285,7 @@ class LinearTokenLogprobs(torch.autograd.Function):
             None,
             of_other_hidden,
             of_both[1],
+            None,
             None,
             None,
         )

@@ -1,4 +1,7 @@
-"""For the linear form: a low-rank term of the logits, and the gradient of a weight, a part of its rows at a time."""
+"""For the linear form: a low-rank term of the logits, the largest logits, and the gradient of a weight.
+
+That gradient is made a part of its rows at a time.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["LowRank", "WeightGradient", "add_product"]
+__all__ = ["Largest", "LowRank", "WeightGradient", "add_product"]
 
 
 class LowRank(NamedTuple):
@@ -21,6 +24,22 @@ class LowRank(NamedTuple):
     weight: Tensor
     weight_grad: Tensor | None = None
     sum_hidden_grad: bool = True
+
+
+class Largest(NamedTuple):
+    """Where the linear form is to write the largest logit of each token in this rank's share, without a gradient.
+
+    value: [...] in fp32, or fp64, before the temperature. column: int64 [...], within the share, the first of equal
+    ones. Both are 0 for ignored tokens.
+    """
+
+    value: Tensor
+    column: Tensor
+
+    @classmethod
+    def like(cls, target: Tensor, dtype: torch.dtype = torch.float32) -> Largest:
+        """For targets of this shape."""
+        return cls(torch.empty_like(target, dtype=dtype), torch.empty_like(target, dtype=torch.int64))
 
 
 class WeightGradient:

@@ -29,6 +29,7 @@ def _statistics_kernel(
     place,
     scales,
     ignored,
+    top_columns,
     scale,
     row_stride,
     column_stride,
@@ -38,6 +39,7 @@ def _statistics_kernel(
     SKIPS: tl.constexpr,
     ENTROPY: tl.constexpr,
     TOTAL: tl.constexpr,
+    TOP_COLUMN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Each program handles one row of x."""
@@ -49,6 +51,7 @@ def _statistics_kernel(
         readable = tl.where(tl.load(ignored + row) == 0, columns, 0)
     start = x + row * row_stride
     top = float("-inf")
+    top_column = tl.zeros([], tl.int32)
     # One sum per lane; the lanes are summed after the loop.
     powers = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
@@ -57,7 +60,11 @@ def _statistics_kernel(
         column = first + tl.arange(0, BLOCK)
         inside = column < readable
         value = tl.load(start + column.to(tl.int64) * column_stride, mask=inside, other=float("-inf")).to(tl.float32)
-        higher = tl.maximum(top, tl.max(value, 0))
+        largest = tl.max(value, 0)
+        if TOP_COLUMN:  # of equal entries the first
+            found = tl.min(tl.where(value == largest, column, columns), 0)
+            top_column = tl.where(largest > top, found, top_column)
+        higher = tl.maximum(top, largest)
         base = tl.where(higher == float("-inf"), 0.0, higher)
         # `top` is -inf before the first finite entry. The sums scaled by it are zero and stay zero.
         raised = tl.maximum((top - base) * scale, -2000.0)
@@ -72,6 +79,8 @@ def _statistics_kernel(
         top = higher
     at = stats + row
     tl.store(at, top)
+    if TOP_COLUMN:
+        tl.store(top_columns + row, top_column)
     tl.store(at + tokens, tl.sum(powers, 0))
     target = tl.load(place + row)
     value = tl.load(start + target * column_stride, mask=target >= 0, other=0.0).to(tl.float32)
@@ -133,7 +142,15 @@ def _gradient_kernel(
 
 
 def statistics(
-    x: Tensor, place: Tensor, scale: Scale, *, entropy: bool, total: bool, ignored: Tensor | None, **_: Any
+    x: Tensor,
+    place: Tensor,
+    scale: Scale,
+    *,
+    entropy: bool,
+    total: bool,
+    ignored: Tensor | None,
+    column: Tensor | None = None,
+    **_: Any,
 ) -> Tensor:
     tokens, columns = x.shape
     stats = torch.empty((3 + entropy + total, tokens), dtype=torch.float32, device=x.device)
@@ -145,6 +162,7 @@ def statistics(
                 stats,
                 place,
                 *_rows(x, scale, ignored),
+                x if column is None else column,
                 _number(scale),
                 *x.stride(),
                 tokens,
@@ -153,6 +171,7 @@ def statistics(
                 SKIPS=ignored is not None,
                 ENTROPY=entropy,
                 TOTAL=total,
+                TOP_COLUMN=column is not None,
                 BLOCK=block,
                 num_warps=warps,
             )

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from shim.ops._logprob_chunks import LOG2E
 from shim.ops._logprob_linear import LinearTokenLogprobs
-from shim.ops._logprob_products import LowRank
+from shim.ops._logprob_products import Largest, LowRank
 from shim.ops._logprob_rows import (
     Learned,
     Options,
@@ -40,7 +40,7 @@ from shim.ops._logprob_rows import (
 )
 from shim.ops._saved_tensors import foreign_hooks_active
 
-__all__ = ["LowRank", "TokenLogprobs", "linear_token_logprobs", "token_logprobs"]
+__all__ = ["Largest", "LowRank", "TokenLogprobs", "linear_token_logprobs", "token_logprobs"]
 
 
 _IGNORED = -2  # saved as the target's place for an ignored token; -1 means a target on another rank
@@ -120,6 +120,7 @@ def linear_token_logprobs(
     sum_hidden_grad: bool = True,
     weight_grad: Tensor | None = None,
     low_rank: LowRank | None = None,
+    largest: Largest | None = None,
 ) -> TokenLogprobs:
     """token_logprobs of ``hidden @ weight.T + bias``, whose logits exist one tile at a time, never as a whole.
 
@@ -137,11 +138,13 @@ def linear_token_logprobs(
     multiplied into fp32: on CUDA directly from torch 2.8 on, else as copies in fp32.
     low_rank: a second product that is added to the logits, as that of an adapter (LoRA). No weight [V / ranks, H + r]
     is made. Its gradients are as those above.
+    largest: gets the largest logit of each token in this rank's share, and its column, as for a count of right
+    predictions. The logits are not computed once more for it.
 
     Other arguments, the result, the kernels and the errors are those of token_logprobs. Backward computes the logits
     again.
     """
-    given = (hidden, weight, bias, target, sum_hidden_grad, weight_grad, low_rank, tp_group, temperature)
+    given = (hidden, weight, bias, target, sum_hidden_grad, weight_grad, low_rank, largest, tp_group, temperature)
     how = (entropy, label_smoothing, ignore_index, scratch_bytes, chunk_size)
     if torch.compiler.is_compiling():
         return _linear_outside_graph(*given, *how)
@@ -169,6 +172,7 @@ def _linear_token_logprobs(
     sum_hidden_grad: bool,
     weight_grad: Tensor | None,
     low_rank: LowRank | None,
+    largest: Largest | None,
     group: Any,
     temperature: float | Tensor,
     *options: Any,
@@ -191,6 +195,11 @@ def _linear_token_logprobs(
         if of_weight is not None and to is not None and (to.shape, to.device) != (of_weight.shape, of_weight.device):
             there = f"{list(to.shape)} on {to.device}"
             raise ValueError(f"weight_grad is {there}, not {list(of_weight.shape)} on {of_weight.device}")
+    wanted = (target.shape, target.device, torch.int64)
+    if largest is not None and wanted != (largest.column.shape, largest.column.device, largest.column.dtype):
+        raise ValueError(f"largest.column is not {list(target.shape)} in torch.int64 on {target.device}")
+    if largest is not None and wanted[:2] != (largest.value.shape, largest.value.device):
+        raise ValueError(f"largest.value is not {list(target.shape)} on {target.device}")
     checked, per_token = checked_options(weight.shape[0], hidden, target, group, temperature, *options)
     found = LinearTokenLogprobs.apply(
         hidden,
@@ -205,6 +214,7 @@ def _linear_token_logprobs(
         other_weight,
         other_grad,
         sum_other_grad,
+        largest,
     )
     return TokenLogprobs(*found)
 

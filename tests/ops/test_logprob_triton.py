@@ -8,14 +8,15 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 # The tests of the chunks, and of the tiles of the linear form.
-PARTS = [f"tests/ops/test_{part}.py" for part in ("logprob", "logprob_memory", "logprob_in_place", "linear_logprob")]
+NAMES = ("logprob", "logprob_memory", "logprob_in_place", "linear_logprob", "linear_largest")
+PARTS = [f"tests/ops/test_{name}.py" for name in NAMES]
 COMPILE = """
 import re, sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from shim.ops import _logprob_triton as kernels
 
-TYPES = {"place": "*i64", "ignored": "*i8", "scale": "fp32"}
+TYPES = {"place": "*i64", "top_columns": "*i64", "ignored": "*i8", "scale": "fp32"}
 for kernel in (kernels._statistics_kernel, kernels._gradient_kernel):
     for every in (False, True):
         constants, signature, aligned = {"BLOCK": 4096, "column_stride": 1, "out_column_stride": 1}, {}, {}

@@ -51,20 +51,6 @@ def summed(model, rows, labels):
     return losses.detach(), gradients(model)
 
 
-def logged_by(make, context, monkeypatch):
-    """What a step of a model with MTP logs, by name, from 0.19 on; with the patch in tiles of three tokens of eight."""
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-
-    from shim.patches.megatron_core import _linear_losses
-
-    monkeypatch.setattr(_linear_losses, "TILE_CPU", 64 * 2 * 4 * 3)
-    MTPLossLoggingHelper.tracker.clear()
-    with context:
-        step(make())
-    tracked = MTPLossLoggingHelper.tracker
-    return {name: value.clone() for name, value in tracked.items() if torch.is_tensor(value)}
-
-
 @contextlib.contextmanager
 def logits_counted():
     """How often a layer computes logits: an output layer, or the second one of its adapter."""
