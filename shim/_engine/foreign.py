@@ -116,12 +116,42 @@ def _package(module: str) -> str:
     return ".".join(module.split(".")[: 2 if module.startswith("megatron.") else 1])
 
 
+def _defining(target: str, sources: Sources) -> tuple[str, str]:
+    """The module and the name that define a target; its own, unless its module imports the name.
+
+    SourceError as for trees.
+    """
+    module, qualname = split_target(target)
+    seen: set[tuple[str, str]] = set()
+    while "." not in qualname and (module, qualname) not in seen:
+        seen.add((module, qualname))
+        homes = {_imported_from(each.node, module, qualname, sources) for each in outline(sources, module, qualname)}
+        if len(homes) != 1 or None in homes:
+            break
+        ((module, qualname),) = filter(None, homes)
+    return module, qualname
+
+
+def _imported_from(node: ast.stmt, module: str, name: str, sources: Sources) -> tuple[str, str] | None:
+    """The module and the name that this statement of a module imports as `name`."""
+    if not isinstance(node, ast.ImportFrom):
+        return None
+    imported = next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
+    home = node.module or ""
+    if node.level:
+        is_package = os.path.basename(sources.path(module) or "") == "__init__.py"
+        parents = module.split(".")
+        kept = len(parents) - node.level + is_package
+        home = ".".join([*parents[:kept], *([home] if home else [])])
+    return home, imported
+
+
 def is_upstreams(target: str, value: Any, sources: Sources) -> bool:
     """Whether `value` is what upstream defines as `target`, decorators included. False where the origin is unknown."""
     if not callable(value):
         return False
-    module, qualname = split_target(target)
     try:
+        module, qualname = _defining(target, sources)
         path = sources.path(module)
         if path is None:
             return False
@@ -138,7 +168,7 @@ def takes_the_same(target: str, value: Any, sources: Sources) -> bool:
     import inspect  # here, because it takes long to import, and most processes have no foreign object
 
     try:
-        module, qualname = split_target(target)
+        module, qualname = _defining(target, sources)
         found = definitions(sources.tree(module), qualname)
         mine = inspect.signature(value).parameters.keys()
     except (SourceError, TypeError, ValueError):
@@ -153,13 +183,17 @@ def foreign_on(target: str, value: Any, sources: Sources) -> str:
 
     A function or property is upstream's own if its code is in the file and at the lines of the target's definition. If
     the definition has decorators, the wrapped functions are compared, and the outermost object must be from upstream's
-    package or from a decorator's. The origin of names that a module imports or computes is unknown.
+    package or from a decorator's. A name that a module imports from another is looked up there. The origin of what a
+    module computes is unknown.
     """
     module, qualname = split_target(target)
     try:
         path = sources.path(module)
         if path is not None and _is_plainly(value, path, module, qualname):
             return ""
+        home = _defining(target, sources)
+        if home != (module, qualname):
+            return foreign_on(":".join(home), value, sources)
         found = outline(sources, module, qualname)
     except SourceError:
         return ""

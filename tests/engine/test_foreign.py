@@ -5,7 +5,7 @@ import logging
 import sys
 
 import pytest
-from fake_world import same
+from fake_world import ALONE, same
 
 import shim
 
@@ -69,6 +69,40 @@ def test_a_foreign_proxy_is_a_conflict(world, proxy):
     world.set("ops:double", proxy)
     assert shim.apply()["p"].state == "conflict"
     assert world.get("ops:double") is proxy
+
+
+IMPORTS = {
+    "absolute": "from megatron.core.ops import double",
+    "renamed": "from megatron.core.ops import double as mine",
+    "relative": "from .ops import double",
+    "by_way_of": "from .users import twice",
+    "guarded": """
+        try:
+            from .ops import double
+        except ImportError:
+            from megatron.core.ops import double
+        """,
+}
+
+
+@pytest.mark.parametrize("way", IMPORTS)
+@pytest.mark.parametrize("kind", [theirs, replacing])
+def test_on_a_name_that_a_module_imports(world, way, kind):
+    """What is defined elsewhere has its origin there."""
+    module, name = world.module(way, IMPORTS[way]), {"renamed": "mine", "by_way_of": "twice"}.get(way, "double")
+    place = f"{way}:{name}"
+    world.patch("p", [(f"{module}:{name}", ALONE)])
+    world.get(place), shim.apply()
+    assert world.get(place)(2) == ("p", 4) and world.get("ops:double")(2) == 4
+    shim.revert()
+    foreign = kind(world.get(place))
+    world.set(place, foreign)
+    before = world.snapshot()
+    assert shim.apply()["p"].state == ("applied" if kind is theirs else "conflict")
+    assert world.get(place) is foreign
+    assert world.get(place)(2) == (("foreign", ("p", 4)) if kind is theirs else "replaced")
+    shim.revert()
+    assert same(before, world.snapshot()) == []
 
 
 def test_a_foreign_object_on_what_a_class_inherits_is_a_conflict(world):
