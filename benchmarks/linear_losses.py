@@ -16,16 +16,13 @@ compiled elsewhere runs op by op where it is counted.
 
 from __future__ import annotations
 
-import argparse
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-TOP = str(Path(__file__).resolve().parent.parent)
+from on_release import ALLOCATOR, measured, parser_of, peers_on_path
+
 RELEASE = "0.18.2"
 ID = "fused-linear-logprob"
 REAL = (32768, 151936)  # tokens, vocabulary
@@ -264,32 +261,18 @@ def compare(release: str, repeats: int, quick: bool) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Losses without logits: stock, the patch and peers, side by side.")
-    parser.add_argument("--release", default=RELEASE)
-    parser.add_argument("--release-dir", help="an unpacked megatron-core of that release; default: fetched")
-    parser.add_argument(
-        "--peers", action="append", default=[], help="a directory with peers' packages; can be repeated"
+    parser = parser_of(
+        "Losses without logits: stock, the patch and peers, side by side.", RELEASE, peers=True, repeats=5
     )
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="without the times of heads")
-    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
-        sys.path.extend(arguments.peers)
+        peers_on_path(arguments)
         return compare(arguments.release, arguments.repeats, arguments.quick)
-    sys.path.insert(0, TOP)
-    from logprob import ALLOCATOR
-
-    from shim.testing import environment, fetch
-
-    release = arguments.release_dir or fetch(arguments.release, progress=print)
     # Ranks are daemons, which may not have the processes that a parallel compilation starts.
-    settings = {"PYTHONPATH": TOP, "PYTHONWARNINGS": "ignore", "TORCHINDUCTOR_COMPILE_THREADS": "1", **ALLOCATOR}
-    environ = environment(release, {**os.environ, **settings})
-    command = [sys.executable, __file__, "--measure", *sys.argv[1:]]
-    code = subprocess.run(command, env=environ).returncode
+    settings = {"TORCHINDUCTOR_COMPILE_THREADS": "1", **ALLOCATOR}
     # Triton decides at its import whether kernels are interpreted.
-    return code or subprocess.run(command, env={**environ, "TRITON_INTERPRET": "1"}).returncode
+    return measured(__file__, arguments, settings, {**settings, "TRITON_INTERPRET": "1"})
 
 
 if __name__ == "__main__":

@@ -26,26 +26,19 @@ twice as fast as the fastest peer and to reach 70% of the memory's bandwidth, as
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
-TOP = str(Path(__file__).resolve().parent.parent)
+from on_release import ALLOCATOR, TOP, measured, parser_of, peers_on_path
+
 RELEASE = "0.18.2"
 SHAPES = ((512, 32768), (128, 151936))  # tokens, global vocabulary
 LINEAR = (512, 32768, 512)  # tokens, vocabulary, hidden
 ON_GPU = (8192, 151936, 4096)  # the same, bf16
 LIMIT = 1.5  # traffic in bf16: the logits are read forward and backward, their gradient is written
 NOISE = 0.1
-# Freed memory stays with the process, as CUDA's allocator keeps it: else the fresh pages of a gradient cost as much as
-# the work, and megatron-core has none for fp32, where it overwrites the logits.
-ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(1 << 28)}
 STOCK = "megatron-core"
 SCRATCH = 4 << 20  # bytes, the default of token_logprobs on CPU
 COLUMNS = {"time": 7, "ms": 7, "memory": 9, "traffic": 9, "far": 7, "messages": 10, "logprob": 10, "gradient": 10}
@@ -463,28 +456,15 @@ def compare(release: str, repeats: int) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Log-probabilities of torch, megatron-core and shim, side by side.")
-    parser.add_argument("--release", default=RELEASE)
-    parser.add_argument("--release-dir", help="an unpacked megatron-core of that release; default: fetched")
-    parser.add_argument(
-        "--peers", action="append", default=[], help="a directory with peers' packages; can be repeated"
+    parser = parser_of(
+        "Log-probabilities of torch, megatron-core and shim, side by side.", RELEASE, peers=True, repeats=9
     )
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
-        sys.path.extend(arguments.peers)
+        peers_on_path(arguments)
         return compare(arguments.release, arguments.repeats)
-    sys.path.insert(0, TOP)
-    from shim.testing import environment, fetch
-
-    release = arguments.release_dir or fetch(arguments.release, progress=print)
     # Ranks are daemons, which may not have the processes that a parallel compilation starts.
-    settings = {"PYTHONPATH": TOP, "PYTHONWARNINGS": "ignore", "TORCHINDUCTOR_COMPILE_THREADS": "1", **ALLOCATOR}
-    environ = environment(release, {**os.environ, **settings})
-    command = [sys.executable, __file__, "--measure", "--release", arguments.release]
-    command += ["--repeats", str(arguments.repeats), *(part for path in arguments.peers for part in ("--peers", path))]
-    return subprocess.run(command, env=environ).returncode
+    return measured(__file__, arguments, {"TORCHINDUCTOR_COMPILE_THREADS": "1", **ALLOCATOR})
 
 
 if __name__ == "__main__":

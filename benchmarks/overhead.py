@@ -19,16 +19,14 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
-TOP = str(Path(__file__).resolve().parent.parent)
+from on_release import ALLOCATOR, TOP
+
 RELEASE, TE_RELEASE = "0.18.2", "2.16.1"
 PAIRS, QUICK = 25, 3
 TURN = 0.02  # seconds
 LIMIT, NOISE = 1.0, 0.1  # shim / stock
-# Freed memory stays with the process, as CUDA's allocator keeps it.
-ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(1 << 28)}
 TOKENS = {"small": 16, "medium": 128, "large": 1024}
 VOCABULARY = {"small": 64, "medium": 8192, "large": 16384}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -12,25 +12,20 @@ longest. shim has to take less memory and fewer messages than all, and no more t
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
-TOP = str(Path(__file__).resolve().parent.parent)
+from on_release import ALLOCATOR, measured, parser_of, peers_on_path
+
 RELEASE = "0.18.2"
 TOKENS, VOCABULARY = 1024, 16384
 SEQUENCES = (4, 32, 128)
 FIRST = "megatron-core, with a loop"
 LIMIT, NOISE = 0.6, 0.15  # memory: the gradient, and scratch
 # As in logprob.py: freed memory stays with the process.
-ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(1 << 28)}
 
 
 class Row(NamedTuple):
@@ -216,24 +211,12 @@ def compare(release: str, repeats: int) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Log-probabilities of packed rows: megatron-core, trainers and shim.")
-    parser.add_argument("--release", default=RELEASE)
-    parser.add_argument("--release-dir", help="an unpacked megatron-core of that release; default: fetched")
-    parser.add_argument("--peers", action="append", default=[], help="a directory with peers' packages; repeatable")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    what = "Log-probabilities of packed rows: megatron-core, trainers and shim."
+    arguments = parser_of(what, RELEASE, peers=True, repeats=7).parse_args()
     if arguments.measure:
-        sys.path.extend(arguments.peers)
+        peers_on_path(arguments)
         return compare(arguments.release, arguments.repeats)
-    sys.path.insert(0, TOP)
-    from shim.testing import environment, fetch
-
-    release = arguments.release_dir or fetch(arguments.release, progress=print)
-    environ = environment(release, {**os.environ, "PYTHONPATH": TOP, "PYTHONWARNINGS": "ignore", **ALLOCATOR})
-    command = [sys.executable, __file__, "--measure", "--release", arguments.release]
-    command += ["--repeats", str(arguments.repeats), *(part for path in arguments.peers for part in ("--peers", path))]
-    return subprocess.run(command, env=environ).returncode
+    return measured(__file__, arguments, ALLOCATOR)
 
 
 if __name__ == "__main__":

@@ -10,20 +10,16 @@ roll takes as long as it takes on the slower one. Times vary with the machine, r
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
 
-TOP = str(Path(__file__).resolve().parent.parent)
+from on_release import measured, parser_of
+
 RELEASE = "0.19.2"
 TOKENS = 32768
 WIDTH = 64
@@ -256,20 +252,9 @@ def compare(release: str) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="The packed roll of stock megatron-core and of shim, side by side.")
-    parser.add_argument("--release", default=RELEASE, help="from 0.16.0, as earlier ones refuse packed rows")
-    parser.add_argument("--release-dir", help="an unpacked megatron-core of that release; default: fetched")
-    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.measure:
-        return compare(arguments.release)
-    sys.path.insert(0, TOP)
-    from shim.testing import environment, fetch
-
-    release = arguments.release_dir or fetch(arguments.release, progress=print)
-    environ = environment(release, {**os.environ, "PYTHONPATH": TOP, "PYTHONWARNINGS": "ignore", **ALLOCATOR})
-    command = [sys.executable, __file__, "--measure", "--release", arguments.release]
-    return subprocess.run(command, env=environ).returncode
+    what = "The packed roll of stock megatron-core, from 0.16.0 on, and of shim, side by side."
+    arguments = parser_of(what, RELEASE).parse_args()
+    return compare(arguments.release) if arguments.measure else measured(__file__, arguments, ALLOCATOR)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ from torch import Tensor
 TOP = str(Path(__file__).resolve().parent.parent)
 sys.path.insert(0, TOP)
 
-import logprob  # noqa: E402
+from on_release import ALLOCATOR  # noqa: E402
 from packed_roll import seconds  # noqa: E402
 from paged_stash_sides import (  # noqa: E402
     FFN,
@@ -385,7 +385,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.measure:
         return measure(arguments.release, arguments.measure, arguments.quick)
-    environ = {**os.environ, "PYTHONPATH": TOP, "PYTHONWARNINGS": "ignore", **logprob.ALLOCATOR}
+    environ = {**os.environ, "PYTHONPATH": TOP, "PYTHONWARNINGS": "ignore", **ALLOCATOR}
     try:
         directory = arguments.release_dir or fetch(arguments.release, progress=print)
         environ = environment(directory, environ)

@@ -11,18 +11,14 @@ are held to what that loop costs; 0.15 to 0.18 only slice the table in theirs.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-TOP = str(Path(__file__).resolve().parent.parent)
+from on_release import measured, parser_of
+
 RELEASE = "0.19.2"
 PATCH = "rope-thd"
 WIDTH = 64
@@ -130,20 +126,8 @@ def compare(release: str) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Unfused packed rotations of stock megatron-core and of shim.")
-    parser.add_argument("--release", default=RELEASE)
-    parser.add_argument("--release-dir", help="an unpacked megatron-core of that release; default: fetched")
-    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.measure:
-        return compare(arguments.release)
-    sys.path.insert(0, TOP)
-    from shim.testing import environment, fetch
-
-    release = arguments.release_dir or fetch(arguments.release, progress=print)
-    environ = environment(release, {**os.environ, "PYTHONPATH": TOP, "PYTHONWARNINGS": "ignore", **ALLOCATOR})
-    command = [sys.executable, __file__, "--measure", "--release", arguments.release]
-    return subprocess.run(command, env=environ).returncode
+    arguments = parser_of("Unfused packed rotations of stock megatron-core and of shim.", RELEASE).parse_args()
+    return compare(arguments.release) if arguments.measure else measured(__file__, arguments, ALLOCATOR)
 
 
 if __name__ == "__main__":
