@@ -13,8 +13,10 @@ if find_spec("megatron") is None or find_spec("torch") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
     import graphs
+    import short_search
 
     graphs.run_as_they_are()
+    short_search.begin()
     # Before any rank is forked: ranks inherit what is imported by then.
     import megatron.core.models.gpt.gpt_model  # noqa: F401
 

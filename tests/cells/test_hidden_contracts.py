@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from chosen import ONCE
 from contract_cases import Watched, broken_contracts, import_targets, places, reported, stand_in_for, step
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.random import CheckpointFunction, CheckpointWithoutOutput
@@ -54,9 +55,12 @@ def test_a_wrapper_that_hides_upstream_is_found(applied, monkeypatch):
 
 
 def test_a_test_may_replace_what_is_bound_and_undo_it(applied):
-    """By monkeypatch.setattr, on targets and on aliases: meanwhile shim says so, afterwards all is as it was."""
+    """By monkeypatch.setattr, on targets and on aliases: meanwhile shim says so, afterwards all is as it was.
+
+    `make test` asks it of every fourth, others on another release.
+    """
     before = reported()
-    for owner, name in places():
+    for owner, name in list(places())[sum(map(int, VERSION)) % 4 :: 4] if ONCE else places():
         held = vars(owner)[name]
         with pytest.MonkeyPatch.context() as undo:
             undo.setattr(owner, name, stand_in_for(owner, name))

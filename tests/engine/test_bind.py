@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 from fake_world import ALONE, same
+from thorough import times
 
 import shim
 
@@ -247,13 +248,13 @@ def test_one_pass_over_the_modules(world, monkeypatch):
 
 @pytest.mark.growth
 def test_cycles_leave_nothing_behind(patched_world):
-    """300 times apply and revert grow nothing that the engine keeps."""
+    """Hundreds of times apply and revert grow nothing that the engine keeps."""
     from shim._engine.engine import ENGINE
 
     before = patched_world.snapshot()
     plan = shim.plan()
     sizes = []
-    for _ in range(300):
+    for _ in range(times(100, 300)):
         ENGINE.adopt(plan)
         ENGINE.adopt(None)
         binder, places = ENGINE.binder, ENGINE.binder.places

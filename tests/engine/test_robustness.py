@@ -8,6 +8,7 @@ from textwrap import dedent
 
 import pytest
 from fake_world import World
+from thorough import times
 
 import shim
 
@@ -160,18 +161,19 @@ def test_threads_that_apply_revert_plan_and_import_at_once(tree):
 def test_threads_that_plan_leave_the_filters_of_warnings_alone(tree):
     """Sources are parsed without warnings; the filters for that are the process's own, and are put back."""
     run(
-        """
+        f"TURNS = {times(40, 150)}\n"
+        + dedent("""
         import warnings
         before = list(warnings.filters)
         sys.setswitchinterval(1e-6)
         def work():
-            for _ in range(150):
+            for _ in range(TURNS):
                 shim.plan()
         threads = [threading.Thread(target=work) for _ in range(4)]
         [t.start() for t in threads]
         [t.join(60) for t in threads]
         expect(warnings.filters == before, warnings.filters[:2])
-        """,
+        """),
         tree,
     )
 
@@ -209,10 +211,11 @@ def test_what_is_imported_while_threads_apply_is_patched_or_not_but_never_half(t
 
 
 @pytest.mark.growth
-def test_a_thousand_cycles_leave_nothing_behind(tree):
+def test_cycles_leave_nothing_behind(tree):
     """Neither objects nor memory nor finders nor entries of the journal grow; the objects are the same at the end."""
     out = run(
-        """
+        f"CYCLES = {times(300, 1000)}\n"
+        + dedent("""
         import tracemalloc
         search_less()
         before = snapshot()
@@ -236,7 +239,7 @@ def test_a_thousand_cycles_leave_nothing_behind(tree):
             after = measure()
             expect(after[2] == before[2], before[2], after[2])
             return after[0] - before[0], after[1] - before[1]
-        objects, _ = grown(1000)
+        objects, _ = grown(CYCLES)
         expect(objects < 100, objects, "objects")
         tracemalloc.start()
         cycle()
@@ -245,7 +248,7 @@ def test_a_thousand_cycles_leave_nothing_behind(tree):
         expect(memory < 40_000, memory, "bytes")
         print(objects, "objects,", memory, "bytes")
         expect(same(before, snapshot()) == [], same(before, snapshot()))
-        """,
+        """),
         tree,
     )
     print(out)
@@ -343,11 +346,11 @@ INTERRUPTED = """
     """
 
 
-@pytest.mark.parametrize(("events", "stride"), [(("call", "return"), 3), (("line",), 7)])
+@pytest.mark.parametrize(("events", "stride"), [(("call", "return"), times(11, 3)), (("line",), times(29, 7))])
 def test_an_interrupt_anywhere_leaves_nothing_half_applied(tree, events, stride):
-    """KeyboardInterrupt at every third call or return, or seventh line, of the engine in turn, within apply, revert and
-    a change of the plan: every patch is on all its targets or on none, status() is right, and revert() gives everything
-    back."""
+    """KeyboardInterrupt at every third call or return, or seventh line, of the engine in turn (`make test`: at some),
+    within apply, revert and a change of the plan: every patch is on all its targets or on none, status() is right, and
+    revert() gives everything back."""
     out = run(
         f"EVENTS = {events!r}\n"
         + dedent(INTERRUPTED)
@@ -360,13 +363,13 @@ def test_an_interrupt_anywhere_leaves_nothing_half_applied(tree, events, stride)
         tree,
     )
     counts = [int(line.split()[1]) for line in out.splitlines()]
-    assert len(counts) == 3 and min(counts) > 40, out
+    assert len(counts) == 3 and min(counts) > times(10, 40), out
 
 
 def test_an_interrupted_import_is_no_import(tree):
     """KeyboardInterrupt while a target is bound within its import: the next import binds it as a whole."""
     out = run(
-        "EVENTS = ('call', 'return')\n"
+        f"EVENTS, STRIDE = ('call', 'return'), {times(7, 2)}\n"
         + dedent(INTERRUPTED)
         + dedent("""
         at, hits = 1, 0
@@ -390,12 +393,12 @@ def test_an_interrupted_import_is_no_import(tree):
             expect(not any(whole(at).values()), at)
             if interrupt.left > 0:
                 break
-            at += 2
+            at += STRIDE
         print(hits)
         """),
         tree,
     )
-    assert int(out) > 40
+    assert int(out) > times(10, 40)
 
 
 # Surroundings

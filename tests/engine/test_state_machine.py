@@ -11,6 +11,7 @@ from fake_world import World, fresh_engine
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from thorough import times
 
 import shim
 
@@ -212,7 +213,7 @@ class Histories(RuleBasedStateMachine):
 
 TestHistories = Histories.TestCase
 TestHistories.settings = settings(
-    max_examples=50,
+    max_examples=times(20, 50),
     stateful_step_count=20,
     deadline=None,
     derandomize=True,

@@ -14,8 +14,10 @@ if any(find_spec(name) is None for name in ("megatron", "transformer_engine", "t
     collect_ignore_glob = ["test_*.py"]
 else:
     import graphs
+    import short_search
 
     graphs.run_as_they_are()
+    short_search.begin()
     testing.transformer_engine_on_cpu()
     import megatron.core.models.gpt.gpt_model  # noqa: F401
 

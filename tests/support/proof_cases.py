@@ -21,14 +21,23 @@ def plan():
 def cases(wanted, cell, everyday):
     """A parameter (id, proof) for each proof that runs on a CPU, in this process, and is `wanted(patch, proof)`.
 
-    In `make test` those of a patch run once per variant, on the newest of the `everyday` cells that has it.
+    In `make test` those of a patch run once per variant, on the newest of the `everyday` cells that has it. Of several
+    proofs each such cell runs every second one, beginning with another.
     """
     for id, patch in load_matrix().patches.items():
-        if chosen.ONCE and cell in everyday and cell not in chosen.cells_showing((id,), tuple(everyday)):
-            continue
-        for found in proofs_of(patch.module):
-            if "cpu" in found.devices and wanted(patch, found):
-                yield pytest.param(id, found, id=f"{id}/{found.name}")
+        proofs = [found for found in proofs_of(patch.module) if "cpu" in found.devices and wanted(patch, found)]
+        for number, found in enumerate(proofs):
+            if chosen.ONCE and cell in everyday:
+                showing = chosen.cells_showing((id,), tuple(everyday))
+                sharing = [place for place in everyday if place in showing and _is_about(found, id, place)]
+                if cell not in sharing or (len(proofs) > 1 < len(sharing) and (number + sharing.index(cell)) % 2):
+                    continue
+            yield pytest.param(id, found, id=f"{id}/{found.name}")
+
+
+def _is_about(found, id, cell):
+    """Whether a proof of a patch says something of its variant on a cell."""
+    return not found.variants or any(variant in found.variants for _, variant in chosen.variants_of([id], cell))
 
 
 def side(found, *ids):

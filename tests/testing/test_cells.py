@@ -67,12 +67,14 @@ class Case:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_every_case_of_a_file_runs_somewhere_and_every_function_wherever_the_file_does(place):
+    """But functions about layouts run on two releases, one of them the newest."""
     for stem in files_of(place):
         path = TESTS / place / f"{stem}.py"
         items = [Case(path, f"{count} cases", number) for count in (1, 2, 3, 5, 6, 7, 30) for number in range(count)]
         found = {cell: chosen.thinned(items, cell, PLACES[place]) for cell in chosen.cells_for(stem, PLACES[place])}
         assert {item for kept in found.values() for item in kept} == set(items)
-        for kept in found.values():
+        newest = next(cell for cell in reversed(PLACES[place]) if cell in found)
+        for kept in [found[newest]] if place == "cells/layouts" else found.values():
             assert {item.originalname for item in kept} == {item.originalname for item in items}
         if len(found) > 1 and stem not in chosen.EVERYWHERE:
             assert max(len(kept) for kept in found.values()) < 0.6 * len(items)

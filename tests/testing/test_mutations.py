@@ -8,6 +8,7 @@ import judge
 import measure
 import neighbours
 import pytest
+from thorough import THOROUGH
 
 from shim._matrix.load import load_matrix
 
@@ -19,6 +20,8 @@ DOCS = Path(__file__).parents[2] / "docs/contracts.md"
 @pytest.fixture(scope="module")
 def mutants():
     """(cell, patch, body, name, verdict, what breaks the contract) of every mutant that was measured."""
+    if not THOROUGH:
+        pytest.skip("to make the mutants takes half a minute: under `make matrix`")
     return [(*where, judge.verdict(broken, found), broken) for *where, broken, found in judge.judged(measure.read())]
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
+from thorough import times
 from unit_helpers import MATRIX, output_of, write_file
 
 from shim._errors import MatrixError
@@ -288,7 +289,7 @@ PIECES = ["", "\n", " ", ":", "- ", "[", "]", "{", "}", '"', "'", "*a", "&a ", "
 PIECES += ["\x00", "\ud800", "\u2028", "'0.1'", "upstream", "#", "|", ">", "%", "@", "--- \n", "~", "=", "9" * 5000]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=times(40, 150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_mutations_of_the_real_matrix_load_or_fail_as_matrix_errors(tmp_path, data):
     """Fuzz: cut, insert and swap at random places of the shipped text."""
@@ -309,7 +310,7 @@ def test_mutations_of_the_real_matrix_load_or_fail_as_matrix_errors(tmp_path, da
 LOCK = lock_path(matrix_path()).read_text("utf-8")
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=times(20, 80), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_mutations_of_the_real_pins_load_or_fail_as_matrix_errors(tmp_path, data):
     """Fuzz, beside the rules that they belong to."""

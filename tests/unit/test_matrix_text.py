@@ -5,6 +5,7 @@ import difflib
 import pytest
 import yaml
 from packaging.version import Version
+from thorough import times
 from unit_helpers import MATRIX
 
 from shim._errors import MatrixError
@@ -149,15 +150,18 @@ def test_a_rule_beside_the_variants_is_widened_too():
 
 
 def test_every_newest_range_of_the_shipped_matrix_can_be_widened(tmp_path):
-    """As text; the rules read from it are the same but for the bound."""
+    """As text; the rules read from it are the same but for the bound. (`make test`: those of every fourth patch.)"""
     text, matrix = matrix_path().read_text("utf-8"), load_matrix()
-    for id, entry in matrix.patches.items():
+    widened = list(matrix.patches)[:: times(4, 1)]
+    for id in widened:
+        entry = matrix.patches[id]
         bound, variants = top_bound(text, id, entry.distribution, "99.0")
         for variant in variants:
             text = with_wider_ranges(text, id, entry.distribution, variant, bound, "99.1")
     file = tmp_path / "version_matrix.yaml"
     file.write_text(text, "utf-8")
     wider = load_matrix(file, pins=False)
-    for id, entry in wider.patches.items():
+    for id in widened:
+        entry = wider.patches[id]
         assert entry.pinned_rule(Version("99.0")) is not None, id
         assert len(entry.rules) == len(matrix.patches[id].rules)

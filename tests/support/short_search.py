@@ -1,0 +1,25 @@
+"""Where shim looks for aliases in `make test`: everywhere but in Python's own modules and in packages beneath torch.
+
+A search through all of them is two fifths of the time of a cell, because nearly every test applies and reverts. No test
+puts a function of megatron-core there. `make matrix` looks everywhere.
+"""
+
+import functools
+import sys
+
+import chosen
+
+from shim._engine import binder
+
+SKIPPED = {*sys.stdlib_module_names, "torch", "sympy", "networkx", "numpy", "hypothesis", "_pytest", "triton", "mpmath"}
+
+
+def begin():
+    if not chosen.ONCE or isinstance(binder.find_aliases, functools.partial):
+        return
+    binder.find_aliases = functools.partial(_find, binder.find_aliases)
+
+
+def _find(search, objects, modules=None):
+    names = list(sys.modules) if modules is None else modules
+    return search(objects, [name for name in names if name.partition(".")[0] not in SKIPPED])
