@@ -12,7 +12,7 @@ from typing import Any
 
 from shim._engine.aliases import namespace_of
 from shim._errors import SourceError
-from shim._releases.fingerprint import Definition, definitions, outline, split_target
+from shim._releases.fingerprint import Definition, absolute_origin, definitions, outline, split_target
 from shim._releases.sources import Sources
 
 __all__ = ["describe", "foreign_on", "is_upstreams", "takes_the_same"]
@@ -136,14 +136,9 @@ def _imported_from(node: ast.stmt, module: str, name: str, sources: Sources) -> 
     """The module and the name that this statement of a module imports as `name`."""
     if not isinstance(node, ast.ImportFrom):
         return None
+    home = absolute_origin(sources, module, node)
     imported = next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
-    home = node.module or ""
-    if node.level:
-        is_package = os.path.basename(sources.path(module) or "") == "__init__.py"
-        parents = module.split(".")
-        kept = len(parents) - node.level + is_package
-        home = ".".join([*parents[:kept], *([home] if home else [])])
-    return home, imported
+    return None if home is None else (home, imported)
 
 
 def is_upstreams(target: str, value: Any, sources: Sources) -> bool:

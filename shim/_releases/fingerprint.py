@@ -19,6 +19,7 @@ from shim._releases.sources import Sources
 __all__ = [
     "ABSENT",
     "Definition",
+    "absolute_origin",
     "blocks",
     "definitions",
     "fingerprint",
@@ -224,6 +225,16 @@ def fingerprint(sources: Sources, target: str, inherits: str | None = None, adde
     modules = [split_target(name)[0] for name in (target, inherits) if name is not None]
     key = (target, inherits, added)
     return sources.remembered(key, modules, lambda: _fingerprint(sources, target, inherits, added))
+
+
+def absolute_origin(sources: Sources, module: str, node: ast.ImportFrom) -> str | None:
+    """The absolute name of the module that an import statement in `module` imports from."""
+    if not node.level:
+        return node.module
+    path = sources.path(module) or ""
+    parts = module.split(".") if path.endswith("__init__.py") else module.split(".")[:-1]
+    parts = parts[: len(parts) - node.level + 1]
+    return ".".join([*parts, *filter(None, [node.module])]) or None
 
 
 def outline(sources: Sources, module: str, qualname: str) -> list[Definition]:

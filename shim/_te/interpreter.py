@@ -17,9 +17,9 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 from shim._errors import SourceError
-from shim._releases.fingerprint import blocks
+from shim._releases.fingerprint import absolute_origin, blocks
 from shim._releases.sources import Sources
-from shim._te.names import TE_PACKAGE, Names, absolute_origin, as_target, dotted
+from shim._te.names import TE_PACKAGE, Names, as_target, dotted
 
 __all__ = ["TeRelease", "Loss", "Megatron", "Pair"]
 

@@ -17,7 +17,7 @@ from typing import Any
 from packaging.version import Version
 
 from shim._errors import SourceError
-from shim._releases.fingerprint import blocks, names_bound_by, split_target
+from shim._releases.fingerprint import absolute_origin, blocks, names_bound_by, split_target
 from shim._releases.sources import Sources
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "FILE",
     "LostName",
     "Names",
-    "absolute_origin",
     "as_target",
     "dotted",
     "lost_names",
@@ -173,16 +172,6 @@ def _looked_through(tree: ast.Module | ast.ClassDef) -> _Module:
                 found.stars.append(statement)
             bodies += [body for _, body in blocks(statement)]
     return found
-
-
-def absolute_origin(sources: Sources, module: str, node: ast.ImportFrom) -> str | None:
-    """The absolute name of the module that an import statement in `module` imports from."""
-    if not node.level:
-        return node.module
-    path = sources.path(module) or ""
-    parts = module.split(".") if path.endswith("__init__.py") else module.split(".")[:-1]
-    parts = parts[: len(parts) - node.level + 1]
-    return ".".join([*parts, *filter(None, [node.module])]) or None
 
 
 # Written by `shim pin`
