@@ -61,9 +61,8 @@ trainers: env  ## mcore-bridge and verl themselves, on one release
 		-k "0.18.2 and not ranks"
 
 matrix: env  ## the same on all 21 releases and main, in every order of imports, and on all pairs with Transformer Engine
-	SHIM_TEST_THOROUGH=1 $(BIN)/python -m pytest -q -n 2 tests/unit tests/engine tests/testing tests/ops
+	SHIM_TEST_THOROUGH=1 SHIM_TEST_EVERY_RELEASE=1 $(BIN)/python -m pytest -q -n 2 tests/unit tests/engine tests/testing tests/ops
 	PYTHON=$(BIN)/python SHIM_TEST_EVERY_FILE=1 SHIM_TEST_THOROUGH=1 sh tests/other_pythons.sh
-	SHIM_TEST_EVERY_RELEASE=1 $(BIN)/python -m pytest -q -n 2 tests/testing/test_commands.py
 	SHIM_TEST_ALL_ORDERS=1 $(BIN)/python -m shim.testing.cells --all -- -q -p no:warnings tests/cells tests/examples --ignore tests/cells/layouts
 	$(BIN)/python -m shim.testing.cells --all --jobs 1 -- -q -p no:warnings tests/cells/layouts
 	$(BIN)/python -m shim.testing.cells --all-pairs -- -q -p no:warnings tests/pairs
