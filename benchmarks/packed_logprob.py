@@ -25,7 +25,6 @@ TOKENS, VOCABULARY = 1024, 16384
 SEQUENCES = (4, 32, 128)
 FIRST = "megatron-core, with a loop"
 LIMIT, NOISE = 0.6, 0.15  # memory: the gradient, and scratch
-# As in logprob.py: freed memory stays with the process.
 
 
 class Row(NamedTuple):
