@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import multiprocessing
 import queue
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +20,8 @@ from .proof import CannotRunError
 from .user_model import ModelError, line_of
 
 __all__ = ["Shard", "difference_of_shards", "load", "save", "shards_of"]
+
+WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
 
 @dataclass(frozen=True)
@@ -30,10 +35,14 @@ class Shard:
 
 
 def save(model: Any, directory: str) -> None:
-    """Save what model.sharded_state_dict() has into an empty directory. Raises ModelError."""
+    """Save what model.sharded_state_dict() has into an empty directory.
+
+    Raises ModelError, and CannotRunError where this megatron-core can save no model with this torch.
+    """
     with _told("saving"):
         from megatron.core import dist_checkpointing
 
+        _refuse_what_cannot_be_saved()
         with _written_here():
             dist_checkpointing.save(model.sharded_state_dict(), directory)
 
@@ -53,6 +62,8 @@ def _told(doing: str) -> Iterator[None]:
 
     try:
         yield
+    except CannotRunError:
+        raise
     except ImportError as error:
         raise CannotRunError(f"{doing} a checkpoint needs a library that is not installed: {error}") from error
     except CheckpointException as error:  # no Exception, but a BaseException
@@ -62,29 +73,53 @@ def _told(doing: str) -> Iterator[None]:
         raise ModelError(f"{doing}, {line_of(error)}") from error
 
 
+def _refuse_what_cannot_be_saved() -> None:
+    from torch.distributed.checkpoint import filesystem
+
+    parameter = inspect.signature(filesystem._write_item).parameters.get("serialization_format")
+    writer = find_spec(WRITER)  # not imported, for which 0.12 needs psutil
+    if not parameter or parameter.default is not parameter.empty or not writer or not writer.origin:
+        return
+    if "serialization_format" in Path(writer.origin).read_text(encoding="utf-8"):
+        return
+    raise CannotRunError(
+        "megatron-core up to 0.12 saves no checkpoint with torch 2.7 and later: it calls torch's _write_item() without "
+        "serialization_format. Use megatron-core 0.13 and later, or torch 2.6"
+    )
+
+
 @contextlib.contextmanager
 def _written_here() -> Iterator[None]:
-    """Let megatron-core write files without a process that keeps the writers' results, and without psutil.
+    """Let megatron-core write files without a spawned process that keeps the writers' results, and without psutil.
 
-    That process would be spawned, and so import the user's main module again. It serves only those who write while they
-    train. psutil serves only the log. Up to 0.16 it forks the processes that write, which a rank of `Ranks` may not.
+    A spawned process would import the user's main module again. psutil serves only the log. Up to 0.16 megatron-core
+    forks the processes that write, which a rank of `Ranks` may not.
     """
-    writer: Any = import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
-    substitutes: dict[str, Any] = {"_results_queue": queue.Queue()}
-    if not getattr(writer, "HAVE_PSUTIL", True):
-        substitutes["_process_memory"] = lambda: 0
-    before = {name: vars(writer)[name] for name in substitutes if name in vars(writer)}
+    writer: Any = import_module(WRITER)
     process: Any = multiprocessing.current_process()
     daemon = process._config.get("daemon")
-    try:
+    with contextlib.ExitStack() as stack:
         process._config["daemon"] = False
-        for name in before:
+        stack.callback(process._config.__setitem__, "daemon", daemon)
+        substitutes: dict[str, Any] = {"_results_queue": stack.enter_context(_results_queue())}
+        if not getattr(writer, "HAVE_PSUTIL", True):
+            substitutes["_process_memory"] = lambda: 0
+        before = {name: vars(writer)[name] for name in substitutes if name in vars(writer)}
+        for name, value in before.items():
+            stack.callback(setattr, writer, name, value)
             setattr(writer, name, substitutes[name])
         yield
-    finally:
-        process._config["daemon"] = daemon
-        for name, value in before.items():
-            setattr(writer, name, value)
+
+
+@contextlib.contextmanager
+def _results_queue() -> Iterator[Any]:
+    """A queue of this process; or, up to 0.14, one that a process which is forked for the whole save can fill too."""
+    strategies = "megatron.core.dist_checkpointing.strategies.base"
+    if not find_spec(strategies) or not hasattr(import_module(strategies), "async_calls"):
+        yield queue.Queue()
+        return
+    with multiprocessing.get_context("fork").Manager() as manager:
+        yield manager.Queue()
 
 
 def shards_of(model: Any, grads: Mapping[str, Tensor]) -> list[Shard]:

@@ -22,6 +22,7 @@ PACKED, RECOMPUTE, AGAIN = "packed-equals-alone", "recompute-equals-none", "pack
 REACHED, SHARDED, SAVED = "recompute-reaches-every-layer", "tensor-parallel-equals-one-rank", "save-and-load"
 UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 build = functools.partial(testing.build_gpt, mtp_num_layers=1)
+CANNOT_SAVE = testing.release().startswith("0.12.")
 
 
 def sides(build, *names):
@@ -43,10 +44,22 @@ def adapted(**overrides):
     return model
 
 
+def right(*names):
+    """What is expected of a right model. Two proofs save it, which 0.12 cannot with a torch of today."""
+    return {name: "cannot run" if name in (SHARDED, SAVED) and CANNOT_SAVE else "right" for name in names}
+
+
 def test_with_shim_everything_is_right():
     with shim.patched():
         found = states(build)
-    assert found == dict.fromkeys((PACKED, RECOMPUTE, AGAIN, REACHED, SHARDED, SAVED), "right")
+    assert found == right(PACKED, RECOMPUTE, AGAIN, REACHED, SHARDED, SAVED)
+
+
+@pytest.mark.skipif(not CANNOT_SAVE, reason="the release saves checkpoints")
+@pytest.mark.parametrize("name", [SHARDED, SAVED])
+def test_a_release_that_saves_nothing_is_named(name):
+    text = sides(build, name)[name].text
+    assert "megatron-core up to 0.12 saves no checkpoint with torch 2.7" in text and "Use megatron-core 0.13" in text
 
 
 @pytest.mark.skipif(PLAN["mtp-packed-sequences"].action != "apply", reason="the release packs rows right")
@@ -137,6 +150,8 @@ def keeps_everything(**overrides):
     ],
 )
 def test_a_proof_notices(build, name, text):
+    if name in (SHARDED, SAVED) and CANNOT_SAVE:
+        pytest.skip("the release saves no checkpoint")
     with shim.patched():
         side = sides(build, name)[name]
     assert side.state == "wrong" and text in side.text, side
@@ -181,7 +196,7 @@ def zero_adapters(**overrides):
 )
 def test_such_a_function_will_do(build, names):
     with shim.patched():
-        assert states(build, *names) == dict.fromkeys(names, "right")
+        assert states(build, *names) == right(*names)
 
 
 # ---- what cannot run, and what is said of it
@@ -220,6 +235,8 @@ def no_language_model(**overrides):
     ],
 )
 def test_what_cannot_run_is_said(build, name, text):
+    if build is deaf and CANNOT_SAVE:
+        pytest.skip("the release saves no checkpoint")
     side = sides(build, name)[name]
     assert side.state == "cannot run", side
     assert all(part in side.text for part in text.split(".*")), side.text
@@ -227,7 +244,7 @@ def test_what_cannot_run_is_said(build, name, text):
 
 def test_megatrons_own_attention_will_do_for_the_others():
     with shim.patched():
-        assert states(with_megatrons_attention, SHARDED, SAVED) == {SHARDED: "right", SAVED: "right"}
+        assert states(with_megatrons_attention, SHARDED, SAVED) == right(SHARDED, SAVED)
 
 
 def test_weights_are_left_as_they_were_built():
@@ -240,12 +257,23 @@ def test_weights_are_left_as_they_were_built():
 # ---- what shim says of the overrides
 
 
+# Where the patch intervenes: in forward() up to 0.13, which shim cannot try, and then in what forward() checkpoints.
+[TARGET, *_] = PLAN["mtp-recompute"].targets
+METHOD = TARGET.rpartition(".")[2]
+
+
 class CallsIt(MultiTokenPredictionLayer):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
     def _checkpointed_forward(self, *args, **kwargs):
         return super()._checkpointed_forward(*args, **kwargs)
 
 
 class Skips(MultiTokenPredictionLayer):
+    def forward(self, input_ids, position_ids, hidden_states, *args, **kwargs):
+        return self.final_layernorm(hidden_states), input_ids, position_ids
+
     def _checkpointed_forward(self, *args, **kwargs):
         function, args = (args[0], args[1:]) if args else (self._proj_and_transformer_layer, args)
         return function(*args, **kwargs)
@@ -260,9 +288,9 @@ def test_overrides_are_listed_with_what_shim_says(cls, state, require):
         assert testing.overrides_of(model) == []
         model.mtp.layers[0].__class__ = cls
         [found] = [entry for entry in testing.overrides_of(model) if entry["patch"] == "mtp-recompute"]
-        assert found["state"] == state
-        assert found["target"].endswith("MultiTokenPredictionLayer._checkpointed_forward")
-        assert f"{__file__}:{cls._checkpointed_forward.__code__.co_firstlineno}" in found["reason"]
+        assert found["state"] == (state if METHOD == "_checkpointed_forward" or state == "applied" else "pending")
+        assert found["target"].endswith(f"MultiTokenPredictionLayer.{METHOD}")
+        assert f"{__file__}:{getattr(cls, METHOD).__code__.co_firstlineno}" in found["reason"]
 
 
 def test_without_shim_nothing_is_said_of_overrides():
