@@ -16,7 +16,7 @@ else:
     import short_search
 
     graphs.run_as_they_are()
-    short_search.begin()
+    short_search.begin(testing.release(), EVERYDAY)
     # Before any rank is forked: ranks inherit what is imported by then.
     import megatron.core.models.gpt.gpt_model  # noqa: F401
 

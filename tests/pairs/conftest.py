@@ -9,6 +9,11 @@ import pytest
 from shim import testing
 from shim.testing.cells import EVERYDAY_PAIRS
 
+
+def pair():
+    return f"{testing.release()}+{version('transformer_engine')}"
+
+
 # Without both nothing here can run; run_cells takes a cell without tests for a failure.
 if any(find_spec(name) is None for name in ("megatron", "transformer_engine", "torch")):
     collect_ignore_glob = ["test_*.py"]
@@ -17,15 +22,14 @@ else:
     import short_search
 
     graphs.run_as_they_are()
-    short_search.begin()
+    short_search.begin(pair(), EVERYDAY_PAIRS)
     testing.transformer_engine_on_cpu()
     import megatron.core.models.gpt.gpt_model  # noqa: F401
 
 
 def pytest_ignore_collect(collection_path):
     """In `make test` a file about a patch runs once per variant: see chosen.py."""
-    pair = f"{testing.release()}+{version('transformer_engine')}"
-    return True if chosen.left_out(collection_path, pair, EVERYDAY_PAIRS) else None
+    return True if chosen.left_out(collection_path, pair(), EVERYDAY_PAIRS) else None
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +41,7 @@ def on_cpu():
 
 def pytest_collection_modifyitems(items, config):
     """What a pair of these releases cannot do with the patch under test alone."""
-    chosen.keep_part(items, config, f"{testing.release()}+{version('transformer_engine')}", EVERYDAY_PAIRS)
+    chosen.keep_part(items, config, pair(), EVERYDAY_PAIRS)
     releases = testing.release(), version("transformer-engine")
     core, engine = (tuple(int(part) for part in release.split(".")[:2]) for release in releases)
     builds = ("test_mtp_quantized_recompute", "test_decoder_layers", "test_first_and_last_layers")
