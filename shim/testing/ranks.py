@@ -220,6 +220,10 @@ def _serve(rank: int, pipes: list[Any], directory: Path) -> None:
     gc.freeze()
     parallel_state = sys.modules.get("megatron.core.parallel_state")
     _kept_alive = [] if parallel_state is None else list(vars(parallel_state).values())
+    compiler = sys.modules.get("torch._inductor.async_compile")
+    if compiler is not None:
+        # torch forgets compiling processes at a fork, but not compiling threads, and would wait for those forever.
+        compiler.AsyncCompile.pool.cache_clear()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and kills the ranks
     with open(directory / f"stack.{rank}", "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)

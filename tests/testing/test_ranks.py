@@ -112,6 +112,22 @@ def test_fork_after_a_backward_and_a_world_of_one():
     assert not dist.is_initialized()
 
 
+def _compile_in_a_thread():
+    from torch._inductor.async_compile import AsyncCompile
+
+    return AsyncCompile.pool().submit(int, "7").result(timeout=20)
+
+
+def test_ranks_compile_after_a_process_that_has_compiled(monkeypatch):
+    """torch's pool of threads, which hands its work to the compiler, has no threads after a fork."""
+    import torch._inductor.config as config
+
+    monkeypatch.setattr(config, "compile_threads", 2)
+    assert _compile_in_a_thread() == 7
+    with Ranks(2) as ranks:
+        assert ranks.run(_compile_in_a_thread) == [7, 7]
+
+
 def test_two_pools_at_once(ranks):
     with Ranks(2) as other:
         assert ranks.run(who) == other.run(who)
