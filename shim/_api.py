@@ -17,7 +17,6 @@ from shim._errors import MatrixError, NotMetError, OptionError
 from shim._matrix.load import check_modules, load_matrix
 from shim._matrix.model import Matrix
 from shim._matrix.spelling import did_you_mean
-from shim._planning.explain import explanation
 from shim._planning.options import (
     UNSET,
     Arguments,
@@ -30,7 +29,6 @@ from shim._planning.options import (
     unknown_variables,
 )
 from shim._planning.plan import Plan, make_plan
-from shim._planning.resume import differs, state_of
 from shim._releases.detect import detect
 from shim._releases.known_files import known_value
 
@@ -319,6 +317,8 @@ def checkpoint_state() -> dict[str, Any]:
 
     Raises OptionError where nothing was applied in this process.
     """
+    from shim._planning.resume import state_of  # here and below, because plan() and apply() do without
+
     return state_of(_in_force("checkpoint_state"))
 
 
@@ -328,6 +328,8 @@ def check_resume(saved: Mapping[str, Any] | str | None) -> bool:
     saved: what `checkpoint_state` returned, or a ``report.digest``. None, for a checkpoint that has neither, counts
     as a difference. Raises OptionError where nothing was applied in this process.
     """
+    from shim._planning.resume import differs
+
     found = differs(saved, _in_force("check_resume"))
     if found:
         logger().warning(
@@ -350,4 +352,6 @@ def explain(id: str) -> str:
     made = _engine.ENGINE.plan or default_plan()
     if id not in made.decisions:
         raise OptionError(f"there is no patch {id!r}; {did_you_mean(id, made.decisions)}")
+    from shim._planning.explain import explanation
+
     return explanation(made, id)

@@ -25,12 +25,12 @@ from typing import Any
 from shim._engine.aliases import namespace_of
 from shim._engine.binder import Binder
 from shim._engine.chain import Imported
+from shim._engine.checked import Checked
 from shim._engine.conflicts import require_none, warnings_for, with_conflicts
 from shim._engine.contexts import Context, Contexts
 from shim._engine.deferred_log import DeferredLog, logger
 from shim._engine.factories import Factories
 from shim._engine.import_hook import ImportHook
-from shim._engine.models import Checked, with_findings
 from shim._engine.relied import with_relied_on
 from shim._engine.report import Report
 from shim._engine.stand_ins import StandIns
@@ -338,7 +338,7 @@ class Engine:
         self.catch_up()
         models = self.checked.living()
         report, plan = self._read(self.plan or not_applied(self.last or otherwise()))
-        return with_findings(report, models, plan, self.binder, self.checked, raising=False)
+        return self._with_findings(report, models, plan, raising=False)
 
     def check(self, models: list[Any] | None, plan: Plan) -> Report:
         """The report for these models (None: those of the last check). Raises errors of the patches' own checks.
@@ -351,7 +351,14 @@ class Engine:
             self.checked.remember(models)
         models = self.checked.living() if models is None else models
         report, plan = self._read(self.plan or plan)
-        return with_findings(report, models, plan, self.binder, self.checked, raising=True)
+        return self._with_findings(report, models, plan, raising=True)
+
+    def _with_findings(self, report: Report, models: list[Any], plan: Plan, *, raising: bool) -> Report:
+        if not models:
+            return report
+        from shim._engine.models import with_findings  # here, because no plan and no apply() has a model
+
+        return with_findings(report, models, plan, self.binder, self.checked, raising=raising)
 
     def effects(self, plan: Plan) -> dict[str, str]:
         """Patch id -> what somebody else's objects, or a failure, leave of the patch (see ranks.EFFECTS)."""

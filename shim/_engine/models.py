@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ from shim._compatible import marks_of
 from shim._engine.aliases import namespace_of, unwrap
 from shim._engine.binder import Binder
 from shim._engine.chain import Chain
+from shim._engine.checked import Checked
 from shim._engine.overrides import Override, calls, is_upstreams, overrides_of, reaches
 from shim._engine.probes import Verdict, facts_of, run
 from shim._engine.report import NOT_KNOWN, PatchReport, Report, switched_off
@@ -20,33 +20,7 @@ from shim._planning.plan import Decision, Plan
 from shim._record import Record, replace
 from shim._releases.fingerprint import split_target
 
-__all__ = ["Checked", "with_findings"]
-
-
-class Checked:
-    """The models of the last check(), as weak references, so that none is kept alive.
-
-    Findings are not remembered. Each report examines the models anew, so it neither shows an override that is gone nor
-    misses a target that another plan has bound. Only what probes said of an override is kept, by the patch, by the
-    override's code, and by what else the verdict may depend on.
-    """
-
-    def __init__(self) -> None:
-        self._models: list[weakref.ref[Any]] = []
-        self.verdicts: dict[Any, Verdict] = {}
-
-    def remember(self, models: list[Any]) -> None:
-        # What an override calls may have changed since, and its code has not.
-        self.verdicts = {}
-        # A class with slots may forbid weak references; a torch module never does.
-        self._models = [weakref.ref(model) for model in models if hasattr(type(model), "__weakref__")]
-
-    def forget(self) -> None:
-        self._models = []
-        self.verdicts = {}
-
-    def living(self) -> list[Any]:
-        return [model for model in (reference() for reference in self._models) if model is not None]
+__all__ = ["with_findings"]
 
 
 class Finding(Record):
@@ -71,8 +45,6 @@ def with_findings(
     raising: whether this is check(). Only check() raises an error in a patch's own check, where a report says that the
         patch is inactive. And only check() tries overrides: another thread may train while a report is made.
     """
-    if not models:
-        return report
     patches = dict(report.patches)
     for id, what, remedy in _problems_in(models, plan, raising):
         if patches[id].state == "applied":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from shim._errors import NotMetError
-from shim._planning.lock import enforce_lock
 from shim._planning.plan import Decision, Plan
 
 __all__ = ["enforce"]
@@ -40,4 +39,7 @@ def enforce(plan: Plan) -> None:
         amiss = decision.action in ("drifted", "conflict")
         if amiss and plan.options.strict and decision.kind == "correctness":
             raise NotMetError(f"strict, and {what}")
-    enforce_lock(plan)
+    if plan.options.lock is not None:
+        from shim._planning.lock import enforce_lock  # here, because few processes are held to a lock
+
+        enforce_lock(plan)

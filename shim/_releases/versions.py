@@ -62,7 +62,7 @@ def _interval(spec: str) -> tuple[Version | None, Version | None] | None:
     found = INTERVAL.fullmatch(spec)
     if found is None:
         return None
-    low, high = (Version(part) if part else None for part in found.groups())
+    low, high = map(parse_version, found.groups())  # many ranges share a bound
     return low, high
 
 

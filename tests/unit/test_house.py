@@ -103,6 +103,7 @@ TESTED_IN = {
     "_engine.deferred_log": "engine/test_logging",
     "_engine.engine": "engine/test_state_machine",
     "_engine.import_hook": "engine/test_imports",
+    "_engine.checked": "engine/test_one_truth",
     "_engine.models": "engine/test_one_truth",
     "_engine.modules": "engine/test_imports",
     "_engine.places": "engine/test_bind",

@@ -53,6 +53,7 @@ def test_a_plan_on_a_known_release_loads_what_it_needs_and_no_more(tmp_path, cal
     itself does not count: from Python 3.13 on that is `inspect`."""
     slow = {"yaml", "dataclasses", "inspect", "logging", "tokenize", "zipfile", "difflib", "importlib.abc"}
     slow |= {"packaging.specifiers", "importlib.metadata", "shim._te.features", "shim._matrix.rules"}
+    slow |= {"shim._engine.models", "shim._planning.explain", "shim._planning.resume", "shim._planning.lock"}
     packages = tmp_path / "packages"
     packages.mkdir()
     (packages / "packaging").symlink_to(Path(packaging.__file__).parent)
