@@ -30,9 +30,10 @@ def is_initialising(module: object) -> bool:
 def _locked() -> set[str]:
     """The modules that some thread imports now, by importlib's locks.
 
-    importlib takes a module that has just run out of sys.modules for a moment. It holds the lock of the module then.
+    importlib holds the lock of a module from before its code runs until after it has taken the module out of
+    sys.modules for a moment, and put it back.
     """
-    locks: dict[str, Any] = getattr(getattr(importlib, "_bootstrap", None), "_module_locks", {})
+    locks: dict[str, Any] = importlib._bootstrap._module_locks  # type: ignore[attr-defined]
     return {name for name, lock in list(locks.items()) if lock() is not None}
 
 
@@ -68,6 +69,8 @@ class Modules:
         self._unfinished -= names
 
     def note_unfinished(self) -> None:
-        """Remember the modules that are half imported now."""
+        """Remember the modules that are half imported now.
+
+        Each of them is locked. To ask all of sys.modules instead takes 8 ms where torch is loaded.
+        """
         self._unfinished |= _locked()
-        self._unfinished |= {name for name, module in list(sys.modules.items()) if is_initialising(module)}

@@ -19,11 +19,14 @@ from shim._matrix.model import UPSTREAM, Matrix, Mended, Needs, PatchEntry, Rule
 __all__ = ["FILE", "read_compiled", "render_compiled"]
 
 FILE = Path(__file__).with_name("matrix.json")
-FORMAT = 8  # raise it with every change of the file's form or of the records in it
+FORMAT = 9  # raise it with every change of the file's form or of the records in it
 
 
-def render_compiled(matrix: Matrix, digest: str) -> str:
-    """The text of the file, for a matrix that was read and checked. `digest` is that of its rules and pins."""
+def render_compiled(matrix: Matrix, digest: str, lock: bytes) -> str:
+    """The text of the file, for a matrix that was read and checked with the pins in `lock`.
+
+    digest: that of its rules and pins.
+    """
     bodies = {
         id: {
             variant: {target: " ".join(bodies) for target, bodies in targets.items()}
@@ -39,8 +42,21 @@ def render_compiled(matrix: Matrix, digest: str) -> str:
         "commits": matrix.commits,
         "patches": matrix.patches,
         "bodies": bodies,
+        "pins": _places(lock),
     }
     return json.dumps(plain, default=_plain, separators=(",", ":")) + "\n"
+
+
+def _places(lock: bytes) -> dict[str, tuple[int, int]]:
+    """Where the value of each key of a JSON object begins and ends, so that one can be parsed without the others."""
+    decoder, text, found = json.JSONDecoder(), lock.decode("ascii"), {}
+    at = text.index("{") + 1
+    while text[at:].lstrip(" \n,")[0] != "}":
+        key, at = decoder.raw_decode(text, text.index('"', at))
+        start = text.index("{", at)
+        _, at = decoder.raw_decode(text, start)
+        found[key] = start, at
+    return found
 
 
 def _plain(value: Any) -> Any:
@@ -64,11 +80,12 @@ def read_compiled(file: Path, digest: str, lock: bytes) -> Matrix | None:
         distribution: {name: Commit.from_plain(given) for name, given in commits.items()}
         for distribution, commits in found["commits"].items()
     }
-    return Matrix(str(file), patches, supported, _Parsed(lock), bodies=found["bodies"], commits=commits)
+    pinned = {id: _Parsed(lock[start:end]) for id, (start, end) in found["pins"].items()}
+    return Matrix(str(file), patches, supported, pinned, bodies=found["bodies"], commits=commits)
 
 
 class _Parsed(Mapping[str, Any]):
-    """The values of a JSON object, parsed on first use. A plan on a known release uses neither pins nor contracts."""
+    """The values of a JSON object, parsed on first use. A plan on a known release uses no contracts, and few pins."""
 
     def __init__(self, text: str | bytes, made: Callable[[Any], Any] | None = None) -> None:
         self._text, self._made = text, made

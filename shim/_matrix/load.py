@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 
 from shim._errors import MatrixError
@@ -12,7 +13,7 @@ from shim._matrix import compiled
 from shim._matrix.model import Matrix
 from shim._matrix.pins import lock_path
 from shim._record import replace
-from shim._releases.files import UnsafeFileError, read_bounded
+from shim._releases.files import UnsafeFileError, read_bounded, stamp_of
 from shim._releases.sources import find_spec
 
 __all__ = ["check_modules", "compile_matrix", "load_matrix", "matrix_path"]
@@ -66,7 +67,7 @@ def load_matrix(
     lock = (beside, _bytes_of(beside, guarded=not shipped)) if pins and beside.is_file() else None
     digest = hashlib.sha256(content + (b"" if lock is None else lock[1])).hexdigest()
     if shipped and lock is not None and not check_ranges:
-        found = compiled.read_compiled(file, digest, lock[1])
+        found = _read_compiled(file, digest, lock[1], stamp_of(str(compiled.FILE)))
         if found is not None:
             return found
     from shim._matrix.rules import read_matrix  # here, because it is slow to import
@@ -78,11 +79,18 @@ def load_matrix(
     return matrix if shipped else replace(matrix, content=digest[:16])
 
 
+@lru_cache(maxsize=1)
+def _read_compiled(file: Path, digest: str, lock: bytes, stamp: object) -> Matrix | None:
+    """The fast form, parsed once for many plans in a process. `stamp` is that of its file: see stamp_of."""
+    return compiled.read_compiled(file, digest, lock)
+
+
 def compile_matrix(check_ranges: bool = True) -> tuple[Path, str]:
     """The file with the fast form of the shipped matrix, and the text that belongs in it."""
     file = matrix_path()
-    digest = hashlib.sha256(file.read_bytes() + lock_path(file).read_bytes()).hexdigest()
-    return compiled.FILE, compiled.render_compiled(load_matrix(check_ranges=check_ranges), digest)
+    lock = lock_path(file).read_bytes()
+    digest = hashlib.sha256(file.read_bytes() + lock).hexdigest()
+    return compiled.FILE, compiled.render_compiled(load_matrix(check_ranges=check_ranges), digest, lock)
 
 
 def _bytes_of(file: Path, *, guarded: bool) -> bytes:
