@@ -23,7 +23,6 @@ files="
     tests/unit/test_fingerprint.py
     tests/unit/test_sources.py
     tests/unit/test_detect.py
-    tests/unit/test_hostile_trees.py
     tests/unit/test_run.py
     tests/unit/test_config_override.py
     tests/unit/test_config_override_threads.py

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from thorough import in_full
 
 from shim._matrix.load import load_matrix, lock_path, matrix_path
 from shim.testing import RELEASES, FetchError, fetch
@@ -69,6 +70,7 @@ def test_a_release_of_known_bodies_is_added_without_a_decision(next_release, tmp
     assert known.keys() - pins["0.99.0"].keys() <= open_ones and len(pins["0.99.0"]) > 8
 
 
+@in_full
 def test_a_commit_is_added_with_its_documents(next_release, tmp_path):
     """In a checkout of shim: from a clone, with the tables and pages that `make pins docs` would write."""
     checkout = tmp_path / "shim"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from thorough import in_full
 
 from shim._tools.cli import main
 from shim.testing import environment, fetch
@@ -78,6 +79,7 @@ def test_a_side_that_does_not_end_is_given_up(releases):
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="the steps of a workflow are scripts for bash")
+@in_full
 def test_the_job_of_the_example_proves_another_tree_beside_what_an_audit_says_of_it(releases, tmp_path):
     """It posts Markdown, and fails where a proof does: with a time limit that nothing keeps."""
     jobs = yaml.safe_load((REPOSITORY / "examples" / "github-workflow.yml").read_text("utf-8"))["jobs"]
@@ -137,6 +139,7 @@ def test_the_model_of_a_user_is_proved_with_the_trainer_s_own_patches(releases, 
     assert "my_module.py" in override["reason"]
 
 
+@in_full
 def test_an_interrupt_leaves_no_process_behind(releases):
     directories = [releases(RELEASE), REPOSITORY]
     marker = f"SHIM_TEST_{os.getpid()}_{time.monotonic_ns()}"

@@ -8,11 +8,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from thorough import THOROUGH
 
 from shim import testing
 
 TOP = Path(__file__).parents[2]
-RELEASES = ("2.1.0", "2.9.0", "2.20.2")
+RELEASES = ("2.1.0", "2.9.0", "2.20.2") if THOROUGH else ("2.1.0", "2.20.2")
 
 # Prints what it saw as JSON in its last line; where the release itself is at stake, the tests say what is expected.
 OBSERVE = """
