@@ -22,8 +22,8 @@ else:
     import short_search
 
     graphs.run_as_they_are()
-    short_search.begin(pair(), EVERYDAY_PAIRS)
     testing.transformer_engine_on_cpu()
+    short_search.begin(pair(), EVERYDAY_PAIRS)
     import megatron.core.models.gpt.gpt_model  # noqa: F401
 
 
