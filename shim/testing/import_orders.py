@@ -26,9 +26,12 @@ the targets must be the object from before the first apply, if it existed then.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import threading
+import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +39,7 @@ from typing import Any
 
 from . import fork_server
 
-__all__ = ["ORDERS", "ImportOrders"]
+__all__ = ["ORDERS", "ImportOrders", "run_together"]
 
 ORDERS = (
     "apply import alias",
@@ -59,6 +62,10 @@ ORDERS = (
 _ALIASES = "shim_import_order_aliases"
 _CHILD = (
     "import json, sys; case = json.load(sys.stdin); from shim.testing.import_orders import _Child; _Child(**case).run()"
+)
+_TOGETHER = (
+    "import json, sys; given = json.load(sys.stdin); from shim.testing.import_orders import _in_children; "
+    "_in_children(**given)"
 )
 _HELD = "the order held"  # a case that leaves before its end, with whatever exit status, does not say so
 
@@ -87,30 +94,96 @@ class ImportOrders:
         that the first one had loaded, such as torch: not shim, no package of a target, nothing that `setup` made, and
         nothing that imports one of these. See `shim.testing.fork_server.run`.
         """
-        case = {
+        done = _run(order, _CHILD, self._given(order), [self], self.timeout)
+        _require(order, done.returncode, done.stdout, done.stderr)
+
+    def _given(self, order: str) -> dict[str, Any]:
+        return {
             "order": order,
             "targets": list(self.targets),
             "apply": dict(self.apply),
             "imports": self.imports,
             "setup": self.setup,
         }
-        never = {*fork_server.PATCHED, *(target.partition(":")[0].partition(".")[0] for target in self.targets)}
+
+
+def run_together(order: str, cases: Mapping[str, ImportOrders]) -> dict[str, str]:
+    """Run an order that begins with import for many cases. Returns what failed, by name: "" where the order held.
+
+    One process imports what all of them import, and forks one for each case. An import is most of what a case takes.
+    Raises ValueError where the order begins otherwise, or a case has a setup. AssertionError says that the process that
+    imports has failed, or has taken longer than the cases may take together.
+    """
+    if order.partition(" ")[0] != "import" or any(case.setup for case in cases.values()):
+        raise ValueError(f"{order!r} begins with something else than import, or a case has a setup of its own")
+    given = {"cases": {name: case._given(order) for name, case in cases.items()}}
+    seconds = sum(case.timeout for case in cases.values())
+    done = _run(order, _TOGETHER, given, list(cases.values()), seconds)
+    if done.returncode:
+        _require(order, done.returncode, done.stdout, done.stderr)
+    found = {}
+    for name, (status, stdout) in json.loads(done.stdout.splitlines()[-1]).items():
         try:
-            done = fork_server.run(_CHILD, stdin=json.dumps(case), timeout=self.timeout, never=never)
-        except subprocess.TimeoutExpired as error:
-            said = f"{_text(error.stdout)[-2000:]}{_text(error.stderr)[-6000:]}"
-            message = f"import order {order!r} did not end within {self.timeout:g} s:\n{said}"
-            raise AssertionError(message) from None
-        said = f"{done.stdout[-2000:]}{done.stderr[-6000:]}"
-        if done.returncode:
-            raise AssertionError(f"import order {order!r} failed with exit status {done.returncode}:\n{said}")
-        if _HELD not in done.stdout.splitlines():
-            raise AssertionError(f"import order {order!r} left before its end:\n{said}")
+            _require(order, status, stdout, "")
+            found[name] = ""
+        except AssertionError as error:
+            found[name] = str(error)
+    return found
+
+
+def _run(
+    order: str, code: str, given: Mapping[str, Any], cases: Sequence[ImportOrders], seconds: float
+) -> subprocess.CompletedProcess[str]:
+    packages = {target.partition(":")[0].partition(".")[0] for case in cases for target in case.targets}
+    never = {*fork_server.PATCHED, *packages}
+    try:
+        return fork_server.run(code, stdin=json.dumps(given), timeout=seconds, never=never)
+    except subprocess.TimeoutExpired as error:
+        said = f"{_text(error.stdout)[-2000:]}{_text(error.stderr)[-6000:]}"
+        message = f"import order {order!r} did not end within {seconds:g} s:\n{said}"
+        raise AssertionError(message) from None
+
+
+def _require(order: str, status: int, stdout: str, stderr: str) -> None:
+    """Raise AssertionError where a process did not hold the order."""
+    said = f"{stdout[-6000:]}{stderr[-6000:]}"
+    if status:
+        raise AssertionError(f"import order {order!r} failed with exit status {status}:\n{said}")
+    if _HELD not in stdout.splitlines():
+        raise AssertionError(f"import order {order!r} left before its end:\n{said}")
 
 
 def _text(output: Any) -> str:
     """What a case said so far; subprocess has bytes where text was asked for."""
     return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+
+
+def _in_children(cases: dict[str, dict[str, Any]]) -> None:
+    """Import for all cases, run each in a fork, and print {name: (exit status, output)} as JSON."""
+    for case in cases.values():
+        _Child(**case).do_import()
+    found = {}
+    for name, case in cases.items():
+        with tempfile.TemporaryFile() as output:
+            sys.stdout.flush()
+            child = os.fork()
+            if not child:
+                status = 1
+                try:
+                    os.dup2(output.fileno(), 1)
+                    os.dup2(output.fileno(), 2)
+                    _Child(**case).run()
+                    status = 0
+                except BaseException:  # noqa: BLE001 - the parent tells of it
+                    traceback.print_exc()
+                finally:
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                    os._exit(status)
+            _, ended = os.waitpid(child, 0)
+            output.seek(0)
+            found[name] = os.waitstatus_to_exitcode(ended), output.read().decode(errors="replace")
+    print(json.dumps(found))
 
 
 class _Child:

@@ -1,11 +1,12 @@
 """The reusable test case of import orders, on the fake world, and proof that it can fail."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 
 from shim.testing import fork_server
-from shim.testing.import_orders import ORDERS, ImportOrders
+from shim.testing.import_orders import ORDERS, ImportOrders, run_together
 
 pytestmark = pytest.mark.no_cover  # many times what other tests cover once
 
@@ -78,6 +79,24 @@ def test_no_end_of_a_process_is_taken_for_success(case, monkeypatch, imports, to
         ImportOrders(case.targets, imports=imports, timeout=2 if "sleep" in imports else 30, apply=ALLOWED).run(
             "apply import"
         )
+
+
+@pytest.mark.parametrize("order", [order for order in ORDERS if order.startswith("import ")])
+def test_cases_that_share_an_import_fail_alone(case, order):
+    """Each has a process of its own after the import: one that dies, or leaves early, is told and harms no other."""
+    leaves = replace(
+        case, imports=f"{case.imports}; import os, sys\n'left' in sys.modules and os._exit(0)\nsys.modules['left'] = os"
+    )
+    one, refused = replace(case, targets=TARGETS[:1]), replace(case, apply={**ALLOWED, "only": ["nobody"]})
+    found = run_together(order, {"all": case, "one": one, "leaves": leaves, "refused": refused, "again": case})
+    assert (found["all"], found["one"], found["again"]) == ("", "", "")
+    assert f"import order {order!r} left before its end" in found["leaves"]
+    assert "exit status 1" in found["refused"] and "names 'nobody', which is not a patch" in found["refused"]
+
+
+def test_what_cannot_share_an_import_is_refused(case):
+    with pytest.raises(ValueError, match="begins with something else"):
+        run_together("apply import", {"all": case})
 
 
 def test_an_order_runs_in_the_environment_of_this_moment(case, monkeypatch):
