@@ -30,16 +30,21 @@ lint: env
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Not in one process: what is loaded counts as installed.
+WITHOUT_TORCH := tests/unit tests/engine --ignore tests/engine/test_with_torch.py
+WITH_TORCH := tests/testing tests/ops tests/engine/test_with_torch.py
+
 comma := ,
 # COVERAGE= leaves the measure out, which takes half of the time.
 COVERAGE ?= --cov --cov-report=
 
 unit: env  ## the engine, without torch; and the coverage of shim by these tests, branches included
-	$(BIN)/python -m pytest -q -n 2 $(COVERAGE) tests/unit tests/engine --ignore tests/engine/test_with_torch.py
+	$(BIN)/python -m pytest -q -n 2 $(COVERAGE) $(WITHOUT_TORCH)
 	$(if $(COVERAGE),$(BIN)/python -m coverage report --omit "patches/*$(comma)shim/ops/*$(comma)shim/testing/*")
 
 coverage: env  ## of shim and patches, branches included: the tests without a release, and one release (RELEASE=0.16.1)
-	$(BIN)/python -m pytest -q -n 2 --cov --cov-report= tests/unit tests/engine tests/ops tests/testing
+	$(BIN)/python -m pytest -q -n 2 --cov --cov-report= $(WITHOUT_TORCH)
+	$(BIN)/python -m pytest -q -n 2 --cov --cov-append --cov-report= $(WITH_TORCH)
 	$(BIN)/python -m shim.testing.cells --releases $(RELEASE) -- -q -p no:warnings --cov --cov-append --cov-report= tests/cells
 	$(BIN)/python -m coverage report
 
@@ -47,7 +52,7 @@ unit-pythons: env  ## what can differ there, on every other Python there is
 	PYTHON=$(BIN)/python sh tests/other_pythons.sh
 
 helpers: env  ## shim.testing, shim.ops, and the engine with torch
-	$(BIN)/python -m pytest -q -n 2 tests/testing tests/ops tests/engine/test_with_torch.py
+	$(BIN)/python -m pytest -q -n 2 $(WITH_TORCH)
 
 # One release per set of bodies, and a patch's own tests once per variant, whose cases they share (make matrix: all on
 # all). tests/support/chosen.py says which; two cells at once, with one thread each.
@@ -61,7 +66,8 @@ trainers: env  ## mcore-bridge and verl themselves, on one release
 		-k "0.18.2 and not ranks and not trainer and not (test_verl and shim)"
 
 matrix: env  ## the same on all 21 releases and main, in every order of imports, and on all pairs with Transformer Engine
-	SHIM_TEST_THOROUGH=1 SHIM_TEST_EVERY_RELEASE=1 $(BIN)/python -m pytest -q -n 2 tests/unit tests/engine tests/testing tests/ops
+	SHIM_TEST_THOROUGH=1 $(BIN)/python -m pytest -q -n 2 $(WITHOUT_TORCH)
+	SHIM_TEST_THOROUGH=1 SHIM_TEST_EVERY_RELEASE=1 $(BIN)/python -m pytest -q -n 2 $(WITH_TORCH)
 	PYTHON=$(BIN)/python SHIM_TEST_EVERY_FILE=1 SHIM_TEST_THOROUGH=1 sh tests/other_pythons.sh
 	SHIM_TEST_ALL_ORDERS=1 $(BIN)/python -m shim.testing.cells --all -- -q -p no:warnings tests/cells tests/examples --ignore tests/cells/layouts
 	$(BIN)/python -m shim.testing.cells --all --jobs 1 -- -q -p no:warnings tests/cells/layouts
