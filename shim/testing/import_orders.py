@@ -26,7 +26,9 @@ the targets must be the object from before the first apply, if it existed then.
 from __future__ import annotations
 
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -111,24 +113,29 @@ def run_together(order: str, cases: Mapping[str, ImportOrders]) -> dict[str, str
     """Run an order that begins with import for many cases. Returns what failed, by name: "" where the order held.
 
     One process imports what all of them import, and forks one for each case. An import is most of what a case takes.
-    Raises ValueError where the order begins otherwise, or a case has a setup. AssertionError says that the process that
-    imports has failed, or has taken longer than the cases may take together.
+    Each has the longest time that one of them is given. Where processes cannot be forked, each is run by itself.
+    Raises ValueError where the order begins otherwise, or a case has a setup, and AssertionError where the process that
+    imports fails.
     """
     if order.partition(" ")[0] != "import" or any(case.setup for case in cases.values()):
         raise ValueError(f"{order!r} begins with something else than import, or a case has a setup of its own")
-    given = {"cases": {name: case._given(order) for name, case in cases.items()}}
-    seconds = sum(case.timeout for case in cases.values())
-    done = _run(order, _TOGETHER, given, list(cases.values()), seconds)
-    if done.returncode:
-        _require(order, done.returncode, done.stdout, done.stderr)
-    found = {}
-    for name, (status, stdout) in json.loads(done.stdout.splitlines()[-1]).items():
-        try:
-            _require(order, status, stdout, "")
-            found[name] = ""
-        except AssertionError as error:
-            found[name] = str(error)
-    return found
+    if not fork_server.CAN_FORK:
+        return {name: _told(case.run, order) for name, case in cases.items()}
+    seconds = max(case.timeout for case in cases.values())
+    given = {"cases": {name: case._given(order) for name, case in cases.items()}, "seconds": seconds}
+    done = _run(order, _TOGETHER, given, list(cases.values()), seconds * (len(cases) + 1))
+    _require(order, done.returncode, done.stdout, done.stderr)
+    ended = json.loads(done.stdout.splitlines()[-1])
+    return {name: _told(_require, order, status, stdout, "") for name, (status, stdout) in ended.items()}
+
+
+def _told(function: Callable[..., None], *args: Any) -> str:
+    """The text of the AssertionError that a call raises, or ""."""
+    try:
+        function(*args)
+    except AssertionError as error:
+        return str(error)
+    return ""
 
 
 def _run(
@@ -158,7 +165,7 @@ def _text(output: Any) -> str:
     return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
 
 
-def _in_children(cases: dict[str, dict[str, Any]]) -> None:
+def _in_children(cases: dict[str, dict[str, Any]], seconds: float) -> None:
     """Import for all cases, run each in a fork, and print {name: (exit status, output)} as JSON."""
     for case in cases.values():
         _Child(**case).do_import()
@@ -169,6 +176,7 @@ def _in_children(cases: dict[str, dict[str, Any]]) -> None:
             child = os.fork()
             if not child:
                 status = 1
+                signal.alarm(math.ceil(seconds))  # ends the process, as a signal that nobody handles
                 try:
                     os.dup2(output.fileno(), 1)
                     os.dup2(output.fileno(), 2)
@@ -183,7 +191,7 @@ def _in_children(cases: dict[str, dict[str, Any]]) -> None:
             _, ended = os.waitpid(child, 0)
             output.seek(0)
             found[name] = os.waitstatus_to_exitcode(ended), output.read().decode(errors="replace")
-    print(json.dumps(found))
+    print(f"{_HELD}\n{json.dumps(found)}")
 
 
 class _Child:

@@ -94,6 +94,26 @@ def test_cases_that_share_an_import_fail_alone(case, order):
     assert "exit status 1" in found["refused"] and "names 'nobody', which is not a patch" in found["refused"]
 
 
+def test_a_case_that_hangs_behind_a_shared_import_is_ended(case):
+    waits = "import sys, time\n'seen' in sys.modules and time.sleep(60)\nsys.modules['seen'] = time"
+    hangs = replace(case, imports=f"{case.imports}; {waits}", timeout=3)
+    found = run_together("import apply alias", {"hangs": hangs, "all": replace(case, timeout=3)})
+    assert found["all"] == "" and "exit status -14" in found["hangs"]  # SIGALRM
+
+
+@pytest.mark.parametrize("ends", ["raise SystemExit(0)", "raise SystemExit(3)"])
+def test_a_shared_import_that_fails_is_told(case, ends):
+    with pytest.raises(AssertionError, match=r"left before its end|exit status 3"):
+        run_together("import apply alias", {"all": replace(case, imports=ends)})
+
+
+def test_without_fork_each_case_imports_for_itself(case, monkeypatch):
+    monkeypatch.setattr(fork_server, "CAN_FORK", False)
+    refused = replace(case, apply={**ALLOWED, "only": ["nobody"]})
+    found = run_together("import apply alias", {"all": case, "refused": refused})
+    assert found["all"] == "" and "names 'nobody', which is not a patch" in found["refused"]
+
+
 def test_what_cannot_share_an_import_is_refused(case):
     with pytest.raises(ValueError, match="begins with something else"):
         run_together("apply import", {"all": case})
