@@ -60,7 +60,8 @@ cells: env  ## real megatron-core, one process per release
 	SHIM_TEST_ONCE_PER_VARIANT=1 $(BIN)/python -m shim.testing.cells --everyday -- -q -p no:warnings tests/cells tests/examples
 	SHIM_TEST_ONCE_PER_VARIANT=1 $(BIN)/python -m shim.testing.cells --everyday-pairs -- -q -p no:warnings tests/pairs
 
-# One release of each, and one order of imports for each; make integration runs all. Without a package index, and with an empty cache, they are skipped.
+# One release of each, and one order of imports for each; make integration runs all. Without a package index, and with
+# an empty cache, they are skipped.
 trainers: env  ## mcore-bridge and verl themselves, on one release
 	SHIM_TEST_SKIP_UNFETCHED=1 $(BIN)/python -m pytest -q -rs -n 2 --dist loadfile tests/integration/test_mcore_bridge.py tests/integration/test_verl.py \
 		-k "0.18.2 and not ranks and not trainer and not (test_verl and shim)"

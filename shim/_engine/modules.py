@@ -27,14 +27,14 @@ def is_initialising(module: object) -> bool:
     return bool(getattr(namespace_of(module).get("__spec__"), "_initializing", False))
 
 
-def _locked() -> set[str]:
-    """The modules that some thread imports now, by importlib's locks.
+def _locked() -> set[str] | None:
+    """The modules that some thread imports now, by importlib's locks. None where importlib does not show them.
 
     importlib holds the lock of a module from before its code runs until after it has taken the module out of
     sys.modules for a moment, and put it back.
     """
-    locks: dict[str, Any] = importlib._bootstrap._module_locks  # type: ignore[attr-defined]
-    return {name for name, lock in list(locks.items()) if lock() is not None}
+    locks: dict[str, Any] | None = getattr(getattr(importlib, "_bootstrap", None), "_module_locks", None)
+    return None if locks is None else {name for name, lock in list(locks.items()) if lock() is not None}
 
 
 class Modules:
@@ -62,7 +62,7 @@ class Modules:
 
     def overdue(self) -> set[str]:
         """Modules that were half imported at the last search for aliases and are no longer."""
-        left = self._unfinished - _locked() if self._unfinished else set()
+        left = self._unfinished - (_locked() or set()) if self._unfinished else set()
         return {name for name in left if not is_initialising(sys.modules.get(name))}
 
     def looked_through(self, names: set[str]) -> None:
@@ -71,6 +71,9 @@ class Modules:
     def note_unfinished(self) -> None:
         """Remember the modules that are half imported now.
 
-        Each of them is locked. To ask all of sys.modules instead takes 8 ms where torch is loaded.
+        Each of them is locked. To ask all of sys.modules takes 8 ms where torch is loaded.
         """
-        self._unfinished |= _locked()
+        locked = _locked()
+        if locked is None:
+            locked = {name for name, module in list(sys.modules.items()) if is_initialising(module)}
+        self._unfinished |= locked

@@ -39,10 +39,10 @@ def save(model: Any, directory: str) -> None:
 
     Raises ModelError, and CannotRunError where this megatron-core can save no model with this torch.
     """
+    _refuse_what_cannot_be_saved()
     with _told("saving"):
         from megatron.core import dist_checkpointing
 
-        _refuse_what_cannot_be_saved()
         with _written_here():
             dist_checkpointing.save(model.sharded_state_dict(), directory)
 
@@ -62,8 +62,6 @@ def _told(doing: str) -> Iterator[None]:
 
     try:
         yield
-    except CannotRunError:
-        raise
     except ImportError as error:
         raise CannotRunError(f"{doing} a checkpoint needs a library that is not installed: {error}") from error
     except CheckpointException as error:  # no Exception, but a BaseException

@@ -8,8 +8,6 @@ import pytest
 from shim.testing import fork_server
 from shim.testing.import_orders import ORDERS, ImportOrders, run_together
 
-pytestmark = pytest.mark.no_cover  # many times what other tests cover once
-
 CORE = "megatron.core."
 ALLOWED = {"packages": "fake_patches"}
 TARGETS = [

@@ -13,6 +13,7 @@ import pytest
 from fake_world import same
 
 import shim
+from shim._engine.modules import Modules
 
 CORE = "megatron.core."
 
@@ -384,3 +385,15 @@ def test_what_a_patch_module_imports_does_not_bring_in_other_patch_modules(world
     sys.meta_path[:0] = hooks
     world.get("users:twice")
     assert shim.status().applied == ("p", "q")
+
+
+def test_half_imported_modules_are_known_where_importlib_shows_no_locks(monkeypatch):
+    half = types.ModuleType("half")
+    half.__spec__ = types.SimpleNamespace(_initializing=True)
+    monkeypatch.setitem(sys.modules, "half", half)
+    monkeypatch.setattr("shim._engine.modules._locked", lambda: None)
+    modules = Modules()
+    modules.note_unfinished()
+    assert modules.overdue() == set()
+    half.__spec__._initializing = False
+    assert modules.overdue() == {"half"}

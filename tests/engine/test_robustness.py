@@ -12,8 +12,6 @@ from thorough import times
 
 import shim
 
-pytestmark = pytest.mark.no_cover  # many times what other tests cover once
-
 REPOSITORY = Path(__file__).resolve().parents[2]
 HEAD = '''
     import gc, importlib, sys, threading, time

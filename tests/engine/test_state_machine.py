@@ -15,8 +15,6 @@ from thorough import times
 
 import shim
 
-pytestmark = pytest.mark.no_cover  # many times what other tests cover once
-
 CORE = "megatron.core."
 IDS = ("a", "b", "c", "d")
 # Places that shim may write, with the module that makes the original.

@@ -9,14 +9,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from stash_operators import FEATURES, head  # noqa: E402
-from thorough import in_full  # noqa: E402
 
 TOP = Path(__file__).resolve().parent.parent.parent
 VERSION = re.search(r"With torch ([\d.]+)\.", (TOP / "docs" / "paged-stash-operators.md").read_text())[1]
 
 
 @pytest.mark.skipif(torch.__version__.partition("+")[0] != VERSION, reason=f"the page is about torch {VERSION}")
-@in_full
 def test_operators_do_as_the_page_says(run_python):
     """Those that are stashed, and those that divide; all samples of all with SHIM_TEST_ALL_OPERATORS=1."""
     every = bool(os.environ.get("SHIM_TEST_ALL_OPERATORS"))

@@ -145,8 +145,8 @@ def thinned(items, cell, cells):
     """Those of `items` that run on this cell. A file of a patch that runs on several cells shares its cases among them.
 
     Every test function runs on each of these cells, with every second of its cases, or with every third or fourth where
-    they are many. The next cell has the next ones. Where many cases are shared by few cells, some wait for `make
-    matrix`. A test of layouts runs on the newest release and on one of the others, which its name chooses.
+    they are many. The next cell has the next ones, so all run somewhere. A test of layouts runs on the newest release
+    and on one of the others, which its name chooses.
     """
     functions = {}
     for item in items:
@@ -160,8 +160,7 @@ def thinned(items, cell, cells):
             sharing = [sharing[zlib.crc32(name.encode()) % (len(sharing) - 1)], sharing[-1]]
         if cell not in sharing:
             continue
-        many = 4 if len(cases) > 11 else 3 if len(cases) > 5 else min(2, len(sharing))
-        step = 1 if path.stem in EVERYWHERE else many
+        step = min(len(sharing), 1 if path.stem in EVERYWHERE else 4 if len(cases) > 11 else 3 if len(cases) > 5 else 2)
         kept.update(cases[sharing.index(cell) % min(step, len(cases)) :: step])
     return [item for item in items if item in kept]
 

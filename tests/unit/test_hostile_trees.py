@@ -23,8 +23,6 @@ from shim._tools.audit import audit
 from shim._tools.audit_report import as_markdown, as_text
 from shim._tools.cli import main
 
-pytestmark = pytest.mark.no_cover  # many times what other tests cover once
-
 PATIENCE = 60  # seconds; nothing here takes more than a few
 MEMORY = 600  # MB that a process with nothing but an audit in it may take
 METADATA = "megatron_core-0.16.0.dist-info/METADATA"

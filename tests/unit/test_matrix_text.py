@@ -13,8 +13,6 @@ from shim._matrix.commits import Commit
 from shim._matrix.load import load_matrix, matrix_path
 from shim._tools.matrix_text import top_bound, with_commit, with_release, with_wider_ranges
 
-pytestmark = pytest.mark.no_cover  # many times what other tests cover once
-
 COMMENTED = """\
 # First of all.
 supported:

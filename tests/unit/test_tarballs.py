@@ -20,8 +20,6 @@ from shim._releases import tarballs as _tarballs
 from shim._releases.sources import MAX_SOURCE_BYTES
 from shim._releases.trees import open_tree
 
-pytestmark = pytest.mark.no_cover  # many times what other tests cover once
-
 PATIENCE = 60  # seconds
 MEMORY = 100  # MB of a process that opens an archive
 COMMIT = "0123456789" * 4
