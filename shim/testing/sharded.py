@@ -129,10 +129,18 @@ def shards_of(model: Any, grads: Mapping[str, Tensor]) -> list[Shard]:
         state = model.sharded_state_dict()
         apply_factories(state)
         return [
-            Shard(found.key, tuple(found.global_shape), tuple(found.global_slice()), found.data.detach().clone())
+            Shard(found.key, tuple(found.global_shape), _place_of(found), found.data.detach().clone())
             for found in nested_values(state)
             if isinstance(found, ShardedTensor) and found.data is not None and found.data.is_floating_point()
         ]
+
+
+def _place_of(sharded: Any) -> tuple[int | slice, ...]:
+    """Where a ShardedTensor lies in the whole. Its axes are the last ones; it is one entry along those before them."""
+    starts, lengths = sharded.global_offset, sharded.local_shape
+    before = len(starts) - len(lengths)
+    parts = [slice(start, start + length) for start, length in zip(starts[before:], lengths)]
+    return (*starts[:before], *parts)
 
 
 @contextlib.contextmanager
