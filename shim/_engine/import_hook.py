@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -77,19 +78,34 @@ class ImportHook:
         self.wants = wants
         self.before = before
         self.after = after
+        self._searches: set[tuple[int, str]] = set()  # of the other finders, which are under way: (thread, module)
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if not self.wants(name):
             return None
-        for finder in sys.meta_path:
+        # Some other finder may ask all of them too, this one included, which is to ask no further then.
+        search = threading.get_ident(), name
+        if search in self._searches:
+            return None
+        self._searches.add(search)
+        try:
+            spec = self._ask_others(name, path, target)
+        finally:
+            self._searches.discard(search)
+        # The loader of built-in and frozen modules is a class, and runs no code to wait for.
+        if spec is not None and hasattr(spec.loader, "exec_module") and not isinstance(spec.loader, type):
+            spec.loader = _HookedLoader(spec.loader, self)  # type: ignore[assignment]
+        return spec
+
+    def _ask_others(self, name: str, path: Any, target: ModuleType | None) -> ModuleSpec | None:
+        """What the finders behind this one find. Those in front of it have found nothing, or are asking it."""
+        finders = list(sys.meta_path)
+        for finder in finders[finders.index(self) + 1 :] if self in finders else finders:
             look = getattr(finder, "find_spec", None)
             if is_ours(finder) or look is None:
                 continue
             spec: ModuleSpec | None = look(name, path, target)
             if spec is not None:
-                # The loader of built-in and frozen modules is a class, and runs no code to wait for.
-                if hasattr(spec.loader, "exec_module") and not isinstance(spec.loader, type):
-                    spec.loader = _HookedLoader(spec.loader, self)  # type: ignore[assignment]
                 return spec
         return None
 

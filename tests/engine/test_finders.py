@@ -55,6 +55,37 @@ def test_post_import_hooks_of_wrapt_import_nothing_at_plan_time(unloaded, monkey
     assert len(called) == 1
 
 
+class AskingAll:
+    """Asks all other finders, as those of coverage tools do that wrap every loader."""
+
+    def __init__(self):
+        self.wrapped = []
+
+    def find_spec(self, name, path=None, target=None):
+        for finder in sys.meta_path:
+            if finder is not self and hasattr(finder, "find_spec"):
+                spec = finder.find_spec(name, path, target)
+                if spec is not None:
+                    self.wrapped.append(name)
+                    return spec
+        return None
+
+
+@pytest.mark.parametrize("turn", ["before", "after"])
+def test_a_finder_may_ask_all_others(unloaded, turn):
+    """It stands in front of shim's or behind it; the module is looked for once, patched, and given back."""
+    finder = AskingAll()
+    if turn == "before":
+        sys.meta_path.insert(0, finder)
+    shim.apply()
+    if turn == "after":
+        sys.meta_path.insert(0, finder)
+    assert unloaded.get("ops:double")(2) == ("p", 4)
+    assert finder.wrapped.count(CORE + "ops") == 1
+    shim.revert()
+    assert unloaded.get("ops:double")(2) == 4
+
+
 @pytest.mark.parametrize("as_namespace", [False, True])
 def test_what_setuptools_maps_is_found(tmp_path, monkeypatch, as_namespace):
     """By the finder that `pip install -e` generates where a package lies elsewhere than its name says."""
