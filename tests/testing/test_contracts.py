@@ -10,7 +10,7 @@ from mutants import OWN, Mutant, change_attribute, generate
 from shim._matrix.load import load_matrix
 from shim._planning.contract import breach
 from shim._record import replace
-from shim._releases.phrases import parsed
+from shim._releases.phrases import parsed, stands_in
 from shim._releases.sources import Sources
 from shim.testing.releases import at_hand, fetch
 
@@ -113,9 +113,39 @@ def with_another_first(function):
     return Mutant("add a parameter", "in front", changed)
 
 
-def mutants_for(function, needs):
+def with_another_in_place(function, is_it):
+    """A body that has another statement or name at the first place where `is_it` holds of a node."""
+
+    class Replace(ast.NodeTransformer):
+        done = False
+
+        def visit(self, node):
+            if self.done or not is_it(node):
+                return self.generic_visit(node)
+            self.done = True
+            if isinstance(node, ast.arg):
+                return ast.arg("other")
+            if isinstance(node, ast.Return):
+                return ast.Return(ast.Name("other", ast.Load()))
+            return ast.Pass() if isinstance(node, ast.stmt) else ast.Name("other", ast.Load())
+
+    changed = Replace().visit(ast.parse(ast.unparse(function)).body[0])
+    return Mutant("replace", "the first", ast.fix_missing_locations(changed))
+
+
+def likely_mutants(function, needs):
+    """For each term the one that should break it."""
     yield from (*without_decorators(function), with_another_first(function))
     yield from (with_phrase(function, phrase) for phrase in needs.lacks)
+    for phrase in needs.has:
+        yield with_another_in_place(function, lambda node: stands_in(phrase, [node]))
+    for name in needs.parameters:
+        yield with_another_in_place(function, lambda node: isinstance(node, ast.arg) and node.arg == name.lstrip("*"))
+    yield with_another_in_place(function, lambda node: isinstance(node, ast.Return))
+
+
+def mutants_for(function, needs):
+    yield from likely_mutants(function, needs)
     yield from change_attribute(function)
     yield from generate(function)
 
