@@ -246,6 +246,7 @@ def test_one_pass_over_the_modules(world, monkeypatch):
     assert 1 <= passes.count(None) <= 2
 
 
+@pytest.mark.no_cover
 @pytest.mark.growth
 def test_cycles_leave_nothing_behind(patched_world):
     """Hundreds of times apply and revert grow nothing that the engine keeps."""

@@ -101,6 +101,7 @@ def of_a_global():
     return GLOBAL.layers
 
 
+@pytest.mark.no_cover
 def test_an_override_does_not_leak_into_a_recompute_of_another_thread():
     """Which keeps nothing, and has registered nothing: it is found on the stack of its thread."""
     config = Config()
@@ -138,6 +139,7 @@ def test_threads_with_configs_of_their_own_do_not_meet():
     assert type(vars(inside)["function"]) is types.FunctionType
 
 
+@pytest.mark.no_cover
 def test_a_recompute_that_writes_does_not_leak_into_one_of_another_thread():
     config = Config()
     with shim.config_override(config, layers=3):

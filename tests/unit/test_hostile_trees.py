@@ -172,6 +172,7 @@ SOURCES = {
 }
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("name", SOURCES)
 def test_hostile_sources_are_drifted_or_gone(examine, tmp_path, wheel, name):
     """A verdict, with a reason, from a directory and from a wheel alike; never an exception."""

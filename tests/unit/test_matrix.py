@@ -289,6 +289,7 @@ PIECES = ["", "\n", " ", ":", "- ", "[", "]", "{", "}", '"', "'", "*a", "&a ", "
 PIECES += ["\x00", "\ud800", "\u2028", "'0.1'", "upstream", "#", "|", ">", "%", "@", "--- \n", "~", "=", "9" * 5000]
 
 
+@pytest.mark.no_cover
 @settings(max_examples=times(40, 150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_mutations_of_the_real_matrix_load_or_fail_as_matrix_errors(tmp_path, data):
