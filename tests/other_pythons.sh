@@ -43,7 +43,9 @@ files_of_3_12="
     tests/engine/test_call_watch.py
     tests/engine/test_foreign.py
 "
+marks="not growth and not one_python"
 if [ "${SHIM_TEST_EVERY_FILE:-}" = 1 ]; then
+    marks="not growth"
     files="tests/unit tests/engine"
     files_of_3_12=$files
 fi
@@ -81,6 +83,6 @@ for version in 3.10 3.12 3.13; do
         chosen=$files_of_3_12
     fi
     # shellcheck disable=SC2086 # a list of files, none with a space
-    PYTHONPATH=. "$venv/bin/python" -m pytest -q -n 2 -p no:cacheprovider -m "not growth" $chosen || failed=1
+    PYTHONPATH=. "$venv/bin/python" -m pytest -q -n 2 -p no:cacheprovider -m "$marks" $chosen || failed=1
 done
 exit $failed

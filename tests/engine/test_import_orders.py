@@ -59,6 +59,7 @@ def test_the_case_sees_a_broken_engine_in_a_process_that_shares_modules(case):
     case.run(ORDERS[0])
 
 
+@pytest.mark.one_python
 @pytest.mark.parametrize(
     ("imports", "told"),
     [
@@ -79,6 +80,7 @@ def test_no_end_of_a_process_is_taken_for_success(case, monkeypatch, imports, to
         )
 
 
+@pytest.mark.one_python
 @pytest.mark.parametrize("order", [order for order in ORDERS if order.startswith("import ")])
 def test_cases_that_share_an_import_fail_alone(case, order):
     """Each has a process of its own after the import: one that dies, or leaves early, is told and harms no other."""
@@ -92,6 +94,7 @@ def test_cases_that_share_an_import_fail_alone(case, order):
     assert "exit status 1" in found["refused"] and "names 'nobody', which is not a patch" in found["refused"]
 
 
+@pytest.mark.one_python
 def test_a_case_that_hangs_behind_a_shared_import_is_ended(case):
     waits = "import sys, time\n'seen' in sys.modules and time.sleep(60)\nsys.modules['seen'] = time"
     hangs = replace(case, imports=f"{case.imports}; {waits}", timeout=3)
@@ -99,12 +102,14 @@ def test_a_case_that_hangs_behind_a_shared_import_is_ended(case):
     assert found["all"] == "" and "exit status -14" in found["hangs"]  # SIGALRM
 
 
+@pytest.mark.one_python
 @pytest.mark.parametrize("ends", ["raise SystemExit(0)", "raise SystemExit(3)"])
 def test_a_shared_import_that_fails_is_told(case, ends):
     with pytest.raises(AssertionError, match=r"left before its end|exit status 3"):
         run_together("import apply alias", {"all": replace(case, imports=ends)})
 
 
+@pytest.mark.one_python
 def test_without_fork_each_case_imports_for_itself(case, monkeypatch):
     monkeypatch.setattr(fork_server, "CAN_FORK", False)
     refused = replace(case, apply={**ALLOWED, "only": ["nobody"]})
