@@ -89,14 +89,14 @@ class ImportOrders:
     setup: str = ""
     timeout: float = 300
 
-    def run(self, order: str) -> None:
+    def run(self, order: str, *, share_loaded: bool = False) -> None:
         """Run one order in a new process with this one's sys.path and environment; AssertionError if it fails.
 
         Where processes can be forked, the first of them starts from nothing. Those after it share the installed modules
         that the first one had loaded, such as torch: not shim, no package of a target, nothing that `setup` made, and
-        nothing that imports one of these. See `shim.testing.fork_server.run`.
+        nothing that imports one of these. See `shim.testing.fork_server.run`, which explains share_loaded, too.
         """
-        done = _run(order, _CHILD, self._given(order), [self], self.timeout)
+        done = _run(order, _CHILD, self._given(order), [self], self.timeout, share_loaded)
         _require(order, done.returncode, done.stdout, done.stderr)
 
     def _given(self, order: str) -> dict[str, Any]:
@@ -139,12 +139,17 @@ def _told(function: Callable[..., None], *args: Any) -> str:
 
 
 def _run(
-    order: str, code: str, given: Mapping[str, Any], cases: Sequence[ImportOrders], seconds: float
+    order: str,
+    code: str,
+    given: Mapping[str, Any],
+    cases: Sequence[ImportOrders],
+    seconds: float,
+    share_loaded: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     packages = {target.partition(":")[0].partition(".")[0] for case in cases for target in case.targets}
     never = {*fork_server.PATCHED, *packages}
     try:
-        return fork_server.run(code, stdin=json.dumps(given), timeout=seconds, never=never)
+        return fork_server.run(code, stdin=json.dumps(given), timeout=seconds, never=never, share_loaded=share_loaded)
     except subprocess.TimeoutExpired as error:
         said = f"{_text(error.stdout)[-2000:]}{_text(error.stderr)[-6000:]}"
         message = f"import order {order!r} did not end within {seconds:g} s:\n{said}"

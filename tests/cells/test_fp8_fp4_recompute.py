@@ -1,7 +1,5 @@
 """Patch fp8-fp4-recompute without Transformer Engine: recompute works, and where stock is right no bit changes."""
 
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import pytest
@@ -13,7 +11,7 @@ from megatron.core.tensor_parallel.random import CheckpointFunction, CheckpointW
 import shim
 from shim import testing
 from shim.patches.megatron_core.fp8_fp4_recompute_proof import storage_shared_in_python
-from shim.testing import Layout
+from shim.testing import Layout, fork_server
 
 pytestmark = pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="tests/pairs is about that")
 
@@ -221,7 +219,8 @@ with testing.megatron_on_cpu(), testing.layout_initialised(testing.Layout()):
 found = [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]
 assert not found and not [name for name in asked if name != "transformer_engine"], (found, asked)
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+    done = fork_server.run(code, share_loaded=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_revert_gives_back_the_same_objects():

@@ -4,9 +4,12 @@ import functools
 import os
 
 import pytest
+from chosen import ONCE
+from thorough import in_full
 
 import shim
-from shim.testing import fork_server
+from shim import testing
+from shim.testing import EVERYDAY, fork_server
 from shim.testing.import_orders import ORDERS, ImportOrders, run_together
 
 WANTED = [id for id, decision in shim.plan().decisions.items() if decision.wanted]
@@ -14,6 +17,8 @@ WANTED = [id for id, decision in shim.plan().decisions.items() if decision.wante
 # already, say least about, with all patches at once; each of them in all orders with SHIM_TEST_ALL_ORDERS=1.
 EVERY_DAY = [("apply import alias revert apply", WANTED)]
 ALL = [(order, patches) for order in ORDERS for patches in ([id] for id in WANTED)]
+# In `make test` a process that has not loaded torch yet is started on the oldest release and on the newest alone.
+SHARES_LOADED = ONCE and testing.release() not in (EVERYDAY[0], EVERYDAY[-1])
 CHOSEN = [*EVERY_DAY, *(ALL if os.environ.get("SHIM_TEST_ALL_ORDERS") == "1" else ())]
 
 
@@ -26,7 +31,7 @@ def test_import_order(order, patches):
         said = of_all_patches(order)[patches[0]]
         assert not said, said
     else:
-        case_of(patches).run(order)
+        case_of(patches).run(order, share_loaded=SHARES_LOADED)
 
 
 @functools.cache
@@ -43,6 +48,7 @@ def case_of(patches, setup=""):
     return ImportOrders(list(targets), apply={"only": patches, "require": patches}, setup=setup)
 
 
+@in_full
 @pytest.mark.newest
 def test_processes_after_the_first_start_with_torch_and_without_what_is_patched():
     asks = "import sys; print(sorted({'torch', 'megatron', 'shim', 'transformer_engine', 'pytest'} & set(sys.modules)))"

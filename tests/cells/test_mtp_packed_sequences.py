@@ -532,7 +532,7 @@ module, _, qualname = late[0].partition(":")
 importlib.import_module(module)
 assert shim.status()["mtp-packed-sequences"].targets[late[0]] == "bound"
 """
-    done = fork_server.run(code)
+    done = fork_server.run(code, share_loaded=True)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
