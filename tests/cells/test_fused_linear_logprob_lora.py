@@ -151,7 +151,7 @@ def test_bytes_of_a_step():
         model = with_adapter(build(1, **options), rank=8)
         model.requires_grad_(False)
         model.output_layer.adapter.requires_grad_(True)
-        rows = torch.arange(16 * 128).view(16, 128)
+        rows = torch.arange(4 * 128).view(4, 128)
         with testing.Footprint() as footprint:
             model(rows, rows % 128, None, labels=rows + 1).mean().backward()
         return footprint.peak_bytes / (rows.numel() * (1 << 14) * 4)

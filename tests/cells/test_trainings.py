@@ -4,6 +4,7 @@ from dataclasses import asdict
 
 import pytest
 import torch.distributed as dist
+from chosen import half
 
 import shim
 from shim import testing
@@ -34,7 +35,7 @@ def stock_and_patched(training):
             return stock, type(error).__name__
 
 
-@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.parametrize("name", half(list(TRAININGS), testing.release()))
 def test_the_patches_add_nothing(name, ranks):
     training = TRAININGS[name]
     for stock, patched in ranks[training.layout.world].run(stock_and_patched, training):
@@ -62,6 +63,7 @@ def with_one_message_more(training):
         return stock, counted(training)
 
 
+@pytest.mark.newest
 def test_a_message_more_is_counted(ranks):
     for stock, slower in ranks[2].run(with_one_message_more, TRAININGS["TP 2, SP"]):
         assert slower.messages == stock.messages + 1

@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 
 from hypothesis import given, settings  # noqa: E402
 from logprob_cases import HALF_ULP, IGNORED, INTERPRETED, cases, exact, gradient_of, sample, weighted  # noqa: E402
+from thorough import times  # noqa: E402
 
 from shim.ops import _logprob_rows  # noqa: E402
 from shim.ops.logprob import token_logprobs  # noqa: E402
@@ -19,7 +20,7 @@ def test_which_passes_these_are():
     assert _logprob_rows.passes_for(torch.zeros(1, dtype=torch.float64)).__name__ == "shim.ops._logprob_chunks"
 
 
-@settings(deadline=None, max_examples=30 if INTERPRETED else 200, derandomize=True)
+@settings(deadline=None, max_examples=times(10, 30) if INTERPRETED else 200, derandomize=True)
 @given(cases())
 def test_it_is_the_formula(case):
     logits, target, weights, options = case

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from thorough import times
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -39,6 +40,7 @@ for kernel in (kernels._statistics_kernel, kernels._gradient_kernel):
 def test_in_the_interpreter_they_pass_the_tests_of_the_chunks(run_python):
     # The interpreter decides at the import of Triton, and copies what kernels are given: no measure of memory.
     chosen = "not peak and not measure and not compiled and not arguments and not same_bits_every and not saved_are"
+    chosen += times(" and not no_worse", "")
     done = run_python(
         *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *PARTS),
         TRITON_INTERPRET="1",

@@ -80,6 +80,15 @@ def test_every_case_of_a_file_runs_somewhere_and_every_function_wherever_the_fil
             assert max(len(kept) for kept in found.values()) < 0.6 * len(items)
 
 
+def test_the_newest_cell_and_another_have_all_cases_of_a_loop(monkeypatch):
+    cases, cells_of_both = list(range(7)), (chosen.LAYOUTS[-1], chosen.LAYOUTS[0])
+    monkeypatch.setattr(chosen, "ONCE", True)
+    newest, other = (chosen.half(cases, cell) for cell in cells_of_both)
+    assert sorted([*newest, *other]) == cases and len(newest) == 4
+    monkeypatch.setattr(chosen, "ONCE", False)
+    assert [chosen.half(cases, cell) for cell in cells_of_both] == [cases, cases]
+
+
 def test_files_that_have_gone_are_not_spoken_of():
     there = {stem for place in PLACES for stem in files_of(place)}
     assert set(files_of("examples")) <= set(chosen.ONLY)

@@ -1,5 +1,6 @@
 """The command `shim prove` on real releases: verdicts, formats, time limits, exit codes, another tree, a wheel."""
 
+import io
 import json
 import os
 import shutil
@@ -14,6 +15,8 @@ import torch
 import yaml
 from thorough import in_full
 
+from shim._proving import worker
+from shim._proving.worker import SideTask, Work
 from shim._tools.cli import main
 from shim.testing import environment, fetch
 from shim.testing.releases import FetchError
@@ -71,7 +74,18 @@ def test_a_defect_is_shown_on_stock_and_gone_with_the_patch(releases, tmp_path):
     assert "<svg" in page.read_text("utf-8") and "Smoothed cross entropy is wrong" in page.read_text("utf-8")
 
 
-def test_a_side_that_does_not_end_is_given_up(releases):
+def test_a_side_that_does_not_end_is_given_up(monkeypatch):
+    answers = io.StringIO()
+    monkeypatch.setattr(worker, "run_side", lambda *_: time.sleep(PATIENCE))
+    work = Work((SideTask("hangs", "", "", None), SideTask("too", "", "", None)), preload=True, timeout=0.05)
+    worker._Pool(work, answers).run()
+    found = {answer["key"]: answer for answer in map(json.loads, answers.getvalue().splitlines())}
+    assert sorted(found) == ["hangs", "too"]
+    assert {(answer["state"], answer["text"]) for answer in found.values()} == {("hung", "no end within 0.05 s")}
+
+
+@in_full
+def test_a_proof_of_which_a_side_does_not_end_is_broken(releases):
     arguments = ["label-smoothing", "--timeout", "0.05", "--ranks", "4"]
     code, found, _ = proved(*arguments, directories=[releases(RELEASE)])
     proof = found["proofs"]["label-smoothing"]
