@@ -1,14 +1,12 @@
 """Factories run under the engine's lock: on the real release, none of them imports anything."""
 
-import os
-import subprocess
-import sys
 from textwrap import dedent
 
 import pytest
 
 import shim
 from shim import testing
+from shim.testing import fork_server
 from shim.testing.factories import imports_of_factories
 
 PLAN = shim.plan()
@@ -65,7 +63,5 @@ TWO_THREADS = dedent(
 @pytest.mark.skipif(testing.release() != "0.16.1", reason="one release says it: starting a process takes seconds")
 def test_apply_while_another_thread_imports_megatron():
     """Neither waits for the other."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-c", TWO_THREADS]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = fork_server.run(TWO_THREADS, timeout=120, share_loaded=True)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,8 +1,6 @@
 """mtp-without-te: a model with multi-token prediction can be built without Transformer Engine."""
 
 import contextlib
-import subprocess
-import sys
 
 import megatron.core.transformer.multi_token_prediction as mtp
 import pytest
@@ -11,6 +9,7 @@ import torch
 import shim
 import shim.testing.model
 from shim import testing
+from shim.testing import fork_server
 
 ID = "mtp-without-te"
 NEEDED = shim.plan()[ID].wanted
@@ -97,4 +96,5 @@ assert mtp.is_inference_column_parallel_linear(torch.nn.Linear(1, 1)) is False
 """
     apply = "shim.apply(only=['mtp-without-te'], require=['mtp-without-te'])"
     for when in ({"apply": apply, "later": ""}, {"apply": "", "later": apply}):
-        subprocess.run([sys.executable, "-W", "ignore", "-c", code.format(**when)], check=True)
+        done = fork_server.run(code.format(**when), share_loaded=True)
+        assert done.returncode == 0, done.stderr[-2000:]
