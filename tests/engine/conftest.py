@@ -2,6 +2,7 @@
 
 import pytest
 from fake_world import World, fresh_engine
+from untraced import pytest_runtest_call  # noqa: F401 - a hook
 
 
 @pytest.fixture

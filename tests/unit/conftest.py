@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from unit_helpers import World
+from untraced import pytest_runtest_call  # noqa: F401 - a hook
 
 from shim import _api
 from shim._matrix import load as _matrix
