@@ -25,6 +25,7 @@ from shim.ops import linear_packed_logprobs, packed_logprobs
 
 PROMPTS, GROUP, PROMPT, RESPONSE = 2, 16, 4, 8  # prompts, responses to each; tokens of a prompt, of a response
 TEMPERATURE, CLIP, BONUS, IGNORED = 0.7, 0.2, 0.01, -100
+UPDATES = 8
 BOUND = 1e-6  # a few times the rounding of float32
 VOCABULARY = 8192  # of the step whose memory is shown
 SCRATCH = 1 << 20  # bytes for a tile of the linear form
@@ -179,7 +180,7 @@ def train() -> list[tuple[Any, ...]]:
         model = testing.build_gpt(mtp_num_layers=None, vocab_size=64)  # your model provider
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         generator = torch.Generator().manual_seed(0)
-        for step in range(8):
+        for step in range(UPDATES):
             if step % 2 == 0:  # two updates with each batch: the second one's ratios are not 1
                 batch, reward = roll_out(model, generator)
             own, linear, one = (update(model, batch, way) for way in (own_function, linear_call, one_call))

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.skipif(
 def run(script, *arguments, exit_status=0):
     """As `python script`, in a process that need not load torch again."""
     sets = f"import runpy, sys; sys.path[:0] = [{str(EXAMPLES)!r}]; sys.argv[:] = {[script, *arguments]!r}"
-    done = fork_server.run(f"{sets}; runpy.run_path({str(EXAMPLES / script)!r}, run_name='__main__')")
+    code = f"{sets}; runpy.run_path({str(EXAMPLES / script)!r}, run_name='__main__')"
+    done = fork_server.run(code, share_loaded=True)
     assert done.returncode == exit_status, done.stdout + done.stderr
     return done.stdout
 

@@ -187,4 +187,6 @@ def test_the_example_fails_where_its_two_functions_differ(monkeypatch):
         return logprob, -entropy, mask
 
     monkeypatch.setattr(grpo_loss, "own_function", other_sign)
+    monkeypatch.setattr(grpo_loss, "UPDATES", 1)
+    monkeypatch.setattr(grpo_loss, "VOCABULARY", 64)
     assert grpo_loss.main([]) == 1

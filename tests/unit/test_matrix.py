@@ -405,6 +405,7 @@ def test_the_fast_form_of_other_rules_or_pins_is_not_read(tmp_path, monkeypatch,
     assert load_matrix() == "read"
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "{}", '{"digest": 3}'])
 def test_a_damaged_fast_form_is_not_read(tmp_path, monkeypatch, text):
     """It holds nothing that is not elsewhere."""
