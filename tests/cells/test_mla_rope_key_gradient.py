@@ -17,9 +17,9 @@ ID = "mla-rope-key-gradient"
 MINOR = tuple(int(part) for part in testing.release().split(".")[:2])
 
 
-# In 0.13 the kernels are experimental and off, and 0.20 has others.
+# 0.12 has no kernels, and 0.20 has others.
 FUSION = "megatron.core.fusions.fused_mla_yarn_rope_apply"
-HAS_KERNELS = MINOR >= (0, 14) and hasattr(import_module(FUSION), "ApplyMLARotaryEmbKV")
+HAS_KERNELS = MINOR >= (0, 13) and hasattr(import_module(FUSION), "ApplyMLARotaryEmbKV")
 
 
 @contextlib.contextmanager
@@ -47,6 +47,8 @@ def fused_kernels():
     """What a GPU is needed for, stood in below the functions that attention calls."""
     fusion = import_module(FUSION)
     with contextlib.ExitStack() as stack:
+        # Up to 0.15 they are experimental, and off by default.
+        stack.enter_context(mock.patch("megatron.core.config.ENABLE_EXPERIMENTAL", True))
         for name, kernel in (("KV", rotated), ("Q", rotated_query)):
             function = mock.Mock(apply=kernel)
             stack.enter_context(mock.patch.object(fusion, f"ApplyMLARotaryEmb{name}", function))

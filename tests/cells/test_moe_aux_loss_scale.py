@@ -29,8 +29,8 @@ from shim.testing import Layout
 ID = "moe-aux-loss-scale"
 NEEDED = shim.plan()[ID].wanted
 needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
-# 0.13 gathers tokens into a buffer that other layers write into, which autograd refuses.
-GATHERS = not testing.release().startswith("0.13.")
+# 0.13 and 0.14 gather tokens into a buffer that other layers write into, which autograd refuses.
+GATHERS = not testing.release().startswith(("0.13.", "0.14."))
 CP, EXPERTS = Layout(cp=2), Layout(tp=2, sequence_parallel=True, ep=2 if GATHERS else 1)
 PADDING = [3, 1] if takes_padding_mask() else []
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
