@@ -41,8 +41,9 @@ comma := ,
 # COVERAGE= leaves the measure out, which takes half of the time.
 COVERAGE ?= --cov --cov-report=
 
+# Three processes for two cores, here and in cells: a test that waits for a process or a rank leaves its core to another.
 unit: env  ## the engine, without torch; and the coverage of shim by these tests, branches included
-	$(BIN)/python -m pytest -q -n 2 $(COVERAGE) $(WITHOUT_TORCH)
+	$(BIN)/python -m pytest -q -n 3 $(COVERAGE) $(WITHOUT_TORCH)
 	$(if $(COVERAGE),$(BIN)/python -m coverage report --omit "patches/*$(comma)shim/ops/*$(comma)shim/testing/*")
 
 coverage: env  ## of shim and patches, branches included: the tests without a release, and one release (RELEASE=0.16.1)
@@ -58,10 +59,10 @@ helpers: env  ## shim.testing, shim.ops, and the engine with torch
 	$(BIN)/python -m pytest -q -n 2 $(WITH_TORCH)
 
 # One release per set of bodies, and a patch's own tests once per variant, whose cases they share (make matrix: all on
-# all). tests/support/chosen.py says which; two cells at once, with one thread each.
+# all). tests/support/chosen.py says which; three cells at once, with one thread each.
 cells: env  ## real megatron-core, one process per release
-	SHIM_TEST_ONCE_PER_VARIANT=1 $(BIN)/python -m shim.testing.cells --everyday -- -q -p no:warnings tests/cells tests/examples
-	SHIM_TEST_ONCE_PER_VARIANT=1 $(BIN)/python -m shim.testing.cells --everyday-pairs -- -q -p no:warnings tests/pairs
+	SHIM_TEST_ONCE_PER_VARIANT=1 $(BIN)/python -m shim.testing.cells --everyday --jobs 3 -- -q -p no:warnings tests/cells tests/examples
+	SHIM_TEST_ONCE_PER_VARIANT=1 $(BIN)/python -m shim.testing.cells --everyday-pairs --jobs 3 -- -q -p no:warnings tests/pairs
 
 # One release of each, and one order of imports for each; make integration runs all. Without a package index, and with
 # an empty cache, they are skipped.
