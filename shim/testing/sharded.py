@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import multiprocessing
 import queue
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +118,10 @@ def _results_queue() -> Iterator[Any]:
     if not find_spec(strategies) or not hasattr(import_module(strategies), "async_calls"):
         yield queue.Queue()
         return
-    with multiprocessing.get_context("fork").Manager() as manager:
+    manager = SyncManager(ctx=multiprocessing.get_context("fork"))
+    # The garbage there is this process's. Some of it, such as process groups, crashes a fork that destroys it.
+    manager.start(gc.freeze)
+    with manager:
         yield manager.Queue()
 
 

@@ -4,6 +4,9 @@ Models of mcore-bridge and verl are in tests/integration/test_prove_model.py.
 """
 
 import functools
+import gc
+import os
+import queue
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 
 import shim
 from shim import testing
+from shim.testing import sharded
 from shim.testing.proof import CannotRunError, Here, measure
 from shim.testing.user_model import Build, built
 
@@ -63,6 +67,35 @@ def test_a_release_that_saves_nothing_is_named(name):
 
 
 @pytest.mark.skipif(PLAN["mtp-packed-sequences"].action != "apply", reason="the release packs rows right")
+def test_a_process_that_is_forked_for_a_save_leaves_this_one_s_garbage_alone():
+    """A process group among it would crash it."""
+
+    class Garbage:
+        def __init__(self):
+            self.itself, self.owner = self, os.getpid()
+
+        def __del__(self):
+            if os.getpid() != self.owner:
+                os._exit(1)
+
+    class Collected:
+        """Where it arrives, the collector runs."""
+
+        def __reduce__(self):
+            return gc.collect, ()
+
+    gc.disable()
+    try:
+        Garbage()
+        with sharded._results_queue() as results:
+            if isinstance(results, queue.Queue):
+                pytest.skip("this release forks no process for a whole save")
+            results.put(Collected())
+            assert results.get() is not None
+    finally:
+        gc.enable()
+
+
 def test_on_stock_a_packed_row_is_wrong():
     with shim.patched(only=[]):
         assert states(build, PACKED) == {PACKED: "wrong"}
