@@ -41,7 +41,7 @@ comma := ,
 # COVERAGE= leaves the measure out, which takes half of the time.
 COVERAGE ?= --cov --cov-report=
 
-# Three processes for two cores, here and in cells: a test that waits for a process or a rank leaves its core to another.
+# Three processes for two cores, here and below: a test that waits for a process or a rank leaves its core to another.
 unit: env  ## the engine, without torch; and the coverage of shim by these tests, branches included
 	$(BIN)/python -m pytest -q -n 3 $(COVERAGE) $(WITHOUT_TORCH)
 	$(if $(COVERAGE),$(BIN)/python -m coverage report --omit "patches/*$(comma)shim/ops/*$(comma)shim/testing/*")
@@ -56,7 +56,7 @@ unit-pythons: env  ## what can differ there, on every other Python there is
 	PYTHON=$(BIN)/python sh tests/other_pythons.sh
 
 helpers: env  ## shim.testing, shim.ops, and the engine with torch
-	$(BIN)/python -m pytest -q -n 2 $(WITH_TORCH)
+	$(BIN)/python -m pytest -q -n 3 $(WITH_TORCH)
 
 # One release per set of bodies, and a patch's own tests once per variant, whose cases they share (make matrix: all on
 # all). tests/support/chosen.py says which; three cells at once, with one thread each.
@@ -73,7 +73,7 @@ trainers: env  ## mcore-bridge and verl themselves, on one release
 matrix: export SHIM_TEST_THOROUGH = 1
 matrix: env  ## the same on all 21 releases and main, in every order of imports, and on all pairs with Transformer Engine
 	$(BIN)/python -m pytest -q -n 2 $(WITHOUT_TORCH)
-	SHIM_TEST_EVERY_RELEASE=1 $(BIN)/python -m pytest -q -n 2 $(WITH_TORCH)
+	SHIM_TEST_EVERY_RELEASE=1 $(BIN)/python -m pytest -q -n 3 $(WITH_TORCH)
 	PYTHON=$(BIN)/python SHIM_TEST_EVERY_FILE=1 sh tests/other_pythons.sh
 	SHIM_TEST_ALL_ORDERS=1 $(BIN)/python -m shim.testing.cells --all -- -q -p no:warnings tests/cells tests/examples --ignore tests/cells/layouts
 	$(BIN)/python -m shim.testing.cells --all --jobs 1 -- -q -p no:warnings tests/cells/layouts

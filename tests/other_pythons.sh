@@ -83,6 +83,6 @@ for version in 3.10 3.12 3.13; do
         chosen=$files_of_3_12
     fi
     # shellcheck disable=SC2086 # a list of files, none with a space
-    PYTHONPATH=. "$venv/bin/python" -m pytest -q -n 2 -p no:cacheprovider -m "$marks" $chosen || failed=1
+    PYTHONPATH=. "$venv/bin/python" -m pytest -q -n 3 -p no:cacheprovider -m "$marks" $chosen || failed=1
 done
 exit $failed
