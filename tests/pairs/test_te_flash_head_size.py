@@ -127,7 +127,13 @@ def test_it_differs_from_a_tuple_in_one_equality():
 def test_it_is_traced_as_on_stock():
     """From 2.19 the choice is a part of a compiled graph."""
     module = home()
-    params = module.AttentionParams(qkv_dtype=torch.bfloat16, head_dim_qk=256, head_dim_v=256, attn_mask_type="causal")
+    params = module.AttentionParams(
+        qkv_dtype=torch.bfloat16,
+        head_dim_qk=256,
+        head_dim_v=256,
+        attn_mask_type="causal",
+        core_attention_bias_shape=None,  # 2.19 has a shape by default, which FlashAttention does not take
+    )
 
     def step(value):
         return value + 1 if module.get_attention_backend(params)[0] else value - 1
