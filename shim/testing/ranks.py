@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -23,6 +22,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from .forks import forking
 
 __all__ = ["RankError", "Ranks"]
 
@@ -157,13 +158,12 @@ class Ranks:
         # Else every process would write the buffered output again.
         sys.stdout.flush()
         sys.stderr.flush()
-        with warnings.catch_warnings():
+        with forking() as collect_what_comes, warnings.catch_warnings():
             # Python 3.12 warns about threads at a fork. torch's threads hold no lock between two calls.
             warnings.simplefilter("ignore", DeprecationWarning)
             for rank in range(self.world):
-                process = context.Process(
-                    target=_serve, args=(rank, pipes, self._directory), name=f"rank {rank}", daemon=True
-                )
+                given = (rank, pipes, self._directory, collect_what_comes)
+                process = context.Process(target=_serve, args=given, name=f"rank {rank}", daemon=True)
                 process.start()
                 self._processes.append(process)
         for _, theirs in pipes:
@@ -201,7 +201,7 @@ def _leave_single_world() -> None:
     dist.destroy_process_group()
 
 
-def _serve(rank: int, pipes: list[Any], directory: Path) -> None:
+def _serve(rank: int, pipes: list[Any], directory: Path, collect_what_comes: Callable[[], None]) -> None:
     """Main loop of a rank. Ends when the parent closes its end of the pipe or is gone."""
     connection = pipes[rank][1]
     for other, (parents, ranks) in enumerate(pipes):
@@ -217,7 +217,7 @@ def _serve(rank: int, pipes: list[Any], directory: Path) -> None:
     torch.set_num_threads(1)
     # A process group inherited from the parent has no threads here, and its destructor would wait for them forever.
     # So no inherited object may be freed, neither as garbage nor when megatron's globals get new values.
-    gc.freeze()
+    collect_what_comes()
     parallel_state = sys.modules.get("megatron.core.parallel_state")
     _kept_alive = [] if parallel_state is None else list(vars(parallel_state).values())
     compiler = sys.modules.get("torch._inductor.async_compile")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import inspect
 import multiprocessing
 import queue
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .forks import forking
 from .proof import CannotRunError
 from .user_model import ModelError, line_of
 
@@ -93,7 +93,7 @@ def _written_here() -> Iterator[None]:
     """Let megatron-core write files without a spawned process that keeps the writers' results, and without psutil.
 
     A spawned process would import the user's main module again. psutil serves only the log. Up to 0.16 megatron-core
-    forks the processes that write, which a rank of `Ranks` may not.
+    forks the processes that write, which a rank of `Ranks` may not, as it is a daemon.
     """
     writer: Any = import_module(WRITER)
     process: Any = multiprocessing.current_process()
@@ -101,6 +101,7 @@ def _written_here() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         process._config["daemon"] = False
         stack.callback(process._config.__setitem__, "daemon", daemon)
+        stack.enter_context(forking())  # up to 0.16 forked processes write the files
         substitutes: dict[str, Any] = {"_results_queue": stack.enter_context(_results_queue())}
         if not getattr(writer, "HAVE_PSUTIL", True):
             substitutes["_process_memory"] = lambda: 0
@@ -119,8 +120,8 @@ def _results_queue() -> Iterator[Any]:
         yield queue.Queue()
         return
     manager = SyncManager(ctx=multiprocessing.get_context("fork"))
-    # The garbage there is this process's. Some of it, such as process groups, crashes a fork that destroys it.
-    manager.start(gc.freeze)
+    with forking() as collect_what_comes:
+        manager.start(collect_what_comes)
     with manager:
         yield manager.Queue()
 

@@ -1,5 +1,7 @@
 """Ranks: results by rank, and errors that say which rank did what."""
 
+import gc
+import multiprocessing.util
 import os
 import subprocess
 import sys
@@ -126,6 +128,45 @@ def test_ranks_compile_after_a_process_that_has_compiled(monkeypatch):
     assert _compile_in_a_thread() == 7
     with Ranks(2) as ranks:
         assert ranks.run(_compile_in_a_thread) == [7, 7]
+
+
+class GarbageOfThisProcess:
+    """As a process group of gloo, which nothing but the process that made it may destroy."""
+
+    def __init__(self):
+        self.itself, self.owner = self, os.getpid()
+
+    def __del__(self):
+        if os.getpid() != self.owner:
+            os._exit(1)
+
+
+def _collects():
+    garbage = GarbageOfThisProcess()
+    garbage.owner = None  # so this rank ends where it is collected
+    del garbage
+    gc.collect()
+
+
+def test_ranks_leave_the_garbage_of_their_parent_alone():
+    """A rank's collector may run as soon as the rank is there. Here it does: it has a threshold of one object."""
+
+    class ThisTest:
+        """Forks are told while it lives."""
+
+    this_test = ThisTest()
+    multiprocessing.util.register_after_fork(this_test, lambda _: gc.set_threshold(1))
+    before = gc.get_threshold()
+    gc.set_threshold(1_000_000)
+    try:
+        GarbageOfThisProcess()
+        with Ranks(2) as ranks:
+            assert len(set(ranks.run(pid))) == 2
+            assert gc.isenabled()
+            with pytest.raises(RankError, match="died"):
+                ranks.run(_collects)  # what comes later is collected
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_two_pools_at_once(ranks):
