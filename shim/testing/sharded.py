@@ -6,12 +6,13 @@ import contextlib
 import inspect
 import multiprocessing
 import queue
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing.managers import SyncManager
-from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from .forks import forking
 from .proof import CannotRunError
 from .user_model import ModelError, line_of
 
-__all__ = ["Shard", "difference_of_shards", "load", "save", "shards_of"]
+__all__ = ["Shard", "checkpoint_writer", "difference_of_shards", "load", "save", "save_state", "shards_of"]
 
 WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
@@ -42,11 +43,16 @@ def save(model: Any, directory: str) -> None:
     Raises ModelError, and CannotRunError where this megatron-core can save no model with this torch.
     """
     _refuse_what_cannot_be_saved()
+    save_state(model.sharded_state_dict(), directory)
+
+
+def save_state(state: Mapping[str, Any], directory: str) -> None:
+    """Save a sharded state dict into an empty directory, on whatever release. Raises ModelError."""
     with _told("saving"):
         from megatron.core import dist_checkpointing
 
         with _written_here():
-            dist_checkpointing.save(model.sharded_state_dict(), directory)
+            dist_checkpointing.save(state, directory)
 
 
 def load(model: Any, directory: str) -> None:
@@ -74,18 +80,27 @@ def _told(doing: str) -> Iterator[None]:
 
 
 def _refuse_what_cannot_be_saved() -> None:
-    from torch.distributed.checkpoint import filesystem
-
-    parameter = inspect.signature(filesystem._write_item).parameters.get("serialization_format")
-    writer = find_spec(WRITER)  # not imported, for which 0.12 needs psutil
-    if not parameter or parameter.default is not parameter.empty or not writer or not writer.origin:
-        return
-    if "serialization_format" in Path(writer.origin).read_text(encoding="utf-8"):
+    with _told("saving"):
+        writer = checkpoint_writer()
+    signature = inspect.signature(writer._write_item, follow_wrapped=False)  # a wrapper may give what is required
+    required = signature.parameters.get("serialization_format")
+    if not required or required.default is not required.empty or "serialization_format" in inspect.getsource(writer):
         return
     raise CannotRunError(
         "megatron-core up to 0.12 saves no checkpoint with torch 2.7 and later: it calls torch's _write_item() without "
-        "serialization_format. Use megatron-core 0.13 and later, or torch 2.6"
+        "serialization_format. Apply checkpoint-write-format, or use megatron-core 0.13 and later, or torch 2.6"
     )
+
+
+def checkpoint_writer() -> Any:
+    """megatron-core's module that writes files. Up to 0.12 it imports psutil, which serves only the log."""
+    if WRITER in sys.modules or find_spec("psutil"):
+        return import_module(WRITER)
+    sys.modules["psutil"] = ModuleType("psutil")
+    try:
+        return import_module(WRITER)
+    finally:
+        del sys.modules["psutil"]
 
 
 @contextlib.contextmanager
@@ -95,7 +110,7 @@ def _written_here() -> Iterator[None]:
     A spawned process would import the user's main module again. psutil serves only the log. Up to 0.16 megatron-core
     forks the processes that write, which a rank of `Ranks` may not, as it is a daemon.
     """
-    writer: Any = import_module(WRITER)
+    writer = checkpoint_writer()
     process: Any = multiprocessing.current_process()
     daemon = process._config.get("daemon")
     with contextlib.ExitStack() as stack:
@@ -103,7 +118,7 @@ def _written_here() -> Iterator[None]:
         stack.callback(process._config.__setitem__, "daemon", daemon)
         stack.enter_context(forking())  # up to 0.16 forked processes write the files
         substitutes: dict[str, Any] = {"_results_queue": stack.enter_context(_results_queue())}
-        if not getattr(writer, "HAVE_PSUTIL", True):
+        if not hasattr(vars(writer).get("psutil"), "Process"):
             substitutes["_process_memory"] = lambda: 0
         before = {name: vars(writer)[name] for name in substitutes if name in vars(writer)}
         for name, value in before.items():

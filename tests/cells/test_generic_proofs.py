@@ -26,7 +26,7 @@ PACKED, RECOMPUTE, AGAIN = "packed-equals-alone", "recompute-equals-none", "pack
 REACHED, SHARDED, SAVED = "recompute-reaches-every-layer", "tensor-parallel-equals-one-rank", "save-and-load"
 UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 build = functools.partial(testing.build_gpt, mtp_num_layers=1)
-CANNOT_SAVE = testing.release().startswith("0.12.")
+CANNOT_SAVE = PLAN["checkpoint-write-format"].wanted
 
 
 def sides(build, *names):
@@ -49,8 +49,7 @@ def adapted(**overrides):
 
 
 def right(*names):
-    """What is expected of a right model. Two proofs save it, which 0.12 cannot with a torch of today."""
-    return {name: "cannot run" if name in (SHARDED, SAVED) and CANNOT_SAVE else "right" for name in names}
+    return dict.fromkeys(names, "right")
 
 
 def test_with_shim_everything_is_right():
@@ -63,10 +62,10 @@ def test_with_shim_everything_is_right():
 @pytest.mark.parametrize("name", [SHARDED, SAVED])
 def test_a_release_that_saves_nothing_is_named(name):
     text = sides(build, name)[name].text
-    assert "megatron-core up to 0.12 saves no checkpoint with torch 2.7" in text and "Use megatron-core 0.13" in text
+    assert "megatron-core up to 0.12 saves no checkpoint with torch 2.7" in text
+    assert "Apply checkpoint-write-format" in text
 
 
-@pytest.mark.skipif(PLAN["mtp-packed-sequences"].action != "apply", reason="the release packs rows right")
 def test_a_process_that_is_forked_for_a_save_leaves_this_one_s_garbage_alone():
     """A process group among it would crash it."""
 
@@ -96,6 +95,7 @@ def test_a_process_that_is_forked_for_a_save_leaves_this_one_s_garbage_alone():
         gc.enable()
 
 
+@pytest.mark.skipif(PLAN["mtp-packed-sequences"].action != "apply", reason="the release packs rows right")
 def test_on_stock_a_packed_row_is_wrong():
     with shim.patched(only=[]):
         assert states(build, PACKED) == {PACKED: "wrong"}
@@ -106,9 +106,7 @@ def test_on_stock_adapters_are_not_trained_under_recompute():
     with shim.patched(only=[]):
         assert states(adapted, RECOMPUTE, REACHED) == {RECOMPUTE: "wrong", REACHED: "wrong"}
     with shim.patched():
-        assert states(adapted, PACKED, RECOMPUTE, AGAIN, REACHED) == dict.fromkeys(
-            (PACKED, RECOMPUTE, AGAIN, REACHED), "right"
-        )
+        assert states(adapted, PACKED, RECOMPUTE, AGAIN, REACHED) == right(PACKED, RECOMPUTE, AGAIN, REACHED)
 
 
 # ---- what the proofs notice
@@ -183,8 +181,6 @@ def keeps_everything(**overrides):
     ],
 )
 def test_a_proof_notices(build, name, text):
-    if name in (SHARDED, SAVED) and CANNOT_SAVE:
-        pytest.skip("the release saves no checkpoint")
     with shim.patched():
         side = sides(build, name)[name]
     assert side.state == "wrong" and text in side.text, side
@@ -268,9 +264,8 @@ def no_language_model(**overrides):
     ],
 )
 def test_what_cannot_run_is_said(build, name, text):
-    if build is deaf and CANNOT_SAVE:
-        pytest.skip("the release saves no checkpoint")
-    side = sides(build, name)[name]
+    with shim.patched(only=["checkpoint-write-format"]):
+        side = sides(build, name)[name]
     assert side.state == "cannot run", side
     assert all(part in side.text for part in text.split(".*")), side.text
 

@@ -1,0 +1,73 @@
+"""checkpoint-write-format: which releases need it, and that it holds on ranks and beside a trainer's own mend."""
+
+import pytest
+import torch.distributed.checkpoint.filesystem as torchs
+
+import shim
+from shim import testing
+from shim.patches.megatron_core.checkpoint_write_format import WRITE_ITEM, bindings
+from shim.patches.megatron_core.checkpoint_write_format_proof import weights_lost
+from shim.testing.proof import Here
+from shim.testing.sharded import checkpoint_writer
+
+ID = "checkpoint-write-format"
+NEEDED = shim.plan()[ID].wanted
+needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+HERE = Here(world=2)
+
+
+def applied():
+    return shim.patched(only=[ID], require=[ID])
+
+
+@needed
+def test_two_ranks_save_their_parts(tmp_path):
+    with applied():
+        assert HERE.run(weights_lost, str(tmp_path), layout=testing.Layout(tp=2)) == [0, 0]
+
+
+@needed
+def test_torchs_own_function_stays():
+    writer, original = checkpoint_writer(), torchs._write_item
+    with applied():
+        assert torchs._write_item is original and writer._write_item is not original
+    assert writer._write_item is original
+
+
+@needed
+@pytest.mark.parametrize("first", ["trainer", "shim"])
+def test_a_trainers_own_mend_may_stay(tmp_path, monkeypatch, first):
+    """Some carry one. It gives the argument where the call has none."""
+    writer = checkpoint_writer()
+
+    def mend():
+        beneath = writer._write_item
+
+        def mended(*args, **kwargs):
+            return beneath(*args, **{"serialization_format": torchs.SerializationFormat.TORCH_SAVE, **kwargs})
+
+        monkeypatch.setattr(writer, "_write_item", mended)
+
+    if first == "trainer":
+        mend()
+    with applied():
+        if first == "shim":
+            mend()
+        assert HERE.run(weights_lost, str(tmp_path)) == [0]
+        monkeypatch.undo()
+
+
+@needed
+def test_an_older_torch_stays_as_it_is():
+    """This function has the parameters of torch 2.6."""
+
+    def older(transforms, stream, data, write_item, storage_key):
+        raise NotImplementedError
+
+    assert bindings("format", {})[WRITE_ITEM](older) is older
+
+
+@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
+def test_this_release_needs_no_patch(tmp_path):
+    assert shim.plan()[ID].action == "upstream"
+    assert HERE.run(weights_lost, str(tmp_path)) == [0]
