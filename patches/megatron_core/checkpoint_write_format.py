@@ -27,13 +27,13 @@ def _write_item(original: Function) -> Function:
     parameters = inspect.signature(original).parameters
     if FORMAT not in parameters or parameters[FORMAT].default is not inspect.Parameter.empty:
         return original
-    from torch.distributed.checkpoint.filesystem import SerializationFormat
-
     place = list(parameters).index(FORMAT)
 
     @functools.wraps(original)
     def _write_item(*args: Any, **kwargs: Any) -> Any:
         if len(args) <= place:
+            from torch.distributed.checkpoint.filesystem import SerializationFormat
+
             kwargs.setdefault(FORMAT, SerializationFormat.TORCH_SAVE)
         return original(*args, **kwargs)
 
