@@ -22,7 +22,7 @@ from .forks import forking
 from .proof import CannotRunError
 from .user_model import ModelError, line_of
 
-__all__ = ["Shard", "checkpoint_writer", "difference_of_shards", "load", "save", "save_state", "shards_of"]
+__all__ = ["Shard", "checkpoint_writer", "difference_of_shards", "load", "save", "save_anyway", "shards_of"]
 
 WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
@@ -43,16 +43,16 @@ def save(model: Any, directory: str) -> None:
     Raises ModelError, and CannotRunError where this megatron-core can save no model with this torch.
     """
     _refuse_what_cannot_be_saved()
-    save_state(model.sharded_state_dict(), directory)
+    save_anyway(model, directory)
 
 
-def save_state(state: Mapping[str, Any], directory: str) -> None:
-    """Save a sharded state dict into an empty directory, on whatever release. Raises ModelError."""
+def save_anyway(model: Any, directory: str) -> None:
+    """`save`, also where this megatron-core will fail. Raises ModelError."""
     with _told("saving"):
         from megatron.core import dist_checkpointing
 
         with _written_here():
-            dist_checkpointing.save(state, directory)
+            dist_checkpointing.save(model.sharded_state_dict(), directory)
 
 
 def load(model: Any, directory: str) -> None:
