@@ -6,13 +6,11 @@ import contextlib
 import inspect
 import multiprocessing
 import queue
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing.managers import SyncManager
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from .forks import forking
 from .proof import CannotRunError
 from .user_model import ModelError, line_of
 
-__all__ = ["Shard", "checkpoint_writer", "difference_of_shards", "load", "save", "save_anyway", "shards_of"]
+__all__ = ["Shard", "difference_of_shards", "load", "save", "save_anyway", "shards_of"]
 
 WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
@@ -81,7 +79,7 @@ def _told(doing: str) -> Iterator[None]:
 
 def _refuse_what_cannot_be_saved() -> None:
     with _told("saving"):
-        writer = checkpoint_writer()
+        writer: Any = import_module(WRITER)
     signature = inspect.signature(writer._write_item, follow_wrapped=False)  # a wrapper may give what is required
     required = signature.parameters.get("serialization_format")
     if not required or required.default is not required.empty or "serialization_format" in inspect.getsource(writer):
@@ -92,25 +90,14 @@ def _refuse_what_cannot_be_saved() -> None:
     )
 
 
-def checkpoint_writer() -> Any:
-    """megatron-core's module that writes files. Up to 0.12 it imports psutil, which serves only the log."""
-    if WRITER in sys.modules or find_spec("psutil"):
-        return import_module(WRITER)
-    sys.modules["psutil"] = ModuleType("psutil")
-    try:
-        return import_module(WRITER)
-    finally:
-        del sys.modules["psutil"]
-
-
 @contextlib.contextmanager
 def _written_here() -> Iterator[None]:
     """Let megatron-core write files without a spawned process that keeps the writers' results, and without psutil.
 
-    A spawned process would import the user's main module again. psutil serves only the log. Up to 0.16 megatron-core
-    forks the processes that write, which a rank of `Ranks` may not, as it is a daemon.
+    A spawned process would import the user's main module again. psutil serves only the log; 0.12 imports it. Up to 0.16
+    megatron-core forks the processes that write, which a rank of `Ranks` may not, as it is a daemon.
     """
-    writer = checkpoint_writer()
+    writer: Any = import_module(WRITER)
     process: Any = multiprocessing.current_process()
     daemon = process._config.get("daemon")
     with contextlib.ExitStack() as stack:
@@ -118,7 +105,7 @@ def _written_here() -> Iterator[None]:
         stack.callback(process._config.__setitem__, "daemon", daemon)
         stack.enter_context(forking())  # up to 0.16 forked processes write the files
         substitutes: dict[str, Any] = {"_results_queue": stack.enter_context(_results_queue())}
-        if not hasattr(vars(writer).get("psutil"), "Process"):
+        if not getattr(writer, "HAVE_PSUTIL", True):
             substitutes["_process_memory"] = lambda: 0
         before = {name: vars(writer)[name] for name in substitutes if name in vars(writer)}
         for name, value in before.items():

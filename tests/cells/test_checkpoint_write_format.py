@@ -1,5 +1,7 @@
 """checkpoint-write-format: which releases need it, and that it holds on ranks and beside a trainer's own mend."""
 
+from importlib import import_module
+
 import pytest
 import torch.distributed.checkpoint.filesystem as torchs
 
@@ -8,7 +10,7 @@ from shim import testing
 from shim.patches.megatron_core.checkpoint_write_format import WRITE_ITEM, bindings
 from shim.patches.megatron_core.checkpoint_write_format_proof import weights_lost
 from shim.testing.proof import Here
-from shim.testing.sharded import checkpoint_writer
+from shim.testing.sharded import WRITER
 
 ID = "checkpoint-write-format"
 NEEDED = shim.plan()[ID].wanted
@@ -28,7 +30,7 @@ def test_two_ranks_save_their_parts(tmp_path):
 
 @needed
 def test_torchs_own_function_stays():
-    writer, original = checkpoint_writer(), torchs._write_item
+    writer, original = import_module(WRITER), torchs._write_item
     with applied():
         assert torchs._write_item is original and writer._write_item is not original
     assert writer._write_item is original
@@ -38,7 +40,7 @@ def test_torchs_own_function_stays():
 @pytest.mark.parametrize("first", ["trainer", "shim"])
 def test_a_trainers_own_mend_may_stay(tmp_path, monkeypatch, first):
     """Some carry one. It gives the argument where the call has none."""
-    writer = checkpoint_writer()
+    writer = import_module(WRITER)
 
     def mend():
         beneath = writer._write_item
