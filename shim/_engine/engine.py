@@ -31,6 +31,7 @@ from shim._engine.contexts import Context, Contexts
 from shim._engine.deferred_log import DeferredLog, logger
 from shim._engine.factories import Factories
 from shim._engine.import_hook import ImportHook
+from shim._engine.modules import import_what_binding_needs
 from shim._engine.relied import with_relied_on
 from shim._engine.report import Report
 from shim._engine.stand_ins import StandIns
@@ -76,6 +77,8 @@ class Engine:
 
     def find_conflicts(self, plan: Plan) -> Plan:
         """The plan with the conflicts that adopt() would find now."""
+        if self._misses(plan, ()):
+            import_what_binding_needs()
         with self.lock:
             return with_conflicts(plan, self.binder)
 

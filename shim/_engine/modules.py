@@ -10,9 +10,21 @@ from typing import Any
 
 from shim._engine.aliases import namespace_of
 
-__all__ = ["Modules", "is_initialising", "is_lazy"]
+__all__ = ["Modules", "import_what_binding_needs", "is_initialising", "is_lazy"]
 
 _LAZY: type = importlib.util._LazyModule  # type: ignore[attr-defined]
+_FOR_BINDING = ("dis", "inspect", "logging", "tokenize", "shim._engine.signatures")
+
+
+def import_what_binding_needs() -> None:
+    """Import what the engine uses under its lock where a module with a target is loaded. Called without the lock.
+
+    A thread in the import hook holds importlib's lock while it waits for the engine's. A thread that imported under the
+    engine's lock would wait for the former. These modules are not imported at the top: a plan does without, and so does
+    an apply() before megatron-core is imported.
+    """
+    for name in _FOR_BINDING:
+        importlib.import_module(name)
 
 
 def is_lazy(module: object) -> bool:

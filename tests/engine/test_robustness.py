@@ -471,3 +471,33 @@ def test_a_revert_hides_no_finder_from_an_import_under_way(patched_world):
         shim.revert()
     assert [finder for finder in others if finder not in seen] == []
     assert sys.meta_path == others
+
+
+@pytest.mark.parametrize("foreign", ["nothing", "another function", "a wrapper"])
+def test_nothing_is_imported_under_the_engines_lock(tree, foreign):
+    """The import hook waits for that lock while importlib holds its own, for which such an import would wait."""
+    run(
+        f"""
+        imported = []
+
+        class Asked:
+            @staticmethod
+            def find_spec(name, path=None, target=None):
+                if _engine.ENGINE.lock._is_owned():
+                    imported.append(name)
+
+        ops = load(CORE + "ops")
+        def another(x, scale=2): return x * scale
+        def around(x, scale=2, *, beneath=ops.double): return beneath(x, scale)
+        ops.double = {{"another function": another, "a wrapper": around}}.get({foreign!r}, ops.double)
+        sys.meta_path.insert(0, Asked)
+        shim.plan()
+        shim.apply()
+        load(CORE + "layers")
+        shim.status()
+        shim.check()
+        shim.revert()
+        expect(not imported, imported)
+        """,
+        tree,
+    )
