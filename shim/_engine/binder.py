@@ -209,7 +209,7 @@ class Binder:
 
     def _build(self, chain: Chain, layers: tuple[Layer, ...]) -> Change:
         """Let the factories build the new object of the target, from the inside out. Writes nothing."""
-        from shim._engine.signatures import misfit  # here, because inspect is needed only once something is bound
+        from shim._engine.signatures import misfit  # loaded by now: see import_what_binding_needs
 
         inner = unwrap(chain.base)
         for layer in layers:
