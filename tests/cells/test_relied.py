@@ -18,6 +18,8 @@ def relied_on():
             *path, name = qualname.split(".")
             owner = functools.reduce(getattr, path, import_module(module))
             value = vars(owner).get(name)
+            if hasattr(getattr(value, "__func__", None), "__wrapped__"):
+                continue  # decorated as well as static: whatever decorated it may have made what stands there
             if isinstance(getattr(value, "__func__", value), types.FunctionType):
                 yield decision.id, body, owner, name, value
 
