@@ -63,7 +63,7 @@ def test_with_shim_everything_is_right():
 def test_a_release_that_saves_nothing_is_named(name):
     text = sides(build, name)[name].text
     assert "megatron-core up to 0.12 saves no checkpoint with torch 2.7" in text
-    assert "Apply checkpoint-write-format" in text
+    assert "Apply checkpoint-write-format" in text and "use megatron-core 0.13" in text
 
 
 def test_a_process_that_is_forked_for_a_save_leaves_this_one_s_garbage_alone():
