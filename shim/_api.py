@@ -140,7 +140,8 @@ def apply(
 
     only, exclude: patch ids to apply, or to leave out.
     kinds: the kinds to apply, of correctness, compat, performance and feature.
-    require: patch ids. NotMetError, with nothing applied, where one of them is neither applied nor upstream.
+    require: patch ids. NotMetError, with nothing applied, where one of them is not applied, and
+        the release was not seen to be right without it (upstream, not-needed).
     strict: NotMetError where a correctness patch has drifted or is in conflict.
     on_drift: "skip" leaves a drifted patch out, "error" raises, "apply" applies it where the signature still fits.
         "known" is as "skip", but contracts do not count: a body that nobody has seen is drifted.

@@ -28,6 +28,7 @@ def switched_off(id: str, names: tuple[str, ...]) -> tuple[str, str]:
 STATES = (
     "applied",
     "upstream",
+    "not-needed",
     "not-installed",
     "out-of-range",
     "excluded",

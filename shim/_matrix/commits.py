@@ -6,10 +6,13 @@ from collections.abc import Mapping
 
 from shim._record import EMPTY, Record
 
-__all__ = ["MAIN", "NONE", "UPSTREAM", "Commit"]
+__all__ = ["MAIN", "NONE", "NOT_NEEDED", "RIGHT", "UPSTREAM", "Commit"]
 
 MAIN = "main"  # the branch of tomorrow's release
-UPSTREAM = "upstream"  # stands for a variant: the releases that are right without the patch
+# What stands for a variant where a release is right without the patch: it has fixed the defect, or never had it.
+UPSTREAM = "upstream"
+NOT_NEEDED = "not-needed"
+RIGHT = (UPSTREAM, NOT_NEEDED)
 NONE = "none"  # stands for a variant: the patch has no pin on the commit, whatever the rules say
 
 
@@ -19,7 +22,8 @@ class Commit(Record):
     commit: its hash, 40 digits. `name` is the beginning of it.
     version: what the sources say of themselves, as a pre-release where they come before the release.
     date: the day it was committed (UTC).    of: the branch or tag that it is of, and who pins it.
-    variants: the variant, UPSTREAM or NONE of a patch by id, where the rules for `version` are wrong on this commit.
+    variants: the variant, UPSTREAM, NOT_NEEDED or NONE of a patch by id, where the rules for `version` are wrong on
+        this commit.
     """
 
     name: str

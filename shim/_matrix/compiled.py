@@ -14,12 +14,24 @@ from typing import Any
 
 from shim._matrix.commits import Commit
 from shim._matrix.declared import Declared
-from shim._matrix.model import UPSTREAM, Matrix, Mended, Needs, PatchEntry, Rule, StandIn, Variable, Variant
+from shim._matrix.model import (
+    UPSTREAM,
+    Decided,
+    Matrix,
+    Needs,
+    PatchEntry,
+    Place,
+    Rule,
+    Sign,
+    StandIn,
+    Variable,
+    Variant,
+)
 
 __all__ = ["FILE", "read_compiled", "render_compiled"]
 
 FILE = Path(__file__).with_name("matrix.json")
-FORMAT = 9  # raise it with every change of the file's form or of the records in it
+FORMAT = 10  # raise it with every change of the file's form or of the records in it
 
 
 def render_compiled(matrix: Matrix, digest: str, lock: bytes) -> str:
@@ -122,8 +134,15 @@ def _patch(entry: dict[str, Any]) -> PatchEntry:
     entry["declared"] = {name: _declared(given) for name, given in entry["declared"].items()}
     entry["variables"] = tuple(map(Variable.from_plain, entry["variables"]))
     entry["stand_ins"] = tuple(StandIn(given["package"], tuple(given["modules"])) for given in entry["stand_ins"])
-    entry["mended"] = tuple(Mended(given["target"], tuple(given["has"]), given["note"]) for given in entry["mended"])
+    entry["decided"] = tuple(map(Decided.from_plain, entry["decided"]))
+    for name in ("mended", "lacking"):
+        entry[name] = tuple(map(_sign, entry[name]))
     return PatchEntry.from_plain(entry)
+
+
+def _sign(given: dict[str, Any]) -> Sign:
+    places = (Place(place["target"], tuple(place["has"]), tuple(place["lacks"])) for place in given["places"])
+    return Sign(tuple(places), given["note"])
 
 
 def _variant(given: dict[str, Any]) -> Variant:

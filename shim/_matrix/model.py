@@ -9,7 +9,7 @@ from typing import Any
 from packaging.version import Version
 
 from shim._errors import MatrixError
-from shim._matrix.commits import NONE, UPSTREAM, Commit
+from shim._matrix.commits import NONE, NOT_NEEDED, RIGHT, UPSTREAM, Commit
 from shim._matrix.declared import Declared
 from shim._record import EMPTY, Record
 from shim._releases.detect import PATCHED
@@ -21,15 +21,19 @@ __all__ = [
     "CHANGES",
     "Commit",
     "DISTRIBUTIONS",
+    "Decided",
     "KINDS",
+    "NOT_NEEDED",
+    "RIGHT",
     "UPSTREAM",
     "Matrix",
-    "Mended",
     "Needs",
     "PatchEntry",
     "Pin",
     "Pinned",
+    "Place",
     "Rule",
+    "Sign",
     "StandIn",
     "Variable",
     "Variant",
@@ -68,11 +72,33 @@ class Needs(Record):
     returns: tuple[str, ...] = ()
 
 
-class Mended(Record):
-    """Phrases in the body `target` which show that a release has mended the defect in its own way. `note` says how."""
+class Place(Record):
+    """One place of a sign: the body `target` has the phrases of `has` in this order, and none of `lacks`.
+
+    Without phrases: there is no `target`.
+    """
 
     target: str
-    has: tuple[str, ...]
+    has: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
+
+
+class Sign(Record):
+    """What shows that a release is right without the patch: all of `places`. `note` says why it is right then."""
+
+    places: tuple[Place, ...]
+    note: str
+
+
+class Decided(Record):
+    """What a person has decided about a body that speaks for nothing by itself: a release with it gets `gives`.
+
+    gives: a variant, UPSTREAM or NOT_NEEDED.    note: why, in words.
+    """
+
+    target: str
+    body: str
+    gives: str
     note: str
 
 
@@ -118,12 +144,21 @@ class Variant(Record):
 
 
 class Rule(Record):
-    """Ranges over distributions. When all hold, the release gets `variant` (None: it needs no patch)."""
+    """Ranges over distributions. When all hold, the release gets `variant`.
+
+    Where `variant` is None, the release is right without the patch, and `right` says how: UPSTREAM or NOT_NEEDED.
+    """
 
     ranges: Mapping[str, str]
     variant: str | None
     note: str = ""
     line: int = 0
+    right: str = UPSTREAM
+
+    @property
+    def gives(self) -> str:
+        """The variant, or how the release is right."""
+        return self.variant or self.right
 
     def holds(self, versions: Mapping[str, Version], but: Collection[str] = ()) -> bool:
         """Whether all ranges hold. Ranges over the distributions in `but` do not count."""
@@ -164,7 +199,7 @@ Pinned = Mapping[str, Mapping[str, Sequence[str]]]  # of one variant: target -> 
 
 
 class Pin(Record):
-    """One patch on one release, as `shim pin` measured it: the variant (None: upstream) and the fingerprints."""
+    """One patch on one release, as `shim pin` measured it: the variant (None: right) and the fingerprints."""
 
     variant: str | None
     fingerprints: Mapping[str, str]
@@ -189,7 +224,9 @@ class PatchEntry(Record):
     declared: Mapping[str, Declared] = None  # type: ignore[assignment]
     variables: tuple[Variable, ...] = ()
     stand_ins: tuple[StandIn, ...] = ()
-    mended: tuple[Mended, ...] = ()
+    mended: tuple[Sign, ...] = ()  # each shows that a release has fixed the defect
+    lacking: tuple[Sign, ...] = ()  # each shows that a release never had it
+    decided: tuple[Decided, ...] = ()
     pairs: tuple[Rule, ...] = ()  # releases that are wrong together, each note says how; they decide nothing
     line: int = 0
 
@@ -282,7 +319,7 @@ class Matrix(Record):
         return str(self.commits.get(distribution, {}).get(name, name))
 
     def wanted(self, patch: str, name: str) -> str | None:
-        """The variant that a release or commit is pinned with, or UPSTREAM. None where the patch has no pin there.
+        """The variant of a release or commit, UPSTREAM or NOT_NEEDED. None where the patch has no pin there.
 
         What the rules say of the version, unless the commit says otherwise.
         """
@@ -292,7 +329,12 @@ class Matrix(Record):
             chosen = commit.variants[patch]
             return None if chosen == NONE else chosen
         rule = entry.pinned_rule(self.version(entry.distribution, name))
-        return None if rule is None else rule.variant or UPSTREAM
+        return None if rule is None else rule.gives
+
+    def pinned_as(self, patch: str, name: str) -> str | None:
+        """The key of its pin on a release or commit: a variant, or UPSTREAM for all that is right without the patch."""
+        wanted = self.wanted(patch, name)
+        return UPSTREAM if wanted in RIGHT else wanted
 
     def known_bodies(self, patch: str, variant: str) -> Mapping[str, Collection[str]]:
         """The pinned bodies of a variant, by target."""
@@ -300,17 +342,29 @@ class Matrix(Record):
             return {target: text.split() for target, text in self.bodies.get(patch, {}).get(variant, {}).items()}
         return self.pinned.get(patch, {}).get(variant, {})
 
-    def healthy_like(self, patch: str, found: Callable[[str], str]) -> tuple[str, dict[str, str]] | None:
-        """The first release or commit that needs no patch and has the bodies that `found` gives, and these bodies."""
-        healthy = self.pinned.get(patch, {}).get(UPSTREAM, {})
-        every = [(target, body, releases) for target, bodies in healthy.items() for body, releases in bodies.items()]
-        differing: set[str] = set()
-        for target, body, releases in every:
-            if not differing.issuperset(releases) and found(target) != body:
-                differing.update(releases)
-        alike = {release for _, _, releases in every for release in releases} - differing
-        name = next((name for name in self.names(self.patches[patch].distribution) if name in alike), None)
-        return None if name is None else (name, {target: body for target, body, having in every if name in having})
+    def right_like(
+        self, patch: str, found: Callable[[str], str], missing: Callable[[str], bool]
+    ) -> tuple[str, dict[str, str]] | None:
+        """The first release or commit that is right without the patch and has the same bodies, and these bodies.
+
+        All bodies of the patch count: what the release has, `found` gives alike, and what it lacks is missing here too.
+        """
+        right = self.pinned.get(patch, {}).get(UPSTREAM, {})
+        entry = self.patches[patch]
+        having: dict[str, dict[str, str]] = {}
+        for target, bodies in right.items():
+            for body, releases in bodies.items():
+                for release in releases:
+                    having.setdefault(release, {})[target] = body
+        for name in self.names(entry.distribution):
+            known = having.get(name)
+            if (
+                known
+                and all(found(target) == body for target, body in known.items())
+                and all(target in known or missing(target) for target in entry.bodies)
+            ):
+                return name, known
+        return None
 
     def known(self, patch: str) -> Iterable[tuple[str, Pin]]:
         """Every pin of a patch with the release or commit that has it, in the order of `names`."""

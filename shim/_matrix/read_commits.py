@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from shim._matrix.commits import NONE, UPSTREAM, Commit
+from shim._matrix.commits import NONE, RIGHT, Commit
 from shim._matrix.model import DISTRIBUTIONS
 
 if TYPE_CHECKING:
@@ -82,8 +82,8 @@ def _check_variants(
         if id not in patches or patches[id].distribution != distribution:
             raise read.fail(node, f"commit {commit.name} has a variant of {id!r}, which is no patch of {distribution}")
         known = patches[id].variants
-        if variant not in (*known, UPSTREAM, NONE):
-            choices = ", ".join([*known, UPSTREAM, NONE])
+        if variant not in (*known, *RIGHT, NONE):
+            choices = ", ".join([*known, *RIGHT, NONE])
             raise read.fail(node, f"commit {commit.name} gets variant {variant!r} of {id}; it can get {choices}")
         if NONE in known:
             raise read.fail(node, f"no variant of {id} can be called {NONE!r} where a commit names variants")

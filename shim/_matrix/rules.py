@@ -14,6 +14,8 @@ from shim._matrix.model import (
     CHANGES,
     DISTRIBUTIONS,
     KINDS,
+    NOT_NEEDED,
+    RIGHT,
     UPSTREAM,
     Matrix,
     PatchEntry,
@@ -25,7 +27,7 @@ from shim._matrix.model import (
 )
 from shim._matrix.pins import read_pins
 from shim._matrix.read_commits import read_commits
-from shim._matrix.read_needs import read_mended, with_contracts
+from shim._matrix.read_needs import read_decided, read_signs, with_contracts
 from shim._matrix.read_options import read_declared
 from shim._matrix.reader import Reader, compose
 from shim._record import replace
@@ -48,6 +50,7 @@ PATCH_KEYS = {
     "variants": True,
     "applies": False,
     "upstream": False,
+    "not_needed": False,
     "references": False,
     "met_by": False,
     "delete_when": True,
@@ -56,6 +59,8 @@ PATCH_KEYS = {
     "stand_ins": False,
     "contracts": False,
     "mended": False,
+    "lacking": False,
+    "decided": False,
     "pairs": False,
 }
 VARIABLE_KEYS = {**dict.fromkeys(("value", "before", "option", "without"), True), **dict.fromkeys(DISTRIBUTIONS, False)}
@@ -144,14 +149,14 @@ def _stand_ins(read: Reader, node: yaml.Node) -> Iterator[StandIn]:
 
 
 def _rules(read: Reader, node: yaml.Node, what: str, variants: Collection[str] = ()) -> Iterator[Rule]:
-    """The rules in a list. Each names one of `variants`. Without `variants` it is the list under ``upstream``."""
+    """The rules in a list. Each names one of `variants`. Without `variants` it lists releases that are right."""
     for item in read.sequence(node, what):
         entries = read.mapping(item, "a rule", {**RULE_KEYS, "variant": True} if variants else RULE_KEYS)
         name = read.text(entries["variant"], "variant") if variants else None
         if name is not None and name not in variants:
             known = ", ".join(variants)
             raise read.fail(entries["variant"], f"there is no variant {name!r}; known are {known}")
-        yield _rule(read, item, entries, name)
+        yield _rule(read, item, entries, name, NOT_NEEDED if what == "not_needed" else UPSTREAM)
 
 
 def _rules_of(read: Reader, variant: str, node: yaml.Node) -> Iterator[Rule]:
@@ -167,12 +172,14 @@ def _pairs(read: Reader, node: yaml.Node) -> Iterator[Rule]:
         yield _rule(read, item, entries, None)
 
 
-def _rule(read: Reader, item: yaml.Node, entries: Mapping[str, yaml.Node], variant: str | None) -> Rule:
+def _rule(
+    read: Reader, item: yaml.Node, entries: Mapping[str, yaml.Node], variant: str | None, right: str = UPSTREAM
+) -> Rule:
     ranges = {d: read.range(entries[d], d) for d in DISTRIBUTIONS if d in entries}
     if not ranges:
         raise read.fail(item, f"a rule needs a range over one of {', '.join(DISTRIBUTIONS)}")
     note = read.text(entries["note"], "note") if "note" in entries else ""
-    return Rule(ranges, variant, note, item.start_mark.line + 1)
+    return Rule(ranges, variant, note, item.start_mark.line + 1, right)
 
 
 def _check_targets(read: Reader, node: yaml.Node, entry: PatchEntry, matrix: Matrix) -> None:
@@ -200,8 +207,8 @@ def _patch(read: Reader, id: str, node: yaml.Node, module_exists: Callable[[str]
     rules: list[Rule] = []
     for name, item in read.mapping(entries["variants"], f"variants of {id}").items():
         given = read.mapping(item, f"variant {name}", VARIANT_KEYS)
-        if name == UPSTREAM:
-            raise read.fail(item, f"no variant can be called {UPSTREAM}: releases that are right are pinned as that")
+        if name in RIGHT:
+            raise read.fail(item, f"no variant can be called {name}: that is said of releases that are right")
         variants[name] = _variant(read, name, item, given)
         rules += _rules_of(read, name, given["applies"]) if "applies" in given else ()
     if not variants:
@@ -209,7 +216,8 @@ def _patch(read: Reader, id: str, node: yaml.Node, module_exists: Callable[[str]
     if "contracts" in entries:
         variants = with_contracts(read, entries["contracts"], variants)
     rules += _rules(read, entries["applies"], "applies", variants) if "applies" in entries else ()
-    rules += _rules(read, entries["upstream"], UPSTREAM) if "upstream" in entries else ()
+    for key in ("upstream", "not_needed"):
+        rules += _rules(read, entries[key], key) if key in entries else ()
     unused = [name for name in variants if all(rule.variant != name for rule in rules)]
     if unused:
         raise read.fail(entries["variants"], f"no rule of {id} leads to the variant {unused[0]!r}")
@@ -235,7 +243,9 @@ def _patch(read: Reader, id: str, node: yaml.Node, module_exists: Callable[[str]
         declared=declared,
         variables=tuple(_variables(read, entries["variables"], options)) if "variables" in entries else (),
         stand_ins=tuple(_stand_ins(read, entries["stand_ins"])) if "stand_ins" in entries else (),
-        mended=tuple(read_mended(read, entries["mended"])) if "mended" in entries else (),
+        mended=tuple(read_signs(read, entries["mended"], "mended")) if "mended" in entries else (),
+        lacking=tuple(read_signs(read, entries["lacking"], "lacking")) if "lacking" in entries else (),
+        decided=tuple(read_decided(read, entries["decided"], variants)) if "decided" in entries else (),
         pairs=tuple(_pairs(read, entries["pairs"])) if "pairs" in entries else (),
         line=node.start_mark.line,
     )

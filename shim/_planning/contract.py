@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from shim._errors import SourceError
-from shim._matrix.model import Needs
+from shim._matrix.model import Needs, Place, Sign
+from shim._releases.detect import DISTRIBUTIONS
 from shim._releases.fingerprint import FunctionNode, definitions, split_target
 from shim._releases.phrases import in_order, nodes_of, returns_only, stands_in
 from shim._releases.sources import Sources
 
-__all__ = ["breach", "has_phrases"]
+__all__ = ["breach", "shows"]
 
 
 def breach(sources: Sources, body: str, needs: Needs) -> str:
@@ -25,14 +26,35 @@ def breach(sources: Sources, body: str, needs: Needs) -> str:
         return f"{body} is nested too deeply to be read"
 
 
-def has_phrases(sources: Sources, body: str, phrases: Sequence[str]) -> bool:
-    """Whether the body has all of `phrases`, in their order. False where it cannot be read."""
+def shows(sources: Sources, sign: Sign) -> bool:
+    """Whether all places of a sign are there. False where one cannot be read."""
     try:
-        module, qualname = split_target(body)
-        found = definitions(sources.tree(module), qualname)
-        return bool(found) and all(in_order(phrases, nodes_of(d.node)) is None for d in found)
+        return all(_shows(sources, place) for place in sign.places)
     except (SourceError, RecursionError):
         return False
+
+
+def _shows(sources: Sources, place: Place) -> bool:
+    module, qualname = split_target(place.target)
+    try:
+        found = definitions(sources.tree(module), qualname)
+    except SourceError as error:
+        if error.cause != "missing":
+            raise
+        found = []
+    if not (place.has or place.lacks):
+        return not found and _package_is_there(sources, module)
+    nodes = [nodes_of(definition.node) for definition in found]
+    return bool(nodes) and all(
+        in_order(place.has, each) is None and not any(stands_in(phrase, each) for phrase in place.lacks)
+        for each in nodes
+    )
+
+
+def _package_is_there(sources: Sources, module: str) -> bool:
+    """A name of a package that is not there is missing too, and shows nothing."""
+    packages = (distribution.package for distribution in DISTRIBUTIONS.values())
+    return any(f"{module}.".startswith(f"{package}.") and sources.path(package) is not None for package in packages)
 
 
 def _definitions(sources: Sources, body: str) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:

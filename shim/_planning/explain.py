@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from shim._errors import SourceError
-from shim._matrix.model import PatchEntry
+from shim._matrix.model import NOT_NEEDED, UPSTREAM, PatchEntry
 from shim._planning.plan import Plan
 from shim._releases.sources import Sources
 
@@ -18,6 +18,9 @@ def patch_docstring(entry: PatchEntry) -> str:
         return ast.get_docstring(Sources().tree(entry.module)) or ""
     except SourceError as error:
         return f"(the file of this patch cannot be read: {error})"
+
+
+_RIGHT = {UPSTREAM: "upstream has fixed it", NOT_NEEDED: "lacks what this patch fixes"}
 
 
 def explanation(plan: Plan, id: str) -> str:
@@ -37,7 +40,7 @@ def explanation(plan: Plan, id: str) -> str:
     lines += ["", "Where it applies:"]
     for rule in entry.rules:
         ranges = ", ".join(f"{name} {spec}" for name, spec in rule.ranges.items())
-        what = f"variant {rule.variant}" if rule.variant else "upstream has it"
+        what = f"variant {rule.variant}" if rule.variant else _RIGHT[rule.right]
         lines.append(f"  {ranges}: {what}" + (f" ({rule.note})" if rule.note else ""))
     for variant in entry.variants.values():
         lines.append(f"Variant {variant.name}:")

@@ -8,8 +8,8 @@ from functools import cached_property
 from packaging.version import Version
 
 from shim._errors import SourceError
-from shim._matrix.model import Matrix, Mended, PatchEntry, Pin, Variant
-from shim._record import EMPTY, Record
+from shim._matrix.model import NOT_NEEDED, UPSTREAM, Matrix, PatchEntry, Pin, Rule, Variant
+from shim._record import EMPTY, Record, replace
 from shim._releases.detect import Environment
 from shim._releases.fingerprint import fingerprint, signature_part, split_target
 
@@ -21,13 +21,14 @@ GONE = ""  # stands for the fingerprint of a body that cannot be found or read
 class Match(Record):
     """What the installed sources mean for one patch.
 
-    state: ``apply``, ``upstream``, ``not-installed``, ``out-of-range`` or ``drifted``.
+    state: ``apply``, ``upstream``, ``not-needed``, ``not-installed``, ``out-of-range`` or ``drifted``.
     fingerprints: those of the bodies of `variant`.
     drifted: the bodies that are neither known with this variant nor keep its contract, each with the reason.
     kept: the bodies that are not known, but keep their contracts, each with the reason why it is not known.
     breaches: how those of `drifted` that have a contract break it.
     signatures_fit: whether every target can still be called as the patch calls it.
-    cause: why the first of `drifted` is not known: "changed", "unpinned", or the cause of its SourceError.
+    cause: why the first of `drifted` is not known: "changed", "unpinned", or the cause of its SourceError. "unshown":
+        the version is one of those that are right without the patch, and nothing shows that this release is.
     """
 
     state: str
@@ -151,13 +152,9 @@ class _Bodies:
 
         return min(variants, key=distance)
 
-    def all_absent(self, variants: list[Variant]) -> bool:
-        """Whether all targets of these variants are missing. A file that cannot be read may hold one."""
-        return all(
-            self.found(target, variant.inherits(target)) == GONE and self.problems[target].cause == "missing"
-            for variant in variants
-            for target in variant.targets
-        )
+    def missing(self, target: str) -> bool:
+        """Whether there is no such body. A file that cannot be read may hold one."""
+        return self.found(target) == GONE and self.problems[target].cause == "missing"
 
 
 def _beyond(entry: PatchEntry, versions: Mapping[str, Version], matrix: Matrix) -> bool:
@@ -199,37 +196,60 @@ def match(entry: PatchEntry, environment: Environment, matrix: Matrix) -> Match:
             those = "the body of {} is that" if len(found) == 1 else f"all {len(found)} bodies of {{}} are those"
             reason = f"{those.format(release)} of variant {variant.name}, whatever its version"
             return Match("apply", reason, variant.name, found)
-    like = matrix.healthy_like(entry.id, bodies.found)
+    right = _right(bodies, rule, release)
+    if right is not None:
+        return right
+    # A version that is said to be right, with bodies that nobody has seen: the defect may still be there.
+    unshown = rule is not None and rule.variant is None
+    choices = possible or list(entry.variants.values())
+    if unshown:  # another distribution may decide that these very bodies need no patch
+        choices = [v for v in entry.variants.values() if bodies.all_known(v.name, bodies.of(v))] or choices
+    if candidate is None and not unshown and not (possible and _beyond(entry, versions, matrix)):
+        return Match("out-of-range", f"{release} lies outside the ranges of this patch, and its bodies are unknown")
+    variant = bodies.nearest(choices, candidate or choices[-1])
+    kept, broken = bodies.standing(variant)
+    if kept and not broken:
+        return _kept(release, bodies, variant, kept)
+    drift = _drifted(release, bodies, variant)
+    return _unshown(drift, rule, release) if rule is not None and unshown else drift
+
+
+def _right(bodies: _Bodies, rule: Rule | None, release: str) -> Match | None:
+    """What shows that the release is right without the patch: bodies that are known to be, or a sign. None: nothing."""
+    entry, matrix = bodies.entry, bodies.matrix
+    like = matrix.right_like(entry.id, bodies.found, bodies.missing)
     if like is not None:
-        healthy, alike = like
-        reason = f"{release} needs no patch: its bodies are those of {matrix.shown(entry.distribution, healthy)}"
-        reason += note if candidate is None else ""
-        return Match("upstream", reason, None, alike)
-    if rule is not None and rule.variant is None:
-        return Match("upstream", f"{release} has it already{note}")
-    mended = _mended(entry, environment)
-    if mended is not None:
-        return Match("upstream", f"{release} has mended it itself: {mended.note} ({mended.target})")
-    if possible and (candidate is not None or _beyond(entry, versions, matrix)):
-        variant = bodies.nearest(possible, candidate or possible[-1])
-        kept, broken = bodies.standing(variant)
-        if kept and not broken:
-            return _kept(release, bodies, variant, kept)
-    if candidate is None:
-        outside = not possible or not _beyond(entry, versions, matrix)
-        # A release of unknown version is never too old or too new, so missing targets do not put it out of range.
-        if outside or (installed.version is not None and bodies.all_absent(possible)):
-            return Match("out-of-range", f"{release} lies outside the ranges of this patch, and its bodies are unknown")
-    return _drifted(release, bodies, variant)
+        name, alike = like
+        state = matrix.wanted(entry.id, name) or UPSTREAM
+        note = f" ({rule.note})" if rule is not None and rule.variant is None and rule.note else ""
+        shown = matrix.shown(entry.distribution, name)
+        return Match(state, f"{release} {_WORDS[state]}: its bodies are those of {shown}{note}", None, alike)
+    sources = bodies.environment.sources
+    for state, signs in ((UPSTREAM, entry.mended), (NOT_NEEDED, entry.lacking)):
+        if signs:
+            from shim._planning.contract import shows  # here, because a plan on a known release looks for no sign
+
+            sign = next((sign for sign in signs if shows(sources, sign)), None)
+            if sign is not None:
+                where = ", ".join(place.target for place in sign.places)
+                return Match(state, f"{release} {_WORDS[state]}: {sign.note} (seen at {where})")
+    if rule is not None and rule.gives == NOT_NEEDED and all(map(bodies.missing, entry.targets)):
+        note = f" ({rule.note})" if rule.note else ""
+        return Match(NOT_NEEDED, f"{release} {_WORDS[NOT_NEEDED]}: it has nothing of what the patch binds{note}")
+    return None
 
 
-def _mended(entry: PatchEntry, environment: Environment) -> Mended | None:
-    """The first sign that the release has mended the defect in its own way, if any."""
-    if not entry.mended:
-        return None
-    from shim._planning.contract import has_phrases
+_WORDS = {UPSTREAM: "has fixed this itself", NOT_NEEDED: "lacks what this patch fixes"}
 
-    return next((m for m in entry.mended if has_phrases(environment.sources, m.target, m.has)), None)
+
+def _unshown(found: Match, rule: Rule, release: str) -> Match:
+    """A drift, of a release whose version is one of those that are right. The version alone shows nothing."""
+    note = f" ({rule.note})" if rule.note else ""
+    said = "fixed" if rule.gives == UPSTREAM else "without the defect"
+    reason = f"it is not known whether {release} needs this patch: its version is one of those {said}{note}, but "
+    why = found.reason if found.drifted else "nothing in its sources shows it"
+    cause = "unshown" if found.cause in ("", "changed", "missing") else found.cause
+    return replace(found, reason=reason + why, signatures_fit=False, cause=cause)
 
 
 def _kept(release: str, bodies: _Bodies, variant: Variant, kept: Mapping[str, str]) -> Match:
@@ -245,6 +265,8 @@ def _kept(release: str, bodies: _Bodies, variant: Variant, kept: Mapping[str, st
 def _drifted(release: str, bodies: _Bodies, variant: Variant) -> Match:
     found = bodies.of(variant)
     kept, drifted = bodies.standing(variant)
+    if not drifted:  # all bodies are those of a variant, and another distribution has to say whether it is needed
+        return Match("drifted", "", variant.name, found)
     first, why = next(iter(drifted.items()))
     breaches = {target: said for target in drifted if (said := bodies.breach(variant, target))}
     relied = "" if first in variant.targets else ", which the patch relies on"

@@ -13,7 +13,7 @@ from shim._releases.detect import Environment
 __all__ = ["Row", "group", "grouped", "headline", "list_text", "listed", "nothing_installed", "plan_text"]
 
 AMISS = ("drifted", "conflict", "failed", "shadowed")
-NOT_NEEDED = ("upstream", "not-installed")
+NOT_NEEDED = ("upstream", "not-needed", "not-installed")
 
 
 class Row(Record):
@@ -49,7 +49,8 @@ _TITLES = {
     "applied": "{Applied}:",
     "features": "Features {applied}, without effect until you use them (by a flag, an option or a call):",
     "waiting": "Waiting for the import of what they patch:",
-    "upstream": "Not needed, because this release is right:",
+    "upstream": "Not needed, because this release has fixed what they fix:",
+    "not-needed": "Not needed, because this release lacks what they fix:",
 }
 _IN_A_LINE = {"excluded": "Left out", "out-of-range": "For other releases", "not-installed": "Nothing to patch"}
 

@@ -131,6 +131,8 @@ def _drift_remedy(entry: PatchEntry, environment: Environment, matrix: Matrix, f
     if found.cause == "unpinned" or (installed.raw in supported and installed.raw not in pinned):
         command = "make pins" if matrix.shipped else f"shim pin --releases --matrix {matrix.path}"
         return f"run {command}"
+    if found.cause == "unshown":
+        return f"run shim prove {entry.id}, which shows whether {release} is right; if it is, exclude the patch"
     fits = f", or apply it anyway with on_drift='apply' after reading shim explain {entry.id}"
     if not found.signatures_fit:
         fits = (
@@ -161,7 +163,8 @@ def _decide(entry: PatchEntry, environment: Environment, options: Options, matri
         if options.on_drift == "apply" and found.signatures_fit:
             action, reason, remedy = "apply", f"applied to a body that is not known, as asked for: {reason}", ""
         elif options.on_drift == "apply":
-            why = "no signature is pinned" if found.cause == "unpinned" else "the signature of a target changed too"
+            causes = {"unpinned": "no signature is pinned", "unshown": "nothing shows that the patch is needed"}
+            why = causes.get(found.cause, "the signature of a target changed too")
             reason += f"; on_drift='apply' does not help, because {why}"
     return Decision(
         entry.id,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shim._errors import NotMetError
+from shim._matrix.model import RIGHT
 from shim._planning.plan import Decision, Plan
 
 __all__ = ["enforce"]
@@ -28,7 +29,7 @@ def _unmet(plan: Plan, decision: Decision) -> str:
 def enforce(plan: Plan) -> None:
     """Raise NotMetError where the plan does not meet `require`, `strict`, ``on_drift="error"`` or the lock."""
     for decision in plan.decisions.values():
-        met = decision.wanted or decision.action == "upstream"
+        met = decision.wanted or decision.action in RIGHT
         if met or plan.options.disabled:
             continue
         what = f"{decision.id} is {decision.action}: {_unmet(plan, decision)} Nothing was applied."

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shim._matrix.commits import RIGHT
+
 __all__ = ["FAILURES", "Outcome", "Result", "outcome_of", "summary", "verdict_of"]
 
 # In the order in which a summary counts them.
@@ -107,7 +109,7 @@ def verdict_of(action: str, stock: Outcome, patched: Outcome | None) -> tuple[st
             return "cannot run", side.text
         if side is not None and side.state == "broken" and (name == "stock" or stock.state == "right"):
             return "broken", f"{name}: {side.text}"
-    if action == "upstream":
+    if action in RIGHT:
         if stock.state == "right":
             return "upstream", "this release is right"
         return "not mended", "the matrix says that this release is right, and it is not"

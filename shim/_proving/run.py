@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shim._errors import OptionError
-from shim._matrix.model import PatchEntry
+from shim._matrix.model import RIGHT, PatchEntry
 from shim._planning.decision import Decision
 from shim._planning.options import PREFIX
 from shim._planning.plan import Plan
@@ -146,9 +146,7 @@ def _proofs(decision: Decision, entry: PatchEntry, asked: bool) -> Iterator[tupl
         return
     found = proofs_of(entry.module)
     about = [
-        proof
-        for proof in found
-        if decision.action == "upstream" or not proof.variants or decision.variant in proof.variants
+        proof for proof in found if decision.action in RIGHT or not proof.variants or decision.variant in proof.variants
     ]
     if not about:
         yield None, replace(base, reason="it has no proof" if not found else "none of its proofs is about this variant")
@@ -173,7 +171,7 @@ def _missing(proof: Proof, plan: Plan) -> str:
     """Why the installed releases cannot show the defect, or ""."""
     if proof.te and TE not in plan.environment.installed:
         return f"it needs {TE}"
-    absent = [id for id in proof.beside if plan.decisions[id].action not in ("apply", "upstream")]
+    absent = [id for id in proof.beside if plan.decisions[id].action not in ("apply", *RIGHT)]
     return f"it needs {absent[0]} beside it, which is {plan.decisions[absent[0]].action}" if absent else ""
 
 

@@ -14,11 +14,11 @@ from typing import Any
 from packaging.version import Version
 
 from shim._errors import ShimError, SourceError
-from shim._matrix.model import Matrix, PatchEntry, Variant
+from shim._matrix.model import RIGHT, Matrix, PatchEntry
 from shim._planning.match import GONE, Match, match
 from shim._record import replace
 from shim._releases.detect import DISTRIBUTIONS, Environment, Installed
-from shim._releases.fingerprint import definitions, fingerprint, split_target
+from shim._releases.fingerprint import definitions, split_target
 from shim._releases.sources import Sources
 from shim._releases.trees import Fetch, Tree, beside
 from shim._te.names import LostName, lost_names
@@ -29,13 +29,14 @@ __all__ = ["Audit", "Difference", "Finding", "audit"]
 # Every state of a match in words, and "gone", which only an audit tells from "drifted".
 VERDICTS = {
     "apply": "applies as it is",
-    "upstream": "upstream has it",
+    "upstream": "upstream has fixed it",
+    "not-needed": "lacks what it fixes",
     "drifted": "drifted",
     "gone": "target gone",
     "out-of-range": "out of range",
     "not-installed": "not judged",
 }
-FINE = ("apply", "upstream", "out-of-range", "not-installed")  # whoever runs the audit has nothing to do
+FINE = ("apply", *RIGHT, "out-of-range", "not-installed")  # whoever runs the audit has nothing to do
 DIFF_LINES = 60
 LINE_LENGTH = 120  # longer lines are broken at their commas, so that a diff shows the argument that changed
 LINE_LIMIT = 400
@@ -188,9 +189,6 @@ def _finding(entry: PatchEntry, environment: Environment, matrix: Matrix, known:
         return Finding(entry.id, entry.kind, entry.distribution, found.state, reason)
     installed = environment.installed[entry.distribution]
     sources, version = environment.sources, installed.version
-    newest = known.in_newest(entry)
-    if found.state == "out-of-range" and newest and known.newer(entry, version):
-        return _without_targets(entry, entry.variants[newest], environment)
     if found.variant is None:
         return Finding(entry.id, entry.kind, entry.distribution, found.state, found.reason)
     variant = entry.variants[found.variant]
@@ -226,23 +224,6 @@ def _there(sources: Sources, target: str) -> bool:
         return True
 
 
-def _why_lost(sources: Sources, target: str) -> str:
-    try:
-        return f"its fingerprint is {fingerprint(sources, target)}"
-    except SourceError as error:
-        return str(error)
-
-
-def _without_targets(entry: PatchEntry, variant: Variant, environment: Environment) -> Finding:
-    """The finding for a release outside all ranges in which no target of the newest variant can be read."""
-    installed, sources = environment.installed[entry.distribution], environment.sources
-    lost = tuple(Difference(target, True, _why_lost(sources, target)) for target in variant.targets)
-    verdict = "drifted" if any(_there(sources, target) for target in variant.targets) else "gone"
-    release = f"{installed.distribution} {installed.raw or 'of unknown version'}"
-    reason = f"{release} has no target of the newest variant that can be read: {lost[0].why}"
-    return Finding(entry.id, entry.kind, entry.distribution, verdict, reason, variant.name, lost)
-
-
 class _Known:
     """The bodies of pinned releases. Releases are fetched when a diff needs them."""
 
@@ -251,18 +232,6 @@ class _Known:
         self._fetch = fetch
         self._sources: dict[tuple[str, str], Sources | None] = {}
         self.problems: list[str] = []
-
-    def in_newest(self, entry: PatchEntry) -> str:
-        """The variant that the newest supported release gets. "" for none."""
-        supported = self._matrix.supported.get(entry.distribution, ())
-        newest = max(supported, key=Version, default="")
-        pin = self._matrix.pins.get(entry.distribution, {}).get(newest, {}).get(entry.id)
-        return (pin.variant or "") if pin is not None else ""
-
-    def newer(self, entry: PatchEntry, version: Version | None) -> bool:
-        """Whether the release is newer than all supported ones, or of unknown version."""
-        supported = self._matrix.supported.get(entry.distribution, ())
-        return version is None or version > max(map(Version, supported), default=version)
 
     def nearest(
         self, entry: PatchEntry, target: str, found: Match, text: list[str], version: Version | None

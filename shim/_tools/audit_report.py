@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 
+from shim._matrix.model import RIGHT
 from shim._tools.audit import Audit, Difference
 
 __all__ = ["as_markdown", "as_text"]
@@ -40,7 +41,7 @@ def as_markdown(found: Audit) -> str:
     audited += "".join(f", beside {i.distribution} {i.raw or 'of unknown version'}" for i in found.beside)
     lines = [f"### shim audit: {_cell(audited)}", "", "| patch | verdict | |", "|---|---|---|"]
     lines += [f"| {f.id} | {f.words} | {_cell(f.reason)} |" for f in found.findings]
-    right = [finding.id for finding in found.findings if finding.verdict == "upstream"]
+    right = [finding.id for finding in found.findings if finding.verdict in RIGHT]
     if right:
         lines += [
             "",

@@ -70,7 +70,12 @@ def _sentence(text: str) -> str:
 # What each state means, and what a reader can do about it. tests/unit/test_docs.py compares the names with STATES.
 MEANINGS = {
     "applied": ("The patch is in force. shim has just read every binding back from the process.", ""),
-    "upstream": ("The release is right without the patch.", ""),
+    "upstream": (
+        "The release has fixed the defect: all bodies that the patch binds or relies on are those of a release that is "
+        "right, or a sign of the fix was seen. The version alone is never enough.",
+        "",
+    ),
+    "not-needed": ("The release never had the defect, for instance because it lacks the feature. Seen as above.", ""),
     "not-installed": ("The distribution of the patch is not installed.", ""),
     "out-of-range": ("No rule of the matrix speaks of this release.", ""),
     "excluded": ("You left the patch out, by an argument or a variable.", ""),
@@ -173,8 +178,8 @@ KEYS = {
         "version": "The version that the sources have, quoted; as a pre-release where they come before the release.",
         "date": "The day of the commit, quoted. Commits stand in the order of their days.",
         "of": "The branch or the tag; after a comma, who pins the commit.",
-        "variants": "`{patch: variant}`, where the ranges are wrong for this commit. `upstream`: it is right by "
-        "itself. `none`: the patch has no pin there, so its contracts decide.",
+        "variants": "`{patch: variant}`, where the ranges are wrong for this commit. `upstream`: it has "
+        "fixed the defect. `not-needed`: it never had it. `none`: the patch has no pin there, so its contracts decide.",
     },
     "A patch": {
         "summary": "What is right with the patch, in one line.",
@@ -185,7 +190,8 @@ KEYS = {
         "module": "The module with `bindings()`: `shim.patches.DISTRIBUTION.NAME`.",
         "variants": "The variants by name.",
         "applies": "Rules with a key `variant` more, for patches whose rules do not stand in their variants.",
-        "upstream": "Rules for releases that are right without the patch. Their `note` says why.",
+        "upstream": "Rules for releases that have fixed the defect. Their `note` says how.",
+        "not_needed": "Rules for releases that never had the defect, or lack the feature. Their `note` says why.",
         "references": "Pull requests and issues upstream.",
         "met_by": "Who has met the defect or carries a workaround: `NAME issue N`, `NAME pull request N`, or words.",
         "delete_when": "The event after which nobody needs the patch.",
@@ -193,7 +199,9 @@ KEYS = {
         "variables": "Environment variables by name that only count when they are set before an import.",
         "stand_ins": "`{package: [modules]}`: where the package is missing, shim lets these modules run without it.",
         "contracts": "What the patch needs of bodies that nobody has seen, see [contracts.md](contracts.md).",
-        "mended": "Signs that a release has mended the defect in its own way. It then counts as `upstream`.",
+        "mended": "Signs that a release has fixed the defect. With unknown bodies too it is `upstream` then.",
+        "lacking": "Signs that a release never had the defect. It is `not-needed` then.",
+        "decided": "What people decided about bodies of new releases that keep no contract.",
         "pairs": "What two releases get wrong together, by a `note`. `shim plan` names it. It decides no variant.",
     },
     "A variant": {
@@ -227,10 +235,18 @@ KEYS = {
         "returns": "Phrases for what it returns. Every return is one of them.",
         "exact": "`true`: it takes nothing else. For functions that the patch replaces.",
     },
-    "A sign of a mend": {
-        "target": "The function that shows it.",
+    "A sign": {
+        "target": "The function that shows it. Without phrases: that it is missing shows it.",
         "has": "Phrases that stand in it in this order.",
-        "note": "How the release does it, in one line.",
+        "lacks": "Phrases that do not stand in it.",
+        "places": "Instead of one target: a list of targets with phrases. All of them together are the sign.",
+        "note": "Why the release is right then, in one line.",
+    },
+    "A decision": {
+        "target": "The target or read that was read.",
+        "body": "The fingerprint that it had. The decision is about no other body.",
+        "as": "The variant, `upstream` or `not-needed` that a release with this body gets.",
+        "note": "What has changed, and why it is beside the point.",
     },
     "An option": {
         "default": "The value without an argument. An option that is not a mapping is its default.",
@@ -257,7 +273,8 @@ TABLES = {
     "A rule": rules.RULE_KEYS,
     "A target": rules.TARGET_KEYS,
     "A contract": read_needs.CONTRACT_KEYS,
-    "A sign of a mend": read_needs.MENDED_KEYS,
+    "A sign": read_needs.SIGN_KEYS,
+    "A decision": read_needs.DECIDED_KEYS,
     "An option": read_options.KEYS,
     "A variable": rules.VARIABLE_KEYS,
 }

@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from shim._errors import MatrixError
 from shim._matrix.commits import Commit
-from shim._matrix.model import UPSTREAM
+from shim._matrix.model import RIGHT
 
 __all__ = ["top_bound", "with_commit", "with_release", "with_wider_ranges"]
 
@@ -103,15 +103,16 @@ def _end(node: yaml.Node) -> int:
 
 
 def _ranges(text: str, id: str, distribution: str) -> Iterator[tuple[str, yaml.ScalarNode]]:
-    """Every range of a patch over `distribution`, with the variant that it gives: a name, or UPSTREAM."""
+    """Every range of a patch over `distribution`, with the variant that it gives: a name, or one of RIGHT."""
     patch = _get(_get(_node(text), "patches"), id)
     for name, variant in _get(patch, "variants").value:
         for rule in _rules(_get(variant, "applies")):
             yield name.value, rule
     for rule in _rules(_get(patch, "applies")):
         yield _get(rule, "variant").value, rule
-    for rule in _rules(_get(patch, "upstream")):
-        yield UPSTREAM, rule
+    for right in RIGHT:
+        for rule in _rules(_get(patch, right.replace("-", "_"))):
+            yield right, rule
 
 
 def _rules(node: yaml.Node | None) -> list[Any]:

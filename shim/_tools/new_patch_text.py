@@ -30,7 +30,7 @@ def entry(proposal: Proposal, ranges: Mapping[tuple[str, ...], str]) -> str:
         lines += [f"          - {target}" for target in proposal.targets]
         lines.append(f"        # {MARK} list under `reads:` what else the patch relies on; then delete this comment")
     if proposal.without:
-        lines.append("    upstream:")
+        lines.append("    not_needed:")
     for releases in proposal.without:
         note = f"{MARK} why these releases, which lack a target, need no patch"
         lines.append(f'      - {{{distribution}: "{ranges[releases]}", note: "{note}"}}')
@@ -160,7 +160,7 @@ RIGHT = '''
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
 def test_this_release_needs_no_patch():
     """{mark} why."""
-    assert shim.plan()[ID].action == "upstream"
+    assert shim.plan()[ID].action in ("upstream", "not-needed")
     pytest.fail("{mark} show that stock is right, or that it lacks what the patch mends")
 '''
 

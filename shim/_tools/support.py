@@ -10,7 +10,7 @@ __all__ = ["support", "support_table"]
 
 
 def support(matrix: Matrix) -> dict[str, dict[str, dict[str, str]]]:
-    """``{distribution: {release or commit: {patch id: variant, "upstream", or "-"}}}``."""
+    """``{distribution: {release or commit: {patch id: variant, "upstream", "not-needed", or "-"}}}``."""
     return {
         distribution: {
             name: {id: matrix.wanted(id, name) or "-" for id in _patches(matrix, distribution)}

@@ -10,6 +10,7 @@ import pytest
 
 import shim
 from shim._matrix.load import load_matrix
+from shim._matrix.model import RIGHT
 from shim.testing.proof import Here, measure, proofs_of
 
 
@@ -56,7 +57,7 @@ def on_stock(found):
 
 def assert_what_the_matrix_says(id, found):
     decision = plan()[id]
-    if decision.action not in ("apply", "upstream"):
+    if decision.action not in ("apply", *RIGHT):
         pytest.skip(f"{id}: {decision.action}")
     if decision.action == "apply" and found.variants and decision.variant not in found.variants:
         pytest.skip(f"{found.name} is about the variants {', '.join(found.variants)}")
@@ -66,7 +67,7 @@ def assert_what_the_matrix_says(id, found):
     )  # in a failure's report
     if stock.state == "cannot run":
         pytest.skip(stock.text)
-    if decision.action == "upstream":
+    if decision.action in RIGHT:
         assert stock.state == "right", stock
         return
     assert stock.state == "wrong", stock

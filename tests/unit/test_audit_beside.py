@@ -11,6 +11,7 @@ from unit_helpers import BROKEN, FIXED, MATRIX, REPOSITORY, megatron, metadata, 
 
 from shim._errors import OptionError
 from shim._matrix.load import load_matrix
+from shim._matrix.model import RIGHT
 from shim._planning import match as _match
 from shim._releases.trees import open_tree
 from shim._te import names as _wanted
@@ -29,11 +30,18 @@ BOTH = (
         'transformer-engine: ">=2.1.dev0,<2.2.dev0", note: as it was}\n',
         1,
     )
+    # The name that Transformer Engine 2.2 brought shows which release it is.
+    .replace(
+        "    delete_when:",
+        '    lacking:\n      - {target: "transformer_engine:moved", note: as it was}\n    delete_when:',
+        1,
+    )
 )
 
 
 def engine(root, version):
-    write_file(root / "transformer_engine/__init__.py", "raise RuntimeError\n")
+    moved = "" if (version or "2.2") < "2.2" else "moved = 1\n"
+    write_file(root / "transformer_engine/__init__.py", f"raise RuntimeError\n{moved}")
     if version is not None:
         metadata(root, version, "transformer-engine")
     return root
@@ -66,8 +74,13 @@ def of(found, patch="roll-fix"):
     ("release", "other", "verdict", "reason"),
     [
         ("0.16.0", "transformer-engine==2.3.0", "apply", "beside transformer-engine 2.3.0 needs it"),
-        ("0.16.0", "transformer-engine==2.1.0", "upstream", "has it already (as it was)"),
-        ("0.16.0", "transformer-engine==2.0.0", "out-of-range", "beside transformer-engine 2.0.0 lies outside"),
+        (
+            "0.16.0",
+            "transformer-engine==2.1.0",
+            "not-needed",
+            "lacks what this patch fixes: as it was (seen at transformer_engine:moved)",
+        ),
+        ("0.16.0", "transformer-engine==2.0.0", "not-needed", "beside transformer-engine 2.0.0 lacks"),
         ("0.18.0", "transformer-engine==2.0.0", "upstream", "its bodies are those of 0.18.0"),
         ("0.16.0", None, "apply", "beside transformer-engine of unknown version needs it"),
     ],
@@ -110,7 +123,7 @@ def test_the_other_way_round(examine, tmp_path):
     found = examine(te, drifted)
     assert of(found).verdict == "drifted" and not found.clean
     assert [d.diff[-1] for d in of(found).differences] == ["+    return helper(x) + 1"]
-    assert of(examine(engine(tmp_path / "old", "2.1.0"), drifted)).verdict == "upstream"
+    assert of(examine(engine(tmp_path / "old", "2.1.0"), drifted)).verdict == "not-needed"
     gone = megatron(tmp_path / "gone", "0.16.3", {"roll.py": "x = 1\n"})
     assert of(examine(te, gone)).verdict == "gone"
 
@@ -124,7 +137,7 @@ def test_others_come_in_every_form(examine, tmp_path):
     for other in (te, wheel, site, "transformer-engine==2.1.0"):
         found = examine(target, other)
         assert of(found).reason.startswith("megatron-core 0.16.0 beside transformer-engine 2.1.0"), other
-        assert of(found).verdict == "upstream" and of(found, "faster-forward").verdict == "apply"
+        assert of(found).verdict == "not-needed" and of(found, "faster-forward").verdict == "apply"
     unknown = examine(target, engine(tmp_path / "bare", None))
     assert of(unknown).verdict == "apply"
     assert unknown.notes == ("transformer-engine: no readable version; judged by bodies alone",)
@@ -162,7 +175,7 @@ def states_of_match():
     tree = ast.parse(Path(_match.__file__).read_text("utf-8"))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Match"]
     states = [call.args[0] if call.args else next(k.value for k in call.keywords if k.arg == "state") for call in calls]
-    return {ast.literal_eval(state) for state in states}
+    return {state.value for state in states if isinstance(state, ast.Constant)} | set(RIGHT)  # others are variables
 
 
 def test_every_state_of_a_match_has_words():

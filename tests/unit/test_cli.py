@@ -71,7 +71,7 @@ def test_what_is_right_and_what_is_left_out_stand_apart(shim, world):
     world.install(FIXED, "0.18.0")
     out = shim("plan", "--exclude", "faster-forward")[1]
     assert out.startswith("0 to apply, 1 left out, 1 not needed here, 0 problems\n")
-    assert "Not needed, because this release is right:\n  roll-fix" in out
+    assert "Not needed, because this release has fixed what they fix:\n  roll-fix" in out
     assert "Left out: excluded by argument or MEGATRON_SHIM_EXCLUDE (faster-forward)." in out
 
 
@@ -351,7 +351,7 @@ def test_explain_says_what_for_and_why(shim):
     assert code == 0
     for part in ("rolls stay inside", "What is wrong: rolls.", "Here: apply", "binds megatron.core.roll:roll"):
         assert part in out
-    for part in ("relies on megatron.core.roll:helper", "Delete when: ", "upstream has it (mended in 0.18)"):
+    for part in ("relies on megatron.core.roll:helper", "Delete when: ", "upstream has fixed it (mended in 0.18)"):
         assert part in out
 
 

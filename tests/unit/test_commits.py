@@ -165,7 +165,7 @@ def test_lists_of_releases_stay_lists_of_releases(pinned):
         ("      of: main\n", "", "commit 1234567890 lacks 'of'"),
         ("of: main", "of: ''", "is empty"),
         ("faster-forward: only", "slower-forward: only", "which is no patch of megatron-core"),
-        ("faster-forward: only", "roll-fix: newer", "variant 'newer' of roll-fix; it can get old, new, upstream, none"),
+        ("faster-forward: only", "roll-fix: newer", "it can get old, new, upstream, not-needed, none"),
         ("faster-forward: only", "roll-fix: old\n        roll-fix: new", "duplicate key 'roll-fix'"),
         ("commits:\n  megatron-core:", "commits:\n  torch:", "unknown key 'torch' in commits"),
         ('["0.16.0", ', f'["{MAIN[:10]}", "0.16.0", ', "is both a release and a commit"),

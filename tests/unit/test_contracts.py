@@ -87,7 +87,10 @@ def test_a_mend_of_another_kind_is_upstream(contracted):
     delete_when:"""
     contracted.matrix.write_text(text.replace("    delete_when:", mended, 1))
     found = decision(contracted, BROKEN.replace("return x\n", "return mend(x)\n", 1))
-    assert found.action == "upstream" and "has mended it itself: helper mends" in found.reason
+    assert (
+        found.action == "upstream"
+        and "has fixed this itself: helper mends (seen at megatron.core.roll:helper)" in found.reason
+    )
     assert decision(contracted, BROKEN).action == "apply"
 
 

@@ -74,11 +74,47 @@ def test_the_bodies_of_a_release_that_has_the_fix_mean_upstream(world, version):
     assert "0.18.0" in found.reason
 
 
-def test_a_version_that_has_the_fix_is_upstream_with_any_body(world):
-    """By the rules; upstream may rework what it has mended."""
-    found = roll(world.install(FIXED.replace("else x", "else -x"), "0.18.3"))
-    assert (found.action, found.variant) == ("upstream", None)
-    assert "mended in 0.18" in found.reason
+@pytest.mark.parametrize("text", [FIXED.replace("else x", "else -x"), EDITED, EDITED_READ])
+def test_a_version_alone_never_says_that_a_release_is_right(world, text):
+    """One unknown body among those that the patch binds or relies on, and nobody knows whether the patch is needed."""
+    found = roll(world.install(text, "0.18.3"))
+    assert found.action == "drifted"
+    assert "it is not known whether megatron-core 0.18.3 needs this patch" in found.reason
+    assert "one of those fixed (mended in 0.18)" in found.reason and "shim prove roll-fix" in found.remedy
+    with pytest.raises(NotMetError, match="required, but roll-fix is drifted"):
+        enforce(world.plan(require=["roll-fix"]))
+    forced = roll(world, on_drift="apply")
+    assert forced.action == "drifted" and "nothing shows that the patch is needed" in forced.reason
+
+
+def test_a_body_that_the_right_release_lacks_must_be_missing_too(world):
+    """A release that lacks the feature was right for want of it. One more body, and that says nothing."""
+    lacking = "def helper(x):\n    return x\nclass Layer:\n    def forward(self, x):\n        return x\n"
+    write_file(world.root / "releases/0.18.0/megatron/core/roll.py", lacking)
+    world.pin(MATRIX.replace("    upstream:", "    not_needed:"))
+    found = roll(world.install(lacking, "0.18.5"))
+    assert (found.action, "its bodies are those of 0.18.0" in found.reason) == ("not-needed", True)
+    found = roll(world.install(lacking + "def roll(x):\n    return x\n", "0.18.5"))
+    assert found.action == "drifted" and "not known whether" in found.reason
+
+
+def test_a_version_without_the_feature_is_not_needed_where_no_target_is_there(world):
+    """The version and the sources agree. Either alone is not enough: at 0.16 the targets have moved, or are lost."""
+    world.pin(MATRIX.replace("    upstream:", "    not_needed:"))
+    found = roll(world.install("def helper(x):\n    return -x\n", "0.18.5"))
+    assert (found.action, found.variant) == ("not-needed", None)
+    assert "it has nothing of what the patch binds (mended in 0.18)" in found.reason
+    assert roll(world.install("def helper(x):\n    return -x\n", "0.16.5")).action == "drifted"
+
+
+def test_a_contract_is_asked_where_only_the_version_says_that_a_release_is_right(world):
+    """The defect may still be there, for instance in a fork that is older than the number it carries."""
+    contract = """    contracts:
+      - {target: "megatron.core.roll:roll", parameters: [x, shift], has: ["return helper(x)"]}
+    delete_when:"""
+    world.matrix.write_text(world.matrix.read_text().replace("    delete_when:", contract, 1))
+    found = roll(world.install(BROKEN.replace("return helper(x)", "print(x)\n        return helper(x)"), "0.18.3"))
+    assert found.action == "apply" and "contract holds" in found.reason
 
 
 def test_an_edited_target_is_drifted(world):
@@ -167,11 +203,11 @@ def test_a_release_before_all_ranges_with_unknown_bodies_is_out_of_range(world):
     assert roll(world.install("def roll(): pass", "0.11.0")).action == "out-of-range"
 
 
-def test_a_release_after_all_ranges_is_drifted_unless_its_targets_are_gone(world):
-    """Nobody knows what a newer release needs; where all targets are gone it does not concern the patch."""
+def test_a_release_after_all_ranges_is_drifted_also_if_its_targets_are_gone(world):
+    """Nobody knows what a newer release needs. Where all targets are gone, the code may have moved."""
     newer = "def roll(): pass"
     assert roll(world.install(newer, "0.20.0")).action == "drifted"
-    assert roll(world.install("x = 1", "0.20.0")).action == "out-of-range"
+    assert roll(world.install("x = 1", "0.20.0")).action == "drifted"
 
 
 @pytest.mark.parametrize(
@@ -220,7 +256,16 @@ def test_bodies_do_not_overrule_the_version_of_another_distribution(world):
     world.install(BROKEN)
     matrix = load_matrix(world.matrix, check_ranges=False)
     found = match(matrix.patches["roll-fix"], detect(), matrix)
-    assert (found.state, found.reason.endswith("(TE 3 does it)")) == ("upstream", True)
+    assert (found.state, "TE 3 does it" in found.reason) == ("drifted", True)
+    assert "nothing in its sources shows it" in found.reason
+    signed = """    mended:
+      - {target: "transformer_engine:roll", has: ["return 3"], note: TE 3 does it}
+    delete_when:"""
+    world.matrix.write_text(TWO_AXES.replace("    delete_when:", signed, 1), "utf-8")
+    matrix = load_matrix(world.matrix, check_ranges=False)
+    assert match(matrix.patches["roll-fix"], detect(), matrix).state == "drifted"
+    write_file(world.own / "transformer_engine/__init__.py", "def roll(x):\n    return 3\n")
+    assert match(matrix.patches["roll-fix"], detect(), matrix).state == "upstream"
     write_file(world.own / "build_tools/VERSION.txt", "2.9.0\n")
     assert match(matrix.patches["roll-fix"], detect(), matrix).state == "apply"
 
@@ -247,7 +292,7 @@ def test_what_every_rule_needs_beside_its_distribution_has_to_be_installed(world
     assert matrix.patches["roll-fix"].needs == ("megatron-core", "transformer-engine")
     found = match(matrix.patches["roll-fix"], detect(), matrix)
     assert (found.state, found.reason) == ("not-installed", "transformer-engine is not installed")
-    for version, state in (("2.9.0", "apply"), ("1.9.0", "upstream")):
+    for version, state in (("2.9.0", "apply"), ("1.9.0", "drifted")):
         write_file(world.own / "transformer_engine/__init__.py", "")
         write_file(world.own / "build_tools/VERSION.txt", version)
         assert match(matrix.patches["roll-fix"], detect(), matrix).state == state
