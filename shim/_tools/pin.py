@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from shim._errors import MatrixError, SourceError
 from shim._matrix.commits import NONE
-from shim._matrix.model import UPSTREAM, Matrix, PatchEntry, Pin, Variant
+from shim._matrix.model import NOT_NEEDED, RIGHT, UPSTREAM, Matrix, PatchEntry, Pin, Variant
 from shim._matrix.pins import lock_path
-from shim._planning.contract import breach
+from shim._planning.contract import breach, shows
 from shim._releases.fingerprint import fingerprint
 from shim._releases.known_files import measure_files
 from shim._releases.sources import Sources
@@ -38,7 +38,7 @@ def _measure(matrix: Matrix, entry: PatchEntry, name: str, sources: Sources) -> 
     wanted = matrix.wanted(entry.id, name)
     if wanted is None:
         return None
-    if wanted == UPSTREAM:
+    if wanted in RIGHT:
         found = {target: value for target in entry.bodies if (value := _or_none(sources, target))}
         return Pin(None, found) if found else None
     variant = entry.variants[wanted]
@@ -55,17 +55,74 @@ def _measure(matrix: Matrix, entry: PatchEntry, name: str, sources: Sources) -> 
 
 
 def measure_one(
-    matrix: Matrix, entry: PatchEntry, name: str, sources: Sources, known: Mapping[str, Mapping[str, Pin]]
+    matrix: Matrix,
+    entry: PatchEntry,
+    name: str,
+    sources: Sources,
+    known: Mapping[str, Mapping[str, Pin]],
+    recorded: Mapping[str, Mapping[str, Pin]] | None = None,
 ) -> Pin | None:
     """The pin of one patch on a release or commit with these sources. None where the rules give it none.
 
     known: the pins of the other releases and commits of the distribution.
+    recorded: the pins that there were before. A release that the patch had no pin for is checked, see `_undecided`.
     """
     pin = _measure(matrix, entry, name, sources)
     if pin is not None and name in matrix.commits.get(entry.distribution, {}):
         releases = {release: known[release] for release in matrix.supported.get(entry.distribution, ())}
         _check_against_releases(matrix, entry, name, sources, pin, releases)
+    elif pin is not None and recorded:
+        undecided = _undecided(matrix, entry, name, sources, pin, recorded)
+        if undecided:
+            raise MatrixError("; ".join(undecided))
     return pin
+
+
+def _undecided(
+    matrix: Matrix,
+    entry: PatchEntry,
+    name: str,
+    sources: Sources,
+    pin: Pin,
+    recorded: Mapping[str, Mapping[str, Pin]],
+) -> list[str]:
+    """What nobody has decided about a release that the patch has no pin for yet: its version alone speaks for the pin.
+
+    A body that no release with the same pin has must keep its contract, or stand under `decided`. A release that is
+    right may show a sign of it instead. A patch without any pin is new, and whoever writes it decides.
+    """
+    before = {release: pins[entry.id] for release, pins in recorded.items() if entry.id in pins}
+    if not before or name in before:
+        return []
+    same = [other.fingerprints for other in before.values() if other.variant == pin.variant]
+    if pin.variant is None and _is_seen_to_be_right(entry, matrix.wanted(entry.id, name), sources, pin, same):
+        return []
+    gives = matrix.wanted(entry.id, name)
+    decided = {(d.target, d.body) for d in entry.decided if d.gives == gives}
+    shown = f"{entry.distribution} {matrix.shown(entry.distribution, name)}"
+    found = []
+    for target, body in pin.fingerprints.items():
+        if any(others.get(target) == body for others in same) or (target, body) in decided:
+            continue
+        why = "and nothing shows that it is right"
+        if pin.variant is not None:
+            why = _breach(sources, entry.variants[pin.variant], target, bool(same))
+        if why:
+            found.append(
+                f"{entry.id}: nobody has seen {target} of {shown}, {why}. Remedy: read it (shim audit), and correct "
+                "the ranges if the patch does not fit. If the change is beside the point, say so under `decided` of "
+                f'the patch: {{target: "{target}", body: "{body}", as: {gives}, note: ...}}'
+            )
+    return found
+
+
+def _is_seen_to_be_right(
+    entry: PatchEntry, gives: str | None, sources: Sources, pin: Pin, others: Sequence[Mapping[str, str]]
+) -> bool:
+    """Whether all bodies are those of another release that is right, or show a sign, or none is there to be wrong."""
+    lacks_all = gives == NOT_NEEDED and pin.fingerprints.keys().isdisjoint(entry.targets)
+    signs = (*entry.mended, *entry.lacking)
+    return pin.fingerprints in others or lacks_all or any(shows(sources, sign) for sign in signs)
 
 
 def _check_against_releases(
@@ -97,7 +154,13 @@ def _check_against_releases(
         for other in entry.variants.values()
         if other.name != pin.variant and not unknown(other.name, {t: _or_none(sources, t, other) for t in other.bodies})
     ]
-    if pin.variant is not None:
+    if pin.variant is None:
+        right = [
+            pins[entry.id].fingerprints for pins in releases.values() if entry.id in pins and not pins[entry.id].variant
+        ]
+        if not _is_seen_to_be_right(entry, matrix.wanted(entry.id, name), sources, pin, right):
+            against.append(f"nothing shows that it is right, and nobody has seen its {new[0]}")
+    else:
         variant, of_releases = entry.variants[pin.variant], pin.variant in known
         against += [
             f"nobody has seen its {target}, {why}"
@@ -107,8 +170,8 @@ def _check_against_releases(
     if against:
         raise MatrixError(
             f"{entry.id}: by its version {entry.distribution} {matrix.shown(entry.distribution, name)} has "
-            f"{pin.variant or UPSTREAM}, but {against[0]}. Remedy: name the right variant, {UPSTREAM} or {NONE} under "
-            "the variants of the commit in version_matrix.yaml."
+            f"{matrix.wanted(entry.id, name)}, but {against[0]}. Remedy: name the right variant, {', '.join(RIGHT)} or "
+            f"{NONE} under the variants of the commit in version_matrix.yaml."
         )
 
 
@@ -133,9 +196,10 @@ def measure(
     """The pins of every patch on every supported release and commit. `fetch(distribution, name)` gives its sources.
 
     files: a table to fill with the files and bodies of all releases, see shim._releases.known_files.
-    recorded: the pins to keep for a commit whose sources are not at hand, where `fetch` gives None.
+    recorded: the pins that there were. A commit whose sources are not at hand, where `fetch` gives None, keeps them.
     """
     pins: dict[str, dict[str, dict[str, Pin]]] = {}
+    amiss: list[str] = []
     bodies = sorted({body for entry in matrix.patches.values() for body in entry.bodies})
     for distribution in {**matrix.supported, **matrix.commits}:
         for name in matrix.names(distribution):
@@ -152,10 +216,16 @@ def measure(
                 for id, entry in matrix.patches.items():
                     pin = None
                     if entry.distribution == distribution:
-                        pin = measure_one(matrix, entry, name, sources, pins.get(distribution, {}))
+                        try:
+                            before = (recorded or {}).get(distribution)
+                            pin = measure_one(matrix, entry, name, sources, pins.get(distribution, {}), before)
+                        except MatrixError as error:
+                            amiss.append(str(error))
                     if pin is not None:
                         found[id] = pin
             pins.setdefault(distribution, {})[name] = found
+    if amiss:
+        raise MatrixError("\n".join(amiss))
     return pins
 
 
@@ -167,10 +237,10 @@ def _kept(matrix: Matrix, distribution: str, name: str, recorded: Mapping[str, P
         if wanted is None:
             continue
         pin = recorded.get(id)
-        if pin is None and wanted == UPSTREAM:
+        if pin is None and wanted in RIGHT:
             continue  # the commit has none of the bodies
-        bodies = None if wanted == UPSTREAM else set(entry.variants[wanted].bodies)
-        changed = pin is None or (pin.variant or UPSTREAM) != wanted
+        bodies = None if wanted in RIGHT else set(entry.variants[wanted].bodies)
+        changed = pin is None or (pin.variant or UPSTREAM) != matrix.pinned_as(id, name)
         if pin is None or changed or (bodies is not None and pin.fingerprints.keys() != bodies):
             raise MatrixError(
                 f"{id}: {wanted} on {distribution} {matrix.shown(distribution, name)} is not what was pinned, and its "
@@ -191,7 +261,7 @@ def stale(matrix: Matrix) -> list[str]:
             for entry in matrix.patches.values():
                 if entry.distribution != distribution:
                     continue
-                pin, wanted = pins.get(entry.id), matrix.wanted(entry.id, name)
+                pin, wanted = pins.get(entry.id), matrix.pinned_as(entry.id, name)
                 if pin is None and wanted not in (None, UPSTREAM):
                     found.append(f"{shown} lacks a pin of {entry.id}, variant {wanted}")
                 elif pin is not None and (pin.variant or UPSTREAM) != wanted:

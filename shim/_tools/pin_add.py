@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from shim._errors import MatrixError, NotMetError, OptionError
 from shim._matrix import load
-from shim._matrix.commits import NONE, UPSTREAM, Commit
+from shim._matrix.commits import NONE, RIGHT, Commit
 from shim._matrix.model import DISTRIBUTIONS, Matrix, Pin
 from shim._matrix.pins import lock_path, render_pins
 from shim._matrix.rules import read_matrix
@@ -251,8 +251,8 @@ def _kept(finding: Finding) -> tuple[str, ...]:
 
 
 def _given(finding: Finding) -> str | None:
-    """The variant that the bodies ask for, or UPSTREAM. None where they ask for none that is known to hold."""
-    return {"apply": finding.variant, "upstream": UPSTREAM}.get(finding.verdict)
+    """The variant that the bodies ask for, or one of RIGHT. None where they ask for none that is known to hold."""
+    return finding.verdict if finding.verdict in RIGHT else finding.variant if finding.verdict == "apply" else None
 
 
 Decide = list[tuple[str, str]]  # patch id, and what is to be decided
@@ -268,7 +268,7 @@ def _with_rules(
     decide: Decide = []
     for id, finding in findings.items():
         rule, given = matrix.patches[id].pinned_rule(version), _given(finding)
-        says = None if rule is None else rule.variant or UPSTREAM
+        says = None if rule is None else rule.gives
         if given is None:
             decide.append((id, f"{id} ({finding.words}): {_remedy(finding, new, says)}"))
         elif says is None:
@@ -277,10 +277,12 @@ def _with_rules(
                 text = with_wider_ranges(text, id, new.distribution, given, top[0], next_minor)
                 widened[id] = top[0], next_minor
             else:
-                where = f"the variant {given}" if given != UPSTREAM else "upstream"
+                where = given if given in RIGHT else f"the variant {given}"
                 decide.append((id, f"{id}: {finding.reason}. Give {where} a range that has {new.name}"))
         elif says != given:
-            decide.append((id, f"{id}: the ranges say {says}, its bodies say {given}; correct the ranges"))
+            decide.append(
+                (id, f"{id}: the ranges say {says}, its bodies say {given} ({finding.reason}); correct the ranges")
+            )
     return text, widened, decide
 
 
@@ -291,8 +293,10 @@ def _remedy(finding: Finding, new: New, says: str | None) -> str:
     else:
         broken = [d.target for d in finding.differences if d.contract.startswith("broken")]
         first = f"read {', '.join(broken)} above" if broken else "read the bodies above"
-    rule = f"its ranges give {says}; end that range before {new.name}, and" if says else "then"
-    return f"{first}; {rule} write a variant for {new.name}, or a rule under upstream where it is right by itself"
+    beside = f"if the change is beside the point, say so under `decided`, as {says}" if says else "then widen a range"
+    rule = f"end the range of {says} before {new.name}, and " if says else ""
+    right = "if the release is right by itself, give it a sign under `mended` or `lacking`"
+    return f"{first}; {beside}; {right}; else {rule}write a variant for {new.name}"
 
 
 def _variants(
@@ -304,7 +308,7 @@ def _variants(
     decide: Decide = []
     for id, finding in findings.items():
         rule, given = matrix.patches[id].pinned_rule(version), _given(finding)
-        says = None if rule is None else rule.variant or UPSTREAM
+        says = None if rule is None else rule.gives
         if given is None:
             if finding.verdict == "out-of-range" and says is None:
                 continue  # it is no matter of such versions
@@ -327,12 +331,13 @@ def _pins(
     before: Matrix, after: Matrix, distribution: str, name: str, sources: Sources, undecided: list[str]
 ) -> dict[str, dict[str, dict[str, Pin]]]:
     """All pins: those there were, and those of the new release for every patch that is decided."""
+    known = before.pins.get(distribution, {})
     new = {
         id: pin
         for id, entry in after.patches.items()
         if entry.distribution == distribution
         and id not in undecided
-        and (pin := measure_one(after, entry, name, sources, before.pins.get(distribution, {}))) is not None
+        and (pin := measure_one(after, entry, name, sources, known, known)) is not None
     }
     old = before.pins
     return {

@@ -96,7 +96,10 @@ def test_a_broken_contract_is_left_to_a_person(shim, fetched):
     assert code == 1
     assert "broken: it has no parameter 'dims'" in out and "+def roll(x, shift=-1, *, axes=None):" in out
     _, _, decide = out.partition("To decide")
-    assert "  roll-fix (drifted): read megatron.core.roll:roll above; then write a variant for 0.18.0" in decide
+    assert (
+        "  roll-fix (drifted): read megatron.core.roll:roll above; then widen a range; if the release is right"
+        in decide
+    )
     assert "faster-forward: <0.18 became <0.19" in out and "roll-fix: <0.18" not in out
     pins = load_matrix(fetched.matrix, check_ranges=False).pins["megatron-core"]
     assert list(pins["0.18.0"]) == ["faster-forward"]
@@ -108,7 +111,7 @@ def test_a_release_inside_of_a_range_that_breaks_the_contract_is_not_pinned(shim
     """A patch release: the ranges have it already."""
     release(fetched, "0.17.1", BROKEN_CONTRACT)
     code, out, _ = shim("pin", "--add", "0.17.1")
-    assert code == 1 and "its ranges give new; end that range before 0.17.1, and write" in out
+    assert code == 1 and "say so under `decided`, as new; if the release is right by itself" in out
     assert "roll-fix" not in load_matrix(fetched.matrix).pins["megatron-core"]["0.17.1"]
     code, _, err = shim("matrix")
     assert code == 1 and "megatron-core 0.17.1 lacks a pin of roll-fix, variant new" in err
@@ -289,3 +292,79 @@ def test_names_of_what_can_be_added():
     for odd in ("0.20.0+local", "", "x" * 50, "ab" * 21):
         with pytest.raises(OptionError):
             parse_new(odd)
+
+
+# A pin of a release needs more than its version, also where nobody asked `pin --add`
+
+
+def in_a_range(world, name, text, ranged=RANGED, **edits):
+    """The matrix supports one release more, which lies in the ranges as they are."""
+    release(world, name, text)
+    rules = ranged.replace('"0.17.0"]', f'"0.17.0", "{name}"]')
+    for old, new in edits.values():
+        assert old in rules
+        rules = rules.replace(old, new, 1)
+    world.matrix.write_text(rules)
+
+
+def test_pins_of_a_release_ask_for_a_decision_where_a_body_breaks_its_contract(shim, fetched):
+    """Else drifted patches would get the old variant, because `make pins` was the advice."""
+    in_a_range(fetched, "0.17.1", BROKEN_CONTRACT)
+    before = lock_path(fetched.matrix).read_text()
+    code, _, err = shim("pin", "--releases")
+    assert code == 2 or code == 1
+    assert "nobody has seen megatron.core.roll:roll of megatron-core 0.17.1, which breaks its contract" in err
+    assert lock_path(fetched.matrix).read_text() == before
+
+
+def test_pins_of_a_release_ask_for_a_decision_where_a_body_has_no_contract(shim, fetched):
+    """`helper`, which the variant reads, has none."""
+    in_a_range(fetched, "0.17.1", REWORKED.replace("return x\n", "return +x\n", 1))
+    code, _, err = shim("pin", "--releases")
+    assert code and "nobody has seen megatron.core.roll:helper of megatron-core 0.17.1, and there is no contract" in err
+    assert "under `decided`" in err
+
+
+def test_a_decision_counts_for_the_body_it_was_made_for(shim, fetched):
+    """Whoever changes the body again is asked again. The message has the entry to write, but for the note."""
+    in_a_range(fetched, "0.17.1", BROKEN_CONTRACT)
+    _, _, err = shim("pin", "--releases")
+    entry = re.search(r'\{target: "megatron\.core\.roll:roll".*?note: \.\.\.\}', err)[0].replace("...", "read it")
+    decided = ("    delete_when:", f"    decided:\n      - {entry}\n    delete_when:")
+    in_a_range(fetched, "0.17.1", BROKEN_CONTRACT, decided=decided)
+    assert shim("pin", "--releases")[0] == 0
+    assert load_matrix(fetched.matrix).pins["megatron-core"]["0.17.1"]["roll-fix"].variant == "new"
+    in_a_range(fetched, "0.17.2", BROKEN_CONTRACT.replace("axes", "axis"), decided=decided)
+    code, _, err = shim("pin", "--releases")
+    assert code and "nobody has seen megatron.core.roll:roll of megatron-core 0.17.2" in err
+
+
+def test_pins_of_a_release_that_is_right_by_its_version_alone_ask_for_a_decision(shim, fetched):
+    """A range under `upstream` that is open to the next patch release is no evidence about it."""
+    world, right = fetched, FIXED.replace("else x", "else -x")
+    world.matrix.write_text(MATRIX)
+    world.pin(MATRIX)
+    release(world, "0.18.1", right)
+    rules = MATRIX.replace('"0.18.0"]', '"0.18.0", "0.18.1"]')
+    world.matrix.write_text(rules)
+    code, _, err = shim("pin", "--releases")
+    assert code and "of megatron-core 0.18.1, and nothing shows that it is right" in err
+    sign = '    mended:\n      - {target: "megatron.core.roll:roll", has: ["_ if _ else -x"], note: it stops}\n'
+    world.matrix.write_text(rules.replace("    delete_when:", sign + "    delete_when:", 1))
+    code, _, err = shim("pin", "--releases")
+    assert code == 0, err
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ('{target: "megatron.core.roll:roll", body: "1", as: new, note: x}', "is not a fingerprint"),
+        ('{target: "megatron.core.roll:none", body: "-", as: new, note: x}', "is no body of variant new"),
+        ('{target: "megatron.core.roll:roll", body: "-", as: newest, note: x}', "must be one of"),
+        ('{target: "megatron.core.roll:roll", body: "-", note: x}', "lacks 'as'"),
+    ],
+)
+def test_a_decision_is_read_strictly(shim, fetched, entry, said):
+    fetched.matrix.write_text(RANGED.replace("    delete_when:", f"    decided: [{entry}]\n    delete_when:", 1))
+    code, _, err = shim("matrix")
+    assert code and said in err
