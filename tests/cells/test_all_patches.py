@@ -14,7 +14,7 @@ from shim._engine.engine import ENGINE
 from shim._tools.cli import main
 from shim.testing import Layout
 
-IN_FORCE = ("applied", "upstream", "inactive", "excluded", "not-installed")
+IN_FORCE = ("applied", "upstream", "not-needed", "inactive", "excluded", "not-installed")
 ROUNDS = "chunked-logprob"
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 # What stock does right on every release, so that every bit must stay.
@@ -91,7 +91,12 @@ def test_the_command_status_says_what_is_applied_here(capsys):
     assert main(["status", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert text.startswith(f"{len(report['applied'])} applied")
-    assert {patch["state"] for patch in report["patches"].values()} <= {"applied", "upstream", "not-installed"}
+    assert {patch["state"] for patch in report["patches"].values()} <= {
+        "applied",
+        "upstream",
+        "not-needed",
+        "not-installed",
+    }
 
 
 def loaded(target):

@@ -112,7 +112,7 @@ def same(one, other):
 @pytest.mark.parametrize("id", NEEDS)
 def test_a_model_that_was_built_before_trains_like_one_built_after(id):
     since, options, step = NEEDS[id]
-    if since > VERSION or shim.plan()[id].action == "upstream":
+    if since > VERSION or shim.plan()[id].action in ("upstream", "not-needed"):
         pytest.skip("this release needs no patch")
     only = [id] if id != "mtp-recompute" else [id, "mtp-packed-sequences"]  # stock packs no row before 0.16
     before, stock = built(**options), built(**options)

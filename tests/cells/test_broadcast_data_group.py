@@ -97,5 +97,5 @@ def test_errors_and_groups_without_a_global_one(ranks2):
 
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
 def test_this_release_needs_no_patch():
-    assert shim.plan()[ID].action == "upstream"
+    assert shim.plan()[ID].action in ("upstream", "not-needed")
     assert "tp_group" not in inspect.signature(tensor_parallel.broadcast_data).parameters

@@ -71,5 +71,5 @@ def test_an_older_torch_stays_as_it_is():
 
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
 def test_this_release_needs_no_patch(tmp_path):
-    assert shim.plan()[ID].action == "upstream"
+    assert shim.plan()[ID].action in ("upstream", "not-needed")
     assert HERE.run(weights_lost, str(tmp_path)) == [0]

@@ -101,5 +101,5 @@ def test_the_config_keeps_its_list():
 
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
 def test_this_release_needs_no_patch():
-    assert shim.plan()[ID].action == "upstream"
+    assert shim.plan()[ID].action in ("upstream", "not-needed")
     assert taken(mtp_num_layers=None, **CP) == KINDS

@@ -76,7 +76,7 @@ def test_the_scale_goes_with_the_patch(before):
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
 def test_this_release_needs_no_patch():
     """It has no DSA, or its schedules set the scale: four microbatches give what one does."""
-    assert shim.plan()[ID].action == "upstream"
+    assert shim.plan()[ID].action in ("upstream", "not-needed")
     package = DSA.rpartition(".")[0]
     if find_spec(package) is not None and find_spec(DSA) is not None:
         assert torch.allclose(gradients(4), gradients(1), rtol=1e-4, atol=1e-6)

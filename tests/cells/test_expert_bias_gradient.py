@@ -103,6 +103,6 @@ def test_a_model_that_was_wrapped_before_is_known(ranks2):
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
 def test_this_release_needs_no_patch():
     """It refuses biases of experts."""
-    assert shim.plan()[ID].action == "upstream"
+    assert shim.plan()[ID].action in ("upstream", "not-needed")
     with testing.layout_initialised(Layout()), pytest.raises(CannotRunError, match="refuses biases of experts"):
         wrapped_model()

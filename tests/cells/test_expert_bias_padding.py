@@ -61,6 +61,6 @@ def test_without_padding_it_counts_as_stock_does():
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
 def test_this_release_needs_no_patch():
     """Its models take no padding mask, or count right by themselves, as the tests above show."""
-    assert shim.plan()[ID].action == "upstream"
+    assert shim.plan()[ID].action in ("upstream", "not-needed")
     with shim.patched() as report:
-        assert report[ID].state == "upstream"
+        assert report[ID].state in ("upstream", "not-needed")

@@ -162,4 +162,4 @@ def test_with_the_distributed_optimizer(ranks2, layout):
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
 def test_this_release_needs_no_patch():
     """Its layers compare expert TP with TP, and all tests above run on stock."""
-    assert shim.plan()[ID].action == "upstream"
+    assert shim.plan()[ID].action in ("upstream", "not-needed")

@@ -133,7 +133,7 @@ def test_a_fork_that_shows_the_mend_in_a_body_of_its_own_is_left_alone(fork):
     tree = fork(MENDED_AND_LOGGED)
     found = plan(tree)[BIAS]
     assert (found["action"], found["variant"]) == ("upstream", None)
-    assert "has mended it itself: the mask has a column of its own" in found["reason"]
+    assert "has fixed this itself: the mask has a column of its own" in found["reason"]
     assert not THOROUGH or passes(tree, "test_expert_bias_padding.py")
 
 

@@ -129,5 +129,5 @@ def test_sequence_parallelism_trains_as_on_stock(ranks2):
 
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
 def test_this_release_needs_no_patch():
-    assert shim.plan()[ID].action == "upstream"
+    assert shim.plan()[ID].action in ("upstream", "not-needed")
     assert importlib.util.find_spec("megatron.core.ssm.gated_delta_net") is None

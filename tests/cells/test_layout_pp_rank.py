@@ -130,4 +130,4 @@ def test_a_model_with_a_pipeline_group_of_its_own(ranks2):
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
 def test_this_release_takes_no_rank():
     """moved-symbols adds it, and answers for a layout too: test_moved_symbols.py."""
-    assert shim.plan()[ID].action == "upstream"
+    assert shim.plan()[ID].action in ("upstream", "not-needed")

@@ -173,5 +173,5 @@ def test_a_group_that_the_checkpoint_lacks_raises_the_error_of_stock():
 @both
 def test_this_release_needs_no_patch(distributed):
     """Groups are numbered, or have a key for the learning rate of the embedding, or for every learning rate."""
-    assert shim.plan()[ID].action == "upstream"
+    assert shim.plan()[ID].action in ("upstream", "not-needed")
     assert wrong_groups(distributed) == 0

@@ -92,7 +92,7 @@ def test_a_key_that_is_missing_raises_the_error_of_stock():
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
 def test_this_release_needs_no_patch():
     """It takes no main parameters by name, or tells names apart."""
-    assert shim.plan()[ID].action == "upstream"
+    assert shim.plan()[ID].action in ("upstream", "not-needed")
     try:
         assert wrong_main_params(12) == 0
     except CannotRunError:

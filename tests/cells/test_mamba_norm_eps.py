@@ -44,5 +44,5 @@ def test_check_names_a_layer_that_was_built_before():
 
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
 def test_this_release_needs_no_patch():
-    assert shim.plan()[ID].action == "upstream"
+    assert shim.plan()[ID].action in ("upstream", "not-needed")
     assert build().norm.eps == EPSILON

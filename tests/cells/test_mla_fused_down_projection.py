@@ -54,6 +54,6 @@ def test_one_rank_is_as_on_stock():
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
 def test_this_release_needs_no_patch():
     """It has no fused down-projection, or splits a rank's part."""
-    assert shim.plan()[IDS[0]].action == "upstream"
+    assert shim.plan()[IDS[0]].action in ("upstream", "not-needed")
     minor = tuple(int(part) for part in testing.release().split(".")[:2])
     assert hasattr(importlib.import_module(MLA), "FusedMLASelfAttention") == (minor >= (0, 17))

@@ -62,7 +62,7 @@ def test_with_transformer_engine_the_flag_stays():
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
 def test_this_release_needs_no_patch():
     """It takes the right flag, or asks for FP8 first, or does not ask."""
-    assert shim.plan()[ID].action == "upstream"
+    assert shim.plan()[ID].action in ("upstream", "not-needed")
     assert gradients()
     flag = getattr(module(), "HAVE_TE", False)
     assert not flag or "HAVE_TE\n            and self.config.fp8\n" in inspect.getsource(module())

@@ -122,4 +122,4 @@ def test_a_dispatcher_that_gathers_the_tokens_of_tensor_parallel_ranks_counts_th
 
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
 def test_this_release_needs_no_patch():
-    assert shim.plan()[ID].action == "upstream"
+    assert shim.plan()[ID].action in ("upstream", "not-needed")

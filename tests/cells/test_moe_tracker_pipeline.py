@@ -82,4 +82,4 @@ def test_a_call_that_names_no_layers_fails_as_on_stock():
 
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
 def test_this_release_needs_no_patch():
-    assert shim.plan()[ID].action == "upstream"
+    assert shim.plan()[ID].action in ("upstream", "not-needed")

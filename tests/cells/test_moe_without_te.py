@@ -55,4 +55,4 @@ def test_experts_train(recompute, monkeypatch):
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
 def test_this_release_needs_no_patch():
     """0.12 multiplies by torch, and later releases have the name."""
-    assert shim.plan()[ID].action == "upstream"
+    assert shim.plan()[ID].action in ("upstream", "not-needed")

@@ -97,6 +97,6 @@ def test_other_users_of_the_gather_keep_it():
 
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
 def test_this_release_needs_no_patch():
-    assert shim.plan()[ID].action == "upstream"
+    assert shim.plan()[ID].action in ("upstream", "not-needed")
     mtp = importlib.import_module("megatron.core.transformer.multi_token_prediction")
     assert not hasattr(mtp, NAME)

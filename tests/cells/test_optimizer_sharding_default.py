@@ -135,7 +135,7 @@ def test_other_buckets_are_refused_aloud(tmp_path):
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
 def test_this_release_needs_no_patch(tmp_path):
     """Its default can be saved and loaded."""
-    assert shim.plan()[ID].action == "upstream"
+    assert shim.plan()[ID].action in ("upstream", "not-needed")
     if testing.release().startswith("0.15"):
         truth = written(tmp_path, None, bf16=True)
         assert apart(resumed(tmp_path, None, bf16=True), truth) == 0

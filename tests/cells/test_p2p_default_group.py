@@ -117,7 +117,7 @@ def test_ring_exchange_and_errors_are_those_of_stock():
 
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
 def test_this_release_needs_no_patch(ranks2):
-    assert shim.plan()[ID].action == "upstream"
+    assert shim.plan()[ID].action in ("upstream", "not-needed")
     for _, _, over_pipeline_group in ranks2.run(step_on_rank):
         assert over_pipeline_group
 

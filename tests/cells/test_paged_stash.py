@@ -82,7 +82,7 @@ def test_0_12_0_is_left_alone():
     model, before = build(), (upstream_experts.SequentialMLP.forward, MLP.forward)
     plain = [train(model, number) for number in range(2)]
     with shim.patched(only=[ID], options={ID: OPTIONS}) as report, cases.flags([model]):
-        assert report[ID].state == "upstream"
+        assert report[ID].state in ("upstream", "not-needed")
         assert before == (upstream_experts.SequentialMLP.forward, MLP.forward)
         assert [train(model, number) for number in range(2)] == plain
 

@@ -144,4 +144,4 @@ def test_freed_outputs_train_as_those_that_are_kept(ranks2, lora, options):
 
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
 def test_this_release_needs_no_patch():
-    assert shim.plan()[ID].action == "upstream"
+    assert shim.plan()[ID].action in ("upstream", "not-needed")

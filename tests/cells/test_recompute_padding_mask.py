@@ -106,7 +106,7 @@ def test_on_two_ranks_with_sequence_parallelism(ranks2):
 
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
 def test_this_release_needs_no_patch():
-    assert shim.plan()[ID].action == "upstream"
+    assert shim.plan()[ID].action in ("upstream", "not-needed")
     if takes_padding_mask():
         assert error().value == 0
         assert not hasattr(TransformerBlock, "_checkpointed_forward")

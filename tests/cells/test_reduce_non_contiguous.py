@@ -150,7 +150,7 @@ def test_recomputed_and_compiled(ranks2, way):
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
 def test_this_release_needs_no_patch(ranks2):
     """It returns what it has summed: the proofs say that gradients are right, too."""
-    assert shim.plan()[ID].action == "upstream"
+    assert shim.plan()[ID].action in ("upstream", "not-needed")
     for found in ranks2.run(stock_on_rank):
         assert found
 

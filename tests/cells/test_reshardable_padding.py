@@ -185,7 +185,7 @@ def in_layout(layout, function, *args):
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
 def test_this_release_needs_no_patch():
     """It has no such checkpoint, or each weight is found in it."""
-    assert shim.plan()[ID].action == "upstream"
+    assert shim.plan()[ID].action in ("upstream", "not-needed")
     if hasattr(DistributedOptimizer, "sharded_param_state_fully_reshardable"):
         saved = Training(FULLY).train()
         state = saved.sharded_state_dict()["optimizer"]["param_state"]

@@ -64,7 +64,7 @@ def operations_of(function, sequences, **given):
 @pytest.mark.parametrize("rows", ["positions", "tokens"])
 def test_a_release_without_the_loop_needs_no_patch(how, rows, on_rank):
     """It rotates each token by the row of the table that the loop of earlier releases took, on one to four ranks."""
-    assert shim.plan()[ID].action == "upstream"
+    assert shim.plan()[ID].action in ("upstream", "not-needed")
     stock, lengths = STOCK["_apply_rotary_pos_emb_thd"], (8, 0, 16, 24, 0)
     few, many = (operations_of(stock, n, max_seqlen=64 // n, **on_rank()) for n in (2, 16))
     assert few == many

@@ -49,6 +49,6 @@ def test_what_stock_does_right_stays():
 
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
 def test_this_release_needs_no_patch():
-    assert shim.plan()[ID].action == "upstream"
+    assert shim.plan()[ID].action in ("upstream", "not-needed")
     one, two = gradients(testing.Layout(), [], (1, PER_TOKEN), (2, PER_TOKEN))
     assert off_by(two, one) < 1e-5

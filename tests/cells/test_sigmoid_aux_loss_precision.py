@@ -76,5 +76,5 @@ def test_padding_is_left_out_as_on_stock(dtype):
 
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
 def test_this_release_needs_no_patch():
-    assert shim.plan()[ID].action == "upstream"
+    assert shim.plan()[ID].action in ("upstream", "not-needed")
     assert error() < 5e-3

@@ -40,5 +40,5 @@ def test_a_field_that_is_none_counts_as_absent(values):
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
 def test_this_release_needs_no_patch():
     """It takes no factor from the config in attention."""
-    assert shim.plan()[ID].action == "upstream"
+    assert shim.plan()[ID].action in ("upstream", "not-needed")
     assert not hasattr(yarn, NAME)

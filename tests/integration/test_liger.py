@@ -59,7 +59,7 @@ def test_what_liger_replaces_is_said(told):
     said = " ".join([reason, *others])
     assert "liger_kernel/megatron/monkey_patch.py" in said and PLACE in said
     others = {state for id, (state, reason, _) in found.items() if id not in (LABELS, LOGPROB) and imported(reason)}
-    assert others <= {"applied", "upstream", "inactive", "not-installed"}
+    assert others <= {"applied", "upstream", "not-needed", "inactive", "not-installed"}
 
 
 def test_a_patch_without_any_effect_is_not_applied(told):
@@ -73,7 +73,7 @@ def test_the_remedy_works(told):
     assert f"exclude {LABELS}" in told["remedies"][LABELS]
     states = {state for state, reason, _ in told["excluded"]["states"].values() if imported(reason)}
     assert told["excluded"]["raised"] is None
-    assert states <= {"applied", "upstream", "inactive", "not-installed", "excluded"}
+    assert states <= {"applied", "upstream", "not-needed", "inactive", "not-installed", "excluded"}
 
 
 def test_both_orders_have_the_same_digest(core):

@@ -40,7 +40,7 @@ def neighbours(matrix, patches=None):
 def asked(matrix, sources, id, name):
     """Why the variant would be drifted on a release: what breaks first, "" where it would be applied."""
     from shim._errors import SourceError
-    from shim._planning.contract import breach, has_phrases
+    from shim._planning.contract import breach, shows
     from shim._releases.fingerprint import fingerprint
 
     variant = matrix.patches[id].variants[name]
@@ -58,8 +58,7 @@ def asked(matrix, sources, id, name):
         said = breach(sources, variant.inherits(target) or target, variant.needs[target])
         if said:
             return f"{body}: {said}"
-    signs = (sign for sign in matrix.patches[id].mended if has_phrases(sources, sign.target, sign.has))
-    return next((f"mended there: {sign.note}" for sign in signs), "")
+    return next((f"mended there: {sign.note}" for sign in matrix.patches[id].mended if shows(sources, sign)), "")
 
 
 def verdict(broken: str, found: dict) -> str:

@@ -149,4 +149,4 @@ def test_where_nothing_takes_padding_the_error_has_a_remedy():
 
 @pytest.mark.skipif(PLAN.wanted, reason="this release needs the patch")
 def test_this_release_needs_no_patch():
-    assert PLAN.action == "upstream"
+    assert PLAN.action in ("upstream", "not-needed")

@@ -167,7 +167,7 @@ def test_two_ranks(function):
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
 def test_this_release_needs_no_patch():
     """It has no fused cross entropy yet, or one that computes in fp32; the function stays upstream's own."""
-    assert shim.plan()[ID].action == "upstream"
+    assert shim.plan()[ID].action in ("upstream", "not-needed")
     if find_spec("transformer_engine.pytorch.cross_entropy") is None:
         return
     before = module().parallel_cross_entropy

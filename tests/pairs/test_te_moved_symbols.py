@@ -77,7 +77,7 @@ def test_stock_has_lost_what_has_moved():
 def test_everything_is_there_again_after_megatron_was_imported():
     before = snapshot()
     with shim.patched(only=[ID]) as report:
-        assert report[ID].state == ("applied" if APPLIES else "upstream"), str(report)
+        assert report[ID].state == ("applied" if APPLIES else "not-needed"), str(report)
         assert absent() == set()
         assert shim.status()[ID].state == report[ID].state
     after = snapshot()
@@ -308,7 +308,8 @@ def test_the_flag_of_weight_updates_can_be_set():
     name = "set_skip_fp8_weight_update_tensor"
     assert hasattr(FP8GlobalStateManager, name) != lacks_the_method
     with shim.patched(only=[SKIP]) as report:
-        assert report[SKIP].state == ("applied" if lacks_the_method else "upstream"), str(report)
+        right = "not-needed" if TE < (2, 15) else "upstream"
+        assert report[SKIP].state == ("applied" if lacks_the_method else right), str(report)
         if not lacks_the_method:
             return
         FP8GlobalStateManager.set_skip_fp8_weight_update_tensor(True)

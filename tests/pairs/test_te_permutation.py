@@ -57,5 +57,5 @@ def test_triton_is_left_alone():
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
 def test_this_release_needs_no_patch():
     """Its kernels do not sort yet, or it marks the function itself."""
-    assert shim.plan()[ID].action == "upstream"
+    assert shim.plan()[ID].action in ("upstream", "not-needed")
     assert not hasattr(kernels(), "_compare_and_swap") or hasattr(kernels(), "get_int_dtype")

@@ -160,7 +160,7 @@ def test_every_command_that_imports_nothing(cell, tmp_path):
         assert audited["clean"] or target in lost
         verdicts = {id: patch["verdict"] for id, patch in audited["patches"].items()}
         judged = {verdict for id, verdict in verdicts.items() if verdict != "not-installed"}
-        assert judged <= {"apply", "upstream"}, (target, verdicts)
+        assert judged <= {"apply", "upstream", "not-needed"}, (target, verdicts)
         # Without the other release, what is not judged is of the other distribution, or needs it.
         aside = {id for id, verdict in verdicts.items() if verdict == "not-installed"}
         assert not (aside and "--with" in target)
@@ -171,7 +171,7 @@ def test_every_command_that_imports_nothing(cell, tmp_path):
     actions = {id: patch["action"] for id, patch in planned["patches"].items()}
     absent = set() if "+" in cell else {id for id in actions if "transformer-engine" in needed_by(id)}
     assert {id for id, action in actions.items() if action == "not-installed"} == absent
-    assert set(actions.values()) <= {"apply", "upstream", "not-installed"}, actions
+    assert set(actions.values()) <= {"apply", "upstream", "not-needed", "not-installed"}, actions
     for target, audited in audits.items():
         if "--with" in target:  # the pair that is installed here, and the plan for it is the truth
             verdicts = {id: patch["verdict"] for id, patch in audited["patches"].items()}
@@ -257,8 +257,13 @@ def test_source_trees_without_metadata(bare):
             arguments[0]: json.loads(out)["patches"] for arguments, _, out, _ in ran["done"] if "--json" in arguments
         }
         found = {patch["action"] for patch in patches["plan"].values()}
-        assert found <= {"apply", "upstream"}, patches["plan"]
-        assert {patch["verdict"] for patch in patches["audit"].values()} <= {"apply", "upstream", "not-installed"}
+        assert found <= {"apply", "upstream", "not-needed"}, patches["plan"]
+        assert {patch["verdict"] for patch in patches["audit"].values()} <= {
+            "apply",
+            "upstream",
+            "not-needed",
+            "not-installed",
+        }
 
 
 def test_a_release_in_every_form(tmp_path):
@@ -299,4 +304,9 @@ def test_status_and_run():
     report = json.loads(report)
     assert (code, json_code) == (0, 0), (text, done.stderr)
     assert first == report["digest"] and text.startswith(f"{len(report['applied'])} applied"), text
-    assert {patch["state"] for patch in report["patches"].values()} <= {"applied", "upstream", "not-installed"}
+    assert {patch["state"] for patch in report["patches"].values()} <= {
+        "applied",
+        "upstream",
+        "not-needed",
+        "not-installed",
+    }
