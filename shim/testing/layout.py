@@ -116,6 +116,25 @@ def _recorded_groups() -> Iterator[list[dist.ProcessGroup]]:
 _DEVICES: dict[int, Any] = {}  # process id -> device; a forked rank lacks its parent's threads
 
 
+_STORE_RANK_SIZE = ("store", "rank", "size")  # what torch passes to a gloo group by position
+
+
+def _options(gloo: Any, device: Any, given: dict[str, Any]) -> Any:
+    """Options of a gloo group on this device with what torch has given by name; None if they cannot say it.
+
+    torch passes more in later releases, such as `enable_reconfigure` from 2.14 on. An attribute that options do not
+    have raises AttributeError.
+    """
+    try:
+        options = gloo._Options()
+        options._devices, options._threads = [device], 1
+        for name, value in given.items():
+            setattr(options, "_timeout" if name == "timeout" else name, value)
+    except AttributeError:
+        return None
+    return options
+
+
 @contextlib.contextmanager
 def _one_device() -> Iterator[None]:
     """Let all gloo groups made inside share one device.
@@ -132,10 +151,13 @@ def _one_device() -> Iterator[None]:
 
     # A subclass, because torch checks the type.
     class OnOneDevice(gloo):  # type: ignore[misc, valid-type]
-        def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
-            options = gloo._Options()
-            options._devices, options._timeout, options._threads = [_DEVICES[process]], timeout, 1
-            super().__init__(store, rank, size, options)
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            options = _options(gloo, _DEVICES[process], kwargs) if len(args) == len(_STORE_RANK_SIZE) else None
+            if options is None:
+                # Passed on as it came, the group gets a device of its own, which is slower and as right.
+                super().__init__(*args, **kwargs)
+            else:
+                super().__init__(*args, options)
 
     torchs.ProcessGroupGloo = OnOneDevice
     try:

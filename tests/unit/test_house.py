@@ -180,7 +180,6 @@ TESTED_IN = {
     "testing.footprint": "ops/test_logprob_memory",
     "testing.fp8_layer": "pairs/test_harness",
     "testing.interpreted": "pairs/test_te_cross_entropy",
-    "testing.layout": "cells/test_harness",
     "testing.model": "cells/test_harness",
     "testing.oracle": "cells/test_harness",
     "testing.schedules": "cells/test_harness",
