@@ -56,7 +56,8 @@ class Measured:
 class Side:
     """One side of a proof, stock or patched: what came out, in words and in numbers.
 
-    text: "gradient off by 9.1e-02", "TypeError: ...", or the reason why it could not run.
+    text: "gradient off by 9.1e-02", "TypeError: ...", or the reason why it could not run. Where an error is another one
+        than the proof expects: the errors of all ranks that failed, and what was expected.
     value: what was measured; None without a measurement.
     state: "right", "wrong", "cannot run", or "broken": the proof itself failed, of which `details` has the traceback.
     """
@@ -118,8 +119,8 @@ def proof(
     says: a format for the number: "gradient off by {:.1e}". right: what to say instead of zero: "bit-equal".
     bound: the largest number that is right.
     defect: what kind it is, one of `DEFECTS`.
-    crashes: what stock raises where the defect is a crash: a regular expression for "Type: message". Any other error is
-        an error of the proof.
+    crashes: what stock raises where the defect is a crash: a regular expression for "Type: message". Of ranks, one that
+        raises it is enough. Any other error is an error of the proof.
     ranks: how many ranks it needs at least; a user may ask for more, see `Here.world`.
     devices: where it can run: "cpu", "cuda", or both.
     te: whether Transformer Engine has to be there when megatron-core is imported; on a CPU its Python layer is enough.
@@ -171,11 +172,11 @@ class Here:
             with Ranks(layout.world) as ranks:
                 return ranks.run(_on_rank, function, args, layout, "cpu", self._te, timeout=timeout)
         except RankError as error:
-            if error.exception_type != CannotRunError.__name__:
-                raise
-            raise CannotRunError(
-                error.remote_traceback.rpartition(f"{CannotRunError.__name__}: ")[2].strip()
-            ) from error
+            for failed in (error, *error.others):
+                if failed.exception_type == CannotRunError.__name__:
+                    why = failed.remote_traceback.rpartition(f"{CannotRunError.__name__}: ")[2]
+                    raise CannotRunError(why.strip()) from error
+            raise
 
 
 def _on_rank(function: Callable[..., Any], args: Sequence[Any], layout: Layout, device: str, te: bool) -> Any:
@@ -230,14 +231,27 @@ def measure(found: Proof, here: Here) -> Side:
 
 
 def _crashed(found: Proof, error: Exception, seconds: float) -> Side:
-    text = f"{type(error).__name__}: {error}"
+    failed = (error, *error.others) if isinstance(error, RankError) else (error,)
+    raised = [_raised(each) for each in failed]
+    for text in raised if found.crashes else ():
+        # Any rank may be the one that fails first, and with each of the errors that a defect gives the ranks.
+        if re.search(found.crashes, text):
+            return Side("wrong", _short(text), seconds, math.inf)
+    said = "; ".join(map(_short, raised))
+    if found.crashes:
+        said += f" (the proof expects {found.crashes!r})"
+    tracebacks = [traceback.format_exc(), *(str(each) for each in failed[1:])]
+    return Side("broken", said, seconds, details="\n".join(tracebacks))
+
+
+def _raised(error: Exception) -> str:
+    """ "Type: message" of an error; of one on a rank, what the rank has raised."""
     if isinstance(error, RankError):
         # The errors in a traceback stand at the beginning of their lines; the last is the one that was not caught.
         raised = re.findall(r"^[A-Za-z_][\w.]*(?:: .*)?$", error.remote_traceback, re.M)
-        text = re.sub(r"^[\w.]*\.(?=\w)", "", raised[-1]) if raised else text
-    if found.crashes and re.search(found.crashes, text):
-        return Side("wrong", _short(text), seconds, math.inf)
-    return Side("broken", _short(text), seconds, details=traceback.format_exc())
+        if raised:
+            return re.sub(r"^[\w.]*\.(?=\w)", "", raised[-1])
+    return f"{type(error).__name__}: {error}"
 
 
 def _short(text: str) -> str:

@@ -8,6 +8,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import re
 import shutil
 import signal
 import socket
@@ -28,18 +29,22 @@ from .forks import forking
 __all__ = ["RankError", "Ranks"]
 
 _GRACE = 0.5  # seconds for the other ranks to answer once one of them has failed
+_GRACE_OF_CAUSE = 10.0  # the same while each of those that have failed says that it has lost a peer: the peer knows why
+_LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe|Socket closed")
 
 
 class RankError(RuntimeError):
     """A rank failed, died or did not answer.
 
-    rank: the first such rank. remote_traceback: its traceback or stack. exception_type: the type name of its exception,
-    "" if it died or hung.
+    rank: the first such rank that did not only lose a peer. remote_traceback: its traceback or stack. exception_type:
+    the type name of its exception, "" if it died or hung. others: the errors of the other ranks that failed with it,
+    without others of their own.
     """
 
     def __init__(self, rank: int, what: str, remote_traceback: str, exception_type: str = "") -> None:
         super().__init__(f"rank {rank} {what}\n{remote_traceback}".rstrip())
         self.rank = rank
+        self.others: tuple[RankError, ...] = ()
         self.remote_traceback = remote_traceback
         self.exception_type = exception_type
 
@@ -122,7 +127,8 @@ class Ranks:
                 else:
                     failures.append(payload)
             if failures:
-                deadline = min(deadline, time.monotonic() + _GRACE)
+                grace = _GRACE_OF_CAUSE if all(map(_lost_peer, failures)) else _GRACE
+                deadline = min(deadline, time.monotonic() + grace)
         if failures:
             raise _root_cause(failures)
         if waiting:
@@ -182,12 +188,16 @@ class Ranks:
             self._directory = None
 
 
+def _lost_peer(failure: RankError) -> bool:
+    """Whether a rank failed by the loss of a peer in a collective, and not on its own."""
+    return _LOST_PEER.search(failure.remote_traceback) is not None
+
+
 def _root_cause(failures: list[RankError]) -> RankError:
-    """The first rank that failed on its own, not by the loss of a peer in a collective."""
-    for failure in failures:
-        if "Connection closed by peer" not in failure.remote_traceback:
-            return failure
-    return failures[0]
+    """The first rank that failed on its own, if any, with the errors of the others."""
+    cause = next((failure for failure in failures if not _lost_peer(failure)), failures[0])
+    cause.others = tuple(failure for failure in failures if failure is not cause)
+    return cause
 
 
 def _leave_single_world() -> None:

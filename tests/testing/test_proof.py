@@ -53,7 +53,9 @@ def test_a_crash_is_wrong_only_where_it_is_the_one_that_was_named():
     assert side_of(TypeError("no argument x"), crashes="TypeError: no argument").state == "wrong"
     other = side_of(KeyError("x"), crashes="TypeError: no argument")
     assert other.state == "broken" and "KeyError: 'x'" in other.text and "Traceback" in other.details
-    assert side_of(TypeError("x")).state == "broken"
+    assert other.text == "KeyError: 'x' (the proof expects 'TypeError: no argument')"
+    unexpected = side_of(TypeError("x"))
+    assert (unexpected.state, unexpected.text) == ("broken", "TypeError: x")
 
 
 def test_what_cannot_run_says_why():
@@ -67,21 +69,48 @@ def test_a_release_that_is_not_there_is_no_defect(name, state):
     assert side.state == state and name in side.text
 
 
-def raises_on_rank():
-    raise ValueError("only on ranks")
+def raises_on_rank(first, second):
+    raise (first, second)[torch.distributed.get_rank()]
+
+
+def side_of_two_ranks(monkeypatch, crashes, first, second):
+    """The side of a proof whose ranks raise these."""
+    monkeypatch.setattr("shim.testing.proof.layout_initialised", lambda layout: torch.no_grad())
+    monkeypatch.setattr("shim.testing.proof.on_device", lambda device, te: torch.no_grad())
+
+    @proof("{}", crashes=crashes, ranks=2)
+    def on_two_ranks(here):
+        """A reproduction."""
+        here.run(raises_on_rank, first, second, layout=testing.Layout(tp=2))
+
+    return measure(on_two_ranks, Here())
 
 
 def test_the_error_of_a_rank_is_the_error(monkeypatch):
-    monkeypatch.setattr("shim.testing.proof.layout_initialised", lambda layout: torch.no_grad())
-
-    @proof("{}", crashes="^ValueError: only on ranks$", ranks=2)
-    def on_two_ranks(here):
-        """A reproduction."""
-        here.run(raises_on_rank, layout=testing.Layout(tp=2))
-
-    monkeypatch.setattr("shim.testing.proof.on_device", lambda device, te: torch.no_grad())
-    side = measure(on_two_ranks, Here())
+    error = ValueError("only on ranks")
+    side = side_of_two_ranks(monkeypatch, "^ValueError: only on ranks$", error, error)
     assert (side.state, side.text) == ("wrong", "ValueError: only on ranks"), side
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_the_error_of_any_rank_counts(monkeypatch, turn):
+    """Which rank fails first, and with what, is a matter of time."""
+    errors = [KeyError("a symptom of the other rank"), ValueError("only on ranks")][::turn]
+    side = side_of_two_ranks(monkeypatch, "^ValueError: only on ranks$", *errors)
+    assert (side.state, side.text) == ("wrong", "ValueError: only on ranks"), side
+
+
+def test_a_broken_proof_says_which_pattern_did_not_match_which_errors(monkeypatch):
+    side = side_of_two_ranks(monkeypatch, "^IndexError: ", KeyError("x"), ValueError("y"))
+    assert side.state == "broken"
+    assert sorted(side.text.partition(" (")[0].split("; ")) == ["KeyError: 'x'", "ValueError: y"]
+    assert side.text.endswith(" (the proof expects '^IndexError: ')")
+    assert "KeyError: 'x'" in side.details and "ValueError: y" in side.details
+
+
+def test_a_proof_cannot_run_where_one_rank_cannot(monkeypatch):
+    side = side_of_two_ranks(monkeypatch, "", KeyError("the other is gone"), CannotRunError("no such layer"))
+    assert (side.state, side.text) == ("cannot run", "no such layer")
 
 
 def test_a_proof_needs_a_reproduction_and_a_known_kind():

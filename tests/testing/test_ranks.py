@@ -89,6 +89,30 @@ def test_an_exception_names_rank_and_line_and_the_pool_recovers(ranks):
     assert [result.tolist() for result in ranks.run(total, 0)] == [[1.0] * 3] * 2
 
 
+def both_fail(slow, seconds, others):
+    if dist.get_rank() == slow:
+        time.sleep(seconds)
+        raise ValueError("the cause")
+    raise RuntimeError(others)
+
+
+def test_an_error_has_those_of_the_other_ranks_too(ranks):
+    with pytest.raises(RankError, match="rank 0 raised RuntimeError") as caught:
+        ranks.run(both_fail, 1, 0.1, "a second symptom")
+    (other,) = caught.value.others
+    assert (other.rank, other.exception_type) == (1, "ValueError") and "the cause" in other.remote_traceback
+
+
+@pytest.mark.parametrize("symptom", ["Connection closed by peer [127.0.0.1]:4515", "Connection reset by peer"])
+def test_a_rank_that_has_lost_its_peer_waits_for_the_peer_to_say_why(ranks, symptom):
+    """A peer whose own error is slower than the loss of its connection is the cause, and not what is told of it."""
+    started = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 raised ValueError") as caught:
+        ranks.run(both_fail, 1, 1.5, symptom)
+    assert [other.rank for other in caught.value.others] == [0]
+    assert time.monotonic() - started < 60
+
+
 def test_a_hang_ends_with_the_rank_and_where_it_was(ranks):
     with pytest.raises(RankError, match=r"rank 1 did not answer within 1 s.*\[1\] of 2") as caught:
         ranks.run(sleep_on, 1, timeout=1)
