@@ -18,7 +18,7 @@ def argument(
     like: upstream's function, whose parameters count where `function` is somebody's wrapper that takes any.
     """
     parameters = _parameters(function, name, like)
-    position, default = list(parameters).index(name), parameters[name].default
+    position, default = _position(function, parameters, name), parameters[name].default
     if default is inspect.Parameter.empty:
         default = None
 
@@ -36,8 +36,8 @@ def replacing(
     like: see `argument`. Without it a wrapper that takes any gets the value by name, as its calls are to pass it.
     """
     parameters = _parameters(function, name, like)
-    by_name = name not in parameters and takes_any(parameters)
-    position = sys.maxsize if by_name else list(parameters).index(name)
+    unknown = name not in parameters and takes_any(parameters)
+    position = sys.maxsize if unknown else _position(function, parameters, name)
 
     def put(args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if len(args) > position:
@@ -45,6 +45,25 @@ def replacing(
         return args, {**kwargs, name: value}
 
     return put
+
+
+def by_name(function: Function) -> Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, Any]]:
+    """A function that gives all arguments of a call of `function` by name. `function` takes no *args.
+
+    Raises TypeError as `function` does: if a call has too many arguments by position, or one of them twice.
+    """
+    names = _by_position(parameters_of(function))
+
+    def named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        if len(args) > len(names):
+            raise TypeError(f"{function.__name__}() takes {len(names)} positional arguments; {len(args)} were given")
+        given = dict(zip(names, args, strict=False))
+        twice = [name for name in given if name in kwargs]
+        if twice:
+            raise TypeError(f"{function.__name__}() got multiple values for argument '{twice[0]}'")
+        return {**given, **kwargs}
+
+    return named
 
 
 def parameters_of(function: Function) -> Mapping[str, inspect.Parameter]:
@@ -60,6 +79,24 @@ def takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
+def _by_position(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    """The parameters that a call may pass by position."""
+    return [name for name, parameter in parameters.items() if parameter.kind <= parameter.POSITIONAL_OR_KEYWORD]
+
+
+def _position(function: Function, parameters: Mapping[str, inspect.Parameter], name: str) -> int:
+    """The place at which a call may pass the argument `name`; of one that it passes by name alone, beyond all places.
+
+    One that stands behind *args is of that kind, however many arguments a call has.
+    """
+    places = _by_position(parameters)
+    if name in places:
+        return places.index(name)
+    if name not in parameters or parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY:
+        raise ValueError(f"{name} is no argument of {getattr(function, '__qualname__', function)}")
+    return sys.maxsize
+
+
 def _parameters(function: Function, name: str, like: Function | None) -> Mapping[str, inspect.Parameter]:
     parameters = parameters_of(function)
     if like is None or name in parameters or not takes_any(parameters):
@@ -68,14 +105,17 @@ def _parameters(function: Function, name: str, like: Function | None) -> Mapping
 
 
 def add_parameters(wrapper: Any, original: Function, *names: str) -> None:
-    """Give the wrapper upstream's signature, with added parameters of a later release at the end."""
+    """Give the wrapper upstream's signature, with added parameters of a later release at the end.
+
+    Where upstream's end with *args, **kwargs or those that are passed by name alone, the added ones are, too.
+    """
     signature = inspect.signature(original)
-    added = [
-        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
-        for name in names
-        if name not in signature.parameters
-    ]
-    wrapper.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *added])
+    known = list(signature.parameters.values())
+    plain = all(parameter.kind <= parameter.POSITIONAL_OR_KEYWORD for parameter in known)
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD if plain else inspect.Parameter.KEYWORD_ONLY
+    added = [inspect.Parameter(name, kind, default=None) for name in names if name not in signature.parameters]
+    rest = [known.pop()] if takes_any(signature.parameters) else []
+    wrapper.__signature__ = signature.replace(parameters=[*known, *added, *rest])
 
 
 def takes(wrapper: Any, names: Iterable[str]) -> None:

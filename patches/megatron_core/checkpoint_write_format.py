@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shim.patches._arguments import Function
+from shim.patches._arguments import Function, argument, replacing
 
 WRITE_ITEM = "megatron.core.dist_checkpointing.strategies.filesystem_async:_write_item"
 FORMAT = "serialization_format"
@@ -27,14 +27,14 @@ def _write_item(original: Function) -> Function:
     parameters = inspect.signature(original).parameters
     if FORMAT not in parameters or parameters[FORMAT].default is not inspect.Parameter.empty:
         return original
-    place = list(parameters).index(FORMAT)
+    format_of, with_format = argument(original, FORMAT), replacing(original, FORMAT)
 
     @functools.wraps(original)
     def _write_item(*args: Any, **kwargs: Any) -> Any:
-        if len(args) <= place:
+        if format_of(args, kwargs) is None:
             from torch.distributed.checkpoint.filesystem import SerializationFormat
 
-            kwargs.setdefault(FORMAT, SerializationFormat.TORCH_SAVE)
+            args, kwargs = with_format(args, kwargs, SerializationFormat.TORCH_SAVE)
         return original(*args, **kwargs)
 
     return _write_item

@@ -219,10 +219,16 @@ def _take(count: int, added: tuple[str, ...], args: tuple[Any, ...], kwargs: dic
     return tuple(by_position[name] if name in by_position else kwargs.pop(name, None) for name in added)
 
 
+def _places(parameters: Mapping[str, inspect.Parameter]) -> int:
+    """How many arguments of upstream's a call may pass by position; behind *args there is no place for an added one."""
+    open_ended = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values())
+    return sys.maxsize if open_ended else len(parameters)
+
+
 def _placed(original: Function, *names: str) -> Function:
     """`original` with further arguments, which say for which place it is to be computed."""
     parameters = inspect.signature(original).parameters
-    added, count = tuple(name for name in names if name not in parameters), len(parameters)
+    added, count = tuple(name for name in names if name not in parameters), _places(parameters)
 
     @functools.wraps(original)
     def placed(*args: Any, **kwargs: Any) -> Any:
@@ -241,7 +247,7 @@ def _placed(original: Function, *names: str) -> Function:
 def _built(original: Function) -> Function:
     """A constructor that accepts the `vp_stage` at which parallel_state stands."""
     parameters = inspect.signature(original).parameters
-    count, name = len(parameters), original.__qualname__.partition(".")[0]
+    count, name = _places(parameters), original.__qualname__.partition(".")[0]
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:

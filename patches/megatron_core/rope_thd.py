@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from shim.ops.rope import thd_freqs
-from shim.patches._arguments import Function, takes
+from shim.patches._arguments import Function, by_name, takes
 
 ROPE = "megatron.core.models.common.embeddings.rope_utils:"
 
@@ -50,12 +50,12 @@ def in_pieces(rotate: Function, t: Tensor, rows: Tensor) -> Tensor:
 
 def rotate_as_one(original: Function, row_per_token: bool | None) -> Function:
     """The replacement of _apply_rotary_pos_emb_thd. `row_per_token`: see shim.ops.rope.thd_freqs."""
-    names = list(inspect.signature(original).parameters)
+    names, named = inspect.signature(original).parameters, by_name(original)
     upstream = vars(sys.modules[ROPE[:-1]])
 
     @functools.wraps(original)
     def _apply_rotary_pos_emb_thd(*args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(names, args)), **kwargs}
+        given = named(args, kwargs)
         t, cu_seqlens, freqs = given.pop("t"), given.pop("cu_seqlens"), given.pop("freqs")
         if "cp_group" in names:
             group = given.pop("cp_group", None)

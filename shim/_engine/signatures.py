@@ -40,6 +40,11 @@ def _refused(new: types.FunctionType, before: Mapping[str, inspect.Parameter]) -
         return f"its code takes {code.co_argcount} positional arguments; upstream's takes {len(positional)}"
     if len(required) > len(positional):
         return f"its code needs an argument {required[len(positional)]} that upstream's has not"
+    always = {p.name for p in before.values() if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
+    # After the positional ones stand those that a call passes by name alone, also behind *args.
+    for name in names[code.co_argcount :]:
+        if name not in (new.__kwdefaults__ or {}) and name not in always:
+            return f"its code needs an argument {name} by name, which calls of upstream's need not pass by name"
     for kind, flag, what in (
         (inspect.Parameter.VAR_POSITIONAL, inspect.CO_VARARGS, "any number of positional arguments"),
         (inspect.Parameter.VAR_KEYWORD, inspect.CO_VARKEYWORDS, "arguments by any name"),
@@ -53,6 +58,8 @@ def _refused(new: types.FunctionType, before: Mapping[str, inspect.Parameter]) -
             mixed_up = position < len(required) and required[position] != parameter.name
             if mixed_up or (not taken and not code.co_flags & inspect.CO_VARKEYWORDS):
                 return f"its code does not take the argument {parameter.name} by name"
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.name in names[code.co_argcount :]:
+                return f"its code takes the argument {parameter.name} by name alone, which calls pass by position, too"
     return ""
 
 

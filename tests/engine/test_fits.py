@@ -126,6 +126,42 @@ def test_code_that_takes_no_further_arguments_does_not_fit_one_that_does():
     assert "any number" in misfit(without_positions, open_upstream)
 
 
+def test_code_that_takes_by_name_alone_what_calls_pass_by_position_does_not_fit():
+    """Behind *args a call by position does not reach the parameter: its code would read the default."""
+
+    def misreading(original):
+        @functools.wraps(original)
+        def wrapper(self, *args, scale=1, **kwargs):
+            return original(self, *args, **kwargs) * scale
+
+        return wrapper
+
+    def reading(original):
+        @functools.wraps(original)
+        def wrapper(self, *args, bias=None, **kwargs):
+            return original(self, *args, bias=bias, **kwargs)
+
+        return wrapper
+
+    assert "scale by name alone" in misfit(misreading(upstream), upstream)
+    assert misfit(reading(upstream), upstream) == ""
+
+
+def test_code_that_needs_an_argument_by_name_which_calls_may_leave_out_does_not_fit():
+    def strict(self, x, *, must):
+        return x
+
+    def wrapping(original):
+        @functools.wraps(original)
+        def wrapper(self, *args, must, **kwargs):
+            return original(self, *args, must=must, **kwargs)
+
+        return wrapper
+
+    assert misfit(wrapping(strict), strict) == ""
+    assert "needs an argument must by name" in misfit(wrapping(upstream), upstream)
+
+
 def test_a_class_that_passes_for_a_function_does_not_fit():
     """isinstance asks an object for its __class__, and a proxy lends that of what it wraps."""
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shim.patches._arguments import add_parameters, parameters_of, takes, takes_any
+from shim.patches._arguments import add_parameters, by_name, parameters_of, takes, takes_any
 
 # By name, or by position after the recomputed function.
 ACTIVATIONS = ("hidden_states", 0, "decoder_input", 1)
@@ -26,7 +26,7 @@ def checkpointed_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     Up to 0.17 the recomputed function is the first argument. Later it is self._proj_and_transformer_layer, but
     subclasses written for earlier releases still pass a function.
     """
-    names = list(inspect.signature(original).parameters)
+    names, named = inspect.signature(original).parameters, by_name(original)
     takes_function = "forward_func" in names
 
     @functools.wraps(original)
@@ -35,7 +35,8 @@ def checkpointed_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         if args and callable(args[0]) and not isinstance(args[0], Tensor):
             function, args = args[0], args[1:]
         elif not takes_function:
-            args, kwargs = (), {**dict(zip(names[1:], args)), **kwargs}
+            args, kwargs = (), named((self, *args), kwargs)
+            del kwargs[next(iter(names))]
         arguments: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         return checkpointed(self, function or self._proj_and_transformer_layer, arguments)
 
