@@ -268,7 +268,7 @@ def test_of_a_pair_both_stay_or_none(world, taken):
     assert world.get(f"layers:Layer.{taken}") is foreign
     assert world.get("layers:Layer.make") is before["layers:Layer", "make"]
     assert any(f"stays bound, because {taken} was replaced" in item for item in report.lost)
-    assert world.get("other:other")
+    assert same(before, world.snapshot()) == [("layers:Layer", "backward"), ("layers:Layer", "forward")]
     shim.revert()
     assert world.get(f"layers:Layer.{other}") is ours[other]
     world.set(f"layers:Layer.{taken}", ours[taken])

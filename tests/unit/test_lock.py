@@ -337,10 +337,20 @@ JSON = st.recursive(
 )
 
 
+def known_part(found, here):
+    """`found` without the keys that no lock has."""
+    if isinstance(found, dict) and isinstance(here, dict):
+        return {key: known_part(value, here[key]) for key, value in found.items() if key in here}
+    return found
+
+
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_content_is_a_lock_or_an_error(held, data):
-    """Fuzz: other values at random places, cut and spliced text; never an exception of another kind."""
+    """Fuzz: other values at random places, cut and spliced text; never an exception of another kind.
+
+    Where no difference is found, there is none.
+    """
     if not hasattr(held, "here"):
         held.here = locked(held.plan())
     here, content = held.here, json.loads(json.dumps(held.here))
@@ -362,7 +372,7 @@ def test_any_content_is_a_lock_or_an_error(held, data):
         assert str(held.lock) in str(error)
         return
     assert all(" in the lock, " in line and line.endswith(" here") for line in found)
-    assert found or json.loads(json.dumps(here)) == read_lock(held.lock) or "digest" in text
+    assert found or known_part(read_lock(held.lock), here) == here
 
 
 # Writing

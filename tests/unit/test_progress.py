@@ -33,12 +33,13 @@ def test_elsewhere_a_line_is_printed_where_nothing_was_said_for_a_while():
     assert stream.getvalue() == "now\n"
 
 
-def test_without_standard_error_nothing_is_said(monkeypatch):
+def test_without_standard_error_nothing_is_said(monkeypatch, capfd):
     """As under pythonw and in some services."""
     monkeypatch.setattr(sys, "stderr", None)
     progress = Progress()
     progress("lost")
     progress.done()
+    assert capfd.readouterr() == ("", "")
 
 
 def test_what_others_say_is_kept_from_the_terminal_and_what_shim_logs_is_not(capsys):
