@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 RELEASE ?= 0.16.1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test lint unit unit-pythons coverage helpers cells trainers matrix proofs mutations gpu bench docs pins wheel clean
+.PHONY: help env demo test lint unit unit-pythons coverage helpers cells trainers matrix proofs mutations engine-mutations gpu bench docs pins wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -92,6 +92,12 @@ mutations: env  ## what was measured on mutated releases and on neighbours, meas
 	$(BIN)/python tests/mutations/measure.py
 	$(BIN)/python tests/mutations/neighbours.py
 	$(BIN)/python tests/mutations/judge.py
+
+# EVERY=1 takes all four thousand, and about two hours of one core; FILES names some of them.
+EVERY ?= 10
+FILES ?= shim/_engine/*.py shim/_planning/*.py shim/_api.py shim/_config_override/*.py
+engine-mutations: env  ## mutants of the engine and the planning that no test notices: every tenth; a quarter of an hour
+	$(BIN)/python tests/mutations/engine.py $(FILES) --every $(EVERY) --jobs 2 --last tests/engine/test_state_machine.py
 
 gpu:  ## FP8, FP4 and fused rotations, where $(PYTHON) has torch, megatron-core and Transformer Engine with an NVIDIA GPU
 	$(PYTHON) -m pytest -q -rs -m gpu tests/gpu
