@@ -24,6 +24,9 @@ CORE = "megatron.core."
         ("layers:Layer.build", None, classmethod, [("layers:Layer", "build")]),
         ("layers:Layer.size", None, property, [("layers:Layer", "size")]),
         ("layers:Layer.tag", "layers:Base.tag", types.FunctionType, [("layers:Layer", "tag")]),
+        ("layers:Child.make", "layers:Layer.make", staticmethod, [("layers:Child", "make")]),
+        ("layers:Child.build", "layers:Layer.build", classmethod, [("layers:Child", "build")]),
+        ("layers:Child.size", "layers:Layer.size", property, [("layers:Child", "size")]),
         ("layers:Layer", None, type, [("layers:megatron.core.layers", "Layer")]),
     ],
 )
@@ -63,7 +66,7 @@ def test_every_kind_of_target_is_bound_and_given_back(world, target, inherits, k
     of_the_new_class = [place for place in before if target == "layers:Layer" and place[0] == "layers:Layer"]
     assert same(before, world.snapshot()) == sorted([*places, *of_the_new_class])
     assert type(world.get(target)) is kind
-    layer = world.get("layers:Layer")()
+    layer, child = world.get("layers:Layer")(), world.get("layers:Child")()
     calls = {
         "ops:double": lambda: world.get("ops:double")(2),
         "ops:LIMIT": lambda: ("patched", 4) if world.get("ops:LIMIT") == 11 else None,
@@ -72,6 +75,9 @@ def test_every_kind_of_target_is_bound_and_given_back(world, target, inherits, k
         "layers:Layer.build": lambda: (layer.build(0)[0], 4),
         "layers:Layer.size": lambda: (layer.size[0], 4),
         "layers:Layer.tag": lambda: (layer.tag()[0], 4),
+        "layers:Child.make": lambda: (child.make(4), type(child).make(4))[0],
+        "layers:Child.build": lambda: (child.build(0)[0], 4),
+        "layers:Child.size": lambda: (child.size[0], 4),
         "layers:Layer": lambda: ("patched", 4) if len(type(layer).__mro__) == 4 else None,
     }
     assert calls[target]() == ("patched", 4)

@@ -29,6 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from zlib import crc32
 
 from code_mutants import Mutant, mutants_of
 
@@ -48,6 +49,7 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, metavar="N", help="every Nth mutant of each file")
     parser.add_argument("--offset", type=int, default=0, help="with --every: which one is the first")
     parser.add_argument("--only", type=int, nargs="+", metavar="LINE", help="the mutants that begin in these lines")
+    parser.add_argument("--again", type=Path, metavar="JSON", help="what survived in a file that --out has written")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument(
         "--last", nargs="+", default=[], metavar="TEST", help="for what survives the tests of its lines"
@@ -58,6 +60,7 @@ def main() -> int:
     options = parser.parse_args()
     os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     _load()
+    survived = None if options.again is None else _survivors(json.loads(options.again.read_text()))
     with tempfile.TemporaryDirectory() as scratch:
         copies = [_copy(Path(scratch) / str(number), options.tests) for number in range(options.jobs)]
         lines = _tests_of_lines(copies[0], options.tests, options.map)
@@ -65,6 +68,7 @@ def main() -> int:
         for file in sorted({str(Path(file).resolve().relative_to(ROOT)) for file in options.files}):
             all_of_file = mutants_of((ROOT / file).read_text("utf-8"))
             few = [m for m in all_of_file if not options.only or m.line in options.only]
+            few = [m for m in few if survived is None or m.name in survived.get(file, ())]
             chosen += [(file, mutant) for mutant in few[options.offset :: options.every]]
         outcomes = _run_all(copies, chosen, lines, options.seconds, options.last)
     _report(outcomes, options.out)
@@ -193,11 +197,14 @@ def _run_all(
 
 
 def _tests_for(file: str, mutant: Mutant, lines: dict, seconds: float) -> list[tuple[str, float]]:
-    """The tests that run a mutant's lines, the quickest first, for so many seconds in all."""
+    """The tests that run a mutant's lines, the quickest first, for so many seconds in all.
+
+    Those that take as long come in a mixed order: tests of one file have much in common.
+    """
     of_file, times = lines["lines"].get(file, {}), list(lines["seconds"].items())
     found = {times[n] for line in range(mutant.line, mutant.end_line + 1) for n in of_file.get(str(line), ())}
     tests: list[tuple[str, float]] = []
-    for test, took in sorted(found, key=lambda item: (item[1], item[0])):
+    for test, took in sorted(found, key=lambda item: (round(item[1], 1), crc32(item[0].encode()))):
         if tests and sum(took for _, took in tests) + took > seconds:
             break
         tests.append((test, took))
@@ -222,8 +229,10 @@ class _Run:
         result = self.child.result()
         if result is None:
             return "killed: no end, or a crash"
-        if result["failed"] or result["status"] not in (0, 5):
-            return f"killed by {result['failed'] or result['status']}"
+        if result["status"] not in (0, 1, 2):
+            return f"not tried: pytest ends with {result['status']}"  # 4: --map names tests that are gone
+        if result["failed"] or result["status"]:
+            return f"killed by {result['failed'] or 'an interrupt'}"
         return f"SURVIVED {len(self.tests)} tests"
 
 
@@ -275,6 +284,14 @@ class _Child:
             return json.loads(b"".join(self.parts))
         except ValueError:
             return None
+
+
+def _survivors(table: dict[str, dict[str, str]]) -> dict[str, set[str]]:
+    """The names of all survivors by file."""
+    return {
+        file: {name for name, outcome in mutants.items() if outcome.startswith("SURVIVED")}
+        for file, mutants in table.items()
+    }
 
 
 def _report(outcomes: list[tuple[str, Mutant, str]], out: Path | None) -> None:
