@@ -79,7 +79,8 @@ def _sends_fp32(original: Function) -> Function:
         model = model_of(args, kwargs)
         config = sys.modules[SCHEDULES].get_model_config(model[0] if isinstance(model, list) else model)
         before = config.pipeline_dtype
-        if not config.fp32_residual_connection or before is None:
+        # Schedules take any ModelParallelConfig, and only a TransformerConfig has the flag.
+        if not getattr(config, "fp32_residual_connection", False) or before is None:
             return original(*args, **kwargs)
         config.pipeline_dtype = torch.float32
         try:

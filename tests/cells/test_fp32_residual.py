@@ -151,6 +151,57 @@ def test_two_pipeline_stages_train_as_one(ranks2):
             assert torch.equal(one, other), number
 
 
+class Doubles(torch.nn.Module):
+    """A pipeline stage with no more than schedules ask for. It has no weights."""
+
+    def __init__(self, config, stage):
+        super().__init__()
+        self.config, self.vp_stage, self.given = config, stage, None
+        self.model_type = importlib.import_module("megatron.core.enums").ModelType.encoder_or_decoder
+
+    def set_input_tensor(self, given):
+        self.given = given[0] if isinstance(given, list) else given
+
+    def forward(self, row):
+        return 2 * (row if self.given is None else self.given)
+
+
+def stages_that_are_no_transformer(virtual):
+    """What this rank logs in a forward pass of its stages, under the release's own ModelParallelConfig."""
+    made = importlib.import_module("megatron.core.model_parallel_config").ModelParallelConfig(
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+        pipeline_dtype=torch.float32,
+        overlap_p2p_comm=virtual > 1,
+        batch_p2p_comm=virtual == 1,
+    )
+    made.hidden_size = 4  # upstream reads it of any config
+    stages, rows = [Doubles(made, stage) for stage in range(virtual)], [torch.full((2, 1, 4), n) for n in (1.0, 2.0)]
+
+    def forward(data, stage):
+        return stage(next(data)), lambda output: (output.mean(), {"loss": output.mean()})
+
+    layout = testing.Layout(pp=2, vp=virtual)
+    with testing.megatron_on_cpu(), testing.layout_initialised(layout), patched_where_needed():
+        logged = importlib.import_module("megatron.core.pipeline_parallel").get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[iter(rows) for _ in stages] if virtual > 1 else iter(rows),
+            model=stages,
+            num_microbatches=len(rows),
+            seq_length=2,
+            micro_batch_size=1,
+            forward_only=True,
+        )
+    return [float(each["loss"]) for each in logged]
+
+
+@pytest.mark.parametrize("virtual", [1, 2], ids=["1f1b", "interleaved"])
+def test_schedules_take_any_model_parallel_config(ranks2, virtual):
+    """Schedules ask for a ModelParallelConfig, which has no fp32_residual_connection."""
+    stages = 2 * virtual
+    assert ranks2.run(stages_that_are_no_transformer, virtual)[-1] == [2.0**stages, 2.0 * 2.0**stages]
+
+
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
 def test_this_release_needs_no_patch():
     assert shim.plan()[ID].action in ("upstream", "not-needed")
