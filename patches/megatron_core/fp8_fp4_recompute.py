@@ -145,17 +145,18 @@ def _block_checkpointed_forward(original: Function) -> Function:
             return original(self, *args, **kwargs)
         # The recomputed functions get their layers from the block. They see a shallow copy of it with wrapped layers.
         view = copy.copy(self)
-        view._get_layer = lambda number: _in_its_region(self._get_layer(number))
+        view._get_layer = lambda number: _in_its_region(self._get_layer(number), self.config)
         return original(view, *args, **kwargs)
 
     return _checkpointed_forward
 
 
-def _in_its_region(layer: Any) -> Function:
+def _in_its_region(layer: Any, config: Any) -> Function:
+    """config: of the block, by which upstream chooses the region. A layer need have none."""
     from megatron.core.fp8_utils import get_fp8_context
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with get_fp8_context(layer.config, layer.layer_number - 1):
+        with get_fp8_context(config, layer.layer_number - 1):
             return layer(*args, **kwargs)
 
     return run

@@ -67,6 +67,8 @@ def _discards_first_outputs(block: Any) -> bool:
     modules = (config.recompute_modules or ()) if config.recompute_granularity == "selective" else ()
     if "layernorm" in modules or "mhc" not in modules:
         return "layernorm" in modules
+    if not len(block.layers):
+        return False  # a pipeline stage without layers
     # A hyper connection hands what it has computed with its weights to the checkpoint, so trained ones are enough.
     first = getattr(block.layers[0], "self_attention_hyper_connection", None)
     return first is None or not any(weight.requires_grad for weight in first.parameters())

@@ -61,7 +61,8 @@ def _norms(chunk: Any, config: Any) -> Any:
 
 def _unsummed(chunk: Any, config: Any) -> Iterator[Any]:
     for module in chunk.modules():
-        if not hasattr(type(module), NORMS) or module.tp_size == 1:
+        # A trainer's own layer may have the method, and none of the attributes.
+        if not hasattr(type(module), NORMS) or getattr(module, "tp_size", 1) == 1 or not hasattr(module, "out_norm"):
             continue
         for weight in module.out_norm.parameters():
             summed = config.sequence_parallel and getattr(weight, "sequence_parallel", False)

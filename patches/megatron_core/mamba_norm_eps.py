@@ -37,9 +37,12 @@ def _init(original: Function) -> Function:
 
 
 def _differs(layer: Any) -> bool:
-    """Whether the norm of a MambaLayer has another epsilon than the config. IdentityOp has none."""
-    epsilon = layer.config.layernorm_epsilon
-    return bool(getattr(layer.norm, "eps", epsilon) != epsilon)
+    """Whether the norm of a layer has another epsilon than the config. IdentityOp has none.
+
+    Somebody's class of the name MambaLayer may have neither.
+    """
+    epsilon = getattr(getattr(layer, "config", None), "layernorm_epsilon", None)
+    return epsilon is not None and bool(getattr(getattr(layer, "norm", None), "eps", epsilon) != epsilon)
 
 
 def problems(models: Iterable[Any]) -> Iterator[tuple[str, str]]:

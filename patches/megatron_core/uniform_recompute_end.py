@@ -56,7 +56,10 @@ class _Nothing:
     """Behind the last layer. Blocks choose an FP8 context by the number of a layer, here of the last one."""
 
     def __init__(self, last: Any) -> None:
-        self.config, self.layer_number = last.config, last.layer_number
+        self._last = last
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._last, name)  # when it is asked: a layer need have neither a number nor a config
 
     def __call__(self, hidden_states: Any, context: Any = None, **rest: Any) -> tuple[Any, Any]:
         return hidden_states, context

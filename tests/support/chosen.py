@@ -71,6 +71,7 @@ ONLY = {
 EVERYWHERE = {
     "test_alignment",
     "test_all_patches",
+    "test_declared_types",
     "test_factories",
     "test_harness",
     "test_hidden_contracts",
