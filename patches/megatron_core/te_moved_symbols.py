@@ -7,7 +7,9 @@ silence.
 - FusedRoPEFunc and apply_rotary_pos_emb (2.2 and 2.3): 0.12 has no fused RoPE and refuses apply_rope_fusion. With 2.2,
   0.12.1 to 0.12.3 pass it an argument that came with 2.3, which raises a TypeError.
 - get_workspace, and the argument `workspace` of general_gemm (gone with 2.10): 0.13 to 0.16 have no te_general_gemm,
-  and torch computes the router's product.
+  and torch computes the router's product. Transformer Engine computes what is all in fp32 in TF32, as every other pair
+  of releases does. Its kernel reads a bias as if it had the type of the output (cuBLASLt is told none), so the function
+  that comes back converts the bias of 0.16's router.
 - multi_tensor_scale_tensor (from 2.14 on): without this name, 0.17 to 0.20 use none of its neighbours. Without Apex,
   the norm of the gradients and their clipping are then loops with a host read for every parameter.
 - get_dummy_wgrad (from 2.3 on): the linear layers of 0.14 to 0.20 take Transformer Engine for absent. They allocate a
@@ -137,6 +139,9 @@ def _general_gemm(original: Any) -> Any:
         bias: Tensor | None = None,
         grad: bool = False,
     ) -> Any:
+        if bias is not None and out_dtype is not None and not grad:
+            # The kernel reads a bias as if it had the type of the output. The router's has that of the weights.
+            bias = bias.to(out_dtype)
         return home.general_gemm(A, B, out_dtype=out_dtype, layout=layout, out=out, bias=bias, grad=grad)
 
     return te_general_gemm

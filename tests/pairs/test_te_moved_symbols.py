@@ -204,6 +204,47 @@ def test_general_gemm_is_called_as_this_engine_takes_it(monkeypatch):
     assert not set(call) & {"workspace"}
 
 
+def as_the_kernel(A, B, out_dtype=None, layout="TN", out=None, bias=None, grad=False, **_):
+    """TE's general_gemm on CPU, outside of FP8: A and B by layout, summed in fp32, in out_dtype.
+
+    Its C++ code tells cuBLASLt no type of the bias. Then the bias is read as if it had the type of the output.
+    """
+    left, right = (B if layout[1] == "N" else B.t()).float(), (A.t() if layout[0] == "T" else A).float()
+    made = left @ right
+    if bias is not None:
+        read = bias.detach().contiguous().view(out_dtype)
+        read = torch.nn.functional.pad(read, (0, bias.numel() - read.numel()), value=float("nan"))  # beyond its end
+        made = made + read
+    return made.to(out_dtype), None, None, None
+
+
+@pytest.mark.skipif(MCORE[:2] != (0, 16) or TE < (2, 10), reason="0.16, whose router has a bias, and TE 2.10")
+@pytest.mark.parametrize("of_router", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("of_weights", [torch.bfloat16, torch.float32])
+def test_the_router_adds_its_bias(monkeypatch, of_weights, of_router):
+    """Also a bias whose type is not that of the product, as with moe_router_dtype="fp32" and weights in bf16."""
+    moe, generator = importlib.import_module(GEMM[1][0]), torch.Generator().manual_seed(0)
+
+    def leaves():
+        generator.manual_seed(0)
+        made = (torch.randn(*shape, generator=generator, dtype=of_weights) for shape in ((6, 8), (4, 8), (4,)))
+        return [leaf.requires_grad_() for leaf in made]
+
+    def step():
+        given = leaves()
+        output = moe.router_gating_linear(*given, of_router)
+        output.float().square().sum().backward()
+        return [output.detach(), *(leaf.grad for leaf in given)]
+
+    expected = step()  # stock's product in torch
+    with shim.patched(only=[ID], require=[ID]):
+        monkeypatch.setattr(cpp_extensions, "general_gemm", as_the_kernel)  # behind apply(): it is read at each call
+        found = step()
+    for mine, true in zip(found, expected, strict=True):
+        assert mine.dtype == true.dtype
+        assert (mine - true).float().norm() <= 1e-2 * true.float().norm()
+
+
 @pytest.mark.skipif(MCORE[:2] != (0, 16) or TE < (2, 10), reason="0.16 with the batch-invariant mode, and TE 2.10")
 def test_the_router_follows_the_batch_invariant_mode(monkeypatch):
     """Which replaces Transformer Engine's function when it is switched on, after apply(), and puts it back. Its
