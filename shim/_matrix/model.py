@@ -219,6 +219,7 @@ class PatchEntry(Record):
     references: tuple[str, ...] = ()
     met_by: tuple[str, ...] = ()  # who has met the defect, or carries a workaround
     without: str = ""  # what goes wrong in a release that needs the patch and does not get it
+    effects: Mapping[str, str] = None  # type: ignore[assignment]  # of what `changes` says: the kind -> what it concerns
     delete_when: str = ""
     options: Mapping[str, Any] = None  # type: ignore[assignment]
     declared: Mapping[str, Declared] = None  # type: ignore[assignment]

@@ -45,6 +45,7 @@ PATCH_KEYS = {
     "without": False,
     "kind": True,
     "changes": True,
+    "effects": False,
     "distribution": True,
     "module": True,
     "variants": True,
@@ -232,6 +233,7 @@ def _patch(read: Reader, id: str, node: yaml.Node, module_exists: Callable[[str]
         without=read.text(entries["without"], "without") if "without" in entries else "",
         kind=read.text(entries["kind"], "kind", KINDS),
         changes=read.text(entries["changes"], "changes", CHANGES),
+        effects=_effects(read, entries["effects"], str(entries["changes"].value)) if "effects" in entries else {},
         distribution=read.text(entries["distribution"], "distribution", DISTRIBUTIONS),
         module=module,
         variants=variants,
@@ -249,6 +251,17 @@ def _patch(read: Reader, id: str, node: yaml.Node, module_exists: Callable[[str]
         pairs=tuple(_pairs(read, entries["pairs"])) if "pairs" in entries else (),
         line=node.start_mark.line,
     )
+
+
+def _effects(read: Reader, node: yaml.Node, changes: str) -> dict[str, str]:
+    """What a patch with several effects changes, by the kind of the change. `changes` is the most of them."""
+    found = {kind: read.text(given, kind) for kind, given in read.mapping(node, "effects").items()}
+    unknown = [kind for kind in found if kind not in CHANGES[1:]]
+    if unknown:
+        raise read.fail(node, f"effects says {unknown[0]!r}; it must be one of {', '.join(CHANGES[1:])}")
+    if changes != max(found, key=CHANGES.index, default=""):
+        raise read.fail(node, f"the most that effects says is not what changes says: {changes}")
+    return found
 
 
 def read_matrix(

@@ -6,6 +6,7 @@ import ast
 
 from shim._errors import SourceError
 from shim._matrix.model import NOT_NEEDED, UPSTREAM, PatchEntry
+from shim._planning.overview import effects_of
 from shim._planning.plan import Plan
 from shim._releases.sources import Sources
 
@@ -29,6 +30,7 @@ def explanation(plan: Plan, id: str) -> str:
     lines = [
         f"{id}: {entry.summary}",
         f"kind: {entry.kind}; changes: {entry.changes}",
+        *(f"  {effect}" for effect in effects_of(entry)),
         "",
         patch_docstring(entry),
         "",

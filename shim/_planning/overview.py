@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from shim._matrix.model import DISTRIBUTIONS, Matrix
+from shim._matrix.model import DISTRIBUTIONS, Matrix, PatchEntry
 from shim._planning.decision import Decision
 from shim._planning.losses import LostFeature
 from shim._record import Record
 from shim._releases.detect import Environment
 
-__all__ = ["Row", "group", "grouped", "headline", "list_text", "listed", "nothing_installed", "plan_text"]
+__all__ = ["Row", "effects_of", "group", "grouped", "headline", "list_text", "listed", "nothing_installed", "plan_text"]
 
 AMISS = ("drifted", "conflict", "failed", "shadowed")
 NOT_NEEDED = ("upstream", "not-needed", "not-installed")
@@ -29,6 +29,7 @@ class Row(Record):
     targets: Mapping[str, str]
     holds: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
+    effects: tuple[str, ...] = ()
 
 
 def group(state: str, kind: str, pending_is_amiss: bool) -> str:
@@ -79,6 +80,7 @@ def grouped(rows: Sequence[Row], applied: str, verbose: bool) -> Iterable[str]:
         for row in members:
             state = f" ({row.state})" if group == "amiss" else ""
             yield f"  {row.id:<{width}}  {row.summary}{state}"
+            yield from (f"      changes {text}" for text in row.effects)
             if verbose and row.variant:
                 yield f"      variant {row.variant} of {', '.join(row.targets)}"
             if verbose or group == "amiss":
@@ -120,6 +122,7 @@ def plan_text(
             d.remedy,
             d.variant if d.wanted else None,
             dict.fromkeys(d.targets, ""),
+            effects=effects_of(matrix.patches[id]) if d.wanted else (),
         )
         for id, d in decisions.items()
     ]
@@ -142,6 +145,11 @@ def plan_text(
     if pair_is_known is False:
         lines += ["", "What this pair of releases loses was not measured; shim doctor looks through its sources."]
     return "\n".join(lines)
+
+
+def effects_of(entry: PatchEntry) -> tuple[str, ...]:
+    """What a patch with several effects changes, each with its kind; () where `changes` says it all."""
+    return tuple(f"{kind}: {what}" for kind, what in (entry.effects or {}).items())
 
 
 def nothing_installed(environment: Environment) -> str:

@@ -10,7 +10,7 @@ from shim._matrix import load
 from shim._matrix.load import load_matrix
 from shim._matrix.model import Matrix
 from shim._planning.explain import patch_docstring
-from shim._planning.overview import listed
+from shim._planning.overview import effects_of, listed
 from shim._tools.docs_defects import defects_page, defects_picture, read_proved
 from shim._tools.docs_reference import commands, matrix_page, states_page
 from shim._tools.docs_te import feature_page
@@ -77,6 +77,8 @@ def catalogue(matrix: Matrix) -> str:
     for id, entry in matrix.patches.items():
         lines += [f"## {id}", "", f"{entry.summary[0].upper()}{entry.summary[1:]}.", ""]
         lines += [f"Kind: {entry.kind}. Changes: {entry.changes}. Distribution: {entry.distribution}.", ""]
+        effects = [f"- {effect}." for effect in effects_of(entry)]
+        lines += [*effects, ""] if effects else []
         lines += [patch_docstring(entry), "", "| releases | variant | binds | relies on |", "|---|---|---|---|"]
         for rule in entry.rules:
             ranges = "; ".join(f"{name} {spec}" for name, spec in rule.ranges.items())

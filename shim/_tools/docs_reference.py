@@ -186,6 +186,8 @@ KEYS = {
         "without": "What goes wrong in a release that needs the patch and does not get it, in one line.",
         "kind": f"One of {', '.join(KINDS)}.",
         "changes": f"What the patch changes in the numbers of a run: {', '.join(CHANGES)}.",
+        "effects": f"For a patch with several effects: `{{kind: what}}` for each of {', '.join(CHANGES[1:])}. "
+        "`changes` is the most of them. `shim plan` and `shim explain` say them.",
         "distribution": "The distribution whose releases decide about the variant.",
         "module": "The module with `bindings()`: `shim.patches.DISTRIBUTION.NAME`.",
         "variants": "The variants by name.",

@@ -114,6 +114,27 @@ def test_never_more_memory_than_stock(found, ranks):
     assert [result for result in found[ranks] if result[4] > result[2] + small] == []
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_its_two_effects_are_apart():
+    """Where every token has a target only the rounding of losses and gradients changes; values change of the others."""
+    logits, target, weights = sample("float32")
+
+    def step(target):
+        computed = logits.clone().requires_grad_() * 1
+        losses = losses_of("plain", computed, target)
+        return losses.detach(), torch.autograd.grad((losses * weights).sum(), computed)[0]
+
+    def off(found, expected):
+        return ((found - expected).norm() / expected.norm()).item()
+
+    whole = target.clamp(min=0)
+    expected, stocks = step(whole), step(target)
+    with shim.patched(only=[ID], require=[ID]):
+        found, patched = step(whole), step(target)
+    assert all(off(mine, true) < 5e-7 for mine, true in zip(found, expected, strict=True))
+    assert stocks[0][target < 0].all() and not patched[0][target < 0].any()
+
+
 def test_stock_has_these_errors(found):
     """Else the tests above could not fail."""
     for ranks, results in found.items():

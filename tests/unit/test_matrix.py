@@ -9,13 +9,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
 from thorough import times
-from unit_helpers import MATRIX, output_of, write_file
+from unit_helpers import BROKEN, MATRIX, output_of, write_file
 
 from shim._errors import MatrixError
 from shim._matrix import compiled
 from shim._matrix.load import compile_matrix, load_matrix, matrix_path
 from shim._matrix.model import StandIn
 from shim._matrix.pins import lock_path
+from shim._planning.explain import explanation
 
 
 @pytest.fixture
@@ -49,6 +50,19 @@ def test_the_matrix_of_these_tests_is_valid(world):
     assert matrix.patches["faster-forward"].options == {"pages": 4}
     assert list(matrix.pins["megatron-core"]) == ["0.16.0", "0.17.0", "0.18.0"]
     assert all(set(pins) == set(matrix.patches) for pins in matrix.pins["megatron-core"].values())
+
+
+def test_a_patch_with_several_effects_says_each(world):
+    """In the plan and the explanation, so that somebody who compares bits knows what to leave out."""
+    effects = "    effects: {rounding: every loss, values: tokens without a target}"
+    text, _ = changed("    changes: values", f"    changes: values\n{effects}")
+    world.matrix.write_text(text)
+    plan = world.install(BROKEN).plan()
+    assert plan.matrix.patches["roll-fix"].effects == {"rounding": "every loss", "values": "tokens without a target"}
+    assert not plan.matrix.patches["faster-forward"].effects
+    said = ("changes rounding: every loss", "changes values: tokens without a target")
+    assert [line.strip() for line in str(plan).splitlines() if line.strip().startswith("changes")] == list(said)
+    assert all(line.removeprefix("changes ") in explanation(plan, "roll-fix") for line in said)
 
 
 def test_who_met_a_defect_is_read(world):
@@ -106,6 +120,13 @@ def test_the_shipped_matrix_names_only_patches_of_shim(tmp_path, monkeypatch, co
         # values
         ("kind: correctness", "kind: correct", "one of correctness, compat, performance, feature"),
         ("changes: values", "changes: much", "one of nothing, rounding, values"),
+        ("    changes: values", "    changes: values\n    effects: {much: all}", "'much'; it must be one of rounding"),
+        (
+            "    changes: values",
+            "    changes: values\n    effects: {rounding: all}",
+            "is not what changes says: values",
+        ),
+        ("    changes: values", "    changes: values\n    effects: {}", "is not what changes says: values"),
         ("distribution: megatron-core", "distribution: megatron", "one of megatron-core"),
         ("summary: rolls stay inside their sequence", "summary: 3", "summary must be text"),
         ("summary: rolls stay inside their sequence", 'summary: " "', "summary is empty"),
