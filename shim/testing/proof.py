@@ -46,10 +46,12 @@ class Measured:
     value: in the unit of the proof's text; the smaller the better. NaN is never right.
     curves: by name, the values of a quantity over the steps of a run, for a picture. "truth" is what is right,
         "measured" what this side gave.
+    bound: the largest number that is right, where this run has measured it; None for that of the proof.
     """
 
     value: float
     curves: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    bound: float | None = None
 
 
 @dataclass(frozen=True)
@@ -226,8 +228,11 @@ def measure(found: Proof, here: Here) -> Side:
     seconds = time.monotonic() - started
     if not isinstance(measured, Measured):
         measured = Measured(float(measured))
-    state = "right" if measured.value <= found.bound else "wrong"
-    return Side(state, found.text_of(measured.value), seconds, measured.value, measured.curves)
+    text, bound = found.text_of(measured.value), found.bound if measured.bound is None else measured.bound
+    if measured.bound is not None:
+        text += f" (up to {bound:.1e} may be rounding here)"
+    state = "right" if measured.value <= bound else "wrong"
+    return Side(state, text, seconds, measured.value, measured.curves)
 
 
 def _crashed(found: Proof, error: Exception, seconds: float) -> Side:

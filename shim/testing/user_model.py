@@ -38,6 +38,7 @@ ON_CPU = (
     "core_attention of its attention layers (spec.submodules.self_attention.submodules.core_attention), because those "
     "of Transformer Engine need a GPU, and megatron's own takes no packed rows"
 )
+NO_KERNEL = "Transformer Engine has no attention for packed rows in float32; let build() make a model in bf16"
 TAKES = "let it take **overrides and pass them on to TransformerConfig"
 
 
@@ -247,6 +248,8 @@ def _step(run: Callable[..., Result], model: Any, row: PackedRow, doing: str, ca
     except CannotRunError:
         raise
     except Exception as error:
+        if "No dot product attention" in str(error) and next(model.parameters()).dtype == torch.float32:
+            raise CannotRunError(f"{line_of(error)}: {NO_KERNEL}") from error
         if not doing or _for_want_of_a_gpu(error, device):
             raise _cannot(error, f"the model does not train {doing}:" if doing else f"{cannot}:", device) from error
         raise ModelError(f"{doing}, {line_of(error)}") from error
