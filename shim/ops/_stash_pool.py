@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +47,22 @@ def backend_for(name: str | None, device: torch.device) -> ModuleType:
     return _stash_triton
 
 
+class _Dropped(NamedTuple):
+    """What one `store` took, given back. captured: whether a CUDA graph has recorded that store."""
+
+    rows: ValidRows
+    pages: Tensor
+    where: Tensor
+    expected: int
+    captured: bool
+
+    def record(self, stream: torch.cuda.Stream) -> None:
+        """Let the allocator know the stream that has used the tensors: it may differ from that of the allocation."""
+        for tensor in (self.rows.count, self.rows.place, self.pages, self.where):
+            if tensor is not None:
+                tensor.record_stream(stream)
+
+
 class PagePool:
     """`pages` pages of `page_size` rows of `width` elements on `device`, and `host_pages` more in pinned memory.
 
@@ -78,7 +95,8 @@ class PagePool:
         self.last_used = 0
         self.size_before: tuple[int, int] | None = None
         self._lock = threading.Lock()
-        self._dropped: deque[tuple[Tensor, Tensor, Tensor, int]] = deque()
+        self._dropped: deque[_Dropped] = deque()
+        self._waiting: list[_Dropped] = []  # until the capture ends in which they were given back
         self._stream: torch.cuda.Stream | None = None
         with torch.inference_mode(False):
             self.state = torch.zeros(STATES, dtype=torch.int64, device=device)
@@ -152,17 +170,21 @@ class PagePool:
 
     def current_state(self) -> Tensor:
         """The state, safe to read on the current stream."""
+        self._release_dropped()
         with self._lock:
             self._follow()
         return self.state
 
     def store(
         self, tensor: Tensor, rows: ValidRows, pages: Tensor, where: Tensor, *, expected: int, kept: bool
-    ) -> None:
+    ) -> bool:
         """Take pages for the valid rows of `tensor` [rows, width] and copy the rows there, if there are enough pages.
 
-        expected: the expected number of pages. kept: see the backend's `allocate`.
+        expected: the expected number of pages. kept: see the backend's `allocate`. Returns whether a CUDA graph has
+        recorded it.
         """
+        if self._waiting:
+            self._release_dropped()
         with self._lock:
             self._follow()
             self.backend.allocate(self, rows.count, pages, where, kept)
@@ -170,6 +192,7 @@ class PagePool:
                 self.backend.store(self, tensor, rows, pages, where)
             self._count(1, pages.numel(), expected)
         self._release_dropped()
+        return capturing()
 
     def _count(self, tensors: int, full: int, expected: int) -> None:
         self.live += tensors
@@ -185,24 +208,35 @@ class PagePool:
             self.backend.load(self, out, rows, pages, where)
         self._release_dropped()
 
-    def give_back(self, count: Tensor, pages: Tensor, where: Tensor, expected: int) -> None:
-        """Give back the pages of one `store`. Call it once for each."""
-        self._dropped.append((count, pages, where, expected))
+    def give_back(self, rows: ValidRows, pages: Tensor, where: Tensor, expected: int, captured: bool) -> None:
+        """Give back the pages of one `store`, which has returned `captured`. Call it once for each."""
+        self._dropped.append(_Dropped(rows, pages, where, expected, captured))
         self._release_dropped()
 
     def _release_dropped(self) -> None:
         # A finaliser may run inside store() or load() of the same thread. Then the lock is taken, and its holder calls
         # this again at the end. Nothing can be computed during a trace, so the next call does it.
-        while self._dropped and not _tracing() and self._lock.acquire(blocking=False):
+        in_graph = capturing()
+        while (
+            (self._dropped or (self._waiting and not in_graph))
+            and not _tracing()
+            and self._lock.acquire(blocking=False)
+        ):
             try:
+                if not in_graph:
+                    self._dropped.extend(self._waiting)
+                    self._waiting.clear()
                 self._follow()
                 while self._dropped:
-                    count, pages, where, expected = self._dropped.popleft()
-                    if self._stream is not None:  # it may differ from the stream of the allocation
-                        for tensor in (count, pages, where):
-                            tensor.record_stream(self._stream)
-                    self.backend.release(self, count, pages, where)
-                    self._count(-1, -pages.numel(), -expected)
+                    dropped = self._dropped.popleft()
+                    if in_graph and not dropped.captured:
+                        # A graph would give these pages back at each of its replays.
+                        self._waiting.append(dropped)
+                        continue
+                    if self._stream is not None:
+                        dropped.record(self._stream)
+                    self.backend.release(self, dropped.rows.count, dropped.pages, dropped.where)
+                    self._count(-1, -dropped.pages.numel(), -dropped.expected)
             finally:
                 self._lock.release()
 

@@ -23,6 +23,7 @@ class StashedTensor:
 
     __slots__ = (
         "__weakref__",
+        "_captured",
         "_expected",
         "_pages",
         "_version",
@@ -47,7 +48,7 @@ class StashedTensor:
         pages = torch.empty(-(-rows.rows // pool.page_size), dtype=torch.int64, device=tensor.device)
         self._expected = -(-expected // pool.page_size)
         self._pages: Tensor | None = None
-        pool.store(flat, rows, pages, where, expected=self._expected, kept=kept)
+        self._captured = pool.store(flat, rows, pages, where, expected=self._expected, kept=kept)
         self._pages = pages
 
     def settle(self, where: int) -> None:
@@ -86,7 +87,7 @@ class StashedTensor:
         pages, self._pages = self._pages, None
         if pages is not None:
             self.original = None
-            self.pool.give_back(self.rows.count, pages, self.where, self._expected)
+            self.pool.give_back(self.rows, pages, self.where, self._expected, self._captured)
 
     def __del__(self) -> None:
         # getattr, because __init__ may have failed early. At the end of the process the pool may be gone.

@@ -241,4 +241,4 @@ def test_offsets_beyond_31_bits():
         pool.load(view, valid, pages, where)
         for row in range(rows - 1):
             assert (view[row].amin().item(), view[row].amax().item()) == (row + 1, row + 1)
-        pool.give_back(valid.count, pages, where, 1)
+        pool.give_back(valid, pages, where, 1, False)

@@ -106,7 +106,7 @@ class Pair:
 
     def release(self, held, again):
         for pool, (rows, pages, where) in zip(self.pools, held):
-            pool.give_back(rows.count, pages, where, 1)
+            pool.give_back(rows, pages, where, 1, False)
             if again:
                 pool.backend.release(pool, rows.count, pages, where)
             assert not where.item()
