@@ -71,7 +71,6 @@ ONLY = {
 EVERYWHERE = {
     "test_alignment",
     "test_all_patches",
-    "test_declared_types",
     "test_factories",
     "test_harness",
     "test_hidden_contracts",
@@ -83,6 +82,7 @@ EVERYWHERE = {
     "test_relied",
     "test_te_wrappers",
     "test_trainings",
+    "test_wide_types",
 }
 
 
