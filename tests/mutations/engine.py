@@ -62,8 +62,10 @@ def main() -> int:
     _load()
     survived = None if options.again is None else _survivors(json.loads(options.again.read_text()))
     with tempfile.TemporaryDirectory() as scratch:
-        copies = [_copy(Path(scratch) / str(number), options.tests) for number in range(options.jobs)]
+        copies = [_copy(Path(scratch) / "0", options.tests)]
         lines = _tests_of_lines(copies[0], options.tests, options.map)
+        for number in range(1, options.jobs):
+            copies.append(shutil.copytree(copies[0], Path(scratch) / str(number), ignore=lambda *_: ["tmp"]))
         chosen = []
         for file in sorted({str(Path(file).resolve().relative_to(ROOT)) for file in options.files}):
             all_of_file = mutants_of((ROOT / file).read_text("utf-8"))
