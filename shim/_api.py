@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 from shim._engine import engine as _engine
@@ -29,6 +31,7 @@ from shim._planning.options import (
     unknown_variables,
 )
 from shim._planning.plan import Plan, make_plan
+from shim._record import replace
 from shim._releases.detect import detect
 from shim._releases.known_files import known_value
 
@@ -55,13 +58,31 @@ def _load_matrix(asked: Arguments) -> Matrix:
         return load_matrix()  # shim is disabled, so a matrix that is not valid must not stop the run
 
 
-def _make_plan(asked: Arguments) -> Plan:
-    """The plan for arguments. Warns of unknown variables, and of another matrix than the shipped one."""
+_OWN = (os.path.dirname(os.path.abspath(__file__)) + os.sep, contextlib.__file__)
+_RUN = os.path.join("_workers", "run", "sitecustomize.py")
+
+
+def _asked_by(what: str) -> str:
+    """The call of shim.apply() or shim.patched() that this thread is in, with the file and line it is made from."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN):
+        if frame.f_code.co_filename.endswith(_RUN):
+            return "shim run"  # of which no line of the program is the caller
+        frame = frame.f_back
+    where = "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
+    return f"shim.{what}(){where}"
+
+
+def _make_plan(asked: Arguments, what: str = "plan") -> Plan:
+    """The plan for arguments. Warns of unknown variables, and of another matrix than the shipped one.
+
+    what: the function that asks for it.
+    """
     matrix = _load_matrix(asked)
     if not is_disabled():
         check_modules(matrix, asked.package_names)
     _engine.ENGINE.warn([*unknown_variables(), *_of_another_matrix(matrix)])
-    return _planned(matrix, asked)
+    return replace(_planned(matrix, asked), asked_by=_asked_by(what))
 
 
 class _LostFeatures:
@@ -154,9 +175,11 @@ def apply(
     MEGATRON_SHIM_ONLY, _REQUIRE, _KINDS, _STRICT, _ON_DRIFT, _OPTIONS (JSON), _MATRIX or _LOCK. An argument that is
     given outranks its variable, even with its default value. MEGATRON_SHIM_DISABLE and _EXCLUDE outrank all arguments.
 
-    Idempotent and thread-safe. A second call with other arguments adjusts to them. Raises OptionError for arguments
-    that are not usable, MatrixError for a matrix that is not valid, and BindError where a patch fails. The failed
-    patch is rolled back as a whole.
+    Idempotent and thread-safe. A second call with other arguments adjusts to them: the last call counts for the whole
+    process, whoever makes it. One WARNING names what it takes from the call before, with the file and line of both:
+    patches that come or go, options that change, and demands (require, strict, on_drift, lock) that are dropped.
+    Raises OptionError for arguments that are not usable, MatrixError for a matrix that is not valid, and BindError
+    where a patch fails. The failed patch is rolled back as a whole.
     """
     asked = Arguments(
         only=only,
@@ -170,7 +193,7 @@ def apply(
         matrix=matrix,
         lock=lock,
     )
-    _engine.ENGINE.adopt(_make_plan(asked))
+    _engine.ENGINE.adopt(_make_plan(asked, "apply"))
     return status()
 
 
@@ -216,7 +239,7 @@ def patched(
         matrix=matrix,
         lock=lock,
     )
-    wanted, context = _make_plan(asked), Context()
+    wanted, context = _make_plan(asked, "patched"), Context()
     _engine.ENGINE.adopt(wanted, context)
     try:
         yield status()

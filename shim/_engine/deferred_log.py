@@ -32,6 +32,11 @@ def logger() -> logging.Logger:
     return logging.getLogger("shim")
 
 
+def short_of(text: str) -> str:
+    """The text, whole on rank 0 and as one short line on other ranks, which mostly say the same."""
+    return text if is_rank_zero() else text[:_LINE]
+
+
 class DeferredLog:
     """The queue, and the warnings queued so far."""
 
@@ -60,7 +65,7 @@ class DeferredLog:
         about = f"{patch} {state} {reason}"
         if about not in self.said and len(self.said) < _SAID_LIMIT:
             self.said.add(about)
-            self.warn(text if is_rank_zero() else f"{patch} is {state}: {reason}"[:_LINE])
+            self.warn(text if is_rank_zero() else short_of(f"{patch} is {state}: {reason}"))
 
     def flush(self) -> None:
         """Log the queued messages. Called without the lock, and not while importlib asks finders for a module."""

@@ -28,7 +28,7 @@ from shim._engine.chain import Imported
 from shim._engine.checked import Checked
 from shim._engine.conflicts import require_none, warnings_for, with_conflicts
 from shim._engine.contexts import Context, Contexts
-from shim._engine.deferred_log import DeferredLog, logger
+from shim._engine.deferred_log import DeferredLog, logger, short_of
 from shim._engine.factories import Factories
 from shim._engine.import_hook import ImportHook
 from shim._engine.modules import import_what_binding_needs
@@ -113,13 +113,15 @@ class Engine:
                 self.warn_of(warnings_for(wanted))
                 enforce(wanted)
             try:
-                self._load_and_switch(wanted, context)
+                before = self._load_and_switch(wanted, context)
             except BaseException:
                 try:
                     self._bring_up_to_date()  # to the earlier plan: an interrupt may come after the writes
                 except ShimError as error:
                     logger().warning("what was applied before could not be restored as a whole: %s", error)
                 raise
+            if context is None and wanted is not None and before is not None:
+                self._say_what_changed(before, wanted)
         except BindError as error:
             if error.patch is None:
                 raise
@@ -127,8 +129,18 @@ class Engine:
         finally:
             self._finish()
 
-    def _load_and_switch(self, wanted: Plan | None, context: Context | None) -> None:
-        """Load the needed factories, then switch. Loops until no factory is missing.
+    def _say_what_changed(self, before: Plan, wanted: Plan) -> None:
+        """Warn if apply() has taken what another call had asked for. A with-block gives it back, and is silent."""
+        if before.options == wanted.options and before.matrix.path == wanted.matrix.path:
+            return
+        from shim._planning.second_call import changed_by  # here, because most processes call apply() once
+
+        text = changed_by(wanted, before)
+        if text:
+            self.warn([short_of(text)])
+
+    def _load_and_switch(self, wanted: Plan | None, context: Context | None) -> Plan | None:
+        """Load the needed factories, then switch. Loops until no factory is missing. Returns the plan before.
 
         Patch modules are imported without the lock, so another thread may import a further target meanwhile.
         """
@@ -136,8 +148,9 @@ class Engine:
         while True:
             with self.lock:
                 if wanted is None or not self._misses(wanted, postponed):
+                    before = self.plan
                     self._switch(wanted, context)
-                    return
+                    return before
                 self.watch.add(wanted)
             postponed |= self.factories.load(wanted, postponed, self.binder.loaded)
 

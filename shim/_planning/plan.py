@@ -20,15 +20,19 @@ __all__ = ["Decision", "Plan", "make_plan"]
 
 
 class Plan(Record):
-    """Decisions by patch id, the environment they are for, and a digest that ranks can compare."""
+    """Decisions by patch id, the environment they are for, and a digest that ranks can compare.
 
-    _aside = ("matrix", "losses")
+    asked_by: the call that the plan was made for, with its file and line, for messages.
+    """
+
+    _aside = ("matrix", "losses", "asked_by")
 
     decisions: Mapping[str, Decision]
     environment: Environment
     options: Options
     matrix: Matrix
     losses: Losses | None = None
+    asked_by: str = "an earlier call"
 
     def __getitem__(self, id: str) -> Decision:
         return self.decisions[id]
