@@ -59,6 +59,9 @@ class Needs(Record):
     decorators: its decorators, all of them, as text.
     has: phrases that stand in it in this order (see shim._releases.phrases).
     lacks: phrases that do not stand in it.
+    keeps: names and attributes that it binds nowhere but in the phrases of `has`, so that these work on what is given.
+    confined: expressions that stand in it nowhere but in the phrases of `has`.
+    may: phrases that may stand in it all the same, for `keeps` and `confined`.
     returns: phrases for what it returns. Every return is one of them. Empty: anything.
     """
 
@@ -70,6 +73,9 @@ class Needs(Record):
     has: tuple[str, ...] = ()
     lacks: tuple[str, ...] = ()
     returns: tuple[str, ...] = ()
+    keeps: tuple[str, ...] = ()
+    confined: tuple[str, ...] = ()
+    may: tuple[str, ...] = ()
 
 
 class Place(Record):

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 __all__ = ["read_decided", "read_signs", "with_contracts"]
 
-LISTS = ("parameters", "first", "also", "decorators", "has", "lacks", "returns")
+LISTS = ("parameters", "first", "also", "decorators", "has", "lacks", "keeps", "confined", "may", "returns")
 CONTRACT_KEYS = {**dict.fromkeys(("target",), True), **dict.fromkeys(("variants", *LISTS, "exact"), False)}
 PLACE = {"target": True, "has": False, "lacks": False}
 SIGN_KEYS = {**PLACE, "target": False, "places": False, "note": True}
 DECIDED_KEYS = dict.fromkeys(("target", "body", "as", "note"), True)
-PHRASES = ("has", "lacks", "returns")
+PHRASES = ("has", "lacks", "keeps", "confined", "may", "returns")
 
 
 def with_contracts(read: Reader, node: yaml.Node, variants: Mapping[str, Variant]) -> dict[str, Variant]:

@@ -9,7 +9,7 @@ from shim._errors import SourceError
 from shim._matrix.model import Needs, Place, Sign
 from shim._releases.detect import DISTRIBUTIONS
 from shim._releases.fingerprint import FunctionNode, definitions, split_target
-from shim._releases.phrases import in_order, nodes_of, returns_only, stands_in
+from shim._releases.phrases import binds, in_order, nodes_of, returns_only, stands_in, strays
 from shim._releases.sources import Sources
 
 __all__ = ["breach", "shows"]
@@ -102,6 +102,12 @@ def _breaches(function: ast.FunctionDef | ast.AsyncFunctionDef, needs: Needs) ->
     for phrase in needs.lacks:
         if stands_in(phrase, nodes):
             yield f"it has `{phrase}`"
+    for name in needs.keeps:
+        if binds(name, (*needs.has, *needs.may), function):
+            yield f"it binds {name} to something else"
+    for expression in needs.confined:
+        if strays(expression, (*needs.has, *needs.may), function):
+            yield f"it uses `{expression}` elsewhere, too"
     if needs.returns:
         returned = returns_only(needs.returns, function)
         if returned is not None:

@@ -18,7 +18,7 @@ from functools import lru_cache
 
 from shim._releases.sources import parse
 
-__all__ = ["in_order", "nodes_of", "parsed", "returns_only", "stands_in"]
+__all__ = ["binds", "in_order", "nodes_of", "parsed", "returns_only", "stands_in", "strays"]
 
 SKIPPED = frozenset({"ctx", "kind", "type_comment", "type_ignores", "type_params", "returns", "annotation"})
 
@@ -62,6 +62,69 @@ def in_order(phrases: Sequence[str], nodes: Sequence[ast.AST]) -> str | None:
 
 def stands_in(phrase: str, nodes: Sequence[ast.AST]) -> bool:
     return in_order((phrase,), nodes) is None
+
+
+def binds(target: str, phrases: Sequence[str], function: ast.AST) -> bool:
+    """Whether anything in a function outside of `phrases` binds or deletes `target`, a name or an attribute.
+
+    That is an assignment of any form, also as a parameter of a function inside it.
+    """
+    pattern, allowed = parsed(target), _within(phrases, function)
+    for node in nodes_of(function)[1:]:
+        if id(node) in allowed or _is_parameter(node, function):
+            continue
+        stored = not isinstance(getattr(node, "ctx", ast.Load()), ast.Load) and _same(pattern, node)
+        if stored or target in _bound_by(node):
+            return True
+    return False
+
+
+def _is_parameter(node: ast.AST, function: ast.AST) -> bool:
+    arguments: ast.arguments = function.args  # type: ignore[attr-defined]
+    return any(node is own for own in ast.walk(arguments) if isinstance(own, ast.arg))
+
+
+def _bound_by(node: ast.AST) -> Sequence[str]:
+    if isinstance(node, ast.arg):
+        return (node.arg,)
+    if isinstance(node, ast.alias):
+        return (node.asname or node.name.partition(".")[0],)
+    if isinstance(node, (ast.Global, ast.Nonlocal)):
+        return node.names
+    name = getattr(node, "name", None)  # of a function, a class, a handler or a pattern
+    return (name,) if isinstance(name, str) else ()
+
+
+def strays(expression: str, phrases: Sequence[str], function: ast.AST) -> bool:
+    """Whether `expression` stands in a function outside of all `phrases`. Assertions and errors do not count.
+
+    A phrase with ``...`` as its body has only the head of the statement.
+    """
+    pattern, allowed = parsed(expression), _within(phrases, function)
+    for node in nodes_of(function):
+        if isinstance(node, (ast.Assert, ast.Raise)):
+            allowed.update(map(id, ast.walk(node)))
+    return any(id(node) not in allowed and _same(pattern, node) for node in nodes_of(function))
+
+
+def _within(phrases: Sequence[str], function: ast.AST) -> set[int]:
+    """The nodes, by id, that stand in places of these phrases."""
+    found: set[int] = set()
+    for phrase in map(parsed, phrases):
+        for node in nodes_of(function):
+            if _same(phrase, node):
+                found.update(id(inner) for part in _said_by(phrase, node) for inner in ast.walk(part))
+    return found
+
+
+def _said_by(pattern: ast.AST, node: ast.AST) -> Iterator[ast.AST]:
+    """The parts of a node that a phrase speaks of: itself, or what its fields hold where the body is any."""
+    if set(_fields(pattern)) == set(pattern._fields) - SKIPPED:
+        yield node
+        return
+    for name in _fields(pattern):
+        value = getattr(node, name)
+        yield from (part for part in (value if isinstance(value, list) else [value]) if isinstance(part, ast.AST))
 
 
 def returned(function: ast.AST) -> Iterator[ast.expr]:

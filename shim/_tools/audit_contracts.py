@@ -33,6 +33,10 @@ def _asked(needs: Needs) -> Iterator[str]:
         yield f"has {_listed(needs.has)}"
     if needs.lacks:
         yield f"lacks {_listed(needs.lacks)}"
+    if needs.keeps:
+        yield f"binds nothing else to {_listed(needs.keeps)}"
+    if needs.confined:
+        yield f"uses {_listed(needs.confined)} there alone"
     if needs.returns:
         yield f"returns only {_listed(needs.returns)}"
 

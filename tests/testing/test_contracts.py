@@ -64,6 +64,8 @@ def terms_of(needs):
     yield from (("parameters", name) for name in needs.parameters if name not in OWN)
     yield from (("has", phrase) for phrase in needs.has)
     yield from (("lacks", phrase) for phrase in needs.lacks)
+    yield from (("keeps", name) for name in needs.keeps)
+    yield from (("confined", expression) for expression in needs.confined)
     yield from (("decorators", text) for text in needs.decorators)
     yield from ((name, "") for name in ("first", "exact", "returns") if getattr(needs, name))
 
@@ -74,6 +76,8 @@ def said_of(term, text):
         "parameters": f"it has no parameter {text if text.startswith('*') else repr(text)}",
         "has": f"it lacks `{text}`",
         "lacks": f"it has `{text}`",
+        "keeps": f"it binds {text} to something else",
+        "confined": f"it uses `{text}` elsewhere",
         "decorators": f"it lacks the decorator {text}",
         "first": "its parameters do not begin with",
         "exact": "it has a parameter more",
@@ -136,7 +140,8 @@ def with_another_in_place(function, is_it):
 def likely_mutants(function, needs):
     """For each term the one that should break it."""
     yield from (*without_decorators(function), with_another_first(function))
-    yield from (with_phrase(function, phrase) for phrase in needs.lacks)
+    yield from (with_phrase(function, phrase) for phrase in (*needs.lacks, *needs.confined))
+    yield from (with_phrase(function, f"{name} = _") for name in needs.keeps)
     for phrase in needs.has:
         yield with_another_in_place(function, lambda node: stands_in(phrase, [node]))
     for name in needs.parameters:

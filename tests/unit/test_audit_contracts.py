@@ -82,6 +82,10 @@ def test_of_a_body_that_cannot_be_read_no_contract_is_judged(verdicts):
         (Needs(exact=True), ["takes nothing"]),
         (Needs(decorators=("staticmethod",), returns=("(_, _)",)), ["has `@staticmethod`", "returns only `(_, _)`"]),
         (Needs(has=("a +\n  b",), lacks=("c()", "d")), ["has `a + b`", "lacks `c()`, `d`"]),
+        (
+            Needs(has=("a(x)",), keeps=("x",), confined=("x",)),
+            ["has `a(x)`", "binds nothing else to `x`", "uses `x` there alone"],
+        ),
         (Needs(has=("x" * 300,)), [f"has `{'x' * 100}...`"]),
     ],
 )

@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from shim._releases.phrases import in_order, nodes_of, parsed, returns_only, stands_in
+from shim._releases.phrases import binds, in_order, nodes_of, parsed, returns_only, stands_in, strays
 
 BODY = """
 def forward(self, x, *args, scale=1.0, **kwargs):
@@ -96,3 +96,60 @@ def test_what_a_function_returns_is_not_what_functions_inside_it_return():
 def test_a_phrase_is_one_expression_or_one_statement(text):
     with pytest.raises(ValueError, match=r"one expression or one statement|not Python"):
         parsed(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x = 1",
+        "x, y = y, x",
+        "x += 1",
+        "del x",
+        "for x in y: pass",
+        "with y as x: pass",
+        "print(x := 1)",
+        "import x",
+        "import y as x",
+        "def x(): pass",
+        "y = lambda x: x",
+        "try: pass\n    except E as x: pass",
+        "match y:\n        case {'a': x}: pass",
+        "[y, *x] = z",
+    ],
+)
+def test_a_name_is_bound_by_every_form_of_binding(text):
+    function = ast.parse(f"def f(x, y):\n    {text}\n    return x").body[0]
+    assert binds("x", [], function)
+
+
+def test_what_a_body_only_reads_or_changes_in_place_is_not_bound():
+    function = ast.parse("def f(x, *y, z=0):\n    x.y = z\n    x[0] = y\n    return g(x, y=z)").body[0]
+    assert not any(binds(name, [], function) for name in "xyz")
+
+
+def test_a_binding_in_a_phrase_is_allowed():
+    function = ast.parse("def f(self):\n    self.n = 1\n    x = self.n\n    x += 2").body[0]
+    assert not binds("self.n", ["self.n = _"], function) and binds("self.n", ["x = self.n"], function)
+    assert not binds("x", ["x = _", "x += 2"], function) and binds("x", ["x = _"], function)
+
+
+CONFINED = ast.parse(
+    "def f(self, mask):\n"
+    "    assert mask.dim() == 1\n"
+    "    if mask is not None:\n"
+    "        out = out & ~mask\n"
+    "    self.count += out.sum()\n"
+).body[0]
+
+
+def test_an_expression_is_confined_to_phrases():
+    assert not strays("mask", ["if mask is not None: ...", "out = out & ~mask"], CONFINED)
+    assert not strays("mask", ["if mask is not None: out = out & ~mask"], CONFINED)
+    assert not strays("self.count", ["self.count += _"], CONFINED)
+    assert not strays("self.other", ["self.count += _"], CONFINED)
+
+
+def test_a_phrase_with_any_body_allows_only_what_stands_in_its_head():
+    assert strays("mask", ["if mask is not None: ..."], CONFINED)
+    assert strays("mask", ["out = out & ~mask"], CONFINED)
+    assert strays("out", ["self.count += _"], CONFINED)
