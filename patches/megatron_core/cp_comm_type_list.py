@@ -28,12 +28,14 @@ INIT = "megatron.core.transformer.transformer_layer:TransformerLayer.__init__"
 class _ByNumber(list):
     """What a config has for its list until a layer has taken its entry, by a number that counts from one."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, layer: Any) -> None:
         super().__init__(config.cp_comm_type)
-        self._config, self._kinds = config, config.cp_comm_type
+        self._config, self._kinds, self._layer = config, config.cp_comm_type, layer
 
     def __getitem__(self, number: Any) -> Any:
         self.leave()
+        if number != self._layer.layer_number:
+            return self._kinds[number]  # upstream has counted by itself
         # Multi-token prediction is numbered behind the layers.
         return self._kinds[number - 1 if number <= len(self._kinds) else number - 1 - len(self._kinds)]
 
@@ -53,7 +55,7 @@ def _init(original: Function) -> Function:
         if not isinstance(kinds, list) or len(kinds) != config.num_layers:
             original(*args, **kwargs)
             return
-        config.cp_comm_type = by_number = _ByNumber(config)
+        config.cp_comm_type = by_number = _ByNumber(config, args[0])
         try:
             original(*args, **kwargs)
         finally:
