@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shim._compatible import marks_of
 from shim._engine.aliases import find_aliases, namespace_of, rewrap, unwrap
 from shim._engine.call_watch import CallWatch
 from shim._engine.chain import MISSING, Chain, Change, Held, Imported, Key, Layer, Lost, Slot, found_by_name
+from shim._engine.foreign import describe
 from shim._engine.modules import Modules
 from shim._engine.places import Places
 from shim._engine.reach import reached
+from shim._engine.replacements import Around, Question
 from shim._engine.wrappers import Wrappers
 from shim._errors import BindError
 from shim._record import Record, replace
@@ -27,6 +29,34 @@ class Wrapped(Record):
     foreign: Any
     upstream: Any
     held: tuple[Held, ...]
+
+
+class Findings:
+    """What with_conflicts() found about other people's functions, for the plan that it looked at last.
+
+    wrapped: of a target without a chain, the object from inside of which upstream's function is called.
+    around: patch and target -> the function of somebody's that the patch goes around.
+    open: patch and body -> the question that only a model can answer.
+    doubts: patch -> a body, and what nobody knows about it, in words.
+    renewed: target -> what stands there in the place of shim's object, for the patches to go around.
+    """
+
+    def __init__(self) -> None:
+        self.wrapped: dict[str, Wrapped] = {}
+        self.around: dict[tuple[str, str], Around] = {}
+        self.open: dict[tuple[str, str], Question] = {}
+        self.doubts: dict[str, tuple[str, str]] = {}
+        self.renewed: dict[str, Any] = {}
+
+    def forget(self, bound: Container[str]) -> None:
+        """Begin anew, except with what was found when the targets in `bound` were bound."""
+        self.wrapped = {target: found for target, found in self.wrapped.items() if target in bound}
+        self.around = {key: found for key, found in self.around.items() if key[1] in bound}
+        self.open, self.doubts, self.renewed = {}, {}, {}
+
+    def stands_around(self, target: str) -> bool:
+        """Whether what shim has bound on a target goes around somebody's own function."""
+        return any(bound == target for _, bound in self.around)
 
 
 class Binder:
@@ -47,7 +77,8 @@ class Binder:
         self.places = Places(self.wrappers.beneath)
         self.chains: dict[str, Chain] = {}
         self.calls = CallWatch()
-        self.wrapped: dict[str, Wrapped] = {}  # what with_conflicts() found about targets without a chain
+        self.found = Findings()
+        self.known_ways: dict[str, Any] = {}  # name -> upstream's own function there: see ways.py
 
     # Reading targets
 
@@ -86,6 +117,26 @@ class Binder:
         """The entries of `lost_now` that are targets; aliases are left out."""
         targets = {chain.key: target for target, chain in self.chains.items()}
         return {targets[lost.slot.key]: lost for lost in self.places.lost_now() if lost.slot.key in targets}
+
+    def is_back(self, owner: Any, name: str) -> bool:
+        """Whether a name that somebody had replaced holds shim's or upstream's object again."""
+        lost = self.places.lost.get((id(owner), name))
+        return lost is not None and self.places.is_back(lost)
+
+    def will_be_followed(self, lost: Lost) -> bool:
+        """Whether the next transaction puts shim's object back, or into what somebody has put in its place."""
+        if self.places.is_back(lost):
+            return True
+        slot, base = lost.slot, self._base_of(lost.slot)
+        wanted = self.places.leads_to(base)
+        found = [] if base is None else reached(slot.current(), slot.owner, slot.name, wanted, self.wrappers.is_ours)
+        return any(held.owner is not None for held in found)
+
+    def put_there_since(self, owner: Any, name: str, value: Any) -> str:
+        """What somebody has put in the place of shim's object, in words; "" if nobody did, or it is gone again."""
+        lost = self.places.lost.get((id(owner), name))
+        since = lost is not None and lost.partner is None and not self.places.is_back(lost)
+        return describe(unwrap(value)) if since else ""
 
     def effect_of(self, lost: Lost) -> str:
         """Whether shim's function is called although somebody else's object stands on the name.
@@ -147,6 +198,8 @@ class Binder:
             places.follow(self._base_of)
             for slot in places.regain():
                 self.chains.pop(slot.target, None)  # the name may hold an older wrapper now
+                self.found.forget(self.chains)
+            self._renew_replaced()
             if imported is None:
                 self._adopt_returned()
             changes = [
@@ -184,6 +237,14 @@ class Binder:
                 target, base = self.wrappers.origin(unwrap(raw))
                 self.places.slots[key] = Slot(owner, name, rewrap(raw, unwrap(base)), raw, target)
 
+    def _renew_replaced(self) -> None:
+        """Drop chains whose object was replaced by a function that their patches go around: they are built above it."""
+        for target, value in self.found.renewed.items():
+            chain = self.chains.get(target)
+            lost = None if chain is None else self.places.lost.get(chain.key)
+            if lost is not None and lost.slot.current() is value:
+                del self.chains[target]
+
     def _open(self, wanted: Mapping[str, tuple[Layer, ...]]) -> Iterator[tuple[Chain, tuple[Layer, ...]]]:
         """Each chain with its wanted layers. Loaded targets without a chain get a new one."""
         for target, layers in wanted.items():
@@ -192,7 +253,7 @@ class Binder:
                 owner, name, value = self.resolve(target, layers[0].added)
                 base = self.wrappers.beneath(value)
                 before = self.places.lost.pop((id(owner), name), None)
-                around = self.wrapped.get(target)
+                around = self.found.wrapped.get(target)
                 if around is not None and around.foreign is value:
                     chain = Chain(target, owner, name, around.upstream, around.upstream)
                     original = around.upstream if before is None else before.slot.original

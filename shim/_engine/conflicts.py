@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from shim._compatible import marks_of
 from shim._engine.aliases import namespace_of, unwrap
 from shim._engine.binder import Binder, Wrapped
-from shim._engine.chain import MISSING
-from shim._engine.foreign import describe, foreign_on, is_upstreams, takes_the_same
+from shim._engine.chain import MISSING, replaced_by
+from shim._engine.foreign import describe, foreign_on, is_upstreams
 from shim._engine.reach import reached
+from shim._engine.replacements import Around, Question, is_method, is_tried, may_go_around
+from shim._engine.ways import cuts
 from shim._errors import BindError, NotMetError
 from shim._planning.plan import Decision, Plan
 from shim._record import Record, replace
 from shim._releases.fingerprint import ABSENT, split_target
 
-__all__ = ["remedy_for", "remedy_in_doubt", "require_none", "warnings_for", "with_conflicts"]
+__all__ = [
+    "remedy_for",
+    "remedy_in_doubt",
+    "remedy_untried",
+    "require_none",
+    "warnings_for",
+    "with_conflicts",
+]
 
 
 class _Foreign(Record):
@@ -28,48 +37,92 @@ class _Foreign(Record):
     who: str
     what: str
     remedy: str
+    value: Any = None
 
 
 def with_conflicts(plan: Plan, binder: Binder) -> Plan:
     """The plan with what somebody else's objects keep from it now. Returns the same plan object if nothing changes.
 
-    A patch is in ``conflict`` if such an object stands on a target that it cannot do without. On another target the
-    object costs this target only: `Decision.left`. An object that calls upstream's function is no conflict: the binder
-    is told where it holds that function (`Binder.wrapped`).
+    A patch is in ``conflict`` if such an object stands on a target that it cannot do without, or on the way to one. No
+    part of it is bound then, so that it does not matter who came first. On another target the object costs this target
+    only: `Decision.left`. So it does where the patch can try the object in a model (`Findings.open`). An object that
+    calls upstream's function is no conflict: the binder is told where it holds that function (`Findings.wrapped`). Nor
+    is one that the patch can go around (`Findings.around`).
     """
     decisions = {id: decision.displaced or decision for id, decision in plan.decisions.items()}
-    binder.wrapped = {target: around for target, around in binder.wrapped.items() if target in binder.chains}
+    binder.found.forget(binder.chains)
+    lost = binder.lost_targets()
     for id, decision in list(decisions.items()):
-        left: dict[str, str] = {}
-        for target in decision.targets if decision.wanted else ():
-            found = _foreign_on(target, decision, plan, binder)
+        if not decision.wanted:
+            continue
+        left: dict[str, str] = {}  # and those whose chains stand, for the sake of aliases
+        conflict: _Foreign | None = None
+        for target in decision.targets:
+            found = _foreign_on(target, decision, plan, binder, lost)
             if found is None:
                 continue
             if not found.what:
                 left[target] = ""
-                continue
-            if decision.wiring is None or target not in decision.wiring.spared:
-                decisions[id] = replace(
-                    decision, action="conflict", reason=found.what, remedy=found.remedy, displaced=decision
-                )
+            elif found.value is not None and is_tried(target, decision, plan):
+                binder.found.open[id, target] = Question(id, target, target, found.value, found.who)
+                left[target] = found.who
+            elif decision.wiring is not None and target in decision.wiring.spared:
+                left[target] = found.who
+            else:
+                conflict = found
                 break
-            left[target] = found.who
-        else:
-            if left:
-                decisions[id] = replace(decision, left=left, displaced=decision)
+        conflict = conflict or _without_any(decision, left, binder) or _cut_off(decision, plan, binder)
+        if conflict is not None:
+            decisions[id] = replace(
+                decision, action="conflict", reason=conflict.what, remedy=conflict.remedy, displaced=decision
+            )
+        elif left.keys() - lost.keys():
+            kept = {target: who for target, who in left.items() if target not in lost}
+            decisions[id] = replace(decision, left=kept, displaced=decision)
     return plan if decisions == plan.decisions else replace(plan, decisions=decisions)
 
 
-def _foreign_on(target: str, decision: Decision, plan: Plan, binder: Binder) -> _Foreign | None:
-    """The foreign object that keeps a patch about to be bound from a target."""
-    # A bound target was looked at when it was bound. An object that replaced it since is found as lost.
-    if target in binder.chains or binder.loaded(split_target(target)[0]) is None:
+def _without_any(decision: Decision, left: Mapping[str, str], binder: Binder) -> _Foreign | None:
+    """A patch can do without each of its targets, and not without all."""
+    if not left or len(left) < len(decision.targets) or not all(left.values()):
+        return None
+    if any((decision.id, target) in binder.found.open for target in left):
+        return None
+    who = " and ".join(dict.fromkeys(left.values()))
+    return _Foreign(who, f"{', '.join(left)} hold {who}", remedy_for(decision.id, who))
+
+
+def _cut_off(decision: Decision, plan: Plan, binder: Binder) -> _Foreign | None:
+    """The function on the way to a body that keeps every call from it. Doubts and questions go to the binder."""
+    for cut in cuts(decision, plan, binder):
+        if is_method(cut.way):
+            binder.found.open.setdefault(
+                (decision.id, cut.body), Question(decision.id, cut.body, cut.way, cut.function, cut.who)
+            )
+        elif not cut.certain:
+            binder.found.doubts[decision.id] = (
+                cut.body,
+                f"whether {cut.who}, which replaces {cut.way}, leads to {cut.body}",
+            )
+        elif decision.wiring is None or cut.body not in decision.wiring.spared:
+            return _Foreign(cut.who, str(cut), remedy_for(decision.id, cut.who))
+    return None
+
+
+def _foreign_on(target: str, decision: Decision, plan: Plan, binder: Binder, lost: Collection[str]) -> _Foreign | None:
+    """The foreign object that keeps a patch from a target, which is bound, or about to be."""
+    if target in binder.chains:
+        # It was looked at when it was bound, but for other patches than those that join now.
+        if target in lost:
+            return _in_place_of_ours(target, decision, plan, binder)
+        return _beneath_ours(target, decision, plan, binder) if binder.found.stands_around(target) else None
+    if binder.loaded(split_target(target)[0]) is None:
         return None
     try:
         owner, name, value = binder.resolve(target, target in decision.added)
     except BindError as error:
         return _Foreign("nothing", str(error), f"exclude {decision.id}")
-    if value is MISSING:
+    if value is MISSING or binder.is_back(owner, name):
         return None
     inner = unwrap(binder.wrappers.beneath(value))
     if decision.fingerprints.get(target) == ABSENT:
@@ -78,6 +131,9 @@ def _foreign_on(target: str, decision: Decision, plan: Plan, binder: Binder) -> 
     wiring = decision.wiring
     body = (wiring and wiring.inherits(target)) or target
     who = foreign_on(body, inner, plan.environment.sources)
+    since = "" if who else binder.put_there_since(owner, name, value)
+    if since and not is_upstreams(body, inner, plan.environment.sources):
+        who = since
     if not who:
         return None
     if target in marks_of(inner):
@@ -89,18 +145,54 @@ def _foreign_on(target: str, decision: Decision, plan: Plan, binder: Binder) -> 
     # function is no property.
     if writable and name in namespace_of(owner) and type(inner) is not property:
         upstream = unwrap(binder.wrappers.beneath(unwrap(writable[0].value)))
-        binder.wrapped[target] = Wrapped(value, upstream, writable)
+        binder.found.wrapped[target] = Wrapped(value, upstream, writable)
         return None
-    above = wiring is not None and target in wiring.wraps and takes_the_same(body, inner, plan.environment.sources)
-    if above or (certain and name not in namespace_of(owner)):
+    goes, why = may_go_around(target, body, inner, decision, plan)
+    if goes:
+        binder.found.around[decision.id, target] = Around(who, why)
+    if goes or (certain and name not in namespace_of(owner)):
         return None
     if found:
         what = f"{target} holds {who}, and shim cannot get beneath it"
-        return _Foreign(
-            who, what, f"call shim.apply() before {who} is put there" if certain else remedy_in_doubt(decision.id, who)
-        )
-    what = f"{target} holds {who}, which does not call upstream's function"
-    return _Foreign(who, what, remedy_for(decision.id, who))
+        remedy = f"call shim.apply() before {who} is put there" if certain else remedy_in_doubt(decision.id, who)
+        return _Foreign(who, what, remedy, inner)
+    what = f"{target} holds {who}, which does not call upstream's function" + (f" and {why}" if why else "")
+    return _Foreign(who, what, remedy_for(decision.id, who), inner)
+
+
+def _beneath_ours(target: str, decision: Decision, plan: Plan, binder: Binder) -> _Foreign | None:
+    """What follows for a patch where shim's object on a target goes around somebody's own function."""
+    inner = unwrap(binder.chains[target].base)
+    who, body = describe(inner), (decision.wiring and decision.wiring.inherits(target)) or target
+    goes, why = may_go_around(target, body, inner, decision, plan)
+    if goes:
+        binder.found.around[decision.id, target] = Around(who, why)
+        return None
+    what = f"{target} holds {who}, which does not call upstream's function" + (f" and {why}" if why else "")
+    return _Foreign(who, what, remedy_for(decision.id, who), inner)
+
+
+def _in_place_of_ours(target: str, decision: Decision, plan: Plan, binder: Binder) -> _Foreign | None:
+    """What follows where somebody has replaced shim's object on a target by one that does not call it."""
+    lost = binder.lost_targets()[target]
+    if lost.partner is not None or binder.will_be_followed(lost) or binder.effect_of(lost) != "replaced":
+        return None
+    value = lost.slot.current()
+    who = "nothing" if value is MISSING else describe(unwrap(value))
+    what = f"{target}: {lost.slot} {replaced_by(value)}, which does not call shim's function"
+    if value is MISSING:
+        return _Foreign(who, what, remedy_for(decision.id, who))
+    body = (decision.wiring and decision.wiring.inherits(target)) or target
+    if binder.found.stands_around(target) and is_upstreams(body, unwrap(value), plan.environment.sources):
+        binder.found.renewed[target] = value  # what shim went around has been taken back
+        binder.found.around.pop((decision.id, target), None)
+        return None
+    goes, why = may_go_around(target, body, unwrap(value), decision, plan)
+    if goes:
+        binder.found.renewed[target] = value
+        binder.found.around[decision.id, target] = Around(who, why)
+        return None
+    return _Foreign(who, what + (f" and {why}" if why else ""), remedy_for(decision.id, who), unwrap(value))
 
 
 def _held_inside(value: Any, body: str, owner: Any, name: str, plan: Plan, binder: Binder) -> list[Any]:
@@ -124,11 +216,19 @@ def remedy_for(id: str, who: str) -> str:
     return f"remove {who}, whose work the patch does, or keep it and exclude {id}"
 
 
+def remedy_untried(who: str) -> str:
+    """What to do about an object that only a model can be tried with."""
+    return f"call shim.check(model), which tries {who} on a tiny input"
+
+
 def require_none(plan: Plan, module: str | None) -> None:
-    """NotMetError if a required patch is in conflict. `module`: look only at patches of this just imported module."""
+    """NotMetError if a required patch of this just imported module is in conflict.
+
+    None: no import. What others have done since apply() is for check() to raise, and not for a report.
+    """
     for id in plan.options.require:
         decision = plan[id]
-        if decision.action == "conflict" and (module is None or module in decision.modules):
+        if decision.action == "conflict" and module in decision.modules:
             raise NotMetError(f"required, but {id} is in conflict: {decision.reason}. Remedy: {decision.remedy}.")
 
 
@@ -145,6 +245,14 @@ def warnings_for(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
             yield decision.id, decision.action, decision.reason, text
         spared = {} if decision.wiring is None else decision.wiring.spared
         for target, who in ((target, who) for target, who in decision.left.items() if who):
+            if is_tried(target, decision, plan):
+                text = (
+                    f"{decision.id} is applied without {target}, which holds {who}. Whether that does what the patch "
+                    f"does is not known: {remedy_untried(who)}."
+                )
+                yield decision.id, "not tried", f"without {target}", text
+            if target not in spared or is_tried(target, decision, plan):
+                continue
             text = (
                 f"{decision.id} is applied without {target}, which holds {who}. "
                 f"What stays wrong: {spared[target]}. Remedy: {remedy_for(decision.id, who)}."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +11,10 @@ from shim._engine.binder import Binder
 from shim._engine.chain import Chain
 from shim._engine.checked import Checked
 from shim._engine.overrides import Override, calls, is_upstreams, overrides_of, reaches
-from shim._engine.probes import Verdict, facts_of, run
+from shim._engine.questions import with_answers
 from shim._engine.report import NOT_KNOWN, PatchReport, Report, switched_off
 from shim._engine.taken import taken_by
+from shim._engine.tries import Tries, of_patch
 from shim._errors import ShimError
 from shim._planning.plan import Decision, Plan
 from shim._record import Record, replace
@@ -45,11 +45,12 @@ def with_findings(
     raising: whether this is check(). Only check() raises an error in a patch's own check, where a report says that the
         patch is inactive. And only check() tries overrides: another thread may train while a report is made.
     """
-    patches = dict(report.patches)
+    tries = Tries(plan, models, checked.verdicts, raising)
+    patches = with_answers(dict(report.patches), models, plan, binder, tries)
     for id, what, remedy in _problems_in(models, plan, raising):
         if patches[id].state == "applied":
             patches[id] = replace(patches[id], state="inactive", reason=what, remedy=remedy)
-    for found in _findings_in(models, plan, binder, checked.verdicts, raising):
+    for found in _findings_in(models, plan, binder, tries):
         patches[found.patch] = _with(patches[found.patch], found, plan.matrix.patches[found.patch].without)
     return replace(report, patches=patches)
 
@@ -71,7 +72,6 @@ def _with(patch: PatchReport, found: Finding, without: str) -> PatchReport:
     )
 
 
-MOST_VERDICTS = 1000
 CALL_IT = "call the method of the base class in the override, or drop the override"
 EARLIER = "call shim.apply() before the model is built"
 FIND_OUT = (
@@ -87,7 +87,7 @@ def _problems_in(models: list[Any], plan: Plan, raising: bool) -> Iterator[tuple
         if off:
             yield decision.id, *switched_off(decision.id, off)
             continue
-        find = _of_patch(decision, plan, "problems") if decision.wanted else None
+        find = of_patch(decision, plan, "problems") if decision.wanted else None
         try:
             for what, remedy in find(models) if find is not None else ():
                 yield decision.id, what, remedy
@@ -97,21 +97,12 @@ def _problems_in(models: list[Any], plan: Plan, raising: bool) -> Iterator[tuple
             yield decision.id, str(error), ""
 
 
-def _of_patch(decision: Decision, plan: Plan, name: str) -> Any:
-    """A function of the patch's module, if the module is loaded and has it; else None."""
-    module = sys.modules.get(plan.matrix.patches[decision.id].module)
-    return None if module is None else namespace_of(module).get(name)
-
-
-def _findings_in(
-    models: list[Any], plan: Plan, binder: Binder, verdicts: dict[Any, Verdict], trying: bool
-) -> Iterator[Finding]:
+def _findings_in(models: list[Any], plan: Plan, binder: Binder, tries: Tries) -> Iterator[Finding]:
     """What each override of a patched method does, and each override of a method that reaches a patched function."""
     instances = [module for item in models for module in item.modules()]
     for taken in taken_by(instances, plan, binder):
         text = f"{taken.place} holds upstream's own {taken.target.partition(':')[2]}, taken before shim bound it"
         yield Finding(taken.patch, taken.target, NOT_KNOWN, text, f"set {taken.place} again, or {EARLIER}")
-    facts: dict[int, Any] = {}
     for decision in plan.decisions.values():
         for target in decision.targets if decision.wanted else ():
             chain = binder.chains.get(target)
@@ -121,7 +112,7 @@ def _findings_in(
             mended = tuple(value for value in (unwrap(chain.top), now) if value is not None)
             for method, owner in _ways_to(chain, decision, binder):
                 seen: set[Any] = set()
-                judge = _Judge(decision, target, method, plan, models, verdicts, facts, trying)
+                judge = _Judge(decision, target, method, tries)
                 for module in instances:
                     if isinstance(module, owner):
                         found = judge.of(module, owner, mended)
@@ -133,13 +124,12 @@ def _ways_to(chain: Chain, decision: Decision, binder: Binder) -> Iterator[tuple
     """The methods whose overrides may hide the object on a target, each with its class."""
     if isinstance(chain.owner, type):
         yield chain.target, chain.owner
-    elif decision.wiring is not None:
-        for method in decision.wiring.reached_by.get(chain.target, ()):
-            owner: Any = binder.loaded(split_target(method)[0])
-            for part in split_target(method)[1].split(".")[:-1]:
-                owner = None if owner is None else namespace_of(owner).get(part)
-            if isinstance(owner, type):
-                yield method, owner
+    for method in decision.wiring.reached_by.get(chain.target, ()) if decision.wiring else ():
+        owner: Any = binder.loaded(split_target(method)[0])
+        for part in split_target(method)[1].split(".")[:-1]:
+            owner = None if owner is None else namespace_of(owner).get(part)
+        if isinstance(owner, type):
+            yield method, owner
 
 
 class _Judge:
@@ -150,16 +140,10 @@ class _Judge:
         decision: Decision,
         target: str,
         method: str,
-        plan: Plan,
-        models: list[Any],
-        verdicts: dict[Any, Verdict],
-        facts: dict[int, Any],
-        trying: bool,
+        tries: Tries,
     ) -> None:
         self.id, self.target, self.method = decision.id, target, method
-        self.what = (decision.id, decision.variant, repr(sorted(decision.options.items())), method)
-        self.probe = _of_patch(decision, plan, "probe")
-        self.models, self.verdicts, self.facts, self.trying = models, verdicts, facts, trying
+        self.decision, self.tries = decision, tries
 
     def of(self, module: Any, owner: type, mended: tuple[Any, ...]) -> list[Finding]:
         name = self.method.rpartition(".")[2]
@@ -189,26 +173,10 @@ class _Judge:
         return Finding(self.id, self.target, state, text)
 
     def _tried(self, module: Any, override: Override) -> Finding:
-        verdict, why = self._verdict(module, override)
+        verdict, why = self.tries.of(self.decision, self.method, module, override.function)
         text = f"{override.does} without calling it"
         if verdict is None:
             return self._finding(NOT_KNOWN, f"{text}, and {why or 'nobody knows what becomes of the patch'}")
         if verdict:
             return self._finding("", f"{text}; on this model the patch loses nothing by it")
         return self._finding("shadowed", f"{text}, and keeps the patch from its effect")
-
-    def _verdict(self, module: Any, override: Override) -> Verdict:
-        """What the probe of the patch says. Each override is tried once, and again where its module differs."""
-        if self.probe is None:
-            return None, "shim has no way to try what becomes of the patch"
-        if id(module) not in self.facts:
-            self.facts[id(module)] = facts_of(module), *(type(model).__qualname__ for model in self.models)
-        what = getattr(override.function, "__code__", override.function)
-        key = (self.what, what, type(module).__qualname__, self.facts[id(module)])
-        if key not in self.verdicts:
-            if not self.trying:
-                return None, "shim.check(model) has not tried yet what becomes of the patch"
-            if len(self.verdicts) >= MOST_VERDICTS:
-                self.verdicts.clear()
-            self.verdicts[key] = run(self.probe, module, self.method, self.models)
-        return self.verdicts[key]

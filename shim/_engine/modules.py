@@ -13,7 +13,15 @@ from shim._engine.aliases import namespace_of
 __all__ = ["Modules", "import_what_binding_needs", "is_initialising", "is_lazy"]
 
 _LAZY: type = importlib.util._LazyModule  # type: ignore[attr-defined]
-_FOR_BINDING = ("dis", "inspect", "logging", "tokenize", "shim._engine.signatures")
+_FOR_BINDING = (
+    "dis",
+    "inspect",
+    "linecache",
+    "logging",
+    "tokenize",
+    "shim._engine.signatures",
+    "shim._planning.contract",
+)
 
 
 def import_what_binding_needs() -> None:

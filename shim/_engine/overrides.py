@@ -11,10 +11,20 @@ from functools import lru_cache
 from typing import Any
 
 from shim._engine.aliases import namespace_of, unwrap
+from shim._engine.texts import texts_of
 from shim._record import Record
-from shim._releases.sources import parse
 
-__all__ = ["Override", "calls", "is_upstreams", "overrides_of", "reaches"]
+__all__ = [
+    "Override",
+    "calls",
+    "holds_in_closure",
+    "is_readable",
+    "is_upstreams",
+    "leads_to",
+    "overrides_of",
+    "reaches",
+    "written_of",
+]
 
 
 class Override(Record):
@@ -143,8 +153,29 @@ def reaches(override: Override, mended: Sequence[Any], depth: int = 3) -> bool:
 
     depth: how many functions lie at most between the two. Only functions of modules are followed, by their names.
     """
+    return leads_to(override.function, mended, depth)
+
+
+def leads_to(function: Any, mended: Sequence[Any], depth: int = 3) -> bool:
+    """See `reaches`, of any function."""
     seen: set[int] = set()
-    return any(_reaches(function, mended, depth, seen) for function in _written(override.function, mended))
+    return any(_reaches(written, mended, depth, seen) for written in _written(function, mended))
+
+
+def written_of(function: Any) -> Any:
+    """The outermost layer of a function that somebody wrote who is no maker of decorators."""
+    return _written(function)[0]
+
+
+def holds_in_closure(function: Any, held: Any) -> bool:
+    """Whether the closure of a function, or of one that it wraps, holds the object itself."""
+    return any(value is held for layer in _layers(function) for value in _closure_of(layer).values())
+
+
+def is_readable(function: Any) -> bool:
+    """Whether the text of a function can be read."""
+    codes = [getattr(written, "__code__", None) for written in _written(function)]
+    return all(code is not None and texts_of(code) for code in codes)
 
 
 def _reaches(function: Any, mended: Sequence[Any], depth: int, seen: set[int]) -> bool:
@@ -198,15 +229,8 @@ def _nodes_of(function: Any) -> tuple[ast.AST, ...]:
 @lru_cache(maxsize=256)  # by the code and not by the function, whose closure could keep a model alive
 def _nodes_in(code: types.CodeType) -> tuple[ast.AST, ...]:
     """The names, attributes and imports in the text of a function. Each import tells its module, in `whole`."""
-    import inspect
-    import textwrap
-
-    try:
-        tree = parse(textwrap.dedent(inspect.getsource(code)))
-    except (OSError, TypeError, ValueError, SyntaxError, RecursionError):
-        return ()
     found: list[ast.AST] = []
-    for node in ast.walk(tree):
+    for node in (node for text in texts_of(code) for node in ast.walk(text)):
         if isinstance(node, (ast.Attribute, ast.Name)):
             found.append(node)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

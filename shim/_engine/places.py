@@ -112,8 +112,8 @@ class Places:
         for lost in list(self.lost.values()):
             slot, current = lost.slot, lost.slot.current()
             original = base(slot)
-            if lost.partner is None and _is_new(lost) and original is not None and not self._is_back(lost):
-                found = reached(current, slot.owner, slot.name, self._leads_to(original), self._is_ours)
+            if lost.partner is None and _is_new(lost) and original is not None and not self.is_back(lost):
+                found = reached(current, slot.owner, slot.name, self.leads_to(original), self._is_ours)
                 self.move_into(slot, current, found, original)
 
     def move_into(self, slot: Slot, foreign: Any, found: Iterable[Held], original: Any) -> None:
@@ -131,7 +131,7 @@ class Places:
         held = tuple(place.key for place in inside)
         self.lost[slot.key] = Lost(slot, replaced_by(foreign), None, foreign, held)
 
-    def _leads_to(self, original: Any) -> Callable[[Any], bool]:
+    def leads_to(self, original: Any) -> Callable[[Any], bool]:
         """Whether a function is `original`, or shim's above it."""
         return lambda value: unwrap(self._beneath(value)) is original
 
@@ -153,22 +153,26 @@ class Places:
 
     def given_back(self) -> bool:
         """Whether `regain` would take a name back into `slots`."""
-        return any(map(self._is_back, self.lost.values()))
+        return any(map(self.is_back, self.lost.values()))
 
     def regain(self) -> list[Slot]:
         """Take names back into `slots` if somebody has put shim's or upstream's object back there."""
         found = []
         for key, lost in sorted(self.lost.items(), key=lambda item: item[1].partner is not None):
-            if self._is_back(lost):
+            if self.is_back(lost):
                 del self.lost[key]
                 current = lost.slot.current()
                 # A wrapper that was there before shim hid the descriptor of upstream's function.
                 original = current if _is_same(current, lost.slot.original) else lost.slot.original
+                beneath = self._beneath(current)
+                if beneath is not current and original is not MISSING and not _is_same(beneath, original):
+                    original = beneath  # shim went around somebody's function, which has been taken back
                 self.slots[key] = replace(lost.slot, original=original, written=current)
                 found.append(self.slots[key])
         return found
 
-    def _is_back(self, lost: Lost) -> bool:
+    def is_back(self, lost: Lost) -> bool:
+        """Whether a lost name holds shim's or upstream's object again."""
         current = lost.slot.current()
         # What shim wrote may be a thing without identity of its own, such as None.
         ours = _is_same(current, lost.slot.original) or self._beneath(current) is not current

@@ -57,8 +57,10 @@ class PatchReport(Record):
 
     @property
     def is_partial(self) -> bool:
-        """Whether somebody else's object keeps a target that the patch can do without."""
-        return self.state in ("applied", "pending") and not {"left", "lost"}.isdisjoint(self.targets.values())
+        """Whether somebody else's object keeps a target that the patch can do without, or whose effect nobody knows."""
+        return self.state in ("applied", "pending") and not {"left", "lost", "untried"}.isdisjoint(
+            self.targets.values()
+        )
 
     @property
     def in_doubt(self) -> bool:

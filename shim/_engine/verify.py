@@ -8,14 +8,14 @@ from shim._compatible import marks_of
 from shim._engine.aliases import unwrap
 from shim._engine.binder import Binder
 from shim._engine.chain import Lost, replaced_by
-from shim._engine.conflicts import remedy_for, remedy_in_doubt
-from shim._engine.foreign import describe, takes_the_same
+from shim._engine.conflicts import remedy_for, remedy_in_doubt, remedy_untried
+from shim._engine.foreign import describe
 from shim._engine.report import NOT_IMPORTED, NOT_KNOWN, PatchReport, Report, switched_off
 from shim._planning.plan import Decision, Plan
 from shim._record import replace
 from shim._releases.fingerprint import split_target
 
-__all__ = ["not_applied", "read_report"]
+__all__ = ["not_applied", "read_report", "reason_of"]
 
 
 def _state(
@@ -46,13 +46,12 @@ def _state(
     spared = {} if decision.wiring is None else decision.wiring.spared
     others = tuple(_others(decision, targets, binder, lost))
     replaced = [target for target, state in targets.items() if state == "lost" and target not in spared]
-    if replaced:
+    if replaced:  # and nobody has looked since: conflicts are found before a report is made
         who, slot = _who(lost[replaced[0]]), lost[replaced[0]].slot
         reason = f"{replaced[0]}: {slot} {replaced_by(slot.current())}, which does not call shim's function"
-        above = decision.wiring is not None and replaced[0] in decision.wiring.wraps
-        above = above and takes_the_same(replaced[0], unwrap(slot.current()), plan.environment.sources)
-        remedy = f"call shim.apply() after {who} is put there" if above else remedy_for(decision.id, who)
-        return off(decision.options, reason, targets) or report("conflict", reason, targets, remedy)
+        return off(decision.options, reason, targets) or report(
+            "conflict", reason, targets, remedy_for(decision.id, who)
+        )
     waiting = [t for t, state in targets.items() if state == "pending" and t not in decision.optional]
     if waiting:
         modules = ", ".join(dict.fromkeys(split_target(target)[0] for target in waiting))
@@ -65,9 +64,23 @@ def _state(
         who = _who(lost[unknown[0]])
         reason = f"{NOT_KNOWN}: whether {who} calls shim's function on {unknown[0]}, which it holds"
         made = report("pending", reason, targets, remedy_in_doubt(decision.id, who))
+    elif untried := [question for key, question in binder.found.open.items() if key[0] == decision.id]:
+        reason = f"{NOT_KNOWN}: whether {untried[0].who}, which replaces {untried[0].method}, does what the patch does"
+        made = report("pending", reason, targets, remedy_untried(untried[0].who))
+        made = off(decision.options, decision.reason, targets) or made
+    elif decision.id in binder.found.doubts:
+        reason = f"{NOT_KNOWN}: {binder.found.doubts[decision.id][1]}"
+        made = report("pending", reason, targets, f"exclude {decision.id}, or test what becomes of it")
     else:
-        made = report("applied", decision.reason, targets)
+        made = report("applied", reason_of(decision, binder), targets)
     return replace(made, others=others)
+
+
+def reason_of(decision: Decision, binder: Binder) -> str:
+    """Why a patch is applied: what is known of the bodies in the files, and which functions run in their place."""
+    around = [(target, binder.found.around.get((decision.id, target))) for target in decision.targets]
+    told = [f"{target} is {found.who}, which {found.why}" for target, found in around if found is not None]
+    return "; but ".join([decision.reason, *told])
 
 
 def _who(lost: Lost) -> str:
@@ -76,6 +89,8 @@ def _who(lost: Lost) -> str:
 
 def _on(target: str, decision: Decision, binder: Binder, lost: Mapping[str, Lost]) -> str:
     """How a target stands: bound, called by somebody's object, lost or left to it, kept by it, unknown or pending."""
+    if (decision.id, target) in binder.found.open:
+        return "untried"
     if target in decision.left:
         return "left" if decision.left[target] else "kept"
     if target in lost:
@@ -88,7 +103,13 @@ def _others(decision: Decision, targets: Mapping[str, str], binder: Binder, lost
     """What other people's objects on the targets do, one sentence each."""
     found = []
     for target, state in targets.items():
-        if state == "called":
+        around = binder.found.around.get((decision.id, target))
+        if state == "untried":
+            question = binder.found.open[decision.id, target]
+            found.append(f"{question.method} is replaced by {question.who}")
+        elif around is not None:
+            found.append(f"{target} is replaced by {around.who}; the patch goes around it")
+        elif state == "called":
             found.append(f"{target} is wrapped by {_who(lost[target])}, which calls shim's")
         elif state == "kept":
             theirs = lost[target].slot.current() if target in lost else binder.resolve(target)[2]
@@ -97,7 +118,8 @@ def _others(decision: Decision, targets: Mapping[str, str], binder: Binder, lost
         elif state in ("left", "lost") and decision.wiring is not None and target in decision.wiring.spared:
             who = decision.left.get(target) or _who(lost[target])
             found.append(f"{target} is replaced by {who}: {decision.wiring.spared[target]}")
-    return found
+    read = [question for (id, body), question in binder.found.open.items() if id == decision.id and body not in targets]
+    return [*found, *(f"{question.method} is replaced by {question.who}" for question in read)]
 
 
 def read_report(plan: Plan, binder: Binder, failed: Mapping[str, str], held: Mapping[str, tuple[str, ...]]) -> Report:

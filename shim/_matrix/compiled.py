@@ -131,6 +131,7 @@ def _patch(entry: dict[str, Any]) -> PatchEntry:
     entry["pairs"] = tuple(map(Rule.from_plain, entry["pairs"]))
     entry["references"] = tuple(entry["references"])
     entry["met_by"] = tuple(entry["met_by"])
+    entry["probe"] = tuple(entry["probe"])
     entry["declared"] = {name: _declared(given) for name, given in entry["declared"].items()}
     entry["variables"] = tuple(map(Variable.from_plain, entry["variables"]))
     entry["stand_ins"] = tuple(StandIn(given["package"], tuple(given["modules"])) for given in entry["stand_ins"])

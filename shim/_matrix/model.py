@@ -116,10 +116,11 @@ class Variant(Record):
     added: targets that a release may lack. Their factories get MISSING where the name is absent. revert() removes the
         names again.
     alone: targets whose object upstream uses under other names for other purposes. shim binds no alias of them.
-    wraps: targets whose factory holds around any function that takes the same calls, also around somebody else's.
+    wraps: targets whose factory holds around any function that takes the same calls and keeps the contract, if the
+        target has one: also around somebody else's.
     spared: targets that the patch can do without, if somebody else's object stands there, with what stays wrong then.
-    reached_by: maps a target that is a function to the methods through which models call it. An override of such a
-        method hides the patch from a model.
+    reached_by: maps a target or a read to the functions and methods through which a call reaches it. A function of
+        somebody else's there, or an override of the method, may hide the patch.
     needs: contracts of targets and reads. A body without one must be known.
     """
 
@@ -236,6 +237,7 @@ class PatchEntry(Record):
     decided: tuple[Decided, ...] = ()
     pairs: tuple[Rule, ...] = ()  # releases that are wrong together, each note says how; they decide nothing
     line: int = 0
+    probe: tuple[str, ...] = ()  # the methods in whose place the module's `probe` tries somebody else's function
 
     def off_by(self, options: Mapping[str, Any]) -> tuple[str, ...]:
         """The switches that are all off with these options, so that the patch does nothing; () if it does something."""

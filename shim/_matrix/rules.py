@@ -63,11 +63,13 @@ PATCH_KEYS = {
     "lacking": False,
     "decided": False,
     "pairs": False,
+    "probe": False,
 }
 VARIABLE_KEYS = {**dict.fromkeys(("value", "before", "option", "without"), True), **dict.fromkeys(DISTRIBUTIONS, False)}
 VARIANT_KEYS = {"applies": False, "targets": True, "reads": False}
 FLAGS = ("optional", "added", "alone", "wraps")
 TARGET_KEYS = {"target": True, "inherits": False, **dict.fromkeys(FLAGS, False), "without": False, "reached_by": False}
+READ_KEYS = {"read": True, "reached_by": True}
 RULE_KEYS = {**dict.fromkeys(DISTRIBUTIONS, False), "note": False}
 
 
@@ -86,8 +88,7 @@ def _variant(read: Reader, name: str, node: yaml.Node, entries: Mapping[str, yam
             if "without" in given:
                 spared[target] = read.text(given["without"], "without")
             if "reached_by" in given:
-                items = read.sequence(given["reached_by"], "reached_by")
-                reached_by[target] = tuple(read.target(method, "a method") for method in items)
+                reached_by[target] = _ways(read, given["reached_by"])
             for flag in flags.keys() & given.keys():
                 if read.flag(given[flag], flag):
                     flags[flag].add(target)
@@ -100,15 +101,19 @@ def _variant(read: Reader, name: str, node: yaml.Node, entries: Mapping[str, yam
         targets.append(target)
     if not targets:
         raise read.fail(node, f"variant {name} has no target")
-    if set(targets) <= spared.keys():
+    if len(targets) == 1 and spared:
         raise read.fail(node, f"variant {name} can do without each of its targets")
-    reads = entries.get("reads")
-    items = [] if reads is None else read.sequence(reads, f"reads of {name}")
-    relied = tuple(read.target(i, "a read") for i in items)
+    relied: list[str] = []
+    for item in read.sequence(entries["reads"], f"reads of {name}") if "reads" in entries else ():
+        if isinstance(item, yaml.MappingNode):
+            given = read.mapping(item, "a read", READ_KEYS)
+            item = given["read"]
+            reached_by[read.target(item, "a read")] = _ways(read, given["reached_by"])
+        relied.append(read.target(item, "a read"))
     return Variant(
         name,
         tuple(targets),
-        relied,
+        tuple(relied),
         inherited,
         optional=frozenset(flags["optional"]),
         added=frozenset(flags["added"]),
@@ -117,6 +122,21 @@ def _variant(read: Reader, name: str, node: yaml.Node, entries: Mapping[str, yam
         spared=spared,
         reached_by=reached_by,
     )
+
+
+def _ways(read: Reader, node: yaml.Node) -> tuple[str, ...]:
+    return tuple(read.target(way, "a function or method") for way in read.sequence(node, "reached_by"))
+
+
+def _probed(read: Reader, node: yaml.Node, variants: Iterable[Variant]) -> tuple[str, ...]:
+    """The methods that the probe of a patch tries, each a target or a way to one."""
+    known = {name for v in variants for name in (*v.targets, *(way for ways in v.reached_by.values() for way in ways))}
+    found = []
+    for item in read.sequence(node, "probe"):
+        found.append(read.target(item, "a method"))
+        if found[-1] not in known or "." not in found[-1].partition(":")[2]:
+            raise read.fail(item, f"{found[-1]} is no method that the patch binds or is reached by")
+    return tuple(found)
 
 
 def _variables(read: Reader, node: yaml.Node, options: Iterable[str]) -> Iterator[Variable]:
@@ -250,6 +270,7 @@ def _patch(read: Reader, id: str, node: yaml.Node, module_exists: Callable[[str]
         decided=tuple(read_decided(read, entries["decided"], variants)) if "decided" in entries else (),
         pairs=tuple(_pairs(read, entries["pairs"])) if "pairs" in entries else (),
         line=node.start_mark.line,
+        probe=_probed(read, entries["probe"], variants.values()) if "probe" in entries else (),
     )
 
 

@@ -12,18 +12,22 @@ from shim._releases.fingerprint import FunctionNode, definitions, split_target
 from shim._releases.phrases import binds, in_order, nodes_of, returns_only, stands_in, strays
 from shim._releases.sources import Sources
 
-__all__ = ["breach", "shows"]
+__all__ = ["breach", "breach_of", "shows"]
 
 
 def breach(sources: Sources, body: str, needs: Needs) -> str:
     """How the body ``module:qualname`` breaks the contract `needs`, in words. "" where it keeps the contract."""
     try:
-        nodes = _definitions(sources, body)
-        return next((said for node in nodes for said in _breaches(node, needs)), "")
+        return next(filter(None, (breach_of(node, needs) for node in _definitions(sources, body))), "")
     except SourceError as error:
         return str(error)
     except RecursionError:
         return f"{body} is nested too deeply to be read"
+
+
+def breach_of(function: ast.FunctionDef | ast.AsyncFunctionDef, needs: Needs) -> str:
+    """How a function breaks the contract `needs`, in words. "" where it keeps the contract."""
+    return next(_breaches(function, needs), "")
 
 
 def shows(sources: Sources, sign: Sign) -> bool:

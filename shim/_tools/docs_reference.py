@@ -96,7 +96,8 @@ MEANINGS = {
         '`on_drift="apply"` applies the patch where the signature still fits.',
     ),
     "conflict": (
-        "Someone else's object replaces a target that the patch needs, and does not call it.",
+        "Someone else's object replaces a target that the patch needs, and does not call it; or it stands on the way "
+        "to one and does not lead there; or `check(model)` has tried it, and it keeps the patch from its effect.",
         "Remove that object, whose work the patch does, or keep it and exclude the patch. The remedy names it.",
     ),
     "shadowed": (
@@ -140,7 +141,13 @@ reach a patched function. `shim.check(model)` says what becomes of the patch:
    begins "not known". That is a warning, and never an error, also under `require` and `strict`.
 
 `report[id].others` names every override of 1 to 3 with its file and line. A method that the model's own config never
-runs hides nothing. So call `shim.check` once the model is as it will be trained, with its adapters and frozen weights.
+runs hides nothing.
+
+A trainer may also assign a function of its own to the class itself. That is tried in the same way, if the patch can try
+the method. Until `shim.check(model)` has done so, the patch is `pending`, and the reason begins "not known". Then it is
+`applied` if the function keeps what the patch does, and a `conflict` if not. What else the patch binds stays bound.
+
+So call `shim.check` once the model is as it will be trained, with its adapters and frozen weights.
 
 ```python
 @shim.compatible("megatron.core.models.gpt.gpt_model:GPTModel._postprocess", version="0.1.0")
@@ -205,11 +212,12 @@ KEYS = {
         "lacking": "Signs that a release never had the defect. It is `not-needed` then.",
         "decided": "What people decided about bodies of new releases that keep no contract.",
         "pairs": "What two releases get wrong together, by a `note`. `shim plan` names it. It decides no variant.",
+        "probe": "The methods in whose place the module's function `probe` tries somebody else's function in a model.",
     },
     "A variant": {
         "applies": "A rule, or a list of rules: the releases that get this variant.",
         "targets": "The names that the variant binds, as `module:Class.name`, or as mappings with the keys below.",
-        "reads": "The names that the variant relies on. shim checks their bodies too.",
+        "reads": "The names that the variant relies on, or mappings with the keys below. shim checks their bodies too.",
     },
     "A rule": {
         **{name: f"A range of {name} releases, quoted." for name in DISTRIBUTIONS},
@@ -221,9 +229,15 @@ KEYS = {
         "optional": "`true`: a process may do without the module of this target, so the patch does not wait for it.",
         "added": "`true`: the release may lack the name. The factory then gets MISSING.",
         "alone": "`true`: shim does not bind aliases of this target.",
-        "wraps": "`true`: the factory holds around any function that takes the same calls, also a foreign one.",
+        "wraps": "`true`: the factory holds around any function that takes the same calls, also a foreign one. If the "
+        "target has a contract, the text of the foreign one must keep it.",
         "without": "What stays wrong without this target alone. A foreign object there costs this much only.",
-        "reached_by": "For a function: the methods through which models call it. An override may hide the patch.",
+        "reached_by": "The functions and methods through which a call reaches it. A foreign function there, or an "
+        "override of the method, may hide the patch.",
+    },
+    "A read": {
+        "read": "The name.",
+        "reached_by": "As of a target.",
     },
     "A contract": {
         "target": "The target or read that the contract is for.",
@@ -277,6 +291,7 @@ TABLES = {
     "A variant": rules.VARIANT_KEYS,
     "A rule": rules.RULE_KEYS,
     "A target": rules.TARGET_KEYS,
+    "A read": rules.READ_KEYS,
     "A contract": read_needs.CONTRACT_KEYS,
     "A sign": read_needs.SIGN_KEYS,
     "A decision": read_needs.DECIDED_KEYS,

@@ -193,12 +193,23 @@ class World:
         return f"megatron.core.{name}"
 
     def patch(
-        self, id: str, targets, source: str = WRAPPER, *, kind="correctness", options=None, pins=None, reads=()
+        self,
+        id: str,
+        targets,
+        source: str = WRAPPER,
+        *,
+        kind="correctness",
+        options=None,
+        pins=None,
+        reads=(),
+        probe=(),
+        contracts=(),
     ) -> None:
         """Add a patch. `targets` are targets, pairs of a target and what it inherits, or ADDED, or the mappings of a
-        matrix; `source` is its module."""
+        matrix; `source` is its module. `probe`: the methods that it tries. `contracts` as in a matrix,
+        each on a line."""
         self.patches[id] = {"targets": targets, "kind": kind, "options": options or {}, "pins": pins or {}}
-        self.patches[id]["reads"] = reads
+        self.patches[id] |= {"reads": reads, "probe": probe, "contracts": contracts}
         names = [t if isinstance(t, str) else t["target"] if isinstance(t, dict) else t[0] for t in targets]
         head = f"ID = {id!r}\nTARGETS = {names!r}\n"
         path = self.root / "fake_patches" / f"{id.replace('-', '_')}.py"
@@ -226,6 +237,9 @@ class World:
                 *(f"          - {body}" for body in patch["reads"]),
                 "    delete_when: never",
             ]
+            lines += [f"    probe: [{', '.join(patch['probe'])}]"] if patch["probe"] else []
+            if patch["contracts"]:
+                lines += ["    contracts:"] + [f"      - {contract}" for contract in patch["contracts"]]
             if patch["options"]:
                 lines += ["    options:"] + [f"      {name}: {value}" for name, value in patch["options"].items()]
         self.matrix.write_text("\n".join(lines) + "\n")

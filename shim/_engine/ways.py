@@ -1,0 +1,86 @@
+"""Whether a call still reaches a body, if somebody's own function stands on its way there.
+
+`reached_by` in the matrix names the ways: the functions and methods through which a call comes. "Applied" is what a
+call reaches, so a patch whose target is bound, and which nothing calls any more, is not applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from shim._compatible import marks_of
+from shim._engine.aliases import unwrap
+from shim._engine.binder import Binder
+from shim._engine.foreign import foreign_on, is_upstreams
+from shim._engine.overrides import holds_in_closure, is_readable, leads_to
+from shim._engine.reach import reached
+from shim._errors import BindError
+from shim._planning.decision import Decision
+from shim._planning.plan import Plan
+from shim._record import Record
+from shim._releases.fingerprint import split_target
+
+__all__ = ["Cut", "cuts"]
+
+
+class Cut(Record):
+    """Somebody's own function on the way to a body, which does not lead there.
+
+    certain: False if reading does not tell.
+    """
+
+    body: str
+    way: str
+    function: Any
+    who: str
+    certain: bool
+
+    def __str__(self) -> str:
+        return f"{self.way} was replaced by {self.who}, which does not lead to {self.body}"
+
+
+def cuts(decision: Decision, plan: Plan, binder: Binder) -> Iterator[Cut]:
+    """The ways to targets and reads of a patch that somebody's own function has cut off now."""
+    for body, ways in decision.wiring.reached_by.items() if decision.wiring else ():
+        for way in ways:
+            found = _cut(body, way, body in decision.targets, plan, binder)
+            if found is not None:
+                yield found
+
+
+def _cut(body: str, way: str, binds: bool, plan: Plan, binder: Binder) -> Cut | None:
+    try:
+        owner, name, value = _standing(way, binder)
+        _, _, target = _standing(body, binder)
+    except BindError:
+        return None
+    inner = unwrap(binder.wrappers.beneath(value))
+    # Upstream's own function leads there, by the patches' contracts. It is compared once, because its file is read.
+    if binder.known_ways.get(way) is inner:
+        return None
+    who = foreign_on(way, inner, plan.environment.sources)
+    if not who:
+        binder.known_ways[way] = inner
+        return None
+    if not {body, way}.isdisjoint(marks_of(inner)):
+        return None
+
+    def is_way(held: Any) -> bool:
+        return is_upstreams(way, unwrap(binder.wrappers.beneath(held)), plan.environment.sources)
+
+    held = reached(inner, owner, name, is_way, binder.wrappers.is_ours)
+    if any(place.certain for place in held):
+        return None
+    bound, upstreams = unwrap(target), unwrap(binder.wrappers.beneath(target))
+    # What a module has imported, shim binds there too. What a closure has taken stays upstream's.
+    stale = binds and holds_in_closure(inner, upstreams)
+    if not stale and leads_to(inner, (bound, upstreams)):
+        return None
+    return Cut(body, way, inner, who, stale or (not held and is_readable(inner)))
+
+
+def _standing(name: str, binder: Binder) -> tuple[Any, str, Any]:
+    if binder.loaded(split_target(name)[0]) is None:
+        raise BindError(f"{name} is not imported")
+    return binder.resolve(name)
