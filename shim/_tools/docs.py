@@ -11,8 +11,10 @@ from shim._matrix.load import load_matrix
 from shim._matrix.model import Matrix
 from shim._planning.explain import patch_docstring
 from shim._planning.overview import effects_of, listed
+from shim._tools import docs_sample
 from shim._tools.docs_defects import defects_page, defects_picture, read_proved
 from shim._tools.docs_reference import commands, matrix_page, states_page
+from shim._tools.docs_sample import prove_sample
 from shim._tools.docs_te import feature_page
 from shim._tools.docs_trainers import trainers_page
 from shim._tools.support import support, support_table
@@ -37,7 +39,7 @@ def patch_table(matrix: Matrix) -> str:
     """README's table of patches with the releases that get them, and the supported releases."""
     lines = ["| patch | what it does | kind | releases |", "|---|---|---|---|"]
     for id, patch in listed(matrix).items():
-        where = f"{patch['distribution']} {patch['releases']}"
+        where = f"{patch['distribution']} {patch['releases'] or _commits_with(matrix, id)}"
         lines.append(f"| [{id}](docs/patches.md#{id}) | {patch['summary']} | {patch['kind']} | {where} |")
     supported = [
         f"{name} {found[0]} to {found[-1]} ({len(found)} releases)" for name, found in matrix.supported.items()
@@ -53,6 +55,13 @@ def patch_table(matrix: Matrix) -> str:
     if known:
         lines.append(f"Pinned to commits as well: {', '.join(known)}.")
     return "\n".join(lines)
+
+
+def _commits_with(matrix: Matrix, id: str) -> str:
+    """The commits that get a patch which no release needs."""
+    commits = matrix.commits.get(matrix.patches[id].distribution, {})
+    getting = [commit.name for commit in commits.values() if matrix.wanted(id, commit.name) not in (None, "upstream")]
+    return f"at commit {', '.join(getting)}" if getting else "of no known release"
 
 
 RELEASES = """\
@@ -105,13 +114,13 @@ def _codes(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def replace_between(text: str, content: str) -> str:
+def replace_between(text: str, content: str, begin: str = BEGIN, end: str = END) -> str:
     """`text` with `content` between the markers. ValueError where there are no markers."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
         raise ValueError("the markers for generated text are missing")
-    return f"{before}{BEGIN}\n{content}\n{END}{after}"
+    return f"{before}{begin}\n{content}\n{end}{after}"
 
 
 def generated(top: Path, check_ranges: bool = True) -> dict[Path, str]:
@@ -134,8 +143,11 @@ def generated(top: Path, check_ranges: bool = True) -> dict[Path, str]:
     }
     parts = {top / "README.md": patch_table(matrix), docs / "cli.md": commands()}
     fast_form, text = load.compile_matrix(check_ranges)
+    written = {path: replace_between(path.read_text("utf-8"), content) for path, content in parts.items()}
+    sample = prove_sample(matrix, proved)
+    written[top / "README.md"] = replace_between(written[top / "README.md"], sample, docs_sample.BEGIN, docs_sample.END)
     return {
-        **{path: replace_between(path.read_text("utf-8"), content) for path, content in parts.items()},
+        **written,
         **whole,
         fast_form: text,
     }

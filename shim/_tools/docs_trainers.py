@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
@@ -13,11 +14,12 @@ from shim._matrix.model import Matrix
 from shim._matrix.reader import Reader, compose
 from shim._record import EMPTY, Record
 from shim._releases.versions import parse_range
+from shim._version import __version__
 
 if TYPE_CHECKING:
     import yaml
 
-__all__ = ["VERDICTS", "Edit", "Item", "Trainer", "edited", "problems", "read_trainers", "trainers_page"]
+__all__ = ["PINS", "VERDICTS", "Edit", "Item", "Trainer", "edited", "problems", "read_trainers", "trainers_page"]
 
 # Verdict -> what it means for the maintainer of a trainer.
 VERDICTS = {
@@ -26,6 +28,8 @@ VERDICTS = {
     "conflicts": "It keeps a patch of shim from its effect, in whole or in part. The row says what follows.",
     "own": "It is none of shim's business. It is only counted.",
 }
+PINS = "trainers_pins.json"  # beside the data: what shim._tools.trainer_pins has found
+AUDITED = {"apply": "apply", "upstream": "are not needed", "drifted": "are drifted and do nothing"}
 ORDERS = ("either order", "shim first", "trainer first")
 
 
@@ -64,7 +68,6 @@ class Trainer(Record):
     items: tuple[Item, ...]
     own: Mapping[str, tuple[str, ...]]  # subject -> places
     pin: str = ""  # the commit of megatron-core that it asks for, in words
-    drifted: tuple[str, ...] = ()  # the patches that `shim audit` calls drifted there; all others apply
     edits: tuple[Edit, ...] = ()  # what its maintainer changes, by file and line
 
 
@@ -77,7 +80,7 @@ def read_trainers(file: Path) -> tuple[Trainer, ...]:
 
 def _trainer(read: Reader, name: str, node: yaml.Node) -> Trainer:
     keys = {"version": True, "folder": True, "supports": True, "items": True, "own": True}
-    keys |= {"pin": False, "drifted": False, "edits": True}
+    keys |= {"pin": False, "edits": True}
     found = read.mapping(node, name, keys)
     own = {
         subject: tuple(_place(read, place) for place in read.sequence(places, subject))
@@ -91,7 +94,6 @@ def _trainer(read: Reader, name: str, node: yaml.Node) -> Trainer:
         items=tuple(_item(read, item) for item in read.sequence(found["items"], f"items of {name}")),
         own=own,
         pin=read.text(found["pin"], "pin") if "pin" in found else "",
-        drifted=read.texts(found["drifted"], "drifted") if "drifted" in found else (),
         edits=tuple(_edit(read, edit) for edit in read.sequence(found["edits"], f"edits of {name}")),
     )
 
@@ -165,10 +167,11 @@ def _place(read: Reader, node: yaml.Node) -> str:
 def problems(trainers: tuple[Trainer, ...], matrix: Matrix) -> Iterator[str]:
     """What the data says against the matrix: unknown patches, and releases in which a patch does nothing."""
     for trainer in trainers:
-        yield from (f"{trainer.name}: no patch is called {id!r}" for id in trainer.drifted if id not in matrix.patches)
         for item in trainer.items:
             where = f"{trainer.name}, {item.at}"
             yield from (f"{where}: no patch is called {id!r}" for id in item.patches if id not in matrix.patches)
+            if item.since and Version(item.since) > Version(__version__):
+                yield f"{where}: since {item.since} of shim, and this is {__version__}"
             for distribution in item.releases:
                 if distribution not in matrix.supported:
                     yield f"{where}: no distribution is called {distribution!r}"
@@ -223,12 +226,14 @@ def trainers_page(file: Path, matrix: Matrix) -> str:
     wrong = list(problems(trainers, matrix))
     if wrong:
         raise MatrixError(f"{file}: " + "; ".join(wrong))
+    beside = file.parent / PINS
+    pins = json.loads(beside.read_text("utf-8")) if beside.exists() else {}
     lines = [*HEAD.splitlines(), *(f"| {verdict} | {meaning} |" for verdict, meaning in VERDICTS.items())]
     lines += [*HOW.splitlines(), "", "## All of them", "", *_summary(trainers)]
     for trainer in trainers:
         lines += ["", f"## {trainer.name}", "", f"Read at {trainer.version}. It takes {trainer.supports}."]
         if trainer.pin:
-            lines += [f"Its pin is {trainer.pin}. {_at_its_pin(trainer)}"]
+            lines += [f"Its pin is {trainer.pin}. {_at_its_pin(trainer, pins.get(trainer.name), matrix)}"]
         lines += [f"Places are below `{trainer.folder}`.", ""]
         lines += ["| place | what it does | releases | verdict |", "|---|---|---|---|"]
         order = list(VERDICTS)
@@ -296,11 +301,20 @@ def _diff(trainer: Trainer) -> Iterator[str]:
     yield "```"
 
 
-def _at_its_pin(trainer: Trainer) -> str:
-    if not trainer.drifted:
-        return "There no patch is drifted: all that the commit needs apply."
-    drifted = f"There `shim audit` calls drifted: {_links(trainer.drifted)}."
-    return f"{drifted} All other patches for megatron-core apply there. A drifted one does nothing."
+def _at_its_pin(trainer: Trainer, record: Mapping[str, Any] | None, matrix: Matrix) -> str:
+    """What an audit of the pinned sources has found. MatrixError where it was of another pin."""
+    if record is None:
+        return "Nobody has audited it."
+    if record["pin"] != trainer.pin:
+        raise MatrixError(f"{PINS} has {trainer.name} at {record['pin']!r}: run python -m shim._tools.trainer_pins")
+    found = {verdict: tuple(id for id in ids if id in matrix.patches) for verdict, ids in record["verdicts"].items()}
+    counts = [f"{len(ids)} {AUDITED.get(verdict, verdict)}" for verdict, ids in found.items() if verdict != "drifted"]
+    drifted = found.get("drifted", ())
+    counts.append(f"{len(drifted) or 'none'} {AUDITED['drifted']}" + (f": {_links(drifted)}" if drifted else ""))
+    said = f"`shim audit` of these sources says of {sum(map(len, found.values()))} patches: {', '.join(counts)}."
+    known = {id for ids in found.values() for id in ids}
+    new = [id for id, entry in matrix.patches.items() if entry.distribution == "megatron-core" and id not in known]
+    return f"{said} Patches that have come since were not audited: {_links(tuple(new))}." if new else said
 
 
 def _links(ids: tuple[str, ...]) -> str:

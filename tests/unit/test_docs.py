@@ -11,6 +11,7 @@ from shim._matrix import read_commits, read_needs, read_options, rules
 from shim._matrix.load import load_matrix
 from shim._planning.explain import explanation, patch_docstring
 from shim._tools import docs as _docs
+from shim._tools import docs_sample
 from shim._tools.docs_reference import KEYS, MEANINGS, TABLES
 
 
@@ -25,8 +26,9 @@ def test_check_says_what_is_stale_and_writes_nothing(tmp_path, monkeypatch, caps
     monkeypatch.setattr("shim._matrix.load.matrix_path", lambda: REPOSITORY / "version_matrix.yaml")
     monkeypatch.setattr("shim._matrix.load.patches_path", lambda: REPOSITORY / "patches")
     (tmp_path / "docs").mkdir()
-    for name in ("README.md", "docs/cli.md"):
-        (tmp_path / name).write_text(f"before\n{_docs.BEGIN}\nold\n{_docs.END}\nafter\n")
+    sample = f"{docs_sample.BEGIN}\nold\n{docs_sample.END}\n"
+    for name, more in (("README.md", sample), ("docs/cli.md", "")):
+        (tmp_path / name).write_text(f"before\n{_docs.BEGIN}\nold\n{_docs.END}\n{more}after\n")
     shutil.copy(REPOSITORY / "docs" / "trainers.yaml", tmp_path / "docs")
     assert _docs.main(["--check"]) == 1
     said = capsys.readouterr().out.split("\n")
@@ -36,6 +38,30 @@ def test_check_says_what_is_stale_and_writes_nothing(tmp_path, monkeypatch, caps
     assert _docs.main(["--check"]) == 0
     text = (tmp_path / "README.md").read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "\nold\n" not in text
+
+
+def test_the_sample_of_prove_is_what_it_prints():
+    """Of recorded results, by the function that prints them: a line for each proof, the rest, and the summary."""
+    results = {"stock": "off by 1.0e+00", "with_shim": "bit-equal", "verdict": "mended"}
+    proved = {docs_sample.RELEASE: {"transformer-engine": "2.12.0", "proofs": {docs_sample.PATCHES[0]: results}}}
+    assert docs_sample.prove_sample(load_matrix(), proved).splitlines() == [
+        "```",
+        f"$ shim prove {' '.join(docs_sample.PATCHES)}",
+        f"megatron-core {docs_sample.RELEASE}, transformer-engine 2.12.0, CPU (2 gloo ranks where needed)",
+        "",
+        f"{docs_sample.PATCHES[0]}   stock: off by 1.0e+00   with shim: bit-equal   mended",
+        "",
+        "1 mended, 0 not mended",
+        "```",
+    ]
+
+
+def test_a_patch_that_no_release_needs_has_its_commits_in_the_table():
+    """mtp-without-te is for commits after the newest release."""
+    rows = {line.split("]")[0].removeprefix("| ["): line for line in _docs.patch_table(load_matrix()).splitlines()}
+    wheres = {id: row.split(" | ")[-1].removesuffix(" |").strip() for id, row in rows.items() if row.startswith("| [")}
+    assert not [id for id, where in wheres.items() if where in ("megatron-core", "transformer-engine")]
+    assert wheres["mtp-without-te"].startswith("megatron-core at commit ")
 
 
 @pytest.mark.parametrize("text", ["", _docs.BEGIN, _docs.END, f"{_docs.END} {_docs.BEGIN}"])

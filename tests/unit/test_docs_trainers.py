@@ -1,15 +1,17 @@
 """docs/trainers.yaml says nothing of a trainer that the matrix, shim's functions or the tests contradict."""
 
 import ast
+import json
 import re
 
 import pytest
-from unit_helpers import REPOSITORY
+from unit_helpers import BROKEN, REPOSITORY
 
 import shim
 from shim._errors import MatrixError
 from shim._matrix.load import load_matrix
 from shim._tools import docs_trainers as _trainers
+from shim._tools import trainer_pins
 from shim._tools.docs_trainers import problems, read_trainers, trainers_page
 
 DATA = REPOSITORY / "docs" / "trainers.yaml"
@@ -116,6 +118,43 @@ def test_the_page_has_a_row_for_every_item(tmp_path, world):
     assert "- questions for a version: `a.py` 1, 7-8; `b.py` 2." in page.splitlines()
 
 
+def test_the_counts_at_a_pin_are_those_of_the_audit(tmp_path, world):
+    """By the record of shim._tools.trainer_pins. Patches that came after it are named, and another pin is an error."""
+    path = written(tmp_path, old="supports: all of it", new="supports: all of it\n    pin: abc")
+    matrix = load_matrix(world.matrix)
+    assert "Its pin is abc. Nobody has audited it." in trainers_page(path, matrix)
+    record = {"pin": "abc", "verdicts": {"apply": ["roll-fix"], "drifted": []}}
+    (tmp_path / _trainers.PINS).write_text(json.dumps({"small-trainer": record}))
+    new = "Patches that have come since were not audited: [faster-forward](patches.md#faster-forward)."
+    assert f"says of 1 patches: 1 apply, none are drifted and do nothing. {new}" in trainers_page(path, matrix)
+    record["verdicts"] = {"drifted": ["roll-fix", "faster-forward"]}
+    (tmp_path / _trainers.PINS).write_text(json.dumps({"small-trainer": record}))
+    assert "2 are drifted and do nothing: [roll-fix](patches.md#roll-fix), " in trainers_page(path, matrix)
+    (tmp_path / _trainers.PINS).write_text(json.dumps({"small-trainer": {**record, "pin": "of before"}}))
+    with pytest.raises(MatrixError, match=r"at 'of before': run python -m shim\._tools\.trainer_pins"):
+        trainers_page(path, matrix)
+
+
+def test_the_record_of_a_pin_is_an_audit_of_its_tree(tmp_path, world):
+    world.install(BROKEN)
+    [trainer] = read_trainers(written(tmp_path, old="supports: all of it", new="supports: all of it\n    pin: abc"))
+    found = trainer_pins.audited(trainer, str(world.site), load_matrix(world.matrix))
+    assert found == {"pin": "abc", "verdicts": {"apply": ["roll-fix", "faster-forward"]}}
+
+
+@pytest.mark.parametrize("arguments", [[], ["nobody=tree"], ["slime"], ["ms-swift=tree"]])
+def test_only_trees_of_trainers_with_a_pin_are_recorded(arguments, capsys):
+    assert trainer_pins.main(arguments) == 2
+    assert "give NAME=TREE, of SkyRL, slime, " in capsys.readouterr().err
+
+
+def test_every_pin_is_recorded():
+    """As it stands in the data: else run python -m shim._tools.trainer_pins, and `make docs`."""
+    records = json.loads((DATA.parent / _trainers.PINS).read_text("utf-8"))
+    pins = {trainer.name: trainer.pin for trainer in read_trainers(DATA) if trainer.pin}
+    assert {name: record["pin"] for name, record in records.items()} == pins
+
+
 def test_edits_are_made_by_the_lines_of_the_file_as_it_was(tmp_path):
     """Whatever their order: a deletion moves no line of the next edit."""
     [trainer] = read_trainers(written(tmp_path))
@@ -147,6 +186,7 @@ def test_edits_are_a_diff_without_the_trainers_lines(tmp_path, world):
         ("<0.18", "<0.19", "roll-fix changes nothing in megatron-core 0.18.0"),  # upstream there
         (">=0.16,<0.18", ">=0.10,<0.11", "names no supported release of megatron-core"),
         ("{megatron-core:", "{megatron:", "no distribution is called 'megatron'"),
+        ('since: "0.1.0"', 'since: "1000.0"', f"since 1000.0 of shim, and this is {shim.__version__}"),
     ],
 )
 def test_what_the_matrix_contradicts_is_an_error(tmp_path, world, old, new, said):
