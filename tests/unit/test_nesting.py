@@ -10,6 +10,22 @@ RANDOM = "megatron.core.tensor_parallel.random:"
 
 # (inside, outside): the targets they share
 OUTSIDE = {
+    # mtp-packed-sequences is outside: it makes the loss mask of a row that has none, and tells the rolls the row. Up to
+    # 0.15 its roll calls no other, and asks for what mtp-loss-cp has rolled.
+    ("mtp-loss-cp", "mtp-packed-sequences"): {
+        MODULE + "MultiTokenPredictionBlock.forward",
+        MODULE + "process_mtp_loss",
+        MODULE + "roll_tensor",
+        "megatron.core.models.gpt.gpt_model:GPTModel._postprocess",
+    },
+    # Outside, skip_loss leaves the loss out before anything is counted.
+    ("mtp-loss-cp", "mtp-loss-options"): {
+        MODULE + "MultiTokenPredictionBlock.forward",
+        MODULE + "process_mtp_loss",
+        "megatron.core.models.gpt.gpt_model:GPTModel._postprocess",
+    },
+    # One gives the model another output layer, and the other counts: either order does.
+    ("mtp-loss-cp", "fused-linear-logprob"): {"megatron.core.models.gpt.gpt_model:GPTModel._postprocess"},
     # The checkpoint runs its function again, so what packed rows need has to be in there. _checkpointed_forward of
     # mtp-recompute does the whole job itself, and calls that of mtp-packed-sequences no more.
     ("mtp-packed-sequences", "mtp-recompute"): {MTP + "forward", MTP + "_checkpointed_forward"},

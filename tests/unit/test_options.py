@@ -235,7 +235,7 @@ def test_lists_of_arguments_are_split_too(asked):
 @pytest.mark.parametrize(
     ("name", "found"),
     [
-        ("mtp-", ["mtp-recompute", "mtp-without-te", "mtp-loss-options"]),
+        ("mtp-", ["mtp-loss-cp", "mtp-recompute", "mtp-without-te"]),
         ("packed", ["mtp-packed-sequences"]),
         ("paged_stash", ["paged-stash"]),
         ("Paged-Stash", ["paged-stash"]),

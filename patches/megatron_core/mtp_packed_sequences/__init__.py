@@ -13,7 +13,9 @@ padding become zero. They count neither in the loss nor in the number of tokens.
 
 Context parallelism may cut a row over ranks in two ways: each sequence by zigzag (option partition="sequence", the
 default), or the row as a whole (partition="row"). 0.12 and 0.13 pass no group to the roll, so the roll uses the group
-of parallel_state, also for unpacked rows. Each rank divides by its own count of targets, as upstream does.
+of parallel_state, also for unpacked rows. Each rank divides by its own count of targets, as upstream does; with
+mtp-loss-cp it divides by that of the row. Without mtp-loss-cp, a rank that has no target while others have some takes
+part with a loss of zero, as from 0.17 on, and not with NaN. The loss of the row is then too small.
 
 Where to read: `block` (0.12, 0.13), `layer` (0.14 to 0.16) and `loss` (from 0.17) each cover one step in one generation
 of upstream's code. `rolls` has the roll for all generations, and `step` has what the rolls of a step share.

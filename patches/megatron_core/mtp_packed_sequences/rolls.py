@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from shim.patches._arguments import Function, add_parameters, argument, replacing
+from shim.patches.megatron_core._rolled_masks import handed_out
 from shim.patches.megatron_core.mtp_packed_sequences.step import (
     THREAD,
     group_of,
@@ -44,6 +45,9 @@ def patch_roll_tensor(original: Function, options: Options) -> Function:
     ) -> Any:
         if tensor is None:
             return None, None
+        found = handed_out(tensor)  # by mtp-loss-cp
+        if found is not None:
+            return found
         step = THREAD.step
         row = step.row if packed_seq_params is None and step is not None else packed_seq_params
         if row is not None:
