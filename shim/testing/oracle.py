@@ -68,7 +68,7 @@ def run_packed(
         per_token = [loss.squeeze(0) for loss in losses]
         total = None
         if per_token:
-            total = _main_loss(per_token[-1], view.mask, per_token_loss)
+            total = _main_loss(per_token[-1], view, per_token_loss)
         pipeline.backward(total)
         return _result(chunks, per_token, view, _logged_losses(), embeddings)
 
@@ -86,9 +86,10 @@ def run_alone(
     The release computes the per-token losses of every unpacked sequence [1, n]. This function does the rest. It puts
     the losses into the row. The main loss is their mean (or sum) over the row. Each MTP layer k adds scaling factor /
     layers * sum over the row / counted tokens; its mask is the loss mask moved left by k tokens inside each sequence.
-    A layer that counts no token adds nothing. Sequences get padding at the end only if sequence or context parallelism
-    needs divisible lengths; causal attention never sees it. Switch auxiliary losses of a mixture of experts off: they
-    are not per token.
+    A layer that counts no token adds nothing. Under context parallelism a rank sums over its own tokens and divides by
+    the count of the whole row, so that the mean over ranks (or the sum, with per_token_loss) is what one rank has.
+    Sequences get padding at the end only if sequence or context parallelism needs divisible lengths; causal attention
+    never sees it. Switch auxiliary losses of a mixture of experts off: they are not per token.
     """
     chunks = _chunks(model)
     view = _RankView(chunks[-1], row, loss_mask)
@@ -112,8 +113,8 @@ def run_alone(
                 placed[k] = placed[k].index_put((piece.target,), loss.squeeze(0)[piece.kept])
         total, logged = None, torch.zeros(0)
         if losses:
-            total = _main_loss(placed[-1], view.mask, per_token_loss)
-            averages = [_mean(loss, view.rolled_mask(k + 1)) for k, loss in enumerate(placed[:-1])]
+            total = _main_loss(placed[-1], view, per_token_loss)
+            averages = [view.mean(loss, k + 1) for k, loss in enumerate(placed[:-1])]
             factor = _mtp_factors(config, view, per_token_loss, depth)
             for k, average in enumerate(averages):
                 total = total + factor[k] * average
@@ -143,7 +144,9 @@ def run_schedule(
         output = chunk(input_ids=row.input_ids[:, view.index], **_inputs(row, view, loss_mask))
 
         def loss_of(per_token: Tensor) -> tuple[Any, ...]:
-            loss = _main_loss(per_token.squeeze(0), view.mask, per_token_loss)
+            loss = _main_loss(per_token.squeeze(0), view, per_token_loss)
+            if not per_token_loss:
+                loss = loss / view.ranks  # the schedule multiplies a mean by the ranks
             count = (view.mask.sum().int(),) if per_token_loss else ()
             return (loss, *count, {"loss": loss.detach()})
 
@@ -275,25 +278,37 @@ class _RankView:
         position_of[self.index] = torch.arange(len(self.index))
         return _Piece(places, kept, position_of[places[kept]])
 
+    def mean(self, loss: Tensor, depth: int = 0) -> Tensor:
+        """This rank's part of the mean over the row of `loss`, [this rank's tokens]: the mean over ranks is the row's.
+
+        depth: tokens by which the loss mask has moved.
+        """
+        count = self._rolled_row_mask(depth).sum().clamp(min=1)
+        return self.ranks * (loss * self.rolled_mask(depth)).sum() / count
+
+    def count(self, depth: int = 0) -> Tensor:
+        """Counted tokens of the whole row over the number of ranks."""
+        return self._rolled_row_mask(depth).sum() / self.ranks
+
     def rolled_mask(self, depth: int) -> Tensor:
         """float32 [this rank's tokens]: the loss mask moved `depth` tokens left inside each sequence."""
+        return self._rolled_row_mask(depth)[self.index]
+
+    def _rolled_row_mask(self, depth: int) -> Tensor:
+        if depth == 0:
+            return self._row_mask
         rolled = torch.zeros(self.row.total)
         for start, length in self.row.spans:
             if length > depth:
                 rolled[start : start + length - depth] = self._row_mask[start + depth : start + length]
-        return rolled[self.index]
+        return rolled
 
 
 # ---- losses
 
 
-def _main_loss(loss: Tensor, mask: Tensor, per_token_loss: bool) -> Tensor:
-    summed = (loss * mask).sum()
-    return summed if per_token_loss else summed / mask.sum().clamp(min=1)
-
-
-def _mean(loss: Tensor, mask: Tensor) -> Tensor:
-    return (loss * mask).sum() / mask.sum().clamp(min=1)
+def _main_loss(loss: Tensor, view: _RankView, per_token_loss: bool) -> Tensor:
+    return (loss * view.mask).sum() if per_token_loss else view.mean(loss)
 
 
 def _mtp_factors(config: Any, view: _RankView, per_token_loss: bool, depth: int) -> list[Tensor]:
@@ -304,7 +319,7 @@ def _mtp_factors(config: Any, view: _RankView, per_token_loss: bool, depth: int)
         if per_token_loss:
             # Up to 0.16 the loss is the sum. From 0.17 on it is the mean times the row's counted tokens.
             old = tuple(int(part) for part in release().split(".")[:2]) < (0, 17)
-            weight = weight * (view.rolled_mask(k).sum() if old else view.mask.sum())
+            weight = weight * view.count(k if old else 0)
         factors.append(weight)
     return factors
 

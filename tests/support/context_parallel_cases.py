@@ -18,32 +18,33 @@ from shim.ops import packed_roll
 from shim.testing import Layout
 
 ID = "mtp-packed-sequences"
+LOSS = "mtp-loss-cp"  # without it a rank divides the loss by its own count
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
 WITHIN_LAYOUT, ACROSS_LAYOUTS = 1e-6, 5e-6
 CP2, CP4 = Layout(cp=2), Layout(cp=4)
-# In a rank: what undoes the patch that is applied, and its options. Planning and reverting for each test would take
-# longer than the tests.
+# In a rank: what undoes the patches that are applied, which they are, and options. Planning and reverting for each test
+# would take longer than the tests.
 APPLIED = []
 
 
-def apply_in_rank(shimmed, options):
-    """The patch with these options, or stock, for as long as nothing else is asked for."""
-    wanted = [options] if shimmed else []
+def apply_in_rank(ids, options):
+    """These patches, with options of mtp-packed-sequences, or stock, for as long as nothing else is asked for."""
+    wanted = [ids, options] if ids else []
     if APPLIED[1:] != wanted:
         if APPLIED:
             APPLIED[0].close()
         APPLIED.clear()
-        if shimmed:
+        if ids:
             undo = contextlib.ExitStack()
-            undo.enter_context(shim.patched(only=[ID], require=[ID], options={ID: options}))
-            APPLIED.extend([undo, options])
+            undo.enter_context(shim.patched(only=ids, require=ids, options={ID: options}))
+            APPLIED.extend([undo, ids, options])
 
 
 @contextlib.contextmanager
-def in_layout(layout, shimmed=True, **options):
-    """A rank's surroundings: CPU substitutions, the patch or stock, and the layout."""
+def in_layout(layout, shimmed=True, ids=(ID, LOSS), **options):
+    """A rank's surroundings: CPU substitutions, these patches or stock, and the layout."""
     with testing.megatron_on_cpu():
-        apply_in_rank(shimmed, options)
+        apply_in_rank([*ids] if shimmed else [], options)
         with testing.layout_initialised(layout):
             yield
 

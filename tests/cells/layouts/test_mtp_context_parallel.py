@@ -11,6 +11,8 @@ from context_parallel_cases import (
     ACROSS_LAYOUTS,
     CP2,
     CP4,
+    ID,
+    LOSS,
     VERSION,
     WITHIN_LAYOUT,
     Messages,
@@ -42,7 +44,7 @@ def stock_again(ranks2, ranks4):
     """Other modules use the same ranks."""
     yield
     for ranks in (ranks2, ranks4):
-        ranks.run(apply_in_rank, False, {})
+        ranks.run(apply_in_rank, [], {})
 
 
 # Packed equals alone
@@ -81,7 +83,7 @@ def check_packed_equals_alone(ranks, layout, model, turn, options=OPTIONS):
     ids=["1-rope", "2-learned_absolute", "2-rope-lora"],
 )
 def test_packed_equals_alone_on_two_ranks(ranks2, turn, model):
-    """Per-token losses, logged losses and gradients are those of each sequence alone, normalised by the rank."""
+    """Per-token losses, logged losses and gradients are those of each sequence alone, normalised over the row."""
     check_packed_equals_alone(ranks2, CP2, model, turn)
 
 
@@ -184,7 +186,7 @@ def bits_in_rank(with_packed):
     rows = [unpacked(16), *([row_of((8, 16, 8), 1), row_of((4, 12), 1)] if with_packed else [])]
     results = {}
     for shimmed in (True, False):
-        with in_layout(CP2, shimmed=shimmed):
+        with in_layout(CP2, shimmed=shimmed, ids=[ID]):
             gpt = build(CP2, mtp_num_layers=2)
             results[shimmed] = [testing.run_packed(gpt, row, **options) for row in rows for options in OPTIONS]
     return [equal_bits(*pair) for pair in zip(*results.values())]
@@ -192,7 +194,7 @@ def bits_in_rank(with_packed):
 
 @pytest.mark.skipif(VERSION < (0, 14), reason="stock rolls unpacked rows inside a rank before 0.14")
 def test_where_stock_is_right_no_bit_changes(ranks2):
-    """Unpacked rows from 0.14, and packed rows without padding from 0.16."""
+    """Unpacked rows from 0.14, and packed rows without padding from 0.16: mtp-loss-cp alone sees to the counts."""
     for same in ranks2.run(bits_in_rank, VERSION >= (0, 16)):
         assert all(same), same
 
@@ -201,8 +203,8 @@ def test_where_stock_is_right_no_bit_changes(ranks2):
 
 
 def stock_in_rank(lengths, align):
-    """The difference to the truth, which needs the patch on no release that packs."""
-    with in_layout(CP2, shimmed=False):
+    """The difference to the truth, whose losses of tokens need the patch on no release that packs."""
+    with in_layout(CP2, ids=[LOSS]):
         return against_alone(build(CP2), row_of(lengths, align))
 
 

@@ -29,7 +29,7 @@ def stock_again(ranks2, ranks4):
     """Other modules use the same ranks."""
     yield
     for ranks in (ranks2, ranks4):
-        ranks.run(apply_in_rank, False, {})
+        ranks.run(apply_in_rank, [], {})
 
 
 # In slots that two and four ranks share out evenly: empty sequences (first, in the middle, last), of one token, of

@@ -15,7 +15,8 @@ from shim import testing
 from shim.testing import Layout, oracle
 
 ID = "mtp-packed-sequences"
-PATCHES = [ID, "mtp-recompute"]  # the sequences alone are recomputed as well, and they are not packed
+# The sequences alone are recomputed as well, and they are not packed. A row's loss is divided by the row's count.
+PATCHES = [ID, "mtp-recompute", "mtp-loss-cp"]
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
 WITHIN_LAYOUT, ACROSS_LAYOUTS = 1e-6, 5e-6
 PER_TOKEN = [False, True]

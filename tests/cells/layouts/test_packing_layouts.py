@@ -9,6 +9,7 @@ from shim import testing
 from shim.testing import Layout
 
 ID = "mtp-packed-sequences"
+PATCHES = [ID, "mtp-loss-cp"]
 LENGTHS, WIDTH = (5, 9, 0, 3, 12), 12
 
 
@@ -17,7 +18,7 @@ def on_rank(layout, recipes):
     from megatron.core import parallel_state
 
     found = []
-    with testing.megatron_on_cpu(), shim.patched(only=[ID], require=[ID]), testing.layout_initialised(layout):
+    with testing.megatron_on_cpu(), shim.patched(only=PATCHES, require=PATCHES), testing.layout_initialised(layout):
         model, seen = testing.build_gpt(sequence_parallel=layout.sequence_parallel), []
         model.register_forward_pre_hook(lambda _, args, given: seen.append(given["input_ids"][0]), with_kwargs=True)
         for recipe in recipes:
