@@ -1,0 +1,164 @@
+"""The signs of the matrix against real releases: what shows that a release is right without a patch.
+
+A wrong sign leaves a defect in place, in silence. So a sign shows on every release that is right and on no other, and
+it goes as soon as somebody puts the defect back.
+"""
+
+from functools import cache
+
+import pytest
+from edited_sources import Edited, found_in
+from put_back import DEFECTS
+
+from shim._matrix.load import load_matrix
+from shim._matrix.model import NOT_NEEDED, RIGHT, UPSTREAM
+from shim._planning.contract import shows
+from shim._releases.sources import Sources
+from shim.testing.releases import at_hand, fetch
+
+MATRIX = load_matrix()
+
+# Patches whose signs say nothing of releases that are right: only the bodies of these releases do.
+SILENT = {
+    (
+        "moe-without-te",
+        UPSTREAM,
+    ): "the fix is one more definition of a name, in an else; a sign asks each alone",
+    (
+        "te-cp-thd-padding",
+        NOT_NEEDED,
+    ): "they have the defect, and nothing that takes the argument",
+}
+# Patches that another distribution than their own decides about: by pairs of releases, see test_a_pair_...
+BY_PAIRS = ("te-moved-symbols", "max-logit-graph")
+
+
+def signs_of(id, state):
+    return MATRIX.patches[id].mended if state == UPSTREAM else MATRIX.patches[id].lacking
+
+
+SIGNED = sorted(id for id, entry in MATRIX.patches.items() if entry.mended or entry.lacking)
+
+
+@cache
+def sources_of(distribution, release):
+    return Sources([fetch(release, distribution)])
+
+
+@cache
+def releases_of(distribution):
+    """The releases and commits whose sources are there. Those of commits are not everywhere."""
+    released = MATRIX.supported[distribution]
+    return [name for name in MATRIX.names(distribution) if name in released or at_hand(name, distribution)]
+
+
+def shown(id, sources):
+    """The states that signs of a patch show, each once."""
+    return [state for state in RIGHT if any(shows(sources, sign) for sign in signs_of(id, state))]
+
+
+def releases_with(id):
+    return releases_of(MATRIX.patches[id].distribution)
+
+
+def in_order(id, is_it):
+    """The releases and commits of a patch, oldest first, for which `is_it` holds of what the matrix wants there."""
+    names = MATRIX.in_order(MATRIX.patches[id].distribution, releases_with(id))
+    return [name for name in names if is_it(MATRIX.wanted(id, name))]
+
+
+@pytest.mark.parametrize("id", SIGNED)
+def test_signs_show_on_the_releases_that_are_right_and_on_no_other(id):
+    """A commit of which the matrix says nothing may not show one either: somebody has to look at it first."""
+    distribution, wrong = MATRIX.patches[id].distribution, []
+    for name in releases_of(distribution):
+        wanted, found = MATRIX.wanted(id, name), shown(id, sources_of(distribution, name))
+        expected = [wanted] if wanted in RIGHT and (id, wanted) not in SILENT else []
+        wrong += [] if found == expected else [f"{name}: {found}, and not {expected}"]
+    assert wrong == []
+
+
+def test_every_patch_that_some_release_does_not_need_has_a_sign_for_that():
+    ruled = {(id, rule.gives) for id, entry in MATRIX.patches.items() for rule in entry.rules if rule.gives in RIGHT}
+    assert {(id, state) for id, state in ruled if not signs_of(id, state)} == set(SILENT)
+
+
+PAIRS = [
+    # patch, megatron-core, Transformer Engine, what the signs show
+    *(("te-moved-symbols", core, "2.1.0", [NOT_NEEDED]) for core in ("0.12.0", "0.12.3", "0.13.0", "0.13.1")),
+    *(("te-moved-symbols", core, "2.2.0", [NOT_NEEDED]) for core in ("0.13.0", "0.13.1")),
+    *(("te-moved-symbols", core, "2.2.0", []) for core in ("0.12.0", "0.12.3", "0.14.0")),
+    *(("te-moved-symbols", core, "2.3.0", []) for core in ("0.12.3", "0.13.1", "0.14.0")),
+    *(("te-moved-symbols", core, "2.8.0", []) for core in ("0.12.3", "0.13.1", "0.16.1", "0.17.0")),
+    *(("te-moved-symbols", core, "2.1.0", []) for core in ("0.14.0", "0.16.1", "0.17.0", "0.19.2")),
+    *(("max-logit-graph", core, "2.8.0", [NOT_NEEDED]) for core in ("0.16.0", "0.16.1", "0.17.1", "0.18.2")),
+    *(("max-logit-graph", core, "2.9.0", []) for core in ("0.16.0", "0.17.1", "0.18.2")),
+    *(("max-logit-graph", core, "2.20.2", []) for core in ("0.16.1", "0.18.2")),
+    ("max-logit-graph", "0.15.3", "2.9.0", [NOT_NEEDED]),
+    *(("te-cpu-offload", core, te, [NOT_NEEDED]) for core in ("0.12.0", "0.15.3") for te in ("2.1.0", "2.10.0")),
+    *(("te-cpu-offload", core, te, []) for core in ("0.16.0", "0.17.0", "0.19.2") for te in ("2.1.0", "2.10.0")),
+]
+
+
+@pytest.mark.parametrize(("id", "core", "engine", "expected"), PAIRS)
+def test_a_pair_of_releases_shows_whether_it_needs_the_patch(id, core, engine, expected):
+    sources = Sources([fetch(core, "megatron-core"), fetch(engine, "transformer-engine")])
+    assert shown(id, sources) == expected
+
+
+def test_every_pair_that_the_rules_speak_of_is_asked():
+    asked = {(id, tuple(expected)) for id, _, _, expected in PAIRS}
+    assert {(id, state) for id in BY_PAIRS for state in ((), (NOT_NEEDED,))} <= asked
+
+
+FIXED = [id for id in SIGNED if any(MATRIX.wanted(id, name) == UPSTREAM for name in releases_with(id))]
+
+
+def tried_on(id):
+    """(number, sign, release) of every sign of a fix, with the newest release or commit that shows it.
+
+    None of the releases shows a sign that was written for one to come.
+    """
+    right = in_order(id, lambda wanted: wanted == UPSTREAM)
+    for number, sign in enumerate(signs_of(id, UPSTREAM)):
+        showing = [name for name in right if shows(sources_of(MATRIX.patches[id].distribution, name), sign)]
+        if showing:
+            yield number, sign, showing[-1]
+
+
+@pytest.mark.parametrize("id", FIXED)
+def test_a_sign_of_a_fix_goes_with_the_fix(id):
+    """The newest right release with the bodies of the newest wrong one: nothing says any more that it is right."""
+    distribution, tried = MATRIX.patches[id].distribution, list(tried_on(id))
+    wrong = in_order(id, lambda wanted: wanted is not None and wanted not in RIGHT)[-1]
+    for _, sign, right in tried:
+        edited = Edited(sources_of(distribution, right))
+        for place in sign.places:
+            was = found_in(sources_of(distribution, wrong), place.target)
+            if was or len(sign.places) == 1:  # a function that came with the fix stays, unless nothing else is asked
+                edited.put(place.target, was)
+        assert shown(id, edited) == [], f"{right} with bodies of {wrong}"
+    assert tried or (id, UPSTREAM) in SILENT
+
+
+@pytest.mark.parametrize(("id", "number", "target", "old", "new"), DEFECTS)
+def test_a_sign_of_a_fix_goes_with_each_of_its_parts(id, number, target, old, new):
+    """The defect written back into the newest right release, as somebody may who knows nothing of it."""
+    right = next(release for tried, _, release in tried_on(id) if tried == number)
+    edited = Edited(sources_of(MATRIX.patches[id].distribution, right))
+    edited.replace(target, old, new)
+    assert shown(id, edited) == []
+
+
+def test_a_defect_is_written_back_for_every_fix():
+    assert {id for id, *_ in DEFECTS} == {id for id in FIXED if (id, UPSTREAM) not in SILENT}
+
+
+@pytest.mark.parametrize("id", FIXED)
+def test_a_sign_survives_what_is_beside_the_point(id):
+    """One statement more in every function that the patch binds, reads or has a sign in."""
+    for _, sign, right in tried_on(id):
+        edited = Edited(sources_of(MATRIX.patches[id].distribution, right))
+        for target in {*MATRIX.patches[id].bodies, *(place.target for place in sign.places)}:
+            edited.begin(target, "_unused = None")
+        assert shown(id, edited) == [UPSTREAM], right
