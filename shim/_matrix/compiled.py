@@ -31,7 +31,7 @@ from shim._matrix.model import (
 __all__ = ["FILE", "read_compiled", "render_compiled"]
 
 FILE = Path(__file__).with_name("matrix.json")
-FORMAT = 10  # raise it with every change of the file's form or of the records in it
+FORMAT = 11  # raise it with every change of the file's form or of the records in it
 
 
 def render_compiled(matrix: Matrix, digest: str, lock: bytes) -> str:
@@ -142,7 +142,9 @@ def _patch(entry: dict[str, Any]) -> PatchEntry:
 
 
 def _sign(given: dict[str, Any]) -> Sign:
-    places = (Place(place["target"], tuple(place["has"]), tuple(place["lacks"])) for place in given["places"])
+    places = (
+        Place(place["target"], tuple(place["has"]), tuple(place["lacks"]), place["once"]) for place in given["places"]
+    )
     return Sign(tuple(places), given["note"])
 
 

@@ -82,11 +82,14 @@ class Place(Record):
     """One place of a sign: the body `target` has the phrases of `has` in this order, and none of `lacks`.
 
     Without phrases: there is no `target`.
+
+    once: of several definitions of `target` one is enough for `has`, such as the value of a name where an import fails.
     """
 
     target: str
     has: tuple[str, ...] = ()
     lacks: tuple[str, ...] = ()
+    once: bool = False
 
 
 class Sign(Record):

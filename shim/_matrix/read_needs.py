@@ -19,7 +19,7 @@ __all__ = ["read_decided", "read_signs", "with_contracts"]
 
 LISTS = ("parameters", "first", "also", "decorators", "has", "lacks", "keeps", "confined", "may", "returns")
 CONTRACT_KEYS = {**dict.fromkeys(("target",), True), **dict.fromkeys(("variants", *LISTS, "exact"), False)}
-PLACE = {"target": True, "has": False, "lacks": False}
+PLACE = {"target": True, "has": False, "lacks": False, "once": False}
 SIGN_KEYS = {**PLACE, "target": False, "places": False, "note": True}
 DECIDED_KEYS = dict.fromkeys(("target", "body", "as", "note"), True)
 PHRASES = ("has", "lacks", "keeps", "confined", "may", "returns")
@@ -76,7 +76,8 @@ def _place(read: Reader, node: yaml.Node, given: Mapping[str, yaml.Node]) -> Pla
     if "target" not in given:
         raise read.fail(node, "a sign needs a target, or places")
     phrases = {name: _texts(read, given[name], name) for name in ("has", "lacks") if name in given}
-    return Place(read.target(given["target"], "target"), **phrases)
+    once = "once" in given and read.flag(given["once"], "once")
+    return Place(read.target(given["target"], "target"), **phrases, once=once)
 
 
 def read_decided(read: Reader, node: yaml.Node, variants: Mapping[str, Variant]) -> Iterator[Decided]:

@@ -49,10 +49,9 @@ def _shows(sources: Sources, place: Place) -> bool:
     if not (place.has or place.lacks):
         return not found and _package_is_there(sources, module)
     nodes = [nodes_of(definition.node) for definition in found]
-    return bool(nodes) and all(
-        in_order(place.has, each) is None and not any(stands_in(phrase, each) for phrase in place.lacks)
-        for each in nodes
-    )
+    having = [in_order(place.has, each) is None for each in nodes]
+    shown = any(having) if place.once else bool(having) and all(having)
+    return shown and not any(stands_in(phrase, each) for phrase in place.lacks for each in nodes)
 
 
 def _package_is_there(sources: Sources, module: str) -> bool:

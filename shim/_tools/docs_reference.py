@@ -258,6 +258,7 @@ KEYS = {
         "target": "The function that shows it. Without phrases: that it is missing shows it.",
         "has": "Phrases that stand in it in this order.",
         "lacks": "Phrases that do not stand in it.",
+        "once": "`true`: of several definitions one is enough for `has`.",
         "places": "Instead of one target: a list of targets with phrases. All of them together are the sign.",
         "note": "Why the release is right then, in one line.",
     },

@@ -21,10 +21,6 @@ MATRIX = load_matrix()
 # Patches whose signs say nothing of releases that are right: only the bodies of these releases do.
 SILENT = {
     (
-        "moe-without-te",
-        UPSTREAM,
-    ): "the fix is one more definition of a name, in an else; a sign asks each alone",
-    (
         "te-cp-thd-padding",
         NOT_NEEDED,
     ): "they have the defect, and nothing that takes the argument",
