@@ -126,6 +126,32 @@ def test_aliases_are_rebound(world):
     assert same(before, world.snapshot()) == []
 
 
+def test_aliases_in_classes_of_derived_metaclasses_are_rebound(world):
+    """Whatever the kind of the class, and however far its metaclass is from `type`."""
+    source = """
+        from megatron.core.ops import double
+
+
+        class Meta(type):
+            pass
+
+
+        class Derived(Meta):
+            pass
+
+
+        class Holder(metaclass=Derived):
+            call = double
+        """
+    world.module("derived", source)
+    world.patch("p", [CORE + "ops:double"])
+    before = world.snapshot("ops", "derived")
+    shim.apply()
+    assert world.get("derived:Holder.call")(2) == ("p", 4)
+    shim.revert()
+    assert same(before, world.snapshot("ops", "derived")) == []
+
+
 def test_aliases_taken_while_bound_are_given_back(world):
     """A module imported after apply() holds upstream's own function after revert()."""
     world.patch("p", [CORE + "ops:double"])
