@@ -201,7 +201,8 @@ def revert() -> Report:
     """Take everything back: every name that shim wrote holds the very object that it held before.
 
     shim leaves alone what somebody else has replaced meanwhile, and reports it. No later apply() or import takes it
-    back. Pickles are out of reach, and so are bound methods, partials and closures taken while shim was applied.
+    back. A function of shim's that somebody holds, and may put on a name again, does what upstream's does from then
+    on. Pickles are out of reach.
     """
     _engine.ENGINE.adopt(None)
     return status()

@@ -215,6 +215,10 @@ class Binder:
                     self.wrappers.note(after)
                 else:
                     self.chains.pop(after.target, None)
+            halves = {key for lost in places.lost.values() if lost.partner for key in (lost.slot.key, lost.partner)}
+            for chain, after in changes:
+                if chain.layers and not after.layers and chain.key not in halves:
+                    self.wrappers.retire(chain)
             if not self.chains:
                 self.calls.forget()
         except BaseException:

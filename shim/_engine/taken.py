@@ -1,4 +1,4 @@
-"""Functions that a model took before shim bound them, such as config.finalize_model_grads_func."""
+"""Functions that a model took while shim had not bound them, such as config.finalize_model_grads_func."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Taken", "taken_by"]
 
 
 class Taken(NamedTuple):
-    """A place in a model that holds upstream's own function of a target."""
+    """A place in a model that holds upstream's own function of a target, or one that does the same."""
 
     patch: str
     target: str
@@ -24,6 +24,8 @@ class Taken(NamedTuple):
 
 def taken_by(modules: Iterable[Any], plan: Plan, binder: Binder) -> Iterator[Taken]:
     """The attributes of modules and of their configs that hold the function of a target as it was before it was bound.
+
+    One of shim's that was taken before a revert, or in a block that has ended, does the same as upstream's by now.
 
     Methods are left out: a model runs a method of its own class by its name, and where it holds one under another name,
     mostly to put it back, nobody knows whether it ever runs that one. Closures and containers are out of reach.
@@ -35,7 +37,8 @@ def taken_by(modules: Iterable[Any], plan: Plan, binder: Binder) -> Iterator[Tak
             if chain is not None and type(chain.owner) is types.ModuleType:
                 base = unwrap(chain.base)
                 if type(base) is types.FunctionType and base is not unwrap(chain.top):
-                    wanted.setdefault(id(base), []).append((decision.id, target))
+                    for function in (base, *binder.wrappers.inert(target)):
+                        wanted.setdefault(id(function), []).append((decision.id, target))
     if not wanted:
         return
     seen: set[int] = set()
