@@ -13,11 +13,11 @@ take the positions of others, in silence; a sequence that is longer than a rank'
 the rotation takes the table's first rows for every sequence, on one rank too. In 0.12 the table is cut in the dimension
 of the batch, which raises, or gives wrong rows where the batch can be cut.
 
-The patch: for a packed row the table stays whole, as that of RotaryEmbedding does. From 0.16 on GPTModel._preprocess
-hands the embedding a context-parallel group of one rank. Before, get_pos_emb_on_this_cp_rank cuts nothing in a call of
-the model with a packed row. Up to 0.14 apply_rotary_pos_emb also takes the token's own row, fused or not, where the
-config has an mrope_section. On 0.12 dimension 0 is cut. Nothing happens for unpacked rows elsewhere, and for an
-embedding with a forward of its own.
+The patch: for a packed row the table stays whole, as that of RotaryEmbedding does. From 0.16 on the embedding takes a
+context-parallel group of one rank in a call of GPTModel._preprocess with a packed row. _preprocess itself, which may be
+a trainer's own, sees the group that it was given. Before, get_pos_emb_on_this_cp_rank cuts nothing in such a call. Up
+to 0.14 apply_rotary_pos_emb also takes the token's own row, fused or not, where the config has an mrope_section. On
+0.12 dimension 0 is cut. Nothing happens for unpacked rows elsewhere, and for an embedding with a forward of its own.
 
 position_ids are those of the whole packed row, [3, 1, T], as upstream has them for unpacked rows.
 
@@ -30,7 +30,6 @@ every supported release leaves the table of packed rows whole.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import sys
@@ -76,22 +75,17 @@ def _packed(model: Any, packed_seq_params: Any) -> bool:
     return bool(type(model.rotary_pos_emb).forward is getattr(sys.modules[module], name).forward)
 
 
-def _preprocess_whole(original: Function) -> Function:
-    params_of, with_params = argument(original, "packed_seq_params"), replacing(original, "packed_seq_params")
+def _of_one_rank_if_packed(original: Function) -> Function:
+    """For the forward of the embedding, from 0.16 on."""
+    with_group = replacing(original, "cp_group")
 
     @functools.wraps(original)
-    def _preprocess(*args: Any, **kwargs: Any) -> Any:
-        model, params = args[0], params_of(args, kwargs)
-        if _packed(model, params):
-            group = params.cp_group if params.cp_group is not None else model.rotary_pos_emb.cp_group
-            if group is not None and group.size() > 1:
-                # In this function only the rotary embedding asks for the group.
-                params = copy.copy(params)
-                params.cp_group = _OneRank()
-                args, kwargs = with_params(args, kwargs, params)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if _CALL.packed:
+            args, kwargs = with_group(args, kwargs, _OneRank())
         return original(*args, **kwargs)
 
-    return _preprocess
+    return forward
 
 
 def _said_to_be_packed(original: Function) -> Function:
@@ -173,13 +167,20 @@ def _row_of_each_token(original: Function) -> Function:
 
 
 def probe(module: Any, method: str, models: list[Any]) -> bool | str:
-    """See docs/patch-modules.md."""
+    """See docs/patch-modules.md. An embedding has no config, and keeps its group from 0.16 on."""
     if getattr(module, "position_embedding_type", "mrope") != "mrope":
         return True
-    config = getattr(module, "config", None)
-    if config is not None and config.context_parallel_size == 1:
+    config, group = getattr(module, "config", None), getattr(module, "cp_group", None)
+    if (config is not None and config.context_parallel_size == 1) or (config is None and _is_alone(group)):
         return True  # no table is cut
     return "shim does not try tables that are cut over ranks"
+
+
+def _is_alone(group: Any) -> bool:
+    if group is not None:
+        return bool(group.size() == 1)
+    state: Any = sys.modules["megatron.core.parallel_state"]
+    return not state.model_parallel_is_initialized() or bool(state.get_context_parallel_world_size() == 1)
 
 
 CUT = {ROPE + "get_pos_emb_on_this_cp_rank": _whole_if_packed}
@@ -194,7 +195,7 @@ BINDINGS: dict[str, dict[str, Callable[[Function], Function]]] = {
     },
     "positions": {GPT + "_preprocess": _said_to_be_packed, **CUT, **ROTATED},
     "table": {GPT + "_preprocess": _said_to_be_packed, **CUT},
-    "group": {GPT + "_preprocess": _preprocess_whole},
+    "group": {GPT + "_preprocess": _said_to_be_packed, EMBEDDING + ".forward": _of_one_rank_if_packed},
 }
 
 

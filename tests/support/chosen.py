@@ -49,6 +49,7 @@ ABOUT = {
     "test_packing": ["mtp-packed-sequences"],
     "test_packing_layouts": ["mtp-packed-sequences"],
     "test_slow_messages": ["pipeline-p2p-order", "pipeline-send-buffers"],
+    "test_replacements": ["cpu-offloaded-optimizer", "mtp-packed-sequences", "rope-thd", "mrope-thd"],
     "test_te_moved_symbols": ["te-moved-symbols", "te-skip-weight-update"],
 }
 # Files that fewer cells say all about: examples where stock packs rows with MTP and where it does not, and what layouts

@@ -72,3 +72,21 @@ def test_no_factory_imports(module):
             if isinstance(node, (ast.Import, ast.ImportFrom)) or name in IMPORTING:
                 importing.append(f"{function.name}:{node.lineno}")
     assert importing == []
+
+
+def test_the_matrix_lists_what_each_probe_tries():
+    """A patch that can try a replaced method says so in the matrix: a plan loads no patch module to find out."""
+    from shim._matrix.load import load_matrix
+
+    patches = load_matrix().patches.values()
+    having = {entry.id for entry in patches if "probe" in defined(entry.module) or _takes_its_probe(entry.module)}
+    assert having == {entry.id for entry in patches if entry.probe}
+
+
+def _takes_its_probe(module):
+    return any(
+        alias.asname == "probe"
+        for node in TREES[module].body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    )
