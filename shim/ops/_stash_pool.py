@@ -226,13 +226,13 @@ class PagePool:
                 if not in_graph:
                     self._dropped.extend(self._waiting)
                     self._waiting.clear()
-                self._follow()
                 while self._dropped:
                     dropped = self._dropped.popleft()
                     if in_graph and not dropped.captured:
                         # A graph would give these pages back at each of its replays.
                         self._waiting.append(dropped)
                         continue
+                    self._follow()
                     if self._stream is not None:
                         dropped.record(self._stream)
                     self.backend.release(self, dropped.rows.count, dropped.pages, dropped.where)
