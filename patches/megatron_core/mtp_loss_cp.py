@@ -3,7 +3,7 @@
 What is wrong (0.12 to 0.20): a rank of the CP group has a part of each row. It divides its MTP loss by its own count of
 targets, and gradients are averaged over the group. So a target counts more on a rank that has few of them, and the
 gradient of MTP is not that of one rank. The main loss is divided by the count of the whole row. If only the last 10 of
-32 tokens are targets, as in supervised fine-tuning, the gradient of MTP is off by 0.28 on two ranks. The logged loss is
+32 tokens are targets, as in supervised fine-tuning, the gradient of MTP is off by 0.38 on two ranks. The logged loss is
 wrong with it. With calculate_per_token_loss the gradient is wrong from 0.17 on, which multiply by the rank's count
 before the roll.
 - On a rank without targets 0.12 to 0.16 divide zero by zero, and all gradients are NaN. Later releases, and
@@ -16,15 +16,17 @@ the number of ranks, because gradients and logs are averaged over ranks. From 0.
 least. There it gets the count of the row, and a mask that is multiplied by the number of ranks. On 0.12 and 0.13
 unpacked rows are rolled over ranks, as on 0.14. A row without any target has a loss of zero and no gradient of MTP.
 
-A step costs one all_reduce of 1 + mtp_num_layers numbers over the CP group, no other message, and no wait of the host.
-On one CP rank nothing happens.
+A microbatch costs one all_reduce of 1 + mtp_num_layers numbers over the CP group, and no wait of the host. Only the
+rolls of 0.12 and 0.13 send other messages than stock's. On one CP rank nothing happens.
 
 The group is the packed row's own (dynamic CP), else the model's; on 0.12 and 0.13 that of parallel_state.
 
 Padding of packed rows, and packed rows before 0.16, need mtp-packed-sequences. Each works without the other.
 
-Not covered: who computes the MTP loss in a function of his own, in the place of GPTModel._postprocess (up to 0.16) or
-process_mtp_loss, divides by counts of his own. That is a conflict.
+Not covered:
+- A trainer's function that takes the place of GPTModel._postprocess (up to 0.16) or process_mtp_loss divides by counts
+  of its own. That is a conflict.
+- cross_entropy_fusion_impl="linear" of the dev branch of 2026-08, on Blackwell: a rank divides by its own count.
 
 Upstream: open (Megatron-LM pull request 7498, issue 7452; mcore-bridge issue 104). Delete when the oldest supported
 release sums the count over the CP group.
@@ -194,6 +196,101 @@ def _process_mtp_loss(original: Function) -> Function:
     return process_mtp_loss
 
 
+def _roll_tensors(original: Function) -> Function:
+    """The dev branch: rolls a list of tensors, and returns no counts."""
+    tensors_of, put_tensors = argument(original, "tensors"), replacing(original, "tensors")
+    fields_of, put_fields = argument(original, "sequence_fields"), replacing(original, "sequence_fields")
+
+    @functools.wraps(original)
+    def roll_tensor(*args: Any, **kwargs: Any) -> Any:
+        tensors, fields = tensors_of(args, kwargs), fields_of(args, kwargs)
+        found = [handed_out(tensor) for tensor in tensors]
+        if not any(found):
+            return original(*args, **kwargs)
+        left = [place for place, one in enumerate(found) if one is None]
+        args, kwargs = put_tensors(args, kwargs, [tensors[place] for place in left])
+        if fields is not None:
+            args, kwargs = put_fields(args, kwargs, [fields[place] for place in left])
+        rolled = iter(original(*args, **kwargs))
+        return [next(rolled) if one is None else one[0] for one in found]
+
+    return roll_tensor
+
+
+def _process_mtp_loss_of_sums(original: Function) -> Function:
+    """The dev branch: divides by the sum of each rolled mask. With per-token loss the log sums losses and counts.
+
+    So the losses of tokens are multiplied by what is missing, and with per-token loss their gradients alone.
+    """
+    labels_of, row_of = argument(original, "labels"), argument(original, "packed_seq_params")
+    mask_of, put_mask = argument(original, "loss_mask"), replacing(original, "loss_mask")
+    config_of, group_from = argument(original, "config"), argument(original, "cp_group")
+    ids_of, context_of = argument(original, "input_ids"), argument(original, "sequence_roll_context")
+    loss_of = argument(original, "compute_language_model_loss")
+    put_loss = replacing(original, "compute_language_model_loss")
+
+    @functools.wraps(original)
+    def process_mtp_loss(*args: Any, **kwargs: Any) -> Any:
+        labels, row, config = labels_of(args, kwargs), row_of(args, kwargs), config_of(args, kwargs)
+        like = ids_of(args, kwargs) if labels is None else labels
+        group = group_of(row, group_from(args, kwargs))
+        is_linear = config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "linear"
+        if like is None or not is_parallel(group) or not config.mtp_num_layers or is_linear:
+            return original(*args, **kwargs)
+        mask, before = mask_of(args, kwargs), int(labels is None)
+        masks = [torch.ones_like(like) if mask is None else mask]
+        for depth in range(before + config.mtp_num_layers):
+            [rolled] = sys.modules[MTP].roll_tensor(
+                [masks[-1]],
+                cp_group=group_from(args, kwargs),
+                packed_seq_params=row,
+                roll_context=context_of(args, kwargs),
+                sequence_fields=["loss_mask"],
+                roll_depth=depth,
+            )
+            masks.append(rolled)
+        own = torch.stack([each.sum(dtype=torch.float32) for each in masks])
+        counts = own.clone()
+        torch.distributed.all_reduce(counts, group=group)
+        factors = own.clamp(min=1) / counts.clamp(min=1)
+        per_token = config.calculate_per_token_loss
+        factors = factors * (counts[before] if per_token else group.size())
+        with RolledMasks(group) as rolls:
+            if per_token:  # upstream multiplies by the sum of this mask
+                one = counts.new_zeros(like.shape)
+                one.view(-1)[0] = 1
+                rolls.add(one, masks[before + 1], counts)
+                if before:
+                    rolls.add(masks[0], one, counts)
+            for depth, rolled in enumerate(masks[1:]):
+                rolls.add(masks[depth], rolled, counts)
+            compute, left = loss_of(args, kwargs), iter(factors[before + 1 :])
+
+            def computing(*given: Any, **named: Any) -> Tensor:
+                losses, factor = compute(*given, **named), next(left)
+                scaled: Tensor = _ScaledGradient.apply(losses, factor) if per_token else losses * factor
+                return scaled
+
+            args, kwargs = put_mask(args, kwargs, one if per_token and not before else masks[0])
+            args, kwargs = put_loss(args, kwargs, computing)
+            return original(*args, **kwargs)
+
+    return process_mtp_loss
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """A tensor whose gradient is multiplied by `factor`."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(factor)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.saved_tensors[0], None
+
+
 def _has_mtp(model: Any) -> bool:
     return bool(model.mtp_process)
 
@@ -213,6 +310,7 @@ BINDINGS: dict[str, dict[str, Callable[..., Function]]] = {
         POSTPROCESS: functools.partial(_postprocess, computes_loss=_has_mtp_on_any_stage, rolls_rows=True),
     },
     "loss": {ROLL: _roll_tensor, LOSS: _process_mtp_loss},
+    "sums": {ROLL: _roll_tensors, LOSS: _process_mtp_loss_of_sums},
 }
 
 

@@ -52,10 +52,12 @@ def step(wrapped: Any, row: PackedRow, packed: bool = False, with_mask: bool = T
 
     per_token, places, valid = wrapped.config.calculate_per_token_loss, places_of_rank(row), row.valid.float()[None]
     mask = row.loss_mask if with_mask else valid
+    # 0.12 sums the count of a per-token loss over data-parallel ranks alone, so it wants that of the row.
+    counted = mask if testing.release().startswith("0.12.") else mask[:, places]
 
     def loss_func(losses: Tensor) -> tuple[Any, ...]:
-        summed, own = (losses * mask[:, places]).sum(), mask[:, places].sum()
-        return (summed, own.int(), {}) if per_token else (summed / mask.sum().clamp(min=1), {})
+        summed = (losses * mask[:, places]).sum()
+        return (summed, counted.sum().int(), {}) if per_token else (summed / mask.sum().clamp(min=1), {})
 
     def forward_step(data: Iterator[None], chunk: Any) -> tuple[Tensor, Any]:
         given: dict[str, Any] = {"packed_seq_params": row.packed_seq_params()} if packed else {}
@@ -83,11 +85,12 @@ def logged_losses() -> Tensor:
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     tracker: Any = MTPLossLoggingHelper.tracker
-    logged: Tensor = tracker.get("loss_values", tracker.get("values")).clone()  # the name from 0.19 on
-    group = tracker["avg_group"]
+    values = [tracker[name] for name in ("values", "loss_values", "loss_sums") if name in tracker]  # 0.19, dev
+    counts = [tracker["num_tokens"]] if "num_tokens" in tracker else []  # dev, with per-token loss
+    group, logged = tracker["avg_group"], torch.stack([*values, *counts])
     dist.all_reduce(logged, group=group)  # gloo has no average
     tracker.clear()
-    return logged / group.size()
+    return logged[0] / (logged[1].clamp(min=1) if counts else group.size())
 
 
 def gradient(*places: int, **options: Any) -> Tensor:

@@ -252,3 +252,24 @@ def bits_in_rank(rows):
 def test_on_one_rank_no_bit_changes(ranks2):
     for same in ranks2.run(bits_in_rank, [ROWS["random"], ROWS["last 10"]]):
         assert all(same)
+
+
+def left_after_an_error_in_rank():
+    """What the thread keeps where the loss of the first depth fails: masks that were rolled, or not."""
+    from shim.patches.megatron_core._rolled_masks import THREAD
+
+    with in_layout(CP2, [ID]):
+        wrapped, during = wrapped_model(), []
+
+        def fail(*args):
+            during.append(THREAD.masks is not None)
+            raise ZeroDivisionError
+
+        wrapped.module.output_layer.register_forward_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            step(wrapped, ROWS["random"])
+        return during, THREAD.masks
+
+
+def test_an_error_leaves_nothing_behind(ranks2):
+    assert ranks2.run(left_after_an_error_in_rank) == [([True], None)] * 2
