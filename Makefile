@@ -88,9 +88,10 @@ proofs: env  ## run all proofs on all releases, for docs/defects.md and its pict
 	$(BIN)/python -m shim._tools.prove_all
 	$(BIN)/python -m shim._tools.docs
 
-mutations: env  ## what was measured on mutated releases and on neighbours, measured again; about an hour
+mutations: env  ## what was measured on mutated releases, on fixes and on neighbours, measured again; two hours
 	$(BIN)/python tests/mutations/measure.py
 	$(BIN)/python tests/mutations/neighbours.py
+	$(BIN)/python tests/mutations/fixing.py
 	$(BIN)/python tests/mutations/judge.py
 
 # EVERY=1 takes all four thousand, and about two hours of one core; FILES names some of them.

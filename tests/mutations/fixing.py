@@ -1,0 +1,326 @@
+"""Measure fixes as upstream might write them: does a patch stay right on a release that has fixed the defect itself?
+
+    python tests/mutations/fixing.py                             all of them, again; writes fixed.json
+    python tests/mutations/fixing.py --patches ID ... [--add]    of these patches; with --add those that are missing
+    python tests/mutations/fixing.py --show [--patches ID ...]   what the contracts say of them, without measuring
+
+In a fix some bodies of a release are changed. The proofs of the patch run on it twice: as it is, which says whether it
+is a fix, and with the patch, whatever its contracts say.
+"""
+
+import argparse
+import ast
+import fcntl
+import json
+import os
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+from mutants import Mutant
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+MEASURED = HERE / "fixed.json"
+SECONDS = 150  # for one side of one proof
+__all__ = ["Fix", "asked", "fixes_of", "judged", "read", "verdict", "with_contracts"]
+
+
+@dataclass(frozen=True)
+class Fix:
+    """One way in which a release could fix what a patch fixes.
+
+    release: of megatron-core, with the Transformer Engine of its time after a plus where proofs need one.
+    nodes: body -> its changed definition.
+    """
+
+    patch: str
+    what: str
+    release: str
+    nodes: dict[str, ast.stmt]
+
+    @property
+    def core(self) -> str:
+        return self.release.partition("+")[0]
+
+    @property
+    def text(self) -> str:
+        return "\n".join(f"{body}\n{ast.unparse(node)}" for body, node in sorted(self.nodes.items()))
+
+
+def with_contracts(matrix) -> list[str]:
+    """The patches of which some body has a contract."""
+    return [id for id, entry in matrix.patches.items() if any(v.needs for v in entry.variants.values())]
+
+
+@cache
+def _sources(release: str):
+    from shim._releases.sources import Sources
+    from shim.testing.releases import fetch
+
+    return Sources([fetch(release)])
+
+
+def fixes_of(id: str) -> list[Fix]:
+    """Those written in fixes/<patch>.py: FIXES is what is done -> body -> [(text, text in its place), ...].
+
+    RELEASE is that of all, and RELEASES has others by what is done. PROOFS names the proofs that a fix is about, where
+    it is not about all. Fixes of a commit are left out where its sources are not at hand.
+    """
+    from handwritten import _changed
+
+    from shim._releases.fingerprint import definitions, split_target
+    from shim.testing.releases import at_hand
+
+    try:
+        written = import_module(f"fixes.{id.replace('-', '_')}")
+    except ModuleNotFoundError:
+        return []
+    found = []
+    for what, given in written.FIXES.items():
+        release, nodes = getattr(written, "RELEASES", {}).get(what, written.RELEASE), {}
+        if "." not in release and not at_hand(release, "megatron-core"):
+            continue
+        for body, changes in given.items():
+            module, qualname = split_target(body)
+            (there,) = definitions(_sources(release.partition("+")[0]).tree(module), qualname)
+            text = ast.unparse(there.node)
+            for old, new in changes:
+                changed = _changed(text, old, new)
+                if changed == text:
+                    raise LookupError(f"{id}, {what}: {qualname} has no {old!r}")
+                text = changed
+            nodes[body] = ast.parse(text).body[0]
+        found.append(Fix(id, what, release, nodes))
+    return found
+
+
+# ---- what the contracts say
+
+
+def variant_of(matrix, fix: Fix):
+    entry = matrix.patches[fix.patch]
+    return entry.variants[matrix.pins[entry.distribution][fix.core][fix.patch].variant]
+
+
+def asked(matrix, fix: Fix) -> str:
+    """Why the patch would not be applied; "" where it would be. Signs that a release has fixed it are not asked for."""
+    from judge import Reduced
+
+    from shim._planning.contract import breach
+    from shim._releases.sources import Sources
+
+    variant = variant_of(matrix, fix)
+    changed = Reduced(Sources([]), ())
+    for body, node in fix.nodes.items():
+        changed.put(body, node)
+    for target in variant.bodies:
+        body = variant.inherits(target) or target
+        if body in fix.nodes:
+            if target not in variant.needs:
+                return f"{body.partition(':')[2]}: its body is unknown, and has no contract"
+            said = breach(changed, body, variant.needs[target])
+            if said:
+                return f"{body.partition(':')[2]}: {said}"
+    return ""
+
+
+def verdict(broken: str, found: dict) -> str:
+    if found["stock"] != "right":
+        return "dead"  # no fix at all
+    if found["patched"] == "right":
+        return "false alarm" if broken else "right yes"
+    return "right no" if broken else "WRONG YES"
+
+
+def judged(matrix, table: dict, patches=None):
+    """(patch, what, why the patch is not applied, what was measured) of each fix that was measured as it is."""
+    from measure import digest
+
+    for id in patches or table:
+        for fix in fixes_of(id):
+            found = table.get(id, {}).get(fix.what)
+            if found is not None and found["text"] == digest(fix.text):
+                yield id, fix.what, asked(matrix, fix), found
+
+
+# ---- measuring
+
+
+def measure_all(matrix, fixes: list[Fix]) -> None:
+    """One process for each release loads it. Every fix is a fork of that process, in which functions are replaced."""
+    from measure import _forked
+
+    for release in dict.fromkeys(fix.release for fix in fixes):
+        mine = [fix for fix in fixes if fix.release == release]
+        said = _forked(lambda release=release, mine=mine: _measure_on(matrix, release, mine), 10 * SECONDS * len(mine))
+        if "error" in said:
+            print(release, said["error"])
+
+
+def _measure_on(matrix, release: str, fixes: list[Fix]) -> dict:
+    from measure import _forked, digest
+
+    _load(release)
+    for fix in fixes:
+        found = _forked(lambda fix=fix: _sides(matrix, fix), 8 * SECONDS)
+        if "stock" not in found:
+            found = {"stock": {"": found.get("error", "no answer")}, "patched": {}}
+        found = {"text": digest(fix.text), **{side: _said(found[side]) for side in ("stock", "patched")}}
+        with open(os.environ.get("SHIM_FIXES_LOG", os.devnull), "a") as log:
+            log.write(f"{fix.patch} | {fix.what} | {found}\n")
+        _record(fix.patch, fix.what, found)
+    return {}
+
+
+def _load(release: str) -> None:
+    """Put a release first on sys.path, and import what most proofs need of it."""
+    from shim._proving.worker import _NoTransformerEngine
+    from shim.testing.releases import fetch
+
+    core, _, engine = release.partition("+")
+    sys.path[:0] = [str(fetch(core))]
+    if engine:
+        from shim import testing
+
+        sys.path[1:1] = [str(fetch(engine, "transformer-engine"))]
+        testing.transformer_engine_on_cpu()
+    else:
+        sys.meta_path.insert(0, _NoTransformerEngine())
+    import megatron.core.models.gpt.gpt_model  # noqa: F401
+
+
+def _said(found: dict[str, str]) -> str:
+    wrong = {name: text for name, text in found.items() if text != "right"}
+    return "; ".join(f"{name}: {text}" if name else text for name, text in wrong.items()) or "right"
+
+
+def _sides(matrix, fix: Fix) -> dict[str, dict[str, str]]:
+    """Runs in a process of its own: each proof that is about this variant and this fix, on both sides."""
+    from placing import place
+
+    from shim.testing.proof import proofs_of
+
+    for body, node in fix.nodes.items():
+        import_module(body.partition(":")[0])
+        place(_sources(fix.core), body, Mutant("by hand", fix.what, node))
+    entry, variant = matrix.patches[fix.patch], variant_of(matrix, fix)
+    names = getattr(import_module(f"fixes.{fix.patch.replace('-', '_')}"), "PROOFS", {}).get(fix.what)
+    about = [
+        proof
+        for proof in proofs_of(entry.module)
+        if (not proof.variants or variant.name in proof.variants)
+        and "cpu" in proof.devices
+        and (not names or proof.name in names)
+        and (not proof.te or "+" in fix.release)
+    ]
+    sides = {
+        side: {proof.name: _measured(matrix, fix, proof, side == "patched") for proof in about}
+        for side in ("stock", "patched")
+    }
+    return sides if about else {side: {"": "no proof is about it"} for side in sides}
+
+
+def _measured(matrix, fix: Fix, proof, patched: bool) -> str:
+    from measure import _forked
+
+    from shim.testing.proof import Here, measure
+
+    def run():
+        ids = [*([fix.patch] if patched else []), *proof.beside]
+        if ids:
+            _apply(matrix, ids, fix, {fix.patch: dict(proof.options)} if proof.options and patched else None)
+        side = measure(proof, Here("cpu", proof.ranks, proof.te))
+        if os.environ.get("SHIM_SHOW"):
+            print(side.details)
+        return {"said": "right" if side.state == "right" else f"{side.state}: {side.text}"}
+
+    answer = _forked(run, SECONDS)
+    return answer.get("said") or answer.get("error", "no answer")
+
+
+def _apply(matrix, ids: list[str], fix: Fix, options) -> None:
+    """Apply these patches, with the variants that they have on the release without the fix."""
+    import shim
+    import shim._api as api
+    import shim._planning.plan as plan
+    from shim._errors import SourceError
+    from shim._planning.match import Match, match
+    from shim._releases.fingerprint import fingerprint
+
+    def forced(entry, environment, given):
+        pin = matrix.pins[entry.distribution].get(fix.core, {}).get(entry.id)
+        if entry.id not in ids or pin is None or pin.variant is None:
+            return match(entry, environment, given)
+        variant = entry.variants[pin.variant]
+
+        def value(target):
+            try:
+                return fingerprint(environment.sources, target, variant.inherits(target), target in variant.added)
+            except SourceError:
+                return ""
+
+        return Match("apply", "forced by a test", variant.name, {target: value(target) for target in variant.bodies})
+
+    plan.match = forced
+    api.load_matrix = lambda *_: matrix  # while this runs somebody may edit the file
+    shim.apply(only=ids, require=ids, options=options)
+
+
+def read() -> dict:
+    return json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
+
+
+def _record(id: str, what: str, found: dict) -> None:
+    """Several processes may measure at once."""
+    from measure import write
+
+    with open(HERE / "fixing.py") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        table = read()
+        table.setdefault(id, {})[what] = found
+        write(table, MEASURED)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--patches", nargs="*")
+    parser.add_argument("--add", action="store_true", help="those alone that were not measured as they are")
+    parser.add_argument("--show", action="store_true")
+    options = parser.parse_args()
+    from measure import digest
+
+    from shim._matrix.load import load_matrix
+
+    matrix = load_matrix()
+    if not options.show:
+        import torch
+
+        import shim.testing.proof  # noqa: F401
+
+        torch.set_num_threads(1)
+        torch._dynamo.config.disable = True  # compiling takes most of the time, and is no matter of contracts
+        fixes = [fix for id in options.patches or with_contracts(matrix) for fix in fixes_of(id)]
+        # Those that keep all contracts come first: one of them can be a wrong yes.
+        fixes.sort(key=lambda fix: bool(asked(matrix, fix)))
+        table = read()
+        known = {(id, what): found["text"] for id, whats in table.items() for what, found in whats.items()}
+        measure_all(matrix, [f for f in fixes if not options.add or known.get((f.patch, f.what)) != digest(f.text)])
+    return show(matrix, options.patches)
+
+
+def show(matrix, patches=None) -> int:
+    counts: Counter = Counter()
+    for id, what, broken, found in judged(matrix, read(), patches):
+        said = verdict(broken, found)
+        counts[said] += 1
+        print(f"{said:12} {id} | {what} | {broken or 'kept'} | {found['patched']}")
+    print(dict(counts))
+    return 1 if counts["WRONG YES"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
