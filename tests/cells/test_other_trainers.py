@@ -21,6 +21,7 @@ from trainer_cases import (
     VERSION,
     Together,
     alone,
+    biased_model,
     holds,
     packed_equals_alone,
     padding_does_not_count,
@@ -276,11 +277,13 @@ def test_a_replacement_is_a_conflict_whose_remedy_works(first, follows):
     def in_its_place(undo, seen):
         def _apply_expert_bias(self, routing_map, padding_mask=None):
             seen.append("replaced")
+            self.local_tokens_per_expert += routing_map.sum(0)  # padding, too
 
         undo.set(importlib.import_module(ROUTER).TopKRouter, "_apply_expert_bias", _apply_expert_bias)
 
     with Together(in_its_place, first) as both:
-        found = shim.check()[BIAS]
+        assert shim.check()[BIAS].remedy.startswith("call shim.check(model)")
+        found = shim.check(biased_model())[BIAS]
         assert found.state == "conflict" and "in_its_place" in found.reason and "in_its_place" in found.remedy
         assert re.search(rf"remove .*, or keep it and exclude {BIAS}", found.remedy)
         if follows == "remove":

@@ -50,12 +50,17 @@ def recompute_equals_none():
     return same and all(torch.equal(plain.grads[name], again.grads[name]) for name in plain.grads)
 
 
-def padding_does_not_count():
+def biased_model():
+    """A mixture of experts with a bias of its experts."""
     experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_router_score_function": "sigmoid", "num_layers": 1}
     experts |= {"moe_router_enable_expert_bias": True, "moe_router_load_balancing_type": "none", "mtp_num_layers": None}
+    return testing.build_gpt(**experts)
+
+
+def padding_does_not_count():
     counts = []
     for padding in (0, 2):
-        model, row = testing.build_gpt(**experts), torch.arange(4 + padding)[None]
+        model, row = biased_model(), torch.arange(4 + padding)[None]
         mask = {"padding_mask": row >= 4} if padding else {}
         model(row, row, None, labels=row, **mask).mean().backward()
         counts.append(model.decoder.layers[0].mlp.router.local_tokens_per_expert)
