@@ -183,8 +183,8 @@ def _in_place_of_ours(target: str, decision: Decision, plan: Plan, binder: Binde
     if value is MISSING:
         return _Foreign(who, what, remedy_for(decision.id, who))
     body = (decision.wiring and decision.wiring.inherits(target)) or target
-    if binder.found.stands_around(target) and is_upstreams(body, unwrap(value), plan.environment.sources):
-        binder.found.renewed[target] = value  # what shim went around has been taken back
+    if is_upstreams(body, unwrap(value), plan.environment.sources):
+        binder.found.renewed[target] = value  # what shim stood upon, mostly somebody's function, has been taken back
         binder.found.around.pop((decision.id, target), None)
         return None
     goes, why = may_go_around(target, body, unwrap(value), decision, plan)
