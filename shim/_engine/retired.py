@@ -8,7 +8,6 @@ has its own code, and nothing comes between.
 from __future__ import annotations
 
 import functools
-import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -59,6 +58,8 @@ class Retired:
             own.get("__signature__"),
         )
         if "__signature__" not in own and "__wrapped__" not in own:
+            import inspect  # here, because an apply() alone retires nothing
+
             function.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
         # First what the new code needs, which the old one does not read: another thread may be about to call.
         function.__kwdefaults__ = {**(function.__kwdefaults__ or {}), _BENEATH: beneath}
