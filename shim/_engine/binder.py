@@ -54,6 +54,11 @@ class Findings:
         self.around = {key: found for key, found in self.around.items() if key[1] in bound}
         self.open, self.doubts, self.renewed = {}, {}, {}
 
+    def drop(self, target: str) -> None:
+        """Forget what was found when a target was bound, and nothing about other targets, which may be bound next."""
+        self.wrapped.pop(target, None)
+        self.around = {key: found for key, found in self.around.items() if key[1] != target}
+
     def stands_around(self, target: str) -> bool:
         """Whether what shim has bound on a target goes around somebody's own function."""
         return any(bound == target for _, bound in self.around)
@@ -198,7 +203,7 @@ class Binder:
             places.follow(self._base_of)
             for slot in places.regain():
                 self.chains.pop(slot.target, None)  # the name may hold an older wrapper now
-                self.found.forget(self.chains)
+                self.found.drop(slot.target)
             self._renew_replaced()
             if imported is None:
                 self._adopt_returned()
