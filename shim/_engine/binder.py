@@ -83,6 +83,9 @@ class Binder:
         self.chains: dict[str, Chain] = {}
         self.calls = CallWatch()
         self.found = Findings()
+        self.first: dict[
+            str, Any
+        ] = {}  # target -> what stood there when shim first bound it, and nobody had been there
         self.known_ways: dict[str, Any] = {}  # name -> upstream's own function there: see ways.py
 
     # Reading targets
@@ -137,6 +140,10 @@ class Binder:
         found = [] if base is None else reached(slot.current(), slot.owner, slot.name, wanted, self.wrappers.is_ours)
         return any(held.owner is not None for held in found)
 
+    def is_not_the_first(self, target: str, inner: Any) -> bool:
+        """Whether another object stood on a target when shim first bound it. Of an import nothing else may tell."""
+        return target in self.first and self.first[target] is not inner
+
     def put_there_since(self, owner: Any, name: str, value: Any) -> str:
         """What somebody has put in the place of shim's object, in words; "" if nobody did, or it is gone again."""
         lost = self.places.lost.get((id(owner), name))
@@ -174,6 +181,7 @@ class Binder:
         for target, chain in list(self.chains.items()):
             if split_target(target)[0] == name and not self._stands(chain):
                 del self.chains[target]
+        self.first = {t: first for t, first in self.first.items() if split_target(t)[0] != name}
         self.places.forget_what_was_replaced_in(module)
 
     def _stands(self, chain: Chain) -> bool:
@@ -262,6 +270,9 @@ class Binder:
                 owner, name, value = self.resolve(target, layers[0].added)
                 base = self.wrappers.beneath(value)
                 before = self.places.lost.pop((id(owner), name), None)
+                known = self.places.slots.get((id(owner), name)) or (before and before.slot)
+                if known is not None and base is value is known.written:
+                    base = known.original  # shim's own object is back, and it is no function that says what is beneath
                 around = self.found.wrapped.get(target)
                 if around is not None and around.foreign is value:
                     chain = Chain(target, owner, name, around.upstream, around.upstream)
@@ -274,6 +285,8 @@ class Binder:
                 # An inherited object belongs to the base class.
                 top = value if name in namespace_of(owner) else base
                 chain = Chain(target, owner, name, base, top)
+                if not any(bound == target for _, bound in self.found.around):
+                    self.first.setdefault(target, unwrap(base))
             if chain is not None:
                 yield chain, layers
 
@@ -334,6 +347,11 @@ class Binder:
             if callable(inner) and not self._is_borrowed(chain) and not alone:
                 old[id(inner)] = (chain, after)
                 (near if imported is not None and self._is_new(chain, imported[0]) else far).append(inner)
+                beneath = unwrap(chain.base)
+                if not chain.layers and beneath is not inner and callable(beneath):
+                    # Somebody has put shim's older object back. Aliases hold upstream's meanwhile.
+                    old[id(beneath)] = (chain, after)
+                    far.append(beneath)
         self._write_known(changes)
         self._write_followed(changes)
         found = find_aliases(far)

@@ -132,6 +132,8 @@ def _foreign_on(target: str, decision: Decision, plan: Plan, binder: Binder, los
     body = (wiring and wiring.inherits(target)) or target
     who = foreign_on(body, inner, plan.environment.sources)
     since = "" if who else binder.put_there_since(owner, name, value)
+    if not who and not since and binder.is_not_the_first(target, inner):
+        since = describe(inner)
     if since and not is_upstreams(body, inner, plan.environment.sources):
         who = since
     if not who:
@@ -183,7 +185,8 @@ def _in_place_of_ours(target: str, decision: Decision, plan: Plan, binder: Binde
     if value is MISSING:
         return _Foreign(who, what, remedy_for(decision.id, who))
     body = (decision.wiring and decision.wiring.inherits(target)) or target
-    if is_upstreams(body, unwrap(value), plan.environment.sources):
+    first = target in binder.first and not binder.is_not_the_first(target, unwrap(value))
+    if first or is_upstreams(body, unwrap(value), plan.environment.sources):
         binder.found.renewed[target] = value  # what shim stood upon, mostly somebody's function, has been taken back
         binder.found.around.pop((decision.id, target), None)
         return None

@@ -78,7 +78,8 @@ def _pairs(top: Any, base: Any) -> Iterator[tuple[types.FunctionType, Callable[.
     both: list[tuple[Any, Any]] = [(top, base)]
     if type(top) is property and type(base) is property:
         both = [(top.fget, base.fget), (top.fset, base.fset), (top.fdel, base.fdel)]
-        both = [(new, old) for new, old in both if new is not old]
+    # A factory may return what it got, if there is nothing to do: that is upstream's, and stays as it is.
+    both = [(new, old) for new, old in both if new is not old]
     if all(type(new) is types.FunctionType and callable(old) for new, old in both):
         yield from both
 

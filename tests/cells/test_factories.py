@@ -27,7 +27,7 @@ TWO_THREADS = dedent(
     from importlib.machinery import PathFinder
     import torch, shim
 
-    NEXT = "megatron.core.models.common.embeddings.rotary_pos_embedding"
+    NEXT = "megatron.core.models.common.embeddings.language_model_embedding"  # no patch binds anything there
     paused, applied = threading.Event(), threading.Event()
 
     class Pause:

@@ -31,7 +31,7 @@ VIEWLESS = "hidden_states = make_viewless_tensor(inp=hidden_states, requires_gra
 
 # A fork: file -> what is edited, and the text instead.
 LOGGED = {
-    ROUTER: {COUNT: f"self.seen = int(routing_map.sum())\n                {COUNT}"},
+    ROUTER: {COUNT: f"self.counts = getattr(self, 'counts', 0) + 1\n                {COUNT}"},
     BLOCK: {VIEWLESS: f"self.runs = getattr(self, 'runs', 0) + 1\n        {VIEWLESS}"},
 }
 COMMENTED = {ROUTER: {COUNT: f"# ours\n                {COUNT}"}}
