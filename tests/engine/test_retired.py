@@ -4,6 +4,7 @@ import functools
 import gc
 import inspect
 import sys
+import types
 
 import pytest
 
@@ -201,3 +202,46 @@ def test_nothing_is_kept_alive(patched):
     shim.revert()
     gc.collect()
     assert gone() is None
+
+
+# A factory that finds nothing to do
+AS_IT_IS = """
+    def bindings(variant, options):
+        return dict.fromkeys(TARGETS, lambda original: original)
+    """
+
+
+def test_a_function_that_a_factory_returns_as_it_got_it_stays_upstreams(world):
+    """It is upstream's, and there is nothing beneath it: passed on to itself it would never return."""
+    world.patch("idle", TARGETS, AS_IT_IS)
+    stock = results(world)
+    double = world.get("ops:double")
+    code = double.__code__
+    shim.apply()
+    shim.revert()
+    assert world.get("ops:double") is double and double.__code__ is code
+    assert results(world) == stock
+
+
+# A patch that is off while somebody's object stands on a target
+
+
+def test_a_patch_that_comes_back_has_its_aliases_again(world):
+    """The name held shim's older function, and the alias upstream's: a search for the older one alone misses it."""
+    world.patch("count", ["megatron.core.ops:double"])
+    world.get("ops:double")
+    ops = sys.modules[CORE + "ops"]
+    alias = types.ModuleType("somebodys_module")
+    sys.modules[alias.__name__] = alias
+    try:
+        alias.double = ops.double
+        shim.apply()
+        ours = ops.double
+        assert alias.double(3) == ("count", 6)
+        ops.double = lambda *args, **kwargs: None
+        assert shim.status()["count"].state == "conflict" and alias.double(3) == 6
+        ops.double = ours
+        assert shim.status()["count"].state == "applied"
+        assert ops.double(3) == alias.double(3) == ("count", 6)
+    finally:
+        del sys.modules[alias.__name__]
