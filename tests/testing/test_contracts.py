@@ -7,7 +7,9 @@ import pytest
 from judge import Reduced, contract_on, function_of
 from mutants import OWN, Mutant, change_attribute, generate
 
+from shim._errors import SourceError
 from shim._matrix.load import load_matrix
+from shim._matrix.model import RIGHT
 from shim._planning.contract import breach
 from shim._record import replace
 from shim._releases.phrases import parsed, stands_in
@@ -186,3 +188,41 @@ def test_every_term_of_a_contract_is_broken_by_some_mutant(id):
         if left:
             idle[name, target] = left
     assert idle == {}
+
+
+# Contracts that a release keeps although it is right. Where a sign shows, nobody asks them (tests/testing/test_signs.py).
+# Where none does, the patch is harmless: it sends an alias of what the schedule waits for anyway, or names the sharding
+# that megatron's own training names.
+HARMLESS = {"pipeline-send-buffers", "optimizer-sharding-default"}
+
+
+def keeps(sources, id, variant):
+    """Whether the bodies would get the variant if nobody knew the release."""
+    known = MATRIX.known_bodies(id, variant.name)
+    for target in variant.bodies:
+        try:
+            body = variant.fingerprint(sources, target)
+        except SourceError:
+            return False
+        if target in variant.needs:
+            if breach(sources, variant.inherits(target) or target, variant.needs[target]):
+                return False
+        elif body not in known.get(target, ()):
+            return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "id", [id for id, entry in MATRIX.patches.items() if any(r.variant is None for r in entry.rules)]
+)
+def test_no_release_that_is_right_keeps_the_contracts_of_a_variant(id):
+    """Where only the version says that a release is right, contracts are asked. A yes there fixes twice."""
+    distribution = MATRIX.patches[id].distribution
+    kept = [
+        f"{release} keeps {variant.name}"
+        for release in MATRIX.names(distribution)
+        if MATRIX.wanted(id, release) in RIGHT and at_hand(release, distribution)
+        for variant in MATRIX.patches[id].variants.values()
+        if keeps(sources_of(distribution, release), id, variant)
+    ]
+    assert bool(kept) is (id in HARMLESS), kept
