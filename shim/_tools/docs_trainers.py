@@ -29,7 +29,12 @@ VERDICTS = {
     "own": "It is none of shim's business. It is only counted.",
 }
 PINS = "trainers_pins.json"  # beside the data: what shim._tools.trainer_pins has found
-AUDITED = {"apply": "apply", "upstream": "are not needed", "drifted": "are drifted and do nothing"}
+AUDITED = {
+    "apply": "apply",
+    "upstream": "are fixed there",
+    "not-needed": "are not needed",
+    "drifted": "are drifted and do nothing",
+}
 ORDERS = ("either order", "shim first", "trainer first")
 
 

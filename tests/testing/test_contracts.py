@@ -190,7 +190,7 @@ def test_every_term_of_a_contract_is_broken_by_some_mutant(id):
     assert idle == {}
 
 
-# Contracts that a release keeps although it is right. Where a sign shows, nobody asks them (tests/testing/test_signs.py).
+# Contracts that a release keeps although it is right. Where a sign shows, nobody asks them (test_signs.py).
 # Where none does, the patch is harmless: it sends an alias of what the schedule waits for anyway, or names the sharding
 # that megatron's own training names.
 HARMLESS = {"pipeline-send-buffers", "optimizer-sharding-default"}
