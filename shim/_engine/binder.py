@@ -285,7 +285,7 @@ class Binder:
                 # An inherited object belongs to the base class.
                 top = value if name in namespace_of(owner) else base
                 chain = Chain(target, owner, name, base, top)
-                if not any(bound == target for _, bound in self.found.around):
+                if base is not MISSING and not any(bound == target for _, bound in self.found.around):
                     self.first.setdefault(target, unwrap(base))
             if chain is not None:
                 yield chain, layers
