@@ -142,6 +142,8 @@ def _foreign_on(target: str, decision: Decision, plan: Plan, binder: Binder, los
         return _Foreign(who, "", "")
     found = _held_inside(value, body, owner, name, plan, binder)
     certain = any(held.certain for held in found)
+    if since and certain:
+        return None  # it may be upstream's own, as a decorator has left it, and calls upstream's function in any case
     writable = tuple(held for held in found if held.owner is not None and held.certain)
     # An inherited object is another class's too, so what lies inside it is not for this class to change. A property's
     # function is no property.
