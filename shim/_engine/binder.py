@@ -270,7 +270,7 @@ class Binder:
                 owner, name, value = self.resolve(target, layers[0].added)
                 base = self.wrappers.beneath(value)
                 before = self.places.lost.pop((id(owner), name), None)
-                known = self.places.slots.get((id(owner), name)) or (before and before.slot)
+                known = self.places.slots.get((id(owner), name)) or (None if before is None else before.slot)
                 if known is not None and base is value is known.written:
                     base = known.original  # shim's own object is back, and it is no function that says what is beneath
                 around = self.found.wrapped.get(target)
