@@ -218,9 +218,11 @@ def _right(bodies: _Bodies, rule: Rule | None, release: str) -> Match | None:
     """What shows that the release is right without the patch: bodies that are known to be, or a sign. None: nothing."""
     entry, matrix = bodies.entry, bodies.matrix
     like = matrix.right_like(entry.id, bodies.found, bodies.missing)
-    if like is not None:
+    state = UPSTREAM if like is None else matrix.wanted(entry.id, like[0]) or UPSTREAM
+    # Where the version says otherwise, the defect may come of code that the patch neither binds nor reads.
+    agrees = rule is not None and rule.gives == state
+    if like is not None and (agrees or not (entry.mended if state == UPSTREAM else entry.lacking)):
         name, alike = like
-        state = matrix.wanted(entry.id, name) or UPSTREAM
         note = f" ({rule.note})" if rule is not None and rule.variant is None and rule.note else ""
         shown = matrix.shown(entry.distribution, name)
         return Match(state, f"{release} {_WORDS[state]}: its bodies are those of {shown}{note}", None, alike)

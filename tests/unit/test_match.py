@@ -356,3 +356,16 @@ def test_a_matrix_without_pins_is_not_blamed_on_the_release(world, on_drift):
     assert found.reason.startswith("no release is pinned, so no body of megatron-core 0.16.0 is known")
     assert found.remedy == f"run shim pin --releases --matrix {world.matrix}"
     assert "changed" not in found.reason
+
+
+def test_where_the_version_says_otherwise_known_bodies_need_a_sign_beside_them(world):
+    """The defect may come of code that the patch neither binds nor reads, as where files are of an older release."""
+    assert roll(world.install(FIXED, "0.16.0")).action == "upstream"  # a patch without signs has nothing else to ask
+    sign = """    mended:
+      - {target: "megatron.core.roll:caller", has: ["mend(x)"], note: its caller mends}
+    delete_when:"""
+    world.matrix.write_text(world.matrix.read_text().replace("    delete_when:", sign, 1))
+    assert roll(world.install(FIXED, "0.18.0")).action == "upstream"  # the version says so, and all bodies do
+    assert roll(world.install(FIXED, "0.16.0")).action == "drifted"
+    mended = FIXED + "\n    def caller(x):\n        return mend(x)\n"
+    assert roll(world.install(mended, "0.16.0")).action == "upstream"
