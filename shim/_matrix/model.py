@@ -267,8 +267,13 @@ class PatchEntry(Record):
         return tuple(name for name in DISTRIBUTIONS if all(name in rule.ranges for rule in self.rules))
 
     def possible(self, variant: str, versions: Mapping[str, Version], but: Collection[str] = ()) -> bool:
-        """Whether a rule gives `variant` to some release of the patch's distribution beside what else is installed."""
+        """Whether a rule gives `variant` to some release of the patch's distribution beside what else is installed.
+
+        A variant that no rule gives is one of commits, and goes with anything.
+        """
         but = {self.distribution, *but}
+        if all(rule.variant != variant for rule in self.rules):
+            return True
         return any(rule.variant == variant and rule.holds(versions, but) for rule in self.rules)
 
     @property

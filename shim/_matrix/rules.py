@@ -239,9 +239,6 @@ def _patch(read: Reader, id: str, node: yaml.Node, module_exists: Callable[[str]
     rules += _rules(read, entries["applies"], "applies", variants) if "applies" in entries else ()
     for key in ("upstream", "not_needed"):
         rules += _rules(read, entries[key], key) if key in entries else ()
-    unused = [name for name in variants if all(rule.variant != name for rule in rules)]
-    if unused:
-        raise read.fail(entries["variants"], f"no rule of {id} leads to the variant {unused[0]!r}")
     module = read.text(entries["module"], "module")
     if not module_exists(module):
         raise read.fail(entries["module"], f"there is no module {module} among the patches of shim, nor to import")
@@ -310,6 +307,13 @@ def read_matrix(
     nodes = read.mapping(top["patches"], "patches")
     patches = {id: _patch(read, id, node, module_exists) for id, node in nodes.items()}
     commits = read_commits(read, top["commits"], patches, supported) if "commits" in top else {}
+    given = {(id, name) for all in commits.values() for commit in all.values() for id, name in commit.variants.items()}
+    for id, entry in patches.items():
+        given |= {(id, rule.variant) for rule in entry.rules if rule.variant}
+        unused = [name for name in entry.variants if (id, name) not in given]
+        if unused:
+            place = read.mapping(nodes[id], f"patch {id}")["variants"]
+            raise read.fail(place, f"no rule of {id} leads to the variant {unused[0]!r}, and no commit has it")
     if check_ranges:
         for id, entry in patches.items():
             check_coverage(read, nodes[id], entry, supported)

@@ -226,6 +226,9 @@ def _right(bodies: _Bodies, rule: Rule | None, release: str) -> Match | None:
         note = f" ({rule.note})" if rule is not None and rule.variant is None and rule.note else ""
         shown = matrix.shown(entry.distribution, name)
         return Match(state, f"{release} {_WORDS[state]}: its bodies are those of {shown}{note}", None, alike)
+    if rule is not None and rule.gives == NOT_NEEDED and all(map(bodies.missing, entry.targets)):
+        note = f" ({rule.note})" if rule.note else ""
+        return Match(NOT_NEEDED, f"{release} {_WORDS[NOT_NEEDED]}: it has nothing of what the patch binds{note}")
     sources = bodies.environment.sources
     for state, signs in ((UPSTREAM, entry.mended), (NOT_NEEDED, entry.lacking)):
         if signs:
@@ -235,9 +238,6 @@ def _right(bodies: _Bodies, rule: Rule | None, release: str) -> Match | None:
             if sign is not None:
                 where = ", ".join(place.target for place in sign.places)
                 return Match(state, f"{release} {_WORDS[state]}: {sign.note} (seen at {where})")
-    if rule is not None and rule.gives == NOT_NEEDED and all(map(bodies.missing, entry.targets)):
-        note = f" ({rule.note})" if rule.note else ""
-        return Match(NOT_NEEDED, f"{release} {_WORDS[NOT_NEEDED]}: it has nothing of what the patch binds{note}")
     return None
 
 

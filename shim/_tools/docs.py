@@ -96,6 +96,12 @@ def catalogue(matrix: Matrix) -> str:
                 continue
             variant = entry.variants[rule.variant]
             lines.append(f"| {ranges} | {rule.variant} | {_names(variant.targets)} | {_names(variant.reads)} |")
+        ruled = {rule.variant for rule in entry.rules}
+        lines += [
+            f"| commits | {name} | {_names(variant.targets)} | {_names(variant.reads)} |"
+            for name, variant in entry.variants.items()
+            if name not in ruled
+        ]
         lines += ["", *[f"- Option `{o.name}`, by default `{o.default}`: {o.takes}" for o in entry.declared.values()]]
         lines += [
             f"- Where `{s.package}` is missing, imported without it: {_codes(s.modules)}" for s in entry.stand_ins

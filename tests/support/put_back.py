@@ -154,6 +154,13 @@ DEFECTS = [
         "recv_next_shape_tensor, self.next_rank)",
     ),
     (
+        "moe-without-te",
+        0,
+        CORE + "transformer.moe.moe_utils:te_general_gemm",
+        "te_general_gemm = (None, ",
+        "te_general_gemm = (_later, ",
+    ),
+    (
         "mla-without-te",
         0,
         CORE + "transformer.multi_latent_attention:HAVE_TE",

@@ -57,10 +57,14 @@ def planned(*directories):
     return json.loads(done.stdout)
 
 
-def test_a_plan_for_known_releases_parses_nothing():
+# te-permutation has no body in 2.10 and later, so no pin tells them. Its sign is looked for, in two small files.
+PERMUTATION = {f"transformer_engine.{part}.triton.permutation" for part in ("pytorch", "common")}
+
+
+def test_a_plan_for_known_releases_parses_nothing_but_a_sign():
     core, engine = fetch("0.19.2"), fetch("2.20.2", "transformer-engine")
     parsed, patches = planned(core, engine)
-    assert parsed == []
+    assert set(parsed) <= PERMUTATION
     assert patches["mtp-packed-sequences"]["action"] == "apply"
 
 
@@ -75,7 +79,10 @@ def test_a_file_that_was_edited_is_parsed_and_drifts(tmp_path):
     parsed, patches = planned(tmp_path / "edited")
     # What shows whether the release has the mend is looked for in the other files of the patch.
     entry = load_matrix().patches["mtp-packed-sequences"]
-    of_patch = {split_target(body)[0] for body in (*entry.bodies, *(mended.target for mended in entry.mended))}
+    of_patch = {
+        split_target(body)[0]
+        for body in (*entry.bodies, *(place.target for sign in entry.mended for place in sign.places))
+    }
     assert split_target(target)[0] in parsed and set(parsed) <= of_patch
     assert patches["mtp-packed-sequences"]["action"] == "drifted"
     assert patches["mtp-recompute"]["action"] == "apply"
