@@ -285,7 +285,9 @@ class Binder:
                 # An inherited object belongs to the base class.
                 top = value if name in namespace_of(owner) else base
                 chain = Chain(target, owner, name, base, top)
-                if base is not MISSING and not any(bound == target for _, bound in self.found.around):
+                around_it = any(bound == target for _, bound in self.found.around)
+                # What stands on a name that upstream may lack tells nothing: anybody may give it.
+                if base is not MISSING and not layers[0].added and not around_it:
                     self.first.setdefault(target, unwrap(base))
             if chain is not None:
                 yield chain, layers

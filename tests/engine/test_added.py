@@ -96,6 +96,21 @@ def test_a_name_that_only_some_installations_have(world, defined):
     assert world.get("gated:maybe") is before
 
 
+def test_what_stood_there_at_first_binds_nobody(world):
+    """A release that may lack a name does not say what it is to hold: None first, then a function."""
+    world.module("gated", "try:\n    import no_such_module as maybe\nexcept ImportError:\n    pass\n")
+    source = SOURCE.replace(
+        "def plain(missing):", "def plain(missing):\n        if callable(missing): return missing\n"
+    )
+    world.patch("p", [(CORE + "gated:maybe", ADDED)], source)
+    world.get("gated:maybe")
+    for theirs in (None, print):
+        sys.modules[CORE + "gated"].maybe = theirs
+        assert shim.apply()["p"].state == "applied"
+        shim.revert()
+        assert world.get("gated:maybe") is theirs
+
+
 def test_a_class_that_is_gone_is_drifted(adding):
     adding.module("layers", "Layer = 1\n".replace("Layer", "Other"))
     assert "has no Layer.name" in shim.plan()["p"].reason
