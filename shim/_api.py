@@ -241,8 +241,8 @@ def patched(
         lock=lock,
     )
     wanted, context = _make_plan(asked, "patched"), Context()
-    _engine.ENGINE.adopt(wanted, context)
     try:
+        _engine.ENGINE.adopt(wanted, context)
         yield status()
     finally:
         _engine.ENGINE.release(context)

@@ -45,6 +45,7 @@ from torch import Tensor
 
 from shim._errors import ShimError
 from shim._kept import Bindings, Kept
+from shim._locks import renew_in_children
 from shim.patches._arguments import Function, add_parameters
 
 CORE = "megatron.core"
@@ -195,6 +196,7 @@ def is_experimental_enabled() -> bool:
 
 # Where a rank stands is a global variable of the release.
 _STANDING = threading.RLock()
+renew_in_children(sys.modules[__name__], "_STANDING", threading.RLock)
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 from shim._config_override.threads import Caller, caller, reaches, recomputing_elsewhere
 from shim._config_override.values import MISSING, Captured, Held, held, put, same
 from shim._errors import NotMetError, OptionError
+from shim._locks import renew_in_children
 
 __all__ = ["carrying", "claimed", "entered", "marked", "refuse_what_is_not_carried"]
 
@@ -88,6 +89,7 @@ class Wanted(NamedTuple):
 _claims: dict[tuple[int, str], list[_Claim]] = {}  # field -> claims, oldest first; a claim keeps its config alive
 _watched: list[tuple[type, str, Any, Any]] = []  # class, attribute, object before, object now
 _lock = threading.RLock()
+renew_in_children(sys.modules[__name__], "_lock", threading.RLock)
 
 
 @contextmanager

@@ -141,22 +141,6 @@ def read_name(owner: Any, name: str) -> Any:
         return MISSING
 
 
-def write_name(owner: Any, name: str, value: Any) -> None:
-    if not issubclass(type(owner), (type, types.ModuleType)):
-        setattr(owner, name, value)
-    elif isinstance(owner, type):
-        if value is not MISSING:
-            setattr(owner, name, value)
-        elif name in namespace_of(owner):
-            delattr(owner, name)
-    else:
-        namespace = object.__getattribute__(owner, "__dict__")
-        if value is not MISSING:
-            namespace[name] = value
-        else:
-            namespace.pop(name, None)
-
-
 def replaced_by(value: Any) -> str:
     return "was removed" if value is MISSING else f"was replaced by {describe(unwrap(value))}"
 

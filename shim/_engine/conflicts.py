@@ -7,10 +7,10 @@ from typing import Any
 
 from shim._compatible import marks_of
 from shim._engine.aliases import namespace_of, unwrap
-from shim._engine.binder import Binder, Wrapped
 from shim._engine.chain import MISSING, replaced_by
 from shim._engine.foreign import describe, foreign_on, is_upstreams
 from shim._engine.reach import reached
+from shim._engine.records import Findings, Records, Wrapped
 from shim._engine.replacements import Around, Question, is_method, is_tried, may_go_around
 from shim._engine.ways import cuts
 from shim._errors import BindError, NotMetError
@@ -40,8 +40,10 @@ class _Foreign(Record):
     value: Any = None
 
 
-def with_conflicts(plan: Plan, binder: Binder) -> Plan:
-    """The plan with what somebody else's objects keep from it now. Returns the same plan object if nothing changes.
+def with_conflicts(plan: Plan, binder: Records) -> tuple[Plan, Findings]:
+    """The plan with what somebody else's objects keep from it now, and what was found about them. Changes nothing.
+
+    Returns the same plan object if nothing changes.
 
     A patch is in ``conflict`` if such an object stands on a target that it cannot do without, or on the way to one. No
     part of it is bound then, so that it does not matter who came first. On another target the object costs this target
@@ -50,6 +52,7 @@ def with_conflicts(plan: Plan, binder: Binder) -> Plan:
     is one that the patch can go around (`Findings.around`).
     """
     decisions = {id: decision.displaced or decision for id, decision in plan.decisions.items()}
+    binder = binder.looking()
     binder.found.forget(binder.chains)
     lost = binder.lost_targets()
     for id, decision in list(decisions.items()):
@@ -79,10 +82,12 @@ def with_conflicts(plan: Plan, binder: Binder) -> Plan:
         elif left.keys() - lost.keys():
             kept = {target: who for target, who in left.items() if target not in lost}
             decisions[id] = replace(decision, left=kept, displaced=decision)
-    return plan if decisions == plan.decisions else replace(plan, decisions=decisions)
+    if decisions != plan.decisions:
+        plan = replace(plan, decisions=decisions)
+    return plan, binder.found
 
 
-def _without_any(decision: Decision, left: Mapping[str, str], binder: Binder) -> _Foreign | None:
+def _without_any(decision: Decision, left: Mapping[str, str], binder: Records) -> _Foreign | None:
     """A patch can do without each of its targets, and not without all."""
     if not left or len(left) < len(decision.targets) or not all(left.values()):
         return None
@@ -92,7 +97,7 @@ def _without_any(decision: Decision, left: Mapping[str, str], binder: Binder) ->
     return _Foreign(who, f"{', '.join(left)} hold {who}", remedy_for(decision.id, who))
 
 
-def _cut_off(decision: Decision, plan: Plan, binder: Binder) -> _Foreign | None:
+def _cut_off(decision: Decision, plan: Plan, binder: Records) -> _Foreign | None:
     """The function on the way to a body that keeps every call from it. Doubts and questions go to the binder."""
     for cut in cuts(decision, plan, binder):
         if is_method(cut.way):
@@ -109,7 +114,7 @@ def _cut_off(decision: Decision, plan: Plan, binder: Binder) -> _Foreign | None:
     return None
 
 
-def _foreign_on(target: str, decision: Decision, plan: Plan, binder: Binder, lost: Collection[str]) -> _Foreign | None:
+def _foreign_on(target: str, decision: Decision, plan: Plan, binder: Records, lost: Collection[str]) -> _Foreign | None:
     """The foreign object that keeps a patch from a target, which is bound, or about to be."""
     if target in binder.chains:
         # It was looked at when it was bound, but for other patches than those that join now.
@@ -164,7 +169,7 @@ def _foreign_on(target: str, decision: Decision, plan: Plan, binder: Binder, los
     return _Foreign(who, what, remedy_for(decision.id, who), inner)
 
 
-def _beneath_ours(target: str, decision: Decision, plan: Plan, binder: Binder) -> _Foreign | None:
+def _beneath_ours(target: str, decision: Decision, plan: Plan, binder: Records) -> _Foreign | None:
     """What follows for a patch where shim's object on a target goes around somebody's own function."""
     inner = unwrap(binder.chains[target].base)
     who, body = describe(inner), (decision.wiring and decision.wiring.inherits(target)) or target
@@ -176,7 +181,7 @@ def _beneath_ours(target: str, decision: Decision, plan: Plan, binder: Binder) -
     return _Foreign(who, what, remedy_for(decision.id, who), inner)
 
 
-def _in_place_of_ours(target: str, decision: Decision, plan: Plan, binder: Binder) -> _Foreign | None:
+def _in_place_of_ours(target: str, decision: Decision, plan: Plan, binder: Records) -> _Foreign | None:
     """What follows where somebody has replaced shim's object on a target by one that does not call it."""
     lost = binder.lost_targets()[target]
     if lost.partner is not None or binder.will_be_followed(lost) or binder.effect_of(lost) != "replaced":
@@ -200,7 +205,7 @@ def _in_place_of_ours(target: str, decision: Decision, plan: Plan, binder: Binde
     return _Foreign(who, what + (f" and {why}" if why else ""), remedy_for(decision.id, who), unwrap(value))
 
 
-def _held_inside(value: Any, body: str, owner: Any, name: str, plan: Plan, binder: Binder) -> list[Any]:
+def _held_inside(value: Any, body: str, owner: Any, name: str, plan: Plan, binder: Records) -> list[Any]:
     """The places from which a foreign object calls upstream's function, or shim's of an earlier plan."""
     sources = plan.environment.sources
 

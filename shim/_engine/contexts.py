@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from shim._errors import OptionError
@@ -11,18 +13,39 @@ from shim._tasks import current_task
 if TYPE_CHECKING:
     from shim._planning.plan import Plan
 
-__all__ = ["Context", "Contexts"]
+__all__ = ["Block", "Context", "Contexts"]
 
 REMEDY = "Remedy: let it end first, or use the same arguments in both, or call shim.apply() once for the whole process"
 
 
 class Context:
-    """One block: its plan, the plan in force before it, and the thread and task that entered it."""
+    """What a block holds while it runs.
+
+    over: set by its end. A block that was interrupted before that is over as well, once nobody holds its Context.
+    """
 
     def __init__(self) -> None:
+        self.over = False
+
+
+class Block:
+    """An open block: its plan, the plan in force before it, and the thread and task that entered it."""
+
+    def __init__(self, context: Context, plan: Plan, beneath: Plan | None) -> None:
+        self._context = weakref.ref(context)
         self.thread, self.task = threading.get_ident(), current_task()
-        self.plan: Plan | None = None
-        self.beneath: Plan | None = None
+        self.plan, self.beneath = plan, beneath
+
+    def above(self, beneath: Plan | None) -> Block:
+        """The same block, which restores another plan."""
+        copied = copy.copy(self)
+        copied.beneath = beneath
+        return copied
+
+    @property
+    def is_over(self) -> bool:
+        context = self._context()
+        return context is None or context.over
 
     def is_around(self, thread: int, task: Any) -> bool:
         """Whether code in `thread` and `task` runs inside the block, or while the task that entered it waits."""
@@ -31,23 +54,22 @@ class Context:
 
 
 class Contexts:
-    """The open blocks, oldest first. Callers hold the engine's lock.
+    """The open blocks, oldest first: `open` is replaced as a whole. Callers hold the engine's lock.
 
     Patches belong to the process. So blocks may nest, but blocks of different threads or tasks must ask for the same.
     """
 
     def __init__(self) -> None:
-        self._open: list[Context] = []
+        self.open: tuple[Block, ...] = ()
 
-    def enter(self, context: Context, wanted: Plan, in_force: Plan | None) -> None:
-        """Open a block. OptionError if another thread or task has an open block with another plan."""
-        if not self._all_around() and not all(_same(wanted, other.plan) for other in self._open):
+    def entered(self, context: Context, wanted: Plan, in_force: Plan | None) -> tuple[Block, ...]:
+        """The open blocks with one more. OptionError if another thread or task has one with another plan."""
+        if not self._all_around() and not all(_same(wanted, other.plan) for other in self.open):
             raise OptionError(
                 "shim.patched() cannot begin, because another thread or task is within a shim.patched() with other "
                 f"arguments, and patches are of the whole process. {REMEDY}."
             )
-        context.plan, context.beneath = wanted, in_force
-        self._open.append(context)
+        return (*self.open, Block(context, wanted, in_force))
 
     def refuse_from_outside(self, what: str) -> None:
         """OptionError if a block is open that the caller is not inside: the end of the block would undo the call."""
@@ -57,20 +79,25 @@ class Contexts:
                 f"end of that undoes it. {REMEDY}."
             )
 
-    def leave(self, context: Context) -> bool:
-        """Close a block. Returns whether its earlier plan returns now; if not, the next block restores that plan."""
-        place = self._open.index(context) if context in self._open else None
-        if place is None:
-            return False
-        del self._open[place]
-        if place == len(self._open):
-            return True
-        self._open[place].beneath = context.beneath
-        return False
+    def over(self) -> Block | None:
+        """A block that has ended and is still in the list, the newest first."""
+        return next((block for block in reversed(self.open) if block.is_over), None)
+
+    def without(self, block: Block) -> tuple[tuple[Block, ...], bool]:
+        """The open blocks without one, and whether its earlier plan returns now. If not, the next block restores it."""
+        place = self.open.index(block)
+        older, newer = self.open[:place], self.open[place + 1 :]
+        if not newer:
+            return older, True
+        return (*older, newer[0].above(block.beneath), *newer[1:]), False
+
+    def keep_thread(self, thread: int) -> None:
+        """Forget the blocks of other threads, none of which is in a process that was forked."""
+        self.open = tuple(block for block in self.open if block.thread == thread)
 
     def _all_around(self) -> bool:
         here = threading.get_ident(), current_task()
-        return all(context.is_around(*here) for context in self._open)
+        return all(context.is_around(*here) for context in self.open)
 
 
 def _same(one: Plan | None, other: Plan | None) -> bool:

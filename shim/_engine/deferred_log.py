@@ -7,9 +7,8 @@ pops atomically, and `said` changes under the engine's lock only.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -38,11 +37,16 @@ def short_of(text: str) -> str:
 
 
 class DeferredLog:
-    """The queue, and the warnings queued so far."""
+    """The queue, and the warnings queued so far.
 
-    def __init__(self) -> None:
+    within: whether this thread holds the engine's lock.
+    """
+
+    def __init__(self, within: Callable[[], bool]) -> None:
         self.said: set[str] = set()
+        self._within = within
         self._waiting: deque[tuple[int, str]] = deque()
+        self._filtering = False
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -53,23 +57,27 @@ class DeferredLog:
     def warn_once(self, texts: Iterable[str]) -> None:
         """Queue each text once in the process."""
         for text in texts:
-            if text not in self.said and len(self.said) < _SAID_LIMIT:
-                self.said.add(text)
-                self.warn(text)
+            self._once(text, text)
 
     def warn_of(self, patch: str, state: str, reason: str, text: str) -> None:
         """Queue a warning about a patch once in the process. Ranks other than 0 get one short line of it.
 
         apply() and check() find the same things, and all ranks mostly do, too.
         """
-        about = f"{patch} {state} {reason}"
+        said = text if is_rank_zero() else short_of(f"{patch} is {state}: {reason}")
+        self._once(f"{patch} {state} {reason}", said)
+
+    def _once(self, about: str, text: str) -> None:
         if about not in self.said and len(self.said) < _SAID_LIMIT:
+            self.warn(text)  # first: who is interrupted here says it twice, rather than never
             self.said.add(about)
-            self.warn(text if is_rank_zero() else short_of(f"{patch} is {state}: {reason}"))
 
     def flush(self) -> None:
         """Log the queued messages. Called without the lock, and not while importlib asks finders for a module."""
-        while True:
+        if self._filtering and not self._within():
+            logger().removeFilter(self)  # its block was interrupted
+            self._filtering = False
+        for _ in range(len(self._waiting)):
             try:
                 level, text = self._waiting.popleft()
             except IndexError:
@@ -79,17 +87,17 @@ class DeferredLog:
     @contextmanager
     def deferring(self) -> Iterator[None]:
         """Queue everything this thread logs in the block: factories of patches log under the lock unawares."""
-        thread = threading.get_ident()
-
-        def keep(record: logging.LogRecord) -> bool:
-            mine = threading.get_ident() == thread
-            if mine:
-                self._waiting.append((record.levelno, record.getMessage()))
-            return not mine
-
-        log = logger()
-        log.addFilter(keep)
+        self._filtering = True
+        logger().addFilter(self)
         try:
             yield
         finally:
-            log.removeFilter(keep)
+            logger().removeFilter(self)
+            self._filtering = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the logger is to log a record now, as logging asks."""
+        within = self._within()
+        if within:
+            self._waiting.append((record.levelno, record.getMessage()))
+        return not within

@@ -1,25 +1,37 @@
 """The engine: one object that holds all state of shim in a process, and keeps the process in step with the plan.
 
-Invariants whenever `lock` is free:
+The invariant: a transaction (apply, revert, the begin and end of a with-block, an import) is one thing. It is prepared
+on copies, where every error and interrupt leaves the process as it was. Then names and records, `plan` included, are
+written in one step of the interpreter (switch.py). What follows from the plan is brought in step after it, by whoever
+comes next if the transaction is interrupted there (`_recover`).
+
+- Whoever calls shim from inside of a transaction of the same thread (a factory, a signal handler, a finalizer) reads
+  what was in force before it, and is refused any change. The end of a with-block waits until the transaction is over,
+  and so does what an import has to be bound.
+- A forked process has the state before or after a transaction of another thread, and a lock of its own.
+
+Whenever `lock` is free:
 - `plan` is the plan in force, conflicts included; None if nothing is wanted.
 - The binder's chains match the plan in all modules that have run to the end, without the patches in `failed`. Modules
   in `watch.late` are the exception; catch_up() brings them up to date.
-- `watch`, `stand_ins` and `variables` follow from the plan. The import hook is installed if there is a module to watch.
+- `watch` follows from the plan, and so do `stand_ins` and `variables`, unless `settled` is another one. The import hook
+  is installed if there is a module to watch.
 - `factories` has factories of the plan only. Everything else that patches hold has ended, or is reported until it can
   end.
 
-`lock` guards every field, and is held while the binder writes. No code imports, logs or asks finders under `lock`:
-another thread may hold an import lock, or the lock of a logging handler, while it waits for `lock`. Messages wait in
-`deferred` instead. `wants` runs for every import of the process and takes no lock.
+`lock` guards every field, and is held while a transaction is prepared and written. No code imports, logs or asks
+finders under `lock`: another thread may hold an import lock, or the lock of a logging handler, while it waits for
+`lock`. Messages wait in `deferred` instead. `wants` runs for every import of the process and takes no lock.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from shim._engine.aliases import namespace_of
@@ -27,18 +39,20 @@ from shim._engine.binder import Binder
 from shim._engine.chain import Imported
 from shim._engine.checked import Checked
 from shim._engine.conflicts import require_none, warnings_for, with_conflicts
-from shim._engine.contexts import Context, Contexts
-from shim._engine.deferred_log import DeferredLog, logger, short_of
+from shim._engine.contexts import Block, Context, Contexts
+from shim._engine.deferred_log import DeferredLog, short_of
 from shim._engine.factories import Factories
 from shim._engine.import_hook import ImportHook
-from shim._engine.modules import import_what_binding_needs
+from shim._engine.modules import forget_half_imported, import_what_binding_needs, locked_modules
+from shim._engine.records import Findings
 from shim._engine.relied import with_relied_on
 from shim._engine.report import Report
-from shim._engine.stand_ins import StandIns
+from shim._engine.stand_ins import StandIns, stand_ins_of
+from shim._engine.switch import Write
 from shim._engine.variables import Variables
 from shim._engine.verify import not_applied, read_report
 from shim._engine.watch import Watch
-from shim._errors import BindError, ShimError
+from shim._errors import BindError, OptionError
 from shim._planning.plan import Plan
 from shim._planning.requirements import enforce
 from shim._releases.sources import Sources
@@ -54,19 +68,76 @@ class Engine:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.deferred = DeferredLog()
+        self.deferred = DeferredLog(self._is_within)
         self.binder = Binder()
-        self.factories = Factories(self.lock, self.deferred)
+        self.factories = Factories(lambda: self.lock, self.deferred)
         self.contexts = Contexts()
         self.variables = Variables()
         self.stand_ins = StandIns()
         self.checked = Checked()
         self.plan: Plan | None = None
         self.last: Plan | None = None  # the last plan that was wanted
+        self.settled: Plan | None = None  # the plan that everything follows
         self.adoptions = 0  # how many times adopt() or release() set out to change the plan
         self.failed: dict[str, str] = {}  # patch -> why it could not be bound under this plan
+        self.importing: dict[str, ModuleType] = {}  # modules of targets that have run, and whose import is not over
+        self.ran_within: frozenset[str] = frozenset()  # modules of targets whose code ran within a transaction
         self.watch = Watch(ImportHook(self.wants, self.before_import, self.after_import))
         self._sources: Sources | None = None
+
+    # One at a time
+
+    def _is_within(self) -> bool:
+        """Whether this call comes from inside of a transaction of this thread: from a factory, handler or finalizer."""
+        if not self.lock._is_owned():  # type: ignore[attr-defined]
+            return False
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_globals is globals():
+            frame = frame.f_back  # the call that asks
+        while frame is not None:
+            if frame.f_globals is globals():
+                return True
+            frame = frame.f_back
+        return False
+
+    def _refuse_within(self, what: str) -> None:
+        """OptionError for a change from inside of a transaction."""
+        if self._is_within():
+            raise OptionError(
+                f"shim.{what}() was called from inside of another call of shim, by a patch that is being bound, by a "
+                "signal handler or by a finalizer. It has changed nothing. Remedy: call it when that call has returned."
+            )
+
+    def after_fork(self) -> None:
+        """In a forked process: the other threads are gone, with what they held, and their transactions never began."""
+        if not self.lock._is_owned():  # type: ignore[attr-defined]
+            self.lock = threading.RLock()
+        here = threading.get_ident()
+        self.contexts.keep_thread(here)
+        self.watch.hook.keep_thread(here)
+        locked = locked_modules()
+        self.watch.orphaned = frozenset(locked)
+        forget_half_imported(name for name in locked if name.partition(".")[0] == "shim")
+
+    def _recover(self) -> None:
+        """Bring in step what an interrupt has left behind. The caller holds the lock."""
+        self.binder.recover()
+        for name, module in list(self.importing.items()):
+            if sys.modules.get(name) is not module:  # its import has failed, and nobody has unbound it
+                self.binder.abandon(name)
+                self.importing.pop(name, None)
+        if self.settled is not self.plan:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Stand-ins, variables and factories follow the plan in force. The caller holds the lock."""
+        plan = self.plan
+        if plan is None:
+            self.checked.forget()
+        self.stand_ins.follow(plan)
+        self.deferred.warn_once(self.variables.follow(plan))
+        self.factories.keep_only(plan, self.failed)
+        self.settled = plan
 
     # Plans
 
@@ -80,7 +151,7 @@ class Engine:
         if self._misses(plan, ()):
             import_what_binding_needs()
         with self.lock:
-            return with_conflicts(plan, self.binder)
+            return with_conflicts(plan, self.binder)[0]
 
     def warn(self, texts: Iterable[str]) -> None:
         """Log each text as a warning, once in the process."""
@@ -107,21 +178,17 @@ class Engine:
 
         context: the with-block that the plan belongs to, until `release`.
         """
+        self._refuse_within("revert" if wanted is None else "apply" if context is None else "patched")
         try:
             if wanted is not None:
                 self.watch.wait_for(wanted, self.binder.loaded)
                 self.warn_of(warnings_for(wanted))
                 enforce(wanted)
-            try:
-                before = self._load_and_switch(wanted, context)
-            except BaseException:
-                try:
-                    self._bring_up_to_date()  # to the earlier plan: an interrupt may come after the writes
-                except ShimError as error:
-                    logger().warning("what was applied before could not be restored as a whole: %s", error)
-                raise
+            before = self._load_and_switch(wanted, context)
             if context is None and wanted is not None and before is not None:
                 self._say_what_changed(before, wanted)
+            if self.ran_within or self.contexts.over() is not None:
+                self._catch_up()
         except BindError as error:
             if error.patch is None:
                 raise
@@ -147,65 +214,65 @@ class Engine:
         postponed: set[str] = set()
         while True:
             with self.lock:
+                self._recover()
                 if wanted is None or not self._misses(wanted, postponed):
                     before = self.plan
                     self._switch(wanted, context)
                     return before
-                self.watch.add(wanted)
+                self.watch.add_targets(wanted)
             postponed |= self.factories.load(wanted, postponed, self.binder.loaded)
 
     def _switch(self, wanted: Plan | None, context: Context | None) -> None:
         """Find conflicts, check the requirements again, then bind and unbind; all or nothing."""
-        plan = None if wanted is None else self._with_conflicts(wanted)
+        plan, findings = self._with_conflicts(wanted)
         if plan is not None and plan is not wanted:
             enforce(plan)
-        before, failed = self.plan, self.failed
-        try:
-            if context is None:
-                self.contexts.refuse_from_outside("revert" if plan is None else "apply")
-            elif plan is not None:
-                self.contexts.enter(context, plan, before)
-            self.adoptions += 1
-            self.failed = {}
-            self._follow(plan)
-            self._commit()
-        except BaseException:
-            if context is not None:
-                self.contexts.leave(context)
-            self.failed = failed
-            self._follow(before)
-            raise
+        blocks = self.contexts.open
+        if context is None:
+            self.contexts.refuse_from_outside("revert" if plan is None else "apply")
+        elif plan is not None:
+            blocks = self.contexts.entered(context, plan, self.plan)
+        self.adoptions += 1
+        self._write(plan, {}, findings, blocks)
 
     def release(self, context: Context) -> None:
         """End a with-block: its earlier plan is in force again, unless another block with the same plan is open.
 
-        Requirements and the lock file are not checked again: the earlier plan met them when it was applied.
+        Requirements and the lock file are not checked again: the earlier plan met them when it was applied. Within a
+        transaction of this thread, as in a finalizer, the block ends once that is over.
         """
-        if context.beneath is not None:
-            self.watch.wait_for(context.beneath, self.binder.loaded)
+        context.over = True
+        if not self._is_within():
+            self._end_blocks()
+
+    def _end_blocks(self) -> None:
+        """End the with-blocks that are over, the newest first."""
         try:
-            with self.lock:
-                if not self.contexts.leave(context):
+            while True:
+                block = self.contexts.over()
+                if block is None:
                     return
-                self.adoptions += 1
-                self.failed = {}
-                self._follow(context.beneath)
-            self._bring_up_to_date()
+                if block.beneath is not None:
+                    self.watch.wait_for(block.beneath, self.binder.loaded)
+                with self.lock:
+                    self._recover()
+                    if block not in self.contexts.open:
+                        continue  # another thread has ended it
+                    blocks, restores = self.contexts.without(block)
+                    self.adoptions += 1
+                    if not restores:
+                        self.contexts.open = blocks
+                        continue
+                self._bring_up_to_date(ending=block)
         finally:
             self._finish()
 
-    def _follow(self, plan: Plan | None) -> None:
-        """Make `plan` the plan in force, with stand-ins, variables and watched modules. Binds nothing."""
-        self.plan = plan
-        self.last = plan or self.last
-        if plan is None:
-            self.checked.forget()
-        self.stand_ins.follow(plan)
-        self.deferred.warn_once(self.variables.follow(plan))
-        self.watch.follow(plan, self.stand_ins.modules, self.binder.loaded)
-
     def _bring_up_to_date(
-        self, imported: Imported | None = None, only_if_changed: bool = False, may_load: bool = True
+        self,
+        imported: Imported | None = None,
+        only_if_changed: bool = False,
+        may_load: bool = True,
+        ending: Block | None = None,
     ) -> bool:
         """Bind and unbind as the plan in force asks, in modules that have run. BindError names the failed patch.
 
@@ -213,64 +280,88 @@ class Engine:
         one patch fails the others are still bound. Returns whether everything was done.
 
         imported: see Binder.commit.    only_if_changed: change nothing unless a conflict has come or gone.
-        may_load: whether patch modules may be imported.
+        may_load: whether patch modules may be imported.    ending: a with-block that ends, whose earlier plan returns.
         """
         first: BindError | None = None
         postponed: set[str] = set()
+        fresh: dict[str, str] = {}  # patches that fail now
+        adoptions = self.adoptions
         while True:
             try:
                 with self.lock:
-                    plan, but = self.plan, {*self.failed, *postponed}
+                    self._recover()
+                    blocks, plan, failed = self.contexts.open, self.plan, self.failed
+                    if ending is not None and ending in blocks:
+                        (blocks, _), plan, failed = self.contexts.without(ending), ending.beneath, {}
+                    if self.adoptions != adoptions:  # what failed, failed under another plan
+                        adoptions, fresh = self.adoptions, {}
+                    failed = {**failed, **fresh}
+                    but = {*failed, *postponed}
                     if plan is None or not may_load or not self._misses(plan, but):
-                        found = None if plan is None else self._with_conflicts(plan)
+                        found, findings = self._with_conflicts(plan)
                         done = found is None or not self._misses(found, but)
                         if done or not may_load:
                             found = found if done else plan  # leave an ended conflict for later
-                            if found is not plan:
-                                self._follow(found)
-                            if found is not plan or not only_if_changed:
-                                self._commit(imported)
+                            if found is not self.plan or fresh or not only_if_changed:
+                                self._write(found, failed, findings, blocks, imported)
                                 if found is not None:
                                     require_none(found, imported and imported[0])
+                            else:
+                                self.binder.found = findings
                             break
                         plan = found
                 if plan is not None:
                     postponed |= self.factories.load(plan, but, self.binder.loaded)
                     only_if_changed = False  # patches that waited for these factories are bound now
             except BindError as error:
-                if error.patch is None or error.patch in self.failed:
+                if error.patch is None or error.patch in self.failed or error.patch in fresh:
                     raise
                 # The whole patch is unbound, also from targets that were bound at earlier imports.
-                with self.lock:
-                    self.failed[error.patch] = str(error)
+                fresh[error.patch] = str(error)
                 first, only_if_changed = first or error, False
         if first is not None:
             raise _failure(first, plan) from first
         return done
 
-    def _with_conflicts(self, plan: Plan) -> Plan:
+    def _with_conflicts(self, plan: Plan | None) -> tuple[Plan | None, Findings]:
         """The plan with its conflicts. Plans get conflicts here only, apart from find_conflicts()."""
-        found = with_conflicts(plan, self.binder)
+        if plan is None:
+            return None, self.binder.looking().found.forgotten(self.binder.chains)
+        found, findings = with_conflicts(plan, self.binder)
         if found is not plan:
             for finding in warnings_for(found):
                 self.deferred.warn_of(*finding)
-        return found
+        return found, findings
 
     def _misses(self, plan: Plan, but: Collection[str]) -> bool:
         return any(True for _ in self.factories.missing(plan, but, self.binder.loaded))
 
-    def _commit(self, imported: Imported | None = None) -> None:
-        """Let the binder write the layers of the plan in force whose factories are loaded."""
+    def _write(
+        self,
+        plan: Plan | None,
+        failed: dict[str, str],
+        findings: Findings,
+        blocks: tuple[Block, ...],
+        imported: Imported | None = None,
+    ) -> None:
+        """Bind the layers of a plan whose factories are loaded, and make it the plan in force, in one step."""
+        guests = stand_ins_of(plan)
         # Asked before the commit: a module that another thread imports meanwhile counts as late.
-        late = frozenset(name for name in self.watch.targets if self.binder.loaded(name) is None)
-        layers = self.factories.layers(self.plan, self.failed)
+        also = [*self.watch.writes(plan, guests, self.binder.loaded)]
+        also += [
+            Write(self, "plan", self.plan, plan),
+            Write(self, "last", self.last, plan or self.last),
+            Write(self, "failed", self.failed, failed),
+            Write(self.contexts, "open", self.contexts.open, blocks),
+        ]
+        self.watch.add([*guests, *self.watch.of(plan)])
+        layers = self.factories.layers(plan, failed)
         with self.deferred.deferring() if layers else nullcontext():
-            lost = self.binder.commit(layers, imported)
+            lost = self.binder.commit(layers, imported, also, findings)
+        self._settle()
         for item in lost:
             if self.binder.effect_of(item) == "replaced":
                 self.deferred.warn(f"{item} since shim bound it; it is left alone")
-        self.factories.keep_only(self.plan, self.failed)
-        self.watch.late = late
 
     def _finish(self) -> None:
         """Clean up after adopt() and release(), also after an error: end what patches hold, and log."""
@@ -289,6 +380,8 @@ class Engine:
         watch = self.watch
         if sys.modules.keys().isdisjoint(watch.late) or self.factories.loading or module in watch.patches:
             return module in watch.watched
+        if self._is_within():
+            return module in watch.watched
         # True if work is left: after_import() does it when this module has run.
         return not self._catch_up(may_load=False) or bool(self.deferred) or module in watch.watched
 
@@ -299,14 +392,22 @@ class Engine:
 
     def after_import(self, module: ModuleType, meanwhile: Sequence[str]) -> None:
         name = namespace_of(module)["__name__"]
+        if self._is_within():  # it is late, and bound when the transaction is over
+            self.ran_within |= {name}
+            return
         with self.lock:
+            self.importing[name] = module
             self.binder.modules.executed.add(name)
             self.watch.late -= {name}
             self.binder.renew(module)
-            for id in [id for id in self.failed if self.plan and name in self.plan[id].modules]:
-                del self.failed[id]  # each import of a target tries the patch again, and raises again
+            # Each import of a target tries the patch again, and raises again.
+            tried = {id for id in self.failed if self.plan and name in self.plan[id].modules}
+            if tried:
+                self.failed = {id: why for id, why in self.failed.items() if id not in tried}
         try:
             self._bring_up_to_date((name, [name, *meanwhile]))
+            if self.ran_within or self.contexts.over() is not None:
+                self._catch_up()
         except BaseException:
             with self.lock:
                 self.binder.modules.executed.discard(name)
@@ -317,13 +418,17 @@ class Engine:
             with self.lock:
                 self.binder.modules.executed.discard(name)
             self.deferred.flush()
+        self.importing.pop(name, None)
 
     def catch_up(self) -> None:
-        """Do the work that had to wait.
+        """Do the work that had to wait, unless this call comes from inside of a transaction.
 
         Bind targets in modules that were half imported at apply() or came past the hook. Look for aliases in modules
-        that were half imported at the last search. Bind targets that a foreign object has left.
+        that were half imported at the last search. Bind targets that a foreign object has left. End blocks that are
+        over.
         """
+        if self._is_within():
+            return
         try:
             self._catch_up()
         finally:
@@ -336,9 +441,15 @@ class Engine:
         may_load: whether patch modules may be imported. False while importlib searches for a module, because importlib
         then holds a lock of the whole process, which another thread's import of a patch module waits for.
         """
+        if may_load and self.contexts.over() is not None:
+            self._end_blocks()
         with self.lock:
+            self._recover()
             if not may_load and self.plan is not None and self._misses(self.plan, self.failed):
                 return False
+            for name in [name for name in self.ran_within if self.binder.loaded(name) is not None]:
+                self.binder.renew(sys.modules[name])
+                self.ran_within -= {name}
             ready = self.watch.take_ready(self.binder.loaded)
             places = self.binder.places
             due = bool(ready or self.binder.modules.overdue() or places.given_back() or places.taken())
@@ -412,3 +523,11 @@ def _failure(error: BindError, plan: Plan | None) -> BindError:
 # The engine of this process. It holds all of shim's state, except the entered overrides of shim.config_override, which
 # works without apply() (shim._config_override.recompute).
 ENGINE = Engine()
+
+
+def _after_fork() -> None:
+    ENGINE.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

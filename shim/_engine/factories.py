@@ -39,13 +39,14 @@ class _Loading(threading.local):
 
 
 class Factories:
-    """Factories by their key. Fields are read and changed under `lock`, the engine's lock.
+    """Factories by their key. Fields are read and changed under the engine's lock.
 
     Patch modules are imported without the lock, because an import may wait for another thread. So two threads may load
     the factories of one patch at once. The later factories count, and what the earlier ones hold ends.
     """
 
-    def __init__(self, lock: threading.RLock, deferred: DeferredLog) -> None:
+    def __init__(self, lock: Callable[[], threading.RLock], deferred: DeferredLog) -> None:
+        """lock: gives the engine's lock, which a forked process replaces."""
         self._lock = lock
         self._log = deferred
         self._made: dict[_Content, Mapping[str, Any]] = {}
@@ -98,7 +99,7 @@ class Factories:
                 what = f"matrix and {entry.module} disagree about the targets of {decision.variant}: {odd}"
                 raise BindError(f"{decision.id}: {what}", decision.id)
             content = _content(decision)
-            with self._lock:
+            with self._lock():
                 self._made[content] = factories
                 self._kept += [_Entry(content, factories, kept) for kept in getattr(made, "kept", ())]
         return postponed
@@ -129,7 +130,7 @@ class Factories:
 
         Whatever is still in use and cannot end yet is tried again at the next call.
         """
-        with self._lock:
+        with self._lock():
             over = [entry for entry in self._kept if self._made.get(entry.content) is not entry.factories]
         for entry in over:
             if entry.kept.release is not None:
@@ -137,15 +138,15 @@ class Factories:
                     entry.kept.release()
                 except Exception as error:  # noqa: BLE001 - an error of one patch must not keep others from being freed
                     text = f"{entry.content[0]} could not end what it keeps: {type(error).__name__}: {error}"
-                    with self._lock:
+                    with self._lock():
                         self._log.warn_once([text])
         ended = {id(entry) for entry in over if not _told(entry.kept)}
-        with self._lock:
+        with self._lock():
             self._kept = [entry for entry in self._kept if id(entry) not in ended]
 
     def held(self) -> Iterator[tuple[str, str]]:
         """Pairs of a patch and what it holds now, in words. Called without the lock."""
-        with self._lock:
+        with self._lock():
             kept = list(self._kept)
         for entry in kept:
             text = _told(entry.kept)

@@ -115,6 +115,10 @@ class ImportHook:
         if spec is not None and not isinstance(spec.loader, _HookedLoader):
             spec.loader = _HookedLoader(spec.loader, self)
 
+    def keep_thread(self, thread: int) -> None:
+        """Forget the searches of other threads, none of which is in a process that was forked."""
+        self._searches = {search for search in self._searches if search[0] == thread}
+
     def install(self) -> None:
         """Put the hook in front, so that no other finder comes before it."""
         if self not in sys.meta_path:

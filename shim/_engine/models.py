@@ -7,11 +7,11 @@ from typing import Any
 
 from shim._compatible import marks_of
 from shim._engine.aliases import namespace_of, unwrap
-from shim._engine.binder import Binder
 from shim._engine.chain import Chain
 from shim._engine.checked import Checked
 from shim._engine.overrides import Override, calls, is_upstreams, overrides_of, reaches
 from shim._engine.questions import with_answers
+from shim._engine.records import Records
 from shim._engine.report import NOT_KNOWN, PatchReport, Report, switched_off
 from shim._engine.taken import taken_by
 from shim._engine.tries import Tries, of_patch
@@ -38,7 +38,7 @@ class Finding(Record):
 
 
 def with_findings(
-    report: Report, models: list[Any], plan: Plan, binder: Binder, checked: Checked, *, raising: bool
+    report: Report, models: list[Any], plan: Plan, binder: Records, checked: Checked, *, raising: bool
 ) -> Report:
     """The report, with what overrides in these models do to the patches. Called without the engine's lock.
 
@@ -97,7 +97,7 @@ def _problems_in(models: list[Any], plan: Plan, raising: bool) -> Iterator[tuple
             yield decision.id, str(error), ""
 
 
-def _findings_in(models: list[Any], plan: Plan, binder: Binder, tries: Tries) -> Iterator[Finding]:
+def _findings_in(models: list[Any], plan: Plan, binder: Records, tries: Tries) -> Iterator[Finding]:
     """What each override of a patched method does, and each override of a method that reaches a patched function."""
     instances = [module for item in models for module in item.modules()]
     for taken in taken_by(instances, plan, binder):
@@ -120,7 +120,7 @@ def _findings_in(models: list[Any], plan: Plan, binder: Binder, tries: Tries) ->
                         seen.update(found)
 
 
-def _ways_to(chain: Chain, decision: Decision, binder: Binder) -> Iterator[tuple[str, type]]:
+def _ways_to(chain: Chain, decision: Decision, binder: Records) -> Iterator[tuple[str, type]]:
     """The methods whose overrides may hide the object on a target, each with its class."""
     if isinstance(chain.owner, type):
         yield chain.target, chain.owner

@@ -6,11 +6,19 @@ import importlib
 import importlib.util
 import sys
 import types
+from collections.abc import Iterable
 from typing import Any
 
 from shim._engine.aliases import namespace_of
 
-__all__ = ["Modules", "import_what_binding_needs", "is_initialising", "is_lazy"]
+__all__ = [
+    "Modules",
+    "forget_half_imported",
+    "import_what_binding_needs",
+    "is_initialising",
+    "is_lazy",
+    "locked_modules",
+]
 
 _LAZY: type = importlib.util._LazyModule  # type: ignore[attr-defined]
 _FOR_BINDING = (
@@ -47,6 +55,14 @@ def is_initialising(module: object) -> bool:
     return bool(getattr(namespace_of(module).get("__spec__"), "_initializing", False))
 
 
+def locked_modules() -> set[str]:
+    """The modules that some thread imports now."""
+    locked = _locked()
+    if locked is None:
+        return {name for name, module in list(sys.modules.items()) if is_initialising(module)}
+    return locked
+
+
 def _locked() -> set[str] | None:
     """The modules that some thread imports now, by importlib's locks. None where importlib does not show them.
 
@@ -57,17 +73,37 @@ def _locked() -> set[str] | None:
     return None if locks is None else {name for name, lock in list(locks.items()) if lock() is not None}
 
 
+def forget_half_imported(names: Iterable[str]) -> None:
+    """In a forked process, let modules be imported anew that a thread of its parent was importing.
+
+    That thread is not there to end the import, nor to let go of importlib's lock, for which another would wait.
+    """
+    locks: dict[str, Any] = getattr(getattr(importlib, "_bootstrap", None), "_module_locks", {})
+    for name in names:
+        if is_initialising(sys.modules.get(name)):
+            del sys.modules[name]
+        locks.pop(name, None)
+
+
 class Modules:
     """Which modules have run to the end, and which must be searched for aliases again.
 
-    `executed` are modules whose code has run to the end although their import is not over. The engine maintains it.
-    `_unfinished` are modules that were half imported during a search for aliases. The search could not see an object
-    that such a module had read but not stored yet.
+    executed: modules whose code has run to the end although their import is not over. The engine maintains it.
+    unfinished: modules that were half imported during a search for aliases. The search could not see an object that
+        such a module had read but not stored yet.
+    searched: all modules at the last search, until it is known whether others came before its results were written.
     """
 
     def __init__(self) -> None:
         self.executed: set[str] = set()
-        self._unfinished: set[str] = set()
+        self.unfinished: frozenset[str] = frozenset()
+        self.searched: dict[str, Any] | None = None
+
+    def draft(self) -> Modules:
+        """A copy to try a transaction on."""
+        copy = Modules()
+        copy.executed, copy.unfinished, copy.searched = self.executed, self.unfinished, self.searched
+        return copy
 
     def loaded(self, name: str) -> types.ModuleType | None:
         """The module if its code has run to the end; None if it is absent, lazy or half imported."""
@@ -81,19 +117,31 @@ class Modules:
         return module
 
     def overdue(self) -> set[str]:
-        """Modules that were half imported at the last search for aliases and are no longer."""
-        left = self._unfinished - (_locked() or set()) if self._unfinished else set()
+        """Modules that were half imported at the last search for aliases, or came since, and have run by now."""
+        left = self.unfinished | self._came()
+        left = left - (_locked() or set()) if left else left
         return {name for name in left if not is_initialising(sys.modules.get(name))}
 
+    def came_meanwhile(self) -> bool:
+        """Whether modules came between the last search and its results. If none did, nobody need ask again."""
+        if self._came():
+            return True
+        self.searched = None
+        return False
+
+    def _came(self) -> frozenset[str]:
+        searched = self.searched
+        if searched is None:
+            return frozenset()
+        return frozenset(name for name, module in list(sys.modules.items()) if searched.get(name) is not module)
+
     def looked_through(self, names: set[str]) -> None:
-        self._unfinished -= names
+        self.unfinished, self.searched = (self.unfinished | self._came()) - names, None
 
-    def note_unfinished(self) -> None:
-        """Remember the modules that are half imported now.
+    def note_search(self) -> None:
+        """Remember which modules there are now, and which of them are half imported.
 
-        Each of them is locked. To ask all of sys.modules takes 8 ms where torch is loaded.
+        Each of those is locked. To ask all of sys.modules takes 8 ms where torch is loaded.
         """
-        locked = _locked()
-        if locked is None:
-            locked = {name for name, module in list(sys.modules.items()) if is_initialising(module)}
-        self._unfinished |= locked
+        self.searched = dict(sys.modules)
+        self.unfinished |= locked_modules()

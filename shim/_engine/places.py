@@ -1,4 +1,4 @@
-"""The names that shim has written: the objects before, the journal of a transaction, and lost names."""
+"""The names that shim has written: the objects before, what a transaction is to write, and lost names."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from shim._engine.aliases import rewrap, unwrap
-from shim._engine.chain import MISSING, Chain, Held, Key, Lost, Slot, read_name, replaced_by, write_name
+from shim._engine.chain import MISSING, Chain, Held, Key, Lost, Slot, read_name, replaced_by
 from shim._engine.foreign import describe
 from shim._engine.reach import reached
-from shim._errors import BindError
+from shim._engine.switch import Write
 from shim._record import replace
 
 __all__ = ["Places"]
@@ -18,10 +18,10 @@ __all__ = ["Places"]
 class Places:
     """A slot for every name that shim has written, target or alias. Not thread-safe: the engine holds a lock.
 
-    Invariants between transactions:
+    Invariants:
     - A name is in `slots` or in `lost`, never in both. A name in `slots` held `written` when shim last read it.
     - shim never writes a name in `lost`, until somebody puts shim's or upstream's object back there.
-    - `journal` is empty. Within a transaction it has every write so far, so that `undo` restores the very objects.
+    - `drafted` is empty, except in the draft of a transaction: what the transaction is to write, name by name.
     """
 
     def __init__(self, beneath: Callable[[Any], Any]) -> None:
@@ -29,22 +29,26 @@ class Places:
         self._beneath = beneath
         self.slots: dict[Key, Slot] = {}
         self.lost: dict[Key, Lost] = {}
-        self.journal: list[tuple[Any, str, Any]] = []
+        self.drafted: dict[Key, Write] = {}
 
     # Transactions
 
-    def undo(self) -> None:
-        """Take back all writes of this transaction, the last one first."""
-        for owner, name, value in reversed(self.journal):
-            if read_name(owner, name) is not value:
-                write_name(owner, name, value)
+    def draft(self) -> Places:
+        """A copy to try a transaction on. Its writes are drafted, and not made."""
+        copy = Places(self._beneath)
+        copy.slots, copy.lost = dict(self.slots), dict(self.lost)
+        return copy
+
+    def is_up_to_date(self) -> bool:
+        """Whether the drafted names still hold what they held when they were drafted."""
+        return all(write.current() is write.before for write in self.drafted.values())
 
     def put(self, owner: Any, name: str, chain: Chain, after: Chain) -> None:
         """Write the new top to one place, or the original if no layer is left. A foreign object makes it lost."""
         key = (id(owner), name)
         if key in self.lost:
             return
-        current = read_name(owner, name)
+        current = self._read(owner, name)
         slot = self.slots.get(key)
         if slot is not None and current is not slot.written:
             self.lose(slot, replaced_by(current))
@@ -64,27 +68,26 @@ class Places:
             else rewrap(chain.base if current is MISSING else current, unwrap(after.top))
         )
         slot = self.slots[key] = replace(slot, written=value)
-        self._write(slot, value, current, after.layers[-1].patch)
+        self._write(slot, value, after.layers[-1].patch)
 
     def restore(self, slot: Slot) -> None:
         """Restore the original of one place. A foreign object makes the place lost."""
-        current = slot.current()
+        current = self._read(slot.owner, slot.name)
         self.slots.pop(slot.key, None)
         if current is not slot.written:
             self.lose(slot, replaced_by(current))
         elif current is not slot.original:
-            self._write(slot, slot.original, current)
+            self._write(slot, slot.original)
 
-    def _write(self, slot: Slot, value: Any, current: Any, patch: str | None = None) -> None:
-        """Enter the write in the journal, write one name, and read it back."""
-        self.journal.append((slot.owner, slot.name, current))
-        try:
-            write_name(slot.owner, slot.name, value)
-        except Exception as error:
-            message = f"{slot.target}: {slot} cannot be written: {type(error).__name__}: {error}"
-            raise BindError(message, patch) from error
-        if slot.current() is not value:
-            raise BindError(f"{slot.target} does not read back at {slot}", patch)
+    def _read(self, owner: Any, name: str) -> Any:
+        drafted = self.drafted.get((id(owner), name))
+        return read_name(owner, name) if drafted is None else drafted.after
+
+    def _write(self, slot: Slot, value: Any, patch: str | None = None) -> None:
+        drafted = self.drafted.get(slot.key)
+        before = slot.current() if drafted is None else drafted.before
+        label = f"{slot.target}: {slot}"
+        self.drafted[slot.key] = Write(slot.owner, slot.name, before, value, label, patch)
 
     # Names that others have replaced
 

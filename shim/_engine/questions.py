@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from shim._engine.binder import Binder
 from shim._engine.conflicts import remedy_for
 from shim._engine.probes import Verdict
+from shim._engine.records import Records
 from shim._engine.replacements import Question, is_tried
 from shim._engine.report import NOT_KNOWN, PatchReport
 from shim._engine.tries import Tries
@@ -20,7 +20,7 @@ __all__ = ["with_answers"]
 
 
 def with_answers(
-    patches: dict[str, PatchReport], models: list[Any], plan: Plan, binder: Binder, tries: Tries
+    patches: dict[str, PatchReport], models: list[Any], plan: Plan, binder: Records, tries: Tries
 ) -> dict[str, PatchReport]:
     """The reports of patches, with what trying somebody's own functions in these models has shown.
 
@@ -42,7 +42,7 @@ def with_answers(
     return patches
 
 
-def _around(plan: Plan, binder: Binder) -> Iterator[Question]:
+def _around(plan: Plan, binder: Records) -> Iterator[Question]:
     """The functions that patches go around, where a patch can try them."""
     for (id, target), found in binder.found.around.items():
         chain = binder.chains.get(target)
@@ -50,7 +50,7 @@ def _around(plan: Plan, binder: Binder) -> Iterator[Question]:
             yield Question(id, target, target, chain.base, found.who)
 
 
-def _verdict(question: Question, models: list[Any], plan: Plan, binder: Binder, tries: Tries) -> Verdict:
+def _verdict(question: Question, models: list[Any], plan: Plan, binder: Records, tries: Tries) -> Verdict:
     """The worst of the verdicts on all modules that run the function; True if none does."""
     try:
         owner = binder.resolve(question.method)[0]
@@ -67,7 +67,7 @@ def _verdict(question: Question, models: list[Any], plan: Plan, binder: Binder, 
 
 
 def _answered(
-    patch: PatchReport, target: str, question: Question, verdict: bool | None, why: str, plan: Plan, binder: Binder
+    patch: PatchReport, target: str, question: Question, verdict: bool | None, why: str, plan: Plan, binder: Records
 ) -> PatchReport:
     said = f"{question.method} is replaced by {question.who}"
     others = tuple(text for text in patch.others if not text.startswith(said))

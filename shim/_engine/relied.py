@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shim._engine.aliases import unwrap
-from shim._engine.binder import Binder
 from shim._engine.foreign import foreign_on
+from shim._engine.records import Records
 from shim._engine.report import Report
 from shim._errors import BindError
 from shim._planning.plan import Plan
@@ -16,7 +16,7 @@ from shim._releases.fingerprint import split_target
 __all__ = ["others_relied_on", "with_relied_on"]
 
 
-def others_relied_on(plan: Plan, binder: Binder) -> Iterator[tuple[str, str]]:
+def others_relied_on(plan: Plan, binder: Records) -> Iterator[tuple[str, str]]:
     """Pairs (patch, sentence), one for each body that a patch `reads` and that somebody else has replaced or wrapped.
 
     The fingerprint of such a body was taken from its file, so it says nothing about the object that runs.
@@ -28,7 +28,7 @@ def others_relied_on(plan: Plan, binder: Binder) -> Iterator[tuple[str, str]]:
                 yield decision.id, f"it relies on {body}, which is now {found}"
 
 
-def _instead_of(body: str, plan: Plan, binder: Binder) -> str:
+def _instead_of(body: str, plan: Plan, binder: Records) -> str:
     """What stands there instead of upstream's object or shim's, in words; "" if nothing does or nobody knows."""
     if binder.loaded(split_target(body)[0]) is None:
         return ""
@@ -39,7 +39,7 @@ def _instead_of(body: str, plan: Plan, binder: Binder) -> str:
     return foreign_on(body, unwrap(binder.wrappers.beneath(value)), plan.environment.sources)
 
 
-def with_relied_on(report: Report, plan: Plan, binder: Binder) -> Report:
+def with_relied_on(report: Report, plan: Plan, binder: Records) -> Report:
     """The report, with the sentences of `others_relied_on`. Called without the engine's lock: it may read files."""
     patches = dict(report.patches)
     for id, sentence in others_relied_on(plan, binder):

@@ -11,61 +11,69 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
+
+from shim._engine.chain import MISSING
+from shim._engine.switch import Write
 
 __all__ = ["Retired"]
 
 _BENEATH = "_shim_beneath"  # the name of the argument by which the code gets the function beneath
 
 
+class _Own(NamedTuple):
+    """What a function had before its code was exchanged. signature: MISSING if it had none of its own."""
+
+    code: types.CodeType
+    defaults: tuple[Any, ...] | None
+    named: dict[str, Any] | None
+    signature: Any
+
+
 class Retired:
     """The functions whose code is exchanged, as weak references, with what they had before."""
 
     def __init__(self) -> None:
-        self._before: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+        self._own: weakref.WeakKeyDictionary[Any, _Own] = weakref.WeakKeyDictionary()
 
-    def retire(self, top: Any, base: Any) -> bool:
-        """Let `top` pass its calls on to `base`. Returns whether it does; a class cannot, and a missing base is none.
+    def __contains__(self, function: Any) -> bool:
+        own = self._own.get(function) if type(function) is types.FunctionType else None
+        return own is not None and function.__code__ is not own.code
+
+    def retiring(self, top: Any, base: Any) -> Iterator[Write]:
+        """What lets `top` pass its calls on to `base`. Nothing for a class, which cannot, or if there is no base.
 
         The two of a property are its functions.
         """
-        pairs = list(_pairs(top, base))
-        for function, beneath in pairs:
-            if function not in self._before:
-                self._exchange(function, beneath)
-        return bool(pairs)
+        for function, beneath in _pairs(top, base):
+            if function not in self:
+                yield from self._exchange(function, beneath)
 
-    def revive(self, top: Any) -> None:
-        """Give `top` its own code back: a factory has returned a function again that it returned before."""
+    def reviving(self, top: Any) -> Iterator[Write]:
+        """What gives `top` its own code back: a factory has returned a function again that it returned before."""
         for function in _functions(top):
-            known = self._before.pop(function, None)
-            if known is not None:
-                code, defaults, named, signature = known
-                function.__defaults__, function.__kwdefaults__ = defaults, named
-                function.__code__ = code
-                if signature is None:
-                    vars(function).pop("__signature__", None)
+            if function in self:
+                own = self._own[function]
+                yield Write(function, "__defaults__", function.__defaults__, own.defaults)
+                yield Write(function, "__kwdefaults__", function.__kwdefaults__, own.named)
+                yield Write(function, "__code__", function.__code__, own.code)
+                yield Write(function, "__signature__", _signature_of(function), own.signature)
 
-    def __contains__(self, function: Any) -> bool:
-        return type(function) is types.FunctionType and function in self._before
-
-    def _exchange(self, function: types.FunctionType, beneath: Callable[..., Any]) -> None:
-        own = vars(function)
-        self._before[function] = (
-            function.__code__,
-            function.__defaults__,
-            function.__kwdefaults__,
-            own.get("__signature__"),
-        )
-        if "__signature__" not in own and "__wrapped__" not in own:
+    def _exchange(self, function: types.FunctionType, beneath: Callable[..., Any]) -> Iterator[Write]:
+        code, named, given = function.__code__, function.__kwdefaults__, _signature_of(function)
+        self._own[function] = _Own(code, function.__defaults__, named, given)
+        if given is MISSING and "__wrapped__" not in vars(function):
             import inspect  # here, because an apply() alone retires nothing
 
-            function.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
-        # First what the new code needs, which the old one does not read: another thread may be about to call.
-        function.__kwdefaults__ = {**(function.__kwdefaults__ or {}), _BENEATH: beneath}
-        code = function.__code__
-        function.__code__ = _passing(len(code.co_freevars)).replace(co_name=code.co_name)
-        function.__defaults__ = None
+            yield Write(function, "__signature__", MISSING, inspect.signature(function))
+        passing = _passing(len(code.co_freevars)).replace(co_name=code.co_name)
+        yield Write(function, "__kwdefaults__", named, {**(named or {}), _BENEATH: beneath})
+        yield Write(function, "__code__", code, passing)
+        yield Write(function, "__defaults__", function.__defaults__, None)
+
+
+def _signature_of(function: types.FunctionType) -> Any:
+    return vars(function).get("__signature__", MISSING)
 
 
 def _functions(top: Any) -> list[types.FunctionType]:

@@ -17,7 +17,7 @@ import builtins
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -26,7 +26,7 @@ from shim._errors import StandInError
 from shim._planning.plan import Plan
 from shim._releases.sources import find_spec
 
-__all__ = ["StandIns", "is_missing"]
+__all__ = ["StandIns", "is_missing", "stand_ins_of"]
 
 
 def is_missing(package: str) -> bool:
@@ -121,6 +121,15 @@ def _unusable(name: str, package: str) -> StandInError:
     )
 
 
+def stand_ins_of(plan: Plan | None) -> dict[str, frozenset[str]]:
+    """The modules that may run without some packages, and these packages."""
+    packages: dict[str, frozenset[str]] = {}
+    for decision in () if plan is None else plan.decisions.values():
+        for entry in plan.matrix.patches[decision.id].stand_ins if plan is not None and decision.wanted else ():
+            packages.update((m, packages.get(m, frozenset()) | {entry.package}) for m in entry.modules)
+    return packages
+
+
 class StandIns:
     """Which modules may run without which packages, and which modules run so now."""
 
@@ -130,19 +139,11 @@ class StandIns:
         # Modules that run with shim's builtins, and those builtins.
         self._given: weakref.WeakKeyDictionary[ModuleType, dict[str, Any]] = weakref.WeakKeyDictionary()
 
-    @property
-    def modules(self) -> Iterable[str]:
-        return self._packages.keys()
-
     def follow(self, plan: Plan | None) -> None:
         """Take the stand-ins of the plan, and restore the builtins of modules that the plan no longer names."""
-        packages: dict[str, frozenset[str]] = {}
-        for decision in () if plan is None else plan.decisions.values():
-            for entry in plan.matrix.patches[decision.id].stand_ins if plan is not None and decision.wanted else ():
-                packages.update((m, packages.get(m, frozenset()) | {entry.package}) for m in entry.modules)
-        self._packages = packages
+        self._packages = stand_ins_of(plan)
         for module in list(self._given):
-            if namespace_of(module).get("__name__") not in packages:
+            if namespace_of(module).get("__name__") not in self._packages:
                 self._withdraw(module)
 
     def missing(self, module: str) -> frozenset[str]:
@@ -161,10 +162,10 @@ class StandIns:
             self._withdraw(module)  # a reload, and the package exists by now
 
     def _withdraw(self, module: ModuleType) -> None:
-        given = self._given.pop(module)
         namespace: Any = namespace_of(module)
-        if namespace.get("__builtins__") is given:
+        if namespace.get("__builtins__") is self._given.get(module):
             namespace["__builtins__"] = vars(builtins)
+        self._given.pop(module, None)  # last: who is interrupted before has it done again
 
     def _importer(self, missing: frozenset[str]) -> Callable[..., Any]:
         def import_or_stand_in(

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from shim._engine.aliases import unwrap
-from shim._engine.binder import Binder
+from shim._engine.records import Records
 from shim._planning.plan import Plan
 
 __all__ = ["Taken", "taken_by"]
@@ -22,7 +22,7 @@ class Taken(NamedTuple):
     place: str
 
 
-def taken_by(modules: Iterable[Any], plan: Plan, binder: Binder) -> Iterator[Taken]:
+def taken_by(modules: Iterable[Any], plan: Plan, binder: Records) -> Iterator[Taken]:
     """The attributes of modules and of their configs that hold the function of a target as it was before it was bound.
 
     One of shim's that was taken before a revert, or in a block that has ended, does the same as upstream's by now.

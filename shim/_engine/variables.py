@@ -42,12 +42,13 @@ class Variables:
         asked = [] if plan is None else list(concerning(plan))
         wanted = {v.name: (id, v) for id, v in asked if plan is not None and plan[id].options.get(v.option)}
         for name in self._set.keys() - wanted.keys():
-            before, mine = self._set.pop(name)
+            before, mine = self._set[name]
             if os.environ.get(name) == mine:
                 if before is None:
                     del os.environ[name]
                 else:
                     os.environ[name] = before
+            self._set.pop(name, None)  # last: who is interrupted before has it done again
         late = []
         for id, variable in wanted.values():
             if os.environ.get(variable.name) == variable.value:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from shim._compatible import marks_of
 from shim._engine.aliases import unwrap
-from shim._engine.binder import Binder
 from shim._engine.chain import Lost, replaced_by
 from shim._engine.conflicts import remedy_for, remedy_in_doubt, remedy_untried
 from shim._engine.foreign import describe
+from shim._engine.records import Records
 from shim._engine.report import NOT_IMPORTED, NOT_KNOWN, PatchReport, Report, switched_off
 from shim._planning.plan import Decision, Plan
 from shim._record import replace
@@ -19,7 +19,7 @@ __all__ = ["not_applied", "read_report", "reason_of"]
 
 
 def _state(
-    decision: Decision, plan: Plan, binder: Binder, failed: Mapping[str, str], lost: Mapping[str, Lost]
+    decision: Decision, plan: Plan, binder: Records, failed: Mapping[str, str], lost: Mapping[str, Lost]
 ) -> PatchReport:
     entry = plan.matrix.patches[decision.id]
     summary = entry.summary
@@ -76,7 +76,7 @@ def _state(
     return replace(made, others=others)
 
 
-def reason_of(decision: Decision, binder: Binder) -> str:
+def reason_of(decision: Decision, binder: Records) -> str:
     """Why a patch is applied: what is known of the bodies in the files, and which functions run in their place."""
     around = [(target, binder.found.around.get((decision.id, target))) for target in decision.targets]
     told = [f"{target} is {found.who}, which {found.why}" for target, found in around if found is not None]
@@ -87,7 +87,7 @@ def _who(lost: Lost) -> str:
     return describe(unwrap(lost.slot.current()))
 
 
-def _on(target: str, decision: Decision, binder: Binder, lost: Mapping[str, Lost]) -> str:
+def _on(target: str, decision: Decision, binder: Records, lost: Mapping[str, Lost]) -> str:
     """How a target stands: bound, called by somebody's object, lost or left to it, kept by it, unknown or pending."""
     if (decision.id, target) in binder.found.open:
         return "untried"
@@ -99,7 +99,7 @@ def _on(target: str, decision: Decision, binder: Binder, lost: Mapping[str, Lost
     return "bound" if binder.bound(decision.id, target) else "pending"
 
 
-def _others(decision: Decision, targets: Mapping[str, str], binder: Binder, lost: Mapping[str, Lost]) -> list[str]:
+def _others(decision: Decision, targets: Mapping[str, str], binder: Records, lost: Mapping[str, Lost]) -> list[str]:
     """What other people's objects on the targets do, one sentence each."""
     found = []
     for target, state in targets.items():
@@ -122,7 +122,7 @@ def _others(decision: Decision, targets: Mapping[str, str], binder: Binder, lost
     return [*found, *(f"{question.method} is replaced by {question.who}" for question in read)]
 
 
-def read_report(plan: Plan, binder: Binder, failed: Mapping[str, str], held: Mapping[str, tuple[str, ...]]) -> Report:
+def read_report(plan: Plan, binder: Records, failed: Mapping[str, str], held: Mapping[str, tuple[str, ...]]) -> Report:
     """The report of this moment. A patch is "applied" only if it was read back. `held`: see PatchReport.holds."""
     releases = {name: i.raw or "unknown" for name, i in plan.environment.installed.items()}
     lost = binder.lost_targets()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from shim._engine.deferred_log import logger
 from shim._engine.import_hook import ImportHook
 from shim._engine.modules import is_lazy
+from shim._engine.switch import Write
 from shim._planning.plan import Plan
 
 __all__ = ["Watch"]
@@ -24,38 +25,49 @@ class Watch:
     """
 
     def __init__(self, hook: ImportHook) -> None:
-        self._hook = hook
-        self._guests: frozenset[str] = frozenset()  # modules that may run with a stand-in for a package
+        self.hook = hook
+        self.guests: frozenset[str] = frozenset()  # modules that may run with a stand-in for a package
         self.targets: frozenset[str] = frozenset()  # modules that have targets
         self.patches: frozenset[str] = frozenset()  # patch modules and their parent packages
         self.watched: frozenset[str] = frozenset()  # targets and guests, and the targets of a plan about to be adopted
         self.late: frozenset[str] = frozenset()  # modules of targets that no commit has seen loaded yet
+        self.orphaned: frozenset[str] = frozenset()  # in a forked process, modules that its parent was importing
 
-    def follow(self, plan: Plan | None, guests: Iterable[str], loaded: _Loaded) -> None:
-        self._guests = frozenset(guests)
-        self.targets = frozenset() if plan is None else frozenset(_target_modules(plan))
-        self.patches = frozenset() if plan is None else frozenset(_patch_modules(plan))
-        self.late = frozenset(name for name in self.targets if not loaded(name))
-        self._watch(self.targets | self._guests)
+    def writes(self, plan: Plan | None, guests: Iterable[str], loaded: _Loaded) -> Iterator[Write]:
+        """What makes these the modules of a plan. Asked before it is bound: what is imported meanwhile is late."""
+        of_plan = frozenset() if plan is None else frozenset(_target_modules(plan))
+        fields = {
+            "guests": frozenset(guests),
+            "targets": of_plan,
+            "patches": frozenset() if plan is None else frozenset(_patch_modules(plan)),
+            "watched": of_plan | frozenset(guests),
+            "late": frozenset(name for name in of_plan if not loaded(name)),
+        }
+        return (Write(self, name, getattr(self, name), value) for name, value in fields.items())
 
-    def add(self, plan: Plan) -> None:
-        """Also watch the targets of a plan about to be adopted, until `tidy`."""
-        self._watch(self.watched | _target_modules(plan))
-
-    def _watch(self, names: frozenset[str]) -> None:
-        self.watched = names
-        if names:
-            self._hook.install()
-        for name in names:
+    def add(self, names: Iterable[str]) -> None:
+        """Also watch the targets or guests of a plan about to be adopted, until `tidy`."""
+        self.watched |= frozenset(names)
+        if self.watched:
+            self.hook.install()
+        for name in self.watched:
             module = sys.modules.get(name)
             if module is not None and is_lazy(module):
-                self._hook.adopt_lazy(module)
+                self.hook.adopt_lazy(module)
+
+    def of(self, plan: Plan | None) -> set[str]:
+        """The modules with targets of a plan."""
+        return set() if plan is None else _target_modules(plan)
+
+    def add_targets(self, plan: Plan) -> None:
+        """See `add`."""
+        self.add(_target_modules(plan))
 
     def tidy(self) -> None:
         """Watch only the plan in force, and remove the hook if there is nothing to watch."""
-        self.watched = self.targets | self._guests
+        self.watched = self.targets | self.guests
         if not self.watched:
-            self._hook.remove()
+            self.hook.remove()
 
     def take_ready(self, loaded: _Loaded) -> bool:
         """Whether some late modules have run by now. They are no longer late."""
@@ -66,7 +78,7 @@ class Watch:
     def wait_for(self, plan: Plan, loaded: _Loaded) -> None:
         """Wait for target modules that other threads are importing now. Called without the lock."""
         for name in _target_modules(plan):
-            if name not in sys.modules or loaded(name) or is_lazy(sys.modules.get(name)):
+            if name not in sys.modules or loaded(name) or is_lazy(sys.modules.get(name)) or name in self.orphaned:
                 continue
             try:
                 importlib.import_module(name)  # returns at once if this thread is importing the module

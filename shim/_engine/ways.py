@@ -11,10 +11,10 @@ from typing import Any
 
 from shim._compatible import marks_of
 from shim._engine.aliases import unwrap
-from shim._engine.binder import Binder
 from shim._engine.foreign import foreign_on, is_upstreams
 from shim._engine.overrides import holds_in_closure, is_readable, leads_to
 from shim._engine.reach import reached
+from shim._engine.records import Records
 from shim._errors import BindError
 from shim._planning.decision import Decision
 from shim._planning.plan import Plan
@@ -40,7 +40,7 @@ class Cut(Record):
         return f"{self.way} was replaced by {self.who}, which does not lead to {self.body}"
 
 
-def cuts(decision: Decision, plan: Plan, binder: Binder) -> Iterator[Cut]:
+def cuts(decision: Decision, plan: Plan, binder: Records) -> Iterator[Cut]:
     """The ways to targets and reads of a patch that somebody's own function has cut off now."""
     for body, ways in decision.wiring.reached_by.items() if decision.wiring else ():
         for way in ways:
@@ -49,7 +49,7 @@ def cuts(decision: Decision, plan: Plan, binder: Binder) -> Iterator[Cut]:
                 yield found
 
 
-def _cut(body: str, way: str, binds: bool, plan: Plan, binder: Binder) -> Cut | None:
+def _cut(body: str, way: str, binds: bool, plan: Plan, binder: Records) -> Cut | None:
     try:
         owner, name, value = _standing(way, binder)
         _, _, target = _standing(body, binder)
@@ -80,7 +80,7 @@ def _cut(body: str, way: str, binds: bool, plan: Plan, binder: Binder) -> Cut | 
     return Cut(body, way, inner, who, stale or (not held and is_readable(inner)))
 
 
-def _standing(name: str, binder: Binder) -> tuple[Any, str, Any]:
+def _standing(name: str, binder: Records) -> tuple[Any, str, Any]:
     if binder.loaded(split_target(name)[0]) is None:
         raise BindError(f"{name} is not imported")
     return binder.resolve(name)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from shim._engine.aliases import rewrap, unwrap
 from shim._engine.chain import MISSING, Chain
 from shim._engine.retired import Retired
+from shim._engine.switch import Write
 
 __all__ = ["Wrappers"]
 
@@ -22,50 +23,67 @@ class Wrappers:
     """
 
     def __init__(self) -> None:
-        self._before: weakref.WeakKeyDictionary[Any, tuple[str, Any]] = weakref.WeakKeyDictionary()
-        self._added: weakref.WeakSet[Any] = weakref.WeakSet()  # objects under added names
+        self.before: weakref.WeakKeyDictionary[Any, tuple[str, Any]] = weakref.WeakKeyDictionary()
+        self.added: weakref.WeakSet[Any] = weakref.WeakSet()  # objects under added names
         self._inert = Retired()
 
     def __len__(self) -> int:
-        return len(self._before)
+        return len(self.before)
+
+    def draft(self) -> Wrappers:
+        """A copy to try a transaction on."""
+        copy = Wrappers()
+        copy.before, copy.added, copy._inert = self.before.copy(), self.added.copy(), self._inert
+        return copy
 
     def note(self, chain: Chain) -> None:
-        """Remember the object that a chain puts on its target, which is in force from now on."""
+        """Remember the object that a chain puts on its target."""
         inner = unwrap(chain.top)
-        self._inert.revive(inner)
         if not _is_plain(inner):
             return
         if chain.base is MISSING:
-            self._added.add(inner)
+            self.added.add(inner)
         elif inner is not unwrap(chain.base) and not chain.borrowed:
-            self._before[inner] = chain.target, chain.base
+            self.before[inner] = chain.target, chain.base
 
-    def retire(self, chain: Chain) -> None:
-        """Let the objects that stood on the target of a chain, which has ended, do what the object beneath them does.
+    def reviving(self, tops: Iterable[Any]) -> Iterator[Write]:
+        """What gives objects that are in force from now on their own code back."""
+        for inner in tops:
+            yield from self._inert.reviving(inner)
 
-        Who kept one of them may put it on a name again.
+    def retiring(self, ended: Iterable[Chain], tops: Iterable[Any]) -> Iterator[Write]:
+        """What lets the objects on the targets of chains that have ended do what the object beneath them does.
+
+        Who kept one of them may put it on a name again.    tops: what is in force from now on.
         """
-        if chain.borrowed or chain.base is MISSING:
-            return  # it is not shim's own, or upstream has nothing there
-        self._inert.retire(unwrap(chain.top), unwrap(chain.base))
-        for inner, (target, base) in list(self._before.items()):
-            if target == chain.target:
-                self._inert.retire(inner, unwrap(base))
+        kept = {id(inner) for inner in tops}
+        for chain in ended:
+            if chain.borrowed or chain.base is MISSING:
+                continue  # it is not shim's own, or upstream has nothing there
+            of_target = [(inner, base) for inner, (target, base) in self.before.items() if target == chain.target]
+            for inner, base in [(unwrap(chain.top), chain.base), *of_target]:
+                if id(inner) not in kept:
+                    kept.add(id(inner))
+                    yield from self._inert.retiring(inner, unwrap(base))
 
     def inert(self, target: str) -> list[Any]:
         """The functions of shim's that stood on a target and do by now what upstream's does."""
-        return [inner for inner, (of, _) in list(self._before.items()) if of == target and inner in self._inert]
+        return [inner for inner, (of, _) in list(self.before.items()) if of == target and inner in self._inert]
+
+    def older(self, target: str, top: Any) -> list[Any]:
+        """The objects of shim's that stood on a target before `top`, or are to leave it now."""
+        return [inner for inner, (of, _) in list(self.before.items()) if of == target and inner is not top]
 
     def beneath(self, value: Any) -> Any:
         """The object beneath `value` if `value` is shim's, else `value`."""
         inner = unwrap(value)
         if not _is_plain(inner):
             return value
-        if inner in self._added:
+        if inner in self.added:
             return None  # upstream's guarded import of a missing name leaves None
-        if inner not in self._before:
+        if inner not in self.before:
             return value
-        base = self._before[inner][1]
+        base = self.before[inner][1]
         return base if type(base) is type(value) else rewrap(value, unwrap(base))
 
     def is_ours(self, value: Any) -> bool:
@@ -75,11 +93,11 @@ class Wrappers:
     def retired(self, in_force: Iterable[Chain]) -> list[Any]:
         """Wrappers that stand on no target now."""
         tops = {id(unwrap(chain.top)) for chain in in_force}
-        return [inner for inner in list(self._before) if id(inner) not in tops]
+        return [inner for inner in list(self.before) if id(inner) not in tops]
 
     def origin(self, inner: Any) -> tuple[str, Any]:
         """The target a wrapper stood on, and the object before it."""
-        return self._before[inner]
+        return self.before[inner]
 
 
 def _is_plain(inner: Any) -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shim._errors import SourceError
+from shim._locks import renew_in_children
 from shim._releases.files import read_beginning, source_of, stamp_of
 
 __all__ = ["MAX_SOURCE_BYTES", "Sources", "find_spec", "is_ours", "parse", "search_path"]
@@ -35,6 +36,7 @@ PYTHONS_OWN = (BuiltinImporter, FrozenImporter, PathFinder)
 # Two things of ast.parse concern the whole process: the warning filters that catch_warnings changes and puts back, and
 # the recursion depth, which is miscounted where two threads build nodes at once (SystemError, seen on Python 3.11).
 PARSING = threading.Lock()
+renew_in_children(sys.modules[__name__], "PARSING", threading.Lock)
 
 
 def parse(text: str) -> ast.Module:

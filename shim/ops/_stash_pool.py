@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shim._locks import renew_in_children
 from shim.ops import _stash_eager
 from shim.ops._stash_layout import BITS, HEAD, HOST_HEAD, HOST_TAIL, MOST_WANTED, STATES, TAIL
 from shim.ops._stash_rows import ValidRows
@@ -95,6 +96,7 @@ class PagePool:
         self.last_used = 0
         self.size_before: tuple[int, int] | None = None
         self._lock = threading.Lock()
+        renew_in_children(self, "_lock", threading.Lock)
         self._dropped: deque[_Dropped] = deque()
         self._waiting: list[_Dropped] = []  # until the capture ends in which they were given back
         self._stream: torch.cuda.Stream | None = None

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from shim._errors import ShimError
+from shim._locks import renew_in_children
 from shim.ops._stash_compiled import CompiledRegions
 from shim.ops._stash_eager import KEPT, LOST, MOST_WANTED, SPILLED, STASHED, WANTED
 from shim.ops._stash_group import StashGroup, tensors_in
@@ -116,6 +117,7 @@ class PagedStash:
         self._offered = 0
         self._told: set[str] = set()
         self._lock = threading.Lock()
+        renew_in_children(self, "_lock", threading.Lock)
         self._unsettled: list[_Unsettled] = []
         self._rounds = 0
         self._offered_before = 0

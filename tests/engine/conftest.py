@@ -2,6 +2,7 @@
 
 import pytest
 from fake_world import World, fresh_engine
+from own_process import tree_with_patches
 from untraced import pytest_runtest_call  # noqa: F401 - a hook
 
 
@@ -17,3 +18,9 @@ def patched_world(world):
     """The world with one patch, `count`, that wraps a function in `ops` and a method in `layers`."""
     world.patch("count", ["megatron.core.ops:double", "megatron.core.layers:Layer.forward"])
     return world
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A world with two patches, for other processes."""
+    return tree_with_patches(tmp_path / "tree")

@@ -37,7 +37,7 @@ def test_the_case_sees_a_broken_engine(case, world, order, broken):
     setup = {
         "no_hook": "import shim._engine.import_hook as h\nh.ImportHook.find_spec = lambda *a: None\n"
         "import shim._engine.engine as e\ne.Engine.catch_up = lambda self: None",
-        "no_aliases": "import shim._engine.binder as b\nb.find_aliases = lambda *a: []",
+        "no_aliases": "import shim._engine.draft as b\nb.find_aliases = lambda *a: []",
         "no_restore": "import shim._engine.places as p\np.Places.restore = lambda self, slot: None",
     }[broken]
     broken_case = ImportOrders(case.targets, imports=case.imports, setup=setup, timeout=60, apply=ALLOWED)

@@ -393,7 +393,7 @@ def test_half_imported_modules_are_known_where_importlib_shows_no_locks(monkeypa
     monkeypatch.setitem(sys.modules, "half", half)
     monkeypatch.setattr("shim._engine.modules._locked", lambda: None)
     modules = Modules()
-    modules.note_unfinished()
+    modules.note_search()
     assert modules.overdue() == set()
     half.__spec__._initializing = False
     assert modules.overdue() == {"half"}

@@ -9,15 +9,15 @@ import sys
 
 import chosen
 
-from shim._engine import binder
+from shim._engine import draft
 
 SKIPPED = {*sys.stdlib_module_names, "torch", "sympy", "networkx", "numpy", "hypothesis", "_pytest", "triton", "mpmath"}
 
 
 def begin(cell, cells):
-    if (cell == cells[-1] and not chosen.ONCE) or isinstance(binder.find_aliases, functools.partial):
+    if (cell == cells[-1] and not chosen.ONCE) or isinstance(draft.find_aliases, functools.partial):
         return
-    binder.find_aliases = functools.partial(_find, binder.find_aliases)
+    draft.find_aliases = functools.partial(_find, draft.find_aliases)
 
 
 def _find(search, objects, modules=None):

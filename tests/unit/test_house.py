@@ -12,10 +12,11 @@ MAY_IMPORT = {
     "_version": set(),
     "_tasks": set(),
     "_kept": set(),
+    "_locks": set(),
     "_compatible": {"_errors", "_version"},
-    "ops": {"_errors"},
-    "_config_override": {"_errors", "_tasks"},
-    "_releases": {"_errors", "_record"},
+    "ops": {"_errors", "_locks"},
+    "_config_override": {"_errors", "_locks", "_tasks"},
+    "_releases": {"_errors", "_locks", "_record"},
     "_matrix": {"_errors", "_record", "_releases"},
     "_planning": {"_errors", "_record", "_version", "_releases", "_matrix"},
     "_te": {"_errors", "_record", "_releases", "_planning"},
@@ -26,7 +27,7 @@ MAY_IMPORT = {
     "_proving": {"_errors", "_matrix", "_planning", "testing"},
     "_tools": {"_errors", "_record", "_version", "_releases", "_matrix", "_planning", "_te", "_engine", "_api"}
     | {"_workers", "testing", "_proving"},
-    "patches": {"_errors", "_kept", "_config_override", "ops"},
+    "patches": {"_errors", "_kept", "_locks", "_config_override", "ops"},
 }
 FILES = {
     ".".join(["shim", *file.relative_to(top).with_suffix("").parts]).removesuffix(".__init__"): file
@@ -100,6 +101,9 @@ TESTED_IN = {
     "_engine.binder": "engine/test_bind",
     "_engine.chain": "unit/test_nesting",
     "_engine.conflicts": "engine/test_foreign",
+    "_engine.draft": "engine/test_bind",
+    "_engine.records": "engine/test_bind",
+    "_engine.switch": "engine/test_interrupts",
     "_engine.deferred_log": "engine/test_logging",
     "_engine.engine": "engine/test_state_machine",
     "_engine.import_hook": "engine/test_imports",
@@ -117,6 +121,7 @@ TESTED_IN = {
     "_engine.ways": "engine/test_both_orders",
     "_engine.wrappers": "unit/test_nesting",
     "_errors": "engine/test_public",
+    "_locks": "engine/test_interrupts",
     "_matrix.compiled": "unit/test_pins",
     "_matrix.coverage": "unit/test_matrix",
     "_matrix.declared": "unit/test_factories",

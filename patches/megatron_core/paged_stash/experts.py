@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shim._errors import OptionError
+from shim._locks import renew_in_children
 from shim.ops._stash_pool import PagePool, capturing
 from shim.ops.paged_stash import (
     OVERFLOW,
@@ -78,6 +79,7 @@ class ExpertStash:
         self._spilled_before: dict[Settings, Tensor] = {}
         self._current = threading.local()
         self._lock = threading.Lock()
+        renew_in_children(self, "_lock", threading.Lock)
 
     # One forward
 

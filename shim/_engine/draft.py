@@ -1,0 +1,249 @@
+"""The draft of a transaction: what every chain, place and record will be, computed on a copy. Nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from shim._engine.aliases import find_aliases, namespace_of, rewrap, unwrap
+from shim._engine.chain import MISSING, Chain, Change, Imported, Layer, Slot, found_by_name
+from shim._engine.records import Findings, Records
+from shim._engine.switch import Write
+from shim._errors import BindError
+from shim._record import replace
+from shim._releases.fingerprint import split_target
+
+__all__ = ["Draft"]
+
+
+class Draft(Records):
+    """A copy of the records, brought to what is wanted. `writes` makes the process and the records the same."""
+
+    def __init__(self, records: Records, found: Findings) -> None:
+        """Not what Records does: everything is of `records`, or a copy of it."""
+        self._of = records
+        self.modules = records.modules.draft()
+        self.wrappers = records.wrappers.draft()
+        self.places = records.places.draft()
+        self.chains = dict(records.chains)
+        self.calls = records.calls
+        self.found = found.copy()
+        self.first = dict(records.first)
+        self.known_ways = records.known_ways
+        self._retiring: list[Chain] = []
+
+    def bring_to(self, wanted: Mapping[str, tuple[Layer, ...]], imported: Imported | None) -> None:
+        """Bring the chains of all loaded targets to `wanted`. See Binder.commit."""
+        places = self.places
+        places.follow(self._base_of)
+        for slot in places.regain():
+            self.chains.pop(slot.target, None)  # the name may hold an older wrapper now
+            self.found.drop(slot.target)
+        self._renew_replaced()
+        if imported is None:
+            self._adopt_returned()
+        changes = [
+            self._build(chain, layers)
+            for chain, layers in self._open({**dict.fromkeys(self.chains, ()), **wanted})
+            if chain.layers != layers
+        ]
+        self._keep_pairs(changes)
+        self._write_all(changes, imported)
+        for _, after in changes:
+            if after.layers:
+                self.chains[after.target] = after
+                self.wrappers.note(after)
+            else:
+                self.chains.pop(after.target, None)
+        halves = {key for lost in places.lost.values() if lost.partner for key in (lost.slot.key, lost.partner)}
+        for chain, after in changes:
+            if chain.layers and not after.layers and chain.key not in halves:
+                self._retiring.append(chain)
+
+    def writes(self) -> Iterator[Write]:
+        """All writes, in their order: functions come back to life, names, functions retire, and the records last."""
+        tops = [unwrap(chain.top) for chain in self.chains.values()]
+        yield from self.wrappers.reviving(tops)
+        yield from self.places.drafted.values()
+        yield from self.wrappers.retiring(self._retiring, tops)
+        of = self._of
+        for mine, theirs, names in (
+            (self, of, ("chains", "found", "first")),
+            (self.places, of.places, ("slots", "lost")),
+            (self.wrappers, of.wrappers, ("before", "added")),
+            (self.modules, of.modules, ("unfinished", "searched")),
+        ):
+            for name in names:
+                yield Write(theirs, name, getattr(theirs, name), getattr(mine, name))
+
+    def _adopt_returned(self) -> None:
+        """Govern places that hold a retired wrapper again.
+
+        A module imported while shim was bound took the wrapper. Then somebody patched the module, so revert() did not
+        find the wrapper there, and later put the wrapper back. Costs nothing if no such wrapper is alive.
+        """
+        for owner, name, raw in find_aliases(self.wrappers.retired(self.chains.values())):
+            key = (id(owner), name)
+            if key not in self.places.slots and key not in self.places.lost:
+                target, base = self.wrappers.origin(unwrap(raw))
+                self.places.slots[key] = Slot(owner, name, rewrap(raw, unwrap(base)), raw, target)
+
+    def _renew_replaced(self) -> None:
+        """Drop chains whose object was replaced by a function that their patches go around: they are built above it."""
+        for target, value in self.found.renewed.items():
+            chain = self.chains.get(target)
+            lost = None if chain is None else self.places.lost.get(chain.key)
+            if lost is not None and lost.slot.current() is value:
+                del self.chains[target]
+
+    def _open(self, wanted: Mapping[str, tuple[Layer, ...]]) -> Iterator[tuple[Chain, tuple[Layer, ...]]]:
+        """Each chain with its wanted layers. Loaded targets without a chain get a new one."""
+        for target, layers in wanted.items():
+            chain = self.chains.get(target)
+            if chain is None and layers and self.loaded(split_target(target)[0]) is not None:
+                owner, name, value = self.resolve(target, layers[0].added)
+                base = self.wrappers.beneath(value)
+                before = self.places.lost.pop((id(owner), name), None)
+                known = self.places.slots.get((id(owner), name)) or (None if before is None else before.slot)
+                if known is not None and base is value is known.written:
+                    base = known.original  # shim's own object is back, and it is no function that says what is beneath
+                around = self.found.wrapped.get(target)
+                if around is not None and around.foreign is value:
+                    chain = Chain(target, owner, name, around.upstream, around.upstream)
+                    original = around.upstream if before is None else before.slot.original
+                    slot = Slot(owner, name, original, around.upstream, target)
+                    self.places.move_into(slot, value, around.held, around.upstream)
+                    yield chain, layers
+                    continue
+                # with_conflicts() has found that a patch can hold on this object.
+                # An inherited object belongs to the base class.
+                top = value if name in namespace_of(owner) else base
+                chain = Chain(target, owner, name, base, top)
+                around_it = any(bound == target for _, bound in self.found.around)
+                # What stands on a name that upstream may lack tells nothing: anybody may give it.
+                if base is not MISSING and not layers[0].added and not around_it:
+                    self.first.setdefault(target, unwrap(base))
+            if chain is not None:
+                yield chain, layers
+
+    def _build(self, chain: Chain, layers: tuple[Layer, ...]) -> Change:
+        """Let the factories build the new object of the target, from the inside out. Writes nothing."""
+        from shim._engine.signatures import misfit  # loaded by now: see import_what_binding_needs
+
+        inner = unwrap(chain.base)
+        for layer in layers:
+            try:
+                outer = layer.factory(inner)
+            except Exception as error:
+                message = f"{layer.target}: {type(error).__name__}: {error}"
+                raise BindError(message, layer.patch) from error
+            problem = "" if inner is MISSING else misfit(outer, inner)
+            if problem:
+                raise BindError(f"{layer.target} would no longer take the calls it took: {problem}", layer.patch)
+            inner = outer
+        top = rewrap(chain.base, inner) if layers else chain.base
+        # Asked before the write: once bound, a wrapper too is found by upstream's name. An added name is borrowed as
+        # well, because its aliases have no object to go back to.
+        borrowed = chain.base is MISSING or (inner is not unwrap(chain.base) and found_by_name(inner))
+        return chain, replace(chain, layers=layers, top=top, borrowed=borrowed)
+
+    def _keep_pairs(self, changes: Iterable[Change]) -> None:
+        """Keep forward bound while a foreign object on backward keeps that one from being unbound, and vice versa.
+
+        The foreign function still calls shim's function beneath it, so half a pair would compute wrong gradients. One
+        that holds nothing of shim's was written for upstream's other half, and gets that back.
+        """
+        for chain, after in changes:
+            other = {"forward": "backward", "backward": "forward"}.get(chain.name)
+            partner = self.chains.get(f"{chain.target.rpartition('.')[0]}.{other}")
+            if after.layers or partner is None or self.places.is_lost(chain.key):
+                continue
+            if self._is_followed(partner.key):  # the other function calls upstream's again
+                continue
+            lost = next((item for item in self.places.lost_now() if item.slot.key == partner.key), None)
+            if lost is not None and self.effect_of(lost) != "replaced":
+                why = f"stays bound, because {partner.name} was replaced"
+                self.places.lose(self.places.slots[chain.key], why, partner.key)
+
+    def _write_all(self, changes: Sequence[Change], imported: Imported | None) -> None:
+        """Write targets and known places first, aliases second, so that a concurrent import takes no old object."""
+        # Asked before the search: a module that finishes its import during the search may have been searched too early.
+        overdue = self.modules.overdue()
+        self.modules.looked_through(overdue)
+        if changes:
+            self.modules.note_search()
+        old: dict[int, Change] = {}
+        near: list[Any] = []
+        far: list[Any] = []
+        for chain, after in changes:
+            self.places.put(chain.owner, chain.name, chain, after)
+            inner = unwrap(chain.top)
+            # Constants have no identity of their own, so only callables have aliases.
+            alone = chain.top is chain.base and after.layers and after.layers[0].alone
+            if callable(inner) and not self._is_borrowed(chain) and not alone:
+                old[id(inner)] = (chain, after)
+                (near if imported is not None and self._is_new(chain, imported[0]) else far).append(inner)
+                beneath = unwrap(chain.base)
+                if not chain.layers and beneath is not inner and callable(beneath):
+                    # Somebody has put shim's older object back. Aliases hold upstream's meanwhile.
+                    old[id(beneath)] = (chain, after)
+                    far.append(beneath)
+        self._write_known(changes)
+        self._write_followed(changes)
+        found = find_aliases(far)
+        if near and imported is not None:
+            found += find_aliases(near, imported[1])
+        for owner, name, raw in found:
+            chain, after = old[id(unwrap(raw))]
+            self.places.put(owner, name, chain, after)
+        self._write_late(changes, overdue)
+
+    def _write_known(self, changes: Sequence[Change]) -> None:
+        """Write to known aliases, and restore aliases whose target has no chain any more."""
+        by_target = {chain.target: (chain, after) for chain, after in changes}
+        for slot in list(self.places.slots.values()):
+            change = by_target.get(slot.target)
+            if change is not None:
+                chain, after = change
+                # After a reload, older places keep the older wrapper until the chain loses its layers.
+                beneath = unwrap(self.wrappers.beneath(slot.written))
+                same = beneath is unwrap(chain.base) or slot.original is chain.base
+                if same or not after.layers:
+                    self.places.put(slot.owner, slot.name, chain, after)
+            elif slot.target not in self.chains:
+                self.places.restore(slot)
+
+    def _write_followed(self, changes: Iterable[Change]) -> None:
+        """Write to places inside of other objects that hold upstream's function, or an older one of shim's."""
+        now = {**self.chains, **{after.target: after for _, after in changes}}
+        for slot in list(self.places.slots.values()):
+            chain = now.get(slot.target)
+            if slot.within and chain is not None and unwrap(slot.written) is not unwrap(chain.top):
+                self.places.put(slot.owner, slot.name, chain, chain)
+
+    def _write_late(self, changes: Iterable[Change], overdue: set[str]) -> None:
+        """Rebind aliases in modules that finished importing late, also for chains that do not change."""
+        changed = {chain.target: (chain, after) for chain, after in changes}
+        governed: dict[int, tuple[Any, Change]] = {}
+        for target, chain in ({**self.chains, **{t: c for t, (c, _) in changed.items()}} if overdue else {}).items():
+            before, after = changed.get(target, (chain, chain))
+            slot, inner = self.places.slots.get(chain.key), unwrap(chain.base)
+            # An inherited object belongs to the base class.
+            own = self._is_followed(chain.key) if slot is None else slot.original is not MISSING
+            if after.layers and callable(inner) and own and not after.borrowed and not after.layers[0].alone:
+                # A module that came while another plan was in force took what was bound then.
+                for taken in (inner, *self.wrappers.older(target, unwrap(after.top))):
+                    governed[id(taken)] = taken, (before, after)
+        for owner, name, raw in find_aliases([inner for inner, _ in governed.values()], overdue):
+            self.places.put(owner, name, *governed[id(unwrap(raw))][1])
+
+    def _is_borrowed(self, chain: Chain) -> bool:
+        """Whether `top` belongs to someone else: to a base class, or to the place a factory took it from."""
+        slot = self.places.slots.get(chain.key)
+        inherited = chain.top is chain.base and slot is not None and slot.original is MISSING
+        return inherited or chain.borrowed
+
+    def _is_new(self, chain: Chain, module: str) -> bool:
+        """Whether the module that was just imported defined the object on the target."""
+        made_in = getattr(unwrap(chain.top), "__module__", None)
+        return not chain.layers and split_target(chain.target)[0] == module == made_in

@@ -1,0 +1,219 @@
+"""What shim knows about the targets of a process: chains, the places they stand on, and what others have put there."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Container
+from typing import Any, TypeVar
+
+from shim._compatible import marks_of
+from shim._engine.aliases import namespace_of, unwrap
+from shim._engine.call_watch import CallWatch
+from shim._engine.chain import MISSING, Chain, Held, Key, Lost, Slot
+from shim._engine.foreign import describe
+from shim._engine.modules import Modules
+from shim._engine.places import Places
+from shim._engine.reach import reached
+from shim._engine.replacements import Around, Question
+from shim._engine.wrappers import Wrappers
+from shim._errors import BindError
+from shim._record import Record
+from shim._releases.fingerprint import split_target
+
+__all__ = ["Findings", "Records", "Wrapped"]
+
+R = TypeVar("R", bound="Records")
+
+
+class Wrapped(Record):
+    """Somebody else's object on a target that shim has not bound yet, and where upstream's function lies inside it."""
+
+    foreign: Any
+    upstream: Any
+    held: tuple[Held, ...]
+
+
+class Findings:
+    """What with_conflicts() found about other people's functions, for the plan that it looked at last.
+
+    wrapped: of a target without a chain, the object from inside of which upstream's function is called.
+    around: patch and target -> the function of somebody's that the patch goes around.
+    open: patch and body -> the question that only a model can answer.
+    doubts: patch -> a body, and what nobody knows about it, in words.
+    renewed: target -> what stands there in the place of shim's object, for the patches to go around.
+    """
+
+    def __init__(self) -> None:
+        self.wrapped: dict[str, Wrapped] = {}
+        self.around: dict[tuple[str, str], Around] = {}
+        self.open: dict[tuple[str, str], Question] = {}
+        self.doubts: dict[str, tuple[str, str]] = {}
+        self.renewed: dict[str, Any] = {}
+
+    def forgotten(self, bound: Container[str]) -> Findings:
+        """New findings, with what was found when the targets in `bound` were bound."""
+        copy = self.copy()
+        copy.forget(bound)
+        return copy
+
+    def forget(self, bound: Container[str]) -> None:
+        """Begin anew, except with what was found when the targets in `bound` were bound."""
+        self.wrapped = {target: found for target, found in self.wrapped.items() if target in bound}
+        self.around = {key: found for key, found in self.around.items() if key[1] in bound}
+        self.open, self.doubts, self.renewed = {}, {}, {}
+
+    def copy(self) -> Findings:
+        copy = Findings()
+        copy.wrapped, copy.around = dict(self.wrapped), dict(self.around)
+        copy.open, copy.doubts, copy.renewed = dict(self.open), dict(self.doubts), dict(self.renewed)
+        return copy
+
+    def drop(self, target: str) -> None:
+        """Forget what was found when a target was bound, and nothing about other targets, which may be bound next."""
+        self.wrapped.pop(target, None)
+        self.around = {key: found for key, found in self.around.items() if key[1] != target}
+
+    def stands_around(self, target: str) -> bool:
+        """Whether what shim has bound on a target goes around somebody's own function."""
+        return any(bound == target for _, bound in self.around)
+
+
+class Records:
+    """The chains of one process and the places they stand on. Not thread-safe: the engine holds a lock.
+
+    Invariant: `chains` has one chain for each target with layers. `places` has a slot for the target and for each
+    alias, unless that place is lost. Every slot's target has a chain. A slot holds the chain's top, in the descriptor
+    that was there before. After a reload a slot may hold an older top of the same target, which is restored together
+    with the chain.
+
+    No record is changed in place once others can see it: a change replaces it as a whole.
+    """
+
+    def __init__(self) -> None:
+        self.modules = Modules()
+        self.wrappers = Wrappers()
+        self.places = Places(self.wrappers.beneath)
+        self.chains: dict[str, Chain] = {}
+        self.calls = CallWatch()
+        self.found = Findings()
+        # Target -> what stood there when shim first bound it, and nobody had been there.
+        self.first: dict[str, Any] = {}
+        self.known_ways: dict[str, Any] = {}  # name -> upstream's own function there: see ways.py
+
+    def looking(self: R) -> R:
+        """The same records with findings of their own, for somebody who looks for conflicts."""
+        view = copy.copy(self)
+        view.found = self.found.copy()
+        return view
+
+    # Reading targets
+
+    def loaded(self, name: str) -> types.ModuleType | None:
+        """See Modules.loaded."""
+        return self.modules.loaded(name)
+
+    def resolve(self, target: str, added: bool = False) -> tuple[Any, str, Any]:
+        """Owner, name and value of a target in a loaded module. BindError if the target is gone and not `added`."""
+        module_name, qualname = split_target(target)
+        owner: Any = self.loaded(module_name)
+        if owner is None:
+            raise BindError(f"{module_name} is not imported")
+        *path, name = qualname.split(".")
+        for depth, part in enumerate(path, 1):
+            owner = namespace_of(owner).get(part, MISSING)
+            if not issubclass(type(owner), type):  # not isinstance, which a proxy of a class passes
+                raise BindError(f"{target} is gone: {part} is not a class of the installed release")
+            owner = _upstreams(owner, module_name, ".".join(path[:depth]))
+        value = namespace_of(owner).get(name, MISSING)
+        if value is MISSING and isinstance(owner, type):
+            value = next((namespace_of(c)[name] for c in owner.__mro__[1:] if name in namespace_of(c)), MISSING)
+        if value is MISSING and not added:
+            raise BindError(f"{target} is gone from the installed release")
+        return owner, name, value
+
+    def bound(self, patch: str, target: str) -> bool:
+        """Whether the patch is on the target right now, read back from the target itself."""
+        chain = self.chains.get(target)
+        if chain is None or all(layer.patch != patch for layer in chain.layers):
+            return False
+        slot = self.places.slots.get(chain.key)
+        return slot is not None and slot.current() is slot.written
+
+    def lost_targets(self) -> dict[str, Lost]:
+        """The entries of `lost_now` that are targets; aliases are left out."""
+        targets = {chain.key: target for target, chain in self.chains.items()}
+        return {targets[lost.slot.key]: lost for lost in self.places.lost_now() if lost.slot.key in targets}
+
+    def is_back(self, owner: Any, name: str) -> bool:
+        """Whether a name that somebody had replaced holds shim's or upstream's object again."""
+        lost = self.places.lost.get((id(owner), name))
+        return lost is not None and self.places.is_back(lost)
+
+    def will_be_followed(self, lost: Lost) -> bool:
+        """Whether the next transaction puts shim's object back, or into what somebody has put in its place."""
+        if self.places.is_back(lost):
+            return True
+        slot, base = lost.slot, self._base_of(lost.slot)
+        wanted = self.places.leads_to(base)
+        found = [] if base is None else reached(slot.current(), slot.owner, slot.name, wanted, self.wrappers.is_ours)
+        return any(held.owner is not None for held in found)
+
+    def is_not_the_first(self, target: str, inner: Any) -> bool:
+        """Whether another object stood on a target when shim first bound it. Of an import nothing else may tell."""
+        return target in self.first and self.first[target] is not inner
+
+    def put_there_since(self, owner: Any, name: str, value: Any) -> str:
+        """What somebody has put in the place of shim's object, in words; "" if nobody did, or it is gone again."""
+        lost = self.places.lost.get((id(owner), name))
+        since = lost is not None and lost.partner is None and not self.places.is_back(lost)
+        return describe(unwrap(value)) if since else ""
+
+    def effect_of(self, lost: Lost) -> str:
+        """Whether shim's function is called although somebody else's object stands on the name.
+
+        ``called``: the object holds shim's function, and its code names it. ``kept``: it says that it does what the
+        patch does (shim.compatible). ``unknown``: it holds the function where reading does not tell. ``replaced``: it
+        does not hold the function, or an older one. ``released``: shim has taken it out, and nothing is bound.
+        """
+        chain, current = self.chains.get(lost.slot.target), lost.slot.current()
+        if chain is None and lost.held:
+            return "released"
+        if chain is None or current is MISSING:
+            return "replaced"
+        top = unwrap(chain.top)
+        slot = lost.slot
+        found = reached(current, slot.owner, slot.name, lambda value: value is top, self.wrappers.is_ours)
+        if any(held.certain for held in found):
+            return "called"
+        if slot.target in marks_of(current):
+            return "kept"
+        if found:
+            return "called" if self.calls.saw(current, top) else "unknown"
+        return "replaced"
+
+    def _stands(self, chain: Chain) -> bool:
+        try:
+            owner, _, value = self.resolve(chain.target)
+        except BindError:
+            return False
+        return owner is chain.owner and unwrap(value) is unwrap(chain.top)
+
+    def _base_of(self, slot: Slot) -> Any:
+        """Upstream's function on the target of a slot. None where nothing is bound, or nothing was there before."""
+        chain = self.chains.get(slot.target)
+        base = None if chain is None or chain.base is MISSING else unwrap(chain.base)
+        return base if callable(base) else None
+
+    def _is_followed(self, key: Key) -> bool:
+        """Whether shim governs places inside of the object that stands on a lost name."""
+        lost = self.places.lost.get(key)
+        return lost is not None and any(inner in self.places.slots for inner in lost.held)
+
+
+def _upstreams(found: type, module: str, qualname: str) -> type:
+    """The class that upstream defines, if somebody has put a subclass of it in its place."""
+    for cls in found.__mro__:
+        if cls.__module__ == module and cls.__qualname__ == qualname:
+            return cls
+    return found

@@ -1,0 +1,505 @@
+"""A transaction is one thing: whatever interrupts it, calls into it or forks within it sees all of it or nothing."""
+
+import contextlib
+import importlib
+import os
+import sys
+import threading
+from textwrap import dedent
+
+import pytest
+from fake_world import same
+from own_process import run
+from thorough import times
+
+import shim
+from shim._engine import engine as _engine
+from shim._engine.contexts import Context
+
+INTERRUPTED = """
+    import os
+    search_less()
+    TARGETS = {
+        "count": [CORE + "ops:double", CORE + "layers:Layer.forward"],
+        "more": [CORE + "ops:halve", CORE + "layers:Layer.make", CORE + "ops:double"],
+    }
+    NAMES = (
+        "engine", "factories", "conflicts", "modules", "binder", "draft", "records", "switch", "contexts", "retired",
+        "places", "wrappers", "chain", "import_hook", "deferred_log", "watch", "stand_ins", "variables",
+    )
+    PARTS = ("_api", *(f"_engine/{name}" for name in NAMES))
+    FILES = {os.path.join(os.path.dirname(shim.__file__), f"{part}.py") for part in PARTS}
+    for name in ("ops", "layers", "users", "other"):
+        importlib.import_module(CORE + name)
+    ORIGINALS = snapshot()
+
+
+    class Interrupt:
+        "Acts at the n-th event within shim's engine, as a signal handler does; with `again`, so many events later too."
+        def __init__(self, at, act, again=0):
+            self.left, self.again, self.act = at, again, act
+        def trace(self, frame, event, argument):
+            if frame.f_code.co_filename not in FILES:
+                return None
+            if event in EVENTS:
+                self.left -= 1
+                if self.left == 0:
+                    if self.again:
+                        self.left, self.again = self.again, 0
+                        start(self)  # an exception from a trace function ends the tracing
+                    else:
+                        sys.settrace(None)
+                    self.act()
+            return self.trace
+
+
+    def start(interrupt):
+        "Trace this thread, the frames included that run already."
+        sys.settrace(interrupt.trace)
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_filename in FILES:
+                frame.f_trace = interrupt.trace
+            frame = frame.f_back
+
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+
+    def handler(call):
+        "A signal handler that calls shim, and survives a refusal."
+        def handle():
+            try:
+                call()
+            except shim.OptionError as error:
+                if "nothing was applied" not in str(error):
+                    expect("called from inside of another call of shim" in str(error), error)
+                    REFUSED.append(str(error))
+        return handle
+
+
+    REFUSED = []
+
+
+    def bound(value):
+        seen = []
+        while value is not None:
+            value = getattr(value, "__func__", value)
+            if "wrapper" in getattr(getattr(value, "__code__", None), "co_name", ""):
+                seen.append(value.__globals__["ID"])
+            value = getattr(value, "__wrapped__", None)
+        return seen
+
+
+    def whole(when):
+        "Every patch is bound on all of its targets or on none of them, and status() says which."
+        on = {}
+        for id, targets in TARGETS.items():
+            found = {id in bound(World.get(None, t.removeprefix(CORE))) for t in targets}
+            expect(len(found) == 1, when, id, "is half applied")
+            on[id] = found.pop()
+        users = World.get(None, "users:twice")
+        expect(bound(users) == bound(World.get(None, "ops:double")), when, "an alias is left behind")
+        late = vars(sys.modules.get(CORE + "late", sys.modules[CORE + "ops"]))["double"]
+        expect(bound(late) == bound(users), when, "an alias in a late module is left behind")
+        return on
+
+
+    def back(when):
+        shim.revert()
+        expect(same(ORIGINALS, snapshot()) == [], when, same(ORIGINALS, snapshot()))
+        if CORE + "late" in sys.modules:
+            expect(sys.modules[CORE + "late"].double is sys.modules[CORE + "ops"].double, when, "in a late module")
+        expect(not finders(), when, "a finder is left")
+
+
+    def sweep(name, before, action, stride, act=interrupt, again=0):
+        at, hits = 1, 0
+        while True:
+            before()
+            one = Interrupt(at, act, again)
+            sys.settrace(one.trace)
+            try:
+                action()
+                done = True
+            except KeyboardInterrupt:
+                done = False
+            finally:
+                sys.settrace(None)
+            when = (name, at, again)
+            on = whole(when)
+            report = shim.status()
+            said = {id: report[id].state for id in TARGETS}
+            for id, state in said.items():
+                expect((state == "applied") == on[id], when, said, on)
+            back(when)
+            if one.left > 0 and one.again == again:
+                expect(done, when)
+                break
+            hits += 1
+            at += stride
+        shim.apply()
+        expect(all(whole(name).values()), name, "cannot be applied any more")
+        back(name)
+        print(name, hits, "interrupts")
+    """
+
+
+@pytest.mark.parametrize(("events", "stride"), [(("call", "return"), times(11, 3)), (("line",), times(29, 7))])
+def test_an_interrupt_anywhere_leaves_nothing_half_applied(tree, events, stride):
+    """KeyboardInterrupt at every third call or return, or seventh line, of the engine in turn (`make test`: at some),
+    within apply, revert and a change of the plan: every patch is on all its targets or on none, status() is right, and
+    revert() gives everything back."""
+    out = run(
+        f"EVENTS = {events!r}\n"
+        + dedent(INTERRUPTED)
+        + dedent(f"""
+        nothing = lambda: None
+        sweep("apply", nothing, shim.apply, {stride})
+        sweep("revert", shim.apply, shim.revert, {stride})
+        sweep("change", lambda: shim.apply(only=["count"]), lambda: shim.apply(only=["more"]), {stride})
+        """),
+        tree,
+        timeout=times(100, 900),
+    )
+    counts = [int(line.split()[1]) for line in out.splitlines()]
+    assert len(counts) == 3 and min(counts) > times(10, 40), out
+
+
+def test_an_interrupted_import_is_no_import(tree):
+    """KeyboardInterrupt while a target is bound within its import: the next import binds it as a whole."""
+    out = run(
+        f"EVENTS, STRIDE = ('call', 'return'), {times(7, 2)}\n"
+        + dedent(INTERRUPTED)
+        + dedent("""
+        at, hits = 1, 0
+        while True:
+            for name in [n for n in sys.modules if n.startswith(CORE)]:
+                del sys.modules[name]
+            shim.apply()
+            one = Interrupt(at, interrupt)
+            sys.settrace(one.trace)
+            try:
+                importlib.import_module(CORE + "users")
+            except KeyboardInterrupt:
+                hits += 1
+            finally:
+                sys.settrace(None)
+            for name in ("users", "layers", "other"):
+                importlib.import_module(CORE + name)
+            expect(all(whole(at).values()), at)
+            expect(sys.modules[CORE + "users"].twice(2) == ("more", ("count", 4)), at)
+            shim.revert()
+            expect(not any(whole(at).values()), at)
+            if one.left > 0:
+                break
+            at += STRIDE
+        print(hits)
+        """),
+        tree,
+        timeout=times(100, 900),
+    )
+    assert int(out) > times(10, 40)
+
+
+@pytest.mark.parametrize("again", [1, 2, 5, times(17, 9), times(60, 30), 150])
+def test_a_second_interrupt_leaves_nothing_half_applied_either(tree, again):
+    """The second comes so many lines after the first: also in what the first one has set going."""
+    out = run(
+        "EVENTS = ('line',)\n"
+        + dedent(INTERRUPTED)
+        + dedent(f"""
+        nothing = lambda: None
+        sweep("apply", nothing, shim.apply, {times(31, 3)}, again={again})
+        sweep("revert", shim.apply, shim.revert, {times(31, 3)}, again={again})
+        less, more = (lambda: shim.apply(only=["count"])), (lambda: shim.apply(only=["more"]))
+        sweep("change", less, more, {times(31, 3)}, again={again})
+        """),
+        tree,
+        timeout=times(100, 900),
+    )
+    counts = [int(line.split()[1]) for line in out.splitlines()]
+    assert len(counts) == 3 and min(counts) > times(8, 80), out
+
+
+CALLS = {
+    "revert": "shim.revert",
+    "apply": "lambda: shim.apply(only=['count'])",
+    "status": "shim.status",
+    "plan": "shim.plan",
+    "check": "shim.check",
+    "block": "block",
+    "import": "late",
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_signal_handler_that_calls_shim(tree, call):
+    """At each place of apply and revert: it is served before or after, or refused with a sentence; never in between."""
+    tree.module("late", "from megatron.core.ops import double\n")
+    out = run(
+        "EVENTS = ('line',)\n"
+        + dedent(INTERRUPTED)
+        + dedent(f"""
+        def late():
+            sys.modules.pop(CORE + "late", None)
+            importlib.import_module(CORE + "late")
+        def block():
+            with shim.patched(only=["more"]):
+                pass
+        act = handler({CALLS[call]})
+        nothing = lambda: None
+        sweep("apply", nothing, shim.apply, {times(23, 2)}, act)
+        sweep("revert", shim.apply, shim.revert, {times(23, 2)}, act)
+        sweep("change", lambda: shim.apply(only=["count"]), lambda: shim.apply(only=["more"]), {times(23, 2)}, act)
+        print("refused", len(REFUSED))
+        """),
+        tree,
+        timeout=times(100, 900),
+    )
+    *swept, refused = (int(line.split()[1]) for line in out.splitlines())
+    assert min(swept) > times(10, 150), out
+    assert (refused > 0) == (call in ("revert", "apply", "block")), out
+
+
+FORKS = """
+    import os, signal
+    for name in ("ops", "layers", "users", "other"):
+        importlib.import_module(CORE + name)
+    search_less()
+    ORIGINALS = snapshot()
+    over = threading.Event()
+
+
+    def busy():
+        while not over.is_set():
+            with shim.patched():
+                pass
+            shim.plan()
+            shim.apply()
+            sys.modules.pop(CORE + "late", None)
+            load(CORE + "late")
+            shim.status()
+            shim.revert()
+
+
+    def child():
+        "Everything ends, and nothing is half applied: each patch on all of its targets or on none."
+        signal.alarm(20)
+        report = shim.status()
+        bound = {"count": ["ops:double", "layers:Layer.forward"], "more": ["ops:halve", "ops:double"]}
+        for id, targets in bound.items():
+            on = {id in calls(World.get(None, target)) for target in targets}
+            expect(len(on) == 1, id, on)
+            expect((report[id].state == "applied") == on.pop(), id, report[id])
+        shim.plan()
+        shim.apply()
+        expect(shim.status().applied == ("count", "more"))
+        with shim.patched(only=["more"]):
+            expect(shim.status().applied == ("more",))
+        expect(load(CORE + "layers").Layer().forward(1) == ("count", 2))
+        shim.revert()
+        expect(same(ORIGINALS, snapshot()) == [], same(ORIGINALS, snapshot()))
+
+
+    def calls(value):
+        found = []
+        while value is not None:
+            if "wrapper" in getattr(getattr(value, "__code__", None), "co_name", ""):
+                found.append(value.__globals__["ID"])
+            value = getattr(value, "__wrapped__", None)
+        return found
+
+
+    thread = threading.Thread(target=busy, daemon=True)
+    thread.start()
+    within = 0
+    try:
+        for turn in range(TURNS):
+            time.sleep(0.0007 * (turn % 13))
+            for _ in range(2000):  # wait for a moment at which the other thread is within a transaction
+                if not _engine.ENGINE.lock.acquire(blocking=False):
+                    within += 1
+                    break
+                _engine.ENGINE.lock.release()
+                time.sleep(0.0001)
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    child()
+                except BaseException as error:
+                    sys.stderr.write(f"{type(error).__name__}: {error}\\n")
+                    os._exit(1)
+                os._exit(0)
+            expect(os.waitpid(pid, 0)[1] == 0, turn)
+    finally:
+        over.set()
+    thread.join()
+    print(within)
+    """
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_process_that_is_forked_while_another_thread_is_in_shim(tree):
+    """As by DataLoader beside a thread in shim.patched(): nothing hangs, and a transaction is there or is not."""
+    tree.module("late", "from megatron.core.ops import double\n")
+    out = run(f"TURNS = {times(60, 600)}\n" + dedent(FORKS), tree, timeout=times(100, 900))
+    assert int(out) > times(5, 50), "the thread was hardly ever within a transaction"
+
+
+FACTORY = """
+    import functools, sys
+
+    def bindings(variant, options):
+        def factory(original):
+            {body}
+            @functools.wraps(original)
+            def wrapper(*args, **kwargs):
+                return ID, original(*args, **kwargs)
+            return wrapper
+        return dict.fromkeys(TARGETS, factory)
+    """
+
+
+@pytest.mark.parametrize("call", ["revert()", "apply()", "patched().__enter__()"])
+def test_a_factory_that_calls_shim_is_refused(world, call):
+    """Its patch fails as a whole, in words, and the others are applied when it is left out."""
+    body = f"import shim; shim.{call}"
+    world.patch("bad", ["megatron.core.ops:double", "megatron.core.ops:halve"], FACTORY.format(body=body))
+    world.patch("good", ["megatron.core.layers:Layer.forward"])
+    before = world.snapshot()
+    with pytest.raises(shim.BindError, match=r"bad failed .* called from inside of another call of shim"):
+        shim.apply()
+    assert same(before, world.snapshot()) == []
+    assert shim.apply(exclude=["bad"]).applied == ("good",)
+    shim.revert()
+    assert same(before, world.snapshot()) == []
+
+
+def test_a_factory_that_asks_for_the_state_reads_what_was_before(world):
+    body = "import shim; SEEN.append(shim.status()['p'].state)"
+    world.patch("p", ["megatron.core.ops:double"], "SEEN = []\n" + dedent(FACTORY.format(body=body)))
+    world.get("ops:double")
+    assert shim.apply().applied == ("p",)
+    assert sys.modules["fake_patches.p"].SEEN == ["excluded"]
+
+
+def test_what_a_factory_imports_is_bound_after_it(world):
+    """Another target, and a module that takes an alias of the first: both by the end of the call."""
+    body = "import megatron.core.users, megatron.core.layers"
+    world.patch("p", ["megatron.core.ops:double", "megatron.core.layers:Layer.forward"], FACTORY.format(body=body))
+    double = world.get("ops:double")
+    assert shim.apply().applied == ("p",)
+    assert sys.modules["megatron.core.users"].twice(2) == ("p", 4)
+    assert sys.modules["megatron.core.layers"].Layer().forward(1) == ("p", 2)
+    shim.revert()
+    assert sys.modules["megatron.core.users"].twice is double
+
+
+def test_a_block_that_a_finalizer_ends_within_a_call_ends_after_it(patched_world):
+    """Garbage may be collected anywhere: a generator that was abandoned within its block is closed there."""
+
+    def abandoned():
+        with shim.patched():
+            yield
+
+    held = [abandoned()]
+    next(held[0])
+    source = FACTORY.format(body="import shim; sys.modules['held'].pop()")
+    patched_world.patch("q", ["megatron.core.ops:halve"], source)
+    sys.modules["held"] = held
+    try:
+        assert patched_world.get("ops:double")(2) == ("count", 4)
+        with contextlib.suppress(shim.OptionError):
+            shim.apply()
+        assert not held
+    finally:
+        del sys.modules["held"]
+    assert _engine.ENGINE.contexts.open == ()
+
+
+def test_a_block_that_was_interrupted_before_its_end_is_over_all_the_same(patched_world):
+    """Nobody may be left to end it: the block goes with what held it."""
+    patched_world.get("ops:double")
+    context = Context()
+    _engine.ENGINE.adopt(shim.plan(), context)
+    assert patched_world.get("ops:double")(2) == ("count", 4)
+    del context
+    assert shim.status()["count"].state == "excluded"
+    assert patched_world.get("ops:double")(2) == 4
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.parametrize("place", ["shim._releases.sources:PARSING", "shim._config_override.recompute:_lock"])
+def test_a_lock_that_another_thread_holds_is_free_in_a_forked_process(place):
+    module, _, name = place.partition(":")
+    owner = importlib.import_module(module)
+    held, over = threading.Event(), threading.Event()
+
+    def hold():
+        with getattr(owner, name):
+            held.set()
+            over.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if getattr(owner, name).acquire(timeout=5) else 1)
+    status = os.waitpid(pid, 0)[1]
+    over.set()
+    thread.join()
+    assert status == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_module_of_shims_that_another_thread_imports_is_imported_anew_in_a_forked_process(tree):
+    """Else the child would wait for ever for a thread that it has not, or use half a module."""
+    run(
+        """
+        import os, signal
+        from importlib.abc import Loader
+        from importlib.machinery import PathFinder
+
+        begun, over = threading.Event(), threading.Event()
+
+
+        class Slow:
+            @staticmethod
+            def find_spec(name, path=None, target=None):
+                if name != "shim._planning.explain" or over.is_set():
+                    return None
+                spec = PathFinder.find_spec(name, path, target)
+                run = spec.loader.exec_module
+
+                def wait(module):
+                    begun.set()
+                    over.wait()
+                    run(module)
+
+                spec.loader.exec_module = wait
+                return spec
+
+
+        importlib.import_module(CORE + "ops")
+        shim.apply()
+        sys.meta_path.insert(0, Slow)
+        thread = threading.Thread(target=shim.explain, args=("count",))
+        thread.start()
+        begun.wait()
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(10)
+            over.set()
+            shim.revert()
+            shim.explain("count")
+            os._exit(0)
+        status = os.waitpid(pid, 0)[1]
+        over.set()
+        thread.join()
+        expect(status == 0, status)
+        """,
+        tree,
+    )
