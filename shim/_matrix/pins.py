@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from shim._errors import MatrixError
 from shim._matrix.model import UPSTREAM, PatchEntry, Pin, Pinned
 from shim._releases.fingerprint import ABSENT
+from shim._releases.json_text import JsonTextError, read_json
 
 __all__ = ["FINGERPRINT", "by_body", "lock_path", "read_pins", "recorded_pins", "render_pins"]
 
@@ -90,17 +91,10 @@ def recorded_pins(content: bytes, patches: Mapping[str, PatchEntry]) -> Mapping[
 
 
 def _parsed(file: Path, content: bytes) -> Any:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        entries = dict(pairs)
-        if len(entries) != len(pairs):
-            key = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
-            _fail(file, f"duplicate key {key!r}")
-        return entries
-
     try:
-        return json.loads(content, object_pairs_hook=once)
-    except (ValueError, RecursionError) as error:
-        raise MatrixError(f"{file}:{getattr(error, 'lineno', 1)}: is not JSON: {error}; run shim pin") from None
+        return read_json(content)
+    except JsonTextError as error:
+        raise MatrixError(f"{file}:{error.line}: cannot be read as JSON: {error}; run shim pin") from None
 
 
 def _check_variant(

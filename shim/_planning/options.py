@@ -11,6 +11,7 @@ from shim._errors import OptionError
 from shim._matrix.model import KINDS, Matrix
 from shim._matrix.spelling import all_of, did_you_mean, one_of
 from shim._record import EMPTY, Record
+from shim._releases.json_text import JsonTextError, read_json
 
 __all__ = [
     "ON_DRIFT",
@@ -141,6 +142,7 @@ class Options(Record):
     options: Mapping[str, Mapping[str, Any]] = EMPTY
     disabled: bool = False
     lock: str | None = None
+    packages: tuple[str, ...] = ()
 
     def for_patch(self, id: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
         return {**defaults, **self.options.get(id, {})}
@@ -217,19 +219,12 @@ def _as_json(given: PatchOptions | None) -> str:
 
 
 def from_json(name: str, text: str) -> Any:
-    """Options of patches from text. OptionError where the text is not JSON."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            raise ValueError("a key is there twice")
-        return found
-
+    """Options of patches from text. OptionError if the text is not JSON, or has a key twice."""
     try:
-        return json.loads(text, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
+        return read_json(text)
+    except JsonTextError as error:
         example = '{"paged-stash": {"moe_paged_stash": true}}'
-        raise OptionError(f"{name} is not JSON of the form {example}: {error}") from None
+        raise OptionError(f"{name} is not JSON of the form {example}: line {error.line}: {error}") from None
 
 
 def _mapping_of_mappings(what: str, given: Any) -> dict[str, dict[str, Any]]:
@@ -331,4 +326,5 @@ def resolve(matrix: Matrix, asked: Arguments | None = None, **given: Any) -> Opt
         on_drift=_choice(*values["on_drift"], ON_DRIFT),
         options=_patch_options(matrix, *values["options"]),
         lock=None if lock is None else _path(what, lock),
+        packages=asked.package_names,
     )

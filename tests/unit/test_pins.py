@@ -76,7 +76,7 @@ def test_a_release_that_is_right_is_pinned_as_upstream(world):
             "body of variant old",
         ),
         (r'"megatron.core.roll:helper":', '"megatron.core.roll:help":', "but not both"),
-        (r'(      "megatron.core.roll:)roll":', r'\1helper":', "duplicate key"),
+        (r'(      "megatron.core.roll:)roll":', r'\1helper":', "duplicate key 'megatron.core.roll:helper' in "),
         (r'"old":', '"older":', "there is no variant 'older'"),
         (r'"old":', '"upstream":', "duplicate key"),
         (r'"[0-9a-f]{4}([0-9a-f]{12}\.)', r'"\1', "is not a fingerprint"),
@@ -87,8 +87,8 @@ def test_a_release_that_is_right_is_pinned_as_upstream(world):
         (r'\["0.16.0"\]', '["0.15.0"]', "pinned but not in the supported list"),
         (r'"roll-fix":', '"gone-fix":', "there is no patch 'gone-fix'"),
         (r'"old": \{', '"old": 3, "older": {', "roll-fix old must be a mapping"),
-        (r"\A\{", "", "is not JSON"),
-        (r"\A", "[" * 100_000, "is not JSON"),
+        (r"\A\{", "", "cannot be read as JSON"),
+        (r"\A", "[" * 100_000, "cannot be read as JSON"),
     ],
 )
 def test_hand_edits_are_errors(world, old, new, message):
