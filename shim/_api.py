@@ -13,7 +13,7 @@ from typing import Any
 from shim._engine import engine as _engine
 from shim._engine.contexts import Context
 from shim._engine.deferred_log import logger
-from shim._engine.ranks import NOTHING, PARTS, is_rank_zero, ranks_that_differ
+from shim._engine.ranks import NOTHING, OWN_CODE, PACKAGES, PARTS, is_rank_zero, ranks_that_differ
 from shim._engine.report import PatchReport, Report
 from shim._errors import MatrixError, NotMetError, OptionError
 from shim._matrix.load import check_modules, load_matrix
@@ -308,7 +308,14 @@ def _compared(current: Plan | None) -> tuple[str, dict[str, tuple[str, ...]], di
         id: tuple(json.dumps(here[id][part], sort_keys=True) for part in PARTS) if id in here else ()
         for id in current.decisions
     }
-    return current.digest, patches, {**identity["releases"], "the matrix": identity["matrix"]}
+    from shim._planning.own_code import summary_of  # here, because plan() and apply() do without
+
+    code, packages = identity["code"], identity["packages"]
+    compared = {**identity["releases"], "the matrix": identity["matrix"]}
+    compared[OWN_CODE] = f"{identity['releases']['megatron-shim']} {summary_of(code)}"
+    if packages:
+        compared[PACKAGES] = summary_of(packages)
+    return current.digest, patches, compared
 
 
 def _judge(report: Report, options: Options) -> None:

@@ -11,12 +11,13 @@ from typing import Any
 
 from shim._record import EMPTY
 
-__all__ = ["EFFECTS", "NOTHING", "PARTS", "is_rank_zero", "ranks_that_differ"]
+__all__ = ["EFFECTS", "NOTHING", "OWN_CODE", "PACKAGES", "PARTS", "is_rank_zero", "ranks_that_differ"]
 
 # The parts of a patch that are compared, each by 16 bits of the patch's slot, with the words for each in messages.
-PARTS = {"variant": "variant", "fingerprints": "upstream's bodies", "options": "options", "code": "shim's own code"}
+PARTS = {"variant": "variant", "fingerprints": "upstream's bodies", "options": "options", "code": "its code"}
 # Releases are compared by a hash. Their text is sent too, so that messages can name them.
-NAMES = ("megatron-shim", "megatron-core", "transformer-engine", "torch", "the matrix")
+OWN_CODE, PACKAGES = "shim's own code", "files of packages"
+NAMES = ("megatron-shim", "megatron-core", "transformer-engine", "torch", "the matrix", OWN_CODE, PACKAGES)
 TEXT = 3  # slots, of 8 bytes
 HEAD = 2 + len(NAMES) * (1 + TEXT)
 # What somebody else's objects leave of a patch on a rank, with the words for each; one byte for each patch.

@@ -11,22 +11,44 @@ from typing import TYPE_CHECKING, Any
 
 from shim._errors import NotMetError, OptionError
 from shim._matrix.model import KINDS
+from shim._planning.own_code import differing_parts
 from shim._releases.files import UnsafeFileError, read_bounded
+from shim._releases.json_text import JsonTextError, read_json, unknown_key
+from shim._version import __version__
 
 if TYPE_CHECKING:
     from shim._planning.plan import Plan
 
 __all__ = ["differences", "enforce_lock", "locked", "read_lock", "write_lock"]
 
-FORMAT = 2
+FORMAT = 3
 SHIM = "megatron-shim"
 MAX_BYTES = 4_000_000  # a lock of a hundred patches has 100 kB
+# The keys of a lock and of a patch in it, each with its type. Whatever stands in a lock is compared: a reviewer may
+# trust what he reads.
+KEYS: dict[str, type] = {
+    "code": dict,
+    "digest": str,
+    "drifted": list,
+    "format": int,
+    "kinds": list,
+    "matrix": str,
+    "packages": dict,
+    "patches": dict,
+    "releases": dict,
+}
+PATCH_KEYS: dict[str, type] = {"code": str, "fingerprints": dict, "module": str, "options": dict, "variant": str}
+NAMES = {dict: "mapping", list: "list", str: "text", int: "number"}
 
 
 def locked(plan: Plan) -> dict[str, Any]:
-    """The content of a lock: the identity of the plan, its digest, and the kinds that were asked for."""
+    """The content of a lock: the identity of the plan, its digest, the kinds that were asked for, and what has drifted.
+
+    A patch that the release does not need is not in the identity. If somebody edits the release, it drifts.
+    """
     kinds = [kind for kind in KINDS if plan.options.kinds is None or kind in plan.options.kinds]
-    return {"format": FORMAT, **plan.identity, "kinds": kinds, "digest": plan.digest}
+    drifted = sorted(id for id, d in plan.decisions.items() if (d.displaced or d).action == "drifted")
+    return {"format": FORMAT, **plan.identity, "kinds": kinds, "drifted": drifted, "digest": plan.digest}
 
 
 def write_lock(path: str | os.PathLike[str], plan: Plan) -> None:
@@ -52,43 +74,60 @@ def write_lock(path: str | os.PathLike[str], plan: Plan) -> None:
 
 
 def read_lock(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The content of a lock. OptionError where the file is none."""
+    """The content of a lock. OptionError if the file is none, or has a key twice, or one that means nothing."""
     file = Path(path)
     remedy = "Remedy: write it anew with `shim pin --lock FILE`."
     try:
-        text = read_bounded(file, MAX_BYTES)
-        if len(text) > MAX_BYTES:
+        content = read_bounded(file, MAX_BYTES)
+        if len(content) > MAX_BYTES:
             raise OptionError(f"the lock {file} is larger than {MAX_BYTES} bytes. {remedy}")
-        found = json.loads(text)
+        found = read_json(content)
     except FileNotFoundError:
         raise OptionError(f"there is no lock {file}. {remedy}") from None
     except UnsafeFileError as error:
         raise OptionError(f"the lock {file} {error}.") from None
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, OptionError):
-            raise
+    except JsonTextError as error:
+        raise OptionError(f"the lock {file}:{error.line} cannot be read: {error}. {remedy}") from None
+    except (OSError, ValueError) as error:
         raise OptionError(f"the lock {file} cannot be read: {error}. {remedy}") from None
-    if not _well_formed(found):
-        raise OptionError(f"{file} is not a lock of format {FORMAT}. {remedy}")
+    written = found.get("format") if isinstance(found, dict) else None
+    if type(written) is int and written != FORMAT:
+        raise OptionError(
+            f"{file} is a lock of format {written}, and megatron-shim {__version__} reads format {FORMAT}, in which "
+            f"all of shim's code counts. {remedy}"
+        )
+    try:
+        odd = _ill_formed(content.decode("utf-8"), found)
+    except JsonTextError as error:
+        raise OptionError(f"the lock {file}:{error.line}: {error}. {remedy}") from None
+    if odd:
+        raise OptionError(f"{file} is not a lock of format {FORMAT}: {odd}. {remedy}")
     return found
 
 
-def _well_formed(found: Any) -> bool:
-    if not isinstance(found, dict) or found.get("format") != FORMAT or not isinstance(found.get("digest"), str):
-        return False
-    releases, patches = found.get("releases"), found.get("patches")
-    return (
-        isinstance(releases, dict)
-        and isinstance(found.get("kinds"), list)
-        and isinstance(patches, dict)
-        and all(
-            isinstance(p, dict)
-            and "variant" in p
-            and isinstance(p.get("fingerprints"), dict)
-            and isinstance(p.get("options"), dict)
-            for p in patches.values()
-        )
-    )
+def _ill_formed(text: str, found: Any) -> str:
+    """What a lock lacks, or "". JsonTextError for a key that no lock has."""
+    odd = _lacking(found, KEYS, "it")
+    if odd:
+        return odd
+    unknown_key(text, found, (), KEYS)
+    for id, patch in found["patches"].items():
+        odd = _lacking(patch, PATCH_KEYS, f"patches.{id}")
+        if odd:
+            return odd
+        unknown_key(text, patch, ("patches", id), PATCH_KEYS)
+    return ""
+
+
+def _lacking(found: Any, keys: Mapping[str, type], what: str) -> str:
+    if not isinstance(found, dict):
+        return f"{what} is no mapping"
+    for key, kind in keys.items():
+        if key not in found:
+            return f"{what} lacks {key!r}"
+        if type(found[key]) is not kind:
+            return f"{key!r} of {what} is no {NAMES[kind]}"
+    return ""
 
 
 def differences(lock: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
@@ -100,8 +139,16 @@ def differences(lock: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     for name in sorted({*lock["releases"], *here["releases"]}):
         found += _differing(name, lock["releases"].get(name), here["releases"].get(name), "not installed")
     other = {line.partition(":")[0] for line in found}
+    if parts := differing_parts(lock["code"], here["code"]):
+        theirs, ours = (f"{SHIM} {side['releases'].get(SHIM)}" for side in (lock, here))
+        code_of = f"that of {theirs} in the lock, other code of {ours} here"
+        found.append(f"shim's own code differs ({', '.join(parts)}): {code_of}")
+    for name in sorted({*lock["packages"], *here["packages"]}):
+        theirs, ours = lock["packages"].get(name), here["packages"].get(name)
+        found += _differing(f"files of the package {name}", theirs, ours, "none")
     found += _differing("matrix", lock.get("matrix"), here["matrix"], "none")
     found += _differing("kinds", _listed(lock["kinds"]), _listed(here["kinds"]), "none")
+    found += _differing("drifted", _listed(lock["drifted"]), _listed(here["drifted"]), "none")
     bodies: list[str] = []
     code: list[str] = []
     for id in sorted({*lock["patches"], *here["patches"]}):
@@ -120,8 +167,8 @@ def differences(lock: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     return found or _differing("digest", lock["digest"], here["digest"], "none")
 
 
-def _listed(kinds: Iterable[Any]) -> str:
-    return ", ".join(map(str, kinds)) or "none"
+def _listed(names: Iterable[Any]) -> str:
+    return ", ".join(name if isinstance(name, str) and "," not in name else _exact(name) for name in names) or "none"
 
 
 def _applied(patch: Mapping[str, Any] | None) -> str:
@@ -129,10 +176,17 @@ def _applied(patch: Mapping[str, Any] | None) -> str:
 
 
 def _differing(what: str, theirs: Any, ours: Any, missing: str) -> list[str]:
-    if theirs == ours:
+    if _exact(theirs) == _exact(ours):
         return []
     shown = [missing if side is None else str(side) for side in (theirs, ours)]
+    if shown[0] == shown[1]:  # the text "4" and the number 4
+        shown = [_exact(side) for side in (theirs, ours)]
     return [f"{what}: {shown[0]} in the lock, {shown[1]} here"]
+
+
+def _exact(value: Any) -> str:
+    """Text that is the same for values that a reader of JSON takes for the same. To Python, 1 and true are equal."""
+    return json.dumps(value, sort_keys=True)
 
 
 def enforce_lock(plan: Plan) -> None:

@@ -51,7 +51,7 @@ class Plan(Record):
     @cached_property
     def identity(self) -> dict[str, Any]:
         """The identity of the plan as plain data, see `identity_of`."""
-        return identity_of(self.decisions, self.matrix, self.environment)
+        return identity_of(self.decisions, self.matrix, self.environment, self.options.packages)
 
     @cached_property
     def lost_features(self) -> tuple[LostFeature, ...]:

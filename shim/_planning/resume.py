@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shim._planning.lock import locked
+from shim._planning.lock import SHIM, locked
+from shim._planning.own_code import differing_parts
 from shim._planning.plan import Plan
 
 __all__ = ["differs", "state_of"]
@@ -16,7 +17,8 @@ def state_of(plan: Plan) -> dict[str, Any]:
     whole = locked(plan)
     parts = ("variant", "options", "code")
     patches = {id: {part: p[part] for part in parts} for id, p in whole["patches"].items()}
-    return {"digest": whole["digest"], "releases": whole["releases"], "patches": patches}
+    kept = ("digest", "releases", "code", "packages")
+    return {**{name: whole[name] for name in kept}, "patches": patches}
 
 
 def differs(saved: Mapping[str, Any] | str | None, plan: Plan) -> str:
@@ -34,10 +36,22 @@ def differs(saved: Mapping[str, Any] | str | None, plan: Plan) -> str:
             if then.get(name) != now.get(name):
                 found.append(f"{name}: {_shown(then.get(name))} then, {_shown(now.get(name))} now")
                 if None not in (codes := {_code(then.get(name)), _code(now.get(name))}) and len(codes) > 1:
-                    found[-1] += " (shim's own code differs)"
+                    found[-1] += " (its code differs)"
+    found += _code_that_differs(saved, here)
     if not found and saved.get("digest") != here["digest"]:
         found.append(f"digest {saved.get('digest')} then, {here['digest']} now (bodies, or the matrix, differ)")
     return "; ".join(found)
+
+
+def _code_that_differs(saved: Mapping[Any, Any], here: Mapping[str, Any]) -> Iterator[str]:
+    then, now = (side if isinstance(side, Mapping) else {} for side in (saved.get("releases"), here["releases"]))
+    shim = f"{SHIM} {_shown(then.get(SHIM))} then, {now[SHIM]} now"
+    if not isinstance(saved.get("code"), Mapping):
+        yield f"shim's own code: not recorded then ({shim})"
+    elif parts := differing_parts(saved["code"], here["code"]):
+        yield f"shim's own code differs ({', '.join(parts)}; {shim})"
+    if packages := differing_parts(saved.get("packages"), here["packages"]):
+        yield f"files of {', '.join(packages)} differ"
 
 
 def _shown(value: Any) -> str:

@@ -114,13 +114,13 @@ def test_ranks_and_patches_that_differ_are_named(distributed, row_of):
 
 
 def test_it_is_said_what_of_a_patch_differs(distributed, row_of):
-    """Its options are the caller's to mend, upstream's bodies and shim's own code whoever installed them."""
+    """Its options are the caller's to mend, upstream's bodies and the patch's code whoever installed them."""
     mine = ("old", "bodies", "options", "code")
     rows = [row_of("b", {"p": (*mine[:n], "other", *mine[n + 1 :])}) for n in range(4)]
     distributed(0, [*rows, row_of("b", {"p": ("new", "others", "options", "other")})])
     assert _ranks.ranks_that_differ("a", {"p": mine}, {}) == (
         "rank 1 differs in p (variant); rank 2 differs in p (upstream's bodies); rank 3 differs in p (options); rank 4 "
-        "differs in p (shim's own code); rank 5 differs in p (variant, upstream's bodies, shim's own code) "
+        "differs in p (its code); rank 5 differs in p (variant, upstream's bodies, its code) "
         "(against rank 0)"
     )
 
@@ -146,6 +146,8 @@ def test_releases_that_differ_are_named_with_both_versions(distributed, row_of):
             {**here, "megatron-shim": "0.2.0", "the matrix": "0" * 16},
             "megatron-shim (0.2.0, not 0.1.0), the matrix (0000",
         ),
+        ({**here, _ranks.OWN_CODE: "0.1.0 0123456789ab"}, "shim's own code (0.1.0 0123456789ab, not none)"),
+        ({**here, _ranks.PACKAGES: "0123456789ab"}, "files of packages (0123456789ab, not none)"),
         ({**here, "transformer-engine": "2.9.0"}, "transformer-engine (2.9.0, not none)"),
         ({**here, "torch": "2.9.0+" + "x" * 41}, "torch (2.9.0+xxxxxxxxxxxxxxxxxx, not 2.9.0+"),
     ):

@@ -13,7 +13,7 @@ from unit_helpers import BROKEN, FIXED, PATCH, REWORKED, megatron, metadata, wri
 import shim
 from shim._errors import NotMetError, OptionError
 from shim._matrix.load import load_matrix
-from shim._planning.lock import MAX_BYTES, differences, locked, read_lock, write_lock
+from shim._planning.lock import FORMAT, KEYS, MAX_BYTES, PATCH_KEYS, differences, locked, read_lock, write_lock
 from shim._tools.cli import main
 
 HELPER = "megatron.core.roll:helper"
@@ -48,7 +48,9 @@ def edit(path, change):
 def test_a_lock_holds_releases_variants_bodies_and_options(held):
     """As JSON that a review can read, in a stable order."""
     found = json.loads(held.lock.read_text())
-    assert list(found) == ["digest", "format", "kinds", "matrix", "patches", "releases"]
+    assert list(found) == sorted(KEYS) and found["format"] == FORMAT
+    assert set(found["patches"]["roll-fix"]) == set(PATCH_KEYS)
+    assert {"_engine", "ops", "patches"} <= set(found["code"])
     assert found["kinds"] == ["correctness", "compat", "performance", "feature"]
     assert found["matrix"] == load_matrix(held.matrix).content
     assert found["patches"]["roll-fix"]["module"] == "trainer_patches.roll_fix"
@@ -282,6 +284,99 @@ def valid(world, **changes):
     return json.dumps({**locked(world.plan()), **changes})
 
 
+def objects(value, path=()):
+    """Every object in plain data, with the way to it."""
+    if isinstance(value, dict):
+        yield path, value
+        for key in value:
+            yield from objects(value[key], (*path, key))
+
+
+def with_more(value, path, more):
+    """JSON in which the object that `path` leads to begins with a further entry, in a line of its own."""
+    if isinstance(value, dict):
+        inner = [f"{json.dumps(key)}: {with_more(item, path[1:], more) if path[:1] == (key,) else json.dumps(item)}"
+                 for key, item in value.items()]  # fmt: skip
+        return "{\n" + ",\n".join([*([] if path else [more]), *inner]) + "\n}"
+    return json.dumps(value)
+
+
+def test_a_key_that_stands_twice_is_refused_wherever_it_stands(held):
+    """A reviewer may read the one that does not count. File, line, key, place and remedy are named."""
+    content, found = json.loads(held.lock.read_text()), 0
+    for path, inside in objects(content):
+        for key in inside:
+            held.lock.write_text(with_more(content, path, f'"\\u{ord(key[0]):04x}{key[1:]}": "other"'))
+            with pytest.raises(OptionError) as caught:
+                shim.apply(lock=held.lock)
+            said, found = str(caught.value), found + 1
+            line = next(
+                number
+                for number, text in enumerate(held.lock.read_text().splitlines(), 1)
+                if number > 1 + len(path) and text.startswith(json.dumps(key) + ":")
+            )
+            place = f"in {'.'.join(path)}" if path else "at the top"
+            assert f"the lock {held.lock}:{line} cannot be read: duplicate key {key!r} {place}. Remedy: " in said
+    assert found > 20 and active(shim.status()) == ()
+
+
+def test_a_key_that_means_nothing_is_refused_or_a_difference(held):
+    """At each depth. What a reviewer may read as a demand is one."""
+    content, refused = json.loads(held.lock.read_text()), 0
+    for path, _ in objects(content):
+        held.lock.write_text(with_more(content, path, '"extra": {}'))
+        with pytest.raises((OptionError, NotMetError), match="extra") as caught:
+            shim.apply(lock=held.lock)
+        assert "Remedy: " in str(caught.value) and str(held.lock) in str(caught.value)
+        if caught.type is OptionError and len(path) != 1:  # below `patches` it is a patch that is none
+            refused += 1
+            line = held.lock.read_text().splitlines().index('"extra": {},') + 1
+            place = f"in {'.'.join(path)}" if path else "at the top"
+            assert f"the lock {held.lock}:{line}: unknown key 'extra' {place}; known are " in str(caught.value)
+    assert refused == 3  # the top, and two patches
+
+
+def test_what_python_takes_for_equal_is_not_equal_to_a_reader(held):
+    """1 and true, 4 and 4.0, and a list of one kind that is called by two."""
+    for change in (
+        lambda lock: lock["patches"]["faster-forward"]["options"].update(pages=4.0),
+        lambda lock: lock.update(kinds=["correctness, compat", "performance", "feature"]),
+        lambda lock: lock["patches"]["faster-forward"]["options"].update(pages="4"),
+    ):
+        write_lock(held.lock, held.plan())
+        edit(held.lock, change)
+        with pytest.raises(NotMetError, match=r"option pages: .* in the lock, 4 here|kinds: "):
+            shim.apply(lock=held.lock)
+
+
+def test_a_patch_that_the_release_does_not_need_is_held_to_that(held):
+    """Nothing is applied of it. If somebody edits the release it drifts, and the lock says so."""
+    held.install(FIXED, "0.18.0")
+    (held.site / "megatron/core/__init__.py").write_text("")
+    write_lock(held.lock, held.plan())
+    assert held.plan()["roll-fix"].action == "upstream"
+    shim.apply(lock=held.lock)
+    held.install(FIXED.replace("if dims is None else x", "if dims is None else x + 1"), "0.18.0")
+    (held.site / "megatron/core/__init__.py").write_text("")
+    assert held.plan()["roll-fix"].action == "drifted"
+    with pytest.raises(NotMetError, match="drifted: none in the lock, roll-fix here"):
+        shim.apply(lock=held.lock)
+
+
+def test_a_difference_in_own_code_is_named_with_both_versions(held):
+    """Of the same version, as in a checkout, and of another."""
+    for version in (shim.__version__, "0.0.1"):
+        write_lock(held.lock, held.plan())
+        edit(held.lock, lambda lock: lock["code"].update(_engine="0" * 16))
+        edit(held.lock, lambda lock, version=version: lock["releases"].update({"megatron-shim": version}))
+        with pytest.raises(NotMetError) as caught:
+            shim.apply(lock=held.lock)
+        assert (
+            f"shim's own code differs (_engine): that of megatron-shim {version} in the lock, other code of "
+            f"megatron-shim {shim.__version__} here"
+        ) in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -293,14 +388,16 @@ def valid(world, **changes):
         ('{"a":' * 200_000, "cannot be read"),
         ("9" * 10_000, "cannot be read|is not a lock"),
         (b" " * (MAX_BYTES + 1), "is larger than"),
-        ("null", "is not a lock of format 2"),
+        ("null", f"is not a lock of format {FORMAT}: it is no mapping"),
         ("[]", "is not a lock"),
         ('"text"', "is not a lock"),
         ("{}", "is not a lock"),
         ("supported: {}\npatches: {}\n", "cannot be read"),
-        ({"format": 1}, "is not a lock of format 2"),
+        ({"format": 1}, f"is a lock of format 1, and megatron-shim .* reads format {FORMAT}"),
+        ({"format": 2}, f"is a lock of format 2, and megatron-shim .* reads format {FORMAT}"),
+        ({"format": True}, "'format' of it is no number"),
         ({"format": None}, "is not a lock"),
-        ({"digest": 1}, "is not a lock"),
+        ({"digest": 1}, "is not a lock of .*: 'digest' of it is no text"),
         ({"releases": []}, "is not a lock"),
         ({"patches": []}, "is not a lock"),
         ({"patches": {"roll-fix": []}}, "is not a lock"),
@@ -337,13 +434,6 @@ JSON = st.recursive(
 )
 
 
-def known_part(found, here):
-    """`found` without the keys that no lock has."""
-    if isinstance(found, dict) and isinstance(here, dict):
-        return {key: known_part(value, here[key]) for key, value in found.items() if key in here}
-    return found
-
-
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_content_is_a_lock_or_an_error(held, data):
@@ -372,7 +462,7 @@ def test_any_content_is_a_lock_or_an_error(held, data):
         assert str(held.lock) in str(error)
         return
     assert all(" in the lock, " in line and line.endswith(" here") for line in found)
-    assert found or known_part(read_lock(held.lock), here) == here
+    assert found or json.dumps(read_lock(held.lock), sort_keys=True) == json.dumps(here, sort_keys=True)
 
 
 # Writing

@@ -30,7 +30,7 @@ def test_the_state_is_small_plain_data(applied):
     """It goes into JSON and through torch.load(weights_only=True); the digest stands for the fingerprints."""
     state = shim.checkpoint_state()
     assert json.loads(json.dumps(state)) == state
-    assert set(state) == {"digest", "releases", "patches"}
+    assert set(state) == {"digest", "releases", "code", "packages", "patches"}
     assert state["digest"] == shim.status().digest
     patch = state["patches"]["faster-forward"]
     assert patch == {"variant": "only", "options": {"pages": 4}, "code": patch["code"]} and len(patch["code"]) == 16
@@ -89,8 +89,13 @@ def test_releases_and_bodies_count(applied):
     )
     older = json.loads(json.dumps(state["patches"]))
     older["roll-fix"]["code"] = "0" * 16
-    said = "roll-fix: variant old then, variant old now (shim's own code differs)"
+    said = "roll-fix: variant old then, variant old now (its code differs)"
     assert differs({**state, "patches": older}, plan) == said
+    older = {**state["code"], "_engine": "0" * 16, "ops": "0" * 16}
+    both = f"megatron-shim {shim.__version__} then, {shim.__version__} now"
+    assert differs({**state, "code": older}, plan) == f"shim's own code differs (_engine, ops; {both})"
+    before_it_counted = {name: value for name, value in state.items() if name != "code"}
+    assert differs(before_it_counted, plan) == f"shim's own code: not recorded then ({both})"
     assert differs("0" * 16, plan) == f"digest {'0' * 16} then, {plan.digest} now"
 
 
