@@ -38,6 +38,7 @@ def differs(saved: Mapping[str, Any] | str | None, plan: Plan) -> str:
                 if None not in (codes := {_code(then.get(name)), _code(now.get(name))}) and len(codes) > 1:
                     found[-1] += " (its code differs)"
     found += _code_that_differs(saved, here)
+    found += (f"{key!r} then, which this megatron-shim does not know" for key in saved if key not in here)
     if not found and saved.get("digest") != here["digest"]:
         found.append(f"digest {saved.get('digest')} then, {here['digest']} now (bodies, or the matrix, differ)")
     return "; ".join(found)

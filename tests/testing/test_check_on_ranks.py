@@ -1,5 +1,6 @@
 """check() on real gloo ranks: every rank learns which rank differs, and in which patch."""
 
+import re
 import shutil
 
 import pytest
@@ -9,6 +10,7 @@ pytest.importorskip("torch")
 import rank_world
 from fake_world import World
 
+import shim
 from shim.testing import Ranks
 
 CORE = "megatron.core."
@@ -58,14 +60,20 @@ def test_another_release_with_the_same_bodies_is_named(ranks, tmp_path):
         )
 
 
-def test_other_options_and_other_code_of_shim_are_told_apart(ranks, tmp_path):
+def test_other_options_other_patches_and_another_engine_are_told_apart(ranks, tmp_path):
     for text in ranks.run(rank_world.with_options, {"size": 4}, {"size": 5}, {"size": 4}):
         assert "rank 1 differs in more (options) (against rank 0)" in text
     shutil.copytree(ranks.root, tmp_path / "tree")
     code = tmp_path / "tree" / "fake_patches" / "count.py"
     code.write_text(code.read_text() + "# changed\n")
     for text in ranks.run(rank_world.with_release, 1, str(tmp_path / "tree")):
-        assert "rank 1 differs in count (shim's own code) (against rank 0)" in text
+        assert re.search(
+            r"rank 1 differs in files of packages \(\w{12}, not \w{12}\), count \(its code\) \(against rank 0", text
+        )
+    for text in ranks.run(rank_world.with_engine, 1):
+        version = re.escape(shim.__version__)
+        both = rf"\({version} \w{{12}}, not {version} \w{{12}}\)"
+        assert re.search(rf"rank 1 differs in shim's own code {both} \(against rank 0\)", text)
 
 
 def test_ranks_with_the_same_plan_agree_whatever_they_have_imported(ranks):

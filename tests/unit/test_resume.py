@@ -96,6 +96,7 @@ def test_releases_and_bodies_count(applied):
     assert differs({**state, "code": older}, plan) == f"shim's own code differs (_engine, ops; {both})"
     before_it_counted = {name: value for name, value in state.items() if name != "code"}
     assert differs(before_it_counted, plan) == f"shim's own code: not recorded then ({both})"
+    assert differs({**state, "ops": 1}, plan) == "'ops' then, which this megatron-shim does not know"
     assert differs("0" * 16, plan) == f"digest {'0' * 16} then, {plan.digest} now"
 
 
