@@ -73,21 +73,19 @@ def files_below(directory: str, kinds: tuple[str, ...] = KINDS) -> Iterator[tupl
         for entry in found:
             if entry.name.startswith(".") or entry.name == CACHE:
                 continue
-            if entry.name.endswith(kinds):
-                yield prefix + entry.name, entry.path
-            elif entry.is_dir():
+            if entry.is_dir():
                 waiting.append((entry.path, f"{prefix}{entry.name}/"))
+            elif entry.name.endswith(kinds):
+                yield prefix + entry.name, entry.path
 
 
 def file_digest(path: str | Path) -> str:
     """64 hexadecimal digits over a regular file, of a text whatever ends its lines; or why it cannot be read."""
     hashed = hashlib.sha256()
     try:
-        # Opened without waiting, because a pipe may lie there.
-        opened = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
-        with open(opened, "rb", buffering=0) as file:
-            if not stat.S_ISREG(os.fstat(opened).st_mode):
-                return "unreadable: not a regular file"
+        if not stat.S_ISREG(os.stat(path).st_mode):  # to open a device can have an effect, and a pipe would wait
+            return "unreadable: not a regular file"
+        with open(path, "rb", buffering=0) as file:
             held = b""
             read = True
             while read or held:

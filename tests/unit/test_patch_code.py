@@ -104,9 +104,13 @@ def test_a_helper_is_seen_however_it_is_imported(world, spelling):
 )
 def test_all_files_of_a_named_package_count(world, text):
     """What a patch reads by a name that it computes, whatever it is."""
-    put(world, {PATCH: text, "trainer_patches/table.json": "{}"})
+    deep = "trainer_patches/data.json/notes.d/rows.txt"
+    put(world, {PATCH: text, "trainer_patches/table.json": "{}", deep: ""})
     world.install(BROKEN)
+    before = world.plan(packages="trainer_patches").digest
+    edited(world.own / deep)
     digest = world.plan(packages="trainer_patches").digest
+    assert digest != before
     edited(world.own / ("trainer_patches/table.json" if "table" in text else HELPER))
     assert world.plan(packages="trainer_patches").digest != digest
 

@@ -149,6 +149,21 @@ def test_the_wheel_holds_matrix_and_patches_inside_the_package(wheel):
     assert names == wanted
 
 
+def test_an_installed_wheel_has_the_digest_of_the_tree(wheel, tree, tmp_path):
+    """Each part of shim's own code is the same; so a lock that was written in a checkout holds a job with the wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    code = "import shim._planning.own_code as own; print(own.__file__); print(sorted(own.own_code().items()))"
+
+    def parts(top):
+        environ = {**os.environ, "PYTHONPATH": str(top)}
+        done = subprocess.run([sys.executable, "-c", code], cwd=top, env=environ, capture_output=True, text=True)
+        assert done.returncode == 0 and done.stdout.startswith(str(top)), done.stderr
+        return done.stdout.splitlines()[1]
+
+    assert parts(tmp_path) == parts(tree)
+
+
 def test_the_wheel_asks_for_packaging_and_pyyaml_only(wheel):
     """torch and megatron-core are the user's; extras name them."""
     with zipfile.ZipFile(wheel) as archive:
