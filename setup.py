@@ -69,6 +69,7 @@ if __name__ == "__main__":
         package_dir={"shim": "shim", "shim.patches": "patches"},
         packages=[
             "shim",
+            "shim._printing",
             "shim._releases",
             "shim._matrix",
             "shim._planning",

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from shim._printing.printable import one_line
+
 __all__ = ["BindError", "MatrixError", "NotMetError", "OptionError", "ShimError", "SourceError", "StandInError"]
+
+_LONG = 20_000  # characters; a message may name all patches
 
 
 class ShimError(Exception):
     """Base of every error of shim.
 
     Deliberately not an ImportError: megatron-core guards its imports with ``try: ... except ImportError``, which would
-    swallow the error of a failed patch.
+    swallow the error of a failed patch. A message may quote what others have written, so it is made one printable line.
     """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(one_line(arg, _LONG) if isinstance(arg, str) else arg for arg in args))
 
 
 class OptionError(ShimError, ValueError):

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from shim._engine.ranks import is_rank_zero
+from shim._printing.printable import one_line
 
 if TYPE_CHECKING:
     import logging
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["DeferredLog", "logger"]
 
 _SAID_LIMIT = 1000
+_LIMIT = 8000  # characters of a message. Names of all patches take a third of it.
 _LINE = 160  # characters of a warning on ranks other than 0
 _WARNING = 30  # logging.WARNING
 
@@ -82,7 +84,7 @@ class DeferredLog:
                 level, text = self._waiting.popleft()
             except IndexError:
                 return
-            logger().log(level, "%s", text)
+            logger().log(level, "%s", one_line(text, _LIMIT))
 
     @contextmanager
     def deferring(self) -> Iterator[None]:

@@ -12,10 +12,14 @@ from typing import Any
 
 from shim._engine.aliases import namespace_of
 from shim._errors import SourceError
+from shim._printing.printable import one_line
 from shim._releases.fingerprint import Definition, absolute_origin, definitions, outline, split_target
 from shim._releases.sources import Sources
 
 __all__ = ["describe", "foreign_on", "is_upstreams", "takes_the_same"]
+
+
+DESCRIBED = 400  # characters
 
 
 def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
@@ -24,14 +28,18 @@ def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
 
 
 def describe(value: Any) -> str:
-    """Module, name and file of an object, for messages."""
+    """Module, name and file of an object, for messages: one printable line, whatever its author has named it."""
+    return one_line(_described(value), DESCRIBED)
+
+
+def _described(value: Any) -> str:
     if not _is(value, (types.FunctionType, types.BuiltinFunctionType, type)):
         kind = type(value)
         text = f"{kind.__module__}.{kind.__qualname__}"
         # The function inside a wrapt.FunctionWrapper, a partial or a property says more than the type.
         names = ("_self_wrapper", "func", "fget")
         inner = next((found for name in names if _is(found := getattr(value, name, None), types.FunctionType)), None)
-        return text if inner is None else f"{text} with {describe(inner)}"
+        return text if inner is None else f"{text} with {_described(inner)}"
     code = getattr(value, "__code__", None)
     if not isinstance(code, types.CodeType):
         return f"{getattr(value, '__module__', None) or type(value).__module__}.{value.__qualname__}"

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shim._planning.overview import Row, group, grouped, headline
+from shim._printing.printable import one_line
 from shim._record import EMPTY, Record
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ class Report(Record):
         ]
         releases = ", ".join(f"{name} {version}" for name, version in self.releases.items()) or "nothing installed"
         lines = [headline(rows, "applied", len(self.lost)), f"  on {releases} (digest {self.digest})"]
-        lines += [f"  ! {item}" for item in self.lost]
+        lines += [f"  ! {one_line(item)}" for item in self.lost]
         return "\n".join([*lines, *grouped(rows, "applied", verbose)])
 
     def __str__(self) -> str:

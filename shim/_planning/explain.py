@@ -8,6 +8,7 @@ from shim._errors import SourceError
 from shim._matrix.model import NOT_NEEDED, UPSTREAM, PatchEntry
 from shim._planning.overview import effects_of
 from shim._planning.plan import Plan
+from shim._printing.printable import one_line, printable
 from shim._releases.sources import Sources
 
 __all__ = ["explanation", "patch_docstring"]
@@ -28,22 +29,22 @@ def explanation(plan: Plan, id: str) -> str:
     """The text, in several paragraphs."""
     entry, decision = plan.matrix.patches[id], plan[id]
     lines = [
-        f"{id}: {entry.summary}",
+        f"{id}: {one_line(entry.summary)}",
         f"kind: {entry.kind}; changes: {entry.changes}",
-        *(f"  {effect}" for effect in effects_of(entry)),
+        *(f"  {one_line(effect)}" for effect in effects_of(entry)),
         "",
-        patch_docstring(entry),
+        printable(patch_docstring(entry)),
         "",
-        f"Here: {decision.action}: {decision.reason}",
+        f"Here: {decision.action}: {one_line(decision.reason)}",
     ]
     if decision.remedy:
-        lines.append(f"Remedy: {decision.remedy}")
+        lines.append(f"Remedy: {one_line(decision.remedy)}")
     lines += [f"  installed: {installed}" for installed in plan.environment.installed.values()]
     lines += ["", "Where it applies:"]
     for rule in entry.rules:
         ranges = ", ".join(f"{name} {spec}" for name, spec in rule.ranges.items())
         what = f"variant {rule.variant}" if rule.variant else _RIGHT[rule.right]
-        lines.append(f"  {ranges}: {what}" + (f" ({rule.note})" if rule.note else ""))
+        lines.append(f"  {ranges}: {what}" + (f" ({one_line(rule.note)})" if rule.note else ""))
     for variant in entry.variants.values():
         lines.append(f"Variant {variant.name}:")
         for target in variant.targets:
@@ -51,11 +52,11 @@ def explanation(plan: Plan, id: str) -> str:
             lines.append(f"  {verb} {target}" + (" where it is imported" if target in variant.optional else ""))
         lines += [f"  relies on {read}" for read in variant.reads]
     for item in entry.stand_ins:
-        lines.append(f"Where {item.package} is missing, imported without it: {', '.join(item.modules)}")
+        lines.append(f"Where {item.package} is missing, imported without it: {one_line(', '.join(item.modules))}")
     lines += [f"Option {o.name}={o.default!r}: {o.takes}" for o in entry.declared.values()]
-    lines += [f"Upstream: {reference}" for reference in entry.references]
-    lines += [f"Met by: {who}" for who in entry.met_by]
-    lines.append(f"Delete when: {entry.delete_when}")
+    lines += [f"Upstream: {one_line(reference)}" for reference in entry.references]
+    lines += [f"Met by: {one_line(who)}" for who in entry.met_by]
+    lines.append(f"Delete when: {one_line(entry.delete_when)}")
     if Sources().path(f"{entry.module}_proof") is not None:
         lines.append(f"See it on this machine: shim prove {id}")
     return "\n".join(lines)

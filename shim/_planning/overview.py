@@ -7,11 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from shim._matrix.model import DISTRIBUTIONS, Matrix, PatchEntry
 from shim._planning.decision import Decision
 from shim._planning.losses import LostFeature
+from shim._printing.printable import one_line
 from shim._record import Record
 from shim._releases.detect import Environment
 
 __all__ = ["Row", "effects_of", "group", "grouped", "headline", "list_text", "listed", "nothing_installed", "plan_text"]
 
+LONG = 8000  # characters of a reason, which may name many targets
 AMISS = ("drifted", "conflict", "failed", "shadowed")
 NOT_NEEDED = ("upstream", "not-needed", "not-installed")
 
@@ -79,22 +81,22 @@ def grouped(rows: Sequence[Row], applied: str, verbose: bool) -> Iterable[str]:
             yield title.format(applied=applied, Applied=applied.capitalize())
         for row in members:
             state = f" ({row.state})" if group == "amiss" else ""
-            yield f"  {row.id:<{width}}  {row.summary}{state}"
-            yield from (f"      changes {text}" for text in row.effects)
+            yield f"  {row.id:<{width}}  {one_line(row.summary)}{state}"
+            yield from (f"      changes {one_line(text)}" for text in row.effects)
             if verbose and row.variant:
-                yield f"      variant {row.variant} of {', '.join(row.targets)}"
+                yield f"      variant {row.variant} of {one_line(', '.join(row.targets), LONG)}"
             if verbose or group == "amiss":
-                yield f"      {row.reason}"
+                yield f"      {one_line(row.reason, LONG)}"
             if row.remedy:
-                yield f"      Remedy: {row.remedy}"
-            yield from (f"      keeps {text}" for text in row.holds)
-            yield from (f"      beside it: {text}" for text in row.others)
+                yield f"      Remedy: {one_line(row.remedy, LONG)}"
+            yield from (f"      keeps {one_line(text)}" for text in row.holds)
+            yield from (f"      beside it: {one_line(text)}" for text in row.others)
     for group, title in _IN_A_LINE.items():
         members = [row for row in rows if row.group == group]
         for reason in dict.fromkeys(row.reason for row in members):
             ids = [row.id for row in members if row.reason == reason]
             named = group == "excluded" or verbose
-            yield from ["", f"{title}: {reason} ({', '.join(ids) if named else _patches(len(ids))})."]
+            yield from ["", f"{title}: {one_line(reason)} ({', '.join(ids) if named else _patches(len(ids))})."]
 
 
 def _patches(count: int) -> str:
@@ -127,7 +129,7 @@ def plan_text(
         for id, d in decisions.items()
     ]
     installed = environment.installed.values()
-    problems = [f"  ! {i.distribution}: {problem}" for i in installed for problem in i.problems]
+    problems = [f"  ! {i.distribution}: {one_line(problem)}" for i in installed for problem in i.problems]
     missing = nothing_installed(environment)
     lines = [missing] if missing else [headline(rows, "to apply", len(problems))]
     lines += [f"  {i}" for i in installed]
@@ -138,10 +140,10 @@ def plan_text(
     lines += grouped(rows, "to apply", verbose)
     if wrong_pairs:
         lines += ["", "What this megatron-core and this Transformer Engine get wrong together, and a patch mends:"]
-    lines += [f"  {id:<27} {what}" for id, what in wrong_pairs]
+    lines += [f"  {id:<27} {one_line(what)}" for id, what in wrong_pairs]
     if lost_features:
         lines += ["", "What this megatron-core does not get from this Transformer Engine:"]
-    lines += [f"  {feature.verdict:<13} {feature}" for feature in lost_features]
+    lines += [f"  {feature.verdict:<13} {one_line(feature)}" for feature in lost_features]
     if pair_is_known is False:
         lines += ["", "What this pair of releases loses was not measured; shim doctor looks through its sources."]
     return "\n".join(lines)
@@ -158,8 +160,9 @@ def nothing_installed(environment: Environment) -> str:
         return ""
     import sys
 
+    python = one_line(sys.executable)
     return (
-        f"Neither {' nor '.join(DISTRIBUTIONS)} is installed for {sys.executable}, so there is nothing to patch. "
+        f"Neither {' nor '.join(DISTRIBUTIONS)} is installed for {python}, so there is nothing to patch. "
         "Remedy: run shim with the Python of the trainer (python -m shim), or put the source tree on PYTHONPATH."
     )
 
@@ -197,5 +200,5 @@ def list_text(matrix: Matrix) -> str:
         for id, patch in patches.items():
             if patch["kind"] == kind:
                 where = f" ({patch['distribution']} {patch['releases']})" if patch["releases"] else ""
-                lines.append(f"  {id:<{width}}  {patch['summary']}{where}")
+                lines.append(f"  {id:<{width}}  {one_line(patch['summary'])}{where}")
     return "\n".join(lines)

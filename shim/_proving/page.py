@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 
+from shim._printing.markdown import escaped_html
+from shim._printing.masks import masked
 from shim._proving.pictures import PALETTE, both_schemes, picture
 from shim._proving.report import Heading
 from shim._proving.results import Result, summary
@@ -62,4 +63,4 @@ def _badge(result: Result) -> str:
 
 
 def _e(text: str) -> str:
-    return html.escape(text)
+    return escaped_html(masked(text))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Mapping, Sequence
 
+from shim._printing.markdown import escaped_html
+from shim._printing.masks import masked
 from shim._proving.results import Outcome, Result
 
 __all__ = ["DARK", "LIGHT", "PALETTE", "both_schemes", "picture", "table"]
@@ -97,7 +98,7 @@ def _frame(high: str, low: str) -> str:
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start", colour: str = "ink") -> str:
-    return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}" fill="var(--{colour})">{html.escape(text)}</text>'
+    return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}" fill="var(--{colour})">{_escaped(text)}</text>'
 
 
 def _bars(result: Result) -> str:
@@ -157,25 +158,22 @@ def table(releases: Sequence[str], rows: Mapping[str, Sequence[str]], title: str
     height = HEAD + len(rows) * (CELL + GAP) + 34
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="img" font-family="sans-serif" font-size="12"><title>{html.escape(title)}</title>'
+        f'role="img" font-family="sans-serif" font-size="12"><title>{_escaped(title)}</title>'
         f'<style>{both_schemes("svg")}</style><rect width="{width}" height="{height}" fill="var(--paper)"/>'
     ]
     for column, release in enumerate(releases):
         x = left + column * (CELL + GAP) + CELL / 2 + 4
         parts.append(
-            f'<text transform="translate({x:.0f} {HEAD - 8}) rotate(-60)" fill="var(--ink)">'
-            f"{html.escape(release)}</text>"
+            f'<text transform="translate({x:.0f} {HEAD - 8}) rotate(-60)" fill="var(--ink)">{_escaped(release)}</text>'
         )
     for number, (label, verdicts) in enumerate(rows.items()):
         y = HEAD + number * (CELL + GAP)
-        parts.append(
-            f'<text x="{left - 8}" y="{y + 15}" text-anchor="end" fill="var(--ink)">{html.escape(label)}</text>'
-        )
+        parts.append(f'<text x="{left - 8}" y="{y + 15}" text-anchor="end" fill="var(--ink)">{_escaped(label)}</text>')
         for column, verdict in enumerate(verdicts):
             x = left + column * (CELL + GAP)
             fill = PALETTE.get(verdict, PALETTE["not mended"])
             outline = ' stroke="var(--faint)" stroke-width="0.5"' if fill == "none" else ""
-            said = html.escape(f"{label}, {releases[column]}: {verdict or 'not there'}")
+            said = _escaped(f"{label}, {releases[column]}: {verdict or 'not there'}")
             parts.append(
                 f'<rect x="{x}" y="{y}" width="{CELL}" height="{CELL}" rx="3" fill="{fill}"{outline}>'
                 f"<title>{said}</title></rect>"
@@ -188,3 +186,7 @@ def table(releases: Sequence[str], rows: Mapping[str, Sequence[str]], title: str
         parts.append(f'<text x="{x + 17}" y="{y + 10}" fill="var(--ink)">{text}</text>')
         x += 32 + 7 * len(text)
     return "".join(parts) + "</svg>\n"
+
+
+def _escaped(text: str) -> str:
+    return escaped_html(masked(text))

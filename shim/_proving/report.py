@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from typing import Any
 
+from shim._printing.markdown import escaped_html, fence_of, plain
+from shim._printing.masks import masked
+from shim._printing.printable import one_line, printable
 from shim._proving.results import Outcome, Result, summary
 
 __all__ = ["Heading", "as_data", "as_markdown", "as_text", "heading_of"]
@@ -34,7 +36,7 @@ class Heading:
         parts += [f"{self.device} ({ranks})"]
         parts += [f"model {self.model}"] if self.model else []
         parts += [f"sources {self.tree}"] if self.tree else []
-        return ", ".join(parts)
+        return masked(one_line(", ".join(parts)))
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -67,14 +69,14 @@ def as_text(
             cells = [cell.ljust(wide) for cell, wide in zip(row, widths, strict=False)]
             lines.append("   ".join([*cells, seconds]).rstrip())
         if result.failed:
-            lines.append(f"    {result.reason}")
+            lines.append(f"    {one_line(result.reason)}")
         if result.audit:
-            lines.append(f"    shim audit: {result.audit}")
+            lines.append(f"    shim audit: {one_line(result.audit)}")
     left = [result for result in results if result.verdict == "cannot run"]
     for reason in dict.fromkeys(result.reason for result in left):
         labels = ", ".join(result.label for result in left if result.reason == reason)
-        lines += ["", f"Cannot run here, because {reason} ({labels})."]
-    lines += ["", *overrides] if overrides else []
+        lines += ["", f"Cannot run here, because {one_line(reason)} ({labels})."]
+    lines += ["", *map(one_line, overrides)] if overrides else []
     return "\n".join([*lines, "", summary(results)])
 
 
@@ -88,7 +90,8 @@ def _row(result: Result) -> tuple[str, str, str, str, str]:
 def _said(side: str, outcome: Outcome | None) -> str:
     if outcome is None or outcome.state == "cannot run":
         return ""
-    text = outcome.text if len(outcome.text) <= 60 else f"{outcome.text[:57]}..."
+    text = one_line(outcome.text)
+    text = text if len(text) <= 60 else f"{text[:57]}..."
     return f"{side}: {text}"
 
 
@@ -105,8 +108,14 @@ def as_markdown(heading: Heading, results: Sequence[Result], overrides: Sequence
     lines += ["", *(f"- {_cell(line)}" for line in overrides)] if overrides else []
     for result in results:
         if result.reproduction and result.stock is not None:
-            lines += ["", f"<details><summary>{result.label}: {html.escape(_first(result))}</summary>", ""]
-            lines += [result.reproduction, "", "```python", result.source.rstrip(), "```", "", "</details>"]
+            lines += [
+                "",
+                f"<details><summary>{result.label}: {escaped_html(masked(one_line(_first(result))))}</summary>",
+                "",
+            ]
+            fence = fence_of([result.source])
+            lines += [printable(masked(result.reproduction)), "", f"{fence}python"]
+            lines += [printable(masked(result.source.rstrip())), fence, "", "</details>"]
     return "\n".join(lines)
 
 
@@ -115,7 +124,7 @@ def _first(result: Result) -> str:
 
 
 def _cell(text: str) -> str:
-    return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|")
+    return plain(masked(text))
 
 
 def as_data(heading: Heading, results: Sequence[Result], overrides: Sequence[dict[str, str]] = ()) -> dict[str, Any]:

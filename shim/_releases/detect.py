@@ -13,6 +13,7 @@ from typing import Any
 from packaging.version import Version
 
 from shim._errors import SourceError
+from shim._printing.printable import one_line
 from shim._record import Record
 from shim._releases.files import read_beginning
 from shim._releases.recorded import Recorded, recorded
@@ -23,6 +24,7 @@ __all__ = [
     "DISTRIBUTIONS",
     "PATCHED",
     "VERSION_FILE_LIMIT",
+    "VERSION_LIMIT",
     "Environment",
     "Installed",
     "detect",
@@ -30,13 +32,14 @@ __all__ = [
 ]
 
 PATCHED = ("megatron-core", "transformer-engine")  # the distributions that patches are of; torch is only reported
+VERSION_LIMIT = 100  # characters of a version
 VERSION_FILE_LIMIT = 100_000  # bytes; the largest real one has 3 kB
 
 
 class Installed(Record):
     """One distribution as found on this machine.
 
-    raw: the version as it is written.    origin: the source that gave it.
+    raw: the version as it is written, as one printable line.    origin: the source that gave it.
     version: `raw` as a PEP 440 version. None where it is not one: then bodies alone decide.
     location: the package directory that an import would use.
     problems: what the sources disagree about.
@@ -63,7 +66,8 @@ class Installed(Record):
         }
 
     def __str__(self) -> str:
-        return f"{self.distribution} {self.raw or 'of unknown version'} ({self.origin}, {self.location})"
+        place = one_line(self.location)
+        return f"{self.distribution} {self.raw or 'of unknown version'} ({self.origin}, {place})"
 
 
 class Environment(Record):
@@ -235,11 +239,12 @@ def _installed(distribution: str, known: _Known, sources: Sources) -> Installed 
     # The metadata of an editable install is as old as the install. Its sources move on.
     use_metadata = bool(mine) and not (stale and editable)
     raw = mine[0] if use_metadata else written
+    raw = None if raw is None else one_line(raw, VERSION_LIMIT)
     origin = "distribution metadata" if use_metadata else "version file" if written else "unknown"
     if raw is None:
         problems.append(f"no readable version in {package}; patches are chosen by the bodies alone")
     elif parse_version(raw) is None:
-        problems.append(f"{raw!r} is not a PEP 440 version; patches are chosen by the bodies alone")
+        problems.append(f"'{raw}' is not a PEP 440 version; patches are chosen by the bodies alone")
     return Installed(distribution, known.package, str(package), raw, origin, tuple(problems))
 
 

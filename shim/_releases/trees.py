@@ -11,11 +11,13 @@ from pathlib import Path
 from packaging.utils import canonicalize_name
 
 from shim._errors import OptionError, SourceError
+from shim._printing.printable import one_line
 from shim._record import Record, replace
 from shim._releases.detect import (
     DISTRIBUTIONS,
     PATCHED,
     VERSION_FILE_LIMIT,
+    VERSION_LIMIT,
     Environment,
     Installed,
     version_in_package_info,
@@ -34,7 +36,6 @@ REQUIREMENT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)?==([A-Za-z0-9.+!_-]+)")
 COMMIT_NAME = re.compile(r"[0-9a-f]{10}")  # as the matrix names the commits that it knows
 LIKE_REQUIREMENT = re.compile(r"(?:[A-Za-z0-9][A-Za-z0-9._-]*)?\s*(?:[<>~!=]=?|===)\s*[0-9].*")
 URL = re.compile(r"(?:[a-z][a-z0-9+.-]*://|git@).*", re.IGNORECASE)
-VERSION_LIMIT = 100  # characters
 HEADS = [f"{DISTRIBUTIONS[distribution].package.replace('.', '/')}/__init__.py" for distribution in PATCHED]
 FORMS = "a release (megatron-core==0.19.2), a wheel, an sdist (.tar.gz or .zip), or a directory"
 
@@ -184,7 +185,7 @@ def _packed(name: str, place: str, sources: PackedSources) -> Tree:
     if not found:
         raise OptionError(f"{name}: {_nothing(root.rstrip('/') for root in known)}")
     if not sources.roots and found[0] and len(found) > 1:
-        places = " and in ".join(_printable(root) or "?" for root in found[:5])
+        places = " and in ".join(one_line(root) or "?" for root in found[:5])
         raise OptionError(f"{name} has the packages in {places}; unpack it and name one directory")
     sources.root = root = found[0]
     metadata = {
@@ -200,7 +201,7 @@ def _packed(name: str, place: str, sources: PackedSources) -> Tree:
 
 def _nothing(elsewhere: Iterable[str]) -> str:
     nothing = "neither megatron/core nor transformer_engine is in there"
-    places = sorted({_printable(place) or "?" for place in elsewhere})
+    places = sorted({one_line(place) or "?" for place in elsewhere})
     return f"{nothing}, but in {', '.join(places[:5])}; name that directory" if places else f"{nothing}; name {FORMS}"
 
 
@@ -239,7 +240,7 @@ def _tree(name: str, place: str, sources: Sources, metadata: Mapping[str, str], 
         origin = "distribution metadata"
         if version is None:
             version, origin = _written_version(package, sources) or written or None, "version file"
-        version = _printable(version)
+        version = one_line(version or "", VERSION_LIMIT) or None  # because reports show it
         origin = origin if version else "unknown"
         installed[distribution] = Installed(distribution, package, place, version, origin)
     return Tree(name, Environment(installed, sources)) if installed else None
@@ -248,11 +249,6 @@ def _tree(name: str, place: str, sources: Sources, metadata: Mapping[str, str], 
 def _is_of(info: str, distribution: str) -> bool:
     """Whether metadata of this name, with or without a version and suffix, is that of `distribution`."""
     return distribution in (canonicalize_name(info), canonicalize_name(info.partition("-")[0]))
-
-
-def _printable(version: str | None) -> str | None:
-    """The version without line ends and control characters, cut to VERSION_LIMIT, because reports show it."""
-    return "".join(filter(str.isprintable, version or ""))[:VERSION_LIMIT] or None
 
 
 def _stated(metadata: str, header: str) -> str | None:

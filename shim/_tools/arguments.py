@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
+from shim._tools.output import Parser
 from shim._version import __version__
 
 __all__ = ["add_selection", "command_line"]
@@ -55,7 +56,7 @@ def _add_proving(sub: argparse.ArgumentParser) -> None:
 
 def command_line() -> argparse.ArgumentParser:
     """The parser of the whole command line. `command` in what it parses names the command."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="shim",
         description="Fixes and backports for megatron-core and Transformer Engine, applied in memory.",
         epilog="Begin with `shim plan`. The command is also called megatron-shim, and python -m shim.",

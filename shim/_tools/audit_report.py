@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import html
-import re
-from collections.abc import Iterable
 from dataclasses import replace
 
 from shim._matrix.model import RIGHT
+from shim._printing.markdown import escaped_html, fence_of, plain
+from shim._printing.printable import one_line, printable
 from shim._tools.audit import Audit, Difference
 
 __all__ = ["as_markdown", "as_text"]
@@ -15,20 +14,20 @@ __all__ = ["as_markdown", "as_text"]
 
 def as_text(found: Audit) -> str:
     """The audit for a terminal."""
-    lines = [f"audit of {_one_line(found.tree.name)}"]
+    lines = [f"audit of {one_line(found.tree.name)}"]
     lines += [f"  commit {found.tree.commit}"] if found.tree.commit else []
-    lines += [f"  {_one_line(str(installed))}" for installed in found.tree.environment.installed.values()]
-    lines += [f"  beside {_one_line(str(installed))}" for installed in found.beside]
+    lines += [f"  {one_line(str(installed))}" for installed in found.tree.environment.installed.values()]
+    lines += [f"  beside {one_line(str(installed))}" for installed in found.beside]
     for finding in found.findings:
-        lines.append(f"  {finding.words:<17} {finding.id}: {_one_line(finding.reason)}")
+        lines.append(f"  {finding.words:<17} {finding.id}: {one_line(finding.reason)}")
         for difference in finding.differences:
             # Of a body that keeps its contract one line is enough here. Markdown folds it up, and JSON has it all.
             kept = difference.contract.startswith("kept")
             why = _why(replace(difference, contract="kept") if kept else difference)
-            lines += [f"    {_role(difference)} {difference.target}: {_one_line(why)}"]
-            lines += [f"      {line}" for line in (() if kept else difference.diff)]
-    lines += [f"  lost name: {name}" for name in found.lost]
-    lines += [f"  ! {note}" for note in found.notes]
+            lines += [f"    {_role(difference)} {difference.target}: {one_line(why)}"]
+            lines += [f"      {printable(line, '')}" for line in (() if kept else difference.diff)]
+    lines += [f"  lost name: {one_line(name)}" for name in found.lost]
+    lines += [f"  ! {one_line(note)}" for note in found.notes]
     return "\n".join(lines)
 
 
@@ -39,8 +38,8 @@ def as_markdown(found: Audit) -> str:
     )
     audited += f", commit {found.tree.commit[:10]}" if found.tree.commit else ""
     audited += "".join(f", beside {i.distribution} {i.raw or 'of unknown version'}" for i in found.beside)
-    lines = [f"### shim audit: {_cell(audited)}", "", "| patch | verdict | |", "|---|---|---|"]
-    lines += [f"| {f.id} | {f.words} | {_cell(f.reason)} |" for f in found.findings]
+    lines = [f"### shim audit: {plain(audited)}", "", "| patch | verdict | |", "|---|---|---|"]
+    lines += [f"| {f.id} | {f.words} | {plain(f.reason)} |" for f in found.findings]
     right = [finding.id for finding in found.findings if finding.verdict in RIGHT]
     if right:
         lines += [
@@ -49,18 +48,18 @@ def as_markdown(found: Audit) -> str:
         ]
     for finding in found.findings:
         for difference in finding.differences:
-            why = html.escape(_one_line(_why(difference)))
+            why = escaped_html(one_line(_why(difference)))
             summary = f"{finding.id} {_role(difference)} <code>{difference.target}</code>: {why}"
             lines += ["", f"<details><summary>{summary}</summary>", ""]
             if difference.diff:
-                fence = "`" * max(3, 1 + _longest_run(difference.diff))
-                lines += [f"{fence}diff", *difference.diff, fence]
+                diff = [printable(line, "") for line in difference.diff]
+                lines += [f"{fence_of(diff)}diff", *diff, fence_of(diff)]
             lines += ["</details>"]
     if found.lost:
         lines += ["", "Names that megatron-core imports and this release lacks:", ""]
         lines += ["| name | wanted by megatron-core | |", "|---|---|---|"]
-        lines += [f"| `{n.name}` | {n.wanted} | {n.whereabouts} |" for n in found.lost]
-    lines += ["", *[f"- {_cell(note)}" for note in found.notes]] if found.notes else []
+        lines += [f"| `{n.name}` | {plain(n.wanted)} | {plain(n.whereabouts)} |" for n in found.lost]
+    lines += ["", *[f"- {plain(note)}" for note in found.notes]] if found.notes else []
     return "\n".join(lines)
 
 
@@ -71,17 +70,3 @@ def _role(difference: Difference) -> str:
 def _why(difference: Difference) -> str:
     start = f" (from {difference.nearest})" if difference.nearest else ""
     return f"{difference.why}{start}" + (f"; contract {difference.contract}" if difference.contract else "")
-
-
-def _one_line(text: str) -> str:
-    return "".join(filter(str.isprintable, " ".join(text.split())))
-
-
-def _cell(text: str) -> str:
-    """Text with its Markdown escaped: paths and names of a tree may hold anything."""
-    return re.sub(r"([\\`*_\[\]<>|&~#@])", r"\\\1", _one_line(text))
-
-
-def _longest_run(lines: Iterable[str]) -> int:
-    """The longest run of backticks. The fence must be longer."""
-    return max((len(run) for line in lines for run in re.findall("`+", line)), default=0)

@@ -12,6 +12,7 @@ from shim._errors import MatrixError, OptionError, ShimError
 from shim._tools import commands, prove
 from shim._tools.arguments import command_line
 from shim._tools.output import NOT_MET, USAGE, complain, nobody_reads
+from shim._tools.progress import masked_log
 
 __all__ = ["main"]
 
@@ -50,7 +51,8 @@ def _main(argv: Sequence[str] | None) -> int:
         return USAGE
     arguments = parser.parse_args(argv)
     try:
-        return COMMANDS[arguments.command](arguments)
+        with masked_log():
+            return COMMANDS[arguments.command](arguments)
     except (OptionError, MatrixError) as error:
         complain(error)
         return USAGE

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shim._errors import NotMetError, OptionError, ShimError
-from shim._tools.output import NOT_MET, OK, put, say
+from shim._tools.output import NOT_MET, OK, put, say, tell
 
 if TYPE_CHECKING:
     from shim._matrix.model import Matrix
@@ -114,7 +113,7 @@ def _import_targets(made: Plan, verbose: bool) -> None:
     progress.done()
     for what, failed in failures.items():
         first, more = failed[0], f" and {len(failed) - 1} more modules" if failed[1:] else ""
-        print(f"shim: {first}{more} cannot be imported here: {what}", file=sys.stderr)
+        tell(f"shim: {first}{more} cannot be imported here: {what}")
 
 
 def do_list(arguments: argparse.Namespace) -> int:
@@ -153,7 +152,7 @@ def do_run(arguments: argparse.Namespace) -> int:
     try:
         run(command, **_held(arguments))
     except CommandError as error:
-        print(f"shim: {error}", file=sys.stderr)
+        tell(f"shim: {error}")
         return error.exit_code
     raise AssertionError("exec returned")
 
@@ -175,7 +174,7 @@ def do_matrix(arguments: argparse.Namespace) -> int:
     put(support(matrix), support_table(matrix), arguments.json)
     complaints = [*_stale_pins(matrix), *_unfilled(matrix)]
     for complaint in complaints:
-        print(f"shim: {complaint}", file=sys.stderr)
+        tell(f"shim: {complaint}")
     return NOT_MET if complaints else OK
 
 
@@ -262,7 +261,7 @@ def fetched(distribution: str, release: str) -> Path:
     from shim.testing.releases import FetchError, fetch
 
     try:
-        return fetch(release, distribution, lambda line: print(line, file=sys.stderr))
+        return fetch(release, distribution, tell)
     except FetchError as error:
         raise NotMetError(str(error)) from None
 
@@ -299,12 +298,12 @@ def do_pin(arguments: argparse.Namespace) -> int:
         _refuse_installed(path, "--releases")
     releases = {name: list(matrix.names(name)) for name in {**matrix.supported, **matrix.commits}}
     total, what = sum(map(len, releases.values())), "compares them with" if arguments.check else "rewrites"
-    print(f"shim: fetches {total} releases, where the cache lacks them, and {what} the pins of {path}", file=sys.stderr)
+    tell(f"shim: fetches {total} releases, where the cache lacks them, and {what} the pins of {path}")
     progress = Progress()
     found = measure_all(matrix, fetched, progress, anew=arguments.anew or arguments.check)
     progress.done()
     for line in found.missing:
-        print(f"shim: {line}", file=sys.stderr)
+        tell(f"shim: {line}")
     told = {"releases": releases, "not_at_hand": list(found.not_at_hand)}
     if arguments.check:
         stale = found.stale()
@@ -346,7 +345,7 @@ def _add(arguments: argparse.Namespace) -> int:
     matrix = load_matrix(matrix_argument(arguments.matrix), check_ranges=False)
     _refuse_installed(Path(matrix.path).absolute(), "--add")
     about = seconds(matrix, new, lambda distribution, release: at_hand(release, distribution), matrix.shipped)
-    print(f"shim: adds {new.distribution} {new.name} to {matrix.path}; takes about {about:.0f} s", file=sys.stderr)
+    tell(f"shim: adds {new.distribution} {new.name} to {matrix.path}; takes about {about:.0f} s")
     progress = Progress()
     top = PACKAGE.parent if matrix.shipped else None
     found = add(matrix, new, fetched, progress, source=source, of=arguments.of or "main", top=top)

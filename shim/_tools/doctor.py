@@ -16,6 +16,8 @@ from shim._errors import ShimError
 from shim._matrix.load import matrix_path
 from shim._planning.options import PREFIX, matrix_argument
 from shim._planning.overview import nothing_installed
+from shim._printing.markdown import cell, code, inline
+from shim._printing.masks import masked_data, masked_variable
 from shim._releases.detect import detect
 from shim._te.features import LostFeature, lost_features
 from shim._tools import others as _others
@@ -37,7 +39,16 @@ OTHER_VARIABLES = (
 
 
 def examine() -> dict[str, Any]:
-    """The findings, with stable keys. `problems` lists what is wrong, `notes` what some models need."""
+    """The findings, with stable keys. `problems` lists what is wrong, `notes` what some models need.
+
+    They are made to be pasted: secrets and home directories are masked.
+    """
+    found = masked_data(_examined())
+    assert isinstance(found, dict)
+    return found
+
+
+def _examined() -> dict[str, Any]:
     environment = detect()
     problems = [f"{i.distribution}: {text}" for i in environment.installed.values() for text in i.problems]
     decisions: dict[str, Any] = {}
@@ -90,7 +101,7 @@ def examine() -> dict[str, Any]:
         },
         "python": {"version": platform.python_version(), "executable": sys.executable, "platform": _platform()},
         "installed": {name: i.to_dict() for name, i in environment.installed.items()},
-        "variables": {n: v for n, v in sorted(os.environ.items()) if n in OTHER_VARIABLES or n.startswith(PREFIXES)},
+        "variables": _variables(),
         "machine": hardware,
         "packages": known,
         "others": others,
@@ -122,6 +133,11 @@ def _patches_of_others(made: Plan, known: Mapping[str, Mapping[str, str | None]]
     return found
 
 
+def _variables() -> dict[str, str]:
+    shown = {name: value for name, value in os.environ.items() if name in OTHER_VARIABLES or name.startswith(PREFIXES)}
+    return {name: masked_variable(name, value) for name, value in sorted(shown.items())}
+
+
 def _platform() -> str:
     # Not platform.platform(), which starts `uname -p`.
     return f"{platform.system()} {platform.release()} {platform.machine()}"
@@ -135,43 +151,44 @@ def _finder(finder: Any) -> str:
 def as_text(found: dict[str, Any]) -> str:
     """The findings as Markdown, to be pasted into an issue."""
     lines = ["### shim doctor", ""]
-    lines.append(f"- shim {found['shim']['version']} from `{found['shim']['location']}`")
+    lines.append(f"- shim {found['shim']['version']} from {code(found['shim']['location'])}")
     content = found["shim"]["matrix_content"]
-    other = f" (not the one that ships; content {content})" if content else ""
-    lines.append(f"- matrix `{found['shim']['matrix']}`{other}, digest {found['digest']}")
-    lines.append(f"- Python {found['python']['version']} on {found['python']['platform']}")
+    other = f" (not the one that ships; content {inline(content)})" if content else ""
+    lines.append(f"- matrix {code(found['shim']['matrix'])}{other}, digest {found['digest']}")
+    lines.append(f"- Python {found['python']['version']} on {inline(found['python']['platform'])}")
     for name, installed in found["installed"].items():
-        lines.append(f"- {name} {installed['version']} ({installed['origin']}) at `{installed['location']}`")
+        version = inline(installed["version"])
+        lines.append(f"- {name} {version} ({installed['origin']}) at {code(installed['location'])}")
     for name in ("megatron-core", "transformer-engine", "torch"):
         if name not in found["installed"]:
             lines.append(f"- {name}: not installed")
     lines += _machine_as_text(found["machine"])
     for name, package in found["packages"].items():
-        place = f" at `{package['location']}`" if package["location"] else ""
-        lines.append(f"- {name} {package['version'] or 'of unknown version'}{place}")
-    lines += [f"- `{name}={value}`" for name, value in found["variables"].items()]
-    lines.append(f"- import hooks: {', '.join(found['import_hooks'])}")
+        place = f" at {code(package['location'])}" if package["location"] else ""
+        lines.append(f"- {name} {inline(package['version'] or 'of unknown version')}{place}")
+    lines += [f"- {code(f'{name}={value}')}" for name, value in found["variables"].items()]
+    lines.append(f"- import hooks: {inline(', '.join(found['import_hooks']))}")
     lines += ["", "| patch | action | variant | reason |", "|---|---|---|---|"]
     for id, d in found["plan"].items():
         cells = [id, d["action"], d["variant"] or "", d["reason"]]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
-    lines += ["", "Notes:", *(f"- {note}" for note in found["notes"])] if found["notes"] else []
+        lines.append("| " + " | ".join(map(cell, cells)) + " |")
+    lines += ["", "Notes:", *(f"- {inline(note)}" for note in found["notes"])] if found["notes"] else []
     lines += _others_as_text(found["others"])
     lines += _lost_as_text(found)
     lines += ["", "Problems:" if found["problems"] else "No problems found."]
-    lines += [f"- {problem}" for problem in found["problems"]]
+    lines += [f"- {inline(problem)}" for problem in found["problems"]]
     return "\n".join(lines)
 
 
 def _machine_as_text(machine: Mapping[str, Any]) -> list[str]:
-    gpus = [f"- GPU {place}: {gpu}" for place, gpu in enumerate(machine["gpus"])] or [
+    gpus = [f"- GPU {place}: {inline(gpu)}" for place, gpu in enumerate(machine["gpus"])] or [
         "- GPU: none that nvidia-smi shows"
     ]
     cuda = machine["cuda"]
-    versions = [f"torch built for {cuda['torch']}" if cuda["torch"] else "no torch that is built for CUDA"]
-    versions += [f"toolkit {cuda['toolkit']}"] if cuda["toolkit"] else []
-    versions += [f"{name} {version}" for name, version in machine["libraries"].items()]
-    return [*gpus, f"- driver {machine['driver'] or 'unknown'}; {', '.join(versions)}"]
+    versions = [f"torch built for {inline(cuda['torch'])}" if cuda["torch"] else "no torch that is built for CUDA"]
+    versions += [f"toolkit {inline(cuda['toolkit'])}"] if cuda["toolkit"] else []
+    versions += [f"{name} {inline(version)}" for name, version in machine["libraries"].items()]
+    return [*gpus, f"- driver {inline(machine['driver'] or 'unknown')}; {', '.join(versions)}"]
 
 
 def _others_as_text(others: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -179,8 +196,8 @@ def _others_as_text(others: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     lines = ["", "Others who replace what shim patches (a line with a file counts only if that code runs):", ""]
     for other in others:
-        where = f" in {other['where']}" if other["where"] else ", which is loaded"
-        lines.append(f"- {other['who']}{where}: `{other['target']}` ({', '.join(other['patches'])})")
+        where = f" in {inline(other['where'])}" if other["where"] else ", which is loaded"
+        lines.append(f"- {inline(other['who'])}{where}: {code(other['target'])} ({', '.join(other['patches'])})")
     return lines
 
 
@@ -192,4 +209,6 @@ def _lost_as_text(found: dict[str, Any]) -> list[str]:
         return []
     lines = ["", "What this megatron-core does not get from this Transformer Engine:", ""]
     lines += ["| name | lost | remedy |", "|---|---|---|"]
-    return lines + [f"| `{feature['name']}` | {feature['lost']} | {feature['outcome']} |" for feature in lost]
+    return lines + [
+        f"| {code(feature['name'])} | {cell(feature['lost'])} | {cell(feature['outcome'])} |" for feature in lost
+    ]

@@ -1,27 +1,53 @@
-"""Output of the command line: results go to standard output, errors to standard error."""
+"""Output of the command line: results go to standard output, errors to standard error.
+
+All that a command prints passes through here: secrets and homes are masked, what cannot be seen is escaped, and so is
+what the stream's encoding cannot hold.
+"""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import os
 import sys
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from shim._errors import NotMetError
+from shim._printing.masks import masked, masked_data
+from shim._printing.printable import fits, one_line, printable
 
-__all__ = ["NOT_MET", "OK", "USAGE", "complain", "nobody_reads", "put", "say"]
+__all__ = ["NOT_MET", "OK", "USAGE", "Parser", "complain", "nobody_reads", "put", "say", "shown", "tell"]
 
 OK, NOT_MET, USAGE = 0, 1, 2
+LONG = 20_000  # characters of a message, which may name all patches
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are printed as all else is: they quote what was given."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(one_line(masked(message)))
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        stream = sys.stderr if file is None else file
+        super()._print_message(shown(message, stream), stream)
+
+
+def shown(text: str, stream: TextIO | None) -> str:
+    """The text as a command prints it to `stream`."""
+    return fits(printable(masked(text)), getattr(stream, "encoding", None))
 
 
 def put(data: Any, text: str, as_json: bool) -> None:
-    say(json.dumps(data, indent=2, default=str) if as_json else text)
+    """Print `text`, or `data` as JSON in ASCII: its texts are masked, and otherwise what they are."""
+    say(json.dumps(masked_data(data), indent=2) if as_json else text)
 
 
 def say(text: str) -> None:
     """Print. Where the reader has gone, as in `shim plan | head`, the exit code stays the same."""
     try:
-        print(text, flush=True)
+        print(shown(text, sys.stdout), flush=True)
     except BrokenPipeError:
         nobody_reads(sys.stdout)
     except OSError as error:  # a full disk, for instance
@@ -29,13 +55,23 @@ def say(text: str) -> None:
         raise NotMetError(f"standard output cannot be written: {error}") from None
 
 
-def complain(error: Exception) -> None:
+def tell(text: object) -> None:
+    """Print one line to standard error."""
+    if sys.stderr is None:  # print() would take standard output instead
+        return
     try:
-        print(f"shim: {error}", file=sys.stderr)
+        print(shown(one_line(text, LONG), sys.stderr), file=sys.stderr, flush=True)
     except BrokenPipeError:
         nobody_reads(sys.stderr)
+    except OSError:  # whoever cannot be told of the result still gets its exit code
+        nobody_reads(sys.stderr)
+
+
+def complain(error: Exception) -> None:
+    tell(f"shim: {error}")
 
 
 def nobody_reads(stream: TextIO) -> None:
     # Without this the interpreter flushes again at its end, and prints an error.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    with contextlib.suppress(OSError):  # of a stream without a file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -225,7 +225,7 @@ def measure(
                         found[id] = pin
             pins.setdefault(distribution, {})[name] = found
     if amiss:
-        raise MatrixError("\n".join(amiss))
+        raise MatrixError("; ".join(amiss))
     return pins
 
 

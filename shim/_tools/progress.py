@@ -11,7 +11,10 @@ import warnings
 from collections.abc import Iterator
 from typing import TextIO
 
-__all__ = ["Progress", "hushed"]
+from shim._printing.masks import masked
+from shim._printing.printable import fits, one_line
+
+__all__ = ["Progress", "hushed", "masked_log"]
 
 PATIENCE = 1.0  # seconds between lines where there is no terminal
 
@@ -30,6 +33,7 @@ class Progress:
         """Name the step that begins: on a terminal at once, elsewhere only after `patience` seconds of silence."""
         if self._stream is None:
             return
+        text = fits(one_line(masked(text)), self._stream.encoding)
         if self._terminal:
             self._stream.write("\r" + text.ljust(self._width))
             self._stream.flush()
@@ -46,17 +50,32 @@ class Progress:
             self._width = 0
 
 
+class _Masked(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return fits(masked(super().format(record)), getattr(sys.stderr, "encoding", None))
+
+
+@contextlib.contextmanager
+def masked_log() -> Iterator[None]:
+    """Print what shim logs to standard error, as it is now, and masked as all that a command prints."""
+    log = logging.getLogger("shim")
+    if sys.stderr is None or any(isinstance(handler.formatter, _Masked) for handler in log.handlers):
+        yield
+        return
+    ours = logging.StreamHandler(sys.stderr)
+    ours.setFormatter(_Masked("shim: %(message)s"))
+    log.addHandler(ours)
+    try:
+        yield
+    finally:
+        log.removeHandler(ours)
+
+
 @contextlib.contextmanager
 def hushed() -> Iterator[None]:
     """Keep the prints, logs and warnings of others off the terminal. shim's own logs go to standard error."""
-    log = logging.getLogger("shim")
-    ours = logging.StreamHandler(sys.stderr)
-    ours.setFormatter(logging.Formatter("shim: %(message)s"))
-    log.addHandler(ours)
-    try:
-        nowhere = io.StringIO()
-        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.removeHandler(ours)
+    nowhere = io.StringIO()
+    quiet = contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere)
+    with masked_log(), quiet[0], quiet[1], warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shim._matrix.model import Matrix
+from shim._printing.markdown import plain
 
 __all__ = ["support", "support_table"]
 
@@ -49,6 +50,6 @@ def support_table(matrix: Matrix) -> str:
 
 
 def _table(corner: str, ids: Sequence[str], heads: Sequence[str], columns: Sequence[Mapping[str, str]]) -> str:
-    lines = [f"| {corner} | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    lines = [f"| {corner} | " + " | ".join(map(plain, heads)) + " |", "|---" * (len(heads) + 1) + "|"]
     lines += [f"| {id} | " + " | ".join(column[id] for column in columns) + " |" for id in ids]
     return "\n".join(lines)

@@ -120,8 +120,11 @@ def _libraries() -> dict[str, str]:
     """Versions from packages. For NCCL, where there is no package, from the file in the usual library folders."""
     found: dict[str, str] = {}
     for distribution in metadata.distributions():
-        # A damaged installation has metadata without a name.
-        name = (distribution.metadata["Name"] or "").lower()
+        try:
+            # A damaged installation has metadata without a name.
+            name = (distribution.metadata["Name"] or "").lower()
+        except (OSError, UnicodeError):  # or metadata that nobody can read
+            continue
         for library, prefix in LIBRARIES.items():
             if name.startswith(prefix):
                 found[library] = f"{distribution.version} ({name})"
@@ -138,7 +141,7 @@ def packages() -> dict[str, dict[str, str | None]]:
         location = _folder(package)
         try:
             version = metadata.version(distribution)
-        except metadata.PackageNotFoundError:
+        except (metadata.PackageNotFoundError, OSError, UnicodeError):
             version = None
         if version is not None or location is not None:
             found[distribution] = {"version": version, "location": location}

@@ -146,9 +146,9 @@ def test_no_line_of_a_diff_closes_its_fence(examine, world):
 
 def test_markdown_shows_names_as_they_are():
     """`__init__` in a reason is no bold text."""
-    from shim._tools.audit_report import _cell
+    from shim._printing.markdown import plain
 
-    assert _cell("Layer.__init__ is\ngone") == r"Layer.\_\_init\_\_ is gone"
+    assert plain("Layer.__init__ is\ngone") == r"Layer.\_\_init\_\_ is gone"
 
 
 def test_a_path_that_is_not_text_is_printed(shim, tmp_path):
