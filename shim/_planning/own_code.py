@@ -18,7 +18,18 @@ from shim._matrix.pins import lock_path
 __all__ = ["BESIDE", "ROOMS", "differing_parts", "file_digest", "files_below", "own_code", "own_files", "summary_of"]
 
 # Every room of the package is in one of these lists. What is in neither counts.
-ROOMS = ("_config_override", "_engine", "_matrix", "_planning", "_releases", "_te", "_workers", "ops", "patches")
+ROOMS = (
+    "_config_override",
+    "_engine",
+    "_matrix",
+    "_planning",
+    "_printing",
+    "_releases",
+    "_te",
+    "_workers",
+    "ops",
+    "patches",
+)
 # The command line, the proofs and their runner, and the helpers of tests. A job that calls shim.apply() loads none of
 # them, and no other room imports them.
 BESIDE = ("__main__.py", "_proving", "_tools", "testing")
