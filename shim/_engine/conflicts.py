@@ -127,6 +127,7 @@ def _foreign_on(target: str, decision: Decision, plan: Plan, binder: Records, lo
         owner, name, value = binder.resolve(target, target in decision.added)
     except BindError as error:
         return _Foreign("nothing", str(error), f"exclude {decision.id}")
+    binder.found.seen[target] = value
     if value is MISSING or binder.is_back(owner, name):
         return None
     inner = unwrap(binder.wrappers.beneath(value))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shim._engine.aliases import find_aliases, namespace_of, rewrap, unwrap
-from shim._engine.chain import MISSING, Chain, Change, Imported, Layer, Slot, found_by_name
+from shim._engine.chain import MISSING, Chain, Change, Imported, Key, Layer, Slot, found_by_name
+from shim._engine.foreign import describe
 from shim._engine.records import Findings, Records
 from shim._engine.switch import Write
 from shim._errors import BindError
@@ -36,9 +37,11 @@ class Draft(Records):
         """Bring the chains of all loaded targets to `wanted`. See Binder.commit."""
         places = self.places
         places.follow(self._base_of)
-        for slot in places.regain():
-            self.chains.pop(slot.target, None)  # the name may hold an older wrapper now
-            self.found.drop(slot.target)
+        returned = {slot.key: slot for slot in places.regain()}
+        for slot in returned.values():
+            if self._is_on_target(slot):  # of an alias nothing follows for what stands on the target
+                self.chains.pop(slot.target, None)  # the name may hold an older wrapper now
+                self.found.drop(slot.target)
         self._renew_replaced()
         if imported is None:
             self._adopt_returned()
@@ -48,7 +51,7 @@ class Draft(Records):
             if chain.layers != layers
         ]
         self._keep_pairs(changes)
-        self._write_all(changes, imported)
+        self._write_all(changes, imported, returned)
         for _, after in changes:
             if after.layers:
                 self.chains[after.target] = after
@@ -105,6 +108,9 @@ class Draft(Records):
                 base = self.wrappers.beneath(value)
                 before = self.places.lost.pop((id(owner), name), None)
                 known = self.places.slots.get((id(owner), name)) or (None if before is None else before.slot)
+                if not self._was_looked_at(target, value, known):
+                    message = f"{target} was replaced by {describe(unwrap(value))} while shim was about to bind it"
+                    raise BindError(message, layers[0].patch)
                 if known is not None and base is value is known.written:
                     base = known.original  # shim's own object is back, and it is no function that says what is beneath
                 around = self.found.wrapped.get(target)
@@ -125,6 +131,19 @@ class Draft(Records):
                     self.first.setdefault(target, unwrap(base))
             if chain is not None:
                 yield chain, layers
+
+    def _was_looked_at(self, target: str, value: Any, known: Slot | None) -> bool:
+        """Whether shim has seen whose object stands on a target that gets a new chain: this very object, or its own."""
+        seen = (
+            self.found.seen.get(target),
+            self.found.renewed.get(target),
+            *(() if known is None else (known.original,)),
+        )
+        return (
+            any(value is one for one in seen)
+            or self.wrappers.is_ours(value)
+            or (known is not None and value is known.written)
+        )
 
     def _build(self, chain: Chain, layers: tuple[Layer, ...]) -> Change:
         """Let the factories build the new object of the target, from the inside out. Writes nothing."""
@@ -165,7 +184,7 @@ class Draft(Records):
                 why = f"stays bound, because {partner.name} was replaced"
                 self.places.lose(self.places.slots[chain.key], why, partner.key)
 
-    def _write_all(self, changes: Sequence[Change], imported: Imported | None) -> None:
+    def _write_all(self, changes: Sequence[Change], imported: Imported | None, returned: Container[Key]) -> None:
         """Write targets and known places first, aliases second, so that a concurrent import takes no old object."""
         # Asked before the search: a module that finishes its import during the search may have been searched too early.
         overdue = self.modules.overdue()
@@ -189,7 +208,7 @@ class Draft(Records):
                     old[id(beneath)] = (chain, after)
                     far.append(beneath)
         self._write_known(changes)
-        self._write_followed(changes)
+        self._write_followed(changes, returned)
         found = find_aliases(far)
         if near and imported is not None:
             found += find_aliases(near, imported[1])
@@ -213,13 +232,24 @@ class Draft(Records):
             elif slot.target not in self.chains:
                 self.places.restore(slot)
 
-    def _write_followed(self, changes: Iterable[Change]) -> None:
-        """Write to places inside of other objects that hold upstream's function, or an older one of shim's."""
+    def _write_followed(self, changes: Iterable[Change], returned: Container[Key]) -> None:
+        """Write to places that may hold upstream's function, or an older one of shim's, beneath a chain that stays.
+
+        These are places inside of other objects, and names that somebody has given back.
+        """
         now = {**self.chains, **{after.target: after for _, after in changes}}
         for slot in list(self.places.slots.values()):
             chain = now.get(slot.target)
-            if slot.within and chain is not None and unwrap(slot.written) is not unwrap(chain.top):
+            if chain is None or unwrap(slot.written) is unwrap(chain.top):
+                continue
+            # What an alias holds of the time before a reload is not beneath this chain.
+            beneath = unwrap(self.wrappers.beneath(slot.written))
+            if slot.within or (slot.key in returned and beneath is unwrap(chain.base)):
                 self.places.put(slot.owner, slot.name, chain, chain)
+
+    def _is_on_target(self, slot: Slot) -> bool:
+        chain = self.chains.get(slot.target)
+        return chain is None or chain.key == slot.key
 
     def _write_late(self, changes: Iterable[Change], overdue: set[str]) -> None:
         """Rebind aliases in modules that finished importing late, also for chains that do not change."""

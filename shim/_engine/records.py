@@ -42,6 +42,7 @@ class Findings:
     open: patch and body -> the question that only a model can answer.
     doubts: patch -> a body, and what nobody knows about it, in words.
     renewed: target -> what stands there in the place of shim's object, for the patches to go around.
+    seen: target -> what was looked at there, and found to be upstream's or an object that its patches can hold on.
     """
 
     def __init__(self) -> None:
@@ -50,6 +51,7 @@ class Findings:
         self.open: dict[tuple[str, str], Question] = {}
         self.doubts: dict[str, tuple[str, str]] = {}
         self.renewed: dict[str, Any] = {}
+        self.seen: dict[str, Any] = {}
 
     def forgotten(self, bound: Container[str]) -> Findings:
         """New findings, with what was found when the targets in `bound` were bound."""
@@ -61,12 +63,13 @@ class Findings:
         """Begin anew, except with what was found when the targets in `bound` were bound."""
         self.wrapped = {target: found for target, found in self.wrapped.items() if target in bound}
         self.around = {key: found for key, found in self.around.items() if key[1] in bound}
-        self.open, self.doubts, self.renewed = {}, {}, {}
+        self.open, self.doubts, self.renewed, self.seen = {}, {}, {}, {}
 
     def copy(self) -> Findings:
         copy = Findings()
         copy.wrapped, copy.around = dict(self.wrapped), dict(self.around)
         copy.open, copy.doubts, copy.renewed = dict(self.open), dict(self.doubts), dict(self.renewed)
+        copy.seen = dict(self.seen)
         return copy
 
     def drop(self, target: str) -> None:

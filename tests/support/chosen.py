@@ -30,6 +30,7 @@ ONCE = os.environ.get("SHIM_TEST_ONCE_PER_VARIANT") == "1"
 
 # The patches that a file is about, where its name does not begin with the id of one.
 ABOUT = {
+    "test_aliases_given_back": ["rope-fusion"],
     "test_applied_after": ["mtp-packed-sequences", "mtp-recompute", "frozen-recompute", "chunked-logprob"],
     "test_effect": ["mtp-packed-sequences", "mtp-recompute", "frozen-recompute"],
     "test_freed_inputs": ["mtp-recompute"],
