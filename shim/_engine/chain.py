@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from shim._engine.aliases import namespace_of, unwrap
+from shim._engine.aliases import dictionary_of, namespace_of, unwrap
 from shim._engine.foreign import describe
 from shim._matrix.model import Variant
 from shim._record import Record
@@ -94,7 +94,7 @@ class Slot(Record):
             return f"what {self.within} calls"
         if issubclass(type(owner), type):
             return f"{owner.__module__}.{owner.__qualname__}.{self.name}"
-        return f"{namespace_of(owner)['__name__']}.{self.name}"
+        return f"{namespace_of(owner).get('__name__', 'a module without a name')}.{self.name}"
 
 
 class Lost(Record):

@@ -115,7 +115,7 @@ def _may_come_of(value: Any, module: str, found: list[Definition]) -> bool:
 def _home_of(value: Any) -> str:
     """The module that defines a decorator, or the object whose attribute the decorator is."""
     if _is(value, types.ModuleType):
-        return str(namespace_of(value)["__name__"])  # an attribute read would load a lazy module
+        return str(namespace_of(value).get("__name__", ""))  # an attribute read would load a lazy module
     return str(getattr(value, "__module__", None) or type(value).__module__)
 
 

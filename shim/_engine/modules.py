@@ -52,7 +52,11 @@ def is_initialising(module: object) -> bool:
     """Whether the module's import is under way."""
     if not issubclass(type(module), types.ModuleType):
         return False
-    return bool(getattr(namespace_of(module).get("__spec__"), "_initializing", False))
+    try:
+        # importlib writes True. A mock has anything.
+        return getattr(namespace_of(module).get("__spec__"), "_initializing", False) is True
+    except Exception:  # noqa: BLE001 - somebody's own spec, of which importlib knows nothing
+        return False
 
 
 def locked_modules() -> set[str]:

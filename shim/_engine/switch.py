@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from shim._engine.aliases import namespace_of
+from shim._engine.aliases import dictionary_of, namespace_of
 from shim._engine.chain import MISSING, read_name
 from shim._record import Record
 
@@ -44,7 +44,7 @@ class Write(Record):
 def step_of(owner: Any, name: str, value: Any) -> _Step:
     """The call that writes a value to a name, or takes the name away (MISSING). In C, but for metaclasses in Python."""
     if issubclass(type(owner), types.ModuleType):
-        namespace: Any = namespace_of(owner)
+        namespace = dictionary_of(owner)
         if value is MISSING:
             return functools.partial(dict.pop, namespace, name, None)
         return functools.partial(dict.__setitem__, namespace, name, value)

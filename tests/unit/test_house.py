@@ -115,7 +115,6 @@ TESTED_IN = {
     "_config_override.recompute": "unit/test_config_override",
     "_config_override.threads": "unit/test_config_override_threads",
     "_config_override.values": "unit/test_config_override",
-    "_engine.aliases": "engine/test_bind",
     "_planning.decision": "unit/test_plan",
     "_planning.losses": "unit/test_lost_features",
     "_tools.new_patch_proposal": "unit/test_new_patch",
