@@ -84,9 +84,9 @@ def find_aliases(objects: Iterable[Any], modules: Iterable[str] | None = None) -
     wanted = {id(item) for item in objects}
     if not wanted:
         return []
-    # The search looks at some hundred thousand values, so both tests for each value are cheap: whether its id is
-    # wanted, and whether its exact type is that of a class or descriptor. Dictionaries are copied first, because another thread
-    # may write to them.
+    # The search looks at some hundred thousand values, so both tests for each value are cheap: whether its id is wanted
+    # (in C), and whether its exact type is that of a class or descriptor. Dictionaries are copied first, because
+    # another thread may write to them.
     absent, metaclasses, descriptors = wanted.isdisjoint, _kinds(type), _kinds(*DESCRIPTORS)
     either = metaclasses | descriptors
     found: list[Location] = []

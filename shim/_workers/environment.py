@@ -10,6 +10,7 @@ from typing import Any
 
 from shim._errors import NotMetError, OptionError
 from shim._planning.options import PREFIX, UNSET, Arguments, Ids, PatchOptions, is_true
+from shim._workers.deaf import deaf_part
 
 __all__ = ["CommandError", "apply_in_ray_worker", "ray_runtime_env", "run", "run_environment"]
 
@@ -93,11 +94,11 @@ class CommandError(OptionError):
 
 def run(command: Sequence[str], **arguments: Any) -> None:
     """Replace this process by `command`, in `run_environment(**arguments)`. CommandError where it cannot run."""
-    deaf = _deaf_flag(command)
+    deaf = deaf_part(command)
     if deaf:
         raise NotMetError(
-            f"{command[0]} {deaf} ignores its environment, so shim would not be applied in it. Remedy: "
-            f"leave {deaf} out, or call shim.apply() in the program."
+            f"{command[0]}: with {deaf} Python does not see what `shim run` gives it, so shim would not be applied. "
+            f"Remedy: leave {deaf} out, or call shim.apply() in the program."
         )
     environment = run_environment(**arguments)
     try:
@@ -106,26 +107,6 @@ def run(command: Sequence[str], **arguments: Any) -> None:
         missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
         why = getattr(error, "strerror", None) or error  # not the whole OSError: it names only the last file tried
         raise CommandError(f"{command[0]} cannot be run: {why}", 127 if missing else 126) from None
-
-
-def _deaf_flag(command: Sequence[str]) -> str:
-    """The flag that keeps a Python in `command` from running sitecustomize. "" where there is none."""
-    if not os.path.basename(command[0]).startswith("python"):
-        return ""
-    arguments = iter(command[1:])
-    for argument in arguments:
-        if not argument.startswith("-") or argument.startswith("--") or argument == "-":
-            return ""
-        for place, letter in enumerate(argument[1:], 2):
-            if letter in "IES":
-                return argument
-            if letter in "cm":  # the rest belongs to the program
-                return ""
-            if letter in "WX":  # its value is the rest of the argument, or else the next argument
-                if place == len(argument):
-                    next(arguments, None)
-                break
-    return ""
 
 
 def ray_runtime_env(

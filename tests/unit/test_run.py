@@ -15,7 +15,7 @@ from unit_helpers import REPOSITORY, write_file
 import shim
 from shim._matrix.load import load_matrix
 from shim._planning.options import resolve
-from shim._workers import environment as _workers
+from shim._workers.deaf import deaf_part
 
 RUN = str(REPOSITORY / "shim" / "_workers" / "run")
 ALLOWED = f"{RUN}/packages=fake_patches"
@@ -233,7 +233,7 @@ def test_options_are_heeded(tree):
     ],
 )
 def test_a_python_that_would_not_listen_is_found_by_its_flags(command, flag):
-    assert _workers._deaf_flag(command) == flag
+    assert deaf_part(command) == flag
 
 
 # The command
