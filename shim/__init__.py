@@ -75,8 +75,11 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'shim' has no attribute {name!r}")
     import importlib
 
-    value = globals()[name] = getattr(importlib.import_module(home), name)
-    return value
+    module = importlib.import_module(home)
+    # The other names of that module too: while the interpreter ends nothing can be imported, and shim.revert must work.
+    alike = [other for other in __all__ if _HOMES.get(other, "shim._api") == home]
+    globals().update((other, getattr(module, other)) for other in {name, *alike})
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 from shim._engine import engine as _engine
 from shim._engine.contexts import Context
 from shim._engine.deferred_log import logger
+from shim._engine.ending import is_ending
 from shim._engine.ranks import NOTHING, OWN_CODE, PACKAGES, PARTS, is_rank_zero, ranks_that_differ
 from shim._engine.report import PatchReport, Report
 from shim._errors import MatrixError, NotMetError, OptionError
@@ -279,6 +280,8 @@ def check(model: Any = None, group: Any = None) -> Report:
     patch, except where it is not known whether the patch has its effect: that is never more than a warning. Ranks that
     differ are a NotMetError, too. Logs one INFO line on rank 0.
     """
+    if is_ending():  # nothing can be imported or compared any more
+        return status()
     _engine.ENGINE.catch_up()
     current = _engine.ENGINE.plan
     # Gather before anything raises: a rank that does not take part would leave the others waiting.

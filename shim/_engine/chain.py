@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from shim._engine.aliases import dictionary_of, namespace_of, unwrap
+from shim._engine.aliases import namespace_of, unwrap
 from shim._engine.foreign import describe
 from shim._matrix.model import Variant
 from shim._record import Record

@@ -41,6 +41,7 @@ from shim._engine.checked import Checked
 from shim._engine.conflicts import require_none, warnings_for, with_conflicts
 from shim._engine.contexts import Block, Context, Contexts
 from shim._engine.deferred_log import DeferredLog, short_of
+from shim._engine.ending import is_ending
 from shim._engine.factories import Factories
 from shim._engine.import_hook import ImportHook
 from shim._engine.modules import forget_half_imported, import_what_binding_needs, locked_modules
@@ -178,6 +179,8 @@ class Engine:
 
         context: the with-block that the plan belongs to, until `release`.
         """
+        if wanted is None and is_ending():
+            return
         self._refuse_within("revert" if wanted is None else "apply" if context is None else "patched")
         try:
             if wanted is not None:
@@ -242,7 +245,7 @@ class Engine:
         transaction of this thread, as in a finalizer, the block ends once that is over.
         """
         context.over = True
-        if not self._is_within():
+        if not is_ending() and not self._is_within():
             self._end_blocks()
 
     def _end_blocks(self) -> None:
@@ -462,6 +465,8 @@ class Engine:
 
         otherwise: makes a plan to report on if there has been none.
         """
+        if is_ending():
+            return self._read_back(self.plan or not_applied(self.last or otherwise()), {})
         self.catch_up()
         models = self.checked.living()
         report, plan = self._read(self.plan or not_applied(self.last or otherwise()))

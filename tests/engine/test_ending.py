@@ -1,0 +1,103 @@
+"""The end of a block and a revert while the interpreter ends say nothing on stderr."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fake_world import World
+
+HEAD = """
+import sys
+sys.dont_write_bytecode = True
+from fake_world import trust_fake_patches
+trust_fake_patches()
+import shim, megatron.core.ops as ops
+"""
+
+DURING = {
+    # a block that is open when the program ends, and is closed by the collector
+    "an open block": """
+def block():
+    with shim.patched():
+        yield ops.double(2)
+ops.kept = block()
+print(next(ops.kept))
+""",
+    "an open block in another module": """
+import types
+sys.modules["holder"] = holder = types.ModuleType("holder")
+holder.block = shim.patched()
+print(holder.block.__enter__().applied)
+""",
+    "an open block in a cycle": """
+def block():
+    me = yield
+    with shim.patched():
+        yield me
+cycle = [block()]
+next(cycle[0]), cycle[0].send(cycle)
+sys.kept = cycle
+""",
+}
+CALLS = {
+    "revert": "shim.revert()",
+    "apply": "shim.apply()",
+    "apply once more": "shim.apply(exclude=['count'])",
+    "status": "shim.status()",
+    "check": "shim.check()",
+    "import": "import megatron.core.layers",
+    "plan": "shim.plan()",
+}
+for name, call in CALLS.items():
+    for where in ("sys", "ops", "builtins"):
+        DURING[f"{name} by __del__ of an object in {where}"] = f"""
+import builtins
+class Late:
+    def __init__(self):
+        self.shim = shim
+    def __del__(self, shim=shim):
+        {call}
+{where}.kept = Late()
+kept = {where}.kept
+shim.apply()
+"""
+DURING["revert at exit"] = "import atexit\natexit.register(shim.revert)\nshim.apply()"
+DURING["revert in a thread at exit"] = """
+import atexit, threading
+def late():
+    thread = threading.Thread(target=shim.revert)
+    thread.start()
+    thread.join()
+atexit.register(late)
+shim.apply()
+"""
+DURING["nothing was imported before"] = """
+class Late:
+    def __del__(self, shim=shim):
+        shim.revert()
+sys.kept = Late()
+"""
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    root = tmp_path_factory.mktemp("tree")
+    world = World(root)
+    world.patch("count", ["megatron.core.ops:double", "megatron.core.layers:Layer.forward"])
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_SHIM_")}
+    path = os.pathsep.join([str(root), str(Path(__file__).parents[1] / "support"), str(Path(__file__).parents[2])])
+    return {**kept, "MEGATRON_SHIM_MATRIX": str(world.matrix), "PYTHONPATH": path}
+
+
+@pytest.mark.parametrize("during", DURING)
+def test_the_end_of_the_interpreter_is_quiet(environment, during):
+    done = subprocess.run(
+        [sys.executable, "-c", HEAD + DURING[during]], env=environment, capture_output=True, text=True, timeout=60
+    )
+    said = done.stderr
+    if "builtins" in during and not during.startswith("revert"):
+        # What has to import something gets Python's own word for it, and no error of shim's.
+        said = "" if not said or said.endswith("sys.meta_path is None, Python is likely shutting down\n") else said
+    assert (done.returncode, said) == (0, "")
