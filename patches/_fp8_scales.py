@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from shim._errors import ShimError
+from shim.patches._named import Named
 
 # Where Transformer Engine keeps the number of a module's queue, from 2.1 on.
 POSITION = "global_fp8_buffer_pos_fwd_recompute"
@@ -106,7 +107,7 @@ class Replay:
                 manager.restore_fp8_meta_tensors(meta)
 
 
-class _Now(threading.local):
+class _Now(Named, threading.local):
     """The checkpoints that this thread is in. Per thread, because backward runs in threads of autograd."""
 
     recording: tuple[ForwardScales, ...] = ()

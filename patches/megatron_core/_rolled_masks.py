@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
+from shim.patches._named import Named
+
 __all__ = ["THREAD", "RolledMasks", "handed_out"]
 
 
@@ -41,7 +43,7 @@ class RolledMasks:
         THREAD.masks = self.outer
 
 
-class _Thread(threading.local):
+class _Thread(Named, threading.local):
     """The rolls of the step that this thread is in."""
 
     masks: RolledMasks | None = None

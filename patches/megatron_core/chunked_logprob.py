@@ -39,6 +39,7 @@ from typing import Any
 from torch import Tensor
 
 from shim.patches._arguments import Function, add_parameters
+from shim.patches._named import Named
 from shim.patches.megatron_core._token_losses import token_losses
 
 PLAIN = "megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy"
@@ -82,7 +83,7 @@ def _forward(original: Function, fp32_output: bool) -> Function:
     return forward
 
 
-class _Output(threading.local):
+class _Output(Named, threading.local):
     """Whether the Float16Module whose forward this thread is in returns fp32."""
 
     fp32 = True

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from shim.patches._arguments import Function, argument, replacing
+from shim.patches._named import Named
 
 MLA = "megatron.core.transformer.multi_latent_attention:"
 PREPARE = MLA + "MLASelfAttention.get_query_key_value_tensors"
@@ -58,7 +59,7 @@ class _Layer:
         self.rotated = 0
 
 
-class _Thread(threading.local):
+class _Thread(Named, threading.local):
     layer: _Layer | None = None
 
 

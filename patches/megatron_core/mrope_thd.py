@@ -39,13 +39,14 @@ from typing import Any
 
 from shim.ops.rope import thd_freqs
 from shim.patches._arguments import Function, argument, replacing
+from shim.patches._named import Named
 from shim.patches.megatron_core.rope_thd import ROPE, in_pieces
 
 GPT = "megatron.core.models.gpt.gpt_model:GPTModel."
 EMBEDDING = "megatron.core.models.common.embeddings.rotary_pos_embedding:MultimodalRotaryEmbedding"
 
 
-class _Call(threading.local):
+class _Call(Named, threading.local):
     """What runs in this thread: a call of a model with a packed row, and upstream's forward of the embedding."""
 
     packed = False

@@ -49,6 +49,7 @@ import torch
 from shim._errors import ShimError
 from shim._kept import Bindings, Kept
 from shim.patches._arguments import Function, argument, replacing
+from shim.patches._named import Named
 
 REPLAY = "megatron.core.transformer.moe.router_replay"
 GET_REPLAY_TOPK = f"{REPLAY}:RouterReplay.get_replay_topk"
@@ -67,7 +68,7 @@ class RouterReplayError(ShimError, ValueError):
     """The experts that a router is to replay do not fit its tokens."""
 
 
-class _Open(threading.local):
+class _Open(Named, threading.local):
     """What runs in this thread.
 
     chunks: the checkpoints whose function runs, from the outermost.

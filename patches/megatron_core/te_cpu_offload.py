@@ -27,13 +27,14 @@ from typing import Any
 
 from shim._kept import Bindings, Kept
 from shim.patches._arguments import Function
+from shim.patches._named import Named
 
 MANAGER = "megatron.core.pipeline_parallel.fine_grained_activation_offload:PipelineOffloadManager."
 EXTENSIONS = "megatron.core.extensions.transformer_engine"
 CONTEXT = EXTENSIONS + ":get_cpu_offload_context"
 
 
-class _Regions(threading.local):
+class _Regions(Named, threading.local):
     """The state before each entered region of this thread: the manager, TE's flag, and the manager's flag."""
 
     def __init__(self) -> None:

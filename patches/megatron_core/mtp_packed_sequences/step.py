@@ -16,6 +16,7 @@ from torch import Tensor, ones_like
 
 from shim.ops.context_parallel_roll import RankRollIndex, rank_roll_index, roll_on_rank
 from shim.ops.packed_roll import RollIndex, roll_index, roll_with
+from shim.patches._named import Named
 
 
 class Step:
@@ -34,7 +35,7 @@ class Step:
         self.indices: dict[tuple[int, torch.device, int], Any] = {}
 
 
-class _Thread(threading.local):
+class _Thread(Named, threading.local):
     """The step that this thread is in."""
 
     step: Step | None = None
