@@ -28,6 +28,7 @@ class Draft(Records):
         self.places = records.places.draft()
         self.chains = dict(records.chains)
         self.calls = records.calls
+        self.left_over = records.left_over.draft()
         self.found = found.copy()
         self.first = dict(records.first)
         self.known_ways = records.known_ways
@@ -62,6 +63,8 @@ class Draft(Records):
         for chain, after in changes:
             if chain.layers and not after.layers and chain.key not in halves:
                 self._retiring.append(chain)
+                if not self.wrappers.can_retire(chain):
+                    self.left_over.note(chain)
 
     def writes(self) -> Iterator[Write]:
         """All writes, in their order: functions come back to life, names, functions retire, and the records last."""
@@ -71,7 +74,7 @@ class Draft(Records):
         yield from self.wrappers.retiring(self._retiring, tops)
         of = self._of
         for mine, theirs, names in (
-            (self, of, ("chains", "found", "first")),
+            (self, of, ("chains", "found", "first", "left_over")),
             (self.places, of.places, ("slots", "lost")),
             (self.wrappers, of.wrappers, ("before", "added")),
             (self.modules, of.modules, ("unfinished", "searched")),
@@ -85,6 +88,7 @@ class Draft(Records):
         A module imported while shim was bound took the wrapper. Then somebody patched the module, so revert() did not
         find the wrapper there, and later put the wrapper back. Costs nothing if no such wrapper is alive.
         """
+        self.places.slots.update((slot.key, slot) for slot in self.put_back())
         for owner, name, raw in find_aliases(self.wrappers.retired(self.chains.values())):
             key = (id(owner), name)
             if key not in self.places.slots and key not in self.places.lost:

@@ -12,6 +12,7 @@ from shim._engine.aliases import namespace_of, unwrap
 from shim._engine.call_watch import CallWatch
 from shim._engine.chain import MISSING, Chain, Held, Key, Lost, Slot
 from shim._engine.foreign import describe
+from shim._engine.left_over import LeftOver
 from shim._engine.modules import Modules
 from shim._engine.places import Places
 from shim._engine.reach import reached
@@ -99,6 +100,7 @@ class Records:
         self.places = Places(self.wrappers.beneath)
         self.chains: dict[str, Chain] = {}
         self.calls = CallWatch()
+        self.left_over = LeftOver()
         self.found = Findings()
         # Target -> what stood there when shim first bound it, and nobody had been there.
         self.first: dict[str, Any] = {}
@@ -171,6 +173,10 @@ class Records:
         lost = self.places.lost.get((id(owner), name))
         since = lost is not None and lost.partner is None and not self.places.is_back(lost)
         return describe(unwrap(value)) if since else ""
+
+    def put_back(self) -> list[Slot]:
+        """The names on which somebody has put shim's object again, which still does what the patch does."""
+        return list(self.left_over.back({*self.places.slots, *self.places.lost}))
 
     def effect_of(self, lost: Lost) -> str:
         """Whether shim's function is called although somebody else's object stands on the name.

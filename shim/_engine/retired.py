@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from shim._engine.chain import MISSING
 from shim._engine.switch import Write
 
-__all__ = ["Retired"]
+__all__ = ["Retired", "can_pass_on"]
 
 _BENEATH = "_shim_beneath"  # the name of the argument by which the code gets the function beneath
 
@@ -74,6 +74,11 @@ class Retired:
 
 def _signature_of(function: types.FunctionType) -> Any:
     return vars(function).get("__signature__", MISSING)
+
+
+def can_pass_on(top: Any, base: Any) -> bool:
+    """Whether the code of `top` can be exchanged for code that passes calls on to `base`."""
+    return any(True for _ in _pairs(top, base))
 
 
 def _functions(top: Any) -> list[types.FunctionType]:

@@ -132,6 +132,7 @@ def read_report(plan: Plan, binder: Records, failed: Mapping[str, str], held: Ma
     }
     fine = ("called", "kept", "released")
     left_alone = tuple(str(item) for item in binder.places.lost_now() if binder.effect_of(item) not in fine)
+    left_alone += tuple(f"{slot} holds shim's object again, which somebody has put back" for slot in binder.put_back())
     return Report(patches, plan, releases, left_alone)
 
 

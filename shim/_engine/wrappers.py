@@ -9,7 +9,7 @@ from typing import Any
 
 from shim._engine.aliases import rewrap, unwrap
 from shim._engine.chain import MISSING, Chain
-from shim._engine.retired import Retired
+from shim._engine.retired import Retired, can_pass_on
 from shim._engine.switch import Write
 
 __all__ = ["Wrappers"]
@@ -50,6 +50,13 @@ class Wrappers:
         """What gives objects that are in force from now on their own code back."""
         for inner in tops:
             yield from self._inert.reviving(inner)
+
+    def can_retire(self, chain: Chain) -> bool:
+        """Whether the object on the target of a chain can do what the object beneath it does, once the chain has ended.
+
+        Not one that is not shim's own, or where upstream has nothing, nor a class or a callable object.
+        """
+        return not chain.borrowed and chain.base is not MISSING and can_pass_on(unwrap(chain.top), unwrap(chain.base))
 
     def retiring(self, ended: Iterable[Chain], tops: Iterable[Any]) -> Iterator[Write]:
         """What lets the objects on the targets of chains that have ended do what the object beneath them does.
