@@ -46,11 +46,8 @@ class Draft(Records):
         self._renew_replaced()
         if imported is None:
             self._adopt_returned()
-        changes = [
-            self._build(chain, layers)
-            for chain, layers in self._open({**dict.fromkeys(self.chains, ()), **wanted})
-            if chain.layers != layers
-        ]
+        opened = list(self._open({**dict.fromkeys(self.chains, ()), **wanted}))  # a factory may import a further target
+        changes = [self._build(chain, layers) for chain, layers in opened if chain.layers != layers]
         self._keep_pairs(changes)
         self._write_all(changes, imported, returned)
         for _, after in changes:
@@ -110,11 +107,14 @@ class Draft(Records):
             if chain is None and layers and self.loaded(split_target(target)[0]) is not None:
                 owner, name, value = self.resolve(target, layers[0].added)
                 base = self.wrappers.beneath(value)
-                before = self.places.lost.pop((id(owner), name), None)
+                before = self.places.lost.get((id(owner), name))
                 known = self.places.slots.get((id(owner), name)) or (None if before is None else before.slot)
                 if not self._was_looked_at(target, value, known):
+                    if target not in self.found.seen:
+                        continue  # its module was imported since, and is late
                     message = f"{target} was replaced by {describe(unwrap(value))} while shim was about to bind it"
                     raise BindError(message, layers[0].patch)
+                self.places.lost.pop((id(owner), name), None)
                 if known is not None and base is value is known.written:
                     base = known.original  # shim's own object is back, and it is no function that says what is beneath
                 around = self.found.wrapped.get(target)

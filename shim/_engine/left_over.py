@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 
 from shim._engine.aliases import unwrap
-from shim._engine.chain import MISSING, Chain, Key, Slot, found_by_name, read_name
+from shim._engine.chain import MISSING, Chain, Key, Slot, read_name
 
 __all__ = ["LeftOver"]
 
@@ -31,7 +31,8 @@ class LeftOver:
     def note(self, chain: Chain) -> None:
         """A chain has ended whose object does not pass its calls on to what was there before."""
         inner = unwrap(chain.top)
-        if type(inner) not in _WITHOUT_IDENTITY and inner is not unwrap(chain.base) and not found_by_name(inner):
+        others = chain.borrowed and chain.base is not MISSING
+        if type(inner) not in _WITHOUT_IDENTITY and inner is not unwrap(chain.base) and not others:
             self._ended[chain.key] = chain
 
     def back(self, governed: Container[Key]) -> Iterator[Slot]:
