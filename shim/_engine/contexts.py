@@ -42,6 +42,13 @@ class Block:
         copied.beneath = beneath
         return copied
 
+    def renewed(self, old: Plan, new: Plan) -> Block:
+        """The same block with a plan that was made anew in the place of the old one."""
+        copied = copy.copy(self)
+        copied.plan = new if _of_one(self.plan, old) else self.plan
+        copied.beneath = new if _of_one(self.beneath, old) else self.beneath
+        return copied
+
     @property
     def is_over(self) -> bool:
         context = self._context()
@@ -95,9 +102,18 @@ class Contexts:
         """Forget the blocks of other threads, none of which is in a process that was forked."""
         self.open = tuple(block for block in self.open if block.thread == thread)
 
+    def renewed(self, old: Plan, new: Plan) -> tuple[Block, ...]:
+        """The open blocks with a plan that was made anew in the place of the old one."""
+        return tuple(block.renewed(old, new) for block in self.open)
+
     def _all_around(self) -> bool:
         here = threading.get_ident(), current_task()
         return all(context.is_around(*here) for context in self.open)
+
+
+def _of_one(plan: Plan | None, other: Plan) -> bool:
+    """Whether two plans are one, apart from what conflicts make of it."""
+    return plan is not None and plan.environment is other.environment
 
 
 def _same(one: Plan | None, other: Plan | None) -> bool:

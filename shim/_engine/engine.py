@@ -44,16 +44,22 @@ from shim._engine.deferred_log import DeferredLog, short_of
 from shim._engine.ending import is_ending
 from shim._engine.factories import Factories
 from shim._engine.import_hook import ImportHook
-from shim._engine.modules import forget_half_imported, import_what_binding_needs, locked_modules
+from shim._engine.modules import (
+    forget_half_imported,
+    import_what_binding_needs,
+    locked_modules,
+    may_bind_within,
+)
 from shim._engine.records import Findings
 from shim._engine.relied import with_relied_on
 from shim._engine.report import Report
 from shim._engine.stand_ins import StandIns, stand_ins_of
 from shim._engine.switch import Write
+from shim._engine.tied import Tie, made_anew
 from shim._engine.variables import Variables
 from shim._engine.verify import not_applied, read_report
 from shim._engine.watch import Watch
-from shim._errors import BindError, OptionError
+from shim._errors import BindError, NotMetError, OptionError
 from shim._planning.plan import Plan
 from shim._planning.requirements import enforce
 from shim._releases.sources import Sources
@@ -84,7 +90,10 @@ class Engine:
         self.importing: dict[str, ModuleType] = {}  # modules of targets that have run, and whose import is not over
         self.ran_within: frozenset[str] = frozenset()  # modules of targets whose code ran within a transaction
         self.watch = Watch(ImportHook(self.wants, self.before_import, self.after_import))
+        self.tie = Tie()
+        self.renewing: set[int] = set()  # threads that make the plan anew: nobody catches up with the old one then
         self._sources: Sources | None = None
+        self._known: Callable[..., Any] | None = None
 
     # One at a time
 
@@ -142,10 +151,43 @@ class Engine:
 
     # Plans
 
-    def new_sources(self, known: Callable[..., Any]) -> Sources:
+    def new_sources(self, known: Callable[..., Any] | None) -> Sources:
         """Sources for a new plan. They reuse what the last plan's Sources have read. `known`: see Sources."""
-        self._sources = Sources(before=self._sources, known=known)
+        self._known = known
+        self._sources = self.tie.sources(self._sources, known)
         return self._sources
+
+    def keep_tied(self, why_not: Callable[[Plan], str] | None = None) -> None:
+        """Make the plan in force anew if `why_not` says that it does not fit this process. Called without the lock.
+
+        NotMetError if the new plan does not meet the demands of the call that the plan was made for. The plan stays
+        in force then, and so does what is bound.
+        """
+        if self._is_within():
+            return  # whoever comes next asks again
+        plan = self.plan
+        why = "" if plan is None else (why_not or self.tie.amiss)(plan)
+        if plan is None or not why:
+            return
+        thread = threading.get_ident()
+        self.renewing.add(thread)  # the old plan would take upstream's functions of another copy for conflicts
+        try:
+            self.warn([f"{why}. The plan is made anew for it."])
+            self.adopt(made_anew(plan, self.new_sources(self._known)), instead=plan)
+        except NotMetError as error:
+            raise NotMetError(f"{why}. Until then: {error}") from error
+        finally:
+            self.renewing.discard(thread)
+
+    def _is_renewed(self, plan: Plan) -> bool:
+        """Whether the plan that a block restores did not fit this process any more, and has been made anew."""
+        why = self.tie.amiss(plan)
+        if why:
+            self.warn([f"{why}. The plan is made anew for it."])
+            fresh = made_anew(plan, self.new_sources(self._known))
+            with self.lock:
+                self.contexts.open = self.contexts.renewed(plan, fresh)
+        return bool(why)
 
     def find_conflicts(self, plan: Plan) -> Plan:
         """The plan with the conflicts that adopt() would find now."""
@@ -174,10 +216,11 @@ class Engine:
 
     # Adopting a plan
 
-    def adopt(self, wanted: Plan | None, context: Context | None = None) -> None:
+    def adopt(self, wanted: Plan | None, context: Context | None = None, instead: Plan | None = None) -> None:
         """Make `wanted` the plan in force (None: nothing is wanted). After an error the earlier plan stays in force.
 
         context: the with-block that the plan belongs to, until `release`.
+        instead: the plan that was made anew. Nothing is done if another plan has come into force.
         """
         if wanted is None and is_ending():
             return
@@ -187,7 +230,7 @@ class Engine:
                 self.watch.wait_for(wanted, self.binder.loaded)
                 self.warn_of(warnings_for(wanted))
                 enforce(wanted)
-            before = self._load_and_switch(wanted, context)
+            before = self._load_and_switch(wanted, context, instead)
             if context is None and wanted is not None and before is not None:
                 self._say_what_changed(before, wanted)
             if self.ran_within or self.contexts.over() is not None:
@@ -209,7 +252,7 @@ class Engine:
         if text:
             self.warn([short_of(text)])
 
-    def _load_and_switch(self, wanted: Plan | None, context: Context | None) -> Plan | None:
+    def _load_and_switch(self, wanted: Plan | None, context: Context | None, instead: Plan | None) -> Plan | None:
         """Load the needed factories, then switch. Loops until no factory is missing. Returns the plan before.
 
         Patch modules are imported without the lock, so another thread may import a further target meanwhile.
@@ -220,18 +263,21 @@ class Engine:
                 self._recover()
                 if wanted is None or not self._misses(wanted, postponed):
                     before = self.plan
-                    self._switch(wanted, context)
+                    if instead is None or (before is not None and before.environment is instead.environment):
+                        self._switch(wanted, context, instead)
                     return before
-                self.watch.add_targets(wanted)
+                self.watch.add(wanted)
             postponed |= self.factories.load(wanted, postponed, self.binder.loaded)
 
-    def _switch(self, wanted: Plan | None, context: Context | None) -> None:
+    def _switch(self, wanted: Plan | None, context: Context | None, instead: Plan | None) -> None:
         """Find conflicts, check the requirements again, then bind and unbind; all or nothing."""
         plan, findings = self._with_conflicts(wanted)
         if plan is not None and plan is not wanted:
             enforce(plan)
         blocks = self.contexts.open
-        if context is None:
+        if instead is not None and plan is not None:
+            blocks = self.contexts.renewed(instead, plan)
+        elif context is None:
             self.contexts.refuse_from_outside("revert" if plan is None else "apply")
         elif plan is not None:
             blocks = self.contexts.entered(context, plan, self.plan)
@@ -250,11 +296,15 @@ class Engine:
 
     def _end_blocks(self) -> None:
         """End the with-blocks that are over, the newest first."""
+        renewed = False
         try:
             while True:
                 block = self.contexts.over()
                 if block is None:
                     return
+                if not renewed and block.beneath is not None and self._is_renewed(block.beneath):
+                    renewed = True
+                    continue
                 if block.beneath is not None:
                     self.watch.wait_for(block.beneath, self.binder.loaded)
                 with self.lock:
@@ -357,7 +407,7 @@ class Engine:
             Write(self, "failed", self.failed, failed),
             Write(self.contexts, "open", self.contexts.open, blocks),
         ]
-        self.watch.add([*guests, *self.watch.of(plan)])
+        self.watch.add(plan, guests)
         layers = self.factories.layers(plan, failed)
         with self.deferred.deferring() if layers else nullcontext():
             lost = self.binder.commit(layers, imported, also, findings)
@@ -383,20 +433,26 @@ class Engine:
         watch = self.watch
         if sys.modules.keys().isdisjoint(watch.late) or self.factories.loading or module in watch.patches:
             return module in watch.watched
-        if self._is_within():
+        if self._is_within() or self.renewing or not may_bind_within(module):
             return module in watch.watched
+        if self.plan is not None and self.tie.amiss(self.plan):
+            return True  # after_import() makes the plan anew
         # True if work is left: after_import() does it when this module has run.
         return not self._catch_up(may_load=False) or bool(self.deferred) or module in watch.watched
 
     def before_import(self, module: ModuleType) -> None:
+        self.keep_tied(lambda plan: self.tie.before(plan, module))
         missing = self.stand_ins.missing(namespace_of(module)["__name__"])
         with self.lock:
             self.stand_ins.give(module, missing)
 
-    def after_import(self, module: ModuleType, meanwhile: Sequence[str]) -> None:
+    def after_import(self, module: ModuleType, meanwhile: Callable[[], Sequence[str]]) -> None:
         name = namespace_of(module)["__name__"]
         if self._is_within():  # it is late, and bound when the transaction is over
             self.ran_within |= {name}
+            return
+        if self.watch.is_only_tied(name) and not self.deferred and sys.modules.keys().isdisjoint(self.watch.late):
+            self.keep_tied(lambda plan: self.tie.after(plan, module))
             return
         with self.lock:
             self.importing[name] = module
@@ -408,7 +464,8 @@ class Engine:
             if tried:
                 self.failed = {id: why for id, why in self.failed.items() if id not in tried}
         try:
-            self._bring_up_to_date((name, [name, *meanwhile]))
+            self.keep_tied(lambda plan: self.tie.after(plan, module) or self.tie.amiss(plan))
+            self._bring_up_to_date((name, [name, *meanwhile()]))
             if self.ran_within or self.contexts.over() is not None:
                 self._catch_up()
         except BaseException:
@@ -428,10 +485,11 @@ class Engine:
 
         Bind targets in modules that were half imported at apply() or came past the hook. Look for aliases in modules
         that were half imported at the last search. Bind targets that a foreign object has left. End blocks that are
-        over.
+        over. Make the plan anew if modules are loaded that it was not made for: see keep_tied, also for the error.
         """
         if self._is_within():
             return
+        self.keep_tied()
         try:
             self._catch_up()
         finally:
@@ -469,7 +527,8 @@ class Engine:
             return self._read_back(self.plan or not_applied(self.last or otherwise()), {})
         self.catch_up()
         models = self.checked.living()
-        report, plan = self._read(self.plan or not_applied(self.last or otherwise()))
+        last = None if self.last is None or self.tie.amiss(self.last) else self.last
+        report, plan = self._read(self.plan or not_applied(last or otherwise()))
         return self._with_findings(report, models, plan, raising=False)
 
     def check(self, models: list[Any] | None, plan: Plan) -> Report:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from shim._engine.aliases import namespace_of
 from shim._engine.modules import is_initialising, is_lazy
+from shim._engine.path_net import PathNet
 from shim._releases.sources import is_ours
 
 __all__ = ["ImportHook"]
@@ -26,6 +27,11 @@ class _HookedLoader:
     def __init__(self, loader: Any, hook: ImportHook) -> None:
         self._loader = loader
         self._hook = hook
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        # A finder in front may look whether the loader is one that it knows, and then make another of it.
+        return type(self._loader)
 
     def __getattr__(self, name: str) -> Any:
         # pkgutil, inspect and runpy ask loaders for get_source, get_code, get_resource_reader, ...
@@ -42,7 +48,7 @@ class _HookedLoader:
         module.__loader__ = self._loader
         known = set(sys.modules)
         was_lazy = is_lazy(module)
-        if not isinstance(self._loader, importlib.util.LazyLoader):  # a LazyLoader runs no code yet
+        if not issubclass(type(self._loader), importlib.util.LazyLoader):  # a LazyLoader runs no code yet
             self._hook.before(module)
         self._loader.exec_module(module)
         if is_lazy(module) and not was_lazy:
@@ -51,18 +57,19 @@ class _HookedLoader:
             return
         # Somebody may load a private copy of the module. Imports get the module in sys.modules.
         if sys.modules.get(name) is module:
-            # Only modules imported meanwhile, or half imported now, can already hold an alias.
-            meanwhile = [
-                name for name in list(sys.modules) if name not in known or is_initialising(sys.modules.get(name))
-            ]
-            self._hook.after(module, meanwhile)
+            self._hook.after(module, lambda: _since(known))
+
+
+def _since(known: set[str]) -> list[str]:
+    """Modules imported since `known`, or half imported now: only these can already hold an alias."""
+    return [name for name in list(sys.modules) if name not in known or is_initialising(sys.modules.get(name))]
 
 
 class ImportHook:
     """A finder in front of sys.meta_path that wraps the loaders of those modules that `wants` accepts.
 
     `before(module)` runs just before the module's code, also for a reload and for a private copy of the module.
-    `after(module, names)` runs just after the code; `names` are the modules imported meanwhile or half imported.
+    `after(module, names)` runs just after the code; `names()` are the modules imported meanwhile or half imported.
     An exception in `after` makes every import of the module raise: importlib removes the module from sys.modules and
     never binds it in its parent.
     """
@@ -73,14 +80,18 @@ class ImportHook:
         self,
         wants: Callable[[str], bool],
         before: Callable[[ModuleType], None],
-        after: Callable[[ModuleType, Sequence[str]], None],
+        after: Callable[[ModuleType, Callable[[], Sequence[str]]], None],
     ) -> None:
         self.wants = wants
         self.before = before
         self.after = after
+        self._watched: frozenset[str] = frozenset()
+        self._net = PathNet(self._caught)
         self._searches: set[tuple[int, str]] = set()  # of the other finders, which are under way: (thread, module)
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if self._watched and next(iter(sys.meta_path), None) is not self:
+            self._come_to_the_front()  # for the next import: somebody has put a finder in front
         if not self.wants(name):
             return None
         # Some other finder may ask all of them too, this one included, which is to ask no further then.
@@ -92,10 +103,21 @@ class ImportHook:
             spec = self._ask_others(name, path, target)
         finally:
             self._searches.discard(search)
+        return None if spec is None else self._hooked(spec)
+
+    def _hooked(self, spec: ModuleSpec) -> ModuleSpec:
         # The loader of built-in and frozen modules is a class, and runs no code to wait for.
-        if spec is not None and hasattr(spec.loader, "exec_module") and not isinstance(spec.loader, type):
+        has_code = hasattr(spec.loader, "exec_module") and not issubclass(type(spec.loader), (type, _HookedLoader))
+        if has_code:
             spec.loader = _HookedLoader(spec.loader, self)  # type: ignore[assignment]
         return spec
+
+    def _caught(self, name: str, spec: ModuleSpec) -> ModuleSpec:
+        """What PathNet has found. No work is done here: a plan searches for modules in the same way."""
+        if name not in self._watched or (threading.get_ident(), name) in self._searches:
+            return spec
+        self._come_to_the_front()
+        return self._hooked(spec)
 
     def _ask_others(self, name: str, path: Any, target: ModuleType | None) -> ModuleSpec | None:
         """What the finders behind this one find. Those in front of it have found nothing, or are asking it."""
@@ -112,19 +134,29 @@ class ImportHook:
     def adopt_lazy(self, module: ModuleType) -> None:
         """Hook a lazy module: it is in sys.modules, but its code has not run."""
         spec = namespace_of(module).get("__spec__")
-        if spec is not None and not isinstance(spec.loader, _HookedLoader):
+        if spec is not None and not issubclass(type(spec.loader), _HookedLoader):
             spec.loader = _HookedLoader(spec.loader, self)
 
     def keep_thread(self, thread: int) -> None:
         """Forget the searches of other threads, none of which is in a process that was forked."""
         self._searches = {search for search in self._searches if search[0] == thread}
 
-    def install(self) -> None:
-        """Put the hook in front, so that no other finder comes before it."""
+    def install(self, watched: frozenset[str] = frozenset(), directories: Iterable[str] = ()) -> None:
+        """Put the hook in front, so that no other finder comes before it, and a net below these directories."""
+        self._watched = watched
+        self._net.spread(directories)
+        self._come_to_the_front()
+
+    def _come_to_the_front(self) -> None:
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
+        elif sys.meta_path[0] is not self:
+            # A new list, because another thread may iterate over the old one and would skip a finder.
+            sys.meta_path = [self, *(finder for finder in sys.meta_path if finder is not self)]
 
     def remove(self) -> None:
+        self._watched = frozenset()
+        self._net.spread(())
         if self in sys.meta_path:
             # A new list, because another thread may iterate over the old one and would skip a finder.
             sys.meta_path = [finder for finder in sys.meta_path if finder is not self]

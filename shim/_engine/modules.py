@@ -18,6 +18,7 @@ __all__ = [
     "is_initialising",
     "is_lazy",
     "locked_modules",
+    "may_bind_within",
 ]
 
 _LAZY: type = importlib.util._LazyModule  # type: ignore[attr-defined]
@@ -41,6 +42,17 @@ def import_what_binding_needs() -> None:
     """
     for name in _FOR_BINDING:
         importlib.import_module(name)
+
+
+def may_bind_within(module: str) -> bool:
+    """Whether what binding needs can be imported within the import of `module`, which is under way.
+
+    An import inside that of `dis` would find `dis`, of which `inspect` takes names, half imported.
+    """
+    if all(name in sys.modules and not is_initialising(sys.modules[name]) for name in _FOR_BINDING):
+        return True
+    locked = _locked()
+    return locked is not None and locked <= {module}
 
 
 def is_lazy(module: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 
@@ -10,6 +11,7 @@ from shim._engine.deferred_log import logger
 from shim._engine.import_hook import ImportHook
 from shim._engine.modules import is_lazy
 from shim._engine.switch import Write
+from shim._engine.tied import tied_modules
 from shim._planning.plan import Plan
 
 __all__ = ["Watch"]
@@ -28,6 +30,8 @@ class Watch:
         self.hook = hook
         self.guests: frozenset[str] = frozenset()  # modules that may run with a stand-in for a package
         self.targets: frozenset[str] = frozenset()  # modules that have targets
+        self.tied: frozenset[str] = frozenset()  # modules that the plan has read, and the packages that patches are of
+        self.places: frozenset[str] = frozenset()  # the directories of these
         self.patches: frozenset[str] = frozenset()  # patch modules and their parent packages
         self.watched: frozenset[str] = frozenset()  # targets and guests, and the targets of a plan about to be adopted
         self.late: frozenset[str] = frozenset()  # modules of targets that no commit has seen loaded yet
@@ -35,38 +39,39 @@ class Watch:
 
     def writes(self, plan: Plan | None, guests: Iterable[str], loaded: _Loaded) -> Iterator[Write]:
         """What makes these the modules of a plan. Asked before it is bound: what is imported meanwhile is late."""
-        of_plan = frozenset() if plan is None else frozenset(_target_modules(plan))
+        of_plan, tied = frozenset(() if plan is None else _target_modules(plan)), tied_modules(plan)
         fields = {
             "guests": frozenset(guests),
             "targets": of_plan,
-            "patches": frozenset() if plan is None else frozenset(_patch_modules(plan)),
-            "watched": of_plan | frozenset(guests),
+            "tied": tied,
+            "places": frozenset(_places(plan, tied)),
+            "patches": frozenset(() if plan is None else _patch_modules(plan)),
+            "watched": of_plan | frozenset(guests) | tied,
             "late": frozenset(name for name in of_plan if not loaded(name)),
         }
         return (Write(self, name, getattr(self, name), value) for name, value in fields.items())
 
-    def add(self, names: Iterable[str]) -> None:
-        """Also watch the targets or guests of a plan about to be adopted, until `tidy`."""
-        self.watched |= frozenset(names)
+    def is_only_tied(self, name: str) -> bool:
+        """Whether nothing is to be done about a module but to compare its file."""
+        return name in self.tied and name not in self.targets and name not in self.guests
+
+    def add(self, plan: Plan | None, guests: Iterable[str] = ()) -> None:
+        """Also watch the modules of a plan about to be adopted, until `tidy`."""
+        tied = tied_modules(plan)
+        self.watched |= tied | frozenset(guests) | frozenset(() if plan is None else _target_modules(plan))
         if self.watched:
-            self.hook.install()
+            self.hook.install(self.watched, self.places | frozenset(_places(plan, tied)))
         for name in self.watched:
             module = sys.modules.get(name)
             if module is not None and is_lazy(module):
                 self.hook.adopt_lazy(module)
 
-    def of(self, plan: Plan | None) -> set[str]:
-        """The modules with targets of a plan."""
-        return set() if plan is None else _target_modules(plan)
-
-    def add_targets(self, plan: Plan) -> None:
-        """See `add`."""
-        self.add(_target_modules(plan))
-
     def tidy(self) -> None:
         """Watch only the plan in force, and remove the hook if there is nothing to watch."""
-        self.watched = self.targets | self.guests
-        if not self.watched:
+        self.watched = self.targets | self.guests | self.tied
+        if self.watched:
+            self.hook.install(self.watched, self.places)
+        else:
             self.hook.remove()
 
     def take_ready(self, loaded: _Loaded) -> bool:
@@ -84,6 +89,15 @@ class Watch:
                 importlib.import_module(name)  # returns at once if this thread is importing the module
             except Exception as error:  # noqa: BLE001 - raised in the importing thread; the module stays pending
                 logger().debug("the import of %s, which was under way, failed: %s", name, error)
+
+
+def _places(plan: Plan | None, tied: frozenset[str]) -> Iterator[str]:
+    """The directories of the modules that a plan has read, below those of sys.path, through which everything comes."""
+    for name in tied if plan is not None else ():
+        seen = plan.environment.sources.seen(name) if plan is not None else None
+        place = os.path.dirname(seen[0]) if seen is not None and seen[0] else ""
+        if place and place not in sys.path:
+            yield place
 
 
 def _target_modules(plan: Plan) -> set[str]:

@@ -126,6 +126,8 @@ def _drift_remedy(entry: PatchEntry, environment: Environment, matrix: Matrix, f
     release = f"{entry.distribution} {installed.raw or ''}".rstrip()
     if found.cause == "bytecode":
         return f"install {release} with its sources (.py files): shim compares them before it patches"
+    if found.cause == "edited":
+        return "start the process anew, so that it runs what its files say"
     if found.cause == "unreadable":
         return f"let this process read the files of {release}"
     if found.cause == "damaged":

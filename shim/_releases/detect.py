@@ -28,6 +28,8 @@ __all__ = [
     "Environment",
     "Installed",
     "detect",
+    "place_of",
+    "same_place",
     "version_in_package_info",
 ]
 
@@ -205,6 +207,17 @@ def _location(sources: Sources, known: _Known) -> Path | None:
     # namespace, so only one with a version file counts.
     places = map(Path, sources.namespace(known.package))
     return next((place for place in places if known.version_file(place) is not None), None)
+
+
+def place_of(distribution: str, sources: Sources) -> str | None:
+    """The directory of the package that `sources` find for a distribution. None if there is none."""
+    found = _location(sources, DISTRIBUTIONS[distribution])
+    return None if found is None else str(found)
+
+
+def same_place(a: str, b: str) -> bool:
+    """Whether two paths lead to one directory."""
+    return a == b or _same(Path(a), Path(b))
 
 
 def _installed(distribution: str, known: _Known, sources: Sources) -> Installed | None:

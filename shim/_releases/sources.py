@@ -9,7 +9,7 @@ import sys
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib.machinery import BuiltinImporter, FrozenImporter, ModuleSpec, PathFinder
 from importlib.util import decode_source, spec_from_file_location
 from pathlib import Path
@@ -19,10 +19,22 @@ from shim._errors import SourceError
 from shim._locks import renew_in_children
 from shim._releases.files import read_beginning, source_of, stamp_of
 
-__all__ = ["MAX_SOURCE_BYTES", "Sources", "find_spec", "is_ours", "parse", "search_path"]
+__all__ = [
+    "MAX_SOURCE_BYTES",
+    "Seen",
+    "Sources",
+    "digest_of_file",
+    "file_of",
+    "find_spec",
+    "is_ours",
+    "parse",
+    "search_path",
+]
 
 UNCOMPILED = (SyntaxError, ValueError, EOFError, zlib.error, RecursionError, MemoryError)
 T = TypeVar("T")
+# What was read of a module: its file ("" if there was none), the stamp of that, and a digest of the content if known.
+Seen = tuple[str, object, "str | None"]
 # Arguments: the digest of a file, its module, a name in it, and whether the name may be missing.
 Known = Callable[[str, str, str, bool], "str | None"]
 
@@ -137,12 +149,40 @@ def find_spec(
     return None
 
 
+def file_of(loaded: object) -> str | None:
+    """The source of a loaded module. None if it has no file."""
+    # Read from the dictionary: reading an attribute of a lazy module would import something.
+    try:
+        namespace = object.__getattribute__(loaded, "__dict__")
+    except AttributeError:
+        return None
+    return source_of(namespace.get("__file__") or _origin(namespace.get("__spec__")))
+
+
+def digest_of_file(path: str) -> str:
+    """32 hexadecimal digits over a file. SourceError says why it cannot be read."""
+    return _hash(_content(path))
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
+def _content(path: str) -> bytes:
+    found = read_beginning(path, MAX_SOURCE_BYTES + 1)
+    if len(found) > MAX_SOURCE_BYTES:
+        raise SourceError(f"{path} is larger than {MAX_SOURCE_BYTES} bytes", "damaged")
+    return found
+
+
 class Sources:
     """Sources of modules. Each module is located, read and parsed at most once.
 
     roots: directories to search in the place of sys.path. So releases can be pinned and audited without an install.
     before: earlier Sources. Their results stay valid for files that have not changed.
     known: gives the fingerprint of a name in a known file (see known_files), or None.
+    ran: what loaded modules were when they ran. A file that has changed since says nothing about the process.
+    untrue: modules of which the file does not say what ran, each with the reason.
     """
 
     def __init__(
@@ -150,13 +190,16 @@ class Sources:
         roots: Iterable[str | os.PathLike[str]] | None = None,
         before: Sources | None = None,
         known: Known | None = None,
+        ran: Mapping[str, Seen] | None = None,
+        untrue: Mapping[str, str] | None = None,
     ) -> None:
         self._known = known
-        self._digests: dict[str, str | None] = {}
+        self._ran = ran or {}
+        self._untrue = untrue or {}
         self._roots = None if roots is None else [Path(root) for root in roots]
         self._trees: dict[str, ast.Module | SourceError] = {}
         self._paths: dict[str, str | None] = {}
-        self._stamps: dict[str, object] = {}
+        self._stamps: dict[str, tuple[str, object] | None] = {}
         self._searched: dict[str, list[str]] = {}
         self._found: dict[object, tuple[list[object], Any]] = {} if before is None else dict(before._found)
 
@@ -180,8 +223,28 @@ class Sources:
         """A value that differs once the file of `module` has changed, or while the file is too new to tell."""
         if module not in self._stamps:
             path = self.path(module)
-            self._stamps[module] = None if path is None else (path, stamp_of(path))
+            if path is None:
+                self._stamps[module] = None
+            elif module in self._untrue:
+                self._stamps[module] = path, self._untrue[module]
+            else:
+                self._stamps[module] = self._ran[module][:2] if module in self._ran else (path, stamp_of(path))
         return self._stamps[module]
+
+    def seen(self, module: str) -> Seen | None:
+        """What was read of `module`, as it was when it was read. None if nobody has asked for it."""
+        if module not in self._stamps:
+            return None
+        stamp = self._stamps[module]
+        if stamp is None:
+            return "", None, None
+        held = self._found.get(("digest", module))
+        return (*stamp, held[1] if held is not None and held[0] == [stamp] else None)
+
+    @property
+    def modules(self) -> frozenset[str]:
+        """All modules that were read, or looked for."""
+        return frozenset(self._stamps)
 
     def known(self, module: str, qualname: str, added: bool) -> str | None:
         """The fingerprint of a name in a known file, which nobody need parse. None where the file is not known."""
@@ -192,14 +255,18 @@ class Sources:
 
     def digest(self, module: str) -> str | None:
         """32 hexadecimal digits over the file of `module`. None where it is no source, or cannot be read."""
-        if module not in self._digests:
-            path = self.path(module)
-            try:
-                content = self._bytes(path) if path is not None and path.endswith(".py") else None
-            except SourceError:
-                content = None
-            self._digests[module] = None if content is None else hashlib.sha256(content).hexdigest()[:32]
-        return self._digests[module]
+        return self.remembered(("digest", module), [module], lambda: self._digest(module))
+
+    def _digest(self, module: str) -> str | None:
+        if module in self._untrue:
+            return None
+        if module in self._ran:
+            return self._ran[module][2]
+        path = self.path(module)
+        try:
+            return _hash(self._bytes(path)) if path is not None and path.endswith(".py") else None
+        except SourceError:
+            return None
 
     def forget_trees(self) -> None:
         """Free the syntax trees, which take a hundred times the memory of what is remembered about them."""
@@ -229,13 +296,7 @@ class Sources:
             return None
         loaded = sys.modules.get(module)
         if loaded is not None:
-            # Read from the dictionary: reading an attribute of a lazy module would import something.
-            try:
-                namespace = object.__getattribute__(loaded, "__dict__")
-            except AttributeError:
-                return None
-            spec = namespace.get("__spec__")
-            return source_of(namespace.get("__file__") or _origin(spec))
+            return file_of(loaded)
         try:
             return source_of(_origin(find_spec(module, searched=self._searched)))
         except UNCOMPILED as error:  # zipimport compiles a module in order to locate it
@@ -262,6 +323,9 @@ class Sources:
     def text(self, module: str) -> str:
         """The source of `module`. SourceError says why there is none."""
         path = self.path(module)
+        self._stamp(module)  # before the file is read
+        if module in self._untrue:
+            raise SourceError(self._untrue[module], "edited")
         if path is None:
             raise SourceError(f"there is no module {module}", "missing")
         if not path.endswith(".py"):
@@ -271,6 +335,9 @@ class Sources:
             import tokenize  # here, because a plan on a known release decodes no file
 
             content = self._bytes(path)
+            if module in self._ran and _hash(content) != self.digest(module):
+                raise SourceError(f"{path} has changed since {module} ran, so its body cannot be known", "edited")
+            self.digest(module)
             encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
             if encoding not in ENCODINGS:
                 raise SourceError(f"{path} is encoded in {encoding[:40]!r}, which is not read", "damaged")
@@ -279,7 +346,4 @@ class Sources:
             raise SourceError(f"{path} cannot be decoded: {error}", "damaged") from None
 
     def _bytes(self, path: str) -> bytes:
-        found = read_beginning(path, MAX_SOURCE_BYTES + 1)
-        if len(found) > MAX_SOURCE_BYTES:
-            raise SourceError(f"{path} is larger than {MAX_SOURCE_BYTES} bytes", "damaged")
-        return found
+        return _content(path)

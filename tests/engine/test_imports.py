@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import types
+from importlib.machinery import SourceFileLoader
 
 import pytest
 from fake_world import same
@@ -221,16 +222,25 @@ def test_disabled_installs_nothing(patched_world, monkeypatch):
 
 
 def test_a_module_that_came_in_past_the_hook_is_caught(patched_world):
-    """Where another finder in front of ours loads a target, the next import or status() binds it."""
+    """If a finder in front of ours loads a target by a loader of its own, the next import or status() binds it."""
     finder = next(f for f in sys.meta_path if getattr(f, "__name__", "") == "PathFinder")
+
+    class Own:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            spec = finder.find_spec(name, path, target)
+            if name.startswith(CORE):
+                spec.loader = SourceFileLoader(spec.loader.name, spec.loader.path)
+            return spec
+
     shim.apply()
-    sys.meta_path.insert(0, finder)
+    sys.meta_path.insert(0, Own)
     ops = importlib.import_module(CORE + "ops")
-    layers = importlib.import_module(CORE + "layers")
     assert ops.double(2) == 4
-    assert shim.status()["count"].state == "applied"
+    layers = importlib.import_module(CORE + "layers")
     assert ops.double(2) == ("count", 4)
     assert layers.Layer().forward(1) == ("count", 2)
+    assert shim.status()["count"].state == "applied"
 
 
 def test_apply_inside_the_import_of_a_target(world):

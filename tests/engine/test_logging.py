@@ -59,12 +59,19 @@ def late_variable(world, monkeypatch):
     return shim.apply
 
 
-def foreign_object(world, monkeypatch):
+def edited_file(world, monkeypatch):
     shim.apply()
-    text = "\n\ndef mine(x, scale=2):\n    return x\n\n\ndouble = mine\n"
     path = world.root / "megatron" / "core" / "ops.py"
-    path.write_text(path.read_text() + text)
+    path.write_text(path.read_text() + "# edited\n")
     return lambda: importlib.import_module(CORE + "ops")
+
+
+def foreign_object(world, monkeypatch):
+    world.module(
+        "theirs", "from megatron.core import ops\n\n\ndef mine(x, scale=2):\n    return x\n\n\nops.double = mine\n"
+    )
+    importlib.import_module(CORE + "theirs")
+    return shim.apply
 
 
 def lost_item(world, monkeypatch):
@@ -92,7 +99,7 @@ def in_a_factory(world, monkeypatch):
     return shim.apply
 
 
-@pytest.fixture(params=[unknown_variable, late_variable, foreign_object, lost_item, in_a_factory])
+@pytest.fixture(params=[unknown_variable, late_variable, edited_file, foreign_object, lost_item, in_a_factory])
 def warns(request, patched_world, monkeypatch):
     """Something to call that warns once, in a world that is made up for it."""
     return request.param(patched_world, monkeypatch)
