@@ -9,6 +9,7 @@ from shim._compatible import marks_of
 from shim._engine.aliases import namespace_of, unwrap
 from shim._engine.chain import Chain
 from shim._engine.checked import Checked
+from shim._engine.copies import with_copies
 from shim._engine.overrides import Override, calls, is_upstreams, overrides_of, reaches
 from shim._engine.questions import with_answers
 from shim._engine.records import Records
@@ -52,7 +53,7 @@ def with_findings(
             patches[id] = replace(patches[id], state="inactive", reason=what, remedy=remedy)
     for found in _findings_in(models, plan, binder, tries):
         patches[found.patch] = _with(patches[found.patch], found, plan.matrix.patches[found.patch].without)
-    return replace(report, patches=patches)
+    return replace(report, patches=with_copies(patches, models, plan))
 
 
 def _with(patch: PatchReport, found: Finding, without: str) -> PatchReport:

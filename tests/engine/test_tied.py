@@ -8,6 +8,7 @@ import shutil
 import sys
 
 import pytest
+from fake_world import Model
 
 import shim
 from shim._engine import engine
@@ -146,6 +147,30 @@ def test_a_block_that_meets_another_copy_ends_as_it_began(patched_world, elsewhe
         assert shim.status()["count"].state == "drifted"
     assert (engine.ENGINE.plan is not None) == nested
     assert shim.status()["count"].state == "drifted"
+
+
+def test_a_model_of_a_copy_that_nobody_planned_for_is_not_called_patched(patched_world, elsewhere, caplog):
+    """Its classes come from a private copy, under another name or after the modules have left sys.modules."""
+    shim.apply()
+    patched_world.snapshot()
+    spec = importlib.util.spec_from_file_location(
+        "vendored.megatron.core.layers", elsewhere / "megatron" / "core" / "layers.py"
+    )
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    report = shim.check(Model(copy.Layer()))
+    assert report["count"].in_doubt and str(elsewhere) in report["count"].reason
+    assert shim.check(Model(patched_world.get("layers:Layer")()))["count"].state == "applied"
+
+
+def test_a_model_is_never_of_a_release_that_is_not_installed(patched_world, tmp_path_factory):
+    layer = patched_world.get("layers:Layer")()
+    (patched_world.root / "megatron").rename(tmp_path_factory.mktemp("gone") / "megatron")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+    assert shim.apply()["count"].state == "not-installed"
+    assert shim.check(Model(layer))["count"].in_doubt
 
 
 # Another content

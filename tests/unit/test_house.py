@@ -130,6 +130,7 @@ TESTED_IN = {
     "_engine.bytecode": "engine/test_tied",
     "_engine.import_hook": "engine/test_imports",
     "_engine.path_net": "engine/test_tied",
+    "_engine.copies": "engine/test_tied",
     "_engine.checked": "engine/test_one_truth",
     "_engine.models": "engine/test_one_truth",
     "_engine.modules": "engine/test_imports",

@@ -1,0 +1,69 @@
+"""Models whose classes come from another copy of a package than the one that the plan is for."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+from shim._engine.aliases import namespace_of
+from shim._engine.report import NOT_KNOWN, PatchReport
+from shim._planning.plan import Plan
+from shim._record import replace
+from shim._releases.detect import DISTRIBUTIONS, PATCHED, same_place
+
+__all__ = ["with_copies"]
+
+_CONCERNED = ("applied", "pending", "upstream", "not-needed", "not-installed", "out-of-range")
+REMEDY = "build the model from the copy that `import` gives, or call shim.apply() once that is the one on sys.path"
+
+
+def with_copies(patches: dict[str, PatchReport], models: list[Any], plan: Plan) -> dict[str, PatchReport]:
+    """The reports, in which nothing is claimed of a model that has classes of a copy that nobody has planned for."""
+    for distribution in PATCHED:
+        package = DISTRIBUTIONS[distribution].package
+        installed = plan.environment.installed.get(distribution)
+        found = next(_of_another_copy(models, package, None if installed is None else installed.location), None)
+        if found is None:
+            continue
+        for id, patch in patches.items():
+            if plan.matrix.patches[id].distribution == distribution and patch.state in _CONCERNED:
+                reason = f"{NOT_KNOWN}: the model has {found}, a copy of {package} that the plan is not for"
+                patches[id] = replace(patch, state="pending", reason=reason, remedy=REMEDY)
+    return patches
+
+
+def _of_another_copy(models: list[Any], package: str, location: str | None) -> Iterator[str]:
+    seen: set[type] = set()
+    for model in models:
+        for module in model.modules():
+            for cls in type(module).__mro__:
+                if cls in seen or f".{package}." not in f".{cls.__module__}.":
+                    continue
+                seen.add(cls)
+                file = _file_of(cls)
+                if file and (location is None or not _is_below(file, location)):
+                    yield f"{cls.__qualname__} of {file}"
+
+
+def _file_of(cls: type) -> str:
+    """The file that defines a class, by its functions, which know it whatever is in sys.modules. "" if none says so."""
+    home = sys.modules.get(cls.__module__)
+    known = None if home is None else namespace_of(home)
+    if known is not None and known.get(cls.__qualname__.partition(".")[0]) is not None and known.get("__file__"):
+        return str(known["__file__"])
+    functions = (value for value in vars(cls).values() if type(value) is FunctionType)
+    return next((f.__code__.co_filename for f in functions if f.__module__ == cls.__module__), "")
+
+
+def _is_below(file: str, location: str) -> bool:
+    place = os.path.dirname(file)
+    while place and place != os.path.dirname(place):
+        if place == location:
+            return True
+        if os.path.basename(place) == os.path.basename(location) and same_place(place, location):
+            return True
+        place = os.path.dirname(place)
+    return False
