@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import importlib
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -14,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from thorough import times
 
 import shim
+from shim._engine import engine
 
 CORE = "megatron.core."
 IDS = ("a", "b", "c", "d")
@@ -76,6 +79,7 @@ class Histories(RuleBasedStateMachine):
         self.stack = contextlib.ExitStack()
         self.foreign: dict[str, list] = {}
         self.originals: dict[str, object] = {}
+        self.pinned_double = {0: True}  # edition of ops -> whether its `double` is the one that is pinned
 
     @initialize()
     def begin(self):
@@ -89,6 +93,9 @@ class Histories(RuleBasedStateMachine):
         self.world.patch("b", [CORE + "ops:double", CORE + "layers:Layer.make"])
         self.world.patch("c", [CORE + "ops:halve", tag])
         self.world.patch("d", [CORE + "layers:Layer.make", tag, CORE + "layers:Layer.forward"])
+        self.other = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
+        self.meta_path = list(sys.meta_path)
+        monkeypatch.setattr(sys, "path", list(sys.path))
 
     def loaded(self):
         return [place for place in PLACES if CORE + place.partition(":")[0] in sys.modules]
@@ -113,27 +120,21 @@ class Histories(RuleBasedStateMachine):
         # What a module takes from beneath somebody else's patch is his, and out of reach.
         if name in ("users", "late") and "ops:double" in self.foreign:
             return
+        if not (self.world.root / "megatron").is_dir():
+            self.come()  # the path comes late
+        is_new = CORE + name not in sys.modules
         self.world.get(f"{name}:__name__")
         self.note()
+        plan = engine.ENGINE.plan
+        for decision in () if plan is None or self.foreign or not is_new else plan.decisions.values():
+            for target in decision.targets if decision.wanted else ():
+                if target.startswith(f"{CORE}{name}:"):
+                    called = files_called(raw(target.removeprefix(CORE))[2])
+                    assert f"{decision.id}.py" in called, f"{target} calls {called} after its import"
 
-    @rule(only=st.sets(st.sampled_from(IDS)))
-    def apply(self, only):
-        shim.apply(only=sorted(only))
-
-    @rule()
-    def apply_all(self):
-        shim.apply()
-
-    @rule()
-    def revert(self):
-        shim.revert()
-
-    @rule(only=st.sets(st.sampled_from(IDS)), nested=st.sets(st.sampled_from(IDS)), load=st.sampled_from(MODULES))
-    def patched(self, only, nested, load):
-        with shim.patched(only=sorted(only)):
-            with shim.patched(only=sorted(nested)):
-                self.load(load)
-            self.read_back()
+    def come(self):
+        (self.world.root / "gone").rename(self.world.root / "megatron")
+        importlib.invalidate_caches()
 
     @precondition(lambda self: self.loaded())
     @rule(data=st.data(), calls=st.sampled_from([True, True, False]))
@@ -178,8 +179,15 @@ class Histories(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         report = shim.status()
+        ran = getattr(sys.modules.get(CORE + "ops"), "EDITION", 0)
+        for id in report:
+            if id in ("a", "b") and "all" in report[id].reason and "are known" in report[id].reason:
+                there = CORE + "ops" not in sys.modules or self.pinned_double[ran]
+                assert there, f"{id} is {report[id].state}: {report[id].reason}, but edition {ran} ran"
         for id in report.applied:
             for target in report[id].targets:
+                if target.partition(":")[0] not in sys.modules:
+                    continue  # bound in a module that has left sys.modules, and that somebody may hold
                 value = raw(target.removeprefix(CORE))[2]
                 layers = files_called(value)
                 assert f"{id}.py" in layers, f"{id} is called applied, but {target} calls {layers}"
@@ -211,8 +219,86 @@ class Histories(RuleBasedStateMachine):
             self.stack.close()
 
 
+class Files(Histories):
+    """Paths come late, files are edited, other releases come and go, and somebody takes the hook away."""
+
+    foreign_set = foreign_unset = None  # histories with these have imported everything before anything happens to files
+
+    @precondition(lambda self: CORE[:-1] not in sys.modules and (self.world.root / "megatron").is_dir())
+    @rule()
+    def tree_goes(self):
+        (self.world.root / "megatron").rename(self.world.root / "gone")
+        importlib.invalidate_caches()
+
+    @precondition(lambda self: (self.world.root / "megatron").is_dir() and CORE + "ops" not in sys.modules)
+    @rule(body=st.booleans(), load=st.sampled_from(MODULES))
+    def edit(self, body, load):
+        """Somebody edits the file of `ops`, its `double` or something beside it, before the import of a module."""
+        file = self.world.root / "megatron" / "core" / "ops.py"
+        text = file.read_text()
+        edition = len(self.pinned_double)
+        if body:
+            old, new = ("x * scale", "scale * x") if "x * scale" in text else ("scale * x", "x * scale")
+            text = text.replace(old, new)
+        self.pinned_double[edition] = "x * scale" in text
+        file.write_text(text.partition("EDITION")[0] + f"EDITION = {edition}\n")
+        self.load(load)
+
+    @precondition(lambda self: CORE[:-1] not in sys.modules)
+    @rule(load=st.sampled_from(MODULES))
+    def another_release_comes_first_or_goes(self, load):
+        if str(self.other) in sys.path:
+            sys.path.remove(str(self.other))
+            self.load(load)
+            return
+        if not (self.other / "megatron").is_dir():
+            tree = next(at for name in ("megatron", "gone") if (at := self.world.root / name).is_dir())
+            shutil.copytree(tree, self.other / "megatron")
+            file = self.other / "megatron" / "core" / "ops.py"
+            file.write_text(
+                file.read_text().replace("x * scale", "x * 1 * scale").partition("EDITION")[0] + "EDITION = -1\n"
+            )
+            self.pinned_double[-1] = False
+        sys.path = [str(self.other), *sys.path]
+        self.load(load)
+
+    @rule(load=st.sampled_from(MODULES))
+    def restore_meta_path(self, load):
+        sys.meta_path[:] = self.meta_path
+        self.load(load)
+
+    @rule(only=st.sets(st.sampled_from(IDS)))
+    def apply(self, only):
+        shim.apply(only=sorted(only))
+
+    @rule()
+    def apply_all(self):
+        shim.apply()
+
+    @rule()
+    def revert(self):
+        shim.revert()
+
+    @rule(only=st.sets(st.sampled_from(IDS)), nested=st.sets(st.sampled_from(IDS)), load=st.sampled_from(MODULES))
+    def patched(self, only, nested, load):
+        with shim.patched(only=sorted(only)):
+            with shim.patched(only=sorted(nested)):
+                self.load(load)
+            self.read_back()
+
+    @precondition(lambda self: CORE[:-1] in sys.modules)
+    @rule(everything=st.booleans())
+    def forget_and_apply(self, everything):
+        """The modules leave sys.modules, so that everything is imported anew."""
+        shim.apply(only=IDS if everything else ["a"])
+        for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
+            del sys.modules[name]
+        self.originals.clear()
+
+
+TestFiles = pytest.mark.no_cover(Files.TestCase)
 TestHistories = pytest.mark.no_cover(Histories.TestCase)
-TestHistories.settings = settings(
+TestFiles.settings = TestHistories.settings = settings(
     max_examples=times(20, 50),
     stateful_step_count=20,
     deadline=None,
