@@ -181,6 +181,8 @@ def apply(
     patches that come or go, options that change, and demands (require, strict, on_drift, lock) that are dropped.
     Raises OptionError for arguments that are not usable, MatrixError for a matrix that is not valid, and BindError
     where a patch fails. The failed patch is rolled back as a whole.
+    The demands hold for what is imported later as well: an import of another copy, or of an edited file, that does not
+    meet them raises NotMetError.
     """
     asked = Arguments(
         only=only,
@@ -254,6 +256,8 @@ def status() -> Report:
 
     While the model lives that `check` looked at last, status() looks at it again, so that both say the same. A patch
     that an override in this model shadows, or that has no effect on it, is not ``applied``.
+    If modules are loaded that the plan was not made for, it is made anew. Raises NotMetError if the new plan does not
+    meet the demands of the call of apply() that it is for.
     """
     return _engine.ENGINE.report(default_plan)
 
@@ -282,7 +286,8 @@ def check(model: Any = None, group: Any = None) -> Report:
     """
     if is_ending():  # nothing can be imported or compared any more
         return status()
-    _engine.ENGINE.catch_up()
+    with contextlib.suppress(NotMetError):  # _in_force() raises it again, when all ranks have taken part
+        _engine.ENGINE.catch_up()
     current = _engine.ENGINE.plan
     # Gather before anything raises: a rank that does not take part would leave the others waiting.
     effects = {} if current is None else _engine.ENGINE.effects(current)
@@ -376,6 +381,7 @@ def check_resume(saved: Mapping[str, Any] | str | None) -> bool:
 
 
 def _in_force(caller: str) -> Plan:
+    _engine.ENGINE.keep_tied()
     current = _engine.ENGINE.plan
     if current is None:
         raise OptionError(f"nothing was applied in this process; call shim.apply() before shim.{caller}()")
@@ -384,6 +390,8 @@ def _in_force(caller: str) -> Plan:
 
 def explain(id: str) -> str:
     """Return a text: what a patch is for, how it is wired, what was decided about it here, and why."""
+    with contextlib.suppress(NotMetError):
+        _engine.ENGINE.keep_tied()
     made = _engine.ENGINE.plan or default_plan()
     if id not in made.decisions:
         raise OptionError(f"there is no patch {id!r}; {did_you_mean(id, made.decisions)}")

@@ -16,6 +16,7 @@ Whenever `lock` is free:
   in `watch.late` are the exception; catch_up() brings them up to date.
 - `watch` follows from the plan, and so do `stand_ins` and `variables`, unless `settled` is another one. The import hook
   is installed if there is a module to watch.
+- The plan is for the files that the loaded modules ran, as far as anybody has looked: see keep_tied.
 - `factories` has factories of the plan only. Everything else that patches hold has ended, or is reported until it can
   end.
 
