@@ -44,7 +44,10 @@ def _of_another_copy(models: list[Any], package: str, location: str | None) -> I
                     continue
                 seen.add(cls)
                 file = _file_of(cls)
-                if file and (location is None or not _is_below(file, location)):
+                inside = cls.__module__[f".{cls.__module__}.".index(f".{package}.") :].replace(".", os.sep)
+                is_there = file.endswith((f"{os.sep}{inside}.py", os.path.join(os.sep + inside, "__init__.py")))
+                # A class that somebody makes in the name of upstream's module lies elsewhere, and is no copy of it.
+                if is_there and (location is None or not _is_below(file, location)):
                     yield f"{cls.__qualname__} of {file}"
 
 
