@@ -272,7 +272,18 @@ FORKS = """
     over = threading.Event()
 
 
+    DIED = []
+
+
     def busy():
+        try:
+            go()
+        except BaseException as error:
+            import traceback
+            DIED.append(traceback.format_exc())
+
+
+    def go():
         while not over.is_set():
             with shim.patched():
                 pass
@@ -312,6 +323,7 @@ FORKS = """
         return found
 
 
+    sys.setswitchinterval(1e-5)  # else a thread is left to go on where it waits for a file, and that is not here
     thread = threading.Thread(target=busy, daemon=True)
     thread.start()
     within = 0
@@ -337,6 +349,7 @@ FORKS = """
         over.set()
     thread.join()
     print(within)
+    expect(not DIED, DIED)
     """
 
 

@@ -71,7 +71,7 @@ def test_another_release_that_comes_first_is_planned_for(patched_world, elsewher
     shim.apply()
     monkeypatch.syspath_prepend(str(elsewhere))
     if late:
-        engine.ENGINE.watch._hook.remove()
+        engine.ENGINE.watch.hook.remove()
     double = patched_world.get("ops:double")
     assert double(2) == 4
     report = shim.status()
@@ -98,7 +98,7 @@ def test_another_release_that_does_not_meet_the_demands_is_an_error(patched_worl
         with pytest.raises(shim.NotMetError, match=r"imported from .*second.* Remedy: put it on sys.path"):
             importlib.import_module(OPS)
         assert not any(name.startswith("megatron.core") for name in sys.modules)
-    engine.ENGINE.watch._hook.remove()
+    engine.ENGINE.watch.hook.remove()
     importlib.import_module(OPS)
     for call in (shim.check, shim.status):
         with pytest.raises(shim.NotMetError, match="imported from"):

@@ -147,7 +147,7 @@ def fresh_engine(monkeypatch):
     try:
         yield engine
     finally:
-        engine.watch._hook.remove()
+        engine.watch.hook.remove()
         sys.meta_path[:] = meta_path
         for name in set(sys.modules) - set(modules):
             if name.partition(".")[0] in ("megatron", "fake_patches"):
