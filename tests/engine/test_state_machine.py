@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib
+import os
 import shutil
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from fake_world import World, fresh_engine
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from interrupting import ACTS, acting, holds_in_a_fork
 from thorough import times
 
 import shim
@@ -135,6 +137,21 @@ class Histories(RuleBasedStateMachine):
     def come(self):
         (self.world.root / "gone").rename(self.world.root / "megatron")
         importlib.invalidate_caches()
+
+    @rule(
+        at=st.integers(1, 900),
+        only=st.one_of(st.none(), st.sets(st.sampled_from(IDS))),
+        act=st.sampled_from(sorted(ACTS)),
+    )
+    def act_within(self, at, only, act):
+        """An interrupt, or a signal handler that calls shim, at any place of an apply() or revert()."""
+        with acting(at, ACTS[act]):
+            shim.revert() if only is None else shim.apply(only=sorted(only))
+
+    @rule()
+    def fork(self):
+        if hasattr(os, "fork"):
+            assert holds_in_a_fork(self.read_back, shim.apply, self.read_back, shim.revert, self.read_back)
 
     @precondition(lambda self: self.loaded())
     @rule(data=st.data(), calls=st.sampled_from([True, True, False]))
