@@ -139,7 +139,7 @@ def test_what_is_imported_while_threads_apply_is_patched_or_not_but_never_half(t
 
 @pytest.mark.growth
 def test_cycles_leave_nothing_behind(tree):
-    """Neither objects nor memory nor finders nor entries of the journal grow; the objects are the same at the end."""
+    """Neither objects nor memory nor finders nor records grow; the objects are the same at the end."""
     out = run(
         f"CYCLES = {times(300, 1000)}\n"
         + dedent("""
