@@ -34,6 +34,11 @@ files="
     tests/engine/test_foreign.py
     tests/engine/test_reach.py
     tests/engine/test_stand_ins.py
+    tests/engine/test_interrupts.py
+    tests/engine/test_tied.py
+    tests/engine/test_left_over.py
+    tests/engine/test_odd_namespaces.py
+    tests/engine/test_ending.py
     tests/engine/test_robustness.py
 "
 files_of_3_12="

@@ -65,8 +65,8 @@ class Tie:
 
     def sources(self, before: Sources | None, known: Callable[..., Any] | None) -> Sources:
         """Sources for a new plan, in which a module that has run is what ran."""
-        ran = {name: seen for name, (module, seen) in list(self._ran.items()) if module() is sys.modules.get(name)}
-        untrue = {name: why for name, (module, why) in list(self._untrue.items()) if module() is sys.modules.get(name)}
+        ran = {name: seen for name, (module, seen) in list(self._ran.items()) if _is_loaded(name, module)}
+        untrue = {name: why for name, (module, why) in list(self._untrue.items()) if _is_loaded(name, module)}
         return Sources(before=before, known=known, ran=ran, untrue=untrue)
 
     def before(self, plan: Plan, module: ModuleType) -> str:
@@ -127,6 +127,12 @@ class Tie:
         seen = plan.environment.sources.seen(name)
         if seen is not None and seen[0] and issubclass(type(module), ModuleType):
             self._ran[name] = weakref.ref(module), seen
+
+
+def _is_loaded(name: str, module: Callable[[], Any]) -> bool:
+    """Whether the module that is referred to is alive, and the one that imports get."""
+    found = module()
+    return found is not None and found is sys.modules.get(name)
 
 
 def _elsewhere(plan: Plan, package: str) -> str:
