@@ -33,7 +33,10 @@ class Block:
 
     def __init__(self, context: Context, plan: Plan, beneath: Plan | None) -> None:
         self._context = weakref.ref(context)
-        self.thread, self.task = threading.get_ident(), current_task()
+        self.thread = threading.get_ident()
+        task = current_task()
+        # Weakly: a task that nobody runs any more holds its block, which is over once the task is gone.
+        self._task = None if task is None else weakref.ref(task)
         self.plan, self.beneath = plan, beneath
 
     def above(self, beneath: Plan | None) -> Block:
@@ -57,7 +60,10 @@ class Block:
     def is_around(self, thread: int, task: Any) -> bool:
         """Whether code in `thread` and `task` runs inside the block, or while the task that entered it waits."""
         # Outside of tasks, the block is further down this thread's stack. A finished task belonged to a test fixture.
-        return self.thread == thread and (self.task is None or self.task is task or self.task.done())
+        if self.thread != thread or self._task is None:
+            return self.thread == thread
+        entered = self._task()
+        return entered is None or entered is task or bool(entered.done())
 
 
 class Contexts:

@@ -30,7 +30,9 @@ def logger() -> logging.Logger:
     """The logger of shim. The module logging is imported when there is something to log: it takes as long as a plan."""
     import logging
 
-    return logging.getLogger("shim")
+    # Not again and again: an exception from another thread within getLogger leaves the lock of logging taken.
+    found = logging.Logger.manager.loggerDict.get("shim")
+    return found if isinstance(found, logging.Logger) else logging.getLogger("shim")
 
 
 def short_of(text: str) -> str:

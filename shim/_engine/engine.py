@@ -46,7 +46,6 @@ from shim._engine.ending import is_ending
 from shim._engine.factories import Factories
 from shim._engine.import_hook import ImportHook
 from shim._engine.modules import (
-    forget_half_imported,
     import_what_binding_needs,
     locked_modules,
     may_bind_within,
@@ -126,9 +125,7 @@ class Engine:
         here = threading.get_ident()
         self.contexts.keep_thread(here)
         self.watch.hook.keep_thread(here)
-        locked = locked_modules()
-        self.watch.orphaned = frozenset(locked)
-        forget_half_imported(name for name in locked if name.partition(".")[0] == "shim")
+        self.watch.orphaned = frozenset(locked_modules())
 
     def _recover(self) -> None:
         """Bring in step what an interrupt has left behind. The caller holds the lock."""

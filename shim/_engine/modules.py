@@ -6,14 +6,12 @@ import importlib
 import importlib.util
 import sys
 import types
-from collections.abc import Iterable
 from typing import Any
 
 from shim._engine.aliases import namespace_of
 
 __all__ = [
     "Modules",
-    "forget_half_imported",
     "import_what_binding_needs",
     "is_initialising",
     "is_lazy",
@@ -87,18 +85,6 @@ def _locked() -> set[str] | None:
     """
     locks: dict[str, Any] | None = getattr(getattr(importlib, "_bootstrap", None), "_module_locks", None)
     return None if locks is None else {name for name, lock in list(locks.items()) if lock() is not None}
-
-
-def forget_half_imported(names: Iterable[str]) -> None:
-    """In a forked process, let modules be imported anew that a thread of its parent was importing.
-
-    That thread is not there to end the import, nor to let go of importlib's lock, for which another would wait.
-    """
-    locks: dict[str, Any] = getattr(getattr(importlib, "_bootstrap", None), "_module_locks", {})
-    for name in names:
-        if is_initialising(sys.modules.get(name)):
-            del sys.modules[name]
-        locks.pop(name, None)
 
 
 class Modules:

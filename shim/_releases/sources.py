@@ -46,9 +46,10 @@ ENCODINGS = ("utf-8", "utf-8-sig", "ascii", "iso-8859-1", "cp1252")
 PYTHONS_OWN = (BuiltinImporter, FrozenImporter, PathFinder)
 
 # Two things of ast.parse concern the whole process: the warning filters that catch_warnings changes and puts back, and
-# the recursion depth, which is miscounted where two threads build nodes at once (SystemError, seen on Python 3.11).
-PARSING = threading.Lock()
-renew_in_children(sys.modules[__name__], "PARSING", threading.Lock)
+# the recursion depth, which is miscounted where two threads build nodes at once (SystemError, seen on Python 3.11). A
+# signal handler or finalizer of the thread that parses may parse too.
+PARSING = threading.RLock()
+renew_in_children(sys.modules[__name__], "PARSING", threading.RLock)
 
 
 def parse(text: str) -> ast.Module:

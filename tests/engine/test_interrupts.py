@@ -1,6 +1,8 @@
 """A transaction is one thing: whatever interrupts it, calls into it or forks within it sees all of it or nothing."""
 
+import asyncio
 import contextlib
+import gc
 import importlib
 import os
 import sys
@@ -15,6 +17,7 @@ from thorough import times
 import shim
 from shim._engine import engine as _engine
 from shim._engine.contexts import Context
+from shim._releases.sources import PARSING, parse
 
 INTERRUPTED = """
     import os
@@ -508,6 +511,82 @@ def test_a_module_of_shims_that_another_thread_imports_is_imported_anew_in_a_for
             over.set()
             shim.revert()
             shim.explain("count")
+            os._exit(0)
+        status = os.waitpid(pid, 0)[1]
+        over.set()
+        thread.join()
+        expect(status == 0, status)
+        """,
+        tree,
+    )
+
+
+def test_a_handler_that_parses_while_its_thread_parses():
+    """ast.parse collects garbage and runs signal handlers: a finalizer may ask for the state, which parses as well."""
+    with PARSING:
+        assert parse("x = 1").body
+
+
+def test_a_block_of_a_task_that_nobody_runs_any_more_is_over(patched_world):
+    patched_world.get("ops:double")
+
+    async def work():
+        with shim.patched():
+            await asyncio.sleep(1000)
+
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(work())
+    loop.call_later(0.05, loop.stop)
+    loop.run_forever()
+    assert patched_world.get("ops:double")(2) == ("count", 4)
+    task._log_destroy_pending = False
+    del task
+    loop.close()
+    gc.collect()
+    shim.revert()
+    assert patched_world.get("ops:double")(2) == 4
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_fork_while_another_thread_imports_shim_for_the_first_time(tree):
+    run(
+        """
+        import os, signal
+        from importlib.machinery import PathFinder
+
+        for name in [name for name in sys.modules if name.startswith("shim.")]:
+            del sys.modules[name]
+        for name in set(shim.__all__) & set(vars(shim)):
+            delattr(shim, name)
+        begun, over = threading.Event(), threading.Event()
+
+
+        class Slow:
+            @staticmethod
+            def find_spec(name, path=None, target=None):
+                if name != "shim._engine.engine" or over.is_set():
+                    return None
+                spec = PathFinder.find_spec(name, path, target)
+                run = spec.loader.exec_module
+
+                def wait(module):
+                    begun.set()
+                    over.wait()
+                    run(module)
+
+                spec.loader.exec_module = wait
+                return spec
+
+
+        sys.meta_path.insert(0, Slow)
+        thread = threading.Thread(target=lambda: shim.plan())
+        thread.start()
+        begun.wait()
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(20)
+            over.set()
+            shim.status()
             os._exit(0)
         status = os.waitpid(pid, 0)[1]
         over.set()
