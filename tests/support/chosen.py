@@ -80,6 +80,7 @@ EVERYWHERE = {
     "test_generic_proofs_rounding",
     "test_harness",
     "test_hidden_contracts",
+    "test_pickled_by_value",
     "test_import_orders",
     "test_later_parameters",
     "test_others_hooks",
