@@ -17,6 +17,7 @@ from shim._releases.detect import DISTRIBUTIONS, PATCHED, same_place
 __all__ = ["with_copies"]
 
 _CONCERNED = ("applied", "pending", "upstream", "not-needed", "not-installed", "out-of-range")
+_PACKAGES = tuple(DISTRIBUTIONS[distribution].package for distribution in PATCHED)
 REMEDY = "build the model from the copy that `import` gives, or call shim.apply() once that is the one on sys.path"
 
 
@@ -40,7 +41,7 @@ def _of_another_copy(models: list[Any], package: str, location: str | None) -> I
     for model in models:
         for module in model.modules():
             for cls in type(module).__mro__:
-                if cls in seen or f".{package}." not in f".{cls.__module__}.":
+                if cls in seen or _package_of(cls.__module__) != package:
                     continue
                 seen.add(cls)
                 file = _file_of(cls)
@@ -49,6 +50,16 @@ def _of_another_copy(models: list[Any], package: str, location: str | None) -> I
                 # A class that somebody makes in the name of upstream's module lies elsewhere, and is no copy of it.
                 if is_there and (location is None or not _is_below(file, location)):
                     yield f"{cls.__qualname__} of {file}"
+
+
+def _package_of(module: str) -> str | None:
+    """The package whose copy a module may be of: the first in its name.
+
+    megatron.core.extensions.transformer_engine is a module of megatron-core.
+    """
+    name = f".{module}."
+    places = {name.index(f".{package}."): package for package in _PACKAGES if f".{package}." in name}
+    return places[min(places)] if places else None
 
 
 def _file_of(cls: type) -> str:

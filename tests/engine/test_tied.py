@@ -12,6 +12,7 @@ from fake_world import Model
 
 import shim
 from shim._engine import engine
+from shim._engine.copies import _of_another_copy
 
 CORE = "megatron.core."
 OPS = CORE + "ops"
@@ -161,6 +162,16 @@ def test_a_model_of_a_copy_that_nobody_planned_for_is_not_called_patched(patched
     report = shim.check(Model(copy.Layer()))
     assert report["count"].in_doubt and str(elsewhere) in report["count"].reason
     assert shim.check(Model(patched_world.get("layers:Layer")()))["count"].state == "applied"
+
+
+def test_a_module_that_has_the_name_of_another_package_is_no_copy_of_that(patched_world):
+    """megatron-core's layers of Transformer Engine are in megatron.core.extensions.transformer_engine."""
+    patched_world.module("extensions/transformer_engine", "class Linear:\n    def forward(self): pass\n")
+    name = CORE + "extensions.transformer_engine"
+    model = Model(importlib.import_module(name).Linear())
+    assert not list(_of_another_copy([model], "transformer_engine", None))
+    assert list(_of_another_copy([model], "megatron.core", None))  # none is installed where the plan looked
+    assert not list(_of_another_copy([model], "megatron.core", str(patched_world.root / "megatron" / "core")))
 
 
 def test_a_model_is_never_of_a_release_that_is_not_installed(patched_world, tmp_path_factory):
