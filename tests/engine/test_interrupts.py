@@ -470,55 +470,91 @@ def test_a_lock_that_another_thread_holds_is_free_in_a_forked_process(place):
     assert status == 0
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_a_module_of_shims_that_another_thread_imports_is_imported_anew_in_a_forked_process(tree):
-    """Else the child would wait for ever for a thread that it has not, or use half a module."""
-    run(
-        """
-        import os, signal
-        from importlib.abc import Loader
-        from importlib.machinery import PathFinder
+FORKED_DURING_AN_IMPORT = """
+    import os, signal
+    from importlib.machinery import PathFinder
 
-        begun, over = threading.Event(), threading.Event()
+    begun, over = threading.Event(), threading.Event()
 
 
-        class Slow:
-            @staticmethod
-            def find_spec(name, path=None, target=None):
-                if name != "shim._planning.explain" or over.is_set():
-                    return None
-                spec = PathFinder.find_spec(name, path, target)
-                run = spec.loader.exec_module
+    class Slow:
+        "A module of this name runs once the import is to go on."
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            if name != SLOW or over.is_set():
+                return None
+            spec = PathFinder.find_spec(name, path, target)
+            run = spec.loader.exec_module
 
-                def wait(module):
-                    begun.set()
-                    over.wait()
-                    run(module)
+            def wait(module):
+                begun.set()
+                over.wait()
+                run(module)
 
-                spec.loader.exec_module = wait
-                return spec
+            spec.loader.exec_module = wait
+            return spec
 
 
+    before()
+    sys.meta_path.insert(0, Slow)
+    thread = threading.Thread(target=importing)
+    thread.start()
+    begun.wait()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        over.set()
+        in_the_child()
+        os._exit(0)
+    status = os.waitpid(pid, 0)[1]
+    over.set()
+    thread.join()
+    expect(status == 0, status)
+    """
+
+EXPLAINING = """
+    SLOW = "shim._planning.explain"
+
+
+    def before():
         importlib.import_module(CORE + "ops")
         shim.apply()
-        sys.meta_path.insert(0, Slow)
-        thread = threading.Thread(target=shim.explain, args=("count",))
-        thread.start()
-        begun.wait()
-        pid = os.fork()
-        if pid == 0:
-            signal.alarm(10)
-            over.set()
-            shim.revert()
-            shim.explain("count")
-            os._exit(0)
-        status = os.waitpid(pid, 0)[1]
-        over.set()
-        thread.join()
-        expect(status == 0, status)
-        """,
-        tree,
-    )
+
+
+    def importing():
+        shim.explain("count")
+
+
+    def in_the_child():
+        shim.revert()
+        shim.explain("count")
+    """
+
+FOR_THE_FIRST_TIME = """
+    SLOW = "shim._engine.engine"
+
+
+    def before():
+        for name in [name for name in sys.modules if name.startswith("shim.")]:
+            del sys.modules[name]
+        for name in set(shim.__all__) & set(vars(shim)):
+            delattr(shim, name)
+
+
+    def importing():
+        shim.plan()
+
+
+    def in_the_child():
+        shim.status()
+    """
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.parametrize("how", [EXPLAINING, FOR_THE_FIRST_TIME], ids=["explain", "first_time"])
+def test_a_module_of_shims_that_another_thread_imports_is_imported_anew_in_a_forked_process(tree, how):
+    """Else the child would wait for ever for a thread that it has not, or use half a module."""
+    run(dedent(how) + dedent(FORKED_DURING_AN_IMPORT), tree)
 
 
 def test_a_handler_that_parses_while_its_thread_parses():
@@ -545,53 +581,3 @@ def test_a_block_of_a_task_that_nobody_runs_any_more_is_over(patched_world):
     gc.collect()
     shim.revert()
     assert patched_world.get("ops:double")(2) == 4
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_a_fork_while_another_thread_imports_shim_for_the_first_time(tree):
-    run(
-        """
-        import os, signal
-        from importlib.machinery import PathFinder
-
-        for name in [name for name in sys.modules if name.startswith("shim.")]:
-            del sys.modules[name]
-        for name in set(shim.__all__) & set(vars(shim)):
-            delattr(shim, name)
-        begun, over = threading.Event(), threading.Event()
-
-
-        class Slow:
-            @staticmethod
-            def find_spec(name, path=None, target=None):
-                if name != "shim._engine.engine" or over.is_set():
-                    return None
-                spec = PathFinder.find_spec(name, path, target)
-                run = spec.loader.exec_module
-
-                def wait(module):
-                    begun.set()
-                    over.wait()
-                    run(module)
-
-                spec.loader.exec_module = wait
-                return spec
-
-
-        sys.meta_path.insert(0, Slow)
-        thread = threading.Thread(target=lambda: shim.plan())
-        thread.start()
-        begun.wait()
-        pid = os.fork()
-        if pid == 0:
-            signal.alarm(20)
-            over.set()
-            shim.status()
-            os._exit(0)
-        status = os.waitpid(pid, 0)[1]
-        over.set()
-        thread.join()
-        expect(status == 0, status)
-        """,
-        tree,
-    )
