@@ -138,13 +138,12 @@ class Engine:
             self._settle()
 
     def _settle(self) -> None:
-        """Stand-ins, variables and factories follow the plan in force. The caller holds the lock."""
+        """Stand-ins and variables follow the plan in force. The caller holds the lock."""
         plan = self.plan
         if plan is None:
             self.checked.forget()
         self.stand_ins.follow(plan)
         self.deferred.warn_once(self.variables.follow(plan))
-        self.factories.keep_only(plan, self.failed)
         self.settled = plan
 
     # Plans
@@ -170,8 +169,7 @@ class Engine:
         thread = threading.get_ident()
         self.renewing.add(thread)  # the old plan would take upstream's functions of another copy for conflicts
         try:
-            self.warn([f"{why}. The plan is made anew for it."])
-            self.adopt(made_anew(plan, self.new_sources(self._known)), instead=plan)
+            self.adopt(self._made_anew(plan, why), instead=plan)
         except NotMetError as error:
             raise NotMetError(f"{why}. Until then: {error}") from error
         finally:
@@ -181,11 +179,14 @@ class Engine:
         """Whether the plan that a block restores did not fit this process any more, and has been made anew."""
         why = self.tie.amiss(plan)
         if why:
-            self.warn([f"{why}. The plan is made anew for it."])
-            fresh = made_anew(plan, self.new_sources(self._known))
+            fresh = self._made_anew(plan, why)
             with self.lock:
                 self.contexts.open = self.contexts.renewed(plan, fresh)
         return bool(why)
+
+    def _made_anew(self, plan: Plan, why: str) -> Plan:
+        self.warn([f"{why}. The plan is made anew for it."])
+        return made_anew(plan, self.new_sources(self._known))
 
     def find_conflicts(self, plan: Plan) -> Plan:
         """The plan with the conflicts that adopt() would find now."""
@@ -264,7 +265,7 @@ class Engine:
                     if instead is None or (before is not None and before.environment is instead.environment):
                         self._switch(wanted, context, instead)
                     return before
-                self.watch.add(wanted)
+                self.watch.add(self.watch.of(wanted))
             postponed |= self.factories.load(wanted, postponed, self.binder.loaded)
 
     def _switch(self, wanted: Plan | None, context: Context | None, instead: Plan | None) -> None:
@@ -396,20 +397,25 @@ class Engine:
         imported: Imported | None = None,
     ) -> None:
         """Bind the layers of a plan whose factories are loaded, and make it the plan in force, in one step."""
-        guests = stand_ins_of(plan)
         # Asked before the commit: a module that another thread imports meanwhile counts as late.
-        also = [*self.watch.writes(plan, guests, self.binder.loaded)]
+        if plan is self.plan:  # as at most imports
+            also = [self.watch.still_late(self.binder.loaded)]
+        else:
+            modules = self.watch.of(plan, stand_ins_of(plan))
+            also = [*self.watch.writes(modules, self.binder.loaded)]
+            self.watch.add(modules)
         also += [
             Write(self, "plan", self.plan, plan),
             Write(self, "last", self.last, plan or self.last),
             Write(self, "failed", self.failed, failed),
             Write(self.contexts, "open", self.contexts.open, blocks),
         ]
-        self.watch.add(plan, guests)
         layers = self.factories.layers(plan, failed)
         with self.deferred.deferring() if layers else nullcontext():
             lost = self.binder.commit(layers, imported, also, findings)
-        self._settle()
+        if self.settled is not plan:
+            self._settle()
+        self.factories.keep_only(plan, failed)
         for item in lost:
             if self.binder.effect_of(item) == "replaced":
                 self.deferred.warn(f"{item} since shim bound it; it is left alone")
@@ -525,9 +531,11 @@ class Engine:
             return self._read_back(self.plan or not_applied(self.last or otherwise()), {})
         self.catch_up()
         models = self.checked.living()
-        last = None if self.last is None or self.tie.amiss(self.last) else self.last
-        report, plan = self._read(self.plan or not_applied(last or otherwise()))
+        report, plan = self._read(self.plan or not_applied(self._last_that_fits() or otherwise()))
         return self._with_findings(report, models, plan, raising=False)
+
+    def _last_that_fits(self) -> Plan | None:
+        return None if self.last is None or self.tie.amiss(self.last) else self.last
 
     def check(self, models: list[Any] | None, plan: Plan) -> Report:
         """The report for these models (None: those of the last check). Raises errors of the patches' own checks.

@@ -37,30 +37,37 @@ class Watch:
         self.late: frozenset[str] = frozenset()  # modules of targets that no commit has seen loaded yet
         self.orphaned: frozenset[str] = frozenset()  # in a forked process, modules that its parent was importing
 
-    def writes(self, plan: Plan | None, guests: Iterable[str], loaded: _Loaded) -> Iterator[Write]:
-        """What makes these the modules of a plan. Asked before it is bound: what is imported meanwhile is late."""
-        of_plan, tied = frozenset(() if plan is None else _target_modules(plan)), tied_modules(plan)
-        fields = {
+    def of(self, plan: Plan | None, guests: Iterable[str] = ()) -> dict[str, frozenset[str]]:
+        """The fields that are of a plan, by their names; without `late`, which is of the process too."""
+        targets, tied = frozenset(() if plan is None else _target_modules(plan)), tied_modules(plan)
+        return {
             "guests": frozenset(guests),
-            "targets": of_plan,
+            "targets": targets,
             "tied": tied,
             "places": frozenset(_places(plan, tied)),
             "patches": frozenset(() if plan is None else _patch_modules(plan)),
-            "watched": of_plan | frozenset(guests) | tied,
-            "late": frozenset(name for name in of_plan if not loaded(name)),
+            "watched": targets | frozenset(guests) | tied,
         }
-        return (Write(self, name, getattr(self, name), value) for name, value in fields.items())
+
+    def writes(self, modules: dict[str, frozenset[str]], loaded: _Loaded) -> Iterator[Write]:
+        """What makes these the modules of the plan in force. `modules`: see `of`."""
+        late = frozenset(name for name in modules["targets"] if not loaded(name))
+        for name, value in {**modules, "late": late}.items():
+            yield Write(self, name, getattr(self, name), value)
+
+    def still_late(self, loaded: _Loaded) -> Write:
+        """What brings `late` up to date with the process."""
+        return Write(self, "late", self.late, frozenset(name for name in self.targets if not loaded(name)))
 
     def is_only_tied(self, name: str) -> bool:
         """Whether nothing is to be done about a module but to compare its file."""
         return name in self.tied and name not in self.targets and name not in self.guests
 
-    def add(self, plan: Plan | None, guests: Iterable[str] = ()) -> None:
-        """Also watch the modules of a plan about to be adopted, until `tidy`."""
-        tied = tied_modules(plan)
-        self.watched |= tied | frozenset(guests) | frozenset(() if plan is None else _target_modules(plan))
+    def add(self, modules: dict[str, frozenset[str]]) -> None:
+        """Also watch the modules of a plan about to be adopted, until `tidy`. `modules`: see `of`."""
+        self.watched |= modules["watched"]
         if self.watched:
-            self.hook.install(self.watched, self.places | frozenset(_places(plan, tied)))
+            self.hook.install(self.watched, self.places | modules["places"])
         for name in self.watched:
             module = sys.modules.get(name)
             if module is not None and is_lazy(module):
