@@ -33,13 +33,18 @@ _STRONG = r"[\w.-]{0,60}(?:(?:password|passwd|passphrase|secret|api[_-]?key|acce
 _STRONG += r"|auth[_-]?token|credential|cookie|webhook)[\w-]{0,60}|[_-]token)"
 _ASSIGNED = re.compile(r"\b([A-Z][A-Z0-9_]*)=(?!\(masked\)|[\w.]+\()(\"[^\"]*\"|'[^']*'|[^\s'\"`,;|)\]}]+)")
 _OPTION = re.compile(rf"(--(?:token|auth|{_STRONG})(?:=|\s+))(\"[^\"]*\"|'[^']*'|[^\s'\"`-][^\s'\"`]*)", re.I)
-_MAPPED = re.compile(rf"(([\"'])(?:token|auth|{_STRONG})\2\s*:\s*)([\"'])(?:(?!\3).)*\3", re.I)
+_MAPPED = re.compile(rf"(([\"'])(?:token|auth|{_STRONG})\2\s*:\s*)([\"'])(?:\\.|(?!\3).)*\3", re.I)
 _QUERY = re.compile(r"([?&;#])([\w.%-]+)=([^&;#\s'\"`<>|]+)")
 _QUERIED = re.compile(rf"{_WORDS}|(?:^|[_.-])(?:sig|pass|pwd|sas|code|pat)(?:$|[_.-])", re.I)
 _OPAQUE = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w%+/.~=:,-]{24,}")
 _SHAPES = (
     # A private key, as far as it is there.
-    (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.S), MASK),
+    (
+        re.compile(
+            r"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END [A-Z ]*PRIVATE KEY(?: BLOCK)?-----|\Z)", re.S
+        ),
+        MASK,
+    ),
     # User and password of a URL. A password may hold a slash that nobody has quoted. A path makes one slash of two.
     (
         re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,20}:/+)(?:[^\s/?#'\"`<>|]+|[^\s/:@'\"`<>|]+:(?!\d+/)[^\s@'\"`<>|]+)@"),
@@ -58,7 +63,7 @@ _SHAPES = (
             r"(?<![A-Za-z0-9_])(?:hf_\w{10,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|sk-[\w-]{16,}"
             r"|[srp]k_(?:live|test)_\w{10,}|(?:AKIA|ASIA|AGPA|AIDA|AROA)[0-9A-Z]{16}|xox[a-z]-[\w-]{10,}|xapp-[\w-]{10,}"
             r"|AIza[\w-]{30,}|ya29\.[\w-]{10,}|npm_\w{30,}|pypi-[\w-]{30,}|nvapi-[\w-]{16,}|gsk_\w{20,}|r8_\w{20,}"
-            r"|dop_v1_\w{20,}|SG\.[\w-]{16,}\.[\w-]{16,}|wandb_v\d_\w{16,}|eyJ[\w-]{8,}\.eyJ[\w-]{8,}(?:\.[\w-]*)?)"
+            r"|dop_v1_\w{20,}|dckr_pat_[\w-]{16,}|hvs\.[\w-]{20,}|tskey-[\w-]{16,}|AGE-SECRET-KEY-1\w{20,}|SG\.[\w-]{16,}\.[\w-]{16,}|wandb_v\d_\w{16,}|eyJ[\w-]{8,}\.eyJ[\w-]{8,}(?:\.[\w-]*)?)"
         ),
         MASK,
     ),

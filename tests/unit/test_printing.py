@@ -76,6 +76,11 @@ def test_errors_of_shim_are_one_printable_line():
         f"{{'password': '{SECRET}'}}",
         f'{{"api_key": "{SECRET}"}}',
         f"-----BEGIN RSA PRIVATE KEY-----\n{SECRET}\n-----END RSA PRIVATE KEY-----",
+        f"-----BEGIN PGP PRIVATE KEY BLOCK-----\n{SECRET}\n-----END PGP PRIVATE KEY BLOCK-----",
+        f'{{"password": "hun\\"{SECRET}"}}',
+        f"dckr_pat_{SECRET}abcdefghijklmnop",
+        f"hvs.{SECRET}abcdefghijklmnop",
+        f"tskey-auth-{SECRET}abcdefghijk",
     ],
 )
 def test_secrets_in_text_are_masked_by_their_shape(text):
