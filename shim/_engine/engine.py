@@ -32,7 +32,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from shim._engine.aliases import namespace_of
@@ -59,7 +59,8 @@ from shim._engine.tied import Tie, made_anew
 from shim._engine.variables import Variables
 from shim._engine.verify import not_applied, read_report
 from shim._engine.watch import Watch
-from shim._errors import BindError, NotMetError, OptionError
+from shim._engine.within import is_owned, is_within, refused_within
+from shim._errors import BindError, NotMetError
 from shim._planning.plan import Plan
 from shim._planning.requirements import enforce
 from shim._releases.sources import Sources
@@ -98,29 +99,11 @@ class Engine:
     # One at a time
 
     def _is_within(self) -> bool:
-        """Whether this call comes from inside of a transaction of this thread: from a factory, handler or finalizer."""
-        if not self.lock._is_owned():  # type: ignore[attr-defined]
-            return False
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_globals is globals():
-            frame = frame.f_back  # the call that asks
-        while frame is not None:
-            if frame.f_globals is globals():
-                return True
-            frame = frame.f_back
-        return False
-
-    def _refuse_within(self, what: str) -> None:
-        """OptionError for a change from inside of a transaction."""
-        if self._is_within():
-            raise OptionError(
-                f"shim.{what}() was called from inside of another call of shim, by a patch that is being bound, by a "
-                "signal handler or by a finalizer. It has changed nothing. Remedy: call it when that call has returned."
-            )
+        return is_within(self.lock, globals())
 
     def after_fork(self) -> None:
         """In a forked process: the other threads are gone, with what they held, and their transactions never began."""
-        if not self.lock._is_owned():  # type: ignore[attr-defined]
+        if not is_owned(self.lock):
             self.lock = threading.RLock()
         here = threading.get_ident()
         self.contexts.keep_thread(here)
@@ -223,7 +206,8 @@ class Engine:
         """
         if wanted is None and is_ending():
             return
-        self._refuse_within("revert" if wanted is None else "apply" if context is None else "patched")
+        if self._is_within():
+            raise refused_within("revert" if wanted is None else "apply" if context is None else "patched")
         try:
             if wanted is not None:
                 self.watch.wait_for(wanted, self.binder.loaded)
