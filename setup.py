@@ -7,7 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
@@ -82,11 +82,7 @@ if __name__ == "__main__":
             "shim.ops",
             "shim.testing",
             "shim.patches",
-            "shim.patches.megatron_core",
-            "shim.patches.megatron_core.mtp_packed_sequences",
-            "shim.patches.megatron_core.mtp_recompute",
-            "shim.patches.megatron_core.paged_stash",
-            "shim.patches.transformer_engine",
+            *(f"shim.patches.{package}" for package in find_packages(str(HERE / "patches"))),
         ],
         package_data={
             "shim": [

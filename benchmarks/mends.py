@@ -36,7 +36,7 @@ class Case(NamedTuple):
 
 
 def proof(patch: str) -> Any:
-    return import_module(f"shim.patches.megatron_core.{patch.replace('-', '_')}_proof")
+    return import_module(f"shim.patches.megatron_core.{patch.replace('-', '_')}.proof")
 
 
 def aux_loss(padding: Sequence[int] = (), **options: Any) -> Step:

@@ -57,6 +57,6 @@ def explanation(plan: Plan, id: str) -> str:
     lines += [f"Upstream: {one_line(reference)}" for reference in entry.references]
     lines += [f"Met by: {one_line(who)}" for who in entry.met_by]
     lines.append(f"Delete when: {one_line(entry.delete_when)}")
-    if Sources().path(f"{entry.module}_proof") is not None:
+    if Sources().path(f"{entry.module}.proof") is not None:
         lines.append(f"See it on this machine: shim prove {id}")
     return "\n".join(lines)

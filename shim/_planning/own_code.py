@@ -33,7 +33,7 @@ ROOMS = (
 # The command line, the proofs and their runner, and the helpers of tests. A job that calls shim.apply() loads none of
 # them, and no other room imports them.
 BESIDE = ("__main__.py", "_proving", "_tools", "testing")
-PROOF = "_proof.py"
+PROOFS = ("/proof.py", "/gpu_proof.py")
 
 TEXT = (".py", ".json", ".yaml")
 KINDS = (*TEXT, ".pyc", ".so", ".pyd")  # what an import or shim reads. What an editor leaves does not count.
@@ -62,7 +62,7 @@ def own_files() -> list[tuple[str, str]]:
         if top not in BESIDE and top != "patches":
             found[name] = file
     for name, file in files_below(str(patches_path())):
-        if not name.endswith(PROOF):
+        if not name.endswith(PROOFS):
             found[f"patches/{name}"] = file
     return sorted(found.items())
 

@@ -17,7 +17,7 @@ from shim._tools.docs_links import linked, short
 
 __all__ = ["PROVED", "ProofText", "defects_page", "defects_picture", "proof_texts", "read_proved"]
 
-ENDINGS = ("_proof", "_gpu_proof")  # as in shim.testing.proof, whose import would import torch
+ENDINGS = (".proof", ".gpu_proof")  # as in shim.testing.proof, whose import would import torch
 PROVED = "proved.json"  # in docs/; written by shim._tools.prove_all
 INTRODUCTION = """\
 # Defects

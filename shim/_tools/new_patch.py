@@ -184,10 +184,10 @@ def write_patch(proposal: Proposal, matrix: Matrix, top: Path, dry_run: bool = F
     OptionError, with nothing written, where one of the files exists.
     """
     tests = "cells" if proposal.distribution == "megatron-core" else "pairs"
-    module = top / "patches" / proposal.folder / f"{proposal.name}.py"
+    module = top / "patches" / proposal.folder / proposal.name / "__init__.py"
     test = top / "tests" / tests / f"test_{proposal.name}.py"
     file = top / "version_matrix.yaml"
-    shown = module.with_name(f"{proposal.name}_proof.py")
+    shown = module.with_name("proof.py")
     for path in (module, shown, test):
         if path.exists():
             raise OptionError(f"{path} is there already, and shim does not overwrite it")
@@ -199,6 +199,7 @@ def write_patch(proposal: Proposal, matrix: Matrix, top: Path, dry_run: bool = F
         test: text.test(proposal),
     }
     for path, content in written.items() if not dry_run else ():
+        path.parent.mkdir(exist_ok=True)
         path.write_text(content, "utf-8")
     return written
 

@@ -1,7 +1,7 @@
 """A proof: the smallest run that shows a defect on stock, and shows it gone with the patch.
 
 The proofs of a patch lie beside it: those of `shim.patches.megatron_core.rope_thd` in the module
-`shim.patches.megatron_core.rope_thd_proof`. `shim prove`, the tests of the release cells and docs/defects.md use them.
+`shim.patches.megatron_core.rope_thd.proof`. `shim prove`, the tests of the release cells and docs/defects.md use them.
 
     @proof("losses off by {:.1e}", bound=1e-5, ranks=2)
     def smoothed_losses(here):
@@ -31,7 +31,7 @@ from .ranks import RankError, Ranks
 
 __all__ = ["CannotRunError", "Here", "Measured", "Proof", "Side", "measure", "proof", "proofs_of"]
 
-ENDINGS = ("_proof", "_gpu_proof")  # of the modules with the proofs of a patch; the second where they fill a file
+ENDINGS = (".proof", ".gpu_proof")  # of the modules with the proofs of a patch; the second where they fill a file
 DEFECTS = ("silent", "crash", "hang", "memory", "time", "missing")
 
 
@@ -144,6 +144,8 @@ def proof(
 
 def proofs_of(module: str) -> list[Proof]:
     """The proofs of the patch in this module, in the order of their definition; none where it has none."""
+    if not hasattr(import_module(module), "__path__"):  # one file, so nothing lies beside it
+        return []
     beside = [f"{module}{ending}" for ending in ENDINGS]
     there = [import_module(name) for name in beside if find_spec(name) is not None]
     return [value for found in there for value in vars(found).values() if isinstance(value, Proof)]

@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import data as upstream
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.broadcast_data_group_proof import row_of
+from shim.patches.megatron_core.broadcast_data_group.proof import row_of
 from shim.testing import Layout
 
 ID = "broadcast-data-group"

@@ -10,8 +10,8 @@ from recompute_cases import share_storage_in_python
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.checkpoint_without_grad_proof import UNIFORM
-from shim.patches.megatron_core.frozen_recompute_proof import NORMS
+from shim.patches.megatron_core.checkpoint_without_grad.proof import UNIFORM
+from shim.patches.megatron_core.frozen_recompute.proof import NORMS
 from shim.testing import Layout
 
 ID, QUANTIZED = "checkpoint-without-grad", "fp8-fp4-recompute"

@@ -8,7 +8,7 @@ import torch.distributed.checkpoint.filesystem as torchs
 import shim
 from shim import testing
 from shim.patches.megatron_core.checkpoint_write_format import WRITE_ITEM, bindings
-from shim.patches.megatron_core.checkpoint_write_format_proof import weights_lost
+from shim.patches.megatron_core.checkpoint_write_format.proof import weights_lost
 from shim.testing.proof import Here
 from shim.testing.sharded import WRITER
 

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shim
 from shim import testing
 from shim.ops import _logprob_chunks
-from shim.patches.megatron_core import chunked_logprob_proof
-from shim.patches.megatron_core.chunked_logprob_proof import BATCH, TOKENS, VOCABULARY, truth
+from shim.patches.megatron_core.chunked_logprob import proof as chunked_logprob_proof
+from shim.patches.megatron_core.chunked_logprob.proof import BATCH, TOKENS, VOCABULARY, truth
 from shim.testing import Footprint, Layout
 
 ID = "chunked-logprob"

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.config_override_proof import FULL, toggled
+from shim.patches.megatron_core.config_override.proof import FULL, toggled
 
 ID = "config-override"
 WITHOUT_TE = "fp8-fp4-recompute"  # CheckpointWithoutOutput raises without Transformer Engine, but for this patch

@@ -8,7 +8,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.cp_comm_type_list_proof import KINDS, taken
+from shim.patches.megatron_core.cp_comm_type_list.proof import KINDS, taken
 from shim.testing import Layout
 from shim.testing.attention import CPUCoreAttention
 

@@ -11,7 +11,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.cpu_offloaded_optimizer_proof import (
+from shim.patches.megatron_core.cpu_offloaded_optimizer.proof import (
     SAVED_AT,
     SAVED_BY_BUCKETS,
     STEPS,

@@ -6,8 +6,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.dp_reshardable_fp32_proof import BY_DATA
-from shim.patches.megatron_core.reshardable_padding_proof import STEPS, Training, apart, fused_adam
+from shim.patches.megatron_core.dp_reshardable_fp32.proof import BY_DATA
+from shim.patches.megatron_core.reshardable_padding.proof import STEPS, Training, apart, fused_adam
 from shim.testing.user_model import ModelError
 
 ID = "dp-reshardable-fp32"

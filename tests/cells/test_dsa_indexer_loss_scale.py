@@ -8,7 +8,7 @@ import torch
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.dsa_indexer_loss_scale_proof import gradients
+from shim.patches.megatron_core.dsa_indexer_loss_scale.proof import gradients
 
 ID = "dsa-indexer-loss-scale"
 NEEDED = shim.plan()[ID].wanted

@@ -7,7 +7,7 @@ import torch
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.expert_bias_gradient_proof import of_experts, step, wrapped_model
+from shim.patches.megatron_core.expert_bias_gradient.proof import of_experts, step, wrapped_model
 from shim.testing import Layout
 from shim.testing.proof import CannotRunError
 

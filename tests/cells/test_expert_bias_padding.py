@@ -7,7 +7,7 @@ import torch
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.expert_bias_padding_proof import MODEL, counted, takes_padding_mask
+from shim.patches.megatron_core.expert_bias_padding.proof import MODEL, counted, takes_padding_mask
 
 ID = "expert-bias-padding"
 NEEDED = shim.plan()[ID].wanted

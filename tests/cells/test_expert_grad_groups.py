@@ -10,7 +10,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.expert_grad_groups_proof import (
+from shim.patches.megatron_core.expert_grad_groups.proof import (
     MODEL,
     mine,
     step,

@@ -158,7 +158,7 @@ def test_what_the_patch_needs_and_does_not_find_is_named(fork, edits, said):
 COUNTS = """
 import shim
 from shim import testing
-from shim.patches.megatron_core.expert_bias_padding_proof import counted
+from shim.patches.megatron_core.expert_bias_padding.proof import counted
 
 with testing.megatron_on_cpu(), testing.layout_initialised(testing.Layout()):
     shim.apply(only=["expert-bias-padding"])

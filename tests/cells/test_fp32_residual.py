@@ -9,8 +9,8 @@ import torch
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.fp32_residual_proof import LAYERS, TOKENS, build, norms_as_of_apex
-from shim.patches.megatron_core.masked_microbatch_proof import microbatches, scheduled
+from shim.patches.megatron_core.fp32_residual.proof import LAYERS, TOKENS, build, norms_as_of_apex
+from shim.patches.megatron_core.masked_microbatch.proof import microbatches, scheduled
 
 ID = "fp32-residual"
 NEEDED = shim.plan()[ID].wanted

@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel.random import CheckpointFunction, CheckpointW
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.fp8_fp4_recompute_proof import storage_shared_in_python
+from shim.patches.megatron_core.fp8_fp4_recompute.proof import storage_shared_in_python
 from shim.testing import Layout, fork_server
 
 pytestmark = pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="tests/pairs is about that")

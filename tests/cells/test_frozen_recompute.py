@@ -11,7 +11,7 @@ from recompute_cases import share_storage_in_python
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.frozen_recompute_proof import NORMS, UNIFORM, adapted, row
+from shim.patches.megatron_core.frozen_recompute.proof import NORMS, UNIFORM, adapted, row
 
 ID = "frozen-recompute"
 METHODS = [UNIFORM, {**UNIFORM, "recompute_num_layers": 2}, {**UNIFORM, "recompute_method": "block"}]

@@ -8,7 +8,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.frozen_tied_embedding_proof import training
+from shim.patches.megatron_core.frozen_tied_embedding.proof import training
 
 ID = "frozen-tied-embedding"
 NEEDED = shim.plan()[ID].wanted

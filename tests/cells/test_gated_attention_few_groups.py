@@ -8,7 +8,7 @@ import torch
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.gated_attention_few_groups_proof import HEADS, build, trained
+from shim.patches.megatron_core.gated_attention_few_groups.proof import HEADS, build, trained
 
 ID = "gated-attention-few-groups"
 NEEDED = shim.plan()[ID].wanted

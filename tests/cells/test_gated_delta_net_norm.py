@@ -9,7 +9,7 @@ import torch
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.gated_delta_net_norm_proof import (
+from shim.patches.megatron_core.gated_delta_net_norm.proof import (
     BATCH,
     HEAD,
     HIDDEN,

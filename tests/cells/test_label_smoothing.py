@@ -9,8 +9,8 @@ from megatron.core.tensor_parallel import cross_entropy
 
 import shim
 from shim import testing
-from shim.patches.megatron_core import label_smoothing_proof
-from shim.patches.megatron_core.label_smoothing_proof import SMOOTHING, mine, truth
+from shim.patches.megatron_core.label_smoothing import proof as label_smoothing_proof
+from shim.patches.megatron_core.label_smoothing.proof import SMOOTHING, mine, truth
 from shim.testing import Layout
 
 ID, CHUNKED = "label-smoothing", "chunked-logprob"

@@ -9,7 +9,7 @@ from megatron.core.transformer import TransformerConfig, multi_token_prediction,
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.layout_pp_rank_proof import LAYERS, NUMBERS, STAGES, built_layers, said
+from shim.patches.megatron_core.layout_pp_rank.proof import LAYERS, NUMBERS, STAGES, built_layers, said
 from shim.testing import Layout
 
 ID = "layout-pp-rank"

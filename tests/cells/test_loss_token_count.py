@@ -9,7 +9,7 @@ from megatron.core.pipeline_parallel import schedules
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.loss_token_count_proof import PROMPTS, TOKENS, off_by, step, wrapped_model
+from shim.patches.megatron_core.loss_token_count.proof import PROMPTS, TOKENS, off_by, step, wrapped_model
 from shim.testing import Layout
 
 ID, MASKED = "loss-token-count", "masked-microbatch"

@@ -8,7 +8,7 @@ import torch
 from megatron.core.optimizer import optimizer as upstream
 
 import shim
-from shim.patches.megatron_core.lr_param_groups_proof import (
+from shim.patches.megatron_core.lr_param_groups.proof import (
     EMBEDDING_LR,
     LR,
     fields,

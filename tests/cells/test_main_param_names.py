@@ -6,7 +6,7 @@ import torch
 import shim
 from shim import testing
 from shim.patches.megatron_core.main_param_names import BUILD_MAP, bindings
-from shim.patches.megatron_core.main_param_names_proof import (
+from shim.patches.megatron_core.main_param_names.proof import (
     checkpoint_of,
     main_params_of,
     optimizer_of,

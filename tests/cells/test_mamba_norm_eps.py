@@ -5,7 +5,7 @@ import torch
 from megatron.core.transformer.identity_op import IdentityOp
 
 import shim
-from shim.patches.megatron_core.mamba_norm_eps_proof import EPSILON, WIDTH, build, output_and_gradient
+from shim.patches.megatron_core.mamba_norm_eps.proof import EPSILON, WIDTH, build, output_and_gradient
 
 ID = "mamba-norm-eps"
 NEEDED = shim.plan()[ID].wanted

@@ -9,7 +9,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.masked_microbatch_proof import TOKENS, error, microbatches, scheduled
+from shim.patches.megatron_core.masked_microbatch.proof import TOKENS, error, microbatches, scheduled
 
 ID, MTP = "masked-microbatch", "mtp-packed-sequences"
 NEEDED = shim.plan()[ID].wanted

@@ -7,7 +7,7 @@ import torch
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.mla_fused_down_projection_proof import BATCH, HIDDEN, MLA, TOKENS, build, trained
+from shim.patches.megatron_core.mla_fused_down_projection.proof import BATCH, HIDDEN, MLA, TOKENS, build, trained
 
 IDS = ["mla-fused-down-projection", "mla-rope-key-gradient"]
 NEEDED = shim.plan()[IDS[0]].wanted

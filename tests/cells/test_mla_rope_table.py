@@ -5,7 +5,7 @@ import torch
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.rope_fusion_proof import Group
+from shim.patches.megatron_core.rope_fusion.proof import Group
 
 ID = "mla-rope-table"
 MINOR = tuple(int(part) for part in testing.release().split(".")[:2])

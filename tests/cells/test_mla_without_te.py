@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shim
-from shim.patches.megatron_core.mla_without_te_proof import BATCH, HIDDEN, MLA, TOKENS, build
+from shim.patches.megatron_core.mla_without_te.proof import BATCH, HIDDEN, MLA, TOKENS, build
 
 ID = "mla-without-te"
 NEEDED = shim.plan()[ID].wanted

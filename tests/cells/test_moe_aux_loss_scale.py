@@ -12,7 +12,7 @@ from megatron.core.transformer.moe import moe_utils
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.moe_aux_loss_scale_proof import (
+from shim.patches.megatron_core.moe_aux_loss_scale.proof import (
     AUX,
     BOTH,
     PER_TOKEN,

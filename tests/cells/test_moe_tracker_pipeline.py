@@ -9,7 +9,7 @@ from megatron.core.transformer.moe import moe_utils
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.moe_tracker_pipeline_proof import tracker
+from shim.patches.megatron_core.moe_tracker_pipeline.proof import tracker
 
 ID = "moe-tracker-pipeline"
 NEEDED = shim.plan()[ID].wanted

@@ -6,7 +6,7 @@ from megatron.core.transformer.moe import moe_utils
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.moe_without_te_proof import EXPERTS
+from shim.patches.megatron_core.moe_without_te.proof import EXPERTS
 
 ID = "moe-without-te"
 NEEDED = shim.plan()[ID].wanted

@@ -18,7 +18,7 @@ from megatron.core.transformer.module import Float16Module
 import shim
 from shim import testing
 from shim._engine.engine import ENGINE
-from shim.patches.megatron_core.moved_symbols_proof import SYMBOLS, missing
+from shim.patches.megatron_core.moved_symbols.proof import SYMBOLS, missing
 from shim.testing import fork_server
 
 ID = "moved-symbols"

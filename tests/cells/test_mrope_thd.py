@@ -10,8 +10,8 @@ import torch
 import shim
 from shim import testing
 from shim.patches.megatron_core import mrope_thd
-from shim.patches.megatron_core.mrope_thd_proof import LENGTHS, build, error, packed, packed_of, row_of, unpacked
-from shim.patches.megatron_core.rope_fusion_proof import kernels
+from shim.patches.megatron_core.mrope_thd.proof import LENGTHS, build, error, packed, packed_of, row_of, unpacked
+from shim.patches.megatron_core.rope_fusion.proof import kernels
 
 ID = "mrope-thd"
 VARIANT = shim.plan()[ID].variant

@@ -9,7 +9,7 @@ import torch
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.mtp_gather_gradient_proof import build, distance, step, trained_weights
+from shim.patches.megatron_core.mtp_gather_gradient.proof import build, distance, step, trained_weights
 
 ID = "mtp-gather-gradient"
 NAME = "all_gather_last_dim_from_tensor_parallel_region"

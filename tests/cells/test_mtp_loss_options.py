@@ -8,7 +8,7 @@ from torch import nn
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.mtp_loss_options_proof import SIZES, different, gradients, gradients_of
+from shim.patches.megatron_core.mtp_loss_options.proof import SIZES, different, gradients, gradients_of
 
 ID, OTHERS = "mtp-loss-options", ["mtp-packed-sequences", "mtp-recompute"]
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])

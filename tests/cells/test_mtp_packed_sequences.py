@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.mtp_packed_sequences_proof import ALIGN, LENGTHS
+from shim.patches.megatron_core.mtp_packed_sequences.proof import ALIGN, LENGTHS
 from shim.testing import Layout, fork_server
 
 ID = "mtp-packed-sequences"

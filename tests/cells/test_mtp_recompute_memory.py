@@ -19,7 +19,7 @@ from mtp_recompute_cases import (
     train,
 )
 
-from shim.patches.megatron_core.mtp_recompute_proof import saved_bytes
+from shim.patches.megatron_core.mtp_recompute.proof import saved_bytes
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import torch
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.reshardable_padding_proof import (
+from shim.patches.megatron_core.reshardable_padding.proof import (
     FULLY,
     STEPS,
     Training,

@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel import p2p_communication
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.p2p_default_group_proof import LENGTHS, losses_on_rank
+from shim.patches.megatron_core.p2p_default_group.proof import LENGTHS, losses_on_rank
 from shim.testing import Layout
 
 ID = "p2p-default-group"

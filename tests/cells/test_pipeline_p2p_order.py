@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel import p2p_communication
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.pipeline_p2p_order_proof import DIFFERENT, EQUAL, STEPS, losses_on_rank
+from shim.patches.megatron_core.pipeline_p2p_order.proof import DIFFERENT, EQUAL, STEPS, losses_on_rank
 from shim.testing import Layout
 
 ID = "pipeline-p2p-order"

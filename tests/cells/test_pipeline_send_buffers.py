@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.pipeline_send_buffers_proof import chunks, late_messages, step
+from shim.patches.megatron_core.pipeline_send_buffers.proof import chunks, late_messages, step
 from shim.testing import Layout
 
 ID = "pipeline-send-buffers"

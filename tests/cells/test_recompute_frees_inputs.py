@@ -11,7 +11,7 @@ from recompute_cases import METHODS
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.recompute_frees_inputs_proof import UNIFORM, states_held, step
+from shim.patches.megatron_core.recompute_frees_inputs.proof import UNIFORM, states_held, step
 
 ID, RECOMPUTE = "recompute-frees-inputs", "mtp-recompute"
 pytestmark = pytest.mark.usefixtures("one_rank")

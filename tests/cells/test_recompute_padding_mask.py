@@ -8,7 +8,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.recompute_padding_mask_proof import (
+from shim.patches.megatron_core.recompute_padding_mask.proof import (
     FIRST_LAYER,
     error,
     takes_padding_mask,

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.reduce_non_contiguous_proof import alone, mine, sample, transposed_after
+from shim.patches.megatron_core.reduce_non_contiguous.proof import alone, mine, sample, transposed_after
 from shim.testing import Layout
 
 ID = "reduce-non-contiguous"

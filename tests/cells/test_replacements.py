@@ -13,8 +13,8 @@ from trainers_in_small import GPT, MTP, ROPE
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.cpu_offloaded_optimizer_proof import after_files_were_loaded, after_weights_were_loaded
-from shim.patches.megatron_core.mrope_thd_proof import LENGTHS, error, packed, unpacked
+from shim.patches.megatron_core.cpu_offloaded_optimizer.proof import after_files_were_loaded, after_weights_were_loaded
+from shim.patches.megatron_core.mrope_thd.proof import LENGTHS, error, packed, unpacked
 from shim.testing import Layout
 
 OFFLOADED, ROWS, MROPE = "cpu-offloaded-optimizer", "rope-thd", "mrope-thd"

@@ -11,7 +11,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.reshardable_padding_proof import (
+from shim.patches.megatron_core.reshardable_padding.proof import (
     FULLY,
     STEPS,
     Training,

@@ -11,8 +11,8 @@ from packaging.version import Version
 
 import shim
 from shim import testing
-from shim.patches.megatron_core import rope_fusion_proof
-from shim.patches.megatron_core.rope_fusion_proof import (
+from shim.patches.megatron_core.rope_fusion import proof as rope_fusion_proof
+from shim.patches.megatron_core.rope_fusion.proof import (
     HEADS,
     LENGTHS,
     TOKENS,

@@ -13,9 +13,9 @@ from megatron.core.models.common.embeddings import rope_utils
 import shim
 from shim import testing
 from shim._engine.signatures import misfit
-from shim.patches.megatron_core import rope_fusion_proof
+from shim.patches.megatron_core.rope_fusion import proof as rope_fusion_proof
 from shim.patches.megatron_core.rope_thd import bindings
-from shim.patches.megatron_core.rope_thd_proof import Operations
+from shim.patches.megatron_core.rope_thd.proof import Operations
 
 ID = "rope-thd"
 MINOR = tuple(int(part) for part in testing.release().split(".")[:2])

@@ -10,9 +10,9 @@ import torch
 
 import shim
 from shim import testing
-from shim.patches.megatron_core import router_replay_proof as proofs
 from shim.patches.megatron_core.router_replay import RouterReplayError
-from shim.patches.megatron_core.router_replay_proof import FULL, LAYERS, MODEL, OF, TOKENS, TOPK, experts, losses
+from shim.patches.megatron_core.router_replay import proof as proofs
+from shim.patches.megatron_core.router_replay.proof import FULL, LAYERS, MODEL, OF, TOKENS, TOPK, experts, losses
 
 ID = "router-replay"
 NEEDED = shim.plan()[ID].wanted

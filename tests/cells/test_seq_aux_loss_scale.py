@@ -7,8 +7,8 @@ import torch
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.moe_aux_loss_scale_proof import PER_TOKEN, off_by
-from shim.patches.megatron_core.seq_aux_loss_scale_proof import gradient
+from shim.patches.megatron_core.moe_aux_loss_scale.proof import PER_TOKEN, off_by
+from shim.patches.megatron_core.seq_aux_loss_scale.proof import gradient
 
 ID, RANKS = "seq-aux-loss-scale", "moe-aux-loss-scale"
 NEEDED = shim.plan()[ID].wanted

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shim
-from shim.patches.megatron_core.sigmoid_aux_loss_precision_proof import (
+from shim.patches.megatron_core.sigmoid_aux_loss_precision.proof import (
     counted_by,
     error,
     gradient,

@@ -16,7 +16,7 @@ from spread_experts import spread_experts
 import shim
 from shim import testing
 from shim.patches.megatron_core import tp_attributes
-from shim.patches.megatron_core.tp_attributes_proof import (
+from shim.patches.megatron_core.tp_attributes.proof import (
     LAYERS,
     optimizers_of_torch,
     trained,

@@ -7,8 +7,8 @@ import torch
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.mtp_recompute_proof import OneSequence
-from shim.patches.megatron_core.uniform_recompute_end_proof import CHUNKS_OF_TWO, gradients, unequal
+from shim.patches.megatron_core.mtp_recompute.proof import OneSequence
+from shim.patches.megatron_core.uniform_recompute_end.proof import CHUNKS_OF_TWO, gradients, unequal
 from shim.testing import Layout
 
 ID = "uniform-recompute-end"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shim
-from shim.patches.megatron_core.fp8_fp4_recompute_gpu_proof import (
+from shim.patches.megatron_core.fp8_fp4_recompute.gpu_proof import (
     RECIPES,
     ROWS,
     STEPS,
@@ -24,7 +24,7 @@ from shim.patches.megatron_core.fp8_fp4_recompute_gpu_proof import (
     trained,
     transformer_layer,
 )
-from shim.patches.megatron_core.fp8_fp4_recompute_proof import by_megatron, plainly
+from shim.patches.megatron_core.fp8_fp4_recompute.proof import by_megatron, plainly
 from shim.testing.fp8 import state_manager
 from shim.testing.fp8_layer import fp8_region
 from shim.testing.proof import CannotRunError

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import shim
-from shim.patches.megatron_core.rope_fusion_proof import ASKED, FORMS, call_of, config_of, error_of, on_rank
+from shim.patches.megatron_core.rope_fusion.proof import ASKED, FORMS, call_of, config_of, error_of, on_rank
 from shim.testing.proof import CannotRunError
 
 pytestmark = pytest.mark.gpu

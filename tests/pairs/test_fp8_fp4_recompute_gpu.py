@@ -5,7 +5,7 @@ import torch
 import transformer_engine.pytorch as te
 
 import shim
-from shim.patches.megatron_core import fp8_fp4_recompute_gpu_proof
+from shim.patches.megatron_core.fp8_fp4_recompute import gpu_proof as fp8_fp4_recompute_gpu_proof
 from shim.testing.fp8 import state_manager
 from shim.testing.proof import Here, Proof, measure
 

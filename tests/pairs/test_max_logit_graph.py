@@ -9,7 +9,7 @@ from packaging.version import Version
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.max_logit_graph_proof import BATCH, HEAD, HEADS, TOKENS, attend, attention, logged
+from shim.patches.megatron_core.max_logit_graph.proof import BATCH, HEAD, HEADS, TOKENS, attend, attention, logged
 
 ID = "max-logit-graph"
 NEEDED = shim.plan()[ID].wanted

@@ -5,7 +5,7 @@ import torch
 from megatron.core.extensions import transformer_engine as extensions
 
 import shim
-from shim.patches.megatron_core.router_replay_proof import OF, TOKENS, TOPK, alone, experts, replay, replay_module
+from shim.patches.megatron_core.router_replay.proof import OF, TOKENS, TOPK, alone, experts, replay, replay_module
 
 ID = "router-replay"
 needed = pytest.mark.skipif(not shim.plan()[ID].wanted, reason="this release needs no patch")

@@ -7,7 +7,7 @@ import torch
 from transformer_engine.pytorch import distributed
 
 import shim
-from shim.patches.megatron_core.config_override_proof import toggled
+from shim.patches.megatron_core.config_override.proof import toggled
 
 IDS = ["te-config-override", "config-override"]
 

@@ -10,7 +10,7 @@ import torch
 import shim
 from shim import testing
 from shim.patches.transformer_engine.te_cp_thd_padding import NO_BACKEND, PaddedAttentionError, bindings
-from shim.patches.transformer_engine.te_cp_thd_padding_proof import RANKS, attended, error_of, offsets_of, stand_ins
+from shim.patches.transformer_engine.te_cp_thd_padding.proof import RANKS, attended, error_of, offsets_of, stand_ins
 
 ID = "te-cp-thd-padding"
 PLAN = shim.plan()[ID]

@@ -11,7 +11,7 @@ from transformer_engine.pytorch import cpu_offload as engine
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.te_cpu_offload_proof import offload_manager
+from shim.patches.megatron_core.te_cpu_offload.proof import offload_manager
 from shim.testing import Layout, fork_server
 
 ID = "te-cpu-offload"

@@ -11,7 +11,7 @@ from megatron.core.extensions import transformer_engine as extension
 
 import shim
 from shim import testing
-from shim.patches.transformer_engine.te_cross_entropy_proof import cross_entropy
+from shim.patches.transformer_engine.te_cross_entropy.proof import cross_entropy
 
 ID = "te-cross-entropy"
 NEEDED = shim.plan()[ID].wanted

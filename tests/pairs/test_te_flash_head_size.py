@@ -12,7 +12,7 @@ from packaging.version import Version
 
 import shim
 from shim.patches.transformer_engine.te_flash_head_size import LikeKnown
-from shim.patches.transformer_engine.te_flash_head_size_proof import B300, chosen, gpu, home, takes_flash
+from shim.patches.transformer_engine.te_flash_head_size.proof import B300, chosen, gpu, home, takes_flash
 
 ID = "te-flash-head-size"
 NEEDED = shim.plan()[ID].wanted

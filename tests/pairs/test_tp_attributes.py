@@ -11,7 +11,7 @@ from spread_experts import spread_experts
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.tp_attributes_proof import (
+from shim.patches.megatron_core.tp_attributes.proof import (
     LAYERS,
     adapted,
     layers_can_be_built,

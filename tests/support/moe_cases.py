@@ -15,9 +15,9 @@ from megatron.core import distributed
 
 import shim
 from shim import testing
-from shim.patches.megatron_core import paged_stash_proof
-from shim.patches.megatron_core.paged_stash_proof import TOKENS, configs, flags  # noqa: F401  for the tests
-from shim.patches.megatron_core.paged_stash_proof import loss_of as forward
+from shim.patches.megatron_core.paged_stash import proof as paged_stash_proof
+from shim.patches.megatron_core.paged_stash.proof import TOKENS, configs, flags  # noqa: F401  for the tests
+from shim.patches.megatron_core.paged_stash.proof import loss_of as forward
 
 ID, PATCH = "paged-stash", "shim.patches.megatron_core.paged_stash"
 VERSION = tuple(int(part) for part in testing.release().split(".")[:3])

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import megatron.core.transformer.moe.paged_stash as paged_stash
 import torch
 
-from shim.patches.megatron_core.paged_stash_proof import (  # noqa: F401  for the tests
+from shim.patches.megatron_core.paged_stash.proof import (  # noqa: F401  for the tests
     CAPACITY_FACTOR,
     HIDDEN,
     ROWS,

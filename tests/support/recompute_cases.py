@@ -5,7 +5,7 @@ import itertools
 from megatron.core.tensor_parallel import random
 
 from shim import testing
-from shim.patches.megatron_core.mtp_recompute_proof import OneSequence
+from shim.patches.megatron_core.mtp_recompute.proof import OneSequence
 from shim.testing.cpu import share_storage
 
 METHODS = {

@@ -16,7 +16,7 @@ from shim import testing
 from shim._engine.aliases import find_aliases, unwrap
 from shim._engine.chain import MISSING
 from shim._engine.engine import ENGINE
-from shim.patches.megatron_core.rope_fusion_proof import Group
+from shim.patches.megatron_core.rope_fusion.proof import Group
 
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
 PACKED, RECOMPUTE, BIAS, ROPE_ID = "mtp-packed-sequences", "mtp-recompute", "expert-bias-padding", "rope-fusion"

@@ -129,8 +129,8 @@ def test_module_and_test_are_code_and_keep_to_the_house_s_rules(fetch, tmp_path,
     """Ruff passes them as they are written, with whatever is still to be filled in."""
     found = propose(fetch, target)
     files = {
-        "patches/megatron_core/new_fix.py": "",
-        "patches/megatron_core/new_fix_proof.py": "",
+        "patches/megatron_core/new_fix/__init__.py": "",
+        "patches/megatron_core/new_fix/proof.py": "",
         "tests/cells/test_new_fix.py": "",
     }
     top = REPOSITORY
@@ -230,8 +230,8 @@ def test_the_entry_is_one_that_the_matrix_takes_and_the_checker_asks_to_fill(che
     assert main(["matrix"]) == 1
     complained = capsys.readouterr().err.splitlines()
     assert len(complained) > 15 and all(line.startswith("shim: ") for line in complained)
-    assert any(line.startswith("shim: patches/megatron_core/new_fix.py:1: ") for line in complained)
-    for file in (checkout / "version_matrix.yaml", *checkout.rglob("*new_fix*.py")):
+    assert any(line.startswith("shim: patches/megatron_core/new_fix/__init__.py:1: ") for line in complained)
+    for file in (checkout / "version_matrix.yaml", *checkout.rglob("*new_fix*/*.py"), *checkout.rglob("*new_fix*.py")):
         file.write_text(file.read_text().replace(MARK, "filled"))
     assert main(["matrix"]) == 0
 
@@ -246,7 +246,7 @@ def test_a_dry_run_writes_nothing(checkout, capsys):
 
 
 def test_a_file_that_is_there_is_kept(fetch):
-    with pytest.raises(OptionError, match=r"frozen_recompute\.py is there already"):
+    with pytest.raises(OptionError, match=r"frozen_recompute/__init__\.py is there already"):
         new_patch.write_patch(propose(fetch, id="frozen-recompute"), matrix_of(*RELEASES), REPOSITORY)
 
 

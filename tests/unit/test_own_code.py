@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 from unit_helpers import BROKEN, PATCH, REPOSITORY, megatron, output_of, write_file
 
 from shim._planning import own_code
-from shim._planning.own_code import BESIDE, PROOF, ROOMS, differing_parts, file_digest, files_below, own_files
+from shim._planning.own_code import BESIDE, ROOMS, differing_parts, file_digest, files_below, own_files
 
 SKIPPED = shutil.ignore_patterns("__pycache__")
 
@@ -64,13 +65,13 @@ def test_what_does_not_count_is_imported_by_nothing_that_does():
     beside = tuple(f"{start} shim.{name.removesuffix('.py')}" for name in BESIDE for start in ("from", "import"))
     for name, file in own_files():
         lines = [line.strip() for line in Path(file).read_text("utf-8").splitlines() if name.endswith(".py")]
-        assert not [line for line in lines if line.startswith(beside) or (PROOF[:-3] in line and "import" in line)], (
-            name
-        )
+        assert not [
+            line for line in lines if line.startswith(beside) or re.match(r"(from|import)\b.*\bproof\b", line)
+        ], name
     code = "import sys, shim; shim.apply(); shim.check(); shim.checkpoint_state(); print(*sys.modules)"
     loaded = [name for name in output_of(code).split() if name.startswith("shim.")]
     assert "shim._engine.binder" in loaded
-    assert not [name for name in loaded if name.endswith(PROOF[:-3]) or f"import {name}".startswith(beside)]
+    assert not [name for name in loaded if name.endswith("proof") or f"import {name}".startswith(beside)]
 
 
 def test_an_edit_of_any_file_that_counts_is_another_digest(as_a_tree, of):
@@ -114,7 +115,7 @@ def test_what_is_no_code_does_not_count(as_a_tree, of):
     assert list((as_a_tree / "shim" / "_engine").rglob("*.pyc"))
     for name in ("shim/_engine/.binder.py.swp", "shim/_engine/binder.py~", "shim/_engine/.nfs0001", "shim/notes.txt"):
         (as_a_tree / name).write_text("x")
-    for name in ("shim/testing/ranks.py", "shim/_tools/cli.py", "patches/megatron_core/rope_thd_proof.py"):
+    for name in ("shim/testing/ranks.py", "shim/_tools/cli.py", "patches/megatron_core/rope_thd/proof.py"):
         path = as_a_tree / name
         path.write_text(path.read_text("utf-8") + "\n", "utf-8")
     assert of(as_a_tree) == before

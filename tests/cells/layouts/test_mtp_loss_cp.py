@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.mtp_loss_cp_proof import logged_losses, off_by, step, wrapped_model
+from shim.patches.megatron_core.mtp_loss_cp.proof import logged_losses, off_by, step, wrapped_model
 from shim.testing import Layout
 
 ID, PACKED, OPTIONS, FUSED = "mtp-loss-cp", "mtp-packed-sequences", "mtp-loss-options", "fused-linear-logprob"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.pipeline_p2p_order_proof import DIFFERENT, losses_on_rank
+from shim.patches.megatron_core.pipeline_p2p_order.proof import DIFFERENT, losses_on_rank
 from shim.testing import Layout
 from shim.testing.slow_messages import slow_messages
 

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from shim.patches.megatron_core.fp8_fp4_recompute_proof import by_megatron, plainly
+from shim.patches.megatron_core.fp8_fp4_recompute.proof import by_megatron, plainly
 from shim.testing.fp8 import state_manager
 from shim.testing.fp8_layer import fp8_region
 from shim.testing.proof import CannotRunError, Here, proof

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 
-from shim.patches.megatron_core.reshardable_padding_proof import (
+from shim.patches.megatron_core.reshardable_padding.proof import (
     STEPS,
     apart,
     save_after,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shim.patches.megatron_core.rope_fusion_proof import HEADS, WIDTH, alone, config_of, offsets, on_rank, table
+from shim.patches.megatron_core.rope_fusion.proof import HEADS, WIDTH, alone, config_of, offsets, on_rank, table
 from shim.testing.proof import Here, proof
 
 FEW, MANY, TOKENS = 2, 16, 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from typing import Any
 
-from shim.patches.megatron_core.reshardable_padding_proof import (
+from shim.patches.megatron_core.reshardable_padding.proof import (
     STEPS,
     apart,
     save_after,
