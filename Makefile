@@ -17,7 +17,8 @@ $(VENV)/.ready: setup.py tests/requirements.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
-	$(BIN)/python -m compileall -q shim patches  # as an installation does, for machines that write no byte code
+	$(BIN)/python -m shim._matrix  # with byte code, what an installation makes
+	$(BIN)/python -m compileall -q shim patches
 	@touch $@
 
 demo: env  ## train a small GPT with MTP on packed text, stock against shim (RELEASE=0.16.1)
@@ -124,10 +125,12 @@ bench: env  ## all benchmarks, as ratios
 
 docs: env  ## write the generated parts of README.md and docs/
 	$(BIN)/python -m shim._tools.docs
+	$(BIN)/python -m shim._matrix
 	$(BIN)/python tests/support/stash_operators.py
 
 pins: env  ## fingerprint all supported releases and write them into version_matrix.lock.json
 	$(BIN)/python -m shim pin --releases
+	$(BIN)/python -m shim._matrix
 
 wheel: env
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .

@@ -3,8 +3,11 @@
 What lies in the tree and in no package is named in MANIFEST.in, for the source distribution.
 """
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -38,13 +41,17 @@ def links():
 
 
 class BuildWithMatrix(build_py):
-    """build_py, and the matrix with its pins into the package."""
+    """build_py, and the matrix with its pins and its fast form into the package."""
 
     def run(self):
         super().run()
         if not self.editable_mode:
+            package = Path(self.build_lib) / "shim"
             for name in ("version_matrix.yaml", "version_matrix.lock.json"):
-                shutil.copyfile(HERE / name, Path(self.build_lib) / "shim" / name)
+                shutil.copyfile(HERE / name, package / name)
+            fast_form = package / "_matrix" / "matrix.json"
+            here = {**os.environ, "PYTHONPATH": str(HERE)}
+            subprocess.run([sys.executable, "-m", "shim._matrix", fast_form.absolute()], cwd=HERE, env=here, check=True)
 
 
 # Guarded, because in a source tree this file is found beside the patches, and tools that walk packages import it.
@@ -87,13 +94,13 @@ if __name__ == "__main__":
         package_data={
             "shim": [
                 "py.typed",
-                "_matrix/matrix.json",
                 "_releases/known_files.json",
                 "_te/wanted_names.json",
                 "_te/lost_names.json",
                 "_te/te_remedies.json",
                 "_workers/run/sitecustomize.py",
-            ]
+            ],
+            "": ["patch.yaml"],
         },
         install_requires=["packaging>=23.2", "PyYAML>=6.0"],
         extras_require={

@@ -114,31 +114,30 @@ def with_more_patches(directory: Path, patches: int) -> None:
     """A copy of shim below `directory` whose matrix has so many patches, pinned; those that shim lacks are made up."""
     for name in ("shim", "patches"):
         shutil.copytree(TOP / name, directory / name, ignore=shutil.ignore_patterns("__pycache__"))
-    head, _, body = (TOP / "version_matrix.yaml").read_text("utf-8").partition("\npatches:\n")
+    matrix = (TOP / "version_matrix.yaml").read_text("utf-8")
+    texts = {
+        found[1]: found[0]
+        for found in re.finditer(r"(?m)^  ([a-z0-9-]+):\n(?:    .*\n)+", matrix.split("\npatches:\n")[1])
+    }
     pins = json.loads((TOP / "version_matrix.lock.json").read_text("utf-8"))
     from shim._matrix.load import load_matrix
 
     real = load_matrix().patches
-    entries, more, left = [body], {}, patches - len(real)
+    entries, more, left = [matrix], {}, patches - len(real)
     for number in range(1, 1 + -(-left // len(real))):
-        text = re.sub(
-            r"(?<=[ \[])([&*][a-z][a-z0-9-]*)(?=[ ,\n}\]])", rf"\1-{number}", body
-        )  # anchors are unique in a file
-        heads = [found.start() for found in re.finditer(r"(?m)^  [a-z0-9-]+:$", text)]
-        # Anchors stand before what refers to them, so a beginning of the text is whole.
-        text = text[: heads[left]] if left < len(heads) else text
         for id, entry in list(real.items())[:left]:
-            made_up = f"made_up_{id.replace('-', '_')}_{number}"
-            text = re.sub(rf"(?m)^  {id}:$", f"  {id}-{number}:", text)
-            text = re.sub(
-                rf"(?m)^    module: {re.escape(entry.module)}$", f"    module: shim.patches.{made_up}", text, count=1
-            )
+            place = directory / "patches" / Path(*entry.module.split(".")[2:])
+            made_up = place.with_name(f"{place.name}_{number}")
+            made_up.mkdir()
+            shutil.copy(place / "patch.yaml", made_up)
             targets = {name: variant.targets for name, variant in entry.variants.items()}
-            (directory / "patches" / f"{made_up}.py").write_text(MADE_UP.format(targets=targets), "utf-8")
+            (made_up / "__init__.py").write_text(MADE_UP.format(targets=targets), "utf-8")
+            entries.append(texts[id].replace(id, f"{id}-{number}", 1))
+            # A variant that no release has is that of a commit.
+            entries[0] = re.sub(rf"(?m)^        {id}: (.+)$", rf"\g<0>\n        {id}-{number}: \1", entries[0])
             more[f"{id}-{number}"] = pins[id]
-        entries.append(text)
         left -= len(real)
-    (directory / "version_matrix.yaml").write_text(f"{head}\npatches:\n" + "\n".join(entries), "utf-8")
+    (directory / "version_matrix.yaml").write_text("".join(entries), "utf-8")
     (directory / "version_matrix.lock.json").write_text(json.dumps({**pins, **more}), "utf-8")
     compile_it = (
         "from shim._matrix.load import compile_matrix; file, text = compile_matrix(); file.write_text(text, 'utf-8')"

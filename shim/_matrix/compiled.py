@@ -1,11 +1,13 @@
 """The matrix in a form that loads fast: matrix.json, the rules as plain data with a digest of their sources.
 
-Reading YAML takes longer than everything else in a plan. `make docs` and `make pins` write the file. shim ignores it,
-and reads version_matrix.yaml, where the digest is not that of version_matrix.yaml and the pins beside it.
+Reading YAML takes longer than everything else in a plan. The file is made with the wheel, and by `make env` in a
+checkout; it is never checked in. shim ignores it, and reads the YAML, if the digest is not that of version_matrix.yaml,
+the patch.yaml of each patch and the pins, or if the file is not what was written.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
@@ -31,7 +33,7 @@ from shim._matrix.model import (
 __all__ = ["FILE", "read_compiled", "render_compiled"]
 
 FILE = Path(__file__).with_name("matrix.json")
-FORMAT = 11  # raise it with every change of the file's form or of the records in it
+FORMAT = 13  # raise it with every change of the file's form or of the records in it
 
 
 def render_compiled(matrix: Matrix, digest: str, lock: bytes) -> str:
@@ -48,15 +50,15 @@ def render_compiled(matrix: Matrix, digest: str, lock: bytes) -> str:
         for id, variants in matrix.pinned.items()
     }
     plain = {
-        "format": FORMAT,
-        "digest": digest,
         "supported": matrix.supported,
         "commits": matrix.commits,
         "patches": matrix.patches,
         "bodies": bodies,
         "pins": _places(lock),
     }
-    return json.dumps(plain, default=_plain, separators=(",", ":")) + "\n"
+    body = json.dumps(plain, default=_plain, separators=(",", ":"))
+    head = {"format": FORMAT, "digest": digest, "body": hashlib.sha256(body.encode()).hexdigest()}
+    return f"{json.dumps(head)}\n{body}\n"
 
 
 def _places(lock: bytes) -> dict[str, tuple[int, int]]:
@@ -81,11 +83,14 @@ def _plain(value: Any) -> Any:
 def read_compiled(file: Path, digest: str, lock: bytes) -> Matrix | None:
     """The matrix at `file` with the pins in `lock`. None where FILE has another digest than these two."""
     try:
-        found = json.loads(FILE.read_bytes())
+        head, _, body = FILE.read_bytes().partition(b"\n")
+        said = json.loads(head)
     except (OSError, ValueError):
         return None
-    if not isinstance(found, dict) or (found.get("format"), found.get("digest")) != (FORMAT, digest):
+    body = body.rstrip(b"\n")
+    if said != {"format": FORMAT, "digest": digest, "body": hashlib.sha256(body).hexdigest()}:
         return None
+    found = json.loads(body)
     supported = {name: tuple(releases) for name, releases in found["supported"].items()}
     patches = {id: _patch(entry) for id, entry in found["patches"].items()}
     commits = {
@@ -129,6 +134,7 @@ def _patch(entry: dict[str, Any]) -> PatchEntry:
     entry["variants"] = {name: _variant(given) for name, given in entry["variants"].items()}
     entry["rules"] = tuple(map(Rule.from_plain, entry["rules"]))
     entry["pairs"] = tuple(map(Rule.from_plain, entry["pairs"]))
+    entry["concerns"] = tuple(map(tuple, entry["concerns"]))
     entry["references"] = tuple(entry["references"])
     entry["met_by"] = tuple(entry["met_by"])
     entry["probe"] = tuple(entry["probe"])

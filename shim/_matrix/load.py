@@ -10,13 +10,14 @@ from pathlib import Path
 
 from shim._errors import MatrixError
 from shim._matrix import compiled
+from shim._matrix.described import Descriptions, shipped_files
 from shim._matrix.model import Matrix
 from shim._matrix.pins import lock_path
 from shim._record import replace
 from shim._releases.files import UnsafeFileError, read_bounded, stamp_of
 from shim._releases.sources import find_spec
 
-__all__ = ["check_modules", "compile_matrix", "load_matrix", "matrix_path"]
+__all__ = ["check_modules", "compile_matrix", "descriptions", "load_matrix", "matrix_path"]
 
 TRUSTED = ("shim.patches",)  # packages whose modules any matrix can name
 MAX_BYTES = 8_000_000  # of a matrix, and of its pins
@@ -65,18 +66,38 @@ def load_matrix(
     content = _bytes_of(file, guarded=not shipped)
     beside = lock_path(file)
     lock = (beside, _bytes_of(beside, guarded=not shipped)) if pins and beside.is_file() else None
-    digest = hashlib.sha256(content + (b"" if lock is None else lock[1])).hexdigest()
-    if shipped and lock is not None and not check_ranges:
-        found = _read_compiled(file, digest, lock[1], stamp_of(str(compiled.FILE)))
+    if shipped and lock is not None and not check_ranges and compiled.FILE.is_file():
+        found = _read_compiled(file, _shipped_digest(content, lock[1]), lock[1], stamp_of(str(compiled.FILE)))
         if found is not None:
             return found
     from shim._matrix.rules import read_matrix  # here, because it is slow to import
 
     ranges = check_ranges or (check_ranges is None and not shipped)
+    described = descriptions()
     matrix = read_matrix(
-        file, content, lock, module_exists=lambda m: _module_exists(m, shipped), check_ranges=ranges, pins=pins
+        file,
+        content,
+        lock,
+        module_exists=lambda m: _module_exists(m, shipped),
+        descriptions=described,
+        check_ranges=ranges,
+        pins=pins,
     )
-    return matrix if shipped else replace(matrix, content=digest[:16])
+    if shipped:
+        return matrix
+    parts = (content, *described.contents.values(), b"" if lock is None else lock[1])
+    return replace(matrix, content=hashlib.sha256(b"".join(parts)).hexdigest()[:16])
+
+
+def descriptions() -> Descriptions:
+    """What finds and reads patch.yaml. MatrixError if others may write that of a patch outside of shim."""
+    return Descriptions(patches_path(), lambda file, guarded: _bytes_of(file, guarded=guarded))
+
+
+def _shipped_digest(content: bytes, lock: bytes) -> str:
+    """Over all that the shipped matrix is read from: its rules, the description of each patch, and its pins."""
+    described = (_bytes_of(file, guarded=False) for file in shipped_files(patches_path()))
+    return hashlib.sha256(b"".join((content, *described, lock))).hexdigest()
 
 
 @lru_cache(maxsize=1)
@@ -89,8 +110,8 @@ def compile_matrix(check_ranges: bool = True) -> tuple[Path, str]:
     """The file with the fast form of the shipped matrix, and the text that belongs in it."""
     file = matrix_path()
     lock = lock_path(file).read_bytes()
-    digest = hashlib.sha256(file.read_bytes() + lock).hexdigest()
-    return compiled.FILE, compiled.render_compiled(load_matrix(check_ranges=check_ranges), digest, lock)
+    matrix = load_matrix(check_ranges=check_ranges)
+    return compiled.FILE, compiled.render_compiled(matrix, _shipped_digest(file.read_bytes(), lock), lock)
 
 
 def _bytes_of(file: Path, *, guarded: bool) -> bytes:

@@ -228,6 +228,8 @@ class PatchEntry(Record):
     rules: tuple[Rule, ...]
     references: tuple[str, ...] = ()
     met_by: tuple[str, ...] = ()  # who has met the defect, or carries a workaround
+    concerns: tuple[tuple[str, ...], ...] = ()  # alternatives, each of words that hold together: see concerns.WORDS
+    per_model: Mapping[str, str] = EMPTY  # what it reads: "own", of the module's config or the call; "process", global
     without: str = ""  # what goes wrong in a release that needs the patch and does not get it
     effects: Mapping[str, str] = None  # type: ignore[assignment]  # of what `changes` says: the kind -> what it concerns
     delete_when: str = ""

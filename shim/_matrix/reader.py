@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def compose(file: Path, content: bytes) -> yaml.Node:
     if long or text.count("[") + text.count("{") > TEXT_LIMIT or len(text) > 100 * TEXT_LIMIT:
         raise MatrixError(f"{file}:1: is too large, or nested too deeply, to be a matrix")
     try:
-        document = yaml.compose(text, Loader=loader)
+        document = yaml.compose(_Named(text, file), Loader=loader)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise MatrixError(f"{file}:{line}: {error.problem}") from None
@@ -42,15 +43,28 @@ def compose(file: Path, content: bytes) -> yaml.Node:
     return document
 
 
-class Reader:
-    """Reads a composed YAML document. Every error carries file and line."""
+class _Named(io.StringIO):
+    """A text with the name that its marks are to have, so that each node knows its file."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, text: str, file: Path) -> None:
+        super().__init__(text)
+        self.name = str(file)
+
+
+class Reader:
+    """Reads composed YAML documents. Every error carries file and line.
+
+    package: what a module with a dot in front lies in, such as megatron.core.
+    """
+
+    def __init__(self, path: str, package: str = "") -> None:
         self.path = path
+        self.package = package
 
     def fail(self, node: yaml.Node | None, message: str) -> MatrixError:
-        line = 1 if node is None else node.start_mark.line + 1
-        return MatrixError(f"{self.path}:{line}: {message}")
+        if node is None:
+            return MatrixError(f"{self.path}:1: {message}")
+        return MatrixError(f"{node.start_mark.name}:{node.start_mark.line + 1}: {message}")
 
     def mapping(self, node: yaml.Node, what: str, keys: Mapping[str, bool] | None = None) -> dict[str, yaml.Node]:
         """The entries of a mapping. `keys` names the allowed keys, and says of each whether it is required."""
@@ -117,8 +131,13 @@ class Reader:
             raise self.fail(node, f"{what}: {error}") from None
         return value
 
-    def target(self, node: yaml.Node, what: str) -> str:
+    def target(self, node: yaml.Node, what: str, module: str = "") -> str:
+        """``module:qualname``. A qualname alone is one of `module`, if that is given."""
         value = self.text(node, what)
+        if module and ":" not in value:
+            value = f"{module}:{value}"
+        if self.package and value.startswith("."):
+            value = self.package + value.removeprefix("." if value.startswith(".:") else "")
         try:
             split_target(value)
         except SourceError as error:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import yaml
 
+from shim._matrix.concerns import WORDS
 from shim._matrix.coverage import check_coverage
-from shim._matrix.inline_pins import inline_pins
+from shim._matrix.described import PATCH_FILE, Described, Descriptions
 from shim._matrix.model import (
     CHANGES,
     DISTRIBUTIONS,
@@ -31,27 +32,28 @@ from shim._matrix.read_needs import read_decided, read_signs, with_contracts
 from shim._matrix.read_options import read_declared
 from shim._matrix.reader import Reader, compose
 from shim._record import replace
+from shim._releases.detect import DISTRIBUTIONS as KNOWN
 
 __all__ = ["read_matrix"]
 
+PACKAGES = {name: known.package for name, known in KNOWN.items()}  # what a leading dot stands for in a target
 # Environment variables list ids with commas and spaces between, and say "none" for an empty list.
 PATCH_ID = re.compile(r"(?!none$)[A-Za-z0-9_-]+")
 # The variables that a matrix may have shim set: switches of libraries. Other variables name code to load (LD_PRELOAD).
 SETTABLE = ("NVTE_CPU_OFFLOAD_V1",)
 
-TOP_KEYS = {"supported": True, "commits": False, "patches": True, "releases": False}
-PATCH_KEYS = {
+TOP_KEYS = {"supported": True, "commits": False, "patches": True}
+# What a patch says of itself, in its patch.yaml or, with RULES, in the matrix.
+DESCRIPTION_KEYS = {
     "summary": True,
     "without": False,
     "kind": True,
     "changes": True,
     "effects": False,
-    "distribution": True,
-    "module": True,
+    "concerns": False,
+    "per_model": False,
+    "distribution": False,
     "variants": True,
-    "applies": False,
-    "upstream": False,
-    "not_needed": False,
     "references": False,
     "met_by": False,
     "delete_when": True,
@@ -65,8 +67,15 @@ PATCH_KEYS = {
     "pairs": False,
     "probe": False,
 }
+PATCH_KEYS = {
+    **DESCRIPTION_KEYS,
+    "distribution": True,
+    "module": True,
+    **dict.fromkeys(("applies", "upstream", "not_needed"), False),
+}
 VARIABLE_KEYS = {**dict.fromkeys(("value", "before", "option", "without"), True), **dict.fromkeys(DISTRIBUTIONS, False)}
-VARIANT_KEYS = {"applies": False, "targets": True, "reads": False}
+DESCRIBED_VARIANT_KEYS = {"targets": True, "reads": False}
+VARIANT_KEYS = {"applies": False, **DESCRIBED_VARIANT_KEYS}
 FLAGS = ("optional", "added", "alone", "wraps")
 TARGET_KEYS = {"target": True, "inherits": False, **dict.fromkeys(FLAGS, False), "without": False, "reached_by": False}
 READ_KEYS = {"read": True, "reached_by": True}
@@ -79,23 +88,23 @@ def _variant(read: Reader, name: str, node: yaml.Node, entries: Mapping[str, yam
     spared: dict[str, str] = {}
     reached_by: dict[str, tuple[str, ...]] = {}
     flags: dict[str, set[str]] = {flag: set() for flag in FLAGS}
-    for item in read.sequence(entries["targets"], f"targets of {name}"):
+    for module, item in _by_module(read, entries["targets"], f"targets of {name}"):
         if isinstance(item, yaml.MappingNode):
             given = read.mapping(item, "a target", TARGET_KEYS)
-            target = read.target(given["target"], "target")
+            target = read.target(given["target"], "target", module)
             if "inherits" in given:
-                inherited[target] = read.target(given["inherits"], "inherits")
+                inherited[target] = read.target(given["inherits"], "inherits", module)
             if "without" in given:
                 spared[target] = read.text(given["without"], "without")
             if "reached_by" in given:
-                reached_by[target] = _ways(read, given["reached_by"])
+                reached_by[target] = _ways(read, given["reached_by"], module)
             for flag in flags.keys() & given.keys():
                 if read.flag(given[flag], flag):
                     flags[flag].add(target)
             if target in inherited and target in flags["added"]:
                 raise read.fail(item, f"target {target} cannot be both inherited and added")
         else:
-            target = read.target(item, "a target")
+            target = read.target(item, "a target", module)
         if target in targets:
             raise read.fail(item, f"target {target} stands twice in variant {name}")
         targets.append(target)
@@ -104,12 +113,12 @@ def _variant(read: Reader, name: str, node: yaml.Node, entries: Mapping[str, yam
     if len(targets) == 1 and spared:
         raise read.fail(node, f"variant {name} can do without each of its targets")
     relied: list[str] = []
-    for item in read.sequence(entries["reads"], f"reads of {name}") if "reads" in entries else ():
+    for module, item in _by_module(read, entries["reads"], f"reads of {name}") if "reads" in entries else ():
         if isinstance(item, yaml.MappingNode):
             given = read.mapping(item, "a read", READ_KEYS)
             item = given["read"]
-            reached_by[read.target(item, "a read")] = _ways(read, given["reached_by"])
-        relied.append(read.target(item, "a read"))
+            reached_by[read.target(item, "a read", module)] = _ways(read, given["reached_by"], module)
+        relied.append(read.target(item, "a read", module))
     return Variant(
         name,
         tuple(targets),
@@ -124,8 +133,17 @@ def _variant(read: Reader, name: str, node: yaml.Node, entries: Mapping[str, yam
     )
 
 
-def _ways(read: Reader, node: yaml.Node) -> tuple[str, ...]:
-    return tuple(read.target(way, "a function or method") for way in read.sequence(node, "reached_by"))
+def _by_module(read: Reader, node: yaml.Node, what: str) -> Iterator[tuple[str, yaml.Node]]:
+    """The entries of a list, or of a mapping of modules to lists, each with its module ("" in a list)."""
+    if isinstance(node, yaml.MappingNode):
+        for module, items in read.mapping(node, what).items():
+            yield from ((module, item) for item in read.sequence(items, f"{what} in {module}"))
+    else:
+        yield from (("", item) for item in read.sequence(node, what))
+
+
+def _ways(read: Reader, node: yaml.Node, module: str) -> tuple[str, ...]:
+    return tuple(read.target(way, "a function or method", module) for way in read.sequence(node, "reached_by"))
 
 
 def _probed(read: Reader, node: yaml.Node, variants: Iterable[Variant]) -> tuple[str, ...]:
@@ -187,6 +205,25 @@ def _rules_of(read: Reader, variant: str, node: yaml.Node) -> Iterator[Rule]:
         yield _rule(read, item, read.mapping(item, f"applies of {variant}", RULE_KEYS), variant)
 
 
+def _short_rules(
+    read: Reader, given: Mapping[str, yaml.Node], distribution: str, variants: Collection[str]
+) -> Iterator[Rule]:
+    """The rules of a patch whose description lies in its folder: variant, "upstream" or "not_needed" -> ranges.
+
+    A range alone is one over the distribution that the patch is of.
+    """
+    for name, node in given.items():
+        if name not in (*variants, "upstream", "not_needed"):
+            raise read.fail(node, f"there is no variant {name!r}; known are {', '.join(variants)}")
+        variant = name if name in variants else None
+        right = NOT_NEEDED if name == "not_needed" else UPSTREAM
+        for item in node.value if isinstance(node, yaml.SequenceNode) else [node]:
+            if isinstance(item, yaml.ScalarNode):
+                yield Rule({distribution: read.range(item, name)}, variant, "", item.start_mark.line + 1, right)
+            else:
+                yield _rule(read, item, read.mapping(item, f"ranges of {name}", RULE_KEYS), variant, right)
+
+
 def _pairs(read: Reader, node: yaml.Node) -> Iterator[Rule]:
     for item in read.sequence(node, "pairs"):
         entries = read.mapping(item, "an entry of pairs", {**dict.fromkeys(DISTRIBUTIONS, True), "note": True})
@@ -220,28 +257,48 @@ def _check_targets(read: Reader, node: yaml.Node, entry: PatchEntry, matrix: Mat
             raise read.fail(node, f"no release of the supported list has the targets of variant {variant.name}: {gone}")
 
 
-def _patch(read: Reader, id: str, node: yaml.Node, module_exists: Callable[[str], bool]) -> PatchEntry:
+def _patch(
+    read: Reader, id: str, node: yaml.Node, module_exists: Callable[[str], bool], descriptions: Descriptions
+) -> PatchEntry:
+    """A patch: its rules are in the matrix, and what it says of itself is there too or in its patch.yaml."""
     if not PATCH_ID.fullmatch(id):
         raise read.fail(node, f"{id!r} is not a patch id: letters, digits and hyphens")
-    entries = read.mapping(node, f"patch {id}", PATCH_KEYS)
+    given = read.mapping(node, f"patch {id}")
+    written = None
+    if "variants" in given:
+        entries = read.mapping(node, f"patch {id}", PATCH_KEYS)
+        module = read.text(entries["module"], "module")
+        distribution = read.text(entries["distribution"], "distribution", DISTRIBUTIONS)
+    else:
+        written = _described(read, id, node, given.pop("module", None), descriptions)
+        module = written.module
+        document = compose(written.file, written.content)
+        keys = {**DESCRIPTION_KEYS, "distribution": not written.distribution}
+        entries = read.mapping(document, f"patch {id}", keys)
+        distribution = written.distribution or read.text(entries["distribution"], "distribution", DISTRIBUTIONS)
+        if written.distribution and "distribution" in entries:
+            raise read.fail(entries["distribution"], "the folder of a patch of shim says its distribution")
+    read = Reader(read.path, PACKAGES[distribution])
     variants: dict[str, Variant] = {}
     rules: list[Rule] = []
     for name, item in read.mapping(entries["variants"], f"variants of {id}").items():
-        given = read.mapping(item, f"variant {name}", VARIANT_KEYS)
+        variant = read.mapping(item, f"variant {name}", VARIANT_KEYS if written is None else DESCRIBED_VARIANT_KEYS)
         if name in RIGHT:
             raise read.fail(item, f"no variant can be called {name}: that is said of releases that are right")
-        variants[name] = _variant(read, name, item, given)
-        rules += _rules_of(read, name, given["applies"]) if "applies" in given else ()
+        variants[name] = _variant(read, name, item, variant)
+        rules += _rules_of(read, name, variant["applies"]) if "applies" in variant else ()
     if not variants:
         raise read.fail(entries["variants"], f"patch {id} has no variant")
     if "contracts" in entries:
         variants = with_contracts(read, entries["contracts"], variants)
+    if written is not None:
+        rules += _short_rules(read, given, distribution, variants)
     rules += _rules(read, entries["applies"], "applies", variants) if "applies" in entries else ()
     for key in ("upstream", "not_needed"):
         rules += _rules(read, entries[key], key) if key in entries else ()
-    module = read.text(entries["module"], "module")
     if not module_exists(module):
-        raise read.fail(entries["module"], f"there is no module {module} among the patches of shim, nor to import")
+        place = entries.get("module", node)
+        raise read.fail(place, f"there is no module {module} among the patches of shim, nor to import")
     options = read.mapping(entries["options"], f"options of {id}") if "options" in entries else {}
     declared = {name: read_declared(read, name, value) for name, value in options.items()}
     return PatchEntry(
@@ -251,7 +308,9 @@ def _patch(read: Reader, id: str, node: yaml.Node, module_exists: Callable[[str]
         kind=read.text(entries["kind"], "kind", KINDS),
         changes=read.text(entries["changes"], "changes", CHANGES),
         effects=_effects(read, entries["effects"], str(entries["changes"].value)) if "effects" in entries else {},
-        distribution=read.text(entries["distribution"], "distribution", DISTRIBUTIONS),
+        concerns=tuple(_concerns(read, entries["concerns"])) if "concerns" in entries else (),
+        per_model=_per_model(read, entries["per_model"]) if "per_model" in entries else {},
+        distribution=distribution,
         module=module,
         variants=variants,
         rules=tuple(rules),
@@ -271,6 +330,34 @@ def _patch(read: Reader, id: str, node: yaml.Node, module_exists: Callable[[str]
     )
 
 
+def _concerns(read: Reader, node: yaml.Node) -> Iterator[tuple[str, ...]]:
+    """Each entry is words that hold together, with + between them; the entries are alternatives."""
+    for item in read.sequence(node, "concerns"):
+        words = tuple(read.text(item, "an entry of concerns").split("+"))
+        odd = [word for word in words if word not in WORDS]
+        if odd:
+            raise read.fail(item, f"there is no word {odd[0]!r}; known are {', '.join(WORDS)}")
+        yield words
+
+
+def _per_model(read: Reader, node: yaml.Node) -> dict[str, str]:
+    given = read.mapping(node, "per_model", {"own": False, "process": False})
+    return {key: read.text(value, key) for key, value in given.items()}
+
+
+def _described(
+    read: Reader, id: str, node: yaml.Node, module: yaml.Node | None, descriptions: Descriptions
+) -> Described:
+    found = descriptions.of(id, None if module is None else read.text(module, "module"))
+    if found is None:
+        where = f"in the folder of the module {module.value}" if module is not None else "among the patches of shim"
+        raise read.fail(
+            node,
+            f"patch {id} has neither variants here nor a {PATCH_FILE} {where}; a patch outside of shim needs module:",
+        )
+    return found
+
+
 def _effects(read: Reader, node: yaml.Node, changes: str) -> dict[str, str]:
     """What a patch with several effects changes, by the kind of the change. `changes` is the most of them."""
     found = {kind: read.text(given, kind) for kind, given in read.mapping(node, "effects").items()}
@@ -288,12 +375,14 @@ def read_matrix(
     lock: tuple[Path, bytes] | None,
     *,
     module_exists: Callable[[str], bool],
+    descriptions: Descriptions,
     check_ranges: bool,
     pins: bool = True,
 ) -> Matrix:
     """The matrix in `content`, the content of `file`. `lock` is the file of its pins and the content of that.
 
-    module_exists: says whether a patch module exists. For the other arguments see `load_matrix`.
+    module_exists: says whether a patch module exists.    descriptions: finds the patch.yaml of a patch.
+    For the other arguments see `load_matrix`.
     """
     read = Reader(str(file))
     document = compose(file, content)
@@ -305,14 +394,14 @@ def read_matrix(
         ).items()
     }
     nodes = read.mapping(top["patches"], "patches")
-    patches = {id: _patch(read, id, node, module_exists) for id, node in nodes.items()}
+    patches = {id: _patch(read, id, node, module_exists, descriptions) for id, node in nodes.items()}
     commits = read_commits(read, top["commits"], patches, supported) if "commits" in top else {}
     given = {(id, name) for all in commits.values() for commit in all.values() for id, name in commit.variants.items()}
     for id, entry in patches.items():
         given |= {(id, rule.variant) for rule in entry.rules if rule.variant}
         unused = [name for name in entry.variants if (id, name) not in given]
         if unused:
-            place = read.mapping(nodes[id], f"patch {id}")["variants"]
+            place = read.mapping(nodes[id], f"patch {id}").get("variants", nodes[id])
             raise read.fail(place, f"no rule of {id} leads to the variant {unused[0]!r}, and no commit has it")
     if check_ranges:
         for id, entry in patches.items():
@@ -321,11 +410,7 @@ def read_matrix(
     names = {distribution: matrix.names(distribution) for distribution in DISTRIBUTIONS}
     pinned: dict[str, dict[str, Pinned]] = {}
     if pins and lock is not None:
-        if "releases" in top:
-            raise read.fail(top["releases"], f"pins stand here and in {lock[0]}; take the key releases out here")
         pinned = read_pins(*lock, patches, names)
-    elif pins and "releases" in top:
-        pinned = inline_pins(read, top["releases"], patches, names)
     matrix = replace(matrix, pinned=pinned)
     for id, entry in patches.items():
         _check_targets(read, nodes[id], entry, matrix)

@@ -120,6 +120,14 @@ def _codes(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
+def per_model_table(matrix: Matrix) -> str:
+    """What each patch reads of the module or the call, and what is one for the whole process."""
+    lines = ["| patch | of the module's own config, or of the call | global |", "|---|---|---|"]
+    for entry in matrix.patches.values():
+        lines.append(f"| {entry.id} | {entry.per_model.get('own', '')} | {entry.per_model.get('process', '')} |")
+    return "\n".join(lines)
+
+
 def replace_between(text: str, content: str, begin: str = BEGIN, end: str = END) -> str:
     """`text` with `content` between the markers. ValueError where there are no markers."""
     before, found, rest = text.partition(begin)
@@ -129,11 +137,8 @@ def replace_between(text: str, content: str, begin: str = BEGIN, end: str = END)
     return f"{before}{begin}\n{content}\n{end}{after}"
 
 
-def generated(top: Path, check_ranges: bool = True) -> dict[Path, str]:
-    """Each file that is generated, wholly or in part, with its text: documents, and the fast form of the matrix.
-
-    check_ranges: False also takes a matrix that does not yet say what each release needs.
-    """
+def generated(top: Path) -> dict[Path, str]:
+    """Each document that is generated, wholly or in part, with its text."""
     matrix = load_matrix()
     docs = top / "docs"
     proved = read_proved(docs)
@@ -147,16 +152,15 @@ def generated(top: Path, check_ranges: bool = True) -> dict[Path, str]:
         docs / "defects.svg": defects_picture(matrix, proved),
         docs / "trainers.md": trainers_page(docs / "trainers.yaml", matrix),
     }
-    parts = {top / "README.md": patch_table(matrix), docs / "cli.md": commands()}
-    fast_form, text = load.compile_matrix(check_ranges)
+    parts = {
+        top / "README.md": patch_table(matrix),
+        docs / "cli.md": commands(),
+        docs / "per-model.md": per_model_table(matrix),
+    }
     written = {path: replace_between(path.read_text("utf-8"), content) for path, content in parts.items()}
     sample = prove_sample(matrix, proved)
     written[top / "README.md"] = replace_between(written[top / "README.md"], sample, docs_sample.BEGIN, docs_sample.END)
-    return {
-        **written,
-        **whole,
-        fast_form: text,
-    }
+    return {**written, **whole}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from shim._errors import MatrixError
 from shim._matrix.commits import Commit
-from shim._matrix.model import RIGHT
+from shim._matrix.model import NOT_NEEDED, RIGHT
 
 __all__ = ["top_bound", "with_commit", "with_release", "with_wider_ranges"]
 
@@ -102,9 +102,14 @@ def _end(node: yaml.Node) -> int:
     return node.end_mark.line + 1
 
 
-def _ranges(text: str, id: str, distribution: str) -> Iterator[tuple[str, yaml.ScalarNode]]:
-    """Every range of a patch over `distribution`, with the variant that it gives: a name, or one of RIGHT."""
+def _ranges(text: str, id: str) -> Iterator[tuple[str, Any]]:
+    """Every rule of a patch, with the variant that it gives: a name, or one of RIGHT."""
     patch = _get(_get(_node(text), "patches"), id)
+    if _get(patch, "variants") is None:  # the patch is described in its folder
+        for name, value in patch.value:
+            for rule in _rules(value) if name.value != "module" else ():
+                yield name.value.replace("not_needed", NOT_NEEDED), rule
+        return
     for name, variant in _get(patch, "variants").value:
         for rule in _rules(_get(variant, "applies")):
             yield name.value, rule
@@ -121,6 +126,11 @@ def _rules(node: yaml.Node | None) -> list[Any]:
     return node.value if isinstance(node, yaml.SequenceNode) else [node]
 
 
+def _spec(rule: Any, distribution: str) -> Any:
+    """The range of a rule over the distribution that the patch is of. None if it has none."""
+    return rule if isinstance(rule, yaml.ScalarNode) else _get(rule, distribution)
+
+
 def _upper(spec: str) -> str | None:
     """The upper bound of a range, as it is written."""
     found = UPPER.search(spec)
@@ -134,8 +144,8 @@ def top_bound(text: str, id: str, distribution: str, release: str) -> tuple[str,
     """
     bounds = [
         (bound, variant)
-        for variant, rule in _ranges(text, id, distribution)
-        if (spec := _get(rule, distribution)) is not None and (bound := _upper(spec.value)) is not None
+        for variant, rule in _ranges(text, id)
+        if (spec := _spec(rule, distribution)) is not None and (bound := _upper(spec.value)) is not None
     ]
     if not bounds:
         return None
@@ -149,8 +159,8 @@ def with_wider_ranges(text: str, id: str, distribution: str, variant: str, old: 
     """`text` with ``<new`` for ``<old`` in every range over `distribution` that gives `variant` of patch `id`."""
     places = {  # an alias stands for the same place again
         (spec.start_mark.index, spec.end_mark.index)
-        for name, rule in _ranges(text, id, distribution)
-        if name == variant and (spec := _get(rule, distribution)) is not None and _upper(spec.value) == old
+        for name, rule in _ranges(text, id)
+        if name == variant and (spec := _spec(rule, distribution)) is not None and _upper(spec.value) == old
     }
     for start, end in sorted(places, reverse=True):
         inner = UPPER.sub(lambda found: found[1] + new, text[start + 1 : end - 1])  # a range stands in quotes

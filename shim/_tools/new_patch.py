@@ -12,6 +12,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from shim._errors import NotMetError, OptionError, SourceError
+from shim._matrix.described import PATCH_FILE
 from shim._matrix.load import load_matrix, matrix_path
 from shim._matrix.model import Matrix
 from shim._matrix.pins import render_pins
@@ -120,7 +121,7 @@ def _variants(bodies: Sequence[Body], target: str) -> dict[str, tuple[str, ...]]
     ]
     if len(runs) == 1:
         return {split_target(target)[1].rpartition(".")[2].strip("_").lower(): runs[0]}
-    return {f"since_{minor(run[0], '_')}": run for run in runs}
+    return {f"v{minor(run[0], '_')}": run for run in runs}
 
 
 def minor(release: str, between: str = ".") -> str:
@@ -179,7 +180,7 @@ def _names(body: Sequence[ast.stmt], prefix: str = "") -> list[str]:
 
 
 def write_patch(proposal: Proposal, matrix: Matrix, top: Path, dry_run: bool = False) -> dict[Path, str]:
-    """Write module, proof, matrix entry and test, and return their paths with their texts. `dry_run` writes nothing.
+    """Write all files of a patch, and return their paths with their texts. `dry_run` writes nothing.
 
     OptionError, with nothing written, where one of the files exists.
     """
@@ -188,12 +189,14 @@ def write_patch(proposal: Proposal, matrix: Matrix, top: Path, dry_run: bool = F
     test = top / "tests" / tests / f"test_{proposal.name}.py"
     file = top / "version_matrix.yaml"
     shown = module.with_name("proof.py")
-    for path in (module, shown, test):
+    described = module.with_name(PATCH_FILE)
+    for path in (module, described, shown, test):
         if path.exists():
             raise OptionError(f"{path} is there already, and shim does not overwrite it")
     entry = text.entry(proposal, ranges(proposal, matrix.supported[proposal.distribution]))
     written = {
         module: text.module(proposal),
+        described: text.description(proposal),
         shown: text.proof(proposal),
         file: with_entry(file.read_text("utf-8"), entry),
         test: text.test(proposal),
@@ -231,12 +234,13 @@ def with_entry(matrix: str, entry: str) -> str:
         end -= 1
     rest = "".join(lines[end:])
     before = "".join(lines[:end]).rstrip("\n")
-    return f"{before}\n\n{entry}" + (rest if not rest or rest.startswith("\n") else f"\n{rest}")
+    return f"{before}\n{entry}" + (rest if not rest or rest.startswith("\n") else f"\n{rest}")
 
 
 def unfilled(top: Path) -> list[str]:
     """Every place of a checkout that still holds template text: file, line, and what belongs there."""
-    files = [top / "version_matrix.yaml", *sorted((top / "patches").rglob("*.py"))]
+    patches = top / "patches"
+    files = [top / "version_matrix.yaml", *sorted(patches.rglob("*.py")), *sorted(patches.rglob(PATCH_FILE))]
     files += [file for tests in ("cells", "pairs") for file in sorted((top / "tests" / tests).glob("test_*.py"))]
     found = []
     for file in files:

@@ -4,42 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shim._releases.detect import DISTRIBUTIONS
 from shim._releases.fingerprint import split_target
 from shim._tools.new_patch_proposal import Proposal
 
-__all__ = ["MARK", "entry", "module", "proof", "test"]
+__all__ = ["MARK", "description", "entry", "module", "proof", "test"]
 
 MARK = "FILL" + ":"  # in two parts, so that a search for marked places finds none here
 
 
 def entry(proposal: Proposal, ranges: Mapping[tuple[str, ...], str]) -> str:
     """The entry of version_matrix.yaml."""
-    distribution = proposal.distribution
+    lines = [f"  {proposal.id}:"]
+    lines += [f'    {name}: "{ranges[releases]}"' for name, releases in proposal.variants.items()]
+    note = f"{MARK} why these releases, which lack a target, need no patch"
+    rules = [f'{{{proposal.distribution}: "{ranges[releases]}", note: "{note}"}}' for releases in proposal.without]
+    if len(rules) == 1:
+        lines.append(f"    not_needed: {rules[0]}")
+    elif rules:
+        lines += ["    not_needed:", *(f"      - {rule}" for rule in rules)]
+    return "\n".join(lines) + "\n"
+
+
+def description(proposal: Proposal) -> str:
+    """The text of patch.yaml."""
+    package = DISTRIBUTIONS[proposal.distribution].package
     lines = [
-        f"  {proposal.id}:",
-        f'    summary: "{MARK} what is right with the patch, in one line of at most 100 characters"',
-        f'    without: "{MARK} what goes wrong without it, in one line"',
-        f"    kind: correctness  # {MARK} keep it, or compat, performance, feature; then delete this comment",
-        f"    changes: values  # {MARK} keep it, or rounding, nothing (docs/matrix.md); then delete this comment",
-        f"    distribution: {distribution}",
-        f"    module: {proposal.module}",
-        "    variants:",
+        f'summary: "{MARK} Fixes or Adds, the symptom first, in one line of at most 100 characters"',
+        f'without: "{MARK} what goes wrong without it, in one line"',
+        f"kind: correctness  # {MARK} keep it, or compat, performance, feature; then delete this comment",
+        f"changes: values  # {MARK} keep it, or rounding, nothing (docs/matrix.md); then delete this comment",
+        "variants:",
     ]
-    for name, releases in proposal.variants.items():
-        lines += [f"      {name}:", f'        applies: {{{distribution}: "{ranges[releases]}"}}', "        targets:"]
-        lines += [f"          - {target}" for target in proposal.targets]
-        lines.append(f"        # {MARK} list under `reads:` what else the patch relies on; then delete this comment")
-    if proposal.without:
-        lines.append("    not_needed:")
-    for releases in proposal.without:
-        note = f"{MARK} why these releases, which lack a target, need no patch"
-        lines.append(f'      - {{{distribution}: "{ranges[releases]}", note: "{note}"}}')
+    for name in proposal.variants:
+        lines += [f"  {name}:", "    targets:"]
+        lines += [f"      - {target.removeprefix(package)}" for target in proposal.targets]
+        lines.append(f"    # {MARK} list under `reads:` what else the patch relies on; then delete this comment")
     lines += [
-        "    references:",
-        f'      - "{MARK} the pull request or issue upstream, and whether it is open"',
-        "    met_by:",
-        f'      - "{MARK} who has met it or carries a workaround, such as verl issue 1; without any, no key"',
-        f'    delete_when: "{MARK} the event after which nobody needs the patch"',
+        f'references: ["{MARK} the pull request or issue upstream, and whether it is open"]',
+        f'met_by: ["{MARK} who has met it or carries a workaround, such as verl issue 1; without any, no key"]',
+        f'delete_when: "{MARK} the event after which nobody needs the patch"',
     ]
     return "\n".join(lines) + "\n"
 

@@ -323,7 +323,15 @@ def _variants(
 
 def _read(path: Path, text: str, shipped: bool) -> Matrix:
     """The rules of the new text. MatrixError where they cannot be read, which is an error of this module."""
-    found = read_matrix(path, text.encode(), None, module_exists=lambda _: True, check_ranges=False, pins=False)
+    found = read_matrix(
+        path,
+        text.encode(),
+        None,
+        module_exists=lambda _: True,
+        descriptions=load.descriptions(),
+        check_ranges=False,
+        pins=False,
+    )
     return found if shipped else replace(found, content="added")
 
 
@@ -390,7 +398,7 @@ def _write(written: Mapping[Path, str], say: Say, top: Path | None) -> list[Path
             say("writes the documents")
             from shim._tools.docs import generated  # here, because no other command writes documents
 
-            put(generated(top, check_ranges=False))
+            put(generated(top))
     except BaseException:
         for file, was in before.items():
             if was is None:

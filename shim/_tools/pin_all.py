@@ -130,13 +130,9 @@ def _json(file: Path) -> Any:
 
 
 def write_all(found: Measured) -> bool:
-    """Write the pins, the tables, and the fast form of the matrix. Returns whether a file has changed."""
+    """Write the pins and the tables. Returns whether a file has changed."""
     changed = write(found.matrix.path, found.pins)
-    tables = dict(found.tables)
-    if tables:  # the fast form holds a digest of the pins, so it is written after them
-        compiled, fast = load.compile_matrix()
-        tables[compiled] = fast
-    for file, text in tables.items():
+    for file, text in found.tables.items():
         if not file.exists() or file.read_text("utf-8") != text:
             file.write_text(text, "utf-8")
             changed = True

@@ -103,7 +103,6 @@ def test_a_commit_is_added_with_its_documents(next_release, tmp_path):
         "version_matrix.yaml",
         "version_matrix.lock.json",
         "docs/releases.md",
-        "shim/_matrix/matrix.json",
     }
     assert f"{hash[:10]}: main, pinned by a trainer" in (checkout / "docs" / "releases.md").read_text("utf-8")
     assert shim("matrix", cwd=checkout).returncode == 0

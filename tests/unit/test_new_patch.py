@@ -57,7 +57,7 @@ def test_a_body_is_a_group_of_neighbours(fetch):
 def test_bodies_that_are_called_alike_share_a_variant(fetch):
     """A wrapper serves them all; another signature needs another look."""
     found = propose(fetch)
-    assert found.variants == {"since_0_15_2": ("0.15.2", "0.16.0"), "since_0_16_1": ("0.16.1", "0.17.0")}
+    assert found.variants == {"v0_15_2": ("0.15.2", "0.16.0"), "v0_16_1": ("0.16.1", "0.17.0")}
     assert propose(fetch, releases=("0.16.1", "0.17.0")).variants == {"forward": ("0.16.1", "0.17.0")}
 
 
@@ -120,7 +120,7 @@ def test_the_entry_stands_behind_the_last_patch_and_all_else_stays(rest):
     """Comments, blank lines and order included."""
     before = MATRIX.format(rest=rest)
     after = new_patch.with_entry(before, "  second:\n    summary: two\n")
-    assert after.replace("  second:\n    summary: two\n\n", "") == before
+    assert after.replace("  second:\n    summary: two\n", "") == before
     assert list(yaml.safe_load(after)["patches"]) == ["first", "second"]
 
 
@@ -222,16 +222,16 @@ def test_the_entry_is_one_that_the_matrix_takes_and_the_checker_asks_to_fill(che
     text = (checkout / "version_matrix.yaml").read_text()
     assert text.startswith(CHECKOUT)
     matrix = load_matrix(check_ranges=True)
-    assert list(matrix.patches["new-fix"].variants) == ["since_0_15_2", "since_0_16_1"]
+    assert list(matrix.patches["new-fix"].variants) == ["v0_15_2", "v0_16_1"]
     assert {r: pin.variant for r, pin in matrix.known("new-fix")} == {
-        **dict.fromkeys(("0.15.2", "0.16.0"), "since_0_15_2"),
-        **dict.fromkeys(("0.16.1", "0.17.0"), "since_0_16_1"),
+        **dict.fromkeys(("0.15.2", "0.16.0"), "v0_15_2"),
+        **dict.fromkeys(("0.16.1", "0.17.0"), "v0_16_1"),
     }
     assert main(["matrix"]) == 1
     complained = capsys.readouterr().err.splitlines()
     assert len(complained) > 15 and all(line.startswith("shim: ") for line in complained)
     assert any(line.startswith("shim: patches/megatron_core/new_fix/__init__.py:1: ") for line in complained)
-    for file in (checkout / "version_matrix.yaml", *checkout.rglob("*new_fix*/*.py"), *checkout.rglob("*new_fix*.py")):
+    for file in (file for kind in ("*matrix.yaml", "new_fix/*", "*new_fix.py") for file in checkout.rglob(kind)):
         file.write_text(file.read_text().replace(MARK, "filled"))
     assert main(["matrix"]) == 0
 
@@ -242,7 +242,8 @@ def test_a_dry_run_writes_nothing(checkout, capsys):
     assert sorted(checkout.rglob("*")) == before
     assert (checkout / "version_matrix.yaml").read_text() == CHECKOUT
     said = capsys.readouterr().out
-    assert "  new-fix:\n    summary:" in said and "def bindings(" in said and "def new_fix(here: Here)" in said
+    for shown in ("  new-fix:\n    v0_15_2:", "summary:", "def bindings(", "def new_fix(here: Here)"):
+        assert shown in said
 
 
 def test_a_file_that_is_there_is_kept(fetch):
@@ -253,4 +254,4 @@ def test_a_file_that_is_there_is_kept(fetch):
 def test_json_has_what_was_found(fetch):
     found = json.loads(json.dumps(propose(fetch).to_dict()))
     assert found["bodies"][1]["releases"] == ["0.15.2", "0.16.0"] and found["bodies"][0]["fingerprints"] == []
-    assert found["targets"] == [TARGET] and list(found["variants"]) == ["since_0_15_2", "since_0_16_1"]
+    assert found["targets"] == [TARGET] and list(found["variants"]) == ["v0_15_2", "v0_16_1"]

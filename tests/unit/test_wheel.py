@@ -144,7 +144,7 @@ def test_the_wheel_holds_matrix_and_patches_inside_the_package(wheel):
     }
     wanted |= {"shim/_te/lost_names.json", "shim/_te/te_remedies.json"}
     for directory, into in (("shim", "shim"), ("patches", "shim/patches")):
-        for file in (REPOSITORY / directory).rglob("*.py"):
+        for file in (file for kind in ("*.py", "patch.yaml") for file in (REPOSITORY / directory).rglob(kind)):
             wanted.add(f"{into}/{file.relative_to(REPOSITORY / directory).as_posix()}")
     assert names == wanted
 

@@ -1,0 +1,46 @@
+"""`concerns` says which models and runs a patch concerns; its proof runs such a model."""
+
+import re
+
+import pytest
+from unit_helpers import REPOSITORY
+
+from shim._matrix.concerns import WORDS
+from shim._matrix.load import load_matrix
+
+PATCHES = load_matrix().patches
+# What a proof asks for, and the word that the patch has to have then.
+ASKED = {
+    "moe": r"\bnum_moe_experts\b",
+    "mtp": r"\bmtp_num_layers=[1-9]",
+    "mla": r"\bMLATransformerConfig\b",
+    "recompute": r"\brecompute_granularity\b",
+    "lora": r"\brequires_grad_\(False\)|\badapted\b",
+}
+# In these proofs it is one case of several.
+BESIDE = {
+    "mtp": {"fused-linear-logprob"},
+    "recompute": {"router-replay"},
+    "lora": {"main-param-names", "tp-attributes"},
+}
+
+
+def proof_of(id):
+    place = REPOSITORY.joinpath("patches", *PATCHES[id].module.split(".")[2:])
+    return "".join(file.read_text("utf-8") for file in sorted(place.glob("*proof.py")))
+
+
+def test_each_patch_says_whom_it_concerns():
+    assert all(entry.concerns for entry in PATCHES.values())
+
+
+def test_each_word_is_used_or_one_that_a_user_asks_with():
+    used = {word for entry in PATCHES.values() for words in entry.concerns for word in words}
+    assert set(WORDS) - used <= {"ep", "muon"}
+
+
+@pytest.mark.parametrize("word", ASKED)
+def test_what_a_proof_needs_is_said(word):
+    asking = {id for id in PATCHES if re.search(ASKED[word], proof_of(id))} - BESIDE.get(word, set())
+    assert {id for id in asking if not any(word in words for words in PATCHES[id].concerns)} == set()
+    assert asking
