@@ -86,8 +86,8 @@ matrix: env  ## the same on all 21 releases and main, in every order of imports,
 	$(MAKE) proofs
 
 proofs: env  ## run all proofs on all releases, for docs/defects.md and its picture
-	$(BIN)/python -m shim._tools.prove_all
-	$(BIN)/python -m shim._tools.docs
+	$(BIN)/python -m shim.maintenance.prove_all
+	$(BIN)/python -m shim.maintenance.docs
 
 mutations: env  ## what was measured on mutated releases, on fixes and on neighbours, measured again; two hours
 	$(BIN)/python tests/mutations/measure.py
@@ -124,7 +124,7 @@ bench: env  ## all benchmarks, as ratios
 	$(BIN)/python benchmarks/paged_stash.py
 
 docs: env  ## write the generated parts of README.md and docs/
-	$(BIN)/python -m shim._tools.docs
+	$(BIN)/python -m shim.maintenance.docs
 	$(BIN)/python -m shim._matrix
 	$(BIN)/python tests/support/stash_operators.py
 

@@ -1,15 +1,15 @@
-"""Pictures of proofs as SVG: curves, bars, and the table of releases."""
+"""Pictures of proofs as SVG: curves and bars."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from shim._printing.markdown import escaped_html
 from shim._printing.masks import masked
 from shim._proving.results import Outcome, Result
 
-__all__ = ["DARK", "LIGHT", "PALETTE", "both_schemes", "picture", "table"]
+__all__ = ["DARK", "LIGHT", "PALETTE", "both_schemes", "picture"]
 
 LIGHT = {
     "ink": "#1f2328",
@@ -136,56 +136,10 @@ def _scaled(value: float, top: float, bottom: float, logarithmic: bool) -> float
     return 0.0 if value <= 0 else whole * (0.1 + 0.9 * math.log(max(value, bottom) / bottom) / math.log(top / bottom))
 
 
-# ---- releases across, defects down
-
-CELL, GAP, HEAD = 22, 2, 64
-LETTER = 6.6  # the width of one, on average, at the size of the labels
-
-
 def both_schemes(selector: str) -> str:
     """CSS that gives `selector` the colours as variables, by the reader's light or dark setting."""
     light, dark = ("; ".join(f"--{name}: {value}" for name, value in colours.items()) for colours in (LIGHT, DARK))
     return f"{selector} {{ {light} }} @media (prefers-color-scheme: dark) {{ {selector} {{ {dark} }} }}"
-
-
-def table(releases: Sequence[str], rows: Mapping[str, Sequence[str]], title: str) -> str:
-    """A cell for each release and defect, light or dark by the reader's setting.
-
-    rows: label -> the verdict on each release, "" where there is none.
-    """
-    left = 16 + round(LETTER * max(map(len, rows), default=0))
-    width = max(left + len(releases) * (CELL + GAP) + 8, 640)
-    height = HEAD + len(rows) * (CELL + GAP) + 34
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="img" font-family="sans-serif" font-size="12"><title>{_escaped(title)}</title>'
-        f'<style>{both_schemes("svg")}</style><rect width="{width}" height="{height}" fill="var(--paper)"/>'
-    ]
-    for column, release in enumerate(releases):
-        x = left + column * (CELL + GAP) + CELL / 2 + 4
-        parts.append(
-            f'<text transform="translate({x:.0f} {HEAD - 8}) rotate(-60)" fill="var(--ink)">{_escaped(release)}</text>'
-        )
-    for number, (label, verdicts) in enumerate(rows.items()):
-        y = HEAD + number * (CELL + GAP)
-        parts.append(f'<text x="{left - 8}" y="{y + 15}" text-anchor="end" fill="var(--ink)">{_escaped(label)}</text>')
-        for column, verdict in enumerate(verdicts):
-            x = left + column * (CELL + GAP)
-            fill = PALETTE.get(verdict, PALETTE["not mended"])
-            outline = ' stroke="var(--faint)" stroke-width="0.5"' if fill == "none" else ""
-            said = _escaped(f"{label}, {releases[column]}: {verdict or 'not there'}")
-            parts.append(
-                f'<rect x="{x}" y="{y}" width="{CELL}" height="{CELL}" rx="3" fill="{fill}"{outline}>'
-                f"<title>{said}</title></rect>"
-            )
-    legend = (("mended", "stock wrong, mended"), ("upstream", "upstream right"), ("cannot run", "cannot run here"))
-    x = 16
-    for verdict, text in (*legend, ("not mended", "not mended")):
-        y = height - 22
-        parts.append(f'<rect x="{x}" y="{y}" width="12" height="12" rx="2" fill="{PALETTE[verdict]}"/>')
-        parts.append(f'<text x="{x + 17}" y="{y + 10}" fill="var(--ink)">{text}</text>')
-        x += 32 + 7 * len(text)
-    return "".join(parts) + "</svg>\n"
 
 
 def _escaped(text: str) -> str:

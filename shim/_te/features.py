@@ -11,10 +11,11 @@ from packaging.version import Version
 from shim._planning.decision import Decision
 from shim._planning.losses import LostFeature
 from shim._releases.detect import Environment
+from shim._releases.sources import Sources
 from shim._releases.versions import parse_range
 from shim._te.tables import MEGATRON, TE, expanded, remedies, table
 
-__all__ = ["LostFeature", "lost_features", "pair_is_known", "places", "remedy_for"]
+__all__ = ["LostFeature", "lost_features", "missing_names", "pair_is_known", "places", "remedy_for"]
 
 
 def remedy_for(name: str, megatron: Version) -> Mapping[str, str] | None:
@@ -64,7 +65,7 @@ def lost_features(
 ) -> tuple[LostFeature, ...] | None:
     """The lost features of the installed pair. () where one is not installed, None where the pair was not measured.
 
-    With `read_sources` shim measures such a pair now, which takes a second or two.
+    With `read_sources` shim reads the sources of such a pair, see `missing_names`. That takes a second or two.
     """
     installed = environment.installed
     if MEGATRON not in installed or TE not in installed:
@@ -72,14 +73,37 @@ def lost_features(
     megatron, te = installed[MEGATRON].version, installed[TE].version
     found = places(megatron, te)
     if found is None and read_sources:
-        from shim._te.measure import losses_here
-
-        found = {}
-        for loss in losses_here(environment.sources, Path(installed[MEGATRON].location), installed[TE].raw):
-            found.setdefault(loss.name, []).append(f"{loss.module}: {loss.what}")
+        found = missing_names(environment.sources, Path(installed[MEGATRON].location), megatron)
     if found is None or megatron is None or te is None:
         return None
     return (*_of_names(found, megatron, te, decisions), *_of_drifts(megatron, te, decisions))
+
+
+def missing_names(sources: Sources, package: Path, megatron: Version | None) -> dict[str, list[str]]:
+    """The names that the modules of megatron-core below `package` import, and Transformer Engine lacks: the places.
+
+    Both are read in `sources`. What a module does without a name is not known. A name is left out if the last measured
+    release of megatron-core up to this one imports it, and loses nothing without it beside any measured TE release.
+    """
+    from shim._te.names import Names, imported_below, wanted_names
+
+    measured = table()[MEGATRON]
+    like = next((r for r in reversed(measured) if megatron is None or Version(r) <= megatron), measured[0])
+    lost = {
+        loss["name"] for loss in table()["losses"] if any(like in expanded(wanting, measured) for wanting in loss["on"])
+    }
+    harmless = {name for name, found in wanted_names().items() if like in found["wanted_by"]} - lost
+    names = Names(sources)
+    gone = {
+        name: modules
+        for name, modules in imported_below(package, sources).items()
+        if name not in harmless and not names.has(name)
+    }
+    return {
+        name: [f"{module} imports it" for module in modules]
+        for name, modules in gone.items()
+        if name.rpartition(".")[0] not in gone  # a member is lost with its class
+    }
 
 
 def _of_names(

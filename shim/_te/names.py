@@ -1,7 +1,7 @@
 """The names of Transformer Engine that megatron-core imports, and those among them that a TE release lacks.
 
 megatron-core guards its imports of Transformer Engine. So a missing name raises nothing: a feature goes off in silence.
-`shim pin` writes the names into wanted_names.json, from the wheels of both.
+`shim pin --releases` writes the names into wanted_names.json, from the wheels of both.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ __all__ = [
     "Names",
     "as_target",
     "dotted",
+    "imported_below",
     "lost_names",
-    "measure_names",
-    "render_names",
     "wanted_names",
 ]
 
@@ -174,42 +173,21 @@ def _looked_through(tree: ast.Module | ast.ClassDef) -> _Module:
     return found
 
 
-# Written by `shim pin`
+def imported_below(package: Path, sources: Sources) -> dict[str, list[str]]:
+    """The names that the modules of megatron-core below `package` import, each with these modules.
 
-
-def measure_names(
-    megatrons: Iterable[tuple[str, Path]],
-    te_releases: Iterable[tuple[str, Path]],
-    before: Mapping[str, Mapping[str, Sequence[str]]] | None = None,
-) -> dict[str, dict[str, list[str]]]:
-    """For every name that a megatron-core imports: the releases that import it, and the TE releases that have it.
-
-    before: such a table of the same code, whose releases are not read again.
+    A file that cannot be read tells nothing.
     """
-    wanted: dict[str, dict[str, list[str]]] = {}
-    before = before or {}
-    imported, having = ({r for found in before.values() for r in found[key]} for key in ("wanted_by", "in"))
-    for release, root in megatrons:
-        if release in imported:
-            names_there = {name for name, found in before.items() if release in found["wanted_by"]}
-        else:
-            names_there = _names_imported_below(root / "megatron" / "core")
-        for name in sorted(names_there):
-            wanted.setdefault(name, {"wanted_by": [], "in": []})["wanted_by"].append(release)
-    for release, root in te_releases:
-        names = Names(Sources([root]))
-        for name, found in wanted.items():
-            if release in before[name]["in"] if name in before and release in having else names.has(name):
-                found["in"].append(release)
-    return dict(sorted(wanted.items()))
-
-
-def _names_imported_below(package: Path) -> set[str]:
-    found: set[str] = set()
-    for path in package.rglob("*.py"):
-        text = path.read_text("utf-8")
-        if TE_PACKAGE in text:
-            found |= set(_names_imported_in(ast.parse(text)))
+    found: dict[str, list[str]] = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = ["megatron", "core", *path.relative_to(package).with_suffix("").parts]
+        module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        try:
+            names = set(_names_imported_in(sources.tree(module))) if TE_PACKAGE in sources.text(module) else ()
+        except SourceError:
+            continue
+        for name in sorted(names):
+            found.setdefault(name, []).append(module)
     return found
 
 
@@ -243,9 +221,3 @@ def dotted(node: ast.expr) -> list[str]:
         before = dotted(node.value)
         return [*before, node.attr] if before else []
     return []
-
-
-def render_names(names: Mapping[str, Mapping[str, list[str]]]) -> str:
-    """The text of wanted_names.json, with one line for each name."""
-    lines = (f" {json.dumps(name)}: {json.dumps(found)}" for name, found in names.items())
-    return "{\n" + ",\n".join(lines) + "\n}\n"

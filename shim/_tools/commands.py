@@ -180,7 +180,7 @@ def do_matrix(arguments: argparse.Namespace) -> int:
 
 def _stale_pins(matrix: Matrix) -> list[str]:
     """Where the pins disagree with the rules and the supported list, and the remedy."""
-    from shim._tools.pin import stale
+    from shim._tools.stale_pins import stale
 
     command = "make pins" if matrix.shipped else f"shim pin --releases --matrix {matrix.path}"
     found = stale(matrix) if matrix.pinned else ["the matrix has no pins"]
@@ -188,41 +188,16 @@ def _stale_pins(matrix: Matrix) -> list[str]:
 
 
 def _unfilled(matrix: Matrix) -> list[str]:
-    """The places of new patches that still hold template text, where `matrix` is that of a source checkout."""
-    from shim._matrix.load import PACKAGE
-    from shim._tools.new_patch import is_checkout, unfilled
+    """The places of new patches that still hold template text, if `matrix` is that of a source tree."""
+    from shim._tools.checkout import in_checkout, maintenance
 
-    top = PACKAGE.parent
-    if not is_checkout(top) or Path(matrix.path).resolve() != top / "version_matrix.yaml":
-        return []
-    return unfilled(top)
+    return maintenance("shim matrix").unfilled_places() if in_checkout() and matrix.shipped else []
 
 
 def do_new_patch(arguments: argparse.Namespace) -> int:
-    from shim._matrix.load import PACKAGE, load_matrix
-    from shim._tools.new_patch import pin_patch, propose, require_checkout, said, unfilled, write_patch
-    from shim._tools.progress import Progress
+    from shim._tools.checkout import maintenance
 
-    top = PACKAGE.parent
-    require_checkout(top)
-    matrix, progress = load_matrix(), Progress()
-
-    def fetch(distribution: str, release: str) -> Path:
-        progress(f"{distribution} {release}")
-        return fetched(distribution, release)
-
-    found = propose(arguments.id, arguments.target, matrix, fetch)
-    written = write_patch(found, matrix, top, arguments.dry_run)
-    if not arguments.dry_run:
-        pin_patch(found.id, fetch)
-    progress.done()
-    left = [] if arguments.dry_run else unfilled(top)
-    put(
-        {**found.to_dict(), "files": [str(path.relative_to(top)) for path in written], "unfilled": left},
-        said(found, {path.relative_to(top): text for path, text in written.items()}, left, arguments.dry_run),
-        arguments.json,
-    )
-    return OK
+    return maintenance("shim new-patch").do_new_patch(arguments)
 
 
 def do_audit(arguments: argparse.Namespace) -> int:
@@ -273,85 +248,17 @@ def do_pin(arguments: argparse.Namespace) -> int:
         return _lock(arguments)
     if _selection(arguments).keys() - {"matrix", "packages"}:  # no patch module is imported here
         raise OptionError("pins cover all patches; a selection belongs to --lock FILE")
-    if arguments.anew and not arguments.releases:
-        raise OptionError("--anew belongs to --releases")
-    if arguments.of is not None and not arguments.add:
-        raise OptionError("--of belongs to --add")
-    if arguments.add:
-        if arguments.check or arguments.releases:
-            raise OptionError("--add pins one release more; leave out --check and --releases")
-        return _add(arguments)
-    if not (arguments.check or arguments.releases):
+    wanted = [f"--{name}" for name in ("add", "releases", "check", "anew") if getattr(arguments, name)]
+    wanted += [] if arguments.of is None else ["--of"]
+    if not wanted:
         raise OptionError(
             "say what to pin. shim pin --lock FILE records what is installed here: trainers want that one. "
             "shim pin --releases is for developers of shim: it fetches every supported release and rewrites the pins "
             "in version_matrix.lock.json; shim pin --check fetches them too and only says whether the pins are current."
         )
-    from shim._matrix.load import load_matrix
-    from shim._planning.options import matrix_argument
-    from shim._tools.pin_all import measure_all, write_all
-    from shim._tools.progress import Progress
+    from shim._tools.checkout import maintenance
 
-    matrix = load_matrix(matrix_argument(arguments.matrix), check_ranges=True, pins=False)
-    path = Path(matrix.path).absolute()
-    if arguments.releases and not arguments.check:
-        _refuse_installed(path, "--releases")
-    releases = {name: list(matrix.names(name)) for name in {**matrix.supported, **matrix.commits}}
-    total, what = sum(map(len, releases.values())), "compares them with" if arguments.check else "rewrites"
-    tell(f"shim: fetches {total} releases, where the cache lacks them, and {what} the pins of {path}")
-    progress = Progress()
-    found = measure_all(matrix, fetched, progress, anew=arguments.anew or arguments.check)
-    progress.done()
-    for line in found.missing:
-        tell(f"shim: {line}")
-    told = {"releases": releases, "not_at_hand": list(found.not_at_hand)}
-    if arguments.check:
-        stale = found.stale()
-        said = "pins are stale; run shim pin --releases" if stale else "pins are current"
-        put({"stale": stale, **told}, said, arguments.json)
-        return NOT_MET if stale else OK
-    changed = write_all(found)
-    said = "pins written beside" if changed else "pins were current beside"
-    put({"changed": changed, "matrix": matrix.path, **told}, f"{said} {matrix.path}", arguments.json)
-    return OK
-
-
-def _refuse_installed(matrix: Path, option: str) -> None:
-    """Raise OptionError where `matrix` is that of an installed shim."""
-    from shim._matrix.load import PACKAGE
-
-    if PACKAGE in matrix.parents:
-        raise OptionError(
-            f"{matrix} is the matrix of an installed shim, and would no longer be what was tested. Remedy: run "
-            f"shim pin {option} in a source tree of shim, or with --matrix on a file of your own. For a job, use "
-            "shim pin --lock FILE."
-        )
-
-
-def _add(arguments: argparse.Namespace) -> int:
-    from shim._matrix.load import PACKAGE, load_matrix
-    from shim._planning.options import matrix_argument
-    from shim._tools.pin_add import add, parse_new, seconds
-    from shim._tools.progress import Progress
-    from shim.testing.releases import at_hand
-
-    if len(arguments.add) > 2:
-        raise OptionError("--add takes a release or a commit, and at most one SOURCE")
-    new, source = parse_new(arguments.add[0]), Path(arguments.add[1]).expanduser() if arguments.add[1:] else None
-    if source is not None and not source.is_dir():
-        raise OptionError(f"SOURCE {source} is no directory; put a wheel into the cache instead (docs/new-release.md)")
-    if arguments.of is not None and not new.is_commit:
-        raise OptionError("--of belongs to a commit")
-    matrix = load_matrix(matrix_argument(arguments.matrix), check_ranges=False)
-    _refuse_installed(Path(matrix.path).absolute(), "--add")
-    about = seconds(matrix, new, lambda distribution, release: at_hand(release, distribution), matrix.shipped)
-    tell(f"shim: adds {new.distribution} {new.name} to {matrix.path}; takes about {about:.0f} s")
-    progress = Progress()
-    top = PACKAGE.parent if matrix.shipped else None
-    found = add(matrix, new, fetched, progress, source=source, of=arguments.of or "main", top=top)
-    progress.done()
-    put(found.to_dict(), str(found), arguments.json)
-    return NOT_MET if found.decide else OK
+    return maintenance(f"shim pin {wanted[0]}", " For a job, use shim pin --lock FILE.").do_pin(arguments)
 
 
 def _lock(arguments: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ import pytest
 from trainers import VERSIONS, directories, run
 from unit_helpers import REPOSITORY
 
-from shim._tools.docs_trainers import edited, read_trainers
+from shim.maintenance.docs_trainers import edited, read_trainers
 from shim.testing.releases import fetch
 
 RELEASES = {"0.17.1": "2.14.1", "0.18.2": "2.16.1"}

@@ -4,7 +4,7 @@ from shim._matrix.load import descriptions
 from shim._matrix.pins import render_pins
 from shim._matrix.rules import read_matrix
 from shim._record import replace
-from shim._tools.pin import measure, write
+from shim.maintenance.pin import measure, write
 
 
 def write_pins(matrix, tree, change=None):

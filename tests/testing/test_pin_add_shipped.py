@@ -106,6 +106,6 @@ def test_a_commit_is_added_with_its_documents(next_release, tmp_path):
     }
     assert f"{hash[:10]}: main, pinned by a trainer" in (checkout / "docs" / "releases.md").read_text("utf-8")
     assert shim("matrix", cwd=checkout).returncode == 0
-    current = [sys.executable, "-m", "shim._tools.docs", "--check"]
+    current = [sys.executable, "-m", "shim.maintenance.docs", "--check"]
     docs = subprocess.run(current, cwd=checkout, env={**os.environ, "PYTHONPATH": str(checkout)}, capture_output=True)
     assert docs.returncode == 0, docs.stdout

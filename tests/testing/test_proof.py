@@ -8,7 +8,7 @@ import torch
 
 from shim import testing
 from shim._matrix.load import load_matrix
-from shim._tools.docs_defects import proof_texts
+from shim.maintenance.docs_defects import proof_texts
 from shim.testing.proof import CannotRunError, Here, Measured, measure, proof, proofs_of
 
 

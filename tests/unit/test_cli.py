@@ -476,7 +476,7 @@ def shipped(world, fetched, monkeypatch):
     monkeypatch.setattr("shim._releases.known_files.FILE", world.root / "known_files.json")
     monkeypatch.setattr("shim._matrix.compiled.FILE", world.root / "matrix.json")
     monkeypatch.setattr("shim._te.tables.FILE", world.root / "lost_names.json")
-    monkeypatch.setattr("shim._te.measure.MORE_TE", ())
+    monkeypatch.setattr("shim.maintenance.pin_all.MORE_TE", ())
     (world.root / "lost_names.json").write_text("{}\n")
     (world.root / "wanted_names.json").write_text("{}\n")
     (world.root / "known_files.json").write_text("{}\n")
@@ -505,13 +505,26 @@ def test_pin_of_another_matrix_leaves_the_wanted_names_alone(shim, world, fetche
     assert not (tmp_path / "gone.json").exists()
 
 
-def test_pin_leaves_an_installed_matrix_alone(shim, world, fetched, monkeypatch):
-    """It is what was tested, and pip would not know of the change."""
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["pin", "--releases"],
+        ["pin", "--check"],
+        ["pin", "--add", "0.99.0"],
+        ["new-patch", "new-fix", "--target", "a:b"],
+    ],
+    ids=lambda command: " ".join(command[:2]),
+)
+def test_an_installed_shim_says_that_a_command_needs_a_checkout(shim, world, fetched, monkeypatch, command):
+    """In one sentence with the remedy. The matrix is what was tested, and stays; the rest of the commands run."""
     monkeypatch.setattr("shim._matrix.load.PACKAGE", world.matrix.parent)
     before = world.matrix.read_bytes()
-    code, out, err = shim("pin", "--releases")
-    assert (code, out) == (2, "") and "of an installed shim" in err
-    assert world.matrix.read_bytes() == before and shim("pin", "--check")[0] == 0
+    code, out, err = shim(*command)
+    assert (code, out) == (2, "") and len(err.splitlines()) == 1
+    said = f"shim {' '.join(command[:2])}" if command[0] == "pin" else "shim new-patch"
+    assert f"shim: {said} is for developers of shim and needs a source checkout" in err
+    assert "is an installed shim. Remedy: clone shim's repository" in err
+    assert world.matrix.read_bytes() == before and shim("matrix")[0] == 0
 
 
 def test_status_is_held_to_a_lock(shim, world, importable, tmp_path):

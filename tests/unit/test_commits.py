@@ -12,9 +12,10 @@ from shim._matrix.compiled import read_compiled, render_compiled
 from shim._matrix.load import load_matrix
 from shim._matrix.pins import lock_path, read_pins, recorded_pins, render_pins
 from shim._planning.overview import listed
-from shim._tools.pin import measure, stale
-from shim._tools.pin_all import measure_all, write_all
+from shim._tools.stale_pins import stale
 from shim._tools.support import support, support_table
+from shim.maintenance.pin import measure
+from shim.maintenance.pin_all import measure_all, write_all
 
 MAIN = "1234567890" + "a" * 30  # of digits alone, its name is a version to packaging
 DEV = "5e00000000" + "b" * 30
@@ -254,7 +255,7 @@ def test_known_files_of_a_missing_commit_are_kept(pinned, world, monkeypatch):
     table = world.root / "known_files.json"
     monkeypatch.setattr("shim._matrix.load.matrix_path", lambda: world.matrix)
     monkeypatch.setattr("shim._releases.known_files.FILE", table)
-    monkeypatch.setattr("shim._tools.pin_all.tables_of_names", lambda *_: {})
+    monkeypatch.setattr("shim.maintenance.pin_all.tables_of_names", lambda *_: {})
     first = measure_all(matrix, fetch_in(world), lambda text: None)
     table.write_text(first.tables[table])
     monkeypatch.setattr("shim._releases.known_files.known_files", lambda: json.loads(table.read_text()))

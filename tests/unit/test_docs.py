@@ -10,9 +10,9 @@ from shim._engine.report import STATES
 from shim._matrix import read_commits, read_needs, read_options, rules
 from shim._matrix.load import load_matrix
 from shim._planning.explain import explanation, patch_docstring
-from shim._tools import docs as _docs
-from shim._tools import docs_sample
-from shim._tools.docs_reference import KEYS, MEANINGS, TABLES
+from shim.maintenance import docs as _docs
+from shim.maintenance import docs_sample
+from shim.maintenance.docs_reference import KEYS, MEANINGS, TABLES
 
 
 def test_generated_documents_are_current(capsys):

@@ -5,9 +5,9 @@ from unit_helpers import REPOSITORY
 
 from shim._matrix.load import load_matrix
 from shim._proving.results import FAILURES
-from shim._tools.docs_defects import defects_page, defects_picture, proof_texts, read_proved
-from shim._tools.docs_links import linked, short
-from shim._tools.prove_all import as_text, of_its_time, recorded
+from shim.maintenance.docs_defects import defects_page, defects_picture, proof_texts, read_proved
+from shim.maintenance.docs_links import linked, short
+from shim.maintenance.prove_all import as_text, of_its_time, recorded
 
 MATRIX = load_matrix()
 PROVED = read_proved(REPOSITORY / "docs")

@@ -10,9 +10,9 @@ from unit_helpers import BROKEN, REPOSITORY
 import shim
 from shim._errors import MatrixError
 from shim._matrix.load import load_matrix
-from shim._tools import docs_trainers as _trainers
-from shim._tools import trainer_pins
-from shim._tools.docs_trainers import problems, read_trainers, trainers_page
+from shim.maintenance import docs_trainers as _trainers
+from shim.maintenance import trainer_pins
+from shim.maintenance.docs_trainers import problems, read_trainers, trainers_page
 
 DATA = REPOSITORY / "docs" / "trainers.yaml"
 
@@ -119,7 +119,7 @@ def test_the_page_has_a_row_for_every_item(tmp_path, world):
 
 
 def test_the_counts_at_a_pin_are_those_of_the_audit(tmp_path, world):
-    """By the record of shim._tools.trainer_pins. Patches that came after it are named, and another pin is an error."""
+    """By what trainer_pins has recorded. Patches that came after it are named, and another pin is an error."""
     path = written(tmp_path, old="supports: all of it", new="supports: all of it\n    pin: abc")
     matrix = load_matrix(world.matrix)
     assert "Its pin is abc. Nobody has audited it." in trainers_page(path, matrix)
@@ -131,7 +131,7 @@ def test_the_counts_at_a_pin_are_those_of_the_audit(tmp_path, world):
     (tmp_path / _trainers.PINS).write_text(json.dumps({"small-trainer": record}))
     assert "2 are drifted and do nothing: [roll-fix](patches.md#roll-fix), " in trainers_page(path, matrix)
     (tmp_path / _trainers.PINS).write_text(json.dumps({"small-trainer": {**record, "pin": "of before"}}))
-    with pytest.raises(MatrixError, match=r"at 'of before': run python -m shim\._tools\.trainer_pins"):
+    with pytest.raises(MatrixError, match=r"at 'of before': run python -m shim\.maintenance\.trainer_pins"):
         trainers_page(path, matrix)
 
 
@@ -149,7 +149,7 @@ def test_only_trees_of_trainers_with_a_pin_are_recorded(arguments, capsys):
 
 
 def test_every_pin_is_recorded():
-    """As it stands in the data: else run python -m shim._tools.trainer_pins, and `make docs`."""
+    """As it stands in the data: else run python -m shim.maintenance.trainer_pins, and `make docs`."""
     records = json.loads((DATA.parent / _trainers.PINS).read_text("utf-8"))
     pins = {trainer.name: trainer.pin for trainer in read_trainers(DATA) if trainer.pin}
     assert {name: record["pin"] for name, record in records.items()} == pins

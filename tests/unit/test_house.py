@@ -49,11 +49,29 @@ MAY_IMPORT = {
         "_api",
     }
     | {"_workers", "testing", "_proving"},
+    "maintenance": {
+        "_errors",
+        "_printing",
+        "_record",
+        "_version",
+        "_releases",
+        "_matrix",
+        "_planning",
+        "_te",
+        "_engine",
+        "testing",
+        "_proving",
+        "_tools",
+    },
     "patches": {"_errors", "_kept", "_locks", "_config_override", "ops"},
 }
 FILES = {
     ".".join(["shim", *file.relative_to(top).with_suffix("").parts]).removesuffix(".__init__"): file
-    for top, folder in ((REPOSITORY / "shim", REPOSITORY / "shim"), (REPOSITORY, REPOSITORY / "patches"))
+    for top, folder in (
+        (REPOSITORY / "shim", REPOSITORY / "shim"),
+        (REPOSITORY, REPOSITORY / "patches"),
+        (REPOSITORY, REPOSITORY / "maintenance"),
+    )
     for file in folder.rglob("*.py")
 }
 
@@ -97,6 +115,13 @@ def test_imports_run_one_way():
     assert not odd, "\n".join(odd)
 
 
+def test_what_no_wheel_has_is_reached_from_one_place():
+    """Which says what a command needs, if shim runs from a wheel."""
+    package = REPOSITORY / "shim"
+    reaching = [file for file in package.rglob("*.py") if "shim.maintenance" in file.read_text("utf-8")]
+    assert reaching == [package / "_tools" / "checkout.py"]
+
+
 def test_every_part_has_its_place():
     assert {part(module) for module in FILES} == {"", "__main__", *MAY_IMPORT}
 
@@ -117,7 +142,6 @@ TESTED_IN = {
     "_config_override.values": "unit/test_config_override",
     "_planning.decision": "unit/test_plan",
     "_planning.losses": "unit/test_lost_features",
-    "_tools.new_patch_proposal": "unit/test_new_patch",
     "ops._stash_layout": "ops/test_paged_stash_triton",
     "_engine.binder": "engine/test_bind",
     "_engine.chain": "unit/test_nesting",
@@ -177,22 +201,14 @@ TESTED_IN = {
     "_releases.trees": "unit/test_audit",
     "_releases.wheels": "unit/test_audit",
     "_te.features": "unit/test_lost_features",
-    "_te.interpreter": "unit/test_lost_features",
-    "_te.measure": "unit/test_lost_features",
     "_te.names": "unit/test_te_names",
     "_te.tables": "unit/test_lost_features",
     "_tools.arguments": "unit/test_cli",
-    "_tools.docs_links": "unit/test_docs_defects",
-    "_tools.docs_reference": "unit/test_docs",
-    "_tools.docs_sample": "unit/test_docs",
-    "_tools.docs_te": "unit/test_docs",
-    "_tools.new_patch_text": "unit/test_new_patch",
     "_tools.output": "unit/test_cli",
-    "_tools.pin_all": "unit/test_commits",
-    "_tools.prove_all": "unit/test_docs_defects",
+    "_tools.checkout": "unit/test_cli",
+    "_tools.stale_pins": "unit/test_pins",
     "_tools.support": "unit/test_docs",
     "_tools.surroundings": "unit/test_doctor",
-    "_tools.trainer_pins": "unit/test_docs_trainers",
     "_workers.environment": "unit/test_run",
     "_workers.run.sitecustomize": "unit/test_run",
     "_tasks": "unit/test_config_override_threads",
@@ -214,6 +230,18 @@ TESTED_IN = {
     "ops._stash_rows": "ops/test_stash_provenance",
     "ops._stash_triton": "ops/test_paged_stash_triton",
     "ops._stashed_tensor": "ops/test_paged_stash_gradients",
+    "maintenance.docs_links": "unit/test_docs_defects",
+    "maintenance.docs_picture": "unit/test_proving",
+    "maintenance.docs_reference": "unit/test_docs",
+    "maintenance.docs_sample": "unit/test_docs",
+    "maintenance.docs_te": "unit/test_docs",
+    "maintenance.new_patch_proposal": "unit/test_new_patch",
+    "maintenance.new_patch_text": "unit/test_new_patch",
+    "maintenance.pin_all": "unit/test_commits",
+    "maintenance.prove_all": "unit/test_docs_defects",
+    "maintenance.te_interpreter": "unit/test_lost_features",
+    "maintenance.te_losses": "unit/test_lost_features",
+    "maintenance.trainer_pins": "unit/test_docs_trainers",
     "testing.attention": "cells/test_harness",
     "testing.cpu": "cells/test_harness",
     "testing.footprint": "ops/test_logprob_memory",
@@ -245,7 +273,7 @@ def test_every_module_has_a_test_of_its_name_or_one_that_is_named_here():
 
 
 def test_no_file_is_too_long_to_be_read():
-    tops = ("shim", "patches", "tests", "benchmarks", "examples")
+    tops = ("shim", "patches", "maintenance", "tests", "benchmarks", "examples")
     files = [file for top in tops for file in (REPOSITORY / top).rglob("*.py")]
     lengths = {str(file.relative_to(REPOSITORY)): len(file.read_text("utf-8").splitlines()) for file in files}
     assert not {name: lines for name, lines in lengths.items() if lines > LONGEST}

@@ -12,11 +12,11 @@ from shim._matrix.load import load_matrix
 from shim._releases.sources import Sources
 from shim._te import features as _features
 from shim._te.features import places, remedy_for
-from shim._te.interpreter import Megatron, Pair, TeRelease
-from shim._te.measure import MORE_TE, measure_losses, render_losses
 from shim._te.names import wanted_names
 from shim._te.tables import FILE, MEGATRON, TE, expanded, remedies, spans, table
 from shim._tools.cli import main
+from shim.maintenance.te_interpreter import Megatron, Pair, TeRelease
+from shim.maintenance.te_losses import MORE_TE, measure_losses, render_losses
 
 ENGINE_FILES = {
     "__init__.py": "",
@@ -566,7 +566,7 @@ def test_an_unknown_pair_is_said_to_be_unknown_and_doctor_looks_through_it(pair,
     main(["doctor", "--json"])
     lost = json.loads(capsys.readouterr().out)["lost_features"]
     assert [(item["name"], item["remedy"], item["lost"]) for item in lost][:1] == [
-        ("transformer_engine.pytorch:Gone", "", "megatron.core.guarded: Gone=None")
+        ("transformer_engine.pytorch:Gone", "", "megatron.core.guarded imports it")
     ]
     assert lost[0]["outcome"] == "not mended"
 

@@ -11,7 +11,7 @@ from unit_helpers import MATRIX
 from shim._errors import MatrixError
 from shim._matrix.commits import Commit
 from shim._matrix.load import load_matrix, matrix_path
-from shim._tools.matrix_text import top_bound, with_commit, with_release, with_wider_ranges
+from shim.maintenance.matrix_text import top_bound, with_commit, with_release, with_wider_ranges
 
 COMMENTED = """\
 # First of all.

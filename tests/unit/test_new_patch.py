@@ -14,9 +14,9 @@ from unit_helpers import REPOSITORY, megatron
 from shim._errors import NotMetError, OptionError
 from shim._matrix.load import load_matrix
 from shim._matrix.model import Matrix
-from shim._tools import new_patch
 from shim._tools.cli import main
-from shim._tools.new_patch_text import MARK
+from shim.maintenance import new_patch
+from shim.maintenance.new_patch_text import MARK
 
 TARGET = "megatron.core.roll:Layer.forward"
 METHOD = """
@@ -202,9 +202,9 @@ patches:
 def checkout(fetch, tmp_path, monkeypatch):
     """A source checkout with one patch, and the command in it."""
     top = tmp_path / "checkout"
-    for folder in ("patches/megatron_core", "tests/cells", "tests/pairs", "shim"):
+    for folder in ("patches/megatron_core", "tests/cells", "tests/pairs", "shim", "maintenance"):
         (top / folder).mkdir(parents=True)
-    (top / "setup.py").touch()
+    (top / "maintenance" / "commands.py").touch()  # that there is one makes it a checkout
     (top / "patches" / "megatron_core" / "first.py").touch()
     (top / "version_matrix.yaml").write_text(CHECKOUT)
     write_pins(top / "version_matrix.yaml", fetch)

@@ -12,10 +12,10 @@ from unit_helpers import FIXED, MATRIX, REWORKED, SOURCES, megatron, write_file
 from shim._errors import OptionError
 from shim._matrix.load import load_matrix
 from shim._matrix.pins import lock_path, recorded_pins, render_pins
-from shim._tools import pin_add
 from shim._tools.cli import main
-from shim._tools.pin import stale
-from shim._tools.pin_add import New, parse_new
+from shim._tools.stale_pins import stale
+from shim.maintenance import pin_add
+from shim.maintenance.pin_add import New, parse_new
 
 # As people write ranges, and with a contract, so that not every change has to be known.
 RANGED = (

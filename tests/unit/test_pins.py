@@ -10,7 +10,8 @@ from unit_helpers import MATRIX, SOURCES, megatron
 from shim._errors import MatrixError
 from shim._matrix.load import load_matrix, matrix_path
 from shim._matrix.pins import lock_path, render_pins
-from shim._tools.pin import measure, stale, write
+from shim._tools.stale_pins import stale
+from shim.maintenance.pin import measure, write
 
 
 def test_the_shipped_pins_belong_to_the_rules_and_the_supported_list():

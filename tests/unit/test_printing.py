@@ -142,7 +142,7 @@ def test_data_is_masked_at_any_depth():
 def test_nothing_that_shim_says_itself_is_masked(monkeypatch):
     """Docstrings, docs and the matrix speak of keys and tokens, and hold versions, digests and URLs."""
     monkeypatch.setenv("HOME", "/nonexistent")
-    folders = [("shim", "*.py"), ("patches", "*.py"), ("patches", "*.yaml"), ("docs", "*.md")]
+    folders = [("shim", "*.py"), ("patches", "*.py"), ("maintenance", "*.py"), ("patches", "*.yaml"), ("docs", "*.md")]
     files = [
         file for folder, what in folders for file in (REPOSITORY / folder).rglob(what) if "_printing" not in str(file)
     ]

@@ -7,10 +7,11 @@ import xml.dom.minidom
 import pytest
 
 from shim._proving.page import as_html
-from shim._proving.pictures import DARK, LIGHT, picture, table
+from shim._proving.pictures import DARK, LIGHT, picture
 from shim._proving.report import Heading, as_data, as_markdown, as_text
 from shim._proving.results import FAILURES, Outcome, Result, generic_verdict, outcome_of, summary, verdict_of
 from shim._proving.worker import SideTask, Work
+from shim.maintenance.docs_picture import table
 
 RIGHT, WRONG = Outcome("right", "off by 1.0e-07", 0.5, 1e-7), Outcome("wrong", "off by 1.0e-02", 0.5, 1e-2)
 BROKEN, IMPOSSIBLE = Outcome("broken", "KeyError: 'x'"), Outcome("cannot run", "no FP8 on this GPU")

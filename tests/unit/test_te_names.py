@@ -8,8 +8,9 @@ from unit_helpers import MATRIX, write_file
 
 from shim._matrix.load import load_matrix
 from shim._te import names as _wanted
-from shim._te.names import Names, measure_names, render_names
+from shim._te.names import Names
 from shim._tools.audit_report import as_markdown, as_text
+from shim.maintenance.te_names import measure_names, render_names
 
 
 @pytest.fixture

@@ -62,7 +62,11 @@ def tree(tmp_path_factory):
             "version_matrix.yaml",
             "version_matrix.lock.json",
         ]
-        names += [str(p.relative_to(REPOSITORY)) for d in ("shim", "patches") for p in (REPOSITORY / d).rglob("*.*")]
+        names += [
+            str(p.relative_to(REPOSITORY))
+            for d in ("shim", "patches", "maintenance")
+            for p in (REPOSITORY / d).rglob("*.*")
+        ]
     for name in names:
         (where / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(REPOSITORY / name, where / name)
@@ -123,7 +127,7 @@ def test_the_source_distribution_has_tests_and_documents(sdist):
         "docs/cli.md",
         ".ci/run",
     } <= names
-    assert {"tests/unit/test_wheel.py", "tests/other_pythons.sh", "examples/demo.py"} <= names
+    assert {"tests/unit/test_wheel.py", "tests/other_pythons.sh", "examples/demo.py", "maintenance/docs.py"} <= names
     assert not [name for name in names if "__pycache__" in name or name.endswith((".pyc", ".yaml.new"))]
 
 
@@ -205,6 +209,9 @@ def test_what_is_installed_plans_without_torch(form, bare, tmp_path, request):
         assert done.returncode == 0, done.stderr
         assert "megatron-core 0.16.0" in done.stdout and "\n  torch " not in done.stdout
         assert "mtp-packed-sequences" in done.stdout
+    for command in (["pin", "--releases"], ["pin", "--check"], ["new-patch", "new-fix", "--target", "a:b"]):
+        done = run("-m", "shim", *command)
+        assert done.returncode == 2 and "needs a source checkout" in done.stderr, done.stderr
     code = (
         "import shim, sys; from shim._matrix.load import load_matrix, matrix_path; load_matrix(); shim.explain("
         "'mtp-packed-sequences'); print(shim.__file__, matrix_path()); assert 'torch' not in sys.modules"

@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from shim._matrix.model import Matrix, PatchEntry
-from shim._proving.pictures import table
 from shim._record import Record
 from shim._releases.sources import Sources
-from shim._tools.docs_links import linked, short
+
+from .docs_links import linked, short
+from .docs_picture import table
 
 __all__ = ["PROVED", "ProofText", "defects_page", "defects_picture", "proof_texts", "read_proved"]
 
 ENDINGS = (".proof", ".gpu_proof")  # as in shim.testing.proof, whose import would import torch
-PROVED = "proved.json"  # in docs/; written by shim._tools.prove_all
+PROVED = "proved.json"  # in docs/; written by shim.maintenance.prove_all
 INTRODUCTION = """\
 # Defects
 

@@ -20,36 +20,16 @@ from shim._matrix.reader import compose
 from shim._matrix.spelling import did_you_mean
 from shim._releases.fingerprint import definitions, fingerprint, names_bound_by, split_target
 from shim._releases.sources import Sources
-from shim._tools import new_patch_text as text
-from shim._tools.new_patch_proposal import Body, Proposal
-from shim._tools.pin import measure, write
 
-__all__ = [
-    "is_checkout",
-    "pin_patch",
-    "propose",
-    "require_checkout",
-    "said",
-    "unfilled",
-    "write_patch",
-]
+from . import new_patch_text as text
+from .new_patch_proposal import Body, Proposal
+from .pin import measure, write
+
+__all__ = ["pin_patch", "propose", "said", "unfilled", "write_patch"]
 
 ID = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 PACKAGES = {"megatron": "megatron-core", "transformer_engine": "transformer-engine"}
 Fetch = Callable[[str, str], Path]
-
-
-def is_checkout(top: Path) -> bool:
-    return all((top / part).exists() for part in ("version_matrix.yaml", "patches", "tests/cells", "setup.py"))
-
-
-def require_checkout(top: Path) -> None:
-    """OptionError where `top` is not the top of a source checkout of shim."""
-    if not is_checkout(top):
-        raise OptionError(
-            f"shim new-patch writes into a source checkout of shim, and {top} is none. "
-            "Remedy: clone shim's repository, run `make env` in it, and call .venv/bin/shim new-patch there."
-        )
 
 
 def propose(id: str, targets: Sequence[str], matrix: Matrix, fetch: Fetch) -> Proposal:

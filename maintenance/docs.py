@@ -11,13 +11,14 @@ from shim._matrix.load import load_matrix
 from shim._matrix.model import Matrix
 from shim._planning.explain import patch_docstring
 from shim._planning.overview import effects_of, listed
-from shim._tools import docs_sample
-from shim._tools.docs_defects import defects_page, defects_picture, read_proved
-from shim._tools.docs_reference import commands, matrix_page, states_page
-from shim._tools.docs_sample import prove_sample
-from shim._tools.docs_te import feature_page
-from shim._tools.docs_trainers import trainers_page
 from shim._tools.support import support, support_table
+
+from . import docs_sample
+from .docs_defects import defects_page, defects_picture, read_proved
+from .docs_reference import commands, matrix_page, states_page
+from .docs_sample import prove_sample
+from .docs_te import feature_page
+from .docs_trainers import trainers_page
 
 __all__ = [
     "BEGIN",

@@ -1,6 +1,6 @@
 """docs/trainers_pins.json: what `shim audit` says of each patch at the commits of megatron-core that trainers pin.
 
-    python -m shim._tools.trainer_pins slime=TREE SkyRL=TREE
+    python -m shim.maintenance.trainer_pins slime=TREE SkyRL=TREE
 
 TREE: the sources as the trainer has them, which is its commit with the patches that it applies to files. Trainers that
 are not named keep what is there. docs/trainers.md is made of the file, so run `make docs` after it.
@@ -19,7 +19,8 @@ from shim._matrix.load import load_matrix
 from shim._matrix.model import Matrix
 from shim._releases.trees import open_tree
 from shim._tools.audit import audit
-from shim._tools.docs_trainers import PINS, Trainer, read_trainers
+
+from .docs_trainers import PINS, Trainer, read_trainers
 
 __all__ = ["audited", "main"]
 

@@ -16,8 +16,9 @@ from shim._planning.contract import breach, shows
 from shim._releases.fingerprint import fingerprint
 from shim._releases.known_files import measure_files
 from shim._releases.sources import Sources
+from shim.testing.repositories import REPOSITORIES
 
-__all__ = ["measure", "measure_one", "replace_file", "stale", "write"]
+__all__ = ["measure", "measure_one", "replace_file", "write"]
 
 INLINE = "# --- Below: written by `shim pin` from the wheels. Never by hand. ---"  # above the pins of shim 0.1
 # The key `releases` with its content, and the marker above it if there is one.
@@ -251,28 +252,7 @@ def _kept(matrix: Matrix, distribution: str, name: str, recorded: Mapping[str, P
     return kept
 
 
-def stale(matrix: Matrix) -> list[str]:
-    """Where pins disagree with the rules, the supported list and the commits. Does not compare bodies, see --check."""
-    found: list[str] = []
-    for distribution in {**matrix.supported, **matrix.commits}:
-        for name in matrix.names(distribution):
-            pins = matrix.pins.get(distribution, {}).get(name, {})
-            shown = f"{distribution} {matrix.shown(distribution, name)}"
-            for entry in matrix.patches.values():
-                if entry.distribution != distribution:
-                    continue
-                pin, wanted = pins.get(entry.id), matrix.pinned_as(entry.id, name)
-                if pin is None and wanted not in (None, UPSTREAM):
-                    found.append(f"{shown} lacks a pin of {entry.id}, variant {wanted}")
-                elif pin is not None and (pin.variant or UPSTREAM) != wanted:
-                    pinned = pin.variant or UPSTREAM
-                    found.append(f"{shown} pins {pinned} of {entry.id}; the rules say {wanted or 'nothing'}")
-    return found
-
-
 def _clone(distribution: str) -> str:
-    from shim.testing.repositories import REPOSITORIES  # here: shim.testing reads the matrix when it is imported
-
     return REPOSITORIES[distribution].variable
 
 

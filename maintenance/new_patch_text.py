@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from shim._releases.detect import DISTRIBUTIONS
 from shim._releases.fingerprint import split_target
-from shim._tools.new_patch_proposal import Proposal
+
+from .new_patch_proposal import Proposal
 
 __all__ = ["MARK", "description", "entry", "module", "proof", "test"]
 

@@ -11,6 +11,8 @@ from shim._te.features import remedy_for
 from shim._te.names import wanted_names
 from shim._te.tables import MEGATRON, TE, expanded, remedies, spans, table
 
+from .te_losses import MORE_TE
+
 __all__ = ["feature_page"]
 
 HEAD = """\
@@ -36,8 +38,6 @@ Names are below `transformer_engine`. A wheel does not show the names of the com
 
 def feature_page() -> str:
     """The text of docs/transformer-engine.md."""
-    from shim._te.measure import MORE_TE
-
     lines = [HEAD.format(more=" and ".join(MORE_TE))]
     lines += ["| name | wanted by megatron-core | not in Transformer Engine | lost | remedy |", "|---|---|---|---|---|"]
     lines += [line for name in _names() for line in _rows(name)]

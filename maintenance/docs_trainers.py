@@ -28,7 +28,7 @@ VERDICTS = {
     "conflicts": "It keeps a patch of shim from its effect, in whole or in part. The row says what follows.",
     "own": "It is none of shim's business. It is only counted.",
 }
-PINS = "trainers_pins.json"  # beside the data: what shim._tools.trainer_pins has found
+PINS = "trainers_pins.json"  # beside the data: what shim.maintenance.trainer_pins has found
 AUDITED = {
     "apply": "apply",
     "upstream": "are fixed there",
@@ -311,7 +311,9 @@ def _at_its_pin(trainer: Trainer, record: Mapping[str, Any] | None, matrix: Matr
     if record is None:
         return "Nobody has audited it."
     if record["pin"] != trainer.pin:
-        raise MatrixError(f"{PINS} has {trainer.name} at {record['pin']!r}: run python -m shim._tools.trainer_pins")
+        raise MatrixError(
+            f"{PINS} has {trainer.name} at {record['pin']!r}: run python -m shim.maintenance.trainer_pins"
+        )
     found = {verdict: tuple(id for id in ids if id in matrix.patches) for verdict, ids in record["verdicts"].items()}
     counts = [f"{len(ids)} {AUDITED.get(verdict, verdict)}" for verdict, ids in found.items() if verdict != "drifted"]
     drifted = found.get("drifted", ())

@@ -17,9 +17,10 @@ from packaging.version import Version
 
 from shim._matrix.load import PACKAGE, load_matrix
 from shim._record import EMPTY
-from shim._tools.docs_defects import PROVED, read_proved
 from shim.testing.cells import EVERYDAY_PAIRS
 from shim.testing.releases import environment, fetch
+
+from .docs_defects import PROVED, read_proved
 
 __all__ = ["as_text", "main", "of_its_time", "recorded"]
 
@@ -52,7 +53,7 @@ def recorded(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and write docs/proved.json. Returns 1 where a proof has failed on some release."""
-    parser = argparse.ArgumentParser(prog="python -m shim._tools.prove_all", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m shim.maintenance.prove_all", description=__doc__)
     parser.add_argument("--releases", metavar="A,B", help="only these; what is recorded of the others stays")
     parser.add_argument("--patches", metavar="A,B", help="only these; what is recorded of the others stays")
     parser.add_argument("--jobs", type=int, default=2, help="sides at once (default 2)")

@@ -13,7 +13,11 @@ from shim._matrix.model import Matrix
 from shim._matrix.pins import lock_path, recorded_pins, render_pins
 from shim._record import Record
 from shim._releases import known_files
-from shim._tools.pin import measure, write
+from shim._te import names, tables
+
+from .pin import measure, write
+from .te_losses import MORE_TE, measure_losses, render_losses
+from .te_names import measure_names, render_names
 
 __all__ = ["Measured", "measure_all", "tables_of_names", "write_all"]
 
@@ -89,9 +93,6 @@ def _keep_files(matrix: Matrix, files: Tables) -> None:
 
 def tables_of_names(matrix: Matrix, fetch: Fetch, progress: Callable[[str], None], anew: bool) -> dict[Path, str]:
     """The names that megatron-core imports of Transformer Engine, and what it loses without them."""
-    from shim._te import names, tables
-    from shim._te.measure import MORE_TE, measure_losses, render_losses
-
     megatrons, te_releases = (
         [(release, fetch(name, release)) for release in matrix.supported[name]] for name in (tables.MEGATRON, tables.TE)
     )
@@ -99,10 +100,10 @@ def tables_of_names(matrix: Matrix, fetch: Fetch, progress: Callable[[str], None
     wanted_before, lost_before = _json(names.FILE), _json(tables.FILE)
     tagged, missing = _tagged(matrix, fetch, (lost_before or {}).get(tables.TE, ()))
     progress("names that megatron-core wants of Transformer Engine")
-    wanted = names.measure_names(megatrons, te_releases, None if anew else wanted_before)
+    wanted = measure_names(megatrons, te_releases, None if anew else wanted_before)
     kept = missing if anew else None
     losses = measure_losses(megatrons, [*more, *tagged, *te_releases], progress, lost_before, kept)
-    return {names.FILE: names.render_names(wanted), tables.FILE: render_losses(losses)}
+    return {names.FILE: render_names(wanted), tables.FILE: render_losses(losses)}
 
 
 def _tagged(matrix: Matrix, fetch: Fetch, known: Sequence[str]) -> tuple[list[tuple[str, Path]], list[str]]:

@@ -10,11 +10,11 @@ from typing import Any
 from packaging.version import Version
 
 from shim._releases.sources import Sources
-from shim._releases.versions import parse_version
-from shim._te.interpreter import Loss, Megatron, Pair, TeRelease
 from shim._te.tables import MEGATRON, TE, expanded, spans
 
-__all__ = ["MORE_TE", "losses_here", "measure_losses", "render_losses"]
+from .te_interpreter import Loss, Megatron, Pair, TeRelease
+
+__all__ = ["MORE_TE", "measure_losses", "render_losses"]
 
 # TE releases that images have beside an old megatron-core. They are measured, but not supported and not tested.
 MORE_TE = ("1.11.0", "1.13.0")
@@ -93,11 +93,3 @@ def render_losses(table: Mapping[str, Any]) -> str:
     heads = [f" {json.dumps(name)}: {json.dumps(table[name])}," for name in (MEGATRON, TE)]
     lines = ",\n".join("  " + json.dumps(loss) for loss in table["losses"])
     return "\n".join(["{", *heads, ' "losses": [', lines, " ]", "}"]) + "\n"
-
-
-def losses_here(sources: Sources, package: Path, version: str | None) -> list[Loss]:
-    """What the two releases in `sources` lose, measured now. For releases that the table does not have."""
-    known = parse_version(version)
-    if known is None:
-        return []
-    return list(Pair(Megatron(sources, package), TeRelease(known, sources)).losses())

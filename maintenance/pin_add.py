@@ -24,9 +24,14 @@ from shim._releases.trees import Tree, open_tree
 from shim._releases.versions import parse_version
 from shim._tools.audit import Audit, Finding, audit
 from shim._tools.audit_report import as_text
-from shim._tools.matrix_text import top_bound, with_commit, with_release, with_wider_ranges
-from shim._tools.pin import measure_one, replace_file, stale
-from shim._tools.pin_all import tables_of_names
+from shim._tools.stale_pins import stale
+from shim.testing.releases import FetchError, fetch_commit
+from shim.testing.repositories import REPOSITORIES, GitError, described, local_repository, obtain
+
+from .docs import generated
+from .matrix_text import top_bound, with_commit, with_release, with_wider_ranges
+from .pin import measure_one, replace_file
+from .pin_all import tables_of_names
 
 __all__ = ["Added", "New", "add", "parse_new", "seconds"]
 
@@ -212,9 +217,6 @@ def _nothing(distribution: str, release: str) -> Path:
 
 def _commit(matrix: Matrix, new: New, source: Path | None, of: str, say: Say) -> tuple[Commit, Path, Tree]:
     """The commit as the matrix will have it, the directory with its sources, and these as a tree."""
-    from shim.testing.releases import FetchError, fetch_commit
-    from shim.testing.repositories import REPOSITORIES, GitError, described, local_repository, obtain
-
     distribution = new.distribution
     variable = REPOSITORIES[distribution].variable
     with tempfile.TemporaryDirectory() as scratch:
@@ -396,8 +398,6 @@ def _write(written: Mapping[Path, str], say: Say, top: Path | None) -> list[Path
         put(written)
         if top is not None:
             say("writes the documents")
-            from shim._tools.docs import generated  # here, because no other command writes documents
-
             put(generated(top))
     except BaseException:
         for file, was in before.items():

@@ -8,7 +8,8 @@ from typing import Any
 from shim._matrix.model import Matrix
 from shim._proving.report import Heading, as_text
 from shim._proving.results import Outcome, Result
-from shim._tools.docs_defects import proof_texts
+
+from .docs_defects import proof_texts
 
 __all__ = ["BEGIN", "END", "prove_sample"]
 

@@ -1,0 +1,100 @@
+"""The commands of `shim` that need a source tree: `new-patch`, and `pin` but for --lock. shim._tools.cli calls them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from shim._errors import OptionError
+from shim._matrix import load
+from shim._matrix.load import load_matrix
+from shim._planning.options import matrix_argument
+from shim._tools import commands
+from shim._tools.output import NOT_MET, OK, put, tell
+from shim._tools.progress import Progress
+from shim.testing.releases import at_hand
+
+from .new_patch import pin_patch, propose, said, unfilled, write_patch
+from .pin_add import add, parse_new, seconds
+from .pin_all import measure_all, write_all
+
+__all__ = ["do_new_patch", "do_pin", "unfilled_places"]
+
+
+def unfilled_places() -> list[str]:
+    """The places of new patches in this source tree that still hold template text."""
+    return unfilled(load.PACKAGE.parent)
+
+
+def do_new_patch(arguments: argparse.Namespace) -> int:
+    """Write the skeleton of a patch, and its pins. Returns the exit code."""
+    top = load.PACKAGE.parent
+    matrix, progress = load_matrix(), Progress()
+
+    def fetch(distribution: str, release: str) -> Path:
+        progress(f"{distribution} {release}")
+        return commands.fetched(distribution, release)
+
+    found = propose(arguments.id, arguments.target, matrix, fetch)
+    written = write_patch(found, matrix, top, arguments.dry_run)
+    if not arguments.dry_run:
+        pin_patch(found.id, fetch)
+    progress.done()
+    left = [] if arguments.dry_run else unfilled(top)
+    put(
+        {**found.to_dict(), "files": [str(path.relative_to(top)) for path in written], "unfilled": left},
+        said(found, {path.relative_to(top): text for path, text in written.items()}, left, arguments.dry_run),
+        arguments.json,
+    )
+    return OK
+
+
+def do_pin(arguments: argparse.Namespace) -> int:
+    """`shim pin` with --releases, --check or --add. Returns the exit code."""
+    if arguments.anew and not arguments.releases:
+        raise OptionError("--anew belongs to --releases")
+    if arguments.of is not None and not arguments.add:
+        raise OptionError("--of belongs to --add")
+    if arguments.add:
+        if arguments.check or arguments.releases:
+            raise OptionError("--add pins one release more; leave out --check and --releases")
+        return _add(arguments)
+    matrix = load_matrix(matrix_argument(arguments.matrix), check_ranges=True, pins=False)
+    releases = {name: list(matrix.names(name)) for name in {**matrix.supported, **matrix.commits}}
+    total, what = sum(map(len, releases.values())), "compares them with" if arguments.check else "rewrites"
+    path = Path(matrix.path).absolute()
+    tell(f"shim: fetches {total} releases, where the cache lacks them, and {what} the pins of {path}")
+    progress = Progress()
+    found = measure_all(matrix, commands.fetched, progress, anew=arguments.anew or arguments.check)
+    progress.done()
+    for line in found.missing:
+        tell(f"shim: {line}")
+    told = {"releases": releases, "not_at_hand": list(found.not_at_hand)}
+    if arguments.check:
+        stale = found.stale()
+        current = "pins are stale; run shim pin --releases" if stale else "pins are current"
+        put({"stale": stale, **told}, current, arguments.json)
+        return NOT_MET if stale else OK
+    changed = write_all(found)
+    done = "pins written beside" if changed else "pins were current beside"
+    put({"changed": changed, "matrix": matrix.path, **told}, f"{done} {matrix.path}", arguments.json)
+    return OK
+
+
+def _add(arguments: argparse.Namespace) -> int:
+    if len(arguments.add) > 2:
+        raise OptionError("--add takes a release or a commit, and at most one SOURCE")
+    new, source = parse_new(arguments.add[0]), Path(arguments.add[1]).expanduser() if arguments.add[1:] else None
+    if source is not None and not source.is_dir():
+        raise OptionError(f"SOURCE {source} is no directory; put a wheel into the cache instead (docs/new-release.md)")
+    if arguments.of is not None and not new.is_commit:
+        raise OptionError("--of belongs to a commit")
+    matrix = load_matrix(matrix_argument(arguments.matrix), check_ranges=False)
+    about = seconds(matrix, new, lambda distribution, release: at_hand(release, distribution), matrix.shipped)
+    tell(f"shim: adds {new.distribution} {new.name} to {matrix.path}; takes about {about:.0f} s")
+    progress = Progress()
+    top = load.PACKAGE.parent if matrix.shipped else None
+    found = add(matrix, new, commands.fetched, progress, source=source, of=arguments.of or "main", top=top)
+    progress.done()
+    put(found.to_dict(), str(found), arguments.json)
+    return NOT_MET if found.decide else OK
