@@ -17,6 +17,7 @@ from shim.testing.releases import at_hand
 from .new_patch import pin_patch, propose, said, unfilled, write_patch
 from .pin_add import add, parse_new, seconds
 from .pin_all import measure_all, write_all
+from .pin_some import left_to_do, measure_some
 
 __all__ = ["do_new_patch", "do_pin", "unfilled_places"]
 
@@ -50,7 +51,7 @@ def do_new_patch(arguments: argparse.Namespace) -> int:
 
 
 def do_pin(arguments: argparse.Namespace) -> int:
-    """`shim pin` with --releases, --check or --add. Returns the exit code."""
+    """`shim pin` with --releases, --check, --patch or --add. Returns the exit code."""
     if arguments.anew and not arguments.releases:
         raise OptionError("--anew belongs to --releases")
     if arguments.of is not None and not arguments.add:
@@ -59,6 +60,10 @@ def do_pin(arguments: argparse.Namespace) -> int:
         if arguments.check or arguments.releases:
             raise OptionError("--add pins one release more; leave out --check and --releases")
         return _add(arguments)
+    if arguments.patch:
+        if arguments.check or arguments.releases:
+            raise OptionError("--patch pins single patches; leave out --check and --releases")
+        return _patch(arguments)
     matrix = load_matrix(matrix_argument(arguments.matrix), check_ranges=True, pins=False)
     releases = {name: list(matrix.names(name)) for name in {**matrix.supported, **matrix.commits}}
     total, what = sum(map(len, releases.values())), "compares them with" if arguments.check else "rewrites"
@@ -67,9 +72,9 @@ def do_pin(arguments: argparse.Namespace) -> int:
     progress = Progress()
     found = measure_all(matrix, commands.fetched, progress, anew=arguments.anew or arguments.check)
     progress.done()
-    for line in found.missing:
+    for line in found.missing.values():
         tell(f"shim: {line}")
-    told = {"releases": releases, "not_at_hand": list(found.not_at_hand)}
+    told = {"releases": releases, "not_at_hand": list(found.missing)}
     if arguments.check:
         stale = found.stale()
         current = "pins are stale; run shim pin --releases" if stale else "pins are current"
@@ -79,6 +84,28 @@ def do_pin(arguments: argparse.Namespace) -> int:
     done = "pins written beside" if changed else "pins were current beside"
     put({"changed": changed, "matrix": matrix.path, **told}, f"{done} {matrix.path}", arguments.json)
     return OK
+
+
+def _patch(arguments: argparse.Namespace) -> int:
+    matrix = load_matrix(matrix_argument(arguments.matrix), check_ranges=True, pins=False)
+    progress = Progress()
+
+    def there(distribution: str, name: str) -> bool:
+        return at_hand(name, distribution)
+
+    found = measure_some(matrix, arguments.patch, commands.fetched, there, progress)
+    changed = write_all(found)
+    progress.done()
+    for line in (*found.missing.values(), *filter(None, [found.lacking])):
+        tell(f"shim: {line}")
+    left = []
+    if matrix.shipped:
+        left = [line for id in arguments.patch for line in left_to_do(load.PACKAGE.parent, matrix.patches[id])]
+    told = {"changed": changed, "matrix": matrix.path, "not_at_hand": list(found.missing), "left": left}
+    lines = [f"pins {'written' if changed else 'were current'} beside {matrix.path}"]
+    lines += ["", "Left to do:", *(f"  {line}" for line in left)] if left else []
+    put(told, "\n".join(lines), arguments.json)
+    return NOT_MET if found.lacking else OK
 
 
 def _add(arguments: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ from shim._releases.known_files import measure_files
 from shim._releases.sources import Sources
 from shim.testing.repositories import REPOSITORIES
 
-__all__ = ["measure", "measure_one", "replace_file", "write"]
+__all__ = ["kept_pins", "measure", "measure_one", "needs_sources", "replace_file", "write"]
 
 INLINE = "# --- Below: written by `shim pin` from the wheels. Never by hand. ---"  # above the pins of shim 0.1
 # The key `releases` with its content, and the marker above it if there is one.
@@ -196,43 +196,61 @@ def measure(
 ) -> dict[str, dict[str, dict[str, Pin]]]:
     """The pins of every patch on every supported release and commit. `fetch(distribution, name)` gives its sources.
 
+    All sources are fetched before the first is read, so that what is missing is said at the start, and all of it.
+
     files: a table to fill with the files and bodies of all releases, see shim._releases.known_files.
     recorded: the pins that there were. A commit whose sources are not at hand, where `fetch` gives None, keeps them.
     """
+    recorded = recorded or {}
+    places = [(distribution, name) for distribution in _distributions(matrix) for name in matrix.names(distribution)]
+    roots = {place: fetch(*place) for place in places}
+    kept, changed = {}, []
+    for place in (place for place, root in roots.items() if root is None):
+        kept[place], amiss = kept_pins(matrix, *place, recorded.get(place[0], {}).get(place[1], {}))
+        changed += amiss
+    if changed:
+        raise MatrixError(needs_sources(changed))
     pins: dict[str, dict[str, dict[str, Pin]]] = {}
-    amiss: list[str] = []
+    wrong: list[str] = []
     bodies = sorted({body for entry in matrix.patches.values() for body in entry.bodies})
-    for distribution in {**matrix.supported, **matrix.commits}:
-        for name in matrix.names(distribution):
-            if progress is not None:
-                progress(distribution, name)
-            root = fetch(distribution, name)
-            if root is None:
-                found = _kept(matrix, distribution, name, (recorded or {}).get(distribution, {}).get(name, {}))
-            else:
-                sources = Sources([root])
-                if files is not None:
-                    measure_files(sources, bodies, files)
-                found = {}
-                for id, entry in matrix.patches.items():
-                    pin = None
-                    if entry.distribution == distribution:
-                        try:
-                            before = (recorded or {}).get(distribution)
-                            pin = measure_one(matrix, entry, name, sources, pins.get(distribution, {}), before)
-                        except MatrixError as error:
-                            amiss.append(str(error))
-                    if pin is not None:
-                        found[id] = pin
-            pins.setdefault(distribution, {})[name] = found
-    if amiss:
-        raise MatrixError("; ".join(amiss))
+    for (distribution, name), root in roots.items():
+        if progress is not None:
+            progress(distribution, name)
+        of_distribution = pins.setdefault(distribution, {})
+        found = kept.get((distribution, name), {})
+        if root is not None:
+            sources = Sources([root])
+            if files is not None:
+                measure_files(sources, bodies, files)
+            for id, entry in matrix.patches.items():
+                if entry.distribution != distribution:
+                    continue
+                try:
+                    pin = measure_one(matrix, entry, name, sources, of_distribution, recorded.get(distribution))
+                except MatrixError as error:
+                    wrong.append(str(error))
+                    continue
+                if pin is not None:
+                    found[id] = pin
+        of_distribution[name] = found
+    if wrong:
+        raise MatrixError("; ".join(wrong))
     return pins
 
 
-def _kept(matrix: Matrix, distribution: str, name: str, recorded: Mapping[str, Pin]) -> dict[str, Pin]:
-    """The recorded pins of a commit. MatrixError where the rules have changed since, so that its sources are needed."""
-    kept = {}
+def _distributions(matrix: Matrix) -> list[str]:
+    return list({**matrix.supported, **matrix.commits})
+
+
+Changed = tuple[str, str, str]  # distribution, patch id with its variant, commit
+
+
+def kept_pins(
+    matrix: Matrix, distribution: str, name: str, recorded: Mapping[str, Pin]
+) -> tuple[dict[str, Pin], list[Changed]]:
+    """The recorded pins of a commit, and what the rules have changed since, so that its sources are needed."""
+    kept: dict[str, Pin] = {}
+    changed: list[Changed] = []
     for id, entry in matrix.patches.items():
         wanted = matrix.wanted(id, name) if entry.distribution == distribution else None
         if wanted is None:
@@ -241,19 +259,29 @@ def _kept(matrix: Matrix, distribution: str, name: str, recorded: Mapping[str, P
         if pin is None and wanted in RIGHT:
             continue  # the commit has none of the bodies
         bodies = None if wanted in RIGHT else set(entry.variants[wanted].bodies)
-        changed = pin is None or (pin.variant or UPSTREAM) != matrix.pinned_as(id, name)
-        if pin is None or changed or (bodies is not None and pin.fingerprints.keys() != bodies):
-            raise MatrixError(
-                f"{id}: {wanted} on {distribution} {matrix.shown(distribution, name)} is not what was pinned, and its "
-                f"sources are not at hand. Remedy: name a clone that has the commit in {_clone(distribution)}."
-            )
+        same = pin is not None and (bodies is None or pin.fingerprints.keys() == bodies)
+        # A variant that is gone was renamed, if the one that the rules give has the same targets and reads.
+        renamed = pin is not None and bodies is not None and pin.variant not in (None, *entry.variants)
+        if pin is None or not same or not (renamed or (pin.variant or UPSTREAM) == matrix.pinned_as(id, name)):
+            changed.append((distribution, f"{id} ({wanted})", matrix.shown(distribution, name)))
+            continue
         known = {target: value for target, value in pin.fingerprints.items() if target in entry.bodies}
-        kept[id] = Pin(pin.variant, known)
-    return kept
+        kept[id] = Pin(matrix.pinned_as(id, name) if renamed else pin.variant, known)
+    return kept, changed
 
 
-def _clone(distribution: str) -> str:
-    return REPOSITORIES[distribution].variable
+def needs_sources(changed: Sequence[Changed]) -> str:
+    """An error message: the commits whose sources are needed, each patch once, and the remedy."""
+    said = []
+    for distribution in dict.fromkeys(distribution for distribution, _, _ in changed):
+        commits = list(dict.fromkeys(commit for of, _, commit in changed if of == distribution))
+        patches = list(dict.fromkeys(patch for of, patch, _ in changed if of == distribution))
+        variable, url = REPOSITORIES[distribution].variable, REPOSITORIES[distribution].url
+        said.append(
+            f"{', '.join(patches)}: not what was pinned on {distribution} {', '.join(commits)}, whose sources are not "
+            f"at hand. Remedy: name a clone that has the commits in {variable} (git clone {url})."
+        )
+    return " ".join(said)
 
 
 def write(path: str | os.PathLike[str], text: str) -> bool:

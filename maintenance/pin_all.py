@@ -11,7 +11,8 @@ from shim._errors import NotMetError
 from shim._matrix import load
 from shim._matrix.model import Matrix
 from shim._matrix.pins import lock_path, recorded_pins, render_pins
-from shim._record import Record
+from shim._matrix.rules import read_matrix
+from shim._record import EMPTY, Record
 from shim._releases import known_files
 from shim._te import names, tables
 
@@ -28,14 +29,15 @@ Tables = dict[str, dict[str, dict[str, str]]]
 class Measured(Record):
     """The text of the pins, and of the tables that ship with the matrix of shim.
 
-    not_at_hand: the commits whose sources could not be fetched. They keep their pins.    missing: a line for each.
+    missing: a line for each commit whose sources could not be fetched. They keep their pins.
+    lacking: which commits have no pin of a patch, because their sources are needed, and the remedy. "" for none.
     """
 
     matrix: Matrix
     pins: str
     tables: Mapping[Path, str]
-    not_at_hand: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
+    missing: Mapping[str, str] = EMPTY  # name of the commit -> the line
+    lacking: str = ""
 
     def stale(self) -> bool:
         """Whether a file on disk is not what was measured."""
@@ -47,10 +49,9 @@ def measure_all(matrix: Matrix, fetch: Fetch, progress: Callable[[str], None], *
     """Measure every release and commit. A release that cannot be fetched is an error, see NotMetError.
 
     anew: False keeps what the tables of names say of releases that they have, which takes most of the time. That is
-        right as long as the code of shim._te that measures them has not changed.
+        right as long as the code that measures them has not changed.
     """
-    releases = {name: matrix.names(name) for name in {**matrix.supported, **matrix.commits}}
-    total, done = sum(map(len, releases.values())), 0
+    total, done = sum(len(matrix.names(name)) for name in {**matrix.supported, **matrix.commits}), 0
     gone: dict[str, str] = {}
 
     def say(distribution: str, name: str) -> None:
@@ -62,23 +63,46 @@ def measure_all(matrix: Matrix, fetch: Fetch, progress: Callable[[str], None], *
         try:
             return fetch(distribution, name)
         except NotMetError as error:
-            if name not in matrix.commits.get(distribution, {}):
-                raise
             shown = f"{distribution} {matrix.shown(distribution, name)}"
             gone[name] = f"{shown} is not at hand and keeps its pins: {' '.join(str(error).split())}"
             return None
 
-    files: Tables = {}
     path = Path(matrix.path).absolute()
+    shipped = path == load.matrix_path()  # the tables ship with this matrix only
+    _require_releases(matrix, fetch, shipped)
+    files: Tables = {}
     before = lock_path(path)
     recorded = recorded_pins(before.read_bytes(), matrix.patches) if before.is_file() else {}
     pins = render_pins(measure(matrix, fetched, say, files, recorded))
-    tables: dict[Path, str] = {}
-    if path == load.matrix_path():  # the tables ship with this matrix only
+    written: dict[Path, str] = {}
+    if shipped:
         if gone:
             _keep_files(matrix, files)
-        tables = {known_files.FILE: known_files.render_files(files), **tables_of_names(matrix, fetch, progress, anew)}
-    return Measured(matrix, pins, tables, tuple(gone), tuple(gone.values()))
+        written = {known_files.FILE: known_files.render_files(files), **tables_of_names(matrix, fetch, progress, anew)}
+    return Measured(matrix, pins, written, gone)
+
+
+def _require_releases(matrix: Matrix, fetch: Fetch, shipped: bool) -> None:
+    """Fetch all that nothing can stand for. NotMetError with each that cannot be fetched, before any is read.
+
+    shipped: whether the tables are measured, too, for which more TE releases are read.
+    """
+    wanted = [(name, release) for name, releases in matrix.supported.items() for release in releases]
+    known = (_json(tables.FILE) or {}).get(tables.TE, ()) if shipped else ()
+    wanted += [(tables.TE, release) for release in MORE_TE] if shipped else []
+    wanted += [
+        (tables.TE, name)
+        for name, commit in matrix.commits.get(tables.TE, {}).items()
+        if shipped and commit.tagged and commit.version not in known
+    ]
+    missing: dict[str, NotMetError] = {}
+    for distribution, release in wanted:
+        try:
+            fetch(distribution, release)
+        except NotMetError as error:
+            missing[f"{distribution} {matrix.shown(distribution, release)}"] = error
+    if missing:
+        raise NotMetError(f"{', '.join(missing)} cannot be fetched: {next(iter(missing.values()))}")
 
 
 def _keep_files(matrix: Matrix, files: Tables) -> None:
@@ -131,7 +155,16 @@ def _json(file: Path) -> Any:
 
 
 def write_all(found: Measured) -> bool:
-    """Write the pins and the tables. Returns whether a file has changed."""
+    """Write the pins and the tables. Returns whether a file has changed.
+
+    MatrixError, with nothing written, if rules and pins contradict each other: for instance if a release that is said
+    to be right without a patch has the bodies of one that needs it.
+    """
+    path = Path(found.matrix.path)
+    lock = (lock_path(path), found.pins.encode())
+    rules = path.read_bytes()
+    found_by = load.descriptions()
+    read_matrix(path, rules, lock, module_exists=lambda _: True, descriptions=found_by, check_ranges=False)
     changed = write(found.matrix.path, found.pins)
     for file, text in found.tables.items():
         if not file.exists() or file.read_text("utf-8") != text:

@@ -99,6 +99,12 @@ def command_line() -> argparse.ArgumentParser:
         "--releases", action="store_true", help="fetch all supported releases and write their pins beside the matrix"
     )
     pin.add_argument(
+        "--patch",
+        metavar="ID",
+        action="append",
+        help="write the pins of this patch only, in seconds, and say what else it lacks; may be repeated",
+    )
+    pin.add_argument(
         "--anew", action="store_true", help="with --releases: after a change of shim/_te, measure the names of TE again"
     )
     pin.add_argument(

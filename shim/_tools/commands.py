@@ -243,12 +243,12 @@ def fetched(distribution: str, release: str) -> Path:
 
 def do_pin(arguments: argparse.Namespace) -> int:
     if arguments.lock is not None:
-        if arguments.check or arguments.releases or arguments.add:
+        if arguments.check or arguments.releases or arguments.add or arguments.patch:
             raise OptionError("--lock writes a lock of what is installed here; leave out --check, --releases and --add")
         return _lock(arguments)
     if _selection(arguments).keys() - {"matrix", "packages"}:  # no patch module is imported here
         raise OptionError("pins cover all patches; a selection belongs to --lock FILE")
-    wanted = [f"--{name}" for name in ("add", "releases", "check", "anew") if getattr(arguments, name)]
+    wanted = [f"--{name}" for name in ("add", "patch", "releases", "check", "anew") if getattr(arguments, name)]
     wanted += [] if arguments.of is None else ["--of"]
     if not wanted:
         raise OptionError(

@@ -34,7 +34,7 @@ from zlib import crc32
 from code_mutants import Mutant, mutants_of
 
 ROOT = Path(__file__).resolve().parents[2]
-UNIT = ["config_override", "config_override_threads", "contracts", "inline_pins", "lock", "match", "nesting", "options"]
+UNIT = ["config_override", "config_override_threads", "contracts", "lock", "match", "nesting", "options"]
 UNIT += ["plan", "resume", "trust", "unreadable", "compatible", "lost_features", "per_model"]
 ENGINE = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/engine/test_*.py"))
 ENGINE.remove("tests/engine/test_with_torch.py")  # to import torch takes longer than most tests

@@ -546,7 +546,7 @@ def test_a_release_that_cannot_be_fetched_is_not_met(shim, monkeypatch):
 
     monkeypatch.setattr("shim.testing.releases.fetch", fetch)
     code, _, err = shim("pin", "--releases")
-    assert code == 1 and "shim: could not download" in err
+    assert code == 1 and "cannot be fetched: could not download" in err
 
 
 def test_python_m_shim_is_the_command():

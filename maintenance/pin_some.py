@@ -1,0 +1,112 @@
+"""`shim pin --patch`: the pins of single patches, in seconds, and what else a new patch lacks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from shim._errors import OptionError
+from shim._matrix import load
+from shim._matrix.model import Matrix, PatchEntry
+from shim._matrix.pins import lock_path, recorded_pins, render_pins
+from shim._matrix.spelling import did_you_mean
+from shim._record import replace
+from shim._releases import known_files
+
+from .new_patch import unfilled
+from .pin import Changed, kept_pins, measure, needs_sources
+from .pin_all import Fetch, Measured, Tables
+
+__all__ = ["left_to_do", "measure_some"]
+
+
+def measure_some(
+    matrix: Matrix,
+    ids: Sequence[str],
+    fetch: Fetch,
+    at_hand: Callable[[str, str], bool],
+    progress: Callable[[str], None],
+) -> Measured:
+    """Measure the patches `ids`. The pins of the others stay.
+
+    A commit that is not at hand keeps its pins of them. Where the rules have changed since, it has none, see `lacking`.
+
+    at_hand: whether `fetch(distribution, commit)` needs no network.
+
+    OptionError if there is no such patch. MatrixError as `shim.maintenance.pin.measure` raises it.
+    """
+    unknown = [id for id in ids if id not in matrix.patches]
+    if unknown:
+        hint = did_you_mean(unknown[0], matrix.patches)
+        raise OptionError(f"there is no patch {unknown[0]!r} in {matrix.path}" + (f"; {hint}" if hint else ""))
+    path = Path(matrix.path).absolute()
+    lock = lock_path(path)
+    recorded = recorded_pins(lock.read_bytes(), matrix.patches) if lock.is_file() else {}
+    entries = {id: matrix.patches[id] for id in ids}
+    of = {entry.distribution for entry in entries.values()}
+    alone = replace(
+        matrix,
+        patches=entries,
+        supported={name: releases for name, releases in matrix.supported.items() if name in of},
+        commits={
+            name: {commit: found for commit, found in commits.items() if at_hand(name, commit)}
+            for name, commits in matrix.commits.items()
+            if name in of
+        },
+    )
+    files: Tables = {}
+    pins = measure(alone, fetch, lambda d, name: progress(f"{d} {matrix.shown(d, name)}"), files, recorded)
+    missing: dict[str, str] = {}
+    changed: list[Changed] = []
+    for distribution in alone.commits:
+        for name in (name for name in matrix.commits[distribution] if name not in alone.commits[distribution]):
+            there = recorded.get(distribution, {}).get(name, {})
+            pins[distribution][name], amiss = kept_pins(replace(matrix, patches=entries), distribution, name, there)
+            changed += amiss
+            if not amiss:
+                shown = f"{distribution} {matrix.shown(distribution, name)}"
+                missing[name] = f"{shown} is not at hand and keeps its pins"
+    all_pins = {
+        distribution: {
+            name: {
+                id: pin
+                for id in matrix.patches  # in the order in which all of them are measured
+                if (pin := (pins if id in entries else recorded).get(distribution, {}).get(name, {}).get(id))
+            }
+            for name in matrix.names(distribution)
+        }
+        for distribution in {**matrix.supported, **matrix.commits}
+    }
+    tables = {}
+    if path == load.matrix_path():
+        tables = {known_files.FILE: known_files.render_files(_with_files(matrix, files))}
+    return Measured(matrix, render_pins(all_pins), tables, missing, needs_sources(changed))
+
+
+def _with_files(matrix: Matrix, files: Tables) -> Tables:
+    """The shipped table with what was measured now, and without bodies that no patch binds or reads any more."""
+    bodies = {body for entry in matrix.patches.values() for body in entry.bodies}
+    found: Tables = {}
+    for table in (known_files.known_files(), files):
+        for module, digests in table.items():
+            for digest, values in digests.items():
+                wanted = {qualname: value for qualname, value in values.items() if f"{module}:{qualname}" in bodies}
+                if wanted:
+                    found.setdefault(module, {}).setdefault(digest, {}).update(wanted)
+    return found
+
+
+def left_to_do(top: Path, entry: PatchEntry) -> list[str]:
+    """What a patch of the source tree `top` still lacks, a line each: what the tests would say many minutes later."""
+    id = entry.id
+    left = unfilled(top)
+    rows = re.findall(rf"^\| {id} \|.*$", (top / "docs" / "per-model.md").read_text("utf-8"), re.MULTILINE)
+    if not rows:
+        left.append(f"docs/per-model.md: no row of {id}, which says what it reads of a model's config, and its options")
+    proved = top / "docs" / "proved.json"
+    if f'"{id}"' not in (text := proved.read_text("utf-8")) and f'"{id}/' not in text:
+        left.append(f"docs/proved.json: no results; run python -m shim.maintenance.prove_all --patches {id}")
+    if id not in (top / "CHANGELOG.md").read_text("utf-8"):
+        left.append(f"CHANGELOG.md: no line about {id}")
+    return left
