@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from shim._proving.results import Outcome, Result, summary
 
 __all__ = ["Heading", "as_data", "as_markdown", "as_text", "heading_of"]
 
+_TRACEBACK = 5  # lines of its end that a terminal gets; --json has all of it
 NAMES = ("megatron-core", "torch", "transformer-engine")
 
 
@@ -69,7 +71,7 @@ def as_text(
             cells = [cell.ljust(wide) for cell, wide in zip(row, widths, strict=False)]
             lines.append("   ".join([*cells, seconds]).rstrip())
         if result.failed:
-            lines.append(f"    {one_line(result.reason)}")
+            lines += [f"    {line}" for line in _why(result)]
         if result.audit:
             lines.append(f"    shim audit: {one_line(result.audit)}")
     left = [result for result in results if result.verdict == "cannot run"]
@@ -78,6 +80,19 @@ def as_text(
         lines += ["", f"Cannot run here, because {one_line(reason)} ({labels})."]
     lines += ["", *map(one_line, overrides)] if overrides else []
     return "\n".join([*lines, "", summary(results)])
+
+
+def _why(result: Result) -> list[str]:
+    """Why a proof has failed: the reason, what was measured, and where a proof without a result has raised."""
+    both = (("stock", result.stock), ("with shim", result.patched))
+    sides = [(name, side) for name, side in both if side is not None]
+    numbers = [f"{name} {side.value:g}" for name, side in sides if side.value is not None and math.isfinite(side.value)]
+    lines = [one_line(result.reason)]
+    lines += [f"measured: {', '.join(numbers)}; right up to {result.bound:g}"] if numbers else []
+    for name, side in sides:
+        raised = side.details.strip().splitlines()[-_TRACEBACK:] if side.state == "broken" else []
+        lines += [f"{name}: {one_line(line)}" for line in raised]
+    return lines
 
 
 def _row(result: Result) -> tuple[str, str, str, str, str]:

@@ -65,6 +65,7 @@ ALL_PAIRS = tuple(
 )
 
 _TAIL = 40  # lines of a failing cell's log that are printed
+_COLUMNS = "240"  # of pytest's output: in 80, its summary has no place for the reasons
 _NO_TESTS = 5  # pytest's exit status when it ran none
 
 
@@ -84,9 +85,9 @@ def run_cells(cells: Sequence[str], pytest_args: Sequence[str], jobs: int = 2, l
     """Run `pytest <pytest_args>` once per cell, `jobs` at a time, and print one line per cell as it ends.
 
     A cell is "0.15.3" (megatron-core), "0.15.3+2.9.0" (with Transformer Engine) or "+2.9.0" (that alone).
-    Output goes to <log_dir>/<cell>.log (by default below the cache); the end of a failing cell's log is
-    printed. Returns 0 when every cell passed, 1 when one failed, could not be fetched, or ran no test. A cell
-    whose tests were all skipped ran none.
+    Output goes to <log_dir>/<cell>.log (by default below the cache). Of a failing cell's log, what pytest says of the
+    failures is printed. Returns 0 when every cell passed, 1 when one failed, could not be fetched, or ran no test. A
+    cell whose tests were all skipped ran none.
     """
     logs = log_dir if log_dir is not None else cache_dir() / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -103,7 +104,7 @@ def run_cells(cells: Sequence[str], pytest_args: Sequence[str], jobs: int = 2, l
                 failed.append(outcome)
     for outcome in failed:
         print(f"\n---- {outcome.cell}: {outcome.result}; all of it in {outcome.log}")
-        print("\n".join(outcome.log.read_text(errors="replace").splitlines()[-_TAIL:]), flush=True)
+        print("\n".join(_failures(outcome.log.read_text(errors="replace"))), flush=True)
     return 1 if failed or not cells else 0
 
 
@@ -136,7 +137,7 @@ def _run_cell(cell: str, pytest_args: Sequence[str], log: Path) -> _Outcome:
     with log.open("w") as output:
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *pytest_args],
-            env=environment(directories),
+            env={**environment(directories), "COLUMNS": _COLUMNS},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -146,6 +147,15 @@ def _run_cell(cell: str, pytest_args: Sequence[str], log: Path) -> _Outcome:
     if done.returncode == _NO_TESTS or (done.returncode == 0 and cases == 0):
         result = "no test ran"
     return _Outcome(cell, result, cases, time.monotonic() - started, log)
+
+
+def _failures(output: str) -> list[str]:
+    """The end of what pytest says of failures, with its summary; no warnings, nothing that libraries say at exit."""
+    lines = output.splitlines()
+    last = next((place for place, line in enumerate(lines, 1) if line and line == _summary(output)), len(lines))
+    heads = [place for place, line in enumerate(lines[:last]) if re.fullmatch(r"=+ .+ =+", line)]
+    parts = [lines[start:end] for start, end in zip([0, *heads], [*heads, last])]
+    return [line for part in parts if not (part and " warnings summary " in part[0]) for line in part][-_TAIL:]
 
 
 def _summary(output: str) -> str:

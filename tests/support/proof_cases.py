@@ -4,6 +4,7 @@ tests/testing/test_prove.py.
 """
 
 import functools
+import math
 
 import chosen
 import pytest
@@ -62,15 +63,22 @@ def assert_what_the_matrix_says(id, found):
     if decision.action == "apply" and found.variants and decision.variant not in found.variants:
         pytest.skip(f"{found.name} is about the variants {', '.join(found.variants)}")
     stock = on_stock(found)
-    print(
-        f"{id}/{found.name} ({decision.variant}), stock: {stock.text}, {stock.seconds:.1f} s"
-    )  # in a failure's report
     if stock.state == "cannot run":
         pytest.skip(stock.text)
-    if decision.action in RIGHT:
-        assert stock.state == "right", stock
-        return
-    assert stock.state == "wrong", stock
-    patched = side(found, id)
-    print(f"with the patch: {patched.text}, {patched.seconds:.1f} s")
-    assert patched.state == "right", patched
+    sides = {"stock": (stock, "right" if decision.action in RIGHT else "wrong")}
+    if decision.action == "apply" and stock.state == "wrong":
+        sides["with the patch"] = (side(found, id), "right")
+    if any(shown.state != wanted for shown, wanted in sides.values()):
+        # What is wrong comes first, because pytest's summary has the first line.
+        lines = [_in_words(name, found, *both) for name, both in reversed(sides.items())]
+        lines.append(f"variant {decision.variant}" if decision.variant else f"{decision.action} by the matrix")
+        lines += [shown.details for shown, _ in sides.values() if shown.state == "broken"]
+        pytest.fail("\n".join(lines), pytrace=False)  # the lines of this file say nothing of the proof
+
+
+def _in_words(name, found, shown, wanted):
+    """A side in one line: what it is, what it has to be, and the number, if there is one."""
+    verdict = f"{shown.state}, as it has to be" if shown.state == wanted else f"{shown.state}, and has to be {wanted}"
+    finite = shown.value is not None and math.isfinite(shown.value)
+    number = f" (measured {shown.value:g}, right up to {found.bound:g})" if finite else ""
+    return f"{name} is {verdict}: {shown.text}{number}, {shown.seconds:.1f} s"

@@ -96,9 +96,13 @@ def test_files_that_have_gone_are_not_spoken_of():
 
 
 CELL = """
+import atexit, warnings
 import fake_core, pytest
+atexit.register(print, "said at exit")
 def test_ok(): assert fake_core.VERSION
-def test_release(): assert fake_core.VERSION != "0.13.0", "broken here"
+def test_release():
+    warnings.warn("something is old")
+    assert fake_core.VERSION != "0.13.0", "broken here"
 @pytest.mark.skipif(fake_core.VERSION != "0.12.0", reason="")
 def test_only_there(): pass
 """
@@ -118,7 +122,11 @@ def test_cells_print_one_line_each_and_fail_together(pip, cell, capsys, tmp_path
         ["0.12.0", "passed", "3", "cases"],
         ["0.13.0", "failed", "2", "cases"],
     ]
-    assert "broken here" in printed
+    (line,) = [line for line in printed.splitlines() if line.startswith("FAILED")]
+    assert line.endswith("::test_release - AssertionError: broken here")  # the reason fits into the line
+    assert "UserWarning" not in printed and "said at exit" not in printed
+    log = (tmp_path / "logs" / "0.13.0.log").read_text()
+    assert "UserWarning" in log and "said at exit" in log
     assert "3 passed" in (tmp_path / "logs" / "0.12.0.log").read_text()
 
 

@@ -2,14 +2,16 @@
 
 import inspect
 import math
+from types import SimpleNamespace
 
+import proof_cases
 import pytest
 import torch
 
 from shim import testing
 from shim._matrix.load import load_matrix
 from shim.maintenance.docs_defects import proof_texts
-from shim.testing.proof import CannotRunError, Here, Measured, measure, proof, proofs_of
+from shim.testing.proof import CannotRunError, Here, Measured, Side, measure, proof, proofs_of
 
 
 def side_of(measured, **options):
@@ -134,3 +136,40 @@ def test_the_text_of_a_proof_says_what_the_proof_is():
         for found, text in zip(made, read):
             assert inspect.cleandoc(found.function.__doc__) == text.reproduction
             assert found.defect == text.keywords.get("defect", "silent") and found.te == text.keywords.get("te", False)
+
+
+@pytest.mark.parametrize(
+    "action, stock, patched, said",
+    [
+        (
+            "apply",
+            Side("wrong", "3 of 4 miscounted", 0.1, 3.0),
+            Side("wrong", "2 of 4 miscounted", 0.2, 2.0),
+            "with the patch is wrong, and has to be right: 2 of 4 miscounted (measured 2, right up to 0), 0.2 s\n"
+            "stock is wrong, as it has to be: 3 of 4 miscounted (measured 3, right up to 0), 0.1 s\nvariant layer",
+        ),
+        (
+            "apply",
+            Side("right", "0 of 4 miscounted", 0.1, 0.0),
+            None,
+            "stock is right, and has to be wrong: 0 of 4 miscounted (measured 0, right up to 0), 0.1 s\nvariant layer",
+        ),
+        (
+            "upstream",
+            Side("broken", "KeyError: 'x'", 0.1, details="Traceback: where"),
+            None,
+            "stock is broken, and has to be right: KeyError: 'x', 0.1 s\nupstream by the matrix\nTraceback: where",
+        ),
+    ],
+    ids=["not fixed", "not reproduced", "broken"],
+)
+def test_a_proof_that_fails_on_a_release_says_why(monkeypatch, action, stock, patched, said):
+    """Both verdicts with their numbers, and no lines of the test."""
+    decision = SimpleNamespace(action=action, variant="layer" if action == "apply" else None)
+    monkeypatch.setattr(proof_cases, "plan", lambda: {"roll-fix": decision})
+    monkeypatch.setattr(proof_cases, "on_stock", lambda found: stock)
+    monkeypatch.setattr(proof_cases, "side", lambda found, id: patched)
+    found = SimpleNamespace(name="counts", variants=(), bound=0.0)
+    with pytest.raises(pytest.fail.Exception) as caught:
+        proof_cases.assert_what_the_matrix_says("roll-fix", found)
+    assert str(caught.value) == said and not caught.value.pytrace

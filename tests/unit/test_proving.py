@@ -3,6 +3,7 @@
 import json
 import math
 import xml.dom.minidom
+from dataclasses import replace
 
 import pytest
 
@@ -99,6 +100,23 @@ def test_text_has_a_line_for_each_proof_and_a_summary():
     )
     assert "    shim audit: drifted: unknown body" in lines and "    a reason" in lines
     assert "Cannot run here, because a reason (te-fp8-state)." in lines
+
+
+def test_text_says_why_a_proof_has_failed():
+    """By the numbers of both sides and the bound. A side without a result says where it has raised, at its end."""
+    details = "Traceback:\n  of old\n" + "".join(f"  line {number}\n" for number in range(5))
+    broken = replace(BROKEN, details=details)
+    for found, said in (
+        (
+            result("a", "not mended", WRONG, WRONG),
+            ["a reason", "measured: stock 0.01, with shim 0.01; right up to 1e-06"],
+        ),
+        (result("b", "broken", broken, None), ["a reason", *(f"stock:   line {number}" for number in range(5))]),
+    ):
+        lines = as_text(HEADING, [found]).splitlines()
+        start = lines.index("    a reason")
+        assert [line.strip() for line in lines[start : lines.index("", start)]] == said
+    assert "measured:" not in as_text(HEADING, [result()])
 
 
 def test_on_a_narrow_terminal_each_proof_takes_three_lines():
