@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 from shim._engine import engine as _engine
+from shim._engine import reports
 from shim._engine.contexts import Context
 from shim._engine.deferred_log import logger
 from shim._engine.ending import is_ending
@@ -96,7 +97,7 @@ class _LostFeatures:
 
 
 def _planned(matrix: Matrix, asked: Arguments) -> Plan:
-    sources = _engine.ENGINE.new_sources(known_value)
+    sources = _engine.ENGINE.renewal.new_sources(known_value)
     return make_plan(detect(sources), matrix, resolve(matrix, asked), losses=_LostFeatures())
 
 
@@ -196,7 +197,7 @@ def apply(
         matrix=matrix,
         lock=lock,
     )
-    _engine.ENGINE.adopt(_make_plan(asked, "apply"))
+    _engine.ENGINE.switch_to(_make_plan(asked, "apply"))
     return status()
 
 
@@ -207,7 +208,7 @@ def revert() -> Report:
     back. A function of shim's that somebody holds, and may put on a name again, does what upstream's does from then
     on. Pickles are out of reach.
     """
-    _engine.ENGINE.adopt(None)
+    _engine.ENGINE.switch_to(None)
     return status()
 
 
@@ -245,7 +246,7 @@ def patched(
     )
     wanted, context = _make_plan(asked, "patched"), Context()
     try:
-        _engine.ENGINE.adopt(wanted, context)
+        _engine.ENGINE.switch_to(wanted, context)
         yield status()
     finally:
         _engine.ENGINE.release(context)
@@ -259,7 +260,7 @@ def status() -> Report:
     If modules are loaded that the plan was not made for, it is made anew. Raises NotMetError if the new plan does not
     meet the demands of the call of apply() that it is for.
     """
-    return _engine.ENGINE.report(default_plan)
+    return reports.report(_engine.ENGINE, default_plan)
 
 
 def check(model: Any = None, group: Any = None) -> Report:
@@ -290,11 +291,11 @@ def check(model: Any = None, group: Any = None) -> Report:
         _engine.ENGINE.catch_up()
     current = _engine.ENGINE.plan
     # Gather before anything raises: a rank that does not take part would leave the others waiting.
-    effects = {} if current is None else _engine.ENGINE.effects(current)
+    effects = {} if current is None else reports.effects(_engine.ENGINE, current)
     differing = ranks_that_differ(*_compared(current), group, effects)
     current = _in_force("check")
     models = [model] if hasattr(model, "modules") else None if model is None else list(model)
-    report = _engine.ENGINE.check(models, current)
+    report = reports.check(_engine.ENGINE, models, current)
     _judge(report, current.options)
     if differing:
         raise NotMetError(
@@ -381,7 +382,7 @@ def check_resume(saved: Mapping[str, Any] | str | None) -> bool:
 
 
 def _in_force(caller: str) -> Plan:
-    _engine.ENGINE.keep_tied()
+    _engine.ENGINE.renewal.keep_tied()
     current = _engine.ENGINE.plan
     if current is None:
         raise OptionError(f"nothing was applied in this process; call shim.apply() before shim.{caller}()")
@@ -391,7 +392,7 @@ def _in_force(caller: str) -> Plan:
 def explain(id: str) -> str:
     """Return a text: what a patch is for, how it is wired, what was decided about it here, and why."""
     with contextlib.suppress(NotMetError):
-        _engine.ENGINE.keep_tied()
+        _engine.ENGINE.renewal.keep_tied()
     made = _engine.ENGINE.plan or default_plan()
     if id not in made.decisions:
         raise OptionError(f"there is no patch {id!r}; {did_you_mean(id, made.decisions)}")

@@ -33,7 +33,7 @@ class Watch:
         self.tied: frozenset[str] = frozenset()  # modules that the plan has read, and the packages that patches are of
         self.places: frozenset[str] = frozenset()  # the directories of these
         self.patches: frozenset[str] = frozenset()  # patch modules and their parent packages
-        self.watched: frozenset[str] = frozenset()  # targets and guests, and the targets of a plan about to be adopted
+        self.watched: frozenset[str] = frozenset()  # targets, guests, and targets of a plan about to come into force
         self.late: frozenset[str] = frozenset()  # modules of targets that no commit has seen loaded yet
         self.orphaned: frozenset[str] = frozenset()  # in a forked process, modules that its parent was importing
 
@@ -64,7 +64,7 @@ class Watch:
         return name in self.tied and name not in self.targets and name not in self.guests
 
     def add(self, modules: dict[str, frozenset[str]]) -> None:
-        """Also watch the modules of a plan about to be adopted, until `tidy`. `modules`: see `of`."""
+        """Also watch the modules of a plan about to come into force, until `tidy`. `modules`: see `of`."""
         self.watched |= modules["watched"]
         if self.watched:
             self.hook.install(self.watched, self.places | modules["places"])

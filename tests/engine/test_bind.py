@@ -292,8 +292,8 @@ def test_cycles_leave_nothing_behind(patched_world):
     plan = shim.plan()
     sizes = []
     for _ in range(times(100, 300)):
-        ENGINE.adopt(plan)
-        ENGINE.adopt(None)
+        ENGINE.switch_to(plan)
+        ENGINE.switch_to(None)
         binder, places = ENGINE.binder, ENGINE.binder.places
         kept = [places.slots, places.lost, binder.chains, binder.wrappers]
         kept += [ENGINE.factories, ENGINE.failed, ENGINE.deferred.said]

@@ -362,7 +362,7 @@ def test_conflicts_are_looked_for_once(patched_world, monkeypatch):
     patched_world.get("ops:double")
     plan = shim.plan()
     looked.clear()
-    _engine.ENGINE.adopt(plan)
+    _engine.ENGINE.switch_to(plan)
     assert len(looked) == 1
     patched_world.get("layers:Layer")
     assert len(looked) == 2

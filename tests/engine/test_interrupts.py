@@ -27,8 +27,9 @@ INTERRUPTED = """
         "more": [CORE + "ops:halve", CORE + "layers:Layer.make", CORE + "ops:double"],
     }
     NAMES = (
-        "engine", "factories", "conflicts", "modules", "binder", "draft", "records", "switch", "contexts", "retired",
-        "places", "wrappers", "chain", "import_hook", "deferred_log", "watch", "stand_ins", "variables",
+        "engine", "imports", "renewal", "reports", "within", "factories", "conflicts", "modules", "binder", "draft",
+        "records", "switch", "contexts", "retired", "places", "wrappers", "chain", "import_hook", "deferred_log",
+        "watch", "stand_ins", "variables",
     )
     PARTS = ("_api", *(f"_engine/{name}" for name in NAMES))
     FILES = {os.path.join(os.path.dirname(shim.__file__), f"{part}.py") for part in PARTS}
@@ -439,7 +440,7 @@ def test_a_block_that_was_interrupted_before_its_end_is_over_all_the_same(patche
     """Nobody may be left to end it: the block goes with what held it."""
     patched_world.get("ops:double")
     context = Context()
-    _engine.ENGINE.adopt(shim.plan(), context)
+    _engine.ENGINE.switch_to(shim.plan(), context)
     assert patched_world.get("ops:double")(2) == ("count", 4)
     del context
     assert shim.status()["count"].state == "excluded"

@@ -8,6 +8,8 @@ import packaging
 import pytest
 from unit_helpers import BROKEN, REPOSITORY, megatron, output_of
 
+from shim._engine.within import HOLDERS
+
 LOADED = """
     import json, os, sys
     before = set(sys.modules)
@@ -88,3 +90,14 @@ def test_one_module_of_the_engine_holds_state():
     constants = {("records.py", "TypeVar"), ("switch.py", "operator.methodcaller"), ("copies.py", "tuple")}
     constants |= {("chain.py", "_Missing"), ("deferred_log.py", "logging.getLogger"), ("ranks.py", "")}
     assert made - constants == {("engine.py", "Engine")}
+
+
+def test_every_module_that_takes_the_lock_of_the_engine_counts_as_within_a_transaction():
+    """Else a signal handler that comes while such a module holds the lock would be let in."""
+    takes = set()
+    for path in (REPOSITORY / "shim" / "_engine").glob("*.py"):
+        blocks = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.With)]
+        taken = {ast.unparse(item.context_expr) for block in blocks for item in block.items}
+        if taken & {"self.lock", "engine.lock", "self._lock()"}:
+            takes.add(f"shim._engine.{path.stem}")
+    assert takes == {*HOLDERS, "shim._engine.factories"}  # which only these call

@@ -49,7 +49,7 @@ class _ApplyOnImport:
 
 def _apply() -> None:
     engine = sys.modules.get("shim._engine.engine")
-    if engine is not None and engine.ENGINE.adoptions:
+    if engine is not None and engine.ENGINE.switches:
         return  # the program has called shim itself, and its arguments count
     home = os.path.dirname(os.path.dirname(os.path.dirname(HERE)))
     try:

@@ -1,0 +1,96 @@
+"""What the engine does when a module is imported: the import hook asks and tells it here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from shim._engine.aliases import namespace_of
+from shim._engine.modules import may_bind_within
+
+if TYPE_CHECKING:
+    from shim._engine.engine import Engine
+
+__all__ = ["Imports"]
+
+
+class Imports:
+    """The three questions of the import hook, and the imports that are under way. The engine's lock guards the fields.
+
+    running: modules of targets that have run, and whose import is not over.
+    ran_within: modules of targets whose code ran within a transaction. They are late, and bound when that is over.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.running: dict[str, ModuleType] = {}
+        self.ran_within: frozenset[str] = frozenset()
+
+    def wants(self, module: str) -> bool:
+        """Whether the import hook is to act on the import of a module."""
+        # This runs for every import of the process, so it takes no lock and does little work. It does not catch up
+        # while a patch module is being imported: catching up may import the same module a second time.
+        engine, watch = self._engine, self._engine.watch
+        if sys.modules.keys().isdisjoint(watch.late) or engine.factories.loading or module in watch.patches:
+            return module in watch.watched
+        if engine.is_within() or engine.renewal.threads or not may_bind_within(module):
+            return module in watch.watched
+        if engine.plan is not None and engine.renewal.tie.amiss(engine.plan):
+            return True  # after() makes the plan anew
+        # True if work is left: after() does it when this module has run.
+        return not engine.do_late_work(may_load=False) or bool(engine.deferred) or module in watch.watched
+
+    def before(self, module: ModuleType) -> None:
+        """Just before the code of a module runs."""
+        engine = self._engine
+        engine.renewal.keep_tied(lambda plan: engine.renewal.tie.before(plan, module))
+        missing = engine.stand_ins.missing(namespace_of(module)["__name__"])
+        with engine.lock:
+            engine.stand_ins.give(module, missing)
+
+    def after(self, module: ModuleType, meanwhile: Callable[[], Sequence[str]]) -> None:
+        """Just after the code of a module has run: bind its targets. See ImportHook for `meanwhile` and for errors."""
+        engine, watch, name = self._engine, self._engine.watch, namespace_of(module)["__name__"]
+        if engine.is_within():
+            self.ran_within |= {name}
+            return
+        if watch.is_only_tied(name) and not engine.deferred and sys.modules.keys().isdisjoint(watch.late):
+            engine.renewal.keep_tied(lambda plan: engine.renewal.tie.after(plan, module))
+            return
+        with engine.lock:
+            self.running[name] = module
+            engine.binder.modules.executed.add(name)
+            watch.late -= {name}
+            engine.binder.renew(module)
+            engine.try_again(name)
+        try:
+            engine.renewal.keep_tied(
+                lambda plan: engine.renewal.tie.after(plan, module) or engine.renewal.tie.amiss(plan)
+            )
+            engine.bind_imported((name, [name, *meanwhile()]))
+        except BaseException:
+            with engine.lock:
+                engine.binder.modules.executed.discard(name)
+                if engine.binder.loaded(name) is None:  # not a reload: importlib removes the module from sys.modules
+                    engine.binder.abandon(name)
+            raise
+        finally:
+            with engine.lock:
+                engine.binder.modules.executed.discard(name)
+            engine.deferred.flush()
+        self.running.pop(name, None)
+
+    def abandon_failed(self) -> None:
+        """Unbind modules whose import has failed, if nobody else has, because of an interrupt. Under the lock."""
+        for name, module in list(self.running.items()):
+            if sys.modules.get(name) is not module:
+                self._engine.binder.abandon(name)
+                self.running.pop(name, None)
+
+    def renew_ran_within(self) -> None:
+        """Let the binder know of the modules that ran within a transaction which is over. Under the lock."""
+        for name in [name for name in self.ran_within if self._engine.binder.loaded(name) is not None]:
+            self._engine.binder.renew(sys.modules[name])
+            self.ran_within -= {name}

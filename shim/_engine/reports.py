@@ -1,0 +1,74 @@
+"""What the engine reports: the state of every patch, read back from the process, and on the models of check()."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from shim._engine.ending import is_ending
+from shim._engine.relied import with_relied_on
+from shim._engine.report import Report
+from shim._engine.verify import not_applied, read_report
+
+if TYPE_CHECKING:
+    from shim._engine.engine import Engine
+    from shim._planning.plan import Plan
+
+__all__ = ["check", "effects", "report"]
+
+
+def report(engine: Engine, otherwise: Callable[[], Plan]) -> Report:
+    """The state of every patch now, also on the models of the last `check` that still live.
+
+    otherwise: makes a plan to report on if there has been none.
+    """
+    if is_ending():
+        return _read_back(engine, engine.plan or not_applied(engine.last or otherwise()), {})
+    engine.catch_up()
+    models = engine.checked.living()
+    last = engine.last if engine.last is not None and not engine.renewal.tie.amiss(engine.last) else None
+    return _on_models(engine, models, engine.plan or not_applied(last or otherwise()), raising=False)
+
+
+def check(engine: Engine, models: list[Any] | None, plan: Plan) -> Report:
+    """The report for these models (None: those of the last check). Raises errors of the patches' own checks.
+
+    Call catch_up() before: `_api` compares the ranks between the two.
+
+    plan: the plan in force, used if another thread reverts it meanwhile.
+    """
+    if models is not None:
+        engine.checked.remember(models)
+    models = engine.checked.living() if models is None else models
+    return _on_models(engine, models, engine.plan or plan, raising=True)
+
+
+def effects(engine: Engine, plan: Plan) -> dict[str, str]:
+    """Patch id -> what somebody else's objects, or a failure, leave of the patch (see ranks.EFFECTS)."""
+    patches = _read_back(engine, plan, {}).patches
+    states = {id: patch.state for id, patch in patches.items() if patch.state in ("conflict", "failed")}
+    return {id: "in part" for id, patch in patches.items() if patch.is_partial} | states
+
+
+def _on_models(engine: Engine, models: list[Any], plan: Plan, *, raising: bool) -> Report:
+    found = with_relied_on(_read_back(engine, plan, _resources(engine)), plan, engine.binder)
+    if not models:
+        return found
+    from shim._engine.models import with_findings  # here, because no plan and no apply() has a model
+
+    return with_findings(found, models, plan, engine.binder, engine.checked, raising=raising)
+
+
+def _read_back(engine: Engine, plan: Plan, resources: Mapping[str, tuple[str, ...]]) -> Report:
+    with engine.lock:
+        return read_report(plan, engine.binder, {} if engine.plan is None else engine.failed, resources)
+
+
+def _resources(engine: Engine) -> dict[str, tuple[str, ...]]:
+    """Patch id -> what the patch holds in the process now, in words. Called without the lock."""
+    found: dict[str, tuple[str, ...]] = {}
+    with engine.lock:
+        variables = list(engine.variables.held())
+    for id, text in [*variables, *engine.factories.held()]:
+        found[id] = (*found.get(id, ()), text)
+    return found
