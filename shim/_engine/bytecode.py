@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import marshal
 import os
 import sys
 from importlib.machinery import SourceFileLoader
@@ -53,8 +54,6 @@ def _checks_all() -> bool:
 
 
 def _made_from(origin: str, code: bytes) -> bool:
-    import marshal  # here, because hardly any source is younger than its byte code
-
     with open(origin, "rb") as file:
         source = file.read()
     try:

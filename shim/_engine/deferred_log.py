@@ -7,29 +7,23 @@ pops atomically, and `said` changes under the engine's lock only.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from shim._engine.ranks import is_rank_zero
 from shim._printing.printable import one_line
-
-if TYPE_CHECKING:
-    import logging
 
 __all__ = ["DeferredLog", "logger"]
 
 _SAID_LIMIT = 1000
 _LIMIT = 8000  # characters of a message. Names of all patches take a third of it.
 _LINE = 160  # characters of a warning on ranks other than 0
-_WARNING = 30  # logging.WARNING
 
 
 def logger() -> logging.Logger:
-    """The logger of shim. The module logging is imported when there is something to log: it takes as long as a plan."""
-    import logging
-
+    """The logger of shim."""
     # Not again and again: an exception from another thread within getLogger leaves the lock of logging taken.
     found = logging.Logger.manager.loggerDict.get("shim")
     return found if isinstance(found, logging.Logger) else logging.getLogger("shim")
@@ -56,7 +50,7 @@ class DeferredLog:
         return bool(self._waiting)
 
     def warn(self, text: str) -> None:
-        self._waiting.append((_WARNING, text))
+        self._waiting.append((logging.WARNING, text))
 
     def warn_once(self, texts: Iterable[str]) -> None:
         """Queue each text once in the process."""

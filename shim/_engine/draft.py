@@ -9,6 +9,7 @@ from shim._engine.aliases import find_aliases, namespace_of, rewrap, unwrap
 from shim._engine.chain import MISSING, Chain, Change, Imported, Key, Layer, Slot, found_by_name
 from shim._engine.foreign import describe
 from shim._engine.records import Findings, Records
+from shim._engine.signatures import misfit
 from shim._engine.switch import Write
 from shim._errors import BindError
 from shim._record import replace
@@ -151,8 +152,6 @@ class Draft(Records):
 
     def _build(self, chain: Chain, layers: tuple[Layer, ...]) -> Change:
         """Let the factories build the new object of the target, from the inside out. Writes nothing."""
-        from shim._engine.signatures import misfit  # loaded by now: see import_what_binding_needs
-
         inner = unwrap(chain.base)
         for layer in layers:
             try:

@@ -47,7 +47,7 @@ from shim._engine.ending import is_ending
 from shim._engine.factories import Factories
 from shim._engine.import_hook import ImportHook
 from shim._engine.imports import Imports
-from shim._engine.modules import import_what_binding_needs, locked_modules
+from shim._engine.modules import locked_modules
 from shim._engine.records import Findings
 from shim._engine.renewal import Renewal
 from shim._engine.stand_ins import StandIns, stand_ins_of
@@ -396,8 +396,6 @@ class Engine:
 
     def find_conflicts(self, plan: Plan) -> Plan:
         """The plan with the conflicts that switch_to() would find now."""
-        if self._misses(plan, ()):
-            import_what_binding_needs()
         with self.lock:
             return with_conflicts(plan, self.binder)[0]
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from shim._engine.chain import Layer
 from shim._engine.deferred_log import DeferredLog
-from shim._engine.modules import import_what_binding_needs, is_initialising
+from shim._engine.modules import is_initialising
 from shim._errors import BindError
 from shim._kept import Kept
 from shim._planning.plan import Decision, Plan
@@ -77,7 +77,6 @@ class Factories:
         Returns the ids of patches that must wait: this call runs inside the import of their module, which imports a
         target. Whoever imports that module binds the patch in the end.
         """
-        import_what_binding_needs()
         postponed = set()
         for decision in self.missing(plan, but, loaded):
             entry = plan.matrix.patches[decision.id]

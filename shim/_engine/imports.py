@@ -8,7 +8,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from shim._engine.aliases import namespace_of
-from shim._engine.modules import may_bind_within
 
 if TYPE_CHECKING:
     from shim._engine.engine import Engine
@@ -35,7 +34,7 @@ class Imports:
         engine, watch = self._engine, self._engine.watch
         if sys.modules.keys().isdisjoint(watch.late) or engine.factories.loading or module in watch.patches:
             return module in watch.watched
-        if engine.is_within() or engine.renewal.threads or not may_bind_within(module):
+        if engine.is_within() or engine.renewal.threads:
             return module in watch.watched
         if engine.plan is not None and engine.renewal.tie.amiss(engine.plan):
             return True  # after() makes the plan anew

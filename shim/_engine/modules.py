@@ -12,45 +12,12 @@ from shim._engine.aliases import namespace_of
 
 __all__ = [
     "Modules",
-    "import_what_binding_needs",
     "is_initialising",
     "is_lazy",
     "locked_modules",
-    "may_bind_within",
 ]
 
 _LAZY: type = importlib.util._LazyModule  # type: ignore[attr-defined]
-_FOR_BINDING = (
-    "dis",
-    "inspect",
-    "linecache",
-    "logging",
-    "tokenize",
-    "shim._engine.signatures",
-    "shim._planning.contract",
-)
-
-
-def import_what_binding_needs() -> None:
-    """Import what the engine uses under its lock where a module with a target is loaded. Called without the lock.
-
-    A thread in the import hook holds importlib's lock while it waits for the engine's. A thread that imported under the
-    engine's lock would wait for the former. These modules are not imported at the top: a plan does without, and so does
-    an apply() before megatron-core is imported.
-    """
-    for name in _FOR_BINDING:
-        importlib.import_module(name)
-
-
-def may_bind_within(module: str) -> bool:
-    """Whether what binding needs can be imported within the import of `module`, which is under way.
-
-    An import inside that of `dis` would find `dis`, of which `inspect` takes names, half imported.
-    """
-    if all(name in sys.modules and not is_initialising(sys.modules[name]) for name in _FOR_BINDING):
-        return True
-    locked = _locked()
-    return locked is not None and locked <= {module}
 
 
 def is_lazy(module: object) -> bool:

@@ -12,6 +12,7 @@ from shim._engine.foreign import takes_the_same
 from shim._engine.overrides import written_of
 from shim._engine.texts import texts_of
 from shim._matrix.model import Needs
+from shim._planning.contract import breach_of
 from shim._planning.decision import Decision
 from shim._planning.plan import Plan
 from shim._record import Record
@@ -68,8 +69,6 @@ def may_go_around(target: str, body: str, inner: Any, decision: Decision, plan: 
 
 
 def _breach(function: Any, needs: Needs) -> str:
-    from shim._planning.contract import breach_of  # loaded by now: see import_what_binding_needs
-
     written = written_of(function)
     texts = texts_of(written.__code__) if hasattr(written, "__code__") else ()
     if len(texts) != 1 or not isinstance(texts[0], FunctionNode):

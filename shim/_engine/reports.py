@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shim._engine.ending import is_ending
+from shim._engine.models import with_findings
 from shim._engine.relied import with_relied_on
 from shim._engine.report import Report
 from shim._engine.verify import not_applied, read_report
@@ -54,8 +55,6 @@ def _on_models(engine: Engine, models: list[Any], plan: Plan, *, raising: bool) 
     found = with_relied_on(_read_back(engine, plan, _resources(engine)), plan, engine.binder)
     if not models:
         return found
-    from shim._engine.models import with_findings  # here, because no plan and no apply() has a model
-
     return with_findings(found, models, plan, engine.binder, engine.checked, raising=raising)
 
 

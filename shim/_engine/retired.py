@@ -8,6 +8,7 @@ has its own code, and nothing comes between.
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -63,8 +64,6 @@ class Retired:
         code, named, given = function.__code__, function.__kwdefaults__, _signature_of(function)
         self._own[function] = _Own(code, function.__defaults__, named, given)
         if given is MISSING and "__wrapped__" not in vars(function):
-            import inspect  # here, because an apply() alone retires nothing
-
             yield Write(function, "__signature__", MISSING, inspect.signature(function))
         passing = _passing(len(code.co_freevars)).replace(co_name=code.co_name)
         yield Write(function, "__kwdefaults__", named, {**(named or {}), _BENEATH: beneath})

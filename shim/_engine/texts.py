@@ -7,6 +7,7 @@ so that it can be asked under the engine's lock.
 from __future__ import annotations
 
 import ast
+import linecache
 import types
 from functools import lru_cache
 
@@ -37,8 +38,6 @@ def _begins_at(node: ast.AST, line: int) -> bool:
 
 @lru_cache(maxsize=8)
 def _tree_of(file: str) -> ast.Module | None:
-    import linecache  # loaded by now: see import_what_binding_needs; check() asks without the lock
-
     try:
         return parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):

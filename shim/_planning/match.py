@@ -9,6 +9,7 @@ from packaging.version import Version
 
 from shim._errors import SourceError
 from shim._matrix.model import NOT_NEEDED, UPSTREAM, Matrix, PatchEntry, Pin, Rule, Variant
+from shim._planning.contract import breach, shows
 from shim._record import EMPTY, Record, replace
 from shim._releases.detect import Environment
 from shim._releases.fingerprint import fingerprint, signature_part, split_target
@@ -111,8 +112,6 @@ class _Bodies:
             return None
         key = (variant.name, target)
         if key not in self._breaches:
-            from shim._planning.contract import breach  # here, because a plan on a known release judges no contract
-
             body = variant.inherits(target) or target
             self._breaches[key] = breach(self.environment.sources, body, variant.needs[target])
         return self._breaches[key]
@@ -231,13 +230,10 @@ def _right(bodies: _Bodies, rule: Rule | None, release: str) -> Match | None:
         return Match(NOT_NEEDED, f"{release} {_WORDS[NOT_NEEDED]}: it has nothing of what the patch binds{note}")
     sources = bodies.environment.sources
     for state, signs in ((UPSTREAM, entry.mended), (NOT_NEEDED, entry.lacking)):
-        if signs:
-            from shim._planning.contract import shows  # here, because a plan on a known release looks for no sign
-
-            sign = next((sign for sign in signs if shows(sources, sign)), None)
-            if sign is not None:
-                where = ", ".join(place.target for place in sign.places)
-                return Match(state, f"{release} {_WORDS[state]}: {sign.note} (seen at {where})")
+        sign = next((sign for sign in signs if shows(sources, sign)), None)
+        if sign is not None:
+            where = ", ".join(place.target for place in sign.places)
+            return Match(state, f"{release} {_WORDS[state]}: {sign.note} (seen at {where})")
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 from shim._matrix.model import DISTRIBUTIONS, Matrix, PatchEntry
@@ -158,8 +159,6 @@ def nothing_installed(environment: Environment) -> str:
     """A sentence and a remedy for a machine without anything to patch. "" where a distribution is installed."""
     if any(name in environment.installed for name in DISTRIBUTIONS):
         return ""
-    import sys
-
     python = one_line(sys.executable)
     return (
         f"Neither {' nor '.join(DISTRIBUTIONS)} is installed for {python}, so there is nothing to patch. "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shim._errors import NotMetError
 from shim._matrix.model import RIGHT
+from shim._planning.lock import enforce_lock
 from shim._planning.plan import Decision, Plan
 
 __all__ = ["enforce"]
@@ -41,6 +42,4 @@ def enforce(plan: Plan) -> None:
         if amiss and plan.options.strict and decision.kind == "correctness":
             raise NotMetError(f"strict, and {what}")
     if plan.options.lock is not None:
-        from shim._planning.lock import enforce_lock  # here, because few processes are held to a lock
-
         enforce_lock(plan)

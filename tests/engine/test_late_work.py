@@ -1,8 +1,12 @@
-"""What waits for the next import is not done within the import of a module that it would need itself."""
+"""What waits for the next import needs no import of its own: a thread that holds the lock must not wait for another."""
 
+import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
+
+from unit_helpers import output_of
 
 TOP = Path(__file__).parents[2]
 
@@ -12,7 +16,6 @@ import shim
 from shim._matrix import load
 load.TRUSTED = (*load.TRUSTED, "fake_patches")
 shim.apply(packages=["fake_patches"])
-assert "dis" not in sys.modules and "inspect" not in sys.modules
 
 class Own:
     @staticmethod
@@ -25,15 +28,19 @@ class Own:
 sys.meta_path.insert(0, Own)
 import megatron.core.ops as ops
 sys.meta_path.remove(Own)
-import inspect
+shim._api._engine.ENGINE.factories.load(shim._api._engine.ENGINE.plan, (), sys.modules.get)
+known = {*sys.modules, "colorsys"}
+import colorsys
+assert known == {*sys.modules}, {*sys.modules} ^ known
+assert ops.double(2) == ("count", 4), ops.double(2)
 import megatron.core.other
 assert ops.double(2) == ("count", 4), ops.double(2)
 assert shim.status()["count"].state == "pending"
 """
 
 
-def test_a_late_import_of_inspect_finds_its_parts_whole(patched_world):
-    """A target came past the hook, and then the program imports `inspect`, which imports `dis`."""
+def test_late_work_imports_nothing(patched_world):
+    """A target came past the hook, and is bound within the next import, whatever that is."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         env={
@@ -45,3 +52,17 @@ def test_a_late_import_of_inspect_finds_its_parts_whole(patched_world):
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_what_the_engine_imports_within_a_function_is_there_when_the_engine_is():
+    """No code imports under the engine's lock. torch is imported where models are tried, without the lock."""
+    within = set()
+    for path in (TOP / "shim" / "_engine").glob("*.py"):
+        tree = ast.parse(path.read_text("utf-8"))
+        for node in {n for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for n in ast.walk(f)}:
+            if isinstance(node, ast.ImportFrom):
+                within.add(node.module)
+            elif isinstance(node, ast.Import):
+                within |= {alias.name for alias in node.names}
+    there = json.loads(output_of("import json, sys, shim._engine.engine; print(json.dumps(sorted(sys.modules)))"))
+    assert {name for name in within - set(there) if name.partition(".")[0] != "torch"} == set()

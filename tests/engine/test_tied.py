@@ -373,20 +373,6 @@ def test_the_net_leaves_no_trace(patched_world):
     assert not nets(patched_world)
 
 
-def test_late_work_waits_for_what_it_imports(patched_world, monkeypatch):
-    """No late work within the import of `dis`, from which `inspect` would take names that are not there yet."""
-    from shim._engine.modules import may_bind_within
-
-    half = importlib.util.module_from_spec(importlib.util.find_spec("dis"))
-    half.__spec__._initializing = True
-    assert may_bind_within("anything")
-    monkeypatch.setitem(sys.modules, "dis", half)
-    monkeypatch.setattr("shim._engine.modules._locked", lambda: {"dis", "opcode"})
-    assert not may_bind_within("opcode")
-    monkeypatch.setattr("shim._engine.modules._locked", lambda: {"opcode"})
-    assert may_bind_within("opcode")
-
-
 def test_nothing_is_watched_when_every_patch_is_left_out(patched_world):
     before = list(sys.meta_path)
     shim.apply(only=[])
