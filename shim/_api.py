@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shim._engine import engine as _engine
 from shim._engine import reports
@@ -21,21 +21,18 @@ from shim._errors import MatrixError, NotMetError, OptionError
 from shim._matrix.load import check_modules, load_matrix
 from shim._matrix.model import Matrix
 from shim._matrix.spelling import did_you_mean
-from shim._planning.options import (
-    UNSET,
-    Arguments,
-    Ids,
-    Options,
-    PatchOptions,
-    is_disabled,
-    matrix_argument,
-    resolve,
-    unknown_variables,
-)
+from shim._planning.arguments import Arguments, Given, Ids, PatchOptions, takes_arguments  # noqa: F401 - for get_type_hints()
+from shim._planning.explain import explanation
+from shim._planning.options import Options, is_disabled, matrix_argument, resolve, unknown_variables
+from shim._planning.own_code import summary_of
 from shim._planning.plan import Plan, make_plan
+from shim._planning.resume import differs, state_of
 from shim._record import replace
 from shim._releases.detect import detect
 from shim._releases.known_files import known_value
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
     "apply",
@@ -113,52 +110,18 @@ def default_plan() -> Plan:
     return _planned(_load_matrix(asked), asked)
 
 
-def plan(
-    *,
-    only: Ids | None = UNSET.only,
-    exclude: Ids = (),
-    require: Ids = UNSET.require,
-    kinds: Ids | None = UNSET.kinds,
-    strict: bool = UNSET.strict,
-    on_drift: str = UNSET.on_drift,
-    options: PatchOptions | None = UNSET.options,
-    packages: Ids = (),
-    matrix: str | os.PathLike[str] | None = UNSET.matrix,
-    lock: str | os.PathLike[str] | None = UNSET.lock,
-) -> Plan:
+@takes_arguments
+def plan(**given: Unpack[Given]) -> Plan:
     """Return what `apply` with the same arguments would do, one decision and one reason per patch.
 
     Imports neither torch nor megatron, and changes nothing. Raises OptionError for arguments that are not usable,
     and MatrixError for a matrix that is not valid.
     """
-    asked = Arguments(
-        only=only,
-        exclude=exclude,
-        require=require,
-        kinds=kinds,
-        strict=strict,
-        on_drift=on_drift,
-        options=options,
-        packages=packages,
-        matrix=matrix,
-        lock=lock,
-    )
-    return _engine.ENGINE.find_conflicts(_make_plan(asked))
+    return _engine.ENGINE.find_conflicts(_make_plan(Arguments(**given)))
 
 
-def apply(
-    *,
-    only: Ids | None = UNSET.only,
-    exclude: Ids = (),
-    require: Ids = UNSET.require,
-    kinds: Ids | None = UNSET.kinds,
-    strict: bool = UNSET.strict,
-    on_drift: str = UNSET.on_drift,
-    options: PatchOptions | None = UNSET.options,
-    packages: Ids = (),
-    matrix: str | os.PathLike[str] | None = UNSET.matrix,
-    lock: str | os.PathLike[str] | None = UNSET.lock,
-) -> Report:
+@takes_arguments
+def apply(**given: Unpack[Given]) -> Report:
     """Apply every patch that the installed releases need. Bind now what is imported, and the rest when it is.
 
     only, exclude: patch ids to apply, or to leave out.
@@ -185,19 +148,7 @@ def apply(
     The demands hold for what is imported later as well: an import of another copy, or of an edited file, that does not
     meet them raises NotMetError.
     """
-    asked = Arguments(
-        only=only,
-        exclude=exclude,
-        require=require,
-        kinds=kinds,
-        strict=strict,
-        on_drift=on_drift,
-        options=options,
-        packages=packages,
-        matrix=matrix,
-        lock=lock,
-    )
-    _engine.ENGINE.switch_to(_make_plan(asked, "apply"))
+    _engine.ENGINE.switch_to(_make_plan(Arguments(**given), "apply"))
     return status()
 
 
@@ -213,38 +164,15 @@ def revert() -> Report:
 
 
 @contextlib.contextmanager
-def patched(
-    *,
-    only: Ids | None = UNSET.only,
-    exclude: Ids = (),
-    require: Ids = UNSET.require,
-    kinds: Ids | None = UNSET.kinds,
-    strict: bool = UNSET.strict,
-    on_drift: str = UNSET.on_drift,
-    options: PatchOptions | None = UNSET.options,
-    packages: Ids = (),
-    matrix: str | os.PathLike[str] | None = UNSET.matrix,
-    lock: str | os.PathLike[str] | None = UNSET.lock,
-) -> Iterator[Report]:
+@takes_arguments
+def patched(**given: Unpack[Given]) -> Iterator[Report]:
     """Apply within a with-statement, and restore at its end what was in force before. Arguments as for `apply`.
 
     Blocks nest. Patches concern the whole process. So blocks that run at once, in several threads or asyncio tasks,
     must have the same arguments, and the last of them to end restores. Raises OptionError for blocks with other
     arguments, and for apply() or revert() from outside the block.
     """
-    asked = Arguments(
-        only=only,
-        exclude=exclude,
-        require=require,
-        kinds=kinds,
-        strict=strict,
-        on_drift=on_drift,
-        options=options,
-        packages=packages,
-        matrix=matrix,
-        lock=lock,
-    )
-    wanted, context = _make_plan(asked, "patched"), Context()
+    wanted, context = _make_plan(Arguments(**given), "patched"), Context()
     try:
         _engine.ENGINE.switch_to(wanted, context)
         yield status()
@@ -317,8 +245,6 @@ def _compared(current: Plan | None) -> tuple[str, dict[str, tuple[str, ...]], di
         id: tuple(json.dumps(here[id][part], sort_keys=True) for part in PARTS) if id in here else ()
         for id in current.decisions
     }
-    from shim._planning.own_code import summary_of  # here, because plan() and apply() do without
-
     code, packages = identity["code"], identity["packages"]
     compared = {**identity["releases"], "the matrix": identity["matrix"]}
     compared[OWN_CODE] = f"{identity['releases']['megatron-shim']} {summary_of(code)}"
@@ -358,8 +284,6 @@ def checkpoint_state() -> dict[str, Any]:
 
     Raises OptionError where nothing was applied in this process.
     """
-    from shim._planning.resume import state_of  # here and below, because plan() and apply() do without
-
     return state_of(_in_force("checkpoint_state"))
 
 
@@ -369,8 +293,6 @@ def check_resume(saved: Mapping[str, Any] | str | None) -> bool:
     saved: what `checkpoint_state` returned, or a ``report.digest``. None, for a checkpoint that has neither, counts
     as a difference. Raises OptionError where nothing was applied in this process.
     """
-    from shim._planning.resume import differs
-
     found = differs(saved, _in_force("check_resume"))
     if found:
         logger().warning(
@@ -396,6 +318,4 @@ def explain(id: str) -> str:
     made = _engine.ENGINE.plan or default_plan()
     if id not in made.decisions:
         raise OptionError(f"there is no patch {id!r}; {did_you_mean(id, made.decisions)}")
-    from shim._planning.explain import explanation
-
     return explanation(made, id)

@@ -1,36 +1,42 @@
-"""The arguments of the caller and the variables of the environment, joined and checked."""
+"""The arguments of the caller and the variables of the environment, joined, and checked against the matrix."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shim._errors import OptionError
-from shim._matrix.model import KINDS, Matrix
-from shim._matrix.spelling import all_of, did_you_mean, one_of
+from shim._matrix.model import Matrix
+from shim._matrix.spelling import all_of, did_you_mean
+from shim._planning.arguments import (
+    NONE,
+    ON_DRIFT,
+    PREFIX,
+    Arguments,
+    Ids,
+    Unset,
+    checked_choice,
+    checked_flag,
+    checked_kinds,
+    is_true,
+    mapping_of_mappings,
+    path_of,
+    words_of,
+)
 from shim._record import EMPTY, Record
 from shim._releases.json_text import JsonTextError, read_json
 
 __all__ = [
-    "ON_DRIFT",
-    "UNSET",
     "VARIABLES",
-    "Arguments",
-    "Ids",
     "Options",
-    "PatchOptions",
     "from_json",
     "is_disabled",
-    "is_true",
     "matrix_argument",
     "resolve",
     "unknown_variables",
 ]
 
-ON_DRIFT = ("skip", "error", "apply", "known")
-PREFIX = "MEGATRON_SHIM_"
 VARIABLES = tuple(
     PREFIX + name
     for name in (
@@ -48,86 +54,6 @@ VARIABLES = tuple(
 )
 # Variables of shim.testing, and those that ray_runtime_env sets for its workers.
 OTHER_VARIABLES = tuple(PREFIX + name for name in ("CACHE", "RAY_NEXT_HOOK", "RAY_PACKAGES"))
-TRUE, FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
-NONE = "none"  # the value for an empty list. An empty variable counts as unset.
-
-Ids = Iterable[str] | str
-PatchOptions = Mapping[str, Mapping[str, Any]]
-
-
-class _Unset:
-    """Stands for an argument that was not given, so that its variable counts. Its repr shows the default of both."""
-
-    def __init__(self, name: str, default: Any) -> None:
-        self.variable, self.default = PREFIX + name, default
-
-    def __repr__(self) -> str:
-        return f"{self.default!r} (or {self.variable})"
-
-
-class UNSET:
-    """The defaults of the arguments that have variables."""
-
-    only: Any = _Unset("ONLY", None)
-    require: Any = _Unset("REQUIRE", ())
-    kinds: Any = _Unset("KINDS", None)
-    strict: Any = _Unset("STRICT", False)
-    on_drift: Any = _Unset("ON_DRIFT", "skip")
-    options: Any = _Unset("OPTIONS", None)
-    matrix: Any = _Unset("MATRIX", None)
-    lock: Any = _Unset("LOCK", None)
-
-
-class Arguments(Record):
-    """The arguments of `apply` as they were given. UNSET stands for those that were not."""
-
-    only: Any = UNSET.only
-    exclude: Any = ()
-    require: Any = UNSET.require
-    kinds: Any = UNSET.kinds
-    strict: Any = UNSET.strict
-    on_drift: Any = UNSET.on_drift
-    options: Any = UNSET.options
-    packages: Any = ()
-    matrix: Any = UNSET.matrix
-    lock: Any = UNSET.lock
-
-    @property
-    def package_names(self) -> tuple[str, ...]:
-        """`packages`, checked. OptionError for a name that cannot be a package."""
-        names = _words("packages", self.packages)
-        for name in names:
-            if not all(part.isidentifier() for part in name.split(".")):
-                raise OptionError(f"packages names {name!r}, which is not the name of a package")
-        return names
-
-    def variables(self) -> dict[str, str]:
-        """The MEGATRON_SHIM_ variables that mean the same to another process as these arguments do here.
-
-        An argument that was given with its default value becomes an empty variable, which overrides a variable of the
-        other process. `packages` has no variable. OptionError where no matrix could make an argument usable.
-        """
-        found: dict[str, str] = {}
-        for name in ("only", "kinds", "require"):
-            given = getattr(self, name)
-            if not isinstance(given, _Unset):
-                # No kinds and no patches differ from all kinds and all patches. No requirements need no word.
-                empty = "" if given is None or name == "require" else NONE
-                found[name] = ",".join(_words(name, () if given is None else given)) or empty
-        if words := _words("exclude", self.exclude):
-            found["exclude"] = ",".join(words)
-        if not isinstance(self.strict, _Unset):
-            found["strict"] = "1" if _checked_flag(self.strict) else "0"
-        if not isinstance(self.on_drift, _Unset):
-            found["on_drift"] = _choice("on_drift", self.on_drift, ON_DRIFT)
-        if not isinstance(self.options, _Unset):
-            found["options"] = _as_json(self.options)
-        for name in ("matrix", "lock"):
-            given = getattr(self, name)
-            if not isinstance(given, _Unset):
-                found[name] = os.path.abspath(_path(name, given)) if given is not None else ""
-        _kinds(self.kinds if not isinstance(self.kinds, _Unset) else None)
-        return {PREFIX + name.upper(): value for name, value in found.items()}
 
 
 class Options(Record):
@@ -148,74 +74,15 @@ class Options(Record):
         return {**defaults, **self.options.get(id, {})}
 
 
-def _words(what: str, given: Ids) -> tuple[str, ...]:
-    """Names from a list, or from one text with commas or spaces between the names."""
-    items = [given] if isinstance(given, str) else given
-    if isinstance(items, (bytes, bytearray)) or not isinstance(items, Iterable):
-        raise OptionError(f"{what} is {given!r}; it must be a list of names, or text with commas between them")
-    found: list[str] = []
-    for item in items:
-        if not isinstance(item, str):
-            raise OptionError(f"{what} names {item!r}, which is not text")
-        found += item.replace(",", " ").split()
-    return tuple(dict.fromkeys(found))
-
-
-def is_true(name: str, text: str) -> bool:
-    """Whether the text of a variable means true. OptionError where it means neither true nor false."""
-    word = text.strip().lower()
-    if word in TRUE or word in FALSE:
-        return word in TRUE
-    raise OptionError(f"{name}={text!r} is neither true nor false; use 1 or 0")
-
-
-def _checked_flag(strict: Any) -> bool:
-    if not isinstance(strict, bool):  # to Python, the text "false" is true
-        raise OptionError(f"strict is {strict!r}; it must be True or False")
-    return strict
-
-
-def _choice(what: str, value: Any, choices: tuple[str, ...]) -> str:
-    if not isinstance(value, str) or value not in choices:
-        raise OptionError(f"{what} is {value!r}; it must be {one_of(value, choices)}")
-    return value
-
-
 def _ids(what: str, given: Ids | None, known: Iterable[str]) -> frozenset[str] | None:
     if given is None:
         return None
     names = list(known)
-    ids = _words(what, given)
+    ids = words_of(what, given)
     for id in ids:
         if id not in names:
             raise OptionError(f"{what} names {id!r}, which is not a patch; {did_you_mean(id, names)}")
     return frozenset(ids)
-
-
-def _kinds(given: Ids | None, what: str = "kinds") -> frozenset[str] | None:
-    if given is None:
-        return None
-    words = _words(what, given)
-    for kind in words:
-        if kind not in KINDS:
-            raise OptionError(f"{what} names {kind!r}; it must be {one_of(kind, KINDS)}")
-    return frozenset(words)
-
-
-def _path(what: str, given: Any) -> str:
-    try:
-        return os.fsdecode(given)
-    except TypeError:
-        raise OptionError(f"{what} is {given!r}; it must be a path") from None
-
-
-def _as_json(given: PatchOptions | None) -> str:
-    plain = _mapping_of_mappings("options", given)
-    try:
-        text = json.dumps(plain, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise OptionError(f"options cannot travel to another process: {error}") from None
-    return text if plain else ""
 
 
 def from_json(name: str, text: str) -> Any:
@@ -227,20 +94,9 @@ def from_json(name: str, text: str) -> Any:
         raise OptionError(f"{name} is not JSON of the form {example}: line {error.line}: {error}") from None
 
 
-def _mapping_of_mappings(what: str, given: Any) -> dict[str, dict[str, Any]]:
-    if given is None:
-        return {}
-    if not isinstance(given, Mapping):
-        raise OptionError(f"{what} is {given!r}; it must be {{patch id: {{option: value}}}}")
-    for id, values in given.items():
-        if not isinstance(values, Mapping):
-            raise OptionError(f"{what} of {id} is {values!r}; it must be {{option: value}}")
-    return {id: dict(values) for id, values in given.items()}
-
-
 def _patch_options(matrix: Matrix, what: str, given: Any) -> dict[str, dict[str, Any]]:
     """Options of patches, each checked against its declaration in the matrix."""
-    asked = _mapping_of_mappings(what, given)
+    asked = mapping_of_mappings(what, given)
     _ids(what, asked, matrix.patches)
     checked: dict[str, dict[str, Any]] = {}
     for id, values in asked.items():
@@ -260,11 +116,11 @@ def _patch_options(matrix: Matrix, what: str, given: Any) -> dict[str, dict[str,
 def matrix_argument(matrix: Any = None) -> str | os.PathLike[str] | None:
     """The matrix to read: the argument, else MEGATRON_SHIM_MATRIX, else None for the one that ships.
 
-    An argument that was not given is None or UNSET.matrix.
+    An argument that was not given is None or Unset.
     """
-    if matrix is None or isinstance(matrix, _Unset):
+    if matrix is None or isinstance(matrix, Unset):
         return os.environ.get(PREFIX + "MATRIX") or None
-    return _path("matrix", matrix)
+    return path_of("matrix", matrix)
 
 
 def is_disabled() -> bool:
@@ -286,13 +142,13 @@ def _from_variables(asked: Arguments) -> dict[str, tuple[str, Any]]:
     """For each argument its name for error messages and its value. Both are the variable's where it was not given."""
     found: dict[str, tuple[str, Any]] = {}
     for name, value in asked.to_plain().items():
-        if not isinstance(value, _Unset):
+        if not isinstance(value, Unset):
             found[name] = name, value
             continue
         variable, text = value.variable, os.environ.get(value.variable, "").strip()
         read: Any = value.default
         if text and name in ("only", "kinds", "require"):
-            words = _words(variable, text)
+            words = words_of(variable, text)
             read = () if words == (NONE,) else words or value.default
         elif text and name == "strict":
             read = is_true(variable, text)
@@ -314,17 +170,17 @@ def resolve(matrix: Matrix, asked: Arguments | None = None, **given: Any) -> Opt
     known = list(matrix.patches)
     values = _from_variables(asked)
     variable = PREFIX + "EXCLUDE"
-    by_operator = _ids(variable, _words(variable, os.environ.get(variable, "")), known) or frozenset()
+    by_operator = _ids(variable, words_of(variable, os.environ.get(variable, "")), known) or frozenset()
     what, lock = values["lock"]
     required = _ids(*values["require"], known) or frozenset()
     return Options(
         only=_ids(*values["only"], known),
         exclude=(_ids("exclude", asked.exclude, known) or frozenset()) | by_operator,
         require=required - by_operator,  # an operator gets past a required patch without editing the trainer
-        kinds=_kinds(values["kinds"][1], values["kinds"][0]),
-        strict=_checked_flag(values["strict"][1]),
-        on_drift=_choice(*values["on_drift"], ON_DRIFT),
+        kinds=checked_kinds(values["kinds"][1], values["kinds"][0]),
+        strict=checked_flag(values["strict"][1]),
+        on_drift=checked_choice(*values["on_drift"], ON_DRIFT),
         options=_patch_options(matrix, *values["options"]),
-        lock=None if lock is None else _path(what, lock),
+        lock=None if lock is None else path_of(what, lock),
         packages=asked.package_names,
     )

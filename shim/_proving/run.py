@@ -17,8 +17,8 @@ from typing import Any
 
 from shim._errors import OptionError
 from shim._matrix.model import RIGHT, PatchEntry
+from shim._planning.arguments import PREFIX
 from shim._planning.decision import Decision
-from shim._planning.options import PREFIX
 from shim._planning.plan import Plan
 from shim._proving.results import Result, generic_verdict, outcome_of, verdict_of
 from shim._proving.worker import MODEL, OVERRIDES, UNUSABLE, SideTask, Work

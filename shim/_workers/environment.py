@@ -6,11 +6,22 @@ import importlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shim._errors import NotMetError, OptionError
-from shim._planning.options import PREFIX, UNSET, Arguments, Ids, PatchOptions, is_true
+from shim._planning.arguments import (  # noqa: F401 - two of them for get_type_hints()
+    PREFIX,
+    Arguments,
+    Given,
+    Ids,
+    PatchOptions,
+    is_true,
+    takes_arguments,
+)
 from shim._workers.deaf import deaf_part
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["CommandError", "apply_in_ray_worker", "ray_runtime_env", "run", "run_environment"]
 
@@ -23,19 +34,10 @@ NEXT_HOOK = PREFIX + "RAY_NEXT_HOOK"
 RAY_PACKAGES = PREFIX + "RAY_PACKAGES"  # only HOOK reads it, and only a runtime environment sets HOOK
 
 
+@takes_arguments
 def run_environment(
     base: Mapping[str, str] | None = None,
-    *,
-    only: Ids | None = UNSET.only,
-    exclude: Ids = (),
-    require: Ids = UNSET.require,
-    kinds: Ids | None = UNSET.kinds,
-    strict: bool = UNSET.strict,
-    on_drift: str = UNSET.on_drift,
-    options: PatchOptions | None = UNSET.options,
-    packages: Ids = (),
-    matrix: str | os.PathLike[str] | None = UNSET.matrix,
-    lock: str | os.PathLike[str] | None = UNSET.lock,
+    **given: Unpack[Given],
 ) -> dict[str, str]:
     """A copy of `base` in which every Python process applies shim. The default of `base` is this process's environment.
 
@@ -44,18 +46,7 @@ def run_environment(
     their environment (``python -I``, ``-E``, ``-S``) are out of reach. Raises OptionError for arguments that are not
     usable.
     """
-    asked = Arguments(
-        only=only,
-        exclude=exclude,
-        require=require,
-        kinds=kinds,
-        strict=strict,
-        on_drift=on_drift,
-        options=options,
-        packages=packages,
-        matrix=matrix,
-        lock=lock,
-    )
+    asked = Arguments(**given)
     environment = dict(os.environ if base is None else base)
     before = environment.get("PYTHONPATH")
     # An empty entry stands for the working directory, so it is kept.
@@ -109,19 +100,10 @@ def run(command: Sequence[str], **arguments: Any) -> None:
         raise CommandError(f"{command[0]} cannot be run: {why}", 127 if missing else 126) from None
 
 
+@takes_arguments
 def ray_runtime_env(
     runtime_env: Mapping[str, Any] | None = None,
-    *,
-    only: Ids | None = UNSET.only,
-    exclude: Ids = (),
-    require: Ids = UNSET.require,
-    kinds: Ids | None = UNSET.kinds,
-    strict: bool = UNSET.strict,
-    on_drift: str = UNSET.on_drift,
-    options: PatchOptions | None = UNSET.options,
-    packages: Ids = (),
-    matrix: str | os.PathLike[str] | None = UNSET.matrix,
-    lock: str | os.PathLike[str] | None = UNSET.lock,
+    **given: Unpack[Given],
 ) -> dict[str, Any]:
     """A runtime environment for Ray in which every worker process, on every node, applies shim when it starts.
 
@@ -133,26 +115,15 @@ def ray_runtime_env(
     worker_process_setup_hook of `runtime_env` afterwards, which must be named by its path, "module.function". Raises
     OptionError for arguments that are not usable.
     """
-    asked = Arguments(
-        only=only,
-        exclude=exclude,
-        require=require,
-        kinds=kinds,
-        strict=strict,
-        on_drift=on_drift,
-        options=options,
-        packages=packages,
-        matrix=matrix,
-        lock=lock,
-    )
+    asked = Arguments(**given)
     found = dict(runtime_env or {})
-    given = dict(found.get("env_vars") or {})
+    theirs = dict(found.get("env_vars") or {})
     here = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
     for name in (PREFIX + "MATRIX", PREFIX + "LOCK"):
         if here.get(name):
             here[name] = os.path.abspath(here[name])  # a worker has another working directory
     said = asked.variables()
-    variables = {**here, **said, **given, **_of_the_operator(here, said, given)}
+    variables = {**here, **said, **theirs, **_of_the_operator(here, said, theirs)}
     packages = asked.package_names
     variables |= {RAY_PACKAGES: ",".join(packages)} if packages else {}
     after = found.get("worker_process_setup_hook")

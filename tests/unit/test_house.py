@@ -140,6 +140,7 @@ TESTED_IN = {
     "_config_override.recompute": "unit/test_config_override",
     "_config_override.threads": "unit/test_config_override_threads",
     "_config_override.values": "unit/test_config_override",
+    "_planning.arguments": "unit/test_options",
     "_planning.decision": "unit/test_plan",
     "_planning.losses": "unit/test_lost_features",
     "ops._stash_layout": "ops/test_paged_stash_triton",
