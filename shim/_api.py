@@ -258,16 +258,16 @@ def _judge(report: Report, options: Options) -> None:
         # What apply() left to somebody else, it has warned of.
         if patch.state == "applied" and "lost" in patch.targets.values() and patch.kind == "correctness":
             what = "; ".join(patch.others)
-            _engine.ENGINE.warn_of([(patch.id, "applied in part", what, f"{patch.id} is applied in part: {what}")])
-        if not _amiss(patch, patch.id in options.require):
+            _engine.ENGINE.warn_patch([(patch.id, "applied in part", what, f"{patch.id} is applied in part: {what}")])
+        if not _is_problem(patch, patch.id in options.require):
             continue
         text = f"{patch.id} is {patch.state}: {patch.reason}." + (f" Remedy: {patch.remedy}." if patch.remedy else "")
         if not patch.in_doubt and (patch.id in options.require or (options.strict and patch.kind == "correctness")):
             raise NotMetError(f"shim.check: required, but {text}")
-        _engine.ENGINE.warn_of([(patch.id, patch.state, patch.reason, text)])
+        _engine.ENGINE.warn_patch([(patch.id, patch.state, patch.reason, text)])
 
 
-def _amiss(patch: PatchReport, required: bool) -> bool:
+def _is_problem(patch: PatchReport, required: bool) -> bool:
     if patch.in_doubt and not required and patch.kind in ("performance", "feature"):
         return False  # without the patch the model trains right, too
     if patch.may_wait and not required:

@@ -6,7 +6,7 @@ import types
 from collections.abc import Mapping, Sequence
 
 from shim._engine.aliases import namespace_of
-from shim._engine.chain import Imported, Layer, Lost
+from shim._engine.chain import Imported, Layer, Replaced
 from shim._engine.draft import Draft
 from shim._engine.records import Findings, Records
 from shim._engine.switch import Switch, Write
@@ -53,19 +53,19 @@ class Binder(Records):
         imported: Imported | None = None,
         also: Sequence[Write] = (),
         found: Findings | None = None,
-    ) -> list[Lost]:
-        """Bring the chains of all loaded targets to `wanted`, all or nothing. Returns the names found lost.
+    ) -> list[Replaced]:
+        """Bring the chains of all loaded targets to `wanted`, all or nothing. Returns the names found replaced.
 
         `wanted` maps targets to their layers, innermost first. A target that is not named loses all layers.
         `imported` limits the search for aliases of objects that a module has just defined. `also`: what is written in
         the same step. `found`: what was found about other people's objects for these layers. Everything new is built
         before, and every write is read back.
         """
-        lost = self._commit(wanted, imported, also, found or self.found)
+        replaced = self._commit(wanted, imported, also, found or self.found)
         if self.modules.came_meanwhile():
             # Another thread has imported something since the search for aliases, and may hold what stood there before.
-            lost += self._commit(wanted, imported, (), self.found)
-        return lost
+            replaced += self._commit(wanted, imported, (), self.found)
+        return replaced
 
     def _commit(
         self,
@@ -73,7 +73,7 @@ class Binder(Records):
         imported: Imported | None,
         also: Sequence[Write],
         found: Findings,
-    ) -> list[Lost]:
+    ) -> list[Replaced]:
         self.recover()
         for _ in range(TRIES):
             draft = Draft(self, found)
@@ -81,11 +81,11 @@ class Binder(Records):
             writes = [*draft.writes(), *also]
             if draft.places.is_up_to_date():
                 break
-        before = self.places.lost
+        before = self.places.replaced
         self._perform(Switch(writes))
         if not self.chains:
             self.calls.forget()
-        return [lost for key, lost in self.places.lost.items() if before.get(key) is not lost]
+        return [replaced for key, replaced in self.places.replaced.items() if before.get(key) is not replaced]
 
     def _perform(self, switch: Switch) -> None:
         self._unfinished = switch

@@ -1,4 +1,4 @@
-"""The binder's records: layers, chains, slots and lost names.
+"""The binder's records: layers, chains, slots and replaced names.
 
 Patches that share a target nest in the order of version_matrix.yaml. The first patch in the file is innermost and gets
 upstream's object. Each further patch gets the result of the one before it. Callers see the last. Neither the order of
@@ -17,7 +17,7 @@ from shim._engine.foreign import describe
 from shim._matrix.model import Variant
 from shim._record import Record
 
-__all__ = ["Chain", "Change", "Factory", "Held", "Imported", "Key", "Layer", "Lost", "MISSING", "Slot"]
+__all__ = ["Chain", "Change", "Factory", "Held", "Imported", "Key", "Layer", "Replaced", "MISSING", "Slot"]
 
 
 Factory = Callable[[Any], Any]
@@ -97,10 +97,10 @@ class Slot(Record):
         return f"{namespace_of(owner).get('__name__', 'a module without a name')}.{self.name}"
 
 
-class Lost(Record):
+class Replaced(Record):
     """A name that shim no longer governs, mostly because somebody else replaced the object. shim leaves it alone.
 
-    partner: the lost place that is the reason, if this one was not replaced itself.
+    partner: the replaced place that is the reason, if this one was not replaced itself.
     foreign: the other object.    held: the places inside of it that shim governs instead.
     """
 

@@ -51,10 +51,10 @@ def with_conflicts(plan: Plan, binder: Records) -> tuple[Plan, Findings]:
     calls upstream's function is no conflict: the binder is told where it holds that function (`Findings.wrapped`). Nor
     is one that the patch can go around (`Findings.around`).
     """
-    decisions = {id: decision.displaced or decision for id, decision in plan.decisions.items()}
+    decisions = {id: decision.without_conflict or decision for id, decision in plan.decisions.items()}
     binder = binder.looking()
     binder.found.forget(binder.chains)
-    lost = binder.lost_targets()
+    lost = binder.replaced_targets()
     for id, decision in list(decisions.items()):
         if not decision.wanted:
             continue
@@ -77,11 +77,11 @@ def with_conflicts(plan: Plan, binder: Records) -> tuple[Plan, Findings]:
         conflict = conflict or _without_any(decision, left, binder) or _cut_off(decision, plan, binder)
         if conflict is not None:
             decisions[id] = replace(
-                decision, action="conflict", reason=conflict.what, remedy=conflict.remedy, displaced=decision
+                decision, action="conflict", reason=conflict.what, remedy=conflict.remedy, without_conflict=decision
             )
         elif left.keys() - lost.keys():
             kept = {target: who for target, who in left.items() if target not in lost}
-            decisions[id] = replace(decision, left=kept, displaced=decision)
+            decisions[id] = replace(decision, left=kept, without_conflict=decision)
     if decisions != plan.decisions:
         plan = replace(plan, decisions=decisions)
     return plan, binder.found
@@ -184,8 +184,8 @@ def _beneath_ours(target: str, decision: Decision, plan: Plan, binder: Records) 
 
 def _in_place_of_ours(target: str, decision: Decision, plan: Plan, binder: Records) -> _Foreign | None:
     """What follows where somebody has replaced shim's object on a target by one that does not call it."""
-    lost = binder.lost_targets()[target]
-    if lost.partner is not None or binder.will_be_followed(lost) or binder.effect_of(lost) != "replaced":
+    lost = binder.replaced_targets()[target]
+    if lost.partner is not None or binder.will_be_governed(lost) or binder.effect_of(lost) != "replaced":
         return None
     value = lost.slot.current()
     who = "nothing" if value is MISSING else describe(unwrap(value))

@@ -2,7 +2,7 @@
 
 A logging handler may wait for another thread while that thread waits for the engine. So messages are queued here while
 the engine's lock is held, and while importlib asks finders for a module. The queue needs no lock: a deque appends and
-pops atomically, and `said` changes under the engine's lock only.
+pops atomically, and `logged` changes under the engine's lock only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shim._printing.printable import one_line
 
 __all__ = ["DeferredLog", "logger"]
 
-_SAID_LIMIT = 1000
+_LOGGED_LIMIT = 1000
 _LIMIT = 8000  # characters of a message. Names of all patches take a third of it.
 _LINE = 160  # characters of a warning on ranks other than 0
 
@@ -41,7 +41,7 @@ class DeferredLog:
     """
 
     def __init__(self, within: Callable[[], bool]) -> None:
-        self.said: set[str] = set()
+        self.logged: set[str] = set()
         self._within = within
         self._waiting: deque[tuple[int, str]] = deque()
         self._filtering = False
@@ -57,7 +57,7 @@ class DeferredLog:
         for text in texts:
             self._once(text, text)
 
-    def warn_of(self, patch: str, state: str, reason: str, text: str) -> None:
+    def warn_patch(self, patch: str, state: str, reason: str, text: str) -> None:
         """Queue a warning about a patch once in the process. Ranks other than 0 get one short line of it.
 
         apply() and check() find the same things, and all ranks mostly do, too.
@@ -66,9 +66,9 @@ class DeferredLog:
         self._once(f"{patch} {state} {reason}", said)
 
     def _once(self, about: str, text: str) -> None:
-        if about not in self.said and len(self.said) < _SAID_LIMIT:
+        if about not in self.logged and len(self.logged) < _LOGGED_LIMIT:
             self.warn(text)  # first: who is interrupted here says it twice, rather than never
-            self.said.add(about)
+            self.logged.add(about)
 
     def flush(self) -> None:
         """Log the queued messages. Called without the lock, and not while importlib asks finders for a module."""

@@ -38,7 +38,7 @@ class Draft(Records):
     def bring_to(self, wanted: Mapping[str, tuple[Layer, ...]], imported: Imported | None) -> None:
         """Bring the chains of all loaded targets to `wanted`. See Binder.commit."""
         places = self.places
-        places.follow(self._base_of)
+        places.drop_replaced(self._base_of)
         returned = {slot.key: slot for slot in places.regain()}
         for slot in returned.values():
             if self._is_on_target(slot):  # of an alias nothing follows for what stands on the target
@@ -46,7 +46,7 @@ class Draft(Records):
                 self.found.drop(slot.target)
         self._renew_replaced()
         if imported is None:
-            self._adopt_returned()
+            self._govern_returned()
         opened = list(self._open({**dict.fromkeys(self.chains, ()), **wanted}))  # a factory may import a further target
         changes = [self._build(chain, layers) for chain, layers in opened if chain.layers != layers]
         self._keep_pairs(changes)
@@ -57,7 +57,12 @@ class Draft(Records):
                 self.wrappers.note(after)
             else:
                 self.chains.pop(after.target, None)
-        halves = {key for lost in places.lost.values() if lost.partner for key in (lost.slot.key, lost.partner)}
+        halves = {
+            key
+            for replaced in places.replaced.values()
+            if replaced.partner
+            for key in (replaced.slot.key, replaced.partner)
+        }
         for chain, after in changes:
             if chain.layers and not after.layers and chain.key not in halves:
                 self._retiring.append(chain)
@@ -73,14 +78,14 @@ class Draft(Records):
         of = self._of
         for mine, theirs, names in (
             (self, of, ("chains", "found", "first", "left_over")),
-            (self.places, of.places, ("slots", "lost")),
+            (self.places, of.places, ("slots", "replaced")),
             (self.wrappers, of.wrappers, ("before", "added")),
             (self.modules, of.modules, ("unfinished", "searched")),
         ):
             for name in names:
                 yield Write(theirs, name, getattr(theirs, name), getattr(mine, name))
 
-    def _adopt_returned(self) -> None:
+    def _govern_returned(self) -> None:
         """Govern places that hold a retired wrapper again.
 
         A module imported while shim was bound took the wrapper. Then somebody patched the module, so revert() did not
@@ -89,7 +94,7 @@ class Draft(Records):
         self.places.slots.update((slot.key, slot) for slot in self.put_back())
         for owner, name, raw in find_aliases(self.wrappers.retired(self.chains.values())):
             key = (id(owner), name)
-            if key not in self.places.slots and key not in self.places.lost:
+            if key not in self.places.slots and key not in self.places.replaced:
                 target, base = self.wrappers.origin(unwrap(raw))
                 self.places.slots[key] = Slot(owner, name, rewrap(raw, unwrap(base)), raw, target)
 
@@ -97,8 +102,8 @@ class Draft(Records):
         """Drop chains whose object was replaced by a function that their patches go around: they are built above it."""
         for target, value in self.found.renewed.items():
             chain = self.chains.get(target)
-            lost = None if chain is None else self.places.lost.get(chain.key)
-            if lost is not None and lost.slot.current() is value:
+            replaced = None if chain is None else self.places.replaced.get(chain.key)
+            if replaced is not None and replaced.slot.current() is value:
                 del self.chains[target]
 
     def _open(self, wanted: Mapping[str, tuple[Layer, ...]]) -> Iterator[tuple[Chain, tuple[Layer, ...]]]:
@@ -108,14 +113,14 @@ class Draft(Records):
             if chain is None and layers and self.loaded(split_target(target)[0]) is not None:
                 owner, name, value = self.resolve(target, layers[0].added)
                 base = self.wrappers.beneath(value)
-                before = self.places.lost.get((id(owner), name))
+                before = self.places.replaced.get((id(owner), name))
                 known = self.places.slots.get((id(owner), name)) or (None if before is None else before.slot)
                 if not self._was_looked_at(target, value, known):
                     if target not in self.found.seen:
                         continue  # its module was imported since, and is late
                     message = f"{target} was replaced by {describe(unwrap(value))} while shim was about to bind it"
                     raise BindError(message, layers[0].patch)
-                self.places.lost.pop((id(owner), name), None)
+                self.places.replaced.pop((id(owner), name), None)
                 if known is not None and base is value is known.written:
                     base = known.original  # shim's own object is back, and it is no function that says what is beneath
                 around = self.found.wrapped.get(target)
@@ -178,14 +183,14 @@ class Draft(Records):
         for chain, after in changes:
             other = {"forward": "backward", "backward": "forward"}.get(chain.name)
             partner = self.chains.get(f"{chain.target.rpartition('.')[0]}.{other}")
-            if after.layers or partner is None or self.places.is_lost(chain.key):
+            if after.layers or partner is None or self.places.is_replaced(chain.key):
                 continue
-            if self._is_followed(partner.key):  # the other function calls upstream's again
+            if self._is_governed_inside(partner.key):  # the other function calls upstream's again
                 continue
-            lost = next((item for item in self.places.lost_now() if item.slot.key == partner.key), None)
-            if lost is not None and self.effect_of(lost) != "replaced":
+            replaced = next((item for item in self.places.replaced_now() if item.slot.key == partner.key), None)
+            if replaced is not None and self.effect_of(replaced) != "replaced":
                 why = f"stays bound, because {partner.name} was replaced"
-                self.places.lose(self.places.slots[chain.key], why, partner.key)
+                self.places.give_up(self.places.slots[chain.key], why, partner.key)
 
     def _write_all(self, changes: Sequence[Change], imported: Imported | None, returned: Container[Key]) -> None:
         """Write targets and known places first, aliases second, so that a concurrent import takes no old object."""
@@ -211,7 +216,7 @@ class Draft(Records):
                     old[id(beneath)] = (chain, after)
                     far.append(beneath)
         self._write_known(changes)
-        self._write_followed(changes, returned)
+        self._write_governed(changes, returned)
         found = find_aliases(far)
         if near and imported is not None:
             found += find_aliases(near, imported[1])
@@ -235,7 +240,7 @@ class Draft(Records):
             elif slot.target not in self.chains:
                 self.places.restore(slot)
 
-    def _write_followed(self, changes: Iterable[Change], returned: Container[Key]) -> None:
+    def _write_governed(self, changes: Iterable[Change], returned: Container[Key]) -> None:
         """Write to places that may hold upstream's function, or an older one of shim's, beneath a chain that stays.
 
         These are places inside of other objects, and names that somebody has given back.
@@ -262,7 +267,7 @@ class Draft(Records):
             before, after = changed.get(target, (chain, chain))
             slot, inner = self.places.slots.get(chain.key), unwrap(chain.base)
             # An inherited object belongs to the base class.
-            own = self._is_followed(chain.key) if slot is None else slot.original is not MISSING
+            own = self._is_governed_inside(chain.key) if slot is None else slot.original is not MISSING
             if after.layers and callable(inner) and own and not after.borrowed and not after.layers[0].alone:
                 # A module that came while another plan was in force took what was bound then.
                 for taken in (inner, *self.wrappers.older(target, unwrap(after.top))):

@@ -18,7 +18,7 @@ Whenever `lock` is free:
   in `watch.late` are the exception; catch_up() brings them up to date.
 - `watch` follows from the plan, and so do `stand_ins` and `variables`, unless `settled` is another one. The import hook
   is installed if there is a module to watch.
-- The plan is for the files that the loaded modules ran, as far as anybody has looked: see renewal.py.
+- The plan is for the files that the loaded modules ran, as far as anybody has looked: see tied.py.
 - `factories` has factories of the plan only. Everything else that patches hold has ended, or is reported until it can
   end.
 
@@ -49,9 +49,9 @@ from shim._engine.import_hook import ImportHook
 from shim._engine.imports import Imports
 from shim._engine.modules import locked_modules
 from shim._engine.records import Findings
-from shim._engine.renewal import Renewal
 from shim._engine.stand_ins import StandIns, stand_ins_of
 from shim._engine.switch import Write
+from shim._engine.tied import Renewal
 from shim._engine.variables import Variables
 from shim._engine.watch import Watch
 from shim._engine.within import is_owned, is_within, refused_within
@@ -133,8 +133,8 @@ class Engine:
         plan = self.plan
         if plan is None:
             self.checked.forget()
-        self.stand_ins.follow(plan)
-        self.deferred.warn_once(self.variables.follow(plan))
+        self.stand_ins.sync(plan)
+        self.deferred.warn_once(self.variables.sync(plan))
         self.settled = plan
 
     # Calls that change the plan
@@ -161,7 +161,7 @@ class Engine:
         try:
             if wanted is not None:
                 self.watch.wait_for(wanted, self.binder.loaded)
-                self.warn_of(warnings_for(wanted))
+                self.warn_patch(warnings_for(wanted))
                 enforce(wanted)
             self.transact(goal)
             if context is None and wanted is not None and before is not None:
@@ -221,7 +221,7 @@ class Engine:
         with self.lock:
             self.watch.tidy()
             self.factories.keep_only(self.plan, self.failed)
-        self.factories.end_kept()
+        self.factories.release_dropped()
         self.deferred.flush()
 
     # Work that comes with imports, or had to wait
@@ -250,7 +250,7 @@ class Engine:
         try:
             self.do_late_work()
         finally:
-            self.factories.end_kept()
+            self.factories.release_dropped()
             self.deferred.flush()
 
     def _do_what_waited(self) -> None:
@@ -345,7 +345,7 @@ class Engine:
             return found, None
         if found is not plan:
             for finding in warnings_for(found):
-                self.deferred.warn_of(*finding)
+                self.deferred.warn_patch(*finding)
             if asked.called:
                 enforce(found)
         return found, findings
@@ -361,7 +361,7 @@ class Engine:
         """Whether work has waited that the plan does not show: late modules have run, or others have replaced names."""
         places, modules = self.binder.places, self.binder.modules
         ready = self.watch.take_ready(self.binder.loaded)
-        return bool(ready or modules.overdue() or places.given_back() or places.taken())
+        return bool(ready or modules.overdue() or places.given_back() or places.has_replaced())
 
     def _write(self, asked: _Goal, findings: Findings, imported: Imported | None) -> None:
         """Bind the layers of a plan whose factories are loaded, and make it the plan in force, in one step."""
@@ -382,11 +382,11 @@ class Engine:
         ]
         layers = self.factories.layers(plan, failed)
         with self.deferred.deferring() if layers else nullcontext():
-            lost = self.binder.commit(layers, imported, also, findings)
+            replaced = self.binder.commit(layers, imported, also, findings)
         if self.settled is not plan:
             self._settle()
         self.factories.keep_only(plan, failed)
-        for item in lost:
+        for item in replaced:
             if self.binder.effect_of(item) == "replaced":
                 self.deferred.warn(f"{item} since shim bound it; it is left alone")
         if imported is not None and plan is not None:
@@ -405,11 +405,11 @@ class Engine:
             self.deferred.warn_once(texts)
         self.deferred.flush()
 
-    def warn_of(self, findings: Iterable[tuple[str, str, str, str]]) -> None:
-        """Log each warning about a patch once in the process: see DeferredLog.warn_of."""
+    def warn_patch(self, findings: Iterable[tuple[str, str, str, str]]) -> None:
+        """Log each warning about a patch once in the process: see DeferredLog.warn_patch."""
         with self.lock:
             for finding in findings:
-                self.deferred.warn_of(*finding)
+                self.deferred.warn_patch(*finding)
         self.deferred.flush()
 
     def beneath(self, value: Any) -> Any:

@@ -11,8 +11,8 @@ from shim._engine.chain import Layer
 from shim._engine.deferred_log import DeferredLog
 from shim._engine.modules import is_initialising
 from shim._errors import BindError
-from shim._kept import Kept
 from shim._planning.plan import Decision, Plan
+from shim._resources import Resource
 
 __all__ = ["Factories"]
 
@@ -29,7 +29,7 @@ class _Entry(NamedTuple):
 
     content: _Content
     factories: Mapping[str, Any]
-    kept: Kept
+    resource: Resource
 
 
 class _Loading(threading.local):
@@ -50,7 +50,7 @@ class Factories:
         self._lock = lock
         self._log = deferred
         self._made: dict[_Content, Mapping[str, Any]] = {}
-        self._kept: list[_Entry] = []  # of the factories in `_made`, and of dropped ones that could not end yet
+        self._resources: list[_Entry] = []  # of the factories in `_made`, and of dropped ones that could not end yet
         self._loading = _Loading()
 
     def __len__(self) -> int:
@@ -100,7 +100,7 @@ class Factories:
             content = _content(decision)
             with self._lock():
                 self._made[content] = factories
-                self._kept += [_Entry(content, factories, kept) for kept in getattr(made, "kept", ())]
+                self._resources += [_Entry(content, factories, resource) for resource in getattr(made, "resources", ())]
         return postponed
 
     def layers(self, plan: Plan | None, but: Collection[str]) -> dict[str, tuple[Layer, ...]]:
@@ -124,37 +124,37 @@ class Factories:
 
     # What patches hold besides functions
 
-    def end_kept(self) -> None:
+    def release_dropped(self) -> None:
         """Free what a patch holds once its factories were dropped. Called without the lock: a patch may have its own.
 
         Whatever is still in use and cannot end yet is tried again at the next call.
         """
         with self._lock():
-            over = [entry for entry in self._kept if self._made.get(entry.content) is not entry.factories]
+            over = [entry for entry in self._resources if self._made.get(entry.content) is not entry.factories]
         for entry in over:
-            if entry.kept.release is not None:
+            if entry.resource.release is not None:
                 try:
-                    entry.kept.release()
+                    entry.resource.release()
                 except Exception as error:  # noqa: BLE001 - an error of one patch must not keep others from being freed
                     text = f"{entry.content[0]} could not end what it keeps: {type(error).__name__}: {error}"
                     with self._lock():
                         self._log.warn_once([text])
-        ended = {id(entry) for entry in over if not _told(entry.kept)}
+        ended = {id(entry) for entry in over if not _told(entry.resource)}
         with self._lock():
-            self._kept = [entry for entry in self._kept if id(entry) not in ended]
+            self._resources = [entry for entry in self._resources if id(entry) not in ended]
 
-    def held(self) -> Iterator[tuple[str, str]]:
+    def resources(self) -> Iterator[tuple[str, str]]:
         """Pairs of a patch and what it holds now, in words. Called without the lock."""
         with self._lock():
-            kept = list(self._kept)
-        for entry in kept:
-            text = _told(entry.kept)
+            entries = list(self._resources)
+        for entry in entries:
+            text = _told(entry.resource)
             if text:
                 yield entry.content[0], text
 
 
-def _told(kept: Kept) -> str:
+def _told(resource: Resource) -> str:
     try:
-        return kept.tells()
+        return resource.tells()
     except Exception as error:  # noqa: BLE001 - status() reports the error instead
         return f"something that cannot be told: {type(error).__name__}: {error}"

@@ -53,7 +53,7 @@ class _HookedLoader:
         self._loader.exec_module(module)
         if is_lazy(module) and not was_lazy:
             # The loader was importlib.util.LazyLoader. No code has run yet, and an attribute read would run it.
-            self._hook.adopt_lazy(module)
+            self._hook.hook_lazy(module)
             return
         # Somebody may load a private copy of the module. Imports get the module in sys.modules.
         if sys.modules.get(name) is module:
@@ -131,7 +131,7 @@ class ImportHook:
                 return spec
         return None
 
-    def adopt_lazy(self, module: ModuleType) -> None:
+    def hook_lazy(self, module: ModuleType) -> None:
         """Hook a lazy module: it is in sys.modules, but its code has not run."""
         spec = namespace_of(module).get("__spec__")
         if spec is not None and not issubclass(type(spec.loader), _HookedLoader):

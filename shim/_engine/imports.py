@@ -36,7 +36,7 @@ class Imports:
             return module in watch.watched
         if engine.is_within() or engine.renewal.threads:
             return module in watch.watched
-        if engine.plan is not None and engine.renewal.tie.amiss(engine.plan):
+        if engine.plan is not None and engine.renewal.tie.mismatch(engine.plan):
             return True  # after() makes the plan anew
         # True if work is left: after() does it when this module has run.
         return not engine.do_late_work(may_load=False) or bool(engine.deferred) or module in watch.watched
@@ -66,7 +66,7 @@ class Imports:
             engine.try_again(name)
         try:
             engine.renewal.keep_tied(
-                lambda plan: engine.renewal.tie.after(plan, module) or engine.renewal.tie.amiss(plan)
+                lambda plan: engine.renewal.tie.after(plan, module) or engine.renewal.tie.mismatch(plan)
             )
             engine.bind_imported((name, [name, *meanwhile()]))
         except BaseException:

@@ -14,7 +14,7 @@ from shim._engine.overrides import Override, calls, is_upstreams, overrides_of, 
 from shim._engine.questions import with_answers
 from shim._engine.records import Records
 from shim._engine.report import NOT_KNOWN, PatchReport, Report, switched_off
-from shim._engine.taken import taken_by
+from shim._engine.stale_references import stale_references
 from shim._engine.tries import Tries, of_patch
 from shim._errors import ShimError
 from shim._planning.plan import Decision, Plan
@@ -101,7 +101,7 @@ def _problems_in(models: list[Any], plan: Plan, raising: bool) -> Iterator[tuple
 def _findings_in(models: list[Any], plan: Plan, binder: Records, tries: Tries) -> Iterator[Finding]:
     """What each override of a patched method does, and each override of a method that reaches a patched function."""
     instances = [module for item in models for module in item.modules()]
-    for taken in taken_by(instances, plan, binder):
+    for taken in stale_references(instances, plan, binder):
         text = f"{taken.place} holds upstream's own {taken.target.partition(':')[2]}, taken before shim bound it"
         yield Finding(taken.patch, taken.target, NOT_KNOWN, text, f"set {taken.place} again, or {EARLIER}")
     for decision in plan.decisions.values():

@@ -1,4 +1,4 @@
-"""The names that shim has written: the objects before, what a transaction is to write, and lost names."""
+"""The names that shim has written: the objects before, what a transaction is to write, and replaced names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from shim._engine.aliases import rewrap, unwrap
-from shim._engine.chain import MISSING, Chain, Held, Key, Lost, Slot, read_name, replaced_by
+from shim._engine.chain import MISSING, Chain, Held, Key, Replaced, Slot, read_name, replaced_by
 from shim._engine.foreign import describe
 from shim._engine.reach import reached
 from shim._engine.switch import Write
@@ -19,8 +19,8 @@ class Places:
     """A slot for every name that shim has written, target or alias. Not thread-safe: the engine holds a lock.
 
     Invariants:
-    - A name is in `slots` or in `lost`, never in both. A name in `slots` held `written` when shim last read it.
-    - shim never writes a name in `lost`, until somebody puts shim's or upstream's object back there.
+    - A name is in `slots` or in `replaced`, never in both. A name in `slots` held `written` when shim last read it.
+    - shim never writes a name in `replaced`, until somebody puts shim's or upstream's object back there.
     - `drafted` is empty, except in the draft of a transaction: what the transaction is to write, name by name.
     """
 
@@ -28,7 +28,7 @@ class Places:
         """beneath: see Wrappers."""
         self._beneath = beneath
         self.slots: dict[Key, Slot] = {}
-        self.lost: dict[Key, Lost] = {}
+        self.replaced: dict[Key, Replaced] = {}
         self.drafted: dict[Key, Write] = {}
 
     # Transactions
@@ -36,7 +36,7 @@ class Places:
     def draft(self) -> Places:
         """A copy to try a transaction on. Its writes are drafted, and not made."""
         copy = Places(self._beneath)
-        copy.slots, copy.lost = dict(self.slots), dict(self.lost)
+        copy.slots, copy.replaced = dict(self.slots), dict(self.replaced)
         return copy
 
     def is_up_to_date(self) -> bool:
@@ -44,14 +44,14 @@ class Places:
         return all(write.current() is write.before for write in self.drafted.values())
 
     def put(self, owner: Any, name: str, chain: Chain, after: Chain) -> None:
-        """Write the new top to one place, or the original if no layer is left. A foreign object makes it lost."""
+        """Write the new top to one place, or the original if no layer is left. A foreign object keeps the place."""
         key = (id(owner), name)
-        if key in self.lost:
+        if key in self.replaced:
             return
         current = self._read(owner, name)
         slot = self.slots.get(key)
         if slot is not None and current is not slot.written:
-            self.lose(slot, replaced_by(current))
+            self.give_up(slot, replaced_by(current))
             return
         if slot is None:
             # A module imported while shim was bound took shim's object. Without shim it would hold upstream's.
@@ -71,11 +71,11 @@ class Places:
         self._write(slot, value, after.layers[-1].patch)
 
     def restore(self, slot: Slot) -> None:
-        """Restore the original of one place. A foreign object makes the place lost."""
+        """Restore the original of one place. A foreign object keeps the place."""
         current = self._read(slot.owner, slot.name)
         self.slots.pop(slot.key, None)
         if current is not slot.written:
-            self.lose(slot, replaced_by(current))
+            self.give_up(slot, replaced_by(current))
         elif current is not slot.original:
             self._write(slot, slot.original)
 
@@ -91,17 +91,17 @@ class Places:
 
     # Names that others have replaced
 
-    def lose(self, slot: Slot, why: str, partner: Key | None = None) -> None:
+    def give_up(self, slot: Slot, why: str, partner: Key | None = None) -> None:
         self.slots.pop(slot.key, None)
         if not slot.within:  # what lies inside of somebody's object is his, and no name that anybody looks up
-            self.lost[slot.key] = Lost(slot, why, partner, slot.current() if partner else None)
+            self.replaced[slot.key] = Replaced(slot, why, partner, slot.current() if partner else None)
 
-    def taken(self) -> bool:
-        """Whether `follow` would find a name whose object somebody has replaced since."""
-        lost = (item for item in self.lost.values() if item.partner is None)
-        return any(slot.current() is not slot.written for slot in self.slots.values()) or any(map(_is_new, lost))
+    def has_replaced(self) -> bool:
+        """Whether `drop_replaced` would find a name whose object somebody has replaced since."""
+        replaced = (item for item in self.replaced.values() if item.partner is None)
+        return any(slot.current() is not slot.written for slot in self.slots.values()) or any(map(_is_new, replaced))
 
-    def follow(self, base: Callable[[Slot], Any]) -> None:
+    def drop_replaced(self, base: Callable[[Slot], Any]) -> None:
         """Give up the names that somebody has replaced, and govern the places of the new object that hold shim's.
 
         So revert() takes shim's function out of a wrapper that somebody put around it, and a later plan changes it. A
@@ -111,11 +111,11 @@ class Places:
         """
         for slot in list(self.slots.values()):
             if slot.current() is not slot.written:
-                self.lose(slot, replaced_by(slot.current()))
-        for lost in list(self.lost.values()):
-            slot, current = lost.slot, lost.slot.current()
+                self.give_up(slot, replaced_by(slot.current()))
+        for replaced in list(self.replaced.values()):
+            slot, current = replaced.slot, replaced.slot.current()
             original = base(slot)
-            if lost.partner is None and _is_new(lost) and original is not None and not self.is_back(lost):
+            if replaced.partner is None and _is_new(replaced) and original is not None and not self.is_back(replaced):
                 found = reached(current, slot.owner, slot.name, self.leads_to(original), self._is_ours)
                 self.move_into(slot, current, found, original)
 
@@ -132,7 +132,7 @@ class Places:
         ]
         self.slots.update((place.key, place) for place in inside if place.key not in self.slots)
         held = tuple(place.key for place in inside)
-        self.lost[slot.key] = Lost(slot, replaced_by(foreign), None, foreign, held)
+        self.replaced[slot.key] = Replaced(slot, replaced_by(foreign), None, foreign, held)
 
     def leads_to(self, original: Any) -> Callable[[Any], bool]:
         """Whether a function is `original`, or shim's above it."""
@@ -141,56 +141,56 @@ class Places:
     def _is_ours(self, value: Any) -> bool:
         return self._beneath(value) is not value
 
-    def is_lost(self, key: Key) -> bool:
+    def is_replaced(self, key: Key) -> bool:
         slot = self.slots.get(key)
-        return key in self.lost or (slot is not None and slot.current() is not slot.written)
+        return key in self.replaced or (slot is not None and slot.current() is not slot.written)
 
-    def lost_now(self) -> list[Lost]:
-        """All lost names, including losses that no transaction has noticed yet. Changes nothing."""
+    def replaced_now(self) -> list[Replaced]:
+        """All replaced names, including those that no transaction has noticed yet. Changes nothing."""
         fresh = [
-            Lost(slot, replaced_by(slot.current()))
+            Replaced(slot, replaced_by(slot.current()))
             for slot in self.slots.values()
             if slot.current() is not slot.written and not slot.within
         ]
-        return [*self.lost.values(), *fresh]
+        return [*self.replaced.values(), *fresh]
 
     def given_back(self) -> bool:
         """Whether `regain` would take a name back into `slots`."""
-        return any(map(self.is_back, self.lost.values()))
+        return any(map(self.is_back, self.replaced.values()))
 
     def regain(self) -> list[Slot]:
         """Take names back into `slots` if somebody has put shim's or upstream's object back there."""
         found = []
-        for key, lost in sorted(self.lost.items(), key=lambda item: item[1].partner is not None):
-            if self.is_back(lost):
-                del self.lost[key]
-                current = lost.slot.current()
+        for key, replaced in sorted(self.replaced.items(), key=lambda item: item[1].partner is not None):
+            if self.is_back(replaced):
+                del self.replaced[key]
+                current = replaced.slot.current()
                 # A wrapper that was there before shim hid the descriptor of upstream's function.
-                original = current if _is_same(current, lost.slot.original) else lost.slot.original
+                original = current if _is_same(current, replaced.slot.original) else replaced.slot.original
                 beneath = self._beneath(current)
                 if beneath is not current and original is not MISSING and not _is_same(beneath, original):
                     original = beneath  # shim went around somebody's function, which has been taken back
-                self.slots[key] = replace(lost.slot, original=original, written=current)
+                self.slots[key] = replace(replaced.slot, original=original, written=current)
                 found.append(self.slots[key])
         return found
 
-    def is_back(self, lost: Lost) -> bool:
-        """Whether a lost name holds shim's or upstream's object again."""
-        current = lost.slot.current()
+    def is_back(self, replaced: Replaced) -> bool:
+        """Whether a replaced name holds shim's or upstream's object again."""
+        current = replaced.slot.current()
         # What shim wrote may be a thing without identity of its own, such as None.
-        ours = _is_same(current, lost.slot.original) or self._beneath(current) is not current
-        ours = ours or current is lost.slot.written
-        return lost.partner not in self.lost and ours
+        ours = _is_same(current, replaced.slot.original) or self._beneath(current) is not current
+        ours = ours or current is replaced.slot.written
+        return replaced.partner not in self.replaced and ours
 
     def forget_what_was_replaced_in(self, module: Any) -> None:
         """Forget all names in a module whose code has run again, except names that still hold shim's object."""
         self.slots = {k: s for k, s in self.slots.items() if s.owner is not module or s.current() is s.written}
-        self.lost = {k: lost for k, lost in self.lost.items() if lost.slot.owner is not module}
+        self.replaced = {k: replaced for k, replaced in self.replaced.items() if replaced.slot.owner is not module}
 
 
-def _is_new(lost: Lost) -> bool:
-    """Whether nobody has looked into the object that stands on a lost name."""
-    return lost.foreign is not lost.slot.current()
+def _is_new(replaced: Replaced) -> bool:
+    """Whether nobody has looked into the object that stands on a replaced name."""
+    return replaced.foreign is not replaced.slot.current()
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from shim._compatible import marks_of
 from shim._engine.aliases import namespace_of, unwrap
 from shim._engine.call_watch import CallWatch
-from shim._engine.chain import MISSING, Chain, Held, Key, Lost, Slot
+from shim._engine.chain import MISSING, Chain, Held, Key, Replaced, Slot
 from shim._engine.foreign import describe
 from shim._engine.left_over import LeftOver
 from shim._engine.modules import Modules
@@ -87,9 +87,9 @@ class Records:
     """The chains of one process and the places they stand on. Not thread-safe: the engine holds a lock.
 
     Invariant: `chains` has one chain for each target with layers. `places` has a slot for the target and for each
-    alias, unless that place is lost. Every slot's target has a chain. A slot holds the chain's top, in the descriptor
-    that was there before. After a reload a slot may hold an older top of the same target, which is restored together
-    with the chain.
+    alias, unless that place is replaced. Every slot's target has a chain. A slot holds the chain's top, in the
+    descriptor that was there before. After a reload a slot may hold an older top of the same target, which is
+    restored together with the chain.
 
     No record is changed in place once others can see it: a change replaces it as a whole.
     """
@@ -145,21 +145,25 @@ class Records:
         slot = self.places.slots.get(chain.key)
         return slot is not None and slot.current() is slot.written
 
-    def lost_targets(self) -> dict[str, Lost]:
-        """The entries of `lost_now` that are targets; aliases are left out."""
+    def replaced_targets(self) -> dict[str, Replaced]:
+        """The entries of `replaced_now` that are targets; aliases are left out."""
         targets = {chain.key: target for target, chain in self.chains.items()}
-        return {targets[lost.slot.key]: lost for lost in self.places.lost_now() if lost.slot.key in targets}
+        return {
+            targets[replaced.slot.key]: replaced
+            for replaced in self.places.replaced_now()
+            if replaced.slot.key in targets
+        }
 
     def is_back(self, owner: Any, name: str) -> bool:
         """Whether a name that somebody had replaced holds shim's or upstream's object again."""
-        lost = self.places.lost.get((id(owner), name))
-        return lost is not None and self.places.is_back(lost)
+        replaced = self.places.replaced.get((id(owner), name))
+        return replaced is not None and self.places.is_back(replaced)
 
-    def will_be_followed(self, lost: Lost) -> bool:
+    def will_be_governed(self, replaced: Replaced) -> bool:
         """Whether the next transaction puts shim's object back, or into what somebody has put in its place."""
-        if self.places.is_back(lost):
+        if self.places.is_back(replaced):
             return True
-        slot, base = lost.slot, self._base_of(lost.slot)
+        slot, base = replaced.slot, self._base_of(replaced.slot)
         wanted = self.places.leads_to(base)
         found = [] if base is None else reached(slot.current(), slot.owner, slot.name, wanted, self.wrappers.is_ours)
         return any(held.owner is not None for held in found)
@@ -170,28 +174,28 @@ class Records:
 
     def put_there_since(self, owner: Any, name: str, value: Any) -> str:
         """What somebody has put in the place of shim's object, in words; "" if nobody did, or it is gone again."""
-        lost = self.places.lost.get((id(owner), name))
-        since = lost is not None and lost.partner is None and not self.places.is_back(lost)
+        replaced = self.places.replaced.get((id(owner), name))
+        since = replaced is not None and replaced.partner is None and not self.places.is_back(replaced)
         return describe(unwrap(value)) if since else ""
 
     def put_back(self) -> list[Slot]:
         """The names on which somebody has put shim's object again, which still does what the patch does."""
-        return list(self.left_over.back({*self.places.slots, *self.places.lost}))
+        return list(self.left_over.back({*self.places.slots, *self.places.replaced}))
 
-    def effect_of(self, lost: Lost) -> str:
+    def effect_of(self, replaced: Replaced) -> str:
         """Whether shim's function is called although somebody else's object stands on the name.
 
         ``called``: the object holds shim's function, and its code names it. ``kept``: it says that it does what the
         patch does (shim.compatible). ``unknown``: it holds the function where reading does not tell. ``replaced``: it
         does not hold the function, or an older one. ``released``: shim has taken it out, and nothing is bound.
         """
-        chain, current = self.chains.get(lost.slot.target), lost.slot.current()
-        if chain is None and lost.held:
+        chain, current = self.chains.get(replaced.slot.target), replaced.slot.current()
+        if chain is None and replaced.held:
             return "released"
         if chain is None or current is MISSING:
             return "replaced"
         top = unwrap(chain.top)
-        slot = lost.slot
+        slot = replaced.slot
         found = reached(current, slot.owner, slot.name, lambda value: value is top, self.wrappers.is_ours)
         if any(held.certain for held in found):
             return "called"
@@ -214,10 +218,10 @@ class Records:
         base = None if chain is None or chain.base is MISSING else unwrap(chain.base)
         return base if callable(base) else None
 
-    def _is_followed(self, key: Key) -> bool:
-        """Whether shim governs places inside of the object that stands on a lost name."""
-        lost = self.places.lost.get(key)
-        return lost is not None and any(inner in self.places.slots for inner in lost.held)
+    def _is_governed_inside(self, key: Key) -> bool:
+        """Whether shim governs places inside of the object that stands on a replaced name."""
+        replaced = self.places.replaced.get(key)
+        return replaced is not None and any(inner in self.places.slots for inner in replaced.held)
 
 
 def _upstreams(found: type, module: str, qualname: str) -> type:

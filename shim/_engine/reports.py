@@ -27,7 +27,7 @@ def report(engine: Engine, otherwise: Callable[[], Plan]) -> Report:
         return _read_back(engine, engine.plan or not_applied(engine.last or otherwise()), {})
     engine.catch_up()
     models = engine.checked.living()
-    last = engine.last if engine.last is not None and not engine.renewal.tie.amiss(engine.last) else None
+    last = engine.last if engine.last is not None and not engine.renewal.tie.mismatch(engine.last) else None
     return _on_models(engine, models, engine.plan or not_applied(last or otherwise()), raising=False)
 
 
@@ -67,7 +67,7 @@ def _resources(engine: Engine) -> dict[str, tuple[str, ...]]:
     """Patch id -> what the patch holds in the process now, in words. Called without the lock."""
     found: dict[str, tuple[str, ...]] = {}
     with engine.lock:
-        variables = list(engine.variables.held())
-    for id, text in [*variables, *engine.factories.held()]:
+        variables = list(engine.variables.resources())
+    for id, text in [*variables, *engine.factories.resources()]:
         found[id] = (*found.get(id, ()), text)
     return found

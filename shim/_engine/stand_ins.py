@@ -139,7 +139,7 @@ class StandIns:
         # Modules that run with shim's builtins, and those builtins.
         self._given: weakref.WeakKeyDictionary[ModuleType, dict[str, Any]] = weakref.WeakKeyDictionary()
 
-    def follow(self, plan: Plan | None) -> None:
+    def sync(self, plan: Plan | None) -> None:
         """Take the stand-ins of the plan, and restore the builtins of modules that the plan no longer names."""
         self._packages = stand_ins_of(plan)
         for module in list(self._given):

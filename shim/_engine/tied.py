@@ -12,22 +12,26 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shim._engine.aliases import namespace_of
 from shim._engine.bytecode import stale_bytecode
 from shim._engine.modules import is_initialising, is_lazy
-from shim._errors import SourceError
+from shim._errors import NotMetError, SourceError
 from shim._planning.plan import Plan, make_plan
 from shim._record import replace
 from shim._releases.detect import DISTRIBUTIONS, PATCHED, detect, place_of, same_place
 from shim._releases.files import stamp_of
 from shim._releases.sources import Seen, Sources, digest_of_file, file_of
 
-__all__ = ["Tie", "made_anew", "packages_of", "tied_modules"]
+if TYPE_CHECKING:
+    from shim._engine.engine import Engine
+
+__all__ = ["Renewal", "Tie", "packages_of", "tied_modules"]
 
 _PACKAGES = {DISTRIBUTIONS[distribution].package: distribution for distribution in PATCHED}
 _BEFORE = "Remedy: put it on sys.path before {}, in front of everything else"
@@ -45,11 +49,6 @@ def tied_modules(plan: Plan | None) -> frozenset[str]:
     """These packages, and all modules that the plan has read, or has looked for."""
     packages = packages_of(plan)
     return packages | plan.environment.sources.modules if plan is not None and packages else frozenset()
-
-
-def made_anew(plan: Plan, sources: Sources) -> Plan:
-    """The plan that the same call would get now."""
-    return replace(make_plan(detect(sources), plan.matrix, plan.options, plan.losses), asked_by=plan.asked_by)
 
 
 class Tie:
@@ -102,7 +101,7 @@ class Tie:
             self._note(plan, name, module)
         return why
 
-    def amiss(self, plan: Plan) -> str:
+    def mismatch(self, plan: Plan) -> str:
         """Why the plan does not fit the modules that are loaded: they may have come past the hook."""
         for package in packages_of(plan):
             if package in sys.modules and not is_lazy(sys.modules[package]):
@@ -127,6 +126,63 @@ class Tie:
         seen = plan.environment.sources.seen(name)
         if seen is not None and seen[0] and issubclass(type(module), ModuleType):
             self._ran[name] = weakref.ref(module), seen
+
+
+class Renewal:
+    """Makes the plan in force anew when it is due, from sources that reuse what earlier plans have read.
+
+    threads: those that make the plan anew. They do no late work meanwhile: the old plan would take upstream's functions
+        of another copy for conflicts.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.tie = Tie()
+        self.threads: set[int] = set()
+        self._sources: Sources | None = None
+        self._known: Callable[..., Any] | None = None
+
+    def new_sources(self, known: Callable[..., Any] | None) -> Sources:
+        """Sources for a new plan. They reuse what the last plan's Sources have read. `known`: see Sources."""
+        self._known = known
+        self._sources = self.tie.sources(self._sources, known)
+        return self._sources
+
+    def keep_tied(self, why_not: Callable[[Plan], str] | None = None) -> None:
+        """Make the plan in force anew if `why_not` says that it does not fit this process. Called without the lock.
+
+        NotMetError if the new plan does not meet the demands of the call that the plan was made for. The plan stays
+        in force then, and so does what is bound.
+        """
+        engine = self._engine
+        if engine.is_within():
+            return  # whoever comes next asks again
+        plan = engine.plan
+        why = "" if plan is None else (why_not or self.tie.mismatch)(plan)
+        if plan is None or not why:
+            return
+        thread = threading.get_ident()
+        self.threads.add(thread)
+        try:
+            engine.switch_to(self._made_anew(plan, why), instead=plan)
+        except NotMetError as error:
+            raise NotMetError(f"{why}. Until then: {error}") from error
+        finally:
+            self.threads.discard(thread)
+
+    def is_renewed(self, plan: Plan) -> bool:
+        """Whether the plan that a with-block restores did not fit this process any more, and has been made anew."""
+        engine, why = self._engine, self.tie.mismatch(plan)
+        if why:
+            fresh = self._made_anew(plan, why)
+            with engine.lock:
+                engine.contexts.open = engine.contexts.renewed(plan, fresh)
+        return bool(why)
+
+    def _made_anew(self, plan: Plan, why: str) -> Plan:
+        self._engine.warn([f"{why}. The plan is made anew for it."])
+        environment = detect(self.new_sources(self._known))
+        return replace(make_plan(environment, plan.matrix, plan.options, plan.losses), asked_by=plan.asked_by)
 
 
 def _is_loaded(name: str, module: Callable[[], Any]) -> bool:

@@ -28,13 +28,13 @@ class Variables:
         self._set: dict[str, tuple[str | None, str]] = {}
         self._for: dict[str, str] = {}  # variable -> the patch it was set for
 
-    def held(self) -> Iterator[tuple[str, str]]:
+    def resources(self) -> Iterator[tuple[str, str]]:
         """Pairs (patch, text) for each variable that shim has set and that still has shim's value."""
         for name, (_, mine) in self._set.items():
             if os.environ.get(name) == mine:
                 yield self._for[name], f"{name}={mine} in the environment"
 
-    def follow(self, plan: Plan | None) -> list[str]:
+    def sync(self, plan: Plan | None) -> list[str]:
         """Set the variables that the plan's options ask for, and restore the others. Returns warnings for late ones.
 
         A variable that somebody else has changed meanwhile is left alone.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from shim._compatible import marks_of
 from shim._engine.aliases import unwrap
-from shim._engine.chain import Lost, replaced_by
+from shim._engine.chain import Replaced, replaced_by
 from shim._engine.conflicts import remedy_for, remedy_in_doubt, remedy_untried
 from shim._engine.foreign import describe
 from shim._engine.records import Records
@@ -19,7 +19,7 @@ __all__ = ["not_applied", "read_report", "reason_of"]
 
 
 def _state(
-    decision: Decision, plan: Plan, binder: Records, failed: Mapping[str, str], lost: Mapping[str, Lost]
+    decision: Decision, plan: Plan, binder: Records, failed: Mapping[str, str], lost: Mapping[str, Replaced]
 ) -> PatchReport:
     entry = plan.matrix.patches[decision.id]
     summary = entry.summary
@@ -37,7 +37,7 @@ def _state(
 
     if not decision.wanted:
         targets = dict.fromkeys(decision.targets, decision.action)
-        unused = off(decision.displaced.options, decision.reason, targets) if decision.displaced else None
+        unused = off(decision.without_conflict.options, decision.reason, targets) if decision.without_conflict else None
         return unused or report(decision.action, decision.reason, targets, decision.remedy)
     if decision.id in failed:
         remedy = f"report it with the output of `shim doctor`, and exclude {decision.id} meanwhile"
@@ -83,11 +83,11 @@ def reason_of(decision: Decision, binder: Records) -> str:
     return "; but ".join([decision.reason, *told])
 
 
-def _who(lost: Lost) -> str:
+def _who(lost: Replaced) -> str:
     return describe(unwrap(lost.slot.current()))
 
 
-def _on(target: str, decision: Decision, binder: Records, lost: Mapping[str, Lost]) -> str:
+def _on(target: str, decision: Decision, binder: Records, lost: Mapping[str, Replaced]) -> str:
     """How a target stands: bound, called by somebody's object, lost or left to it, kept by it, unknown or pending."""
     if (decision.id, target) in binder.found.open:
         return "untried"
@@ -99,7 +99,7 @@ def _on(target: str, decision: Decision, binder: Records, lost: Mapping[str, Los
     return "bound" if binder.bound(decision.id, target) else "pending"
 
 
-def _others(decision: Decision, targets: Mapping[str, str], binder: Records, lost: Mapping[str, Lost]) -> list[str]:
+def _others(decision: Decision, targets: Mapping[str, str], binder: Records, lost: Mapping[str, Replaced]) -> list[str]:
     """What other people's objects on the targets do, one sentence each."""
     found = []
     for target, state in targets.items():
@@ -125,13 +125,13 @@ def _others(decision: Decision, targets: Mapping[str, str], binder: Records, los
 def read_report(plan: Plan, binder: Records, failed: Mapping[str, str], held: Mapping[str, tuple[str, ...]]) -> Report:
     """The report of this moment. A patch is "applied" only if it was read back. `held`: see PatchReport.holds."""
     releases = {name: i.raw or "unknown" for name, i in plan.environment.installed.items()}
-    lost = binder.lost_targets()
+    lost = binder.replaced_targets()
     patches = {
         id: replace(_state(decision, plan, binder, failed, lost), holds=held.get(id, ()))
         for id, decision in plan.decisions.items()
     }
     fine = ("called", "kept", "released")
-    left_alone = tuple(str(item) for item in binder.places.lost_now() if binder.effect_of(item) not in fine)
+    left_alone = tuple(str(item) for item in binder.places.replaced_now() if binder.effect_of(item) not in fine)
     left_alone += tuple(f"{slot} holds shim's object again, which somebody has put back" for slot in binder.put_back())
     return Report(patches, plan, releases, left_alone)
 

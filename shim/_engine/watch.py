@@ -71,7 +71,7 @@ class Watch:
         for name in self.watched:
             module = sys.modules.get(name)
             if module is not None and is_lazy(module):
-                self.hook.adopt_lazy(module)
+                self.hook.hook_lazy(module)
 
     def tidy(self) -> None:
         """Watch only the plan in force, and remove the hook if there is nothing to watch."""

@@ -11,7 +11,7 @@ from shim._errors import OptionError
 __all__ = ["HOLDERS", "is_owned", "is_within", "refused_within"]
 
 # The modules whose code takes the engine's lock. What they call under it (factories.py takes it too) runs above them.
-HOLDERS = ("shim._engine.engine", "shim._engine.imports", "shim._engine.renewal", "shim._engine.reports")
+HOLDERS = ("shim._engine.engine", "shim._engine.imports", "shim._engine.tied", "shim._engine.reports")
 
 
 def is_owned(lock: threading.RLock) -> bool:

@@ -15,7 +15,7 @@ __all__ = ["Decision"]
 class Decision(Record):
     """What is to become of one patch. `action` is ``apply``, or the state that says why not."""
 
-    _aside = ("displaced",)
+    _aside = ("without_conflict",)
 
     id: str
     kind: str
@@ -25,7 +25,7 @@ class Decision(Record):
     fingerprints: Mapping[str, str] = EMPTY
     options: Mapping[str, Any] = EMPTY
     remedy: str = ""
-    displaced: Decision | None = None  # of a conflict: the decision that holds again without it
+    without_conflict: Decision | None = None  # of a conflict: the decision that holds again without it
     # Targets left to somebody else's object, with that object in words ("": it says that it keeps what the patch does).
     left: Mapping[str, str] = EMPTY
 

@@ -28,7 +28,7 @@ def identity_of(
     packages: those that the caller names; all their files count as soon as a patch lies outside of shim.patches.
     """
     code, patches, is_foreign = Code(packages), {}, False
-    for id, decision in ((id, decision.displaced or decision) for id, decision in decisions.items()):
+    for id, decision in ((id, decision.without_conflict or decision) for id, decision in decisions.items()):
         if decision.wanted:
             module = matrix.patches[id].module
             is_foreign |= not module.startswith("shim.")

@@ -47,7 +47,7 @@ def locked(plan: Plan) -> dict[str, Any]:
     A patch that the release does not need is not in the identity. If somebody edits the release, it drifts.
     """
     kinds = [kind for kind in KINDS if plan.options.kinds is None or kind in plan.options.kinds]
-    drifted = sorted(id for id, d in plan.decisions.items() if (d.displaced or d).action == "drifted")
+    drifted = sorted(id for id, d in plan.decisions.items() if (d.without_conflict or d).action == "drifted")
     return {"format": FORMAT, **plan.identity, "kinds": kinds, "drifted": drifted, "digest": plan.digest}
 
 

@@ -39,7 +39,7 @@ def group(state: str, kind: str, pending_is_amiss: bool) -> str:
     if state == "pending":
         return "stuck" if pending_is_amiss else "waiting"
     if state in AMISS or (state == "inactive" and kind != "feature"):
-        return "amiss"
+        return "problem"
     if state in ("apply", "applied", "inactive"):
         return "features" if kind == "feature" else "applied"
     return state
@@ -48,7 +48,7 @@ def group(state: str, kind: str, pending_is_amiss: bool) -> str:
 # Text
 
 _TITLES = {
-    "amiss": "Problems:",
+    "problem": "Problems:",
     "stuck": "Not applied, because what they patch cannot be imported here:",
     "applied": "{Applied}:",
     "features": "Features {applied}, without effect until you use them (by a flag, an option or a call):",
@@ -68,7 +68,7 @@ def headline(rows: Sequence[Row], applied: str, more_problems: int = 0) -> str:
     parts = [f"{count('applied', 'features')} {applied}"]
     others = {"waiting": "waiting for an import", "excluded": "left out", "out-of-range": "for other releases"}
     parts += [f"{count(group)} {what}" for group, what in others.items() if count(group)]
-    problems = count("amiss", "stuck") + more_problems
+    problems = count("problem", "stuck") + more_problems
     parts += [f"{count(*NOT_NEEDED)} not needed here", f"{problems} problem{'' if problems == 1 else 's'}"]
     return ", ".join(parts)
 
@@ -81,12 +81,12 @@ def grouped(rows: Sequence[Row], applied: str, verbose: bool) -> Iterable[str]:
             yield ""
             yield title.format(applied=applied, Applied=applied.capitalize())
         for row in members:
-            state = f" ({row.state})" if group == "amiss" else ""
+            state = f" ({row.state})" if group == "problem" else ""
             yield f"  {row.id:<{width}}  {one_line(row.summary)}{state}"
             yield from (f"      changes {one_line(text)}" for text in row.effects)
             if verbose and row.variant:
                 yield f"      variant {row.variant} of {one_line(', '.join(row.targets), LONG)}"
-            if verbose or group == "amiss":
+            if verbose or group == "problem":
                 yield f"      {one_line(row.reason, LONG)}"
             if row.remedy:
                 yield f"      Remedy: {one_line(row.remedy, LONG)}"

@@ -38,8 +38,8 @@ def enforce(plan: Plan) -> None:
             raise NotMetError(f"required, but {what}")
         if decision.action == "drifted" and plan.options.on_drift == "error":
             raise NotMetError(f"on_drift='error', and {what}")
-        amiss = decision.action in ("drifted", "conflict")
-        if amiss and plan.options.strict and decision.kind == "correctness":
+        is_problem = decision.action in ("drifted", "conflict")
+        if is_problem and plan.options.strict and decision.kind == "correctness":
             raise NotMetError(f"strict, and {what}")
     if plan.options.lock is not None:
         enforce_lock(plan)

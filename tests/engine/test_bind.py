@@ -295,8 +295,8 @@ def test_cycles_leave_nothing_behind(patched_world):
         ENGINE.switch_to(plan)
         ENGINE.switch_to(None)
         binder, places = ENGINE.binder, ENGINE.binder.places
-        kept = [places.slots, places.lost, binder.chains, binder.wrappers]
-        kept += [ENGINE.factories, ENGINE.failed, ENGINE.deferred.said]
+        kept = [places.slots, places.replaced, binder.chains, binder.wrappers]
+        kept += [ENGINE.factories, ENGINE.failed, ENGINE.deferred.logged]
         sizes.append([len(item) for item in kept])
     assert sizes[5] == sizes[-1]
     assert same(before, patched_world.snapshot()) == []

@@ -27,7 +27,7 @@ INTERRUPTED = """
         "more": [CORE + "ops:halve", CORE + "layers:Layer.make", CORE + "ops:double"],
     }
     NAMES = (
-        "engine", "imports", "renewal", "reports", "within", "factories", "conflicts", "modules", "binder", "draft",
+        "engine", "imports", "tied", "reports", "within", "factories", "conflicts", "modules", "binder", "draft",
         "records", "switch", "contexts", "retired", "places", "wrappers", "chain", "import_hook", "deferred_log",
         "watch", "stand_ins", "variables",
     )

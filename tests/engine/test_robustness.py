@@ -154,7 +154,7 @@ def test_cycles_leave_nothing_behind(tree):
         def sizes():
             engine = _engine.ENGINE
             b, p = engine.binder, engine.binder.places
-            return [len(x) for x in (b.chains, p.slots, p.lost, b.modules.executed, b.wrappers, engine.deferred.said,
+            return [len(x) for x in (b.chains, p.slots, p.lost, b.modules.executed, b.wrappers, engine.deferred.logged,
                                      engine.failed, engine.factories, sys.meta_path, sys.modules)]
         def measure():
             gc.collect()

@@ -12,7 +12,7 @@ MAY_IMPORT = {
     "_record": set(),
     "_version": set(),
     "_tasks": set(),
-    "_kept": set(),
+    "_resources": set(),
     "_locks": set(),
     "_compatible": {"_errors", "_version"},
     "ops": {"_errors", "_locks"},
@@ -26,7 +26,7 @@ MAY_IMPORT = {
         "_printing",
         "_record",
         "_tasks",
-        "_kept",
+        "_resources",
         "_compatible",
         "_releases",
         "_matrix",
@@ -63,7 +63,7 @@ MAY_IMPORT = {
         "_proving",
         "_tools",
     },
-    "patches": {"_errors", "_kept", "_locks", "_config_override", "ops"},
+    "patches": {"_errors", "_resources", "_locks", "_config_override", "ops"},
 }
 FILES = {
     ".".join(["shim", *file.relative_to(top).with_suffix("").parts]).removesuffix(".__init__"): file
@@ -161,7 +161,6 @@ TESTED_IN = {
     "_engine.modules": "engine/test_imports",
     "_engine.places": "engine/test_bind",
     "_engine.questions": "engine/test_both_orders",
-    "_engine.renewal": "engine/test_tied",
     "_engine.report": "engine/test_public",
     "_engine.reports": "engine/test_public",
     "_engine.signatures": "engine/test_fits",

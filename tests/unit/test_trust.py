@@ -84,7 +84,7 @@ def test_what_is_no_package_is_an_error(foreign, packages):
 
 def test_another_matrix_is_warned_about_once_and_doctor_tells_of_it(foreign, caplog, monkeypatch):
     """With the hash by which its content can be recognised; the shipped one is not worth a word."""
-    monkeypatch.setattr(shim._engine.engine.ENGINE.deferred, "said", set())
+    monkeypatch.setattr(shim._engine.engine.ENGINE.deferred, "logged", set())
     for _ in range(2):
         shim.apply(packages="trainer_patches")
     content = _matrix.load_matrix(foreign.matrix).content

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shim._config_override.recompute import entered, marked
-from shim._kept import Bindings, Kept
+from shim._resources import Bindings, Resource
 from shim.patches._arguments import Function
 
 RANDOM = "megatron.core.tensor_parallel.random:"
@@ -34,4 +34,4 @@ BINDINGS: dict[str, Callable[[Function], Function]] = dict.fromkeys(
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
-    return Bindings(BINDINGS, Kept(entered))
+    return Bindings(BINDINGS, Resource(entered))

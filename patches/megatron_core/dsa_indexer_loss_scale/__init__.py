@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from shim._kept import Bindings, Kept
+from shim._resources import Bindings, Resource
 from shim.patches._arguments import Function, argument
 
 TARGET = "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss"
@@ -69,4 +69,4 @@ def _forget() -> None:
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Bindings:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
-    return Bindings({TARGET: _forward_step_calc_loss}, Kept(_told, _forget))
+    return Bindings({TARGET: _forward_step_calc_loss}, Resource(_told, _forget))

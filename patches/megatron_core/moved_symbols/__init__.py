@@ -44,8 +44,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shim._errors import ShimError
-from shim._kept import Bindings, Kept
 from shim._locks import renew_in_children
+from shim._resources import Bindings, Resource
 from shim.patches._arguments import Function, add_parameters
 
 CORE = "megatron.core"
@@ -357,7 +357,7 @@ def _variant(name: str) -> tuple[dict[str, Function], tuple[types.ModuleType, ..
     return {}, (_Elsewhere(custom, f"{CORE}.extensions.transformer_engine"),)
 
 
-def _keeping(module: types.ModuleType) -> Kept:
+def _keeping(module: types.ModuleType) -> Resource:
     def tells() -> str:
         return f"the module {module.__name__}" if sys.modules.get(module.__name__) is module else ""
 
@@ -365,7 +365,7 @@ def _keeping(module: types.ModuleType) -> Kept:
         if tells():
             del sys.modules[module.__name__]
 
-    return Kept(tells, release)
+    return Resource(tells, release)
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Any], Any]]:

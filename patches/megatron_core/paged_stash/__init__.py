@@ -61,7 +61,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shim._kept import Bindings, Kept
+from shim._resources import Bindings, Resource
 from shim.ops.paged_stash import StashStatistics
 from shim.patches._arguments import Function, argument
 from shim.patches._stubs import holder_of
@@ -359,4 +359,4 @@ def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[
     stash = ExpertStash(options)
     _STASHES.add(stash)
     factories = {target: functools.partial(factory, stash=stash) for target, factory in VARIANTS[variant].items()}
-    return Bindings(factories, Kept(stash.held, stash.release))
+    return Bindings(factories, Resource(stash.held, stash.release))

@@ -47,7 +47,7 @@ from typing import Any
 import torch
 
 from shim._errors import ShimError
-from shim._kept import Bindings, Kept
+from shim._resources import Bindings, Resource
 from shim.patches._arguments import Function, argument, replacing
 from shim.patches._named import Named
 
@@ -361,4 +361,4 @@ def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[
         CHECKPOINT: functools.partial(_checkpoint_forward, watch=watch),
         TE_CHECKPOINT: functools.partial(_te_checkpoint, watch=watch),
     }
-    return Bindings(factories, Kept(watch.held, watch.release))
+    return Bindings(factories, Resource(watch.held, watch.release))

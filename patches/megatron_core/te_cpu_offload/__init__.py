@@ -25,7 +25,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from shim._kept import Bindings, Kept
+from shim._resources import Bindings, Resource
 from shim.patches._arguments import Function
 from shim.patches._named import Named
 
@@ -136,4 +136,4 @@ def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[
     flag = {MANAGER + "__enter__": _enter, MANAGER + "__exit__": _exit}
     factories = {**flag, CONTEXT: _context} if variant == "context" else flag
     # After revert() upstream's own function leaves the regions, and would not remove the entries.
-    return Bindings(factories, Kept(_told, lambda: _REGIONS.entered.clear()))
+    return Bindings(factories, Resource(_told, lambda: _REGIONS.entered.clear()))

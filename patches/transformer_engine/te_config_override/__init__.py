@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shim._config_override.recompute import entered, marked
-from shim._kept import Bindings, Kept
+from shim._resources import Bindings, Resource
 from shim.patches._arguments import Function
 
 CHECKPOINT = "transformer_engine.pytorch.distributed:checkpoint"
@@ -25,4 +25,4 @@ CHECKPOINT = "transformer_engine.pytorch.distributed:checkpoint"
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
-    return Bindings({CHECKPOINT: marked}, Kept(entered))
+    return Bindings({CHECKPOINT: marked}, Resource(entered))

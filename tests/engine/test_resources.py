@@ -9,7 +9,7 @@ import shim
 
 CORE = "megatron.core."
 PATCH = """
-    from shim._kept import Bindings, Kept
+    from shim._resources import Bindings, Resource
 
     MADE = []
     STAYS = False
@@ -33,7 +33,7 @@ PATCH = """
         buffer = Buffer(options.get("size", 8))
         MADE.append(buffer)
         found = {target: lambda original: original if not callable(original) else wrap(original) for target in TARGETS}
-        return Bindings(found, Kept(buffer.held, buffer.release))
+        return Bindings(found, Resource(buffer.held, buffer.release))
 
 
     def wrap(original):

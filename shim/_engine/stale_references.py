@@ -11,10 +11,10 @@ from shim._engine.aliases import unwrap
 from shim._engine.records import Records
 from shim._planning.plan import Plan
 
-__all__ = ["Taken", "taken_by"]
+__all__ = ["StaleReference", "stale_references"]
 
 
-class Taken(NamedTuple):
+class StaleReference(NamedTuple):
     """A place in a model that holds upstream's own function of a target, or one that does the same."""
 
     patch: str
@@ -22,7 +22,7 @@ class Taken(NamedTuple):
     place: str
 
 
-def taken_by(modules: Iterable[Any], plan: Plan, binder: Records) -> Iterator[Taken]:
+def stale_references(modules: Iterable[Any], plan: Plan, binder: Records) -> Iterator[StaleReference]:
     """The attributes of modules and of their configs that hold the function of a target as it was before it was bound.
 
     One of shim's that was taken before a revert, or in a block that has ended, does the same as upstream's by now.
@@ -51,7 +51,7 @@ def taken_by(modules: Iterable[Any], plan: Plan, binder: Records) -> Iterator[Ta
             for name, value in _namespace_of(holder).items():
                 function = value.func if type(value) is functools.partial else value
                 for patch, target in wanted.get(id(function), ()):
-                    yield Taken(patch, target, f"{prefix}{name} of {owner}")
+                    yield StaleReference(patch, target, f"{prefix}{name} of {owner}")
 
 
 def _namespace_of(holder: Any) -> Mapping[str, Any]:

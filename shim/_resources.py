@@ -1,9 +1,9 @@
 """What a patch holds in the process besides its functions: buffers, flags, an override that is entered.
 
-The `bindings()` of such a patch returns a Bindings, with a Kept for each thing that it holds:
+The `bindings()` of such a patch returns a Bindings, with a Resource for each thing that it holds:
 
     stash = Stash(options)
-    return Bindings({TARGET: functools.partial(_forward, stash=stash)}, Kept(stash.held, stash.release))
+    return Bindings({TARGET: functools.partial(_forward, stash=stash)}, Resource(stash.held, stash.release))
 
 status() then names what is held (``report[id].holds``). revert() ends it, and so does an apply() without the patch or
 with other options of it. State needs no entry when it ends with a call or belongs to what the call returns. State that
@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["Bindings", "Kept"]
+__all__ = ["Bindings", "Resource"]
 
 
-class Kept(NamedTuple):
+class Resource(NamedTuple):
     """One thing that a patch holds. The engine calls both functions at any time, from any thread, and more than once.
 
     tells: says in a few words what is held at this moment, with its size. "" where nothing is held.
@@ -33,6 +33,6 @@ class Kept(NamedTuple):
 class Bindings(dict[str, Callable[[Any], Any]]):
     """The factories of a patch by target, and what the patch holds."""
 
-    def __init__(self, factories: Mapping[str, Callable[[Any], Any]], *kept: Kept) -> None:
+    def __init__(self, factories: Mapping[str, Callable[[Any], Any]], *resources: Resource) -> None:
         super().__init__(factories)
-        self.kept = kept
+        self.resources = resources
