@@ -1,6 +1,6 @@
 """shim.compatible: a trainer says of its override of a patched method that it keeps the mend.
 
-Works without torch, and whether or not anything is applied. check() reads the marks (shim._engine.overrides).
+Works without torch, and whether or not anything is applied. check() reads the marks (shim._engine.models).
 """
 
 from __future__ import annotations

@@ -83,8 +83,6 @@ class Binder(Records):
                 break
         before = self.places.replaced
         self._perform(Switch(writes))
-        if not self.chains:
-            self.calls.forget()
         return [replaced for key, replaced in self.places.replaced.items() if before.get(key) is not replaced]
 
     def _perform(self, switch: Switch) -> None:

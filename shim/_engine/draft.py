@@ -28,7 +28,6 @@ class Draft(Records):
         self.wrappers = records.wrappers.draft()
         self.places = records.places.draft()
         self.chains = dict(records.chains)
-        self.calls = records.calls
         self.left_over = records.left_over.draft()
         self.found = found.copy()
         self.first = dict(records.first)

@@ -10,8 +10,9 @@ from shim._engine.aliases import namespace_of, unwrap
 from shim._engine.chain import Chain
 from shim._engine.checked import Checked
 from shim._engine.copies import with_copies
-from shim._engine.overrides import Override, calls, is_upstreams, overrides_of, reaches
+from shim._engine.overrides import Override, calls, overrides_of
 from shim._engine.questions import with_answers
+from shim._engine.reach import is_releases_own, leads_to
 from shim._engine.records import Records
 from shim._engine.report import NOT_KNOWN, PatchReport, Report, switched_off
 from shim._engine.stale_references import stale_references
@@ -160,14 +161,14 @@ class _Judge:
                 text = f"{override.does}, and says that it keeps {self.target}, as of shim {marked}"
                 return [*found, self._finding("", text)]
             if calls(override, mended if direct else (below,)):
-                if not is_upstreams(override):
+                if not is_releases_own(override.function):
                     found.append(self._finding("", f"{override.does} and calls it"))
                 continue
             tried = self._tried(module, override)
             # What an override names may still get the wrong arguments, so trying it comes before reading it.
-            if tried.state == NOT_KNOWN and not direct and reaches(override, mended):
+            if tried.state == NOT_KNOWN and not direct and leads_to(override.function, mended):
                 tried = self._finding("", f"{override.does} and calls {self.target.partition(':')[2]}")
-            return found if is_upstreams(override) and not tried.state else [*found, tried]
+            return found if is_releases_own(override.function) and not tried.state else [*found, tried]
         return found
 
     def _finding(self, state: str, text: str) -> Finding:

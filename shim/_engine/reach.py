@@ -1,22 +1,50 @@
-"""What a function holds: the places inside of somebody else's object from which it can call another function."""
+"""What a function holds, reads and calls, by its objects and its byte code. No text is read, and no call is watched.
+
+- `held_by`: the objects inside of a function: its closure, its defaults, what its partials and methods wrap.
+- `reached`: the places inside of somebody's object from which it can call another function.
+- `leads_to`: whether the code of a function names another function, itself or by functions of modules that it names.
+- `layers_of`: a function, and what lies beneath its decorators.    `value_of`: what a path in its code stands for.
+
+Which branch of the code runs is not followed. An object without byte code (`has_code`) tells nothing.
+"""
 
 from __future__ import annotations
 
 import functools
+import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import resolve_name
 from typing import Any
 
 from shim._engine.aliases import namespace_of, unwrap
 from shim._engine.chain import Held
+from shim._engine.code_reads import Read, attributes_in, reads_first, reads_of
 
-__all__ = ["reached"]
+__all__ = [
+    "has_code",
+    "held_by",
+    "holds_in_closure",
+    "is_releases_own",
+    "layers_of",
+    "leads_to",
+    "reached",
+    "value_of",
+    "written_layers_of",
+    "written_of",
+]
 
 # Bounds for what a foreign object may hold. Wrappers of trainers hold a handful of objects.
 LIMIT = 300  # objects looked at
+MOST_HELD = 1000  # the same, of objects that shim's own function holds
 ENTRIES = 200  # of a container
+DEEPEST = 20  # layers
 
-_Names = tuple[frozenset[str], frozenset[str]]  # globals and attributes that byte code reads
+UPSTREAM = ("megatron.core.", "transformer_engine.")
+DECORATORS = ("torch.", "contextlib", "functools")
+
+
+# Places inside of an object
 
 
 def reached(
@@ -25,8 +53,8 @@ def reached(
     """The places from which `value` can call an object that is `wanted`.
 
     Looks at closures, defaults, the globals that the code reads, attributes of callable objects, and containers, one
-    level deep. An object found in a container or in an attribute that the code does not name is not `certain`: nobody
-    knows whether it is called. Which branch of the code runs is not followed.
+    level deep. An object found in a container or in an attribute that the code does not name is not `certain`: it may
+    never be called.
 
     owner, name: where `value` stands. Of a class, the other attributes that the code reads count too: trainers keep the
         earlier method there. Globals and such attributes are followed further only if they have this name or wrap
@@ -38,7 +66,7 @@ def reached(
     seen: set[int] = {id(waiting[0][0])}
     while waiting and len(seen) < LIMIT:
         holder, certain = waiting.pop(0)
-        for held, follow in _inside(holder, owner, name):
+        for held, follow in (*_parts_of(holder), *_read_by(holder, owner, name)):
             inner = unwrap(held.value)
             place = held if certain else Held(held.owner, held.name, held.value, False)
             if wanted(inner):
@@ -49,45 +77,72 @@ def reached(
     return found
 
 
-def _inside(holder: Any, owner: Any, name: str) -> Iterator[tuple[Held, bool]]:
+def held_by(function: Any, depth: int = MOST_HELD) -> Iterator[Any]:
+    """The objects inside of `function`, itself included; not what its code reads elsewhere.
+
+    depth: how deep they lie at most. 1: what the function itself holds.
+    """
+    seen: set[int] = set()
+    left = [(function, depth)]
+    while left and len(seen) < MOST_HELD:
+        value, deep = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield value
+        # Not dictionaries: one may be the namespace of upstream's module, which references everything.
+        if deep and not issubclass(type(value), dict):
+            left += [(held.value, deep - 1) for held, _ in _parts_of(value)]
+
+
+def holds_in_closure(function: Any, held: Any) -> bool:
+    """Whether the closure of a function, or of one that it wraps, holds the object itself."""
+    return any(value is held for layer in layers_of(function) for _, _, value in _cells_of(layer))
+
+
+def _parts_of(holder: Any) -> Iterator[tuple[Held, bool]]:
     """What `holder` holds, and whether to follow each further. `owner` is None where shim cannot write."""
     kind = type(holder)
     if kind is types.FunctionType:
-        yield from _in_function(holder, owner, name)
+        for _, cell, value in _cells_of(holder):
+            yield Held(cell, "cell_contents", value, not _is_container(value)), _is_followed(value)
+        for value in (*(holder.__defaults__ or ()), *(holder.__kwdefaults__ or {}).values()):
+            yield Held(None, "", value, not _is_container(value)), _is_followed(value)
     elif kind is types.MethodType:
         yield Held(None, "", holder.__func__, True), True
-    elif kind is property:
+    elif issubclass(kind, property):
         yield Held(None, "", holder.fget, True), True
     elif issubclass(kind, functools.partial):
         for value in (holder.func, *holder.args, *holder.keywords.values()):
             yield Held(None, "", value, value is holder.func), _is_followed(value)
-    elif issubclass(kind, (dict, list, tuple)):
+    elif _is_container(holder):
         values = list(holder.values() if issubclass(kind, dict) else holder)[:ENTRIES]
         yield from ((Held(None, "", value, False), type(value) is types.FunctionType) for value in values)
-    elif not issubclass(kind, (type, types.ModuleType, types.BuiltinFunctionType)):
-        yield from _in_object(holder)
 
 
-def _in_function(function: types.FunctionType, owner: Any, name: str) -> Iterator[tuple[Held, bool]]:
-    code = function.__code__
-    for cell in function.__closure__ or ():
-        try:
-            value = cell.cell_contents
-        except ValueError:  # it is still empty
-            continue
-        yield Held(cell, "cell_contents", value, not _is_container(value)), _is_followed(value)
-    for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-        yield Held(None, "", value, not _is_container(value)), _is_followed(value)
-    globals_read, attributes_read = _names_in(code)
-    for read in globals_read & function.__globals__.keys():
-        value = function.__globals__[read]
+_WITHOUT_ATTRIBUTES = (
+    *(type, types.ModuleType, types.BuiltinFunctionType, types.MethodType),
+    *(property, functools.partial, dict, list, tuple),
+)
+
+
+def _read_by(holder: Any, owner: Any, name: str) -> Iterator[tuple[Held, bool]]:
+    """What the code of `holder` reads by name, and whether to follow each further."""
+    if type(holder) is not types.FunctionType:
+        if not issubclass(type(holder), _WITHOUT_ATTRIBUTES):
+            yield from _in_object(holder)
+        return
+    reads = reads_of(holder.__code__)
+    attributes_read = attributes_in(reads)
+    for read in {read[1] for read in reads if read[0] == "global"} & holder.__globals__.keys():
+        value = holder.__globals__[read]
         yield Held(None, "", value, not _is_container(value)), _is_container(value) or _is_earlier(value, name)
     attributes = namespace_of(owner) if issubclass(type(owner), type) else {}
     for read in (attributes_read & attributes.keys()) - {name}:
         yield Held(owner, read, attributes[read], True), _is_earlier(unwrap(attributes[read]), name)
     # functools.wraps leaves this attribute, also where the code never calls the function.
-    if "__wrapped__" in attributes_read and hasattr(function, "__wrapped__"):
-        yield Held(function, "__wrapped__", function.__wrapped__, True), True
+    if "__wrapped__" in attributes_read and hasattr(holder, "__wrapped__"):
+        yield Held(holder, "__wrapped__", holder.__wrapped__, True), True
 
 
 def _in_object(holder: Any) -> Iterator[tuple[Held, bool]]:
@@ -96,14 +151,14 @@ def _in_object(holder: Any) -> Iterator[tuple[Held, bool]]:
     if wrapper is not None:  # of wrapt: wrapper(wrapped, instance, args, kwargs)
         value = getattr(holder, "__wrapped__", None)
         code = getattr(wrapper, "__code__", None)
-        yield Held(holder, "__wrapped__", value, code is not None and _reads_first(code)), True
+        yield Held(holder, "__wrapped__", value, code is not None and reads_first(code)), True
         return
     try:
         attributes = object.__getattribute__(holder, "__dict__")
     except AttributeError:
         return
     call = next((c.__dict__["__call__"] for c in type(holder).__mro__ if "__call__" in c.__dict__), None)
-    _, named = _names_in(call.__code__) if type(call) is types.FunctionType else (frozenset(), frozenset())
+    named = attributes_in(reads_of(call.__code__)) if type(call) is types.FunctionType else ()
     for attribute, value in list(attributes.items())[:ENTRIES]:
         certain = attribute in named and not _is_container(value)
         yield Held(holder, attribute, value, certain), _is_followed(value)
@@ -123,31 +178,103 @@ def _is_container(value: Any) -> bool:
     return issubclass(type(value), (dict, list, tuple))
 
 
-@functools.lru_cache(maxsize=256)
-def _names_in(code: types.CodeType) -> _Names:
-    """The globals and the attributes that code reads, with the functions defined in it."""
-    import dis  # here, because most processes have no foreign object on a target
-
-    names: set[str] = set()
-    attributes: set[str] = set()
-    for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            names.add(str(step.argval))
-        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            attributes.add(str(step.argval))
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            inner = _names_in(constant)
-            names |= inner[0]
-            attributes |= inner[1]
-    return frozenset(names), frozenset(attributes)
+def _cells_of(function: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The names, the cells and the values of a closure."""
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    for name, cell in zip(code.co_freevars, cells, strict=True) if code is not None and cells else ():
+        try:
+            yield name, cell, cell.cell_contents
+        except ValueError:  # it is still empty
+            continue
 
 
-def _reads_first(code: types.CodeType) -> bool:
-    """Whether code reads its first parameter."""
-    import dis
+# Layers
 
-    first = code.co_varnames[0] if code.co_argcount else ""
-    steps = [step for step in dis.get_instructions(code) if step.opname.startswith("LOAD_")]
-    reads = {name for step in steps for name in (step.argval if isinstance(step.argval, tuple) else (step.argval,))}
-    return bool(first) and first in reads
+
+def layers_of(function: Any, until: Sequence[Any] = ()) -> list[Any]:
+    """A function, and what lies beneath each functools.wraps and partial, down to a function of `until`."""
+    found: list[Any] = []
+    while function is not None and len(found) < DEEPEST:
+        bare = function.__func__ if type(function) is types.MethodType else function
+        if found and any(bare is one for one in until):
+            break
+        found.append(bare)
+        beneath = getattr(bare, "__wrapped__", None)
+        function = getattr(bare, "func", None) if beneath is None else beneath
+    return found
+
+
+def written_layers_of(function: Any, until: Sequence[Any] = ()) -> list[Any]:
+    """The layers whose author is neither upstream nor a maker of decorators; else the innermost.
+
+    Asks for the module in which the code runs, because functools.wraps copies the name of upstream's.
+    """
+    layers = layers_of(function, until)
+    own = [layer for layer in layers if not _module_of(layer).startswith((*UPSTREAM, *DECORATORS))]
+    return own or layers[-1:]
+
+
+def written_of(function: Any) -> Any:
+    """The outermost of `written_layers_of`."""
+    return written_layers_of(function)[0]
+
+
+def is_releases_own(function: Any) -> bool:
+    """Whether a release itself defines a function, so that it is no other people's code."""
+    return _module_of(written_of(function)).startswith(UPSTREAM)
+
+
+def _module_of(layer: Any) -> str:
+    """Where the code of a layer runs. A partial has no code, and counts as functools'."""
+    known = getattr(layer, "__globals__", None)
+    return "functools" if known is None else str(known.get("__name__", ""))
+
+
+# What code reads
+
+
+def has_code(function: Any) -> bool:
+    """Whether there is byte code that tells what a function calls."""
+    return all(hasattr(layer, "__code__") for layer in written_layers_of(function))
+
+
+def leads_to(function: Any, wanted: Sequence[Any], depth: int = 3) -> bool:
+    """Whether the code of a function names one of `wanted`, or a function whose code does.
+
+    depth: how many functions lie at most between the two. Only functions of modules are followed, by their names.
+    """
+    seen: set[int] = set()
+    return any(_leads_to(layer, wanted, depth, seen) for layer in written_layers_of(function, wanted))
+
+
+def _leads_to(function: Any, wanted: Sequence[Any], depth: int, seen: set[int]) -> bool:
+    seen.add(id(function))
+    values = [value_of(read, function) for read in reads_of(getattr(function, "__code__", None))]
+    if any(value is one for value in values for one in wanted):
+        return True
+    left = [value for value in values if type(value) is types.FunctionType and id(value) not in seen]
+    return depth > 0 and any(_leads_to(written_of(value), wanted, depth - 1, seen) for value in left)
+
+
+def value_of(read: Read, function: Any) -> Any:
+    """What a path in the code of `function` stands for, attributes of modules included; None if that is not known."""
+    root, name, *attributes = read if len(read) > 1 else (*read, "")
+    known = getattr(function, "__globals__", {})
+    if root == "global":
+        value = known.get(name)
+    elif root == "closure":
+        value = next((value for free, _, value in _cells_of(function) if free == name), None)
+    elif root == "import":
+        value = sys.modules.get(_absolute(name, str(known.get("__package__") or "")))
+    else:
+        return None
+    for attribute in attributes:
+        value = namespace_of(value).get(attribute) if type(value) is types.ModuleType else None
+    return value
+
+
+def _absolute(module: str, package: str) -> str:
+    try:
+        return resolve_name(module, package)
+    except (ImportError, ValueError):  # a relative name outside of a package
+        return ""

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from shim._compatible import marks_of
 from shim._engine.aliases import namespace_of, unwrap
-from shim._engine.call_watch import CallWatch
 from shim._engine.chain import MISSING, Chain, Held, Key, Replaced, Slot
 from shim._engine.foreign import describe
 from shim._engine.left_over import LeftOver
@@ -99,7 +98,6 @@ class Records:
         self.wrappers = Wrappers()
         self.places = Places(self.wrappers.beneath)
         self.chains: dict[str, Chain] = {}
-        self.calls = CallWatch()
         self.left_over = LeftOver()
         self.found = Findings()
         # Target -> what stood there when shim first bound it, and nobody had been there.
@@ -201,9 +199,7 @@ class Records:
             return "called"
         if slot.target in marks_of(current):
             return "kept"
-        if found:
-            return "called" if self.calls.saw(current, top) else "unknown"
-        return "replaced"
+        return "unknown" if found else "replaced"
 
     def _stands(self, chain: Chain) -> bool:
         try:

@@ -9,7 +9,7 @@ import ast
 from typing import Any
 
 from shim._engine.foreign import takes_the_same
-from shim._engine.overrides import written_of
+from shim._engine.reach import written_of
 from shim._engine.texts import texts_of
 from shim._matrix.model import Needs
 from shim._planning.contract import breach_of

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
+
+from shim._engine.reach import held_by
 
 __all__ = ["misfit"]
 
 _TAKES = "_shim_takes"  # set by takes() of shim.patches._arguments
-_MOST_HELD = 1000  # limit for the search for upstream's object inside its replacement
 
 
 def _said_to_take(function: Any) -> frozenset[str] | None:
@@ -63,29 +63,6 @@ def _refused(new: types.FunctionType, before: Mapping[str, inspect.Parameter]) -
     return ""
 
 
-def _held(function: types.FunctionType) -> Iterator[Any]:
-    """`function` and all that it references by closures, default arguments, partials, methods, tuples and lists."""
-    seen: set[int] = set()
-    left: list[Any] = [function]
-    while left and len(seen) < _MOST_HELD:
-        value = left.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        yield value
-        if type(value) is types.FunctionType:
-            filled = (cell for cell in value.__closure__ or () if cell != types.CellType())  # an empty one raises
-            left += [cell.cell_contents for cell in filled]
-            left += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        elif type(value) is functools.partial:
-            left += [value.func, *value.args, *value.keywords.values()]
-        elif type(value) is types.MethodType:
-            left += [value.__func__, value.__self__]
-        # Not dictionaries: one may be the namespace of upstream's module, which references everything.
-        elif type(value) in (tuple, list):
-            left += value
-
-
 def _unknown(new: types.FunctionType, old: Any, before: Mapping[str, inspect.Parameter]) -> str:
     """Which argument of upstream's `new` takes by ``**kwargs`` and passes on to code that does not know it."""
     code = new.__code__
@@ -94,7 +71,7 @@ def _unknown(new: types.FunctionType, old: Any, before: Mapping[str, inspect.Par
     named = [name for name in named if name not in own]
     if not named:
         return ""
-    held = list(_held(new))
+    held = list(held_by(new))
     for function in held:
         known = _said_to_take(function) if type(function) is types.FunctionType else None
         unknown = [name for name in named if known is not None and name not in known]

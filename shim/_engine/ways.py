@@ -12,8 +12,7 @@ from typing import Any
 from shim._compatible import marks_of
 from shim._engine.aliases import unwrap
 from shim._engine.foreign import foreign_on, is_upstreams
-from shim._engine.overrides import holds_in_closure, is_readable, leads_to
-from shim._engine.reach import reached
+from shim._engine.reach import has_code, holds_in_closure, leads_to, reached
 from shim._engine.records import Records
 from shim._errors import BindError
 from shim._planning.decision import Decision
@@ -77,7 +76,7 @@ def _cut(body: str, way: str, binds: bool, plan: Plan, binder: Records) -> Cut |
     stale = binds and holds_in_closure(inner, upstreams)
     if not stale and leads_to(inner, (bound, upstreams)):
         return None
-    return Cut(body, way, inner, who, stale or (not held and is_readable(inner)))
+    return Cut(body, way, inner, who, stale or (not held and has_code(inner)))
 
 
 def _standing(name: str, binder: Records) -> tuple[Any, str, Any]:

@@ -265,6 +265,9 @@ def way(world):
     return world
 
 
+IMPORTS_IT = "from megatron.core.ways import inner; return inner(x)"
+
+
 def on_the_way(world, first, function):
     if first == "shim":
         shim.apply()
@@ -318,11 +321,20 @@ def test_what_a_function_on_the_way_has_taken_before_is_not_the_patch(way, first
 
 
 @in_both_orders
-def test_what_cannot_be_read_is_not_known(way, first):
+def test_what_has_no_byte_code_is_not_known(way, first):
+    """A built-in function may call anything."""
+    found = on_the_way(way, first, abs)
+    assert found.state == "pending" and found.reason.startswith("not known: whether builtins.abs, which replaces ")
+    assert found.remedy == "exclude p, or test what becomes of it"
+
+
+@in_both_orders
+@pytest.mark.parametrize(("text", "state"), [("return x", "conflict"), (IMPORTS_IT, "applied")])
+def test_what_has_no_text_is_read_by_its_code(way, first, text, state):
     names = {}
-    exec("def hidden(x):\n    return x\n", names)
+    exec(f"def hidden(x):\n    {text}\n", names)
     found = on_the_way(way, first, names["hidden"])
-    assert found.state == "pending" and found.reason.startswith("not known: whether ") and "hidden" in found.reason
+    assert found.state == state
 
 
 @in_both_orders

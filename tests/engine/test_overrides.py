@@ -85,19 +85,34 @@ def test_an_override_that_calls_something_else_is_tried(patched_world, layer):
 
 
 def test_an_override_that_does_the_same_by_itself_hides_nothing(layer):
-    """Also one without a text, of which shim cannot read what it calls."""
-    names = {}
-    exec("def forward(self, x):\n    return base.forward(self, x)\n", {"base": layer}, names)
-
     class Own(layer):
         def forward(self, x):
             return "count", x
 
-    for cls in (Own, type("Unreadable", (layer,), names)):
-        found = found_with(cls())
-        assert found.state == "applied"
-        (told,) = found.others
-        assert cls.__name__ in told and "loses nothing" in told
+    found = found_with(Own())
+    assert found.state == "applied"
+    (told,) = found.others
+    assert "Own" in told and "loses nothing" in told
+
+
+def test_an_override_without_a_text_is_read_by_its_code(layer):
+    names = {}
+    exec("def forward(self, x):\n    return base.forward(self, x)\n", {"base": layer}, names)
+    found = found_with(type("WithoutText", (layer,), names)())
+    assert found.state == "applied" and "WithoutText" in found.others[0] and "and calls it" in found.others[0]
+
+
+def test_what_functools_wraps_names_is_not_called(layer):
+    """Nor is what an annotation or an assignment names: only what the code reads counts."""
+    base = layer
+
+    class Own(layer):
+        @functools.wraps(base.forward)
+        def forward(self, x: "base.forward"):
+            self.forward_kept = base
+            return "something else", x
+
+    assert state_with(Own()) == "shadowed"
 
 
 def test_others_tells_who_stands_above_and_calls(layer):

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import sys
 
 import pytest
 from fake_world import same
@@ -169,6 +170,18 @@ def test_a_table_of_functions_leaves_a_doubt(one_patch):
     report = shim.check()
     assert report["p"].state == "pending" and report["p"].reason.startswith("not known: whether")
     assert report["p"].targets == {CORE + "ops:double": "unknown"} and report["p"].remedy
+
+
+def test_no_call_is_watched(one_patch):
+    """A call that reaches shim's function leaves the doubt as it was, and no tool of sys.monitoring is in use."""
+    shim.apply()
+    table = {"double": one_patch.get("ops:double")}
+    one_patch.set("ops:double", lambda x: ("foreign", table["double"](x)))
+    before = shim.status()["p"]
+    assert one_patch.get("ops:double")(2) == ("foreign", ("p", 4))
+    assert shim.status()["p"] == before and before.state == "pending" and "test_reach.py" in before.reason
+    if sys.version_info >= (3, 12):
+        assert "megatron-shim" not in [sys.monitoring.get_tool(tool) for tool in range(6)]
 
 
 def test_a_subclass_in_the_place_of_the_class(world):
