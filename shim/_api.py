@@ -197,9 +197,9 @@ def check(model: Any = None, group: Any = None) -> Report:
     model: a torch module, or an iterable of them (virtual pipeline chunks). None: the model that was checked last.
         An override of a patched method counts by its effect. One that calls the patched method keeps the patch
         ``applied``. Any other is tried on a tiny input, in milliseconds and without a trace: one that keeps what the
-        patch does is fine, and one that hides it makes the patch ``shadowed``. Where trying cannot tell, the patch is
-        ``pending``, with a reason that begins "not known". `compatible` marks an override that is right. Whatever an
-        override does without harm stands in ``report[id].others``.
+        patch does is fine, and one that hides it makes the patch ``shadowed``. If trying cannot tell, the patch is
+        ``unknown``. `compatible` marks an override that is right. Whatever an override does without harm stands in
+        ``report[id].others``.
         A patch is ``inactive`` where something else keeps it from its effect on this model, such as a variable that
         had to be set earlier.
         Call it once the model is as it will be trained: adapters added, weights frozen.
@@ -208,10 +208,10 @@ def check(model: Any = None, group: Any = None) -> Report:
     group: a torch.distributed process group. None: the default group, where torch.distributed is initialised. Each
         rank contributes one short digest.
 
-    Pending, inactive, shadowed, conflicting and failed patches, and drifted correctness patches, are warnings, each
-    once in the process. The same is a NotMetError for a patch of `require`, and under `strict` for a correctness
-    patch, except where it is not known whether the patch has its effect: that is never more than a warning. Ranks that
-    differ are a NotMetError, too. Logs one INFO line on rank 0.
+    Pending, unknown, inactive, shadowed, conflicting and failed patches, and drifted correctness patches, are warnings,
+    each once in the process. The same is a NotMetError for a patch of `require`, and under `strict` for a correctness
+    patch, except for an unknown one: that is never more than a warning. An idle patch is one only if it is required.
+    Ranks that differ are a NotMetError. Logs one INFO line on rank 0.
     """
     if is_ending():  # nothing can be imported or compared any more
         return status()
@@ -262,19 +262,21 @@ def _judge(report: Report, options: Options) -> None:
         if not _is_problem(patch, patch.id in options.require):
             continue
         text = f"{patch.id} is {patch.state}: {patch.reason}." + (f" Remedy: {patch.remedy}." if patch.remedy else "")
-        if not patch.in_doubt and (patch.id in options.require or (options.strict and patch.kind == "correctness")):
+        if patch.state != "unknown" and (
+            patch.id in options.require or (options.strict and patch.kind == "correctness")
+        ):
             raise NotMetError(f"shim.check: required, but {text}")
         _engine.ENGINE.warn_patch([(patch.id, patch.state, patch.reason, text)])
 
 
 def _is_problem(patch: PatchReport, required: bool) -> bool:
-    if patch.in_doubt and not required and patch.kind in ("performance", "feature"):
+    if patch.state == "unknown" and not required and patch.kind in ("performance", "feature"):
         return False  # without the patch the model trains right, too
-    if patch.may_wait and not required:
-        return False
+    if patch.state == "idle":
+        return required
     if patch.state == "inactive":
         return required or patch.kind != "feature"  # nobody may have wanted the feature
-    return patch.state in ("pending", "shadowed", "conflict", "failed") or (
+    return patch.state in ("pending", "unknown", "shadowed", "conflict", "failed") or (
         patch.state == "drifted" and patch.kind == "correctness"
     )
 

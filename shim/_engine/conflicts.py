@@ -107,7 +107,7 @@ def _cut_off(decision: Decision, plan: Plan, binder: Records) -> _Foreign | None
         elif not cut.certain:
             binder.found.doubts[decision.id] = (
                 cut.body,
-                f"whether {cut.who}, which replaces {cut.way}, leads to {cut.body}",
+                f"{cut.who}, which replaces {cut.way}, leads to {cut.body}",
             )
         elif decision.wiring is None or cut.body not in decision.wiring.spared:
             return _Foreign(cut.who, str(cut), remedy_for(decision.id, cut.who))

@@ -9,31 +9,29 @@ from types import FunctionType
 from typing import Any
 
 from shim._engine.aliases import namespace_of
-from shim._engine.report import NOT_KNOWN, PatchReport
+from shim._engine.states import UNSETTLED, Claim
 from shim._planning.plan import Plan
-from shim._record import replace
 from shim._releases.detect import DISTRIBUTIONS, PATCHED, same_place
 
-__all__ = ["with_copies"]
+__all__ = ["of_copies"]
 
-_CONCERNED = ("applied", "pending", "upstream", "not-needed", "not-installed", "out-of-range")
+_CONCERNED = (*UNSETTLED, "upstream", "not-needed", "not-installed", "out-of-range")
 _PACKAGES = tuple(DISTRIBUTIONS[distribution].package for distribution in PATCHED)
 REMEDY = "build the model from the copy that `import` gives, or call shim.apply() once that is the one on sys.path"
 
 
-def with_copies(patches: dict[str, PatchReport], models: list[Any], plan: Plan) -> dict[str, PatchReport]:
-    """The reports, in which nothing is claimed of a model that has classes of a copy that nobody has planned for."""
+def of_copies(models: list[Any], plan: Plan) -> Iterator[Claim]:
+    """That nothing can be told of a model with classes of a copy that the plan is not for."""
     for distribution in PATCHED:
         package = DISTRIBUTIONS[distribution].package
         installed = plan.environment.installed.get(distribution)
         found = next(_of_another_copy(models, package, None if installed is None else installed.location), None)
         if found is None:
             continue
-        for id, patch in patches.items():
-            if plan.matrix.patches[id].distribution == distribution and patch.state in _CONCERNED:
-                reason = f"{NOT_KNOWN}: the model has {found}, a copy of {package} that the plan is not for"
-                patches[id] = replace(patch, state="pending", reason=reason, remedy=REMEDY)
-    return patches
+        reason = f"the model has {found}, a copy of {package} that the plan is not for"
+        for id in plan.decisions:
+            if plan.matrix.patches[id].distribution == distribution:
+                yield Claim(id, "unknown", reason, REMEDY, replaces=_CONCERNED)
 
 
 def _of_another_copy(models: list[Any], package: str, location: str | None) -> Iterator[str]:

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-__all__ = ["Probe", "Verdict", "facts_of", "run"]
+__all__ = ["NO_VERDICT", "Probe", "Verdict", "facts_of", "run"]
 
 Probe = Callable[[Any, str, list[Any]], "bool | str | None"]
 Verdict = tuple["bool | None", str]  # the second says why nothing is known
+NO_VERDICT = "what becomes of the patch cannot be told"  # if it says nothing
 
 
 def run(probe: Probe, module: Any, method: str, models: list[Any]) -> Verdict:

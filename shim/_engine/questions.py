@@ -6,40 +6,32 @@ from collections.abc import Iterator
 from typing import Any
 
 from shim._engine.conflicts import remedy_for
-from shim._engine.probes import Verdict
+from shim._engine.probes import NO_VERDICT, Verdict
 from shim._engine.records import Records
 from shim._engine.replacements import Question, is_tried
-from shim._engine.report import NOT_KNOWN, PatchReport
+from shim._engine.states import UNSETTLED, Claim, States
 from shim._engine.tries import Tries
-from shim._engine.verify import reason_of
 from shim._errors import BindError
 from shim._planning.plan import Plan
-from shim._record import replace
 
-__all__ = ["with_answers"]
+__all__ = ["add_answers"]
 
 
-def with_answers(
-    patches: dict[str, PatchReport], models: list[Any], plan: Plan, binder: Records, tries: Tries
-) -> dict[str, PatchReport]:
-    """The reports of patches, with what trying somebody's own functions in these models has shown.
+def add_answers(states: States, models: list[Any], plan: Plan, binder: Records, tries: Tries) -> None:
+    """Add what trying somebody's own functions in these models has shown.
 
     A function that keeps what the patch does leaves it ``applied``, and `others` says so. One that does not is a
-    ``conflict``. Where trying cannot tell, the patch is ``pending``, and the reason begins "not known".
+    ``conflict``. If trying cannot tell, the patch is ``unknown``.
     """
-    for (id, target), question in binder.found.open.items():
-        if patches[id].state in ("applied", "pending"):
-            verdict, why = _verdict(question, models, plan, binder, tries)
-            patches[id] = _answered(patches[id], target, question, verdict, why, plan, binder)
+    for question in binder.found.open.values():
+        if states[question.patch].state in UNSETTLED:
+            states.add(_answer(question, *_verdict(question, models, plan, binder, tries), plan))
     for question in _around(plan, binder):
-        if patches[question.patch].state == "applied":
+        if states[question.patch].state == "applied":
             verdict, why = _verdict(question, models, plan, binder, tries)
             kept = binder.found.around[question.patch, question.target].why.startswith("keeps")
             if verdict is False or (verdict is None and not kept):
-                patches[question.patch] = _answered(
-                    patches[question.patch], question.target, question, verdict, why, plan, binder
-                )
-    return patches
+                states.add(_answer(question, verdict, why, plan))
 
 
 def _around(plan: Plan, binder: Records) -> Iterator[Question]:
@@ -66,29 +58,17 @@ def _verdict(question: Question, models: list[Any], plan: Plan, binder: Records,
     return found
 
 
-def _answered(
-    patch: PatchReport, target: str, question: Question, verdict: bool | None, why: str, plan: Plan, binder: Records
-) -> PatchReport:
-    said = f"{question.method} is replaced by {question.who}"
-    others = tuple(text for text in patch.others if not text.startswith(said))
+def _answer(question: Question, verdict: bool | None, why: str, plan: Plan) -> Claim:
+    id, target, who = question.patch, question.target, question.who
+    said = f"{question.method} is replaced by {who}"
     if verdict is False:
-        without = plan.matrix.patches[patch.id].without
+        without = plan.matrix.patches[id].without
         reason = f"{said}, which keeps the patch from its effect" + (f"; {without}" if without else "")
-        targets = {**patch.targets, target: "lost"}
-        return replace(
-            patch, state="conflict", reason=reason, targets=targets, remedy=remedy_for(patch.id, question.who)
-        )
+        return Claim(id, "conflict", reason, remedy_for(id, who), target, "lost")
     if verdict is None:
-        reason = f"{NOT_KNOWN}: {said}, and {why or 'nobody knows what becomes of the patch'}"
-        mark = f"where a test shows that {question.who} trains right, mark it with shim.compatible({target!r})"
-        targets = {**patch.targets, target: "unknown"}
-        return replace(patch, state="pending", reason=reason, targets=targets, remedy=f"{mark}; or exclude {patch.id}")
+        reason = f"{said}, and {why or NO_VERDICT}"
+        remedy = f"if a test shows that {who} trains right, mark it with shim.compatible({target!r}); or exclude {id}"
+        return Claim(id, "unknown", reason, remedy, target, "unknown", replaces=UNSETTLED)
     # What is not on the target itself leaves the target bound.
-    targets = {**patch.targets, target: "kept" if question.method == target else "bound"}
-    others = (*others, f"{said}; on this model the patch loses nothing by it")
-    done = patch.in_doubt and {"untried", "unknown"}.isdisjoint(targets.values())
-    if not done:
-        return replace(patch, targets=targets, others=others)
-    return replace(
-        patch, state="applied", reason=reason_of(plan[patch.id], binder), targets=targets, others=others, remedy=""
-    )
+    mark = "kept" if question.method == target else "bound"
+    return Claim(id, "applied", f"{said}; on this model the patch loses nothing by it", "", target, mark, said)

@@ -40,7 +40,7 @@ class Findings:
     wrapped: of a target without a chain, the object from inside of which upstream's function is called.
     around: patch and target -> the function of somebody's that the patch goes around.
     open: patch and body -> the question that only a model can answer.
-    doubts: patch -> a body, and what nobody knows about it, in words.
+    doubts: patch -> a body, and what cannot be told about it, in words that follow "whether".
     renewed: target -> what stands there in the place of shim's object, for the patches to go around.
     seen: target -> what was looked at there, and found to be upstream's or an object that its patches can hold on.
     """

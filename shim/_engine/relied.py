@@ -7,25 +7,25 @@ from collections.abc import Iterator
 from shim._engine.aliases import unwrap
 from shim._engine.foreign import foreign_on
 from shim._engine.records import Records
-from shim._engine.report import Report
+from shim._engine.states import Claim
 from shim._errors import BindError
 from shim._planning.plan import Plan
-from shim._record import replace
 from shim._releases.fingerprint import split_target
 
-__all__ = ["others_relied_on", "with_relied_on"]
+__all__ = ["others_relied_on"]
 
 
-def others_relied_on(plan: Plan, binder: Records) -> Iterator[tuple[str, str]]:
-    """Pairs (patch, sentence), one for each body that a patch `reads` and that somebody else has replaced or wrapped.
+def others_relied_on(plan: Plan, binder: Records) -> Iterator[Claim]:
+    """A sentence for each body that a patch `reads` and that somebody else has replaced or wrapped.
 
     The fingerprint of such a body was taken from its file, so it says nothing about the object that runs.
+    Called without the engine's lock: it may read files.
     """
     for decision in plan.decisions.values():
         for body in decision.wiring.reads if decision.wanted and decision.wiring else ():
             found = _instead_of(body, plan, binder)
             if found:
-                yield decision.id, f"it relies on {body}, which is now {found}"
+                yield Claim(decision.id, "", f"it relies on {body}, which is now {found}")
 
 
 def _instead_of(body: str, plan: Plan, binder: Records) -> str:
@@ -37,11 +37,3 @@ def _instead_of(body: str, plan: Plan, binder: Records) -> str:
     except BindError:
         return ""  # upstream defines some names only beside Transformer Engine
     return foreign_on(body, unwrap(binder.wrappers.beneath(value)), plan.environment.sources)
-
-
-def with_relied_on(report: Report, plan: Plan, binder: Records) -> Report:
-    """The report, with the sentences of `others_relied_on`. Called without the engine's lock: it may read files."""
-    patches = dict(report.patches)
-    for id, sentence in others_relied_on(plan, binder):
-        patches[id] = replace(patches[id], others=(*patches[id].others, sentence))
-    return replace(report, patches=patches)

@@ -13,10 +13,7 @@ from shim._record import EMPTY, Record
 if TYPE_CHECKING:
     from shim._planning.plan import Plan
 
-__all__ = ["NOT_IMPORTED", "NOT_KNOWN", "STATES", "PatchReport", "Report", "switched_off"]
-
-NOT_KNOWN = "not known"  # how the reason begins of a pending patch whose effect nobody knows
-NOT_IMPORTED = "not imported"  # and of one whose modules nothing of this process needs so far
+__all__ = ["STATES", "PatchReport", "Report", "switched_off"]
 
 
 def switched_off(id: str, names: tuple[str, ...]) -> tuple[str, str]:
@@ -35,6 +32,8 @@ STATES = (
     "excluded",
     "inactive",
     "pending",
+    "idle",
+    "unknown",
     "drifted",
     "conflict",
     "shadowed",
@@ -58,20 +57,10 @@ class PatchReport(Record):
 
     @property
     def is_partial(self) -> bool:
-        """Whether somebody else's object keeps a target that the patch can do without, or whose effect nobody knows."""
-        return self.state in ("applied", "pending") and not {"left", "lost", "untried"}.isdisjoint(
-            self.targets.values()
-        )
-
-    @property
-    def in_doubt(self) -> bool:
-        """Whether nobody knows if the patch has its effect. Doubt is never an error."""
-        return self.state == "pending" and self.reason.startswith(NOT_KNOWN)
-
-    @property
-    def may_wait(self) -> bool:
-        """Whether the patch waits for nothing but modules that a process may do without."""
-        return self.state == "pending" and self.reason.startswith(NOT_IMPORTED)
+        """Whether somebody else's object keeps a target that the patch can do without, or whose effect is unknown."""
+        if self.state not in ("applied", "pending", "idle", "unknown"):
+            return False
+        return not {"left", "lost", "untried"}.isdisjoint(self.targets.values())
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -156,12 +145,12 @@ class Report(Record):
     def text(self, verbose: bool = False, pending_is_amiss: bool = False) -> str:
         """The report for people. `verbose` adds the reason of every state.
 
-        pending_is_amiss: nothing will be imported any more, so a pending patch is a problem.
+        pending_is_amiss: nothing will be imported any more, so a pending or unknown patch is a problem.
         """
         rows = [
             Row(
                 id,
-                group(p.state, p.kind, pending_is_amiss and not p.may_wait),
+                group(p.state, p.kind, pending_is_amiss),
                 p.state,
                 p.summary,
                 p.reason,

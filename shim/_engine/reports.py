@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from shim._engine.ending import is_ending
 from shim._engine.models import with_findings
-from shim._engine.relied import with_relied_on
+from shim._engine.relied import others_relied_on
 from shim._engine.report import Report
-from shim._engine.verify import not_applied, read_report
+from shim._engine.states import States, not_applied, read_report
 
 if TYPE_CHECKING:
     from shim._engine.engine import Engine
@@ -52,7 +52,10 @@ def effects(engine: Engine, plan: Plan) -> dict[str, str]:
 
 
 def _on_models(engine: Engine, models: list[Any], plan: Plan, *, raising: bool) -> Report:
-    found = with_relied_on(_read_back(engine, plan, _resources(engine)), plan, engine.binder)
+    states = States(_read_back(engine, plan, _resources(engine)), plan, engine.binder)
+    for claim in others_relied_on(plan, engine.binder):
+        states.add(claim)
+    found = states.report()
     if not models:
         return found
     return with_findings(found, models, plan, engine.binder, engine.checked, raising=raising)

@@ -38,6 +38,8 @@ class Row(Record):
 def group(state: str, kind: str, pending_is_amiss: bool) -> str:
     if state == "pending":
         return "stuck" if pending_is_amiss else "waiting"
+    if state == "unknown":
+        return "problem" if pending_is_amiss else "unknown"
     if state in AMISS or (state == "inactive" and kind != "feature"):
         return "problem"
     if state in ("apply", "applied", "inactive"):
@@ -52,7 +54,9 @@ _TITLES = {
     "stuck": "Not applied, because what they patch cannot be imported here:",
     "applied": "{Applied}:",
     "features": "Features {applied}, without effect until you use them (by a flag, an option or a call):",
+    "unknown": "In doubt, because it cannot be told whether they have their effect:",
     "waiting": "Waiting for the import of what they patch:",
+    "idle": "Idle, until a module is imported that this process may do without:",
     "upstream": "Not needed, because this release has fixed what they fix:",
     "not-needed": "Not needed, because this release lacks what they fix:",
 }
@@ -66,7 +70,13 @@ def headline(rows: Sequence[Row], applied: str, more_problems: int = 0) -> str:
         return sum(row.group in groups for row in rows)
 
     parts = [f"{count('applied', 'features')} {applied}"]
-    others = {"waiting": "waiting for an import", "excluded": "left out", "out-of-range": "for other releases"}
+    others = {
+        "unknown": "in doubt",
+        "waiting": "waiting for an import",
+        "idle": "idle",
+        "excluded": "left out",
+        "out-of-range": "for other releases",
+    }
     parts += [f"{count(group)} {what}" for group, what in others.items() if count(group)]
     problems = count("problem", "stuck") + more_problems
     parts += [f"{count(*NOT_NEEDED)} not needed here", f"{problems} problem{'' if problems == 1 else 's'}"]
@@ -86,7 +96,7 @@ def grouped(rows: Sequence[Row], applied: str, verbose: bool) -> Iterable[str]:
             yield from (f"      changes {one_line(text)}" for text in row.effects)
             if verbose and row.variant:
                 yield f"      variant {row.variant} of {one_line(', '.join(row.targets), LONG)}"
-            if verbose or group == "problem":
+            if verbose or group in ("problem", "unknown"):
                 yield f"      {one_line(row.reason, LONG)}"
             if row.remedy:
                 yield f"      Remedy: {one_line(row.remedy, LONG)}"

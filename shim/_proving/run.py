@@ -108,7 +108,7 @@ def prove_model(model: str, request: Request, say: Say) -> tuple[list[Result], l
         raise OptionError(seen["text"])
     overrides = seen.get("overrides")
     if overrides is None:
-        overrides = [{"patch": "", "target": "", "state": "not known", "reason": seen["text"]}]
+        overrides = [{"patch": "", "target": "", "state": "unknown", "reason": seen["text"]}]
     cases: dict[str, _Case] = {}
     results: dict[str, Result] = {}
     for proof in found:

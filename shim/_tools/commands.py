@@ -87,7 +87,7 @@ def do_status(arguments: argparse.Namespace) -> int:
     revert()
     text = missing or report.text(arguments.verbose, pending_is_amiss=True)
     put(report.to_dict(), text, arguments.json)
-    amiss = ("pending", "drifted", "conflict", "failed", "shadowed")
+    amiss = ("pending", "unknown", "drifted", "conflict", "failed", "shadowed")
     return NOT_MET if missing or any(p.state in amiss for p in report.patches.values()) else OK
 
 

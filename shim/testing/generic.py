@@ -306,7 +306,7 @@ def overrides_of(model: nn.Module | list[nn.Module]) -> list[dict[str, str]]:
     """The trainer's own objects that stand in place of functions that shim patches, and what shim says of each.
 
     Each has "patch" (id), "target" (module:function, "" where the report names none), "state" (of the patch: "applied"
-    where the override leaves its effect, "shadowed", "conflict", "pending" where nobody knows), "reason" (who and
+    where the override leaves its effect, "shadowed", "conflict", "unknown"), "reason" (who and
     where, in words) and "remedy". Call it where shim is applied, once the model is built. Without shim applied the
     list has at most conflicts.
     """
@@ -318,8 +318,8 @@ def overrides_of(model: nn.Module | list[nn.Module]) -> list[dict[str, str]]:
         report = shim.status()
     found = []
     for patch in (report[id] for id in report):
-        if patch.state in ("shadowed", "conflict") or patch.in_doubt:
-            hidden = [target for target, what in patch.targets.items() if what in (patch.state, "not known")]
+        if patch.state in ("shadowed", "conflict", "unknown"):
+            hidden = [target for target, what in patch.targets.items() if what == patch.state]
             for target in hidden or [_named_in(patch.reason, patch.targets)]:
                 found.append(_override(patch.id, target, patch.state, patch.reason, patch.remedy))
         elif patch.is_partial:

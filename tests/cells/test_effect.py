@@ -156,7 +156,7 @@ def test_an_override_that_names_the_patched_roll_trains_right(applied):
 @from_016
 @pytest.mark.parametrize(
     ("cls", "state", "right"),
-    [(OwnRoll, "applied", True), (WrongRoll, "shadowed", False), (Unknown, "pending", True)],
+    [(OwnRoll, "applied", True), (WrongRoll, "shadowed", False), (Unknown, "unknown", True)],
 )
 def test_an_override_with_a_roll_of_its_own_is_judged_by_what_it_does(cls, state, right):
     """On the class, and bound to the instance."""
@@ -166,7 +166,7 @@ def test_an_override_with_a_roll_of_its_own_is_judged_by_what_it_does(cls, state
         found = state_of(model, PACKED)
         assert found.state == state and named(found, cls._get_embeddings), str(found)
         assert trains_right(model) == right
-    assert ("word_embeddings" in found.reason) == (state == "pending")
+    assert ("word_embeddings" in found.reason) == (state == "unknown")
 
 
 @from_016
@@ -200,7 +200,7 @@ def test_padding_that_the_router_takes_for_tokens_is_a_doubt():
         assert state_of(model, PACKED).state == "applied" and trains_right(model)
     model = with_layer(RollsMask, **balanced, moe_aux_loss_coeff=0.1)
     found = state_of(model, PACKED)
-    assert found.state == "pending" and "padding mask" in found.reason
+    assert found.state == "unknown" and "padding mask" in found.reason
 
 
 # The loss of a model
@@ -371,7 +371,7 @@ def test_a_block_that_trains_no_adapter_is_a_doubt_and_no_error():
     """Right with a hook on the embeddings, wrong without."""
     model = adapted(Block, **UNIFORM)
     found = state_of(model, FROZEN)
-    assert found.state == "pending" and "hook" in found.reason, str(found)
+    assert found.state == "unknown" and "hook" in found.reason, str(found)
     assert named(found, Block.forward) or named(found, Block._checkpointed_forward)
     with pytest.raises(RuntimeError, match="does not require grad"):
         gradients(model)
@@ -471,4 +471,4 @@ def test_shared_experts_have_nothing_to_stash_and_experts_have():
         expert = moe_cases.experts_of(model)[0]
         expert.forward = types.MethodType(own, expert)
         found = shim.check(model)["paged-stash"]
-        assert found.state == "pending" and found.in_doubt, str(found)
+        assert found.state == "unknown", str(found)

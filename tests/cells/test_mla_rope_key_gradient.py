@@ -225,8 +225,8 @@ def state_with_an_override(tp, overrides):
     ("tp", "overrides", "state"),
     [
         (1, {}, "applied"),
-        (2, {}, "pending"),
-        (2, {"sequence_parallel": True}, "pending"),
+        (2, {}, "unknown"),
+        (2, {"sequence_parallel": True}, "unknown"),
         (2, {"sequence_parallel": True, "duplicated": True}, "applied"),
     ],
 )

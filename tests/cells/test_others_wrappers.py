@@ -11,4 +11,4 @@ from wrapper_cases import Called, around, functions, states_beside_a_wrapper
 @pytest.mark.parametrize(("target", "owner", "name"), functions("megatron"), ids=str)
 def test_a_wrapper_that_takes_any_arguments_is_no_reason_to_refuse_a_patch(target, owner, name, kind, monkeypatch):
     states = states_beside_a_wrapper(target, owner, name, kind, monkeypatch)
-    assert set(states.values()) <= {"applied", "conflict", "pending", "inactive"}, states
+    assert set(states.values()) <= {"applied", "conflict", "pending", "idle", "inactive"}, states

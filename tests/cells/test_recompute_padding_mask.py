@@ -115,7 +115,7 @@ def test_this_release_needs_no_patch():
 @needed
 @pytest.mark.parametrize(
     ("options", "state"),
-    [(FIRST_LAYER, "pending"), ({**FIRST_LAYER, "recompute_num_layers": 2}, "applied"), ({}, "applied")],
+    [(FIRST_LAYER, "unknown"), ({**FIRST_LAYER, "recompute_num_layers": 2}, "applied"), ({}, "applied")],
 )
 def test_an_override_of_the_block_is_asked_about_where_it_matters(options, state):
     """mcore-bridge has one, and as upstream's it gives no mask to layers beside recomputed ones."""

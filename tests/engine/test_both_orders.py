@@ -174,12 +174,16 @@ def unclear(self, x):
 
 
 @in_both_orders
-@pytest.mark.parametrize(("function", "state"), [(right, "applied"), (wrong, "conflict"), (unclear, "pending")])
+@pytest.mark.parametrize(("function", "state"), [(right, "applied"), (wrong, "conflict"), (unclear, "unknown")])
 def test_a_replaced_method_is_tried_in_a_model(world, first, function, state, caplog):
     """As an override is. What is right raises nothing under `require`, and no remedy says to remove it."""
     world.patch("p", [FORWARD, OTHER], probe=[FORWARD])
     found = bind(world, first, ("layers:Layer.forward", function), require=["p"])["p"]
-    assert found.state == "pending" and found.reason.startswith("not known") and "shim.check(model)" in found.remedy
+    assert (
+        found.state == "unknown"
+        and found.reason.startswith("it cannot be told")
+        and "shim.check(model)" in found.remedy
+    )
     assert world.get("other:other")(2) == ("p", 2), "the rest is bound in both orders"
     model = Model(world.get("layers:Layer")())
     if state == "conflict":
@@ -192,7 +196,7 @@ def test_a_replaced_method_is_tried_in_a_model(world, first, function, state, ca
     if state == "applied":
         assert function.__name__ in found.others[0] and "loses nothing by it" in found.others[0] and not found.remedy
         assert found.targets[FORWARD] == "kept"
-    if state == "pending":
+    if state == "unknown":
         assert "it needs a GPU" in found.reason and "shim.compatible" in found.remedy
     assert ("remove" in found.remedy) == (state == "conflict")
     assert world.get("layers:Layer.forward") is function
@@ -321,10 +325,12 @@ def test_what_a_function_on_the_way_has_taken_before_is_not_the_patch(way, first
 
 
 @in_both_orders
-def test_what_has_no_byte_code_is_not_known(way, first):
+def test_what_has_no_byte_code_is_unknown(way, first):
     """A built-in function may call anything."""
     found = on_the_way(way, first, abs)
-    assert found.state == "pending" and found.reason.startswith("not known: whether builtins.abs, which replaces ")
+    assert found.state == "unknown" and found.reason.startswith(
+        "it cannot be told whether builtins.abs, which replaces "
+    )
     assert found.remedy == "exclude p, or test what becomes of it"
 
 
@@ -372,7 +378,7 @@ def test_a_method_on_the_way_is_tried(world, first):
         shim.apply()
     world.set("ways:Model.step", lambda self, x: ("p", x))
     shim.apply()
-    assert shim.status()["p"].state == "pending"
+    assert shim.status()["p"].state == "unknown"
     found = shim.check(model)["p"]
     assert (
         found.state == "applied"
@@ -381,3 +387,29 @@ def test_a_method_on_the_way_is_tried(world, first):
     )
     world.set("ways:Model.step", lambda self, x: x)
     assert shim.check(model)["p"].state == "conflict"
+
+
+@in_both_orders
+def test_the_answer_to_one_question_settles_no_other(world, first):
+    """A method on the way is tried, and right; a built-in function on another way still cannot be read."""
+    module = world.module("ways", WAYS)
+    probe = """
+
+    def bindings(variant, options):
+        return dict.fromkeys(TARGETS, lambda original: lambda x: ("p", original(x)))
+
+
+    def probe(module, method, models):
+        return True
+    """
+    target = {"target": module + ":inner", "reached_by": f"[{module}:Model.step, {module}:outer]"}
+    world.patch("p", [target], probe, probe=[module + ":Model.step"])
+    model = Model(world.get("ways:Model")())
+    if first == "shim":
+        shim.apply()
+    world.set("ways:Model.step", lambda self, x: ("p", x))
+    world.set("ways:outer", abs)
+    shim.apply()
+    found = shim.check(model)["p"]
+    assert found.state == "unknown" and "builtins.abs" in found.reason and "exclude p" in found.remedy
+    assert "loses nothing by it" in found.others[0]

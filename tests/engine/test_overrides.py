@@ -1,4 +1,4 @@
-"""An override of a patched method counts by its effect: it calls the method, was tried, was marked, or is not known."""
+"""An override of a patched method counts by its effect: it calls the method, was tried, was marked, or is unknown."""
 
 import functools
 import sys
@@ -57,7 +57,7 @@ def test_an_override_that_calls_the_patched_method_hides_nothing(layer):
 
 
 def test_an_override_that_calls_something_else_is_tried(patched_world, layer):
-    """It hides the patch, or its effect is not known where trying it fails."""
+    """It hides the patch, or its effect is unknown if trying it fails."""
     stock = patched_world.stock
 
     class Another(layer):
@@ -77,9 +77,9 @@ def test_an_override_that_calls_something_else_is_tried(patched_world, layer):
     for instance in (Another(), Above(), earlier):
         assert state_with(instance) == "shadowed"
     found = found_with(Fails())
-    assert found.state == "pending"
+    assert found.state == "unknown"
     where = f"test_overrides.py:{Fails.forward.__code__.co_firstlineno}"
-    for word in ("not known", "Fails", where, "overrides forward without calling it", "AttributeError", "'inner'"):
+    for word in ("Fails", where, "overrides forward without calling it", "AttributeError", "'inner'"):
         assert word in found.reason
     assert "shim.compatible" in found.remedy
 
@@ -205,9 +205,9 @@ def test_doubt_is_a_warning_once_and_never_an_error(doubtful, caplog):
     shim.apply(require=["count"], strict=True)
     for _ in range(2):
         found = shim.check(doubtful)["count"]
-        assert found.state == "pending" and "needs a GPU to say so" in found.reason
+        assert found.state == "unknown" and "needs a GPU to say so" in found.reason
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(said) == 1 and "not known" in said[0] and "shim.compatible" in said[0]
+    assert len(said) == 1 and "is unknown: " in said[0] and "shim.compatible" in said[0]
 
 
 def test_a_patch_that_mends_nothing_warns_of_no_doubt(patched_world, doubtful, caplog):
@@ -222,7 +222,7 @@ def test_other_ranks_warn_in_one_short_line(doubtful, caplog, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     shim.check(doubtful)
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert said.startswith("count is pending: not known") and len(said) <= 160 and "Remedy" not in said
+    assert said.startswith("count is unknown: ") and len(said) <= 160 and "Remedy" not in said
 
 
 # Functions that models reach through methods

@@ -163,13 +163,16 @@ def test_naming_a_function_is_not_calling_it(one_patch):
 
 
 def test_a_table_of_functions_leaves_a_doubt(one_patch):
-    """Nobody knows which entry is called. The state says so, and check() does not raise for it."""
+    """Code does not tell which entry is called. The state says so, and check() does not raise for it."""
     shim.apply(require=["p"])
     table = {"double": one_patch.get("ops:double"), "other": print}
     one_patch.set("ops:double", lambda x: table["double"](x))
     report = shim.check()
-    assert report["p"].state == "pending" and report["p"].reason.startswith("not known: whether")
+    assert report["p"].state == "unknown" and report["p"].reason.startswith("it cannot be told whether")
     assert report["p"].targets == {CORE + "ops:double": "unknown"} and report["p"].remedy
+    for text, title in ((str(report), "In doubt, "), (report.text(pending_is_amiss=True), "Problems:\n  p ")):
+        assert title in text and report["p"].reason in text and f"Remedy: {report['p'].remedy}" in text
+    assert str(report).startswith("0 applied, 1 in doubt, ") and "1 unknown" in report.summary
 
 
 def test_no_call_is_watched(one_patch):
@@ -179,7 +182,7 @@ def test_no_call_is_watched(one_patch):
     one_patch.set("ops:double", lambda x: ("foreign", table["double"](x)))
     before = shim.status()["p"]
     assert one_patch.get("ops:double")(2) == ("foreign", ("p", 4))
-    assert shim.status()["p"] == before and before.state == "pending" and "test_reach.py" in before.reason
+    assert shim.status()["p"] == before and before.state == "unknown" and "test_reach.py" in before.reason
     if sys.version_info >= (3, 12):
         assert "megatron-shim" not in [sys.monitoring.get_tool(tool) for tool in range(6)]
 

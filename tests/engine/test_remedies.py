@@ -1,4 +1,4 @@
-"""Each remedy that a report names for a conflict, a shadowed or a pending patch works: it is followed here to the word.
+"""Each remedy that a report names for a conflict, a shadowed or unknown patch works: it is followed here to the word.
 
 The remedies of drifted patches ask for another installation, which tests/unit/test_match.py and test_plan.py look at.
 """
@@ -162,12 +162,14 @@ def test_a_target_that_the_patch_does_without_is_given_back(patch, caplog):
     assert nothing_is_amiss(caplog).targets == {DOUBLE: "bound", OTHER: "bound"}
 
 
-def test_what_is_not_known_is_made_known_by_a_variable(patch, caplog):
+def test_what_is_unknown_is_made_known_by_a_variable(patch, caplog):
     world = patch()
     shim.apply()
     take_back = put(world, may_call)
     found = shim.check()["p"]
-    assert (found.state, found.targets[DOUBLE]) == ("pending", "unknown") and found.reason.startswith("not known")
+    assert (found.state, found.targets[DOUBLE]) == ("unknown", "unknown") and found.reason.startswith(
+        "it cannot be told"
+    )
     assert "call the function that it took from a variable of its own" in found.remedy
     take_back()
     put(world, by_a_variable)
@@ -182,7 +184,7 @@ def test_or_it_is_excluded(patch, caplog):
     nothing_is_amiss(caplog, state="excluded")
 
 
-def test_one_remedy_is_enough_for_what_is_not_known(patch, caplog):
+def test_one_remedy_is_enough_for_what_is_unknown(patch, caplog):
     """The trainer came first, and holds upstream's function in a list."""
     world = patch()
     take_back = put(world, may_call)
@@ -211,7 +213,7 @@ FORWARD = CORE + "layers:Layer.forward"
 NOT_TOLD = WRAPPER + "\n\n    def probe(module, target, models):\n        return None\n"
 
 
-@pytest.fixture(params=["shadowed", "pending"])
+@pytest.fixture(params=["shadowed", "unknown"])
 def layer(world, request):
     """The class with the patched forward. An override that calls nothing is shadowed, or not known to the probe."""
     world.patch("p", [FORWARD], WRAPPER if request.param == "shadowed" else NOT_TOLD)
@@ -262,6 +264,6 @@ def test_a_model_keeps_a_function_that_it_took_before_until_it_is_set_again(worl
     instance.call = world.get("ops:double")
     shim.apply()
     found = shim.check(Model(instance))["p"]
-    assert found.state == "pending" and "again, or call shim.apply() before the model is built" in found.remedy
+    assert found.state == "unknown" and "again, or call shim.apply() before the model is built" in found.remedy
     instance.call = world.get("ops:double")
     nothing_is_amiss(caplog, Model(instance))

@@ -166,7 +166,7 @@ TESTED_IN = {
     "_engine.signatures": "engine/test_fits",
     "_engine.texts": "engine/test_overrides",
     "_engine.tries": "engine/test_overrides",
-    "_engine.verify": "engine/test_failures",
+    "_engine.states": "engine/test_failures",
     "_engine.watch": "engine/test_imports",
     "_engine.ways": "engine/test_both_orders",
     "_engine.within": "engine/test_interrupts",

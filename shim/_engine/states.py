@@ -1,4 +1,8 @@
-"""Step 5, verify: states of patches, read back from the process. models.py adds the states on a model."""
+"""Step 5, verify: the state of each patch. This module alone makes one, from what it reads back and from claims.
+
+`read_report` reads the process. What other modules find besides, on a model (models.py, questions.py, copies.py) or of
+bodies that a patch relies on (relied.py), they say as a `Claim`, and `States` decides what becomes of the state.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,80 @@ from shim._engine.chain import Replaced, replaced_by
 from shim._engine.conflicts import remedy_for, remedy_in_doubt, remedy_untried
 from shim._engine.foreign import describe
 from shim._engine.records import Records
-from shim._engine.report import NOT_IMPORTED, NOT_KNOWN, PatchReport, Report, switched_off
+from shim._engine.report import PatchReport, Report, switched_off
 from shim._planning.plan import Decision, Plan
-from shim._record import replace
+from shim._record import Record, replace
 from shim._releases.fingerprint import split_target
 
-__all__ = ["not_applied", "read_report", "reason_of"]
+__all__ = ["UNSETTLED", "Claim", "States", "not_applied", "read_report"]
+
+# The states of a patch that is wanted, and that nothing is known to keep from its effect.
+UNSETTLED = ("applied", "pending", "idle", "unknown")
+# State -> the states that a claim of it replaces, so that the first claim of a state is the one that is told.
+_REPLACED = {
+    "applied": ("unknown",),
+    "inactive": ("applied",),
+    "unknown": ("applied",),
+    "shadowed": UNSETTLED,
+    "conflict": UNSETTLED,
+}
+
+
+class Claim(Record):
+    """What was found about a patch, besides what stands on its targets.
+
+    state: what the patch is by that; "" if it keeps its state. "applied" is said of one target, and of the patch if
+        nothing else about it is unknown.
+    text: the reason of the state; beside "" and "applied" a sentence for `others`, which takes the place of the one
+        that begins with `about`.
+    target, mark: a target, and how it stands by that.
+    replaces: the states that this claim replaces; () for the usual ones of its state.
+    """
+
+    patch: str
+    state: str
+    text: str
+    remedy: str = ""
+    target: str = ""
+    mark: str = ""
+    about: str = ""
+    replaces: tuple[str, ...] = ()
+
+
+class States:
+    """The states of a report, to which claims are added."""
+
+    def __init__(self, report: Report, plan: Plan, binder: Records) -> None:
+        self._report, self._plan, self._binder = report, plan, binder
+        self._patches = dict(report.patches)
+
+    def __getitem__(self, id: str) -> PatchReport:
+        return self._patches[id]
+
+    def report(self) -> Report:
+        return replace(self._report, patches=self._patches)
+
+    def add(self, claim: Claim) -> None:
+        patch = self[claim.patch]
+        if not claim.state:
+            if claim.text not in patch.others:
+                self._patches[patch.id] = replace(patch, others=(*patch.others, claim.text))
+            return
+        replaced = claim.replaces or _REPLACED[claim.state]
+        if claim.state == "applied":
+            others = (*(text for text in patch.others if not text.startswith(claim.about)), claim.text)
+            patch = self._patches[patch.id] = replace(patch, targets=_marked(patch, claim), others=others)
+            if patch.state in replaced and {"untried", "unknown"}.isdisjoint(patch.targets.values()):
+                state, reason, remedy = _bound(self._plan[patch.id], self._binder)
+                self._patches[patch.id] = replace(patch, state=state, reason=reason, remedy=remedy)
+        elif patch.state in replaced:
+            self._patches[patch.id] = replace(
+                patch, state=claim.state, reason=claim.text, remedy=claim.remedy, targets=_marked(patch, claim)
+            )
+
+
+def _marked(patch: PatchReport, claim: Claim) -> Mapping[str, str]:
+    return {**patch.targets, claim.target: claim.mark} if claim.target else patch.targets
 
 
 def _state(
@@ -52,35 +124,44 @@ def _state(
         return off(decision.options, reason, targets) or report(
             "conflict", reason, targets, remedy_for(decision.id, who)
         )
-    waiting = [t for t, state in targets.items() if state == "pending" and t not in decision.optional]
-    if waiting:
-        modules = ", ".join(dict.fromkeys(split_target(target)[0] for target in waiting))
-        made = report("pending", f"waits for the import of {modules}; {decision.reason}", targets)
-    elif targets and set(targets.values()) == {"pending"}:
-        # A target that is optional keeps nobody waiting, but `applied` is said of nothing that is not bound.
-        modules = ", ".join(dict.fromkeys(split_target(target)[0] for target in targets))
-        made = report("pending", f"{NOT_IMPORTED}: {modules}, and patched as soon as it is; {decision.reason}", targets)
+    waiting = {state: _modules_of(targets, state) for state in ("pending", "idle")}
+    if waiting["pending"]:
+        made = report("pending", f"waits for the import of {waiting['pending']}; {decision.reason}", targets)
+    elif targets and set(targets.values()) == {"idle"}:  # `applied` is said of nothing that is not bound
+        reason = f"waits for {waiting['idle']}, which this process may do without; {decision.reason}"
+        made = report("idle", reason, targets)
     elif unknown := [target for target, state in targets.items() if state == "unknown"]:
         who = _who(lost[unknown[0]])
-        reason = f"{NOT_KNOWN}: whether {who} calls shim's function on {unknown[0]}, which it holds"
-        made = report("pending", reason, targets, remedy_in_doubt(decision.id, who))
+        reason = f"{NOT_TOLD} {who} calls shim's function on {unknown[0]}, which it holds"
+        made = report("unknown", reason, targets, remedy_in_doubt(decision.id, who))
     elif untried := [question for key, question in binder.found.open.items() if key[0] == decision.id]:
-        reason = f"{NOT_KNOWN}: whether {untried[0].who}, which replaces {untried[0].method}, does what the patch does"
-        made = report("pending", reason, targets, remedy_untried(untried[0].who))
+        reason = f"{NOT_TOLD} {untried[0].who}, which replaces {untried[0].method}, does what the patch does"
+        made = report("unknown", reason, targets, remedy_untried(untried[0].who))
         made = off(decision.options, decision.reason, targets) or made
-    elif decision.id in binder.found.doubts:
-        reason = f"{NOT_KNOWN}: {binder.found.doubts[decision.id][1]}"
-        made = report("pending", reason, targets, f"exclude {decision.id}, or test what becomes of it")
     else:
-        made = report("applied", reason_of(decision, binder), targets)
+        state, reason, remedy = _bound(decision, binder)
+        made = report(state, reason, targets, remedy)
     return replace(made, others=others)
 
 
-def reason_of(decision: Decision, binder: Records) -> str:
-    """Why a patch is applied: what is known of the bodies in the files, and which functions run in their place."""
+NOT_TOLD = "it cannot be told whether"
+
+
+def _bound(decision: Decision, binder: Records) -> tuple[str, str, str]:
+    """State, reason and remedy of a patch whose targets all stand as they should.
+
+    The reason says what is known of the bodies in the files, and which functions run in their place.
+    """
+    if decision.id in binder.found.doubts:
+        what = binder.found.doubts[decision.id][1]
+        return "unknown", f"{NOT_TOLD} {what}", f"exclude {decision.id}, or test what becomes of it"
     around = [(target, binder.found.around.get((decision.id, target))) for target in decision.targets]
     told = [f"{target} is {found.who}, which {found.why}" for target, found in around if found is not None]
-    return "; but ".join([decision.reason, *told])
+    return "applied", "; but ".join([decision.reason, *told]), ""
+
+
+def _modules_of(targets: Mapping[str, str], state: str) -> str:
+    return ", ".join(dict.fromkeys(split_target(target)[0] for target, found in targets.items() if found == state))
 
 
 def _who(lost: Replaced) -> str:
@@ -88,7 +169,7 @@ def _who(lost: Replaced) -> str:
 
 
 def _on(target: str, decision: Decision, binder: Records, lost: Mapping[str, Replaced]) -> str:
-    """How a target stands: bound, called by somebody's object, lost or left to it, kept by it, unknown or pending."""
+    """How a target stands: bound, called by somebody's object, lost or left to it, kept by it, unknown, or waiting."""
     if (decision.id, target) in binder.found.open:
         return "untried"
     if target in decision.left:
@@ -96,7 +177,9 @@ def _on(target: str, decision: Decision, binder: Records, lost: Mapping[str, Rep
     if target in lost:
         effect = binder.effect_of(lost[target])
         return "lost" if effect == "replaced" else effect
-    return "bound" if binder.bound(decision.id, target) else "pending"
+    if binder.bound(decision.id, target):
+        return "bound"
+    return "idle" if target in decision.optional else "pending"
 
 
 def _others(decision: Decision, targets: Mapping[str, str], binder: Records, lost: Mapping[str, Replaced]) -> list[str]:
