@@ -17,18 +17,18 @@ from shim.testing.proof import CannotRunError, Here, proof
 STEPS, TOKENS, BATCH, HEADS, HEAD = 4, 6, 2, 2, 4
 
 
-class Kept:
+class Resource:
     """What a fused attention keeps on its autograd node, such as quantizers and auxiliary tensors."""
 
 
 class FusedAttention(torch.autograd.Function):
     """In the shape of Transformer Engine's: the output [s, b, h * d], and the largest logit of each head, [h]."""
 
-    kept: ClassVar[list[weakref.ref[Kept]]] = []
+    kept: ClassVar[list[weakref.ref[Resource]]] = []
 
     @staticmethod
     def forward(ctx: Any, query: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.kept = Kept()
+        ctx.kept = Resource()
         FusedAttention.kept.append(weakref.ref(ctx.kept))
         ctx.shape = query.shape
         return query.flatten(2).clone(), query.amax((0, 1, 3))
