@@ -12,7 +12,7 @@ Statistics are a tensor [K, T] in fp32 (fp64 for fp64 logits), K = 3 to 5, with 
     BITS    sum of exp2(bits) * bits, only if an entropy is wanted (`entropy`)
     TOTAL   the last row: sum of the entries, only if labels are smoothed (`total`)
 
-Where somebody asks for it, `column` int64 [T] gets the column of TOP, the first of equal ones.
+If given, `column` int64 [T] gets the column of TOP, the first of equal ones.
 
 Common arguments: `scale` is log2(e) / temperature, a number or a tensor [T]. `place` int64 [T] is the target's column
 among these columns, -1 for none. `ignored` bool [T] or None marks rows without statistics, whose gradient is zero.
@@ -57,7 +57,7 @@ Scale = float | Tensor
 # Scratch for one chunk: on CPU it fits each core's own cache, on a GPU it fills the device.
 _SCRATCH_CPU, _SCRATCH_DEVICE = 4 << 20, 128 << 20
 _SCRATCH_CORE = 1 << 20  # per thread; all threads together use at most _SCRATCH_CPU
-# exp2 of this is zero, in fp64 too, and zero times this is zero, where zero times -inf would be NaN.
+# exp2 of this is zero, also in fp64, and zero times this is zero. Zero times -inf would be NaN.
 _NOTHING = -2000.0
 _BLOCK = 64  # columns; see `_write_top`
 

@@ -227,7 +227,7 @@ class LinearTokenLogprobs(torch.autograd.Function):
         low_rank = _low_rank_of(other_hidden, other_weight)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         wants_other_hidden, wants_other_weight = ctx.needs_input_grad[8:10]
-        # Products in the dtype of the weight can be written where they belong, if one tile has all tokens.
+        # Products in the dtype of the weight can be written to their place, if one tile has all tokens.
         direct = h.dtype == tiles.dtype or (tiles.rows == h.size(0) and tiles.multiplies_in == h.dtype)
         how = tiles.columns, tiles.dtype, direct
         of_hidden = torch.zeros_like(h, dtype=tiles.dtype) if wants_hidden else None

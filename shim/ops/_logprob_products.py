@@ -45,8 +45,8 @@ class Largest(NamedTuple):
 class WeightGradient:
     """The gradient of a weight [V, H] from tiles of tokens. V is the outer loop, so one part is summed at a time.
 
-    into: [V, H] in any dtype, to which the gradient is added, in the place of a `result`. Each of its entries is
-    rounded once, or in each sum where it has the dtype of the sums.
+    into: [V, H] in any dtype, to which the gradient is added, instead of a `result`. Each of its entries is rounded
+    once, or in each sum if it has the dtype of the sums.
     direct: whether a product can be written into the result, as one tile has all tokens, or nothing is rounded.
     """
 

@@ -36,9 +36,9 @@ class once(Generic[Value]):
 
 
 class Places:
-    """Where each of n elements of a result comes from.
+    """The source of each of n elements of a result.
 
-    numbers: int32 [n], the number of an element of the input, counted from 1; 0 where it comes from none.
+    numbers: int32 [n], the number of an element of the input, counted from 1; 0 without a source.
     complete: whether no number is 0.
     """
 
@@ -48,13 +48,13 @@ class Places:
 
     @once
     def index(self) -> Tensor:
-        """The same counted from 0: int32 [n], in range also where nothing comes."""
+        """The same counted from 0: int32 [n], in range also without a source."""
         index = self.numbers - 1
         return index if self.complete else index.clamp_(min=0)
 
     @once
     def there(self) -> Tensor:
-        """bool [n], False where nothing comes."""
+        """bool [n], False without a source."""
         return self.numbers > 0
 
     @once
@@ -64,7 +64,7 @@ class Places:
     def inverse(self, size: int) -> Places:
         """The way back to an input of `size` elements, of which none goes to two places."""
         numbers = torch.arange(1, self.numbers.numel() + 1, dtype=torch.int32, device=self.numbers.device)
-        # What comes from nowhere meets in element 0, which is dropped.
+        # Elements without a source meet in element 0, which is dropped.
         back = torch.zeros(size + 1, dtype=torch.int32, device=numbers.device)
         return Places(back.scatter_(0, self.numbers.long(), numbers)[1:])
 
@@ -74,7 +74,7 @@ class Places:
         return self.index, None if self.complete else self.there
 
     def pick(self, tensor: Tensor, fill: Any = 0) -> Tensor:
-        """[size, ...] -> [n, ...], `fill` where nothing comes; any dtype; a new tensor."""
+        """[size, ...] -> [n, ...], `fill` without a source; any dtype; a new tensor."""
         zero = isinstance(fill, int | float) and fill == 0
         if self.complete or not zero or tensor.size(0) == 0:
             return _picked(tensor, *self.tensors, fill)

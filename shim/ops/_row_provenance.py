@@ -1,4 +1,4 @@
-"""Which tensors saved by autograd hold rows, from where they come from and where they lead.
+"""Which tensors saved by autograd hold rows, told by their path from the inputs and to the outputs.
 
 A saved tensor may be stashed by its valid rows under two conditions: the gradients of its node's outputs are zero in
 all invalid rows, and the node does not mix rows. A walk back from the outputs shows the first, as long as
@@ -20,12 +20,12 @@ from shim.ops._stash_compiled import CompiledRegions, is_compiled
 
 __all__ = ["COMPILED", "RowTensor", "row_tensors"]
 
-COMPILED = "torch.compile has compiled what saved it, so that nobody knows what that does with rows"
-RECOMPUTED = "a checkpoint has saved it, which computes with all of its rows again"
+COMPILED = "compiled code of torch.compile has saved it, and its effect on rows is not known"
+RECOMPUTED = "a checkpoint has saved it, and its recompute needs all rows"
 WEIGHT = "it comes from weights alone"
-UNKNOWN = "a function of one's own has made it, and nobody knows from what: see block_of"
+UNKNOWN = "a custom function has made it, and its source is not known: see block_of"
 NOT_ROWS = "it is not known to hold rows that come from the inputs"
-MIXED = "what it leads to does not keep rows where they are: {}"
+MIXED = "a later operator does not keep rows in place: {}"
 NO_SHAPES = "this torch does not tell the shapes of gradients"
 CHECKPOINTS = "CheckpointFunction", "_CheckpointFunction"
 
@@ -41,7 +41,7 @@ class RowTensor(NamedTuple):
 
 
 class _Inputs:
-    """The inputs of the forward: where the walk ends, and which inputs have rows.
+    """The inputs of the forward, at which the walk ends, and which of them have rows.
 
     tensors: inputs that may have rows. others: inputs without rows, such as weights. Without `tensors`, every earlier
     tensor that is no parameter may have rows, but only for operators with a rule.

@@ -200,7 +200,7 @@ def _stacked(operator: Operator) -> Edges:
 
 
 def _cut(start_of: Callable[[Operator, int], int | None]) -> Callable[[Operator], Edges]:
-    """Each output is a part of the input along `dim`. start_of: where the part begins."""
+    """Each output is a part of the input along `dim`. start_of: the first index of the part."""
 
     def edges(operator: Operator) -> Edges:
         shape, dims = operator.inputs[0], operator.dims("dim")
@@ -296,7 +296,7 @@ RULES: dict[str, Rule] = {
     "SplitWithSizes": Rule(_cut(_sizes_start)),
     "Unbind": Rule(_cut(lambda operator, number: number)),
 }
-SECOND_OPERANDS = "mat2", "batch2"  # of a product; they have rows only if each row has a matrix of its own
+SECOND_OPERANDS = "mat2", "batch2"  # of a product; they have rows only if each row has a separate matrix
 
 
 @cache

@@ -16,9 +16,9 @@ from torch.autograd.function import BackwardCFunction
 
 __all__ = ["HOOKED", "Saved", "foreign_hooks_active", "now", "saved_by"]
 
-HOOKED = "hooks of somebody else, who offloads or recomputes it, have it already"
+HOOKED = "foreign hooks, which offload or recompute it, already have it"
 REFUSED = "autograd does not give it out: it was changed in place, or its graph is done with"
-CLEARED = "it is to be read but once (clear_saved_tensors_on_access)"
+CLEARED = "it may be read only once (clear_saved_tensors_on_access)"
 
 PREFIX = "_raw_saved_"
 PYTHON_NAMES = {"_raw_saved_tensors": "saved_tensors"}

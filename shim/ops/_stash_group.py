@@ -28,7 +28,7 @@ GIVEN_UP = "its memory was given up and will be recomputed"
 
 
 class Stash(Protocol):
-    """What a group asks of the stash that it belongs to: see shim.ops.PagedStash."""
+    """The interface of a stash for its groups: see shim.ops.PagedStash."""
 
     overflow: str
 
@@ -193,7 +193,7 @@ class _Chosen(NamedTuple):
 def _transformed() -> str:
     """Why a forward under an active transform is left alone; "" without a transform."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
-        return "a transform of torch.func is active, whose tensors have no memory of their own"
+        return "a transform of torch.func is active, whose tensors have no separate memory"
     if forward_ad._current_level >= 0:
         return "forward-mode differentiation is active, and a copy in pages has no tangent"
     return ""
@@ -234,7 +234,7 @@ def _has_rows_of_values(tensor: Tensor) -> bool:
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """Whether two elements may lie at the same place, as those of an expanded tensor do."""
+    """Whether two elements may share memory, as in an expanded tensor."""
     last = 0  # the place of the last element of the dimensions so far
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= last:

@@ -1,4 +1,4 @@
-"""How a pool of pages lies in memory, for all that read and write it."""
+"""The memory layout of a pool of pages, for its readers and writers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 __all__ = ["BITS", "NOWHERE", "STATES", "Pages"]
 
-# Rows are copied as integers: every bit stays, and eight-bit floats, which torch can hardly index, work too.
+# Rows are copied as integers: every bit stays, and eight-bit floats work, which torch can hardly index.
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # The elements of a pool's state. Heads and tails only count up; a ring is indexed by their remainder.
@@ -21,7 +21,7 @@ RELEASED, IN_POOL, ON_HOST, NOWHERE = range(4)
 
 
 class Pages(Protocol):
-    """What the functions of a backend take of a pool: its buffers and their sizes."""
+    """The parts of a pool that the functions of a backend take: its buffers and their sizes."""
 
     data: Tensor  # [rows of all pages and two more, width]
     host_data: Tensor  # the same in host memory, without the two

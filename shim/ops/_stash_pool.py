@@ -49,7 +49,7 @@ def backend_for(name: str | None, device: torch.device) -> ModuleType:
 
 
 class _Dropped(NamedTuple):
-    """What one `store` took, given back. captured: whether a CUDA graph has recorded that store."""
+    """The pages of one `store`, given back. captured: whether a CUDA graph has recorded that store."""
 
     rows: ValidRows
     pages: Tensor

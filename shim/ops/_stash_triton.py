@@ -82,7 +82,7 @@ def _allocate_kernel(
     for start in range(0, slots, BLOCK):
         slot = start + tl.arange(0, BLOCK)
         at = first + slot
-        at = tl.where(at < size, at, at - size)  # at most one wrap, because nobody takes more than the ring holds
+        at = tl.where(at < size, at, at - size)  # at most one wrap, because no caller takes more than the ring holds
         page = tl.load(source + at, mask=slot < taken, other=-1)
         tl.store(pages + slot, page, mask=slot < slots)
     wanted = tl.load(state + _WANTED) + need

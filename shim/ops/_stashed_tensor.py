@@ -15,9 +15,9 @@ __all__ = ["StashedTensor"]
 
 
 class StashedTensor:
-    """Owns its pages, and frees them when it is dropped, whoever drops it and however.
+    """Owns its pages, and frees them however it is dropped.
 
-    where: int64 [1], a flag for the place of the copy, part of a tensor of the caller's. expected: how many rows are
+    where: int64 [1], a flag for the place of the copy, part of the caller's tensor. expected: how many rows are
     probably valid. kept: whether the original is held until `settle`.
     """
 

@@ -24,7 +24,7 @@ def fp8_alignment(
 ) -> int:
     """The multiple for the length T of a packed row, padding and all context-parallel ranks included.
 
-    recipe: what the tokens are quantized with. None without quantization; a name as in megatron-core's `fp8_recipe` and
+    recipe: of the tokens' quantization. None without quantization; a name as in megatron-core's `fp8_recipe` and
         `fp4_recipe` ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4", or a member of its enumerations); or a
         recipe object of Transformer Engine, which is known by the names of its classes.
     tp, cp: sizes of the tensor- and the context-parallel group.
@@ -42,9 +42,9 @@ def fp8_alignment(
     mxfp8                   32  the same functions; `MXFP8Quantizer` raises for other token counts
     blockwise              128  Transformer Engine, `Float8BlockQuantizer.is_quantizable` (from 2.5). Under sequence
                                 parallelism other token counts are gathered in high precision. The functions above
-                                say 16: they are about experts' tokens, which nobody gathers.
-    nvfp4                  128  megatron-core, `fp4_utils.get_fp4_align_size`; Transformer Engine from 2.15, where
-                                2.11 to 2.14 said 64. `NVFP4Quantizer` itself takes multiples of 16.
+                                say 16: they are about experts' tokens, which are not gathered.
+    nvfp4                  128  megatron-core, `fp4_utils.get_fp4_align_size`; Transformer Engine from 2.15
+                                (2.11 to 2.14 said 64). `NVFP4Quantizer` itself takes multiples of 16.
     CustomRecipe object      -  its `quantization_alignment`, from Transformer Engine 2.19
     None                     1
     =====================  ===  =====================================================================================

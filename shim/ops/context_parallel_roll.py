@@ -5,7 +5,7 @@ Partition ``"sequence"`` cuts every slot of the row this way, as attention over 
 ``"row"`` cuts the row as a whole.
 
 A token's successor is on the same rank, except for the last token of a chunk. After a front comes the first token of
-the next rank's front; after the last rank's front comes its own tail. After a tail comes the first token of the
+the next rank's front; after the last rank's front comes that rank's tail. After a tail comes the first token of the
 previous rank's tail. So a rank sends the first tokens of all its fronts to the previous rank, and the first tokens of
 all its tails to the next rank, for all sequences together.
 """

@@ -129,7 +129,7 @@ def linear_token_logprobs(
     or fp16 multiplies in fp32 instead, and rounds no logits. All three get a gradient if they require one.
     scratch_bytes: memory for a tile of tokens times up to 4096 columns. Default: 16 MiB on CPU, 256 MiB elsewhere.
     chunk_size: the number of tokens per tile, instead of scratch_bytes. For bf16 and fp16, sums over tiles are in fp32:
-    [T, H], and as many rows of the weight as a tile has columns; so are these rows themselves where products are.
+    [T, H], and as many rows of the weight as a tile has columns; so are these rows themselves if products are.
     sum_hidden_grad: each rank computes its part of the gradient of hidden. One all-reduce in backward, the only one,
     sums the parts. False returns the part, for callers who sum themselves (behind megatron-core's
     copy_to_tensor_model_parallel_region, or a gather of sequence-parallel shards).
@@ -320,9 +320,9 @@ class _TokenLogprobs(torch.autograd.Function):
             )
         logits, place, per_token, *learned = ctx.saved_tensors
         if (logits.data_ptr(), logits._version) != ctx.version and logits.data_ptr() == ctx.version[0]:
-            # Autograd looks too, but not where hooks for saved tensors are at work.
+            # Autograd also looks, but not at tensors that hooks for saved tensors keep.
             raise RuntimeError("the logits of token_logprobs were modified by an inplace operation before its backward")
-        # Hooks may have kept the very tensor, for others too, whom autograd would not warn.
+        # Hooks may have kept this same tensor for other users, whom autograd would not warn.
         same = ctx.hooked and logits.data_ptr() == ctx.version[0]
         inplace = options.inplace and not same and not _is_shared(logits)
         rows = Rows(logits)

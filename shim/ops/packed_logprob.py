@@ -4,7 +4,7 @@ The row has T tokens: sequences one after another, in slots with padding (shim.o
 has t = T / CP of them, cut in zigzag (shim.ops.context_parallel_roll). Each of the TP ranks has its columns of the
 vocabulary, for the same tokens.
 
-The results stand at the position that predicts, where the logits are: ``logprob[i]`` is that of the token after
+The results are at the predicting position, like the logits: ``logprob[i]`` is that of the token after
 position i, and entropy[i] that of the distribution it is drawn from. So a cut of the row cuts both alike. The last
 token of a sequence and the padding predict nothing.
 """
@@ -56,10 +56,10 @@ def packed_logprobs(
     chunk_size: int | None = None,
     inplace_backward: bool = False,
 ) -> PackedLogprobs:
-    """The log-probability of each next token of a packed row. Differentiable in the logits, by way of the entropy too.
+    """The log-probability of each next token of a packed row. Differentiable in the logits, also through the entropy.
 
     logits: [t, V / TP], [1, t, V / TP] or [t, 1, V / TP], of this rank's tokens and columns.
-    tokens: int64 or int32, this rank's cut [t] or the whole row [T]; a leading 1 may stand before. The whole row saves
+    tokens: int64 or int32, this rank's cut [t] or the whole row [T]; a leading 1 is allowed. The whole row saves
     the one message to each neighbour. A token equal to ignore_index is not predicted: labels with -100 on the prompts
     leave these out.
     cu_seqlens, cu_seqlens_padded: int32 or int64 [N + 1], of the whole row. Slots are multiples of CP.
@@ -69,8 +69,8 @@ def packed_logprobs(
     entropy: "no_grad" computes the entropy without a gradient.
     gather: True gathers the results of the whole row on every CP rank, in the row's order. Backward then sums the
     gradients that the CP ranks give to a position, which is the gradient of the sum of their losses: CP times that of a
-    loss which each of them computes in full. An average of the gradients over the CP ranks takes that back. "own_grad"
-    sums nothing: each rank's own gradient goes back, for a loss that is the same on every CP rank.
+    loss which each of them computes in full. An average of the gradients over the CP ranks undoes that. "own_grad"
+    sums nothing: each rank gets only its gradient, for a loss that is the same on every CP rank.
     partition: how CP cuts, "sequence" (each slot, as attention needs it) or "row" (the row as one piece).
     scratch_bytes, chunk_size, inplace_backward: see token_logprobs.
 
@@ -152,7 +152,7 @@ def linear_packed_logprobs(
 
 
 class _Row:
-    """What both forms share: the targets of this rank's t positions, and the way back to the whole row.
+    """The part that both forms share: the targets of this rank's t positions, and the way back to the whole row.
 
     target: [t], ignore_index where no token is predicted.
     """
@@ -202,7 +202,7 @@ class _Row:
     def places(self) -> Tensor:
         """For each of the T positions of the row, its place in the shares of all ranks laid end to end. int64 [T]."""
         total = self.length * self.ranks
-        # What lies behind the last slot is cut like one more.
+        # The rest of the row behind the last slot is cut like one more slot.
         end = self.slots.new_full((1,), total)
         pieces = torch.cat([self.slots, end] if self.partition == "sequence" else [torch.zeros_like(end), end])
         require((pieces % self.ranks == 0).all(), f"every slot must be a multiple of the {self.ranks} ranks")

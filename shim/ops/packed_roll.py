@@ -1,7 +1,7 @@
 """Shift packed (THD) rows left by one inside each sequence, without a loop over sequences and without host reads.
 
 A row holds N sequences one after another. `cu_seqlens` [N + 1] are the cumulative valid lengths, starting at 0. With
-padding between sequences, each sequence lies in a slot, and `cu_seqlens_padded` [N + 1] are the cumulative lengths of
+padding between sequences, each sequence is in a slot, and `cu_seqlens_padded` [N + 1] are the cumulative lengths of
 the slots. Sequence i occupies positions ``padded[i] .. padded[i] + (cu[i + 1] - cu[i])`` of the row. The rest of its
 slot is padding, and so is everything after the last slot.
 """
@@ -32,7 +32,7 @@ class Mask:
     def _in(self, dtype: torch.dtype, like: Tensor, dim: int) -> Tensor:
         if dtype not in self._as:
             bits = self._as[torch.int8]
-            # Sign extension sets all bits of the wider integer too.
+            # Sign extension also sets all bits of the wider integer.
             self._as[dtype] = bits.logical_not() if dtype is torch.bool else bits.to(dtype)
         shape = [1] * like.dim()
         shape[dim] = like.size(dim)

@@ -1,13 +1,13 @@
-"""Padded batches to packed (THD) rows and back, for context parallelism too: without a loop, without host reads.
+"""Padded batches to packed (THD) rows and back, also for context parallelism: without a loop, without host reads.
 
 A batch is [B, S, ...]: B sequences of at most S tokens, with padding before them, behind them or in between. Its packed
-row is [T, ...]: all sequences, one after another. Each lies in a slot, and padding fills the rest of the slot:
+row is [T, ...]: all sequences, one after another. Each is in a slot, and padding fills the rest of the slot:
 
     cu_seqlens          int32 [B + 1], the cumulative lengths of the sequences without padding
     cu_seqlens_padded   int32 [B + 1], the cumulative lengths of the slots; the last one is T
 
 A slot is the sequence's length, rounded up to `sequence_alignment`: 2 * cp under context parallelism, else 1. The row
-is rounded up to `alignment`, which shim.ops.fp8_alignment computes; this padding lies in the last slot. So quantization
+is rounded up to `alignment`, which shim.ops.fp8_alignment computes; this padding is in the last slot. So quantization
 costs a row less than one alignment of padding, not as much for every sequence. Without context parallelism there is no
 padding between sequences at all.
 """
@@ -38,7 +38,7 @@ class Packing:
 
     cu_seqlens, cu_seqlens_padded: int32 [B + 1], of the whole row (see the module).
     total: T, of the whole row.
-    max_seqlen: the longest slot; where a fixed `total` was given without it, the bound `total`.
+    max_seqlen: the longest slot; if only a fixed `total` was given, the bound `total`.
     batch: (B, S).
     places: the token in each position, its numbers int32 [T] or [T / cp]: b * S + s + 1, and 0 on padding.
     cp, cp_rank: the number of ranks that share the row, and this rank; None for the whole row.
@@ -67,16 +67,16 @@ class Packing:
         max_seqlen: int | None = None,
         device: torch.device | str | None = None,
     ) -> Packing:
-        """Packs what the mask marks: left-padded rows, right-padded rows, rows with holes, full and empty ones.
+        """Packs the marked tokens: left-padded rows, right-padded rows, rows with holes, full and empty ones.
 
-        attention_mask: [B, S], bool or any number; tokens are where it is not zero. A sequence may be empty.
+        attention_mask: [B, S], bool or any number, not zero at tokens. A sequence may be empty.
         alignment: T becomes a multiple of this (see shim.ops.fp8_alignment).
         sequence_alignment: every slot becomes a multiple of this; by default 2 * cp, or 1 without context parallelism.
         cp: the number of context-parallel ranks that will share the row.
         total: T, fixed. Otherwise the smallest that fits.
         max_seqlen: the longest slot that may occur; checked. By default the longest there is, or with `total` the bound
             `total`, because the last slot has all the padding of the row.
-        device: where tensors will be packed; by default where the mask is.
+        device: where tensors will be packed; by default the mask's device.
 
         Host reads: without `total`, T and the longest slot are read from the mask's device, in one read. Nothing is
         read from a GPU if `total` is given, if the mask is on the CPU, or with `from_lengths` and lengths on the CPU.
@@ -121,7 +121,7 @@ class Packing:
             `device`.
         width: S.
         padding_side: the side of the padding, "right" or "left".
-        device: where tensors will be packed; by default where the lengths are.
+        device: where tensors will be packed; by default that of the lengths.
 
         The other arguments, host reads and errors are those of `from_mask`. ValueError for another side, and for
         lengths that are not integers [B], B above 0; ValueError (on a GPU a device-side assertion) for a length below 0
@@ -194,7 +194,7 @@ class Packing:
         return moved(tensor.flatten(0, 1), self.places, lambda: self._places_in_batch, fill)
 
     def unpack(self, tensor: Tensor, fill: Any = 0) -> Tensor:
-        """[T, ...], or this rank's [T / cp, ...] -> [B, S, ...], with `fill` where no token (of this rank) is.
+        """[T, ...], or this rank's [T / cp, ...] -> [B, S, ...], with `fill` without a token (of this rank).
 
         Any dtype; a new tensor, differentiable any number of times. ValueError for another shape or device. The sum of
         all ranks' results, each filled with 0, has all tokens; `merge` is the other way to get them.
@@ -239,7 +239,7 @@ class Packing:
 
     @once
     def _places_in_batch(self) -> Places:
-        """Where each place of the batch lies in the row or share: its numbers int32 [B * S]."""
+        """The position in the row or share of each place of the batch: its numbers int32 [B * S]."""
         return self.places.inverse(self.batch[0] * self.batch[1])
 
     @once
@@ -263,7 +263,7 @@ class Packing:
 
     @once
     def _order(self) -> Places:
-        """Where each position of the row lies in the shares of all ranks, one after another."""
+        """The position in the shares of all ranks, one after another, of each position of the row."""
         return Places(Places(self._zigzag.flatten()).inverse(self.total).numbers, complete=True)
 
     def _check(self, tensor: Tensor, *sizes: int) -> None:
@@ -311,9 +311,9 @@ def pack_thd(
 
 
 def unpack_thd(packed: Tensor | Sequence[Tensor], packing: Packing, fill: Any = 0) -> Tensor:
-    """Back to the batch: [T, ...] -> [B, S, ...], with `fill` where there is no token.
+    """Back to the batch: [T, ...] -> [B, S, ...], with `fill` without a token.
 
-    packed: what `packing` packs: [T, ...], or the share [T / cp, ...] of its rank; or a list of all ranks' shares.
+    packed: in the form of `packing`: [T, ...], or the share [T / cp, ...] of its rank; or a list of all ranks' shares.
 
     The errors are those of `Packing.unpack` and `Packing.merge`.
     """
@@ -339,7 +339,7 @@ def _slots(
     max_seqlen: int | None,
     device: torch.device | str,
 ) -> _Slots:
-    """The slots of sequences of `lengths`, int32 [B]. Computed where the lengths are, then copied to `device`."""
+    """The slots of sequences of `lengths`, int32 [B]. Computed on the device of lengths, then copied to `device`."""
     slots = _rounded_up(lengths, sequence_alignment)
     used = slots.sum()
     if total is None:

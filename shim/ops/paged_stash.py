@@ -33,14 +33,14 @@ __all__ = ["OVERFLOW", "PagedStash", "PoolUse", "StashOverflowError", "StashStat
 log = logging.getLogger("shim")
 
 OVERFLOW = ("keep", "spill", "raise")
-# The most forward passes whose originals may wait for the device to report where their copies are.
+# The most forward passes whose originals may wait for the device to report the place of their copies.
 AHEAD = 2
 # A pool's memory is freed if the stash has been empty this many times since the pool's last use.
 UNUSED = 100
 
 
 class StashOverflowError(ShimError):
-    """Saved tensors were lost for want of pages. The gradients since the last check are wrong."""
+    """Saved tensors were lost: the pool had no pages left. The gradients since the last check are wrong."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class PagedStash:
     row width. The host part is pinned memory and takes tensors that no longer fit on the device. `resize` sets the size
     of each pool.
 
-    overflow: what happens to a tensor that finds no pages, neither in the pool nor on the host:
+    overflow: the action for a tensor that finds no pages, in the pool or on the host:
         "keep": the original stays in memory. The host learns of it without waiting and holds all originals until then,
             but only for the last few forward passes: a host that is further ahead waits for the device.
         "raise", and "spill" with a host pool: the tensor is lost, and `check` raises.
@@ -140,8 +140,8 @@ class PagedStash:
     ) -> Any:
         """Call function(*args, **kwargs) and stash the tensors it saves for backward. For other arguments see `group`.
 
-        An argument with `rows` rows counts as rows, unless it is a parameter or in a dict, where
-        torch.func.functional_call has its weights. Tensors made from other arguments have no rows and are left alone.
+        An argument with `rows` rows counts as rows, unless it is a parameter or in a dict, as
+        torch.func.functional_call passes weights. Tensors made from other arguments have no rows and are left alone.
         """
         weights = weights_of(function) if isinstance(function, torch.nn.Module) else ()
         inputs = tuple(tensors_in((args, tuple(kwargs.values())), mappings=False))
@@ -167,7 +167,7 @@ class PagedStash:
         """A context for one forward. Its `commit` stashes the tensors saved inside.
 
         The stash takes the valid rows of tensors saved by operators that keep rows in place, if every path to an output
-        does too; see docs/paged-stash-operators.md. It also takes inputs and outputs of custom functions
+        does so; see docs/paged-stash-operators.md. It also takes inputs and outputs of custom functions
         (torch.autograd.Function) if they come from `inputs`. Custom functions are trusted to keep rows in place and to
         work on zeros. Only `block_of` identifies tensors that such a function makes itself. Every other tensor is left
         alone, and counted.

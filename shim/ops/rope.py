@@ -21,7 +21,7 @@ def _placed(
     """(position [T], sequence [T], start [N]) of the `tokens` = T tokens that rank `cp_rank` of `cp_size` holds.
 
     position: that of a token in its sequence, counted over all ranks. sequence: the number of that sequence. start:
-    where each sequence starts in the whole row. position and start have the dtype of cu_seqlens.
+    the start of each sequence in the whole row. position and start have the dtype of cu_seqlens.
     """
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
         raise ValueError(f"cu_seqlens must have the shape [N + 1] with N > 0, not {list(cu_seqlens.shape)}")
