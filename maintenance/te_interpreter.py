@@ -1,4 +1,4 @@
-"""What a module of megatron-core loses with a TE release that lacks some names, read from the sources of both.
+"""The losses of a module of megatron-core with a TE release that lacks some names, read from the sources of both.
 
 The interpreter follows a module statement by statement, as an import would run it. It decides gates on the version of
 Transformer Engine. At a missing name it leaves the body of a try-statement for the handler, and compares what the
@@ -48,7 +48,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Value:
-    """What is known about the object that a name is bound to, and the missing names that caused it."""
+    """The known facts about the object of a name, and the missing names that caused them."""
 
     kind: str  # te, constant, version, definition, import, other
     content: Any = None
@@ -98,7 +98,7 @@ class Megatron:
         self._named: dict[int, frozenset[str]] = {}
 
     def names_in(self, node: ast.AST) -> frozenset[str]:
-        """The names that a function reads, and "import" where it imports anything."""
+        """The names that a function reads, and "import" if it imports anything."""
         if id(node) not in self._named:
             found = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
             if any(isinstance(n, (ast.Import, ast.ImportFrom)) for n in ast.walk(node)):
@@ -235,7 +235,7 @@ class _Follower:
             elif isinstance(child, ast.withitem):
                 self.read(child.context_expr)
         for _, block in blocks(node):
-            self.run(block)  # nobody knows whether a loop is entered or a case matches
+            self.run(block)  # whether a loop is entered or a case matches is not known
         return ""
 
     def _import(self, node: ast.Import) -> None:
@@ -301,7 +301,7 @@ class _Follower:
             self.read(part)
         self.bind(node.name, Value("definition", node.name))
         if self.function:
-            self.run(node.body)  # a function within a function counts as called where it is defined
+            self.run(node.body)  # a function within a function counts as called at its definition
         else:
             self.waiting.append((".".join([*self.classes, node.name]), node))
 
@@ -416,7 +416,7 @@ class _Follower:
             elif not held.is_like(value):
                 scope[name] = Value(held.kind, held.content, held.causes | causes)
                 given[name] = _holds(name, scope[name])
-        # What the handler sets tells best what is lost, and a flag tells it better than the names.
+        # The names that the handler sets are the best evidence of the loss, and a flag is better than the names.
         lost = given or undefined
         own = [what for name, what in lost.items() if wanted[name].kind != "te"]
         if lost and not own and not given and any(self._fell_back(name, wanted) for name in scope):
@@ -476,7 +476,7 @@ class _Follower:
         return self.pair.te.has(target) or (":" in owner and not self.pair.te.has(owner))
 
     def _parts(self, node: ast.expr) -> list[str]:
-        """The parts of the dotted name that an expression stands for, if it is one of Transformer Engine."""
+        """The parts of an expression's dotted name, if it is one of Transformer Engine."""
         parts = dotted(node)
         if not parts:
             return []
@@ -528,7 +528,7 @@ class _Follower:
         return None
 
     def truth(self, node: ast.expr) -> bool | None:
-        """Whether a condition holds. None where the sources do not tell."""
+        """Whether a condition holds. None if the sources do not tell."""
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             known = self.truth(node.operand)
             return None if known is None else not known
@@ -558,7 +558,7 @@ class _Follower:
 
 
 def _merged(one: Mapping[str, Value], other: Mapping[str, Value]) -> dict[str, Value]:
-    """The content of a scope after one of two branches, where nobody knows which."""
+    """The content of a scope after one of two branches, if it is not known which."""
     merged = {**one, **other}
     for name in one.keys() & other.keys():
         if not one[name].is_like(other[name]):

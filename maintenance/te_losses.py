@@ -27,7 +27,7 @@ def measure_losses(
     before: Mapping[str, Any] | None = None,
     kept: Collection[str] | None = None,
 ) -> dict[str, Any]:
-    """What every pair of releases loses. Each release is unpacked in a directory. `progress` is told each pair.
+    """The losses of every pair of releases. Each release is unpacked in a directory. `progress` is told each pair.
 
     before: such a table of the same code, whose pairs are not measured again.
     kept: only pairs with these TE releases are taken from it.
@@ -61,7 +61,7 @@ def measure_losses(
 
 
 def _pairs(table: Mapping[str, Any]) -> dict[tuple[str, str], list[tuple[str, str, tuple[str, ...]]]]:
-    """What each pair of a table loses. A pair that loses nothing has an empty list."""
+    """The losses of each pair of a table. A pair without losses has an empty list."""
     found: dict[tuple[str, str], list[tuple[str, str, tuple[str, ...]]]] = {
         (megatron, te): [] for megatron in table[MEGATRON] for te in table[TE]
     }

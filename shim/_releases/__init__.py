@@ -1,1 +1,1 @@
-"""What a release is, read as text: versions, files, trees, wheels, fingerprints."""
+"""Releases, read as text: versions, files, trees, wheels, fingerprints."""

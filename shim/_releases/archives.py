@@ -36,12 +36,12 @@ def beginning_in(archive: str, name: str, size: int) -> bytes:
 
 
 def beginning_of_member(archive: zipfile.ZipFile, name: str, size: int) -> bytes:
-    """The first `size` bytes of a member; no more is unpacked. SourceError where it is missing or damaged."""
+    """The first `size` bytes of a member; no more is unpacked. SourceError if it is missing or damaged."""
     where = f"{name} in {archive.filename}"
     if name not in archive.NameToInfo:
         raise SourceError(f"there is no {where}", "missing")
     if archive.NameToInfo[name].compress_type not in METHODS:
-        raise SourceError(f"{where} is compressed as no wheel is", "damaged")
+        raise SourceError(f"{where} has a compression that wheels do not use", "damaged")
     try:
         with archive.open(name) as file:
             return file.read(size)

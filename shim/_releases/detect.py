@@ -42,9 +42,9 @@ class Installed(Record):
     """One distribution as found on this machine.
 
     raw: the version as it is written, as one printable line.    origin: the source that gave it.
-    version: `raw` as a PEP 440 version. None where it is not one: then bodies alone decide.
+    version: `raw` as a PEP 440 version. None if it is not one: then bodies alone decide.
     location: the package directory that an import would use.
-    problems: what the sources disagree about.
+    problems: disagreements between the sources.
     """
 
     distribution: str
@@ -73,7 +73,7 @@ class Installed(Record):
 
 
 class Environment(Record):
-    """What is installed, and the sources to read."""
+    """The installed releases, and the sources to read."""
 
     _aside = ("sources",)
 
@@ -83,7 +83,7 @@ class Environment(Record):
 
     @property
     def versions(self) -> dict[str, Version]:
-        """The versions of what is installed, where they are known."""
+        """The known versions of the installed releases."""
         return {name: i.version for name, i in self.installed.items() if i.version is not None}
 
     def to_dict(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def _megatron_core_version(package: Path) -> str | None:
 
 
 def version_in_package_info(text: str) -> str | None:
-    """The version that megatron-core's package_info.py gives in parts. None where it does not."""
+    """The version that megatron-core's package_info.py gives in parts. None if it does not."""
     found = _constants(text)
     numbers = [found.get(name) for name in ("MAJOR", "MINOR", "PATCH")]
     if not all(type(number) is int and number < 10**6 for number in numbers):
@@ -170,7 +170,7 @@ def _same(a: Path, b: Path) -> bool:
 
 
 def _describes(found: Recorded, package: Path, parts: list[str]) -> bool:
-    """Whether the metadata lies beside the package directory that an import would use."""
+    """Whether the metadata is beside the package directory that an import would use."""
     return _same(Path(found.directory, *parts), package)
 
 
@@ -182,7 +182,7 @@ def _edits(found: Recorded, package: Path) -> bool:
 
     try:
         record = json.loads(found.direct_url)
-        # An install that copied the sources names them, too, but is not editable.
+        # An install that copied the sources also names them, but is not editable.
         url = urlparse(str(record["url"])) if record["dir_info"]["editable"] is True else None
     except (ValueError, TypeError, KeyError):
         return False
@@ -203,7 +203,7 @@ def _location(sources: Sources, known: _Known) -> Path | None:
     path = sources.path(known.package)
     if path is not None:
         return Path(path).parent
-    # Without __init__.py the package is a namespace, which an import accepts, too. Any directory of that name is such a
+    # Without __init__.py the package is a namespace, which an import also accepts. Any directory of that name is such a
     # namespace, so only one with a version file counts.
     places = map(Path, sources.namespace(known.package))
     return next((place for place in places if known.version_file(place) is not None), None)
@@ -245,7 +245,7 @@ def _installed(distribution: str, known: _Known, sources: Sources) -> Installed 
         for place, version in others.items()
     ]
     if len(set(mine)) > 1:
-        problems.append(f"the metadata lies there more than once: {', '.join(mine)}")
+        problems.append(f"the metadata is there more than once: {', '.join(mine)}")
     stale = bool(mine and written) and _public(mine[0]) != _public(written)
     if stale:
         problems.append(f"metadata says {mine[0]}, the package's version file says {written}")

@@ -1,6 +1,6 @@
 """Reading files: sources as an import reads them, on disk or in a zip, and files that decide what is applied.
 
-Time and memory are bounded. A file that decides what is applied is refused where others may write it.
+Time and memory are bounded. A file that decides what is applied is refused if others may write it.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def _examine(file: Path, found: os.stat_result, guarded: bool) -> None:
         if found.st_mode & bit:
             mode = stat.S_IMODE(found.st_mode)
             raise UnsafeFileError(
-                f"may be written by {who} (mode {mode:04o}), who could so decide what is applied here. Remedy: chmod "
-                f"go-w {file}, or copy it to where its mode can be kept"
+                f"may be written by {who} (mode {mode:04o}), who could change what is applied here. Remedy: chmod "
+                f"go-w {file}, or copy it to a volume that keeps its mode"
             )
 
 
 def _split(path: str) -> tuple[str, str] | None:
-    """The zip that `path` leads into, and the name in it. None where no parent of `path` is a file."""
+    """The zip that `path` leads into, and the name in it. None if no parent of `path` is a file."""
     place, inside = os.path.split(path)
     while inside and place and not os.path.isdir(place):
         if os.path.isfile(place):
@@ -69,7 +69,7 @@ def _split(path: str) -> tuple[str, str] | None:
 
 
 def source_of(path: str | None) -> str | None:
-    """`path`. For byte code in a zip the source beside it, where there is one: zipimport prefers the byte code."""
+    """`path`. For byte code in a zip the source beside it, if there is one: zipimport prefers the byte code."""
     found = _split(path) if path is not None and path.endswith(".pyc") else None
     if path is None or found is None:
         return path
@@ -79,7 +79,7 @@ def source_of(path: str | None) -> str | None:
 
 
 def read_beginning(path: str, size: int) -> bytes:
-    """The first `size` bytes of the file at `path`, which may lie in a zip. SourceError says why it cannot be read."""
+    """The first `size` bytes of the file at `path`, which may be in a zip. SourceError says why it cannot be read."""
     found = _split(path)
     if found is not None:
         from shim._releases.archives import beginning_in  # here, because hardly anything lies in a zip

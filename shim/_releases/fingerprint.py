@@ -216,10 +216,10 @@ def signature_part(value: str) -> str:
 
 
 def fingerprint(sources: Sources, target: str, inherits: str | None = None, added: bool = False) -> str:
-    """Fingerprint of ``"package.module:Qualified.name"``. SourceError where it is missing or cannot be read.
+    """Fingerprint of ``"package.module:Qualified.name"``. SourceError if it is missing or cannot be read.
 
     inherits: the definition that a class inherits under the name `target`. The fingerprint is that of `inherits`.
-        SourceError where the class defines the name itself.
+        SourceError if the class defines the name itself.
     added: the name may be missing from its module or class. The fingerprint is then ABSENT.
     """
     modules = [split_target(name)[0] for name in (target, inherits) if name is not None]
@@ -281,5 +281,5 @@ def _still_inherited(sources: Sources, target: str, inherits: str) -> None:
     if not owner or not definitions(tree, owner):
         raise SourceError(f"{module} has no class {owner or qualname}", "missing")
     if definitions(tree, qualname):
-        what = f"{owner} has its own {qualname}, and no longer inherits {inherits}"
+        what = f"{owner} now defines {qualname}, and no longer inherits {inherits}"
         raise SourceError(what, "changed")

@@ -1,6 +1,6 @@
 """Sources of one commit, read by git from a git directory. No file is checked out, and nothing of the repository runs.
 
-Detection never runs git. An audit does so only where a person names a commit.
+Detection never runs git. An audit does so only if a person names a commit.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ __all__ = ["ELSEWHERE", "QUIET", "SETTINGS", "is_bare", "open_commit"]
 
 PATIENCE = 120  # seconds for one call of git
 READ = ("megatron/core", "transformer_engine", "build_tools/VERSION.txt", "PKG-INFO")
-# The commands below run no hooks, filters or text conversions, and read no index. What the configuration of the
-# repository could still start is a file system monitor, or the transport that fetches what a partial clone lacks.
+# The commands below run no hooks, filters or text conversions, and read no index. The repository's configuration could
+# still start a file system monitor, or the transport that fetches the missing objects of a partial clone.
 QUIET = ("core.fsmonitor=false", f"core.hooksPath={os.devnull}", "protocol.allow=never", "core.pager=cat")
 # Variables that point git at another repository than the one named.
 ELSEWHERE = (
@@ -51,7 +51,7 @@ def is_bare(directory: Path) -> bool:
 def open_commit(directory: Path, ref: str) -> HeldSources:
     """The sources of the commit that `ref` names in the repository at `directory`. OptionError says why there are none.
 
-    Where `directory` lies inside a checkout, the packages may lie in the same directory of the commit, or above it.
+    If `directory` is inside a checkout, the packages may be in the same directory of the commit, or above it.
     """
     if not ref or ref.startswith("-") or not ref.isprintable():
         raise OptionError(f"--ref {ref!r} is no name of a commit; give a branch, a tag, or a commit")
@@ -135,7 +135,7 @@ class _Git:
         return None if found is None else found.decode("utf-8", "replace").rstrip("\n")
 
     def run(self, *arguments: str, given: bytes = b"") -> bytes | None:
-        """What git prints, or None where it fails. OptionError where there is no git, or it takes too long."""
+        """The output of git, or None if it fails. OptionError if there is no git, or it takes too long."""
         settings = [part for setting in QUIET for part in ("-c", setting)]
         command = ["git", "--no-pager", "-C", str(self._directory), *settings, *arguments]
         environ = {name: value for name, value in os.environ.items() if name not in ELSEWHERE} | SETTINGS

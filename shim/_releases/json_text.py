@@ -1,5 +1,5 @@
-"""JSON that people write or review: a key that stands twice is an error, because a reader may look at the one that does
-not count. Errors say the line and the key."""
+"""JSON that people write or review: a duplicate key is an error, because a reader may look at the one that does not
+count. Errors say the line and the key."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _duplicate_in(text: str) -> JsonTextError:
         if path in seen:
             return JsonTextError(f"duplicate key {path[-1]!r} {_place(path[:-1])}", line)
         seen.add(path)
-    return JsonTextError("duplicate key", 1)  # not reached: a text that was parsed has its keys here, too
+    return JsonTextError("duplicate key", 1)  # not reached: a parsed text also has its keys here
 
 
 def line_of(text: str, path: Path) -> int:

@@ -41,7 +41,7 @@ def measure_files(sources: Sources, targets: Iterable[str], into: dict[str, dict
 
 
 def _value(sources: Sources, target: str) -> str:
-    """The fingerprint. ABSENT where only the name is missing, MISSING where its class or module is missing, too."""
+    """The fingerprint. ABSENT if only the name is missing, MISSING if its class or module is also missing."""
     try:
         return fingerprint(sources, target, added=True)
     except SourceError:
@@ -49,9 +49,9 @@ def _value(sources: Sources, target: str) -> str:
 
 
 def known_value(digest: str, module: str, qualname: str, added: bool) -> str | None:
-    """The fingerprint of a name in the file with this digest. None where the table does not have it.
+    """The fingerprint of a name in the file with this digest. None if the table does not have it.
 
-    Raises SourceError where the name is missing from the file, as fingerprint() does.
+    Raises SourceError if the name is missing from the file, as fingerprint() does.
     """
     value = known_files().get(module, {}).get(digest, {}).get(qualname)
     if value == MISSING or (value == ABSENT and not added):

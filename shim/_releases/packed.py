@@ -1,4 +1,4 @@
-"""Sources that lie in an archive or in a commit, read without unpacking them."""
+"""Sources in an archive or in a commit, read without unpacking them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ LARGE = f"is larger than {MAX_SOURCE_BYTES} bytes"
 class PackedSources(Sources):
     """Sources in an archive or a commit, read member by member. Nothing is written to disk.
 
-    place: what it is, for messages.    members: the names of its files.
-    root: where the packages begin: "" or a directory with a slash at its end. It may be set until the first search.
-    roots: the directories that may be that root, the likeliest first. Empty where nobody has said.
+    place: a description for messages.    members: the names of its files.
+    root: the directory of the packages: "" or a directory with a slash at its end. Settable until the first search.
+    roots: the directories that may be that root, the likeliest first. Empty if not given.
     commit: the commit that this is, or that an archive says it was made of, as 40 hexadecimal digits, or "".
     """
 
@@ -42,11 +42,11 @@ class PackedSources(Sources):
         self.commit = commit
 
     def beginning(self, name: str, size: int) -> bytes:
-        """The first `size` bytes of a member; no more is unpacked. SourceError where it is missing or damaged."""
+        """The first `size` bytes of a member; no more is unpacked. SourceError if it is missing or damaged."""
         raise NotImplementedError
 
     def member(self, name: str) -> bytes:
-        """The content of one member. SourceError where it is too large or damaged."""
+        """The content of one member. SourceError if it is too large or damaged."""
         found = self.beginning(name, MAX_SOURCE_BYTES + 1)  # the archive may state a wrong size
         if len(found) > MAX_SOURCE_BYTES:
             raise SourceError(f"{name} in {self.place} is larger than {MAX_SOURCE_BYTES} bytes", "damaged")
@@ -87,7 +87,7 @@ class HeldSources(PackedSources):
 
 
 class JoinedSources(Sources):
-    """Packages from several places, each from its own."""
+    """Packages from several places."""
 
     def __init__(self, places: Mapping[str, Sources]) -> None:
         super().__init__()

@@ -3,7 +3,7 @@
 A phrase is one expression or one statement. In it
 
 - ``_`` stands for any expression or name, also for an attribute's name or a parameter;
-- ``...`` in a list (arguments, elements, what a with-statement enters) stands for the rest of the list; in a call also
+- ``...`` in a list (arguments, elements, the items of a with-statement) stands for the rest of the list; in a call also
   for any keywords;
 - ``...`` as the body of a compound statement stands for any body, and then also for any ``else``.
 
@@ -25,7 +25,7 @@ SKIPPED = frozenset({"ctx", "kind", "type_comment", "type_ignores", "type_params
 
 @lru_cache(maxsize=1024)
 def parsed(text: str) -> ast.AST:
-    """The pattern of a phrase. ValueError where the text is not one expression or one statement."""
+    """The pattern of a phrase. ValueError if the text is not one expression or one statement."""
     try:
         body = parse(text).body
     except SyntaxError as error:
@@ -49,7 +49,7 @@ def nodes_of(definition: ast.AST) -> list[ast.AST]:
 
 
 def in_order(phrases: Sequence[str], nodes: Sequence[ast.AST]) -> str | None:
-    """The first of `phrases` that does not stand in `nodes` after those before it. None where all do."""
+    """The first of `phrases` that is not in `nodes` after those before it. None if all do."""
     at = 0
     for text in phrases:
         pattern = parsed(text)
@@ -96,7 +96,7 @@ def _bound_by(node: ast.AST) -> Sequence[str]:
 
 
 def strays(expression: str, phrases: Sequence[str], function: ast.AST) -> bool:
-    """Whether `expression` stands in a function outside of all `phrases`. Assertions and errors do not count.
+    """Whether `expression` occurs in a function outside of all `phrases`. Assertions and errors do not count.
 
     A phrase with ``...`` as its body has only the head of the statement.
     """
@@ -108,7 +108,7 @@ def strays(expression: str, phrases: Sequence[str], function: ast.AST) -> bool:
 
 
 def _within(phrases: Sequence[str], function: ast.AST) -> set[int]:
-    """The nodes, by id, that stand in places of these phrases."""
+    """The nodes, by id, at the places of these phrases."""
     found: set[int] = set()
     for phrase in map(parsed, phrases):
         for node in nodes_of(function):
@@ -118,7 +118,7 @@ def _within(phrases: Sequence[str], function: ast.AST) -> set[int]:
 
 
 def _said_by(pattern: ast.AST, node: ast.AST) -> Iterator[ast.AST]:
-    """The parts of a node that a phrase speaks of: itself, or what its fields hold where the body is any."""
+    """The parts of a node that a phrase covers: itself, or the content of its fields if its body is `...`."""
     if set(_fields(pattern)) == set(pattern._fields) - SKIPPED:
         yield node
         return
@@ -128,7 +128,7 @@ def _said_by(pattern: ast.AST, node: ast.AST) -> Iterator[ast.AST]:
 
 
 def returned(function: ast.AST) -> Iterator[ast.expr]:
-    """What the return statements of a function return. Those of functions inside it do not count."""
+    """The values of a function's return statements, without those of functions inside it."""
     for child in ast.iter_child_nodes(function):
         if isinstance(child, ast.Return):
             yield child.value if child.value is not None else ast.Constant(None)
@@ -137,7 +137,7 @@ def returned(function: ast.AST) -> Iterator[ast.expr]:
 
 
 def returns_only(phrases: Sequence[str], function: ast.AST) -> str | None:
-    """What `function` returns that is none of `phrases`, as text. None where all is. "nothing" without a return."""
+    """A returned value of `function` that is none of `phrases`, as text, or None. "nothing" without a return."""
     found = list(returned(function))
     odd = (value for value in found if not any(_same(parsed(text), value) for text in phrases))
     return next(map(ast.unparse, odd), None if found else "nothing")

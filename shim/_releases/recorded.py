@@ -1,7 +1,7 @@
-"""What installers recorded about a distribution: versions and origins, read from the metadata on sys.path.
+"""Installers' records about a distribution: versions and origins, read from the metadata on sys.path.
 
 Importing importlib.metadata takes longer than a whole plan, so this module reads directories itself. It uses
-importlib.metadata only for archives, and where other finders know distributions. Both are rare.
+importlib.metadata only for archives, and if other finders know distributions. Both are rare.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ __all__ = [
 
 UNCOMPILED = (SyntaxError, ValueError, EOFError, zlib.error, RecursionError, MemoryError)
 T = TypeVar("T")
-# What was read of a module: its file ("" if there was none), the stamp of that, and a digest of the content if known.
+# The record of a module that was read: its file ("" for none), its stamp, and a digest of the content if known.
 Seen = tuple[str, object, "str | None"]
 # Arguments: the digest of a file, its module, a name in it, and whether the name may be missing.
 Known = Callable[[str, str, str, bool], "str | None"]
@@ -46,8 +46,8 @@ ENCODINGS = ("utf-8", "utf-8-sig", "ascii", "iso-8859-1", "cp1252")
 PYTHONS_OWN = (BuiltinImporter, FrozenImporter, PathFinder)
 
 # Two things of ast.parse concern the whole process: the warning filters that catch_warnings changes and puts back, and
-# the recursion depth, which is miscounted where two threads build nodes at once (SystemError, seen on Python 3.11). A
-# signal handler or finalizer of the thread that parses may parse too.
+# the recursion depth, which is miscounted if two threads build nodes at once (SystemError, seen on Python 3.11). A
+# signal handler or finalizer of the parsing thread may also parse.
 PARSING = threading.RLock()
 renew_in_children(sys.modules[__name__], "PARSING", threading.RLock)
 
@@ -75,7 +75,7 @@ def _origin(spec: ModuleSpec | None) -> str | None:
 
 
 def search_path(package: str, searched: dict[str, list[str]] | None = None) -> list[str]:
-    """The directories to search for submodules of `package`. Empty where there is no such package.
+    """The directories to search for submodules of `package`. Empty if there is no such package.
 
     `searched` keeps the directories of packages that are not imported, for the next search.
     """
@@ -120,7 +120,7 @@ def find_spec(
     """The spec that an import of `module` would use. Imports nothing, no parent either.
 
     Asks only Python's own finders, and reads the tables of editable installs. Other finders, such as post-import hooks,
-    may import the module or its parents. With `everyone` they are asked, too, for a module that is being imported now.
+    may import the module or its parents. With `everyone` they are also asked, for a module that is being imported now.
     `searched`: see search_path.
     """
     parent, _, _ = module.rpartition(".")
@@ -179,10 +179,10 @@ def _content(path: str) -> bytes:
 class Sources:
     """Sources of modules. Each module is located, read and parsed at most once.
 
-    roots: directories to search in the place of sys.path. So releases can be pinned and audited without an install.
+    roots: directories to search instead of sys.path. So releases can be pinned and audited without an install.
     before: earlier Sources. Their results stay valid for files that have not changed.
     known: gives the fingerprint of a name in a known file (see known_files), or None.
-    ran: what loaded modules were when they ran. A file that has changed since says nothing about the process.
+    ran: the content of loaded modules when they ran. A file that has changed since says nothing about the process.
     untrue: modules of which the file does not say what ran, each with the reason.
     """
 
@@ -233,7 +233,7 @@ class Sources:
         return self._stamps[module]
 
     def seen(self, module: str) -> Seen | None:
-        """What was read of `module`, as it was when it was read. None if nobody has asked for it."""
+        """The record of `module` from when it was read. None if it was not read."""
         if module not in self._stamps:
             return None
         stamp = self._stamps[module]
@@ -248,14 +248,14 @@ class Sources:
         return frozenset(self._stamps)
 
     def known(self, module: str, qualname: str, added: bool) -> str | None:
-        """The fingerprint of a name in a known file, which nobody need parse. None where the file is not known."""
+        """The fingerprint of a name in a known file, which need not be parsed. None if the file is not known."""
         if self._known is None:
             return None
         digest = self.digest(module)
         return None if digest is None else self._known(digest, module, qualname, added)
 
     def digest(self, module: str) -> str | None:
-        """32 hexadecimal digits over the file of `module`. None where it is no source, or cannot be read."""
+        """32 hexadecimal digits over the file of `module`. None if it is no source, or cannot be read."""
         return self.remembered(("digest", module), [module], lambda: self._digest(module))
 
     def _digest(self, module: str) -> str | None:
@@ -274,13 +274,13 @@ class Sources:
         self._trees.clear()
 
     def path(self, module: str) -> str | None:
-        """The file of `module`. None where it has none (not installed, a namespace, built in)."""
+        """The file of `module`. None if it has none (not installed, a namespace, built in)."""
         if module not in self._paths:
             self._paths[module] = self._locate(module)
         return self._paths[module]
 
     def namespace(self, package: str) -> list[str]:
-        """The directories of `package` where it is a namespace. Empty where it has a file."""
+        """The directories of `package` if it is a namespace. Empty if it has a file."""
         if self.path(package) is not None:
             return []
         if self._roots is not None:

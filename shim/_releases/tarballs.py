@@ -58,7 +58,7 @@ class _Reader:
         files: dict[str, bytes] = {}
         odd: dict[str, str] = {}
         commit, held = "", 0
-        given: dict[str, str] = {}  # what extended headers say of the next member
+        given: dict[str, str] = {}  # from extended headers, for the next member
         for _ in range(MEMBER_LIMIT):
             header = self._take(BLOCK)
             if not header.strip(b"\0"):

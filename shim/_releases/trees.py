@@ -45,7 +45,7 @@ Fetch = Callable[[str, str], Path]  # distribution and release -> the directory 
 class Tree(Record):
     """The releases at one place. `environment` holds nothing else. Nothing of them is ever imported or run.
 
-    commit: the commit that the place is, where git or the archive says so, as 40 hexadecimal digits.
+    commit: 40 hexadecimal digits, if git or the archive names a commit.
     """
 
     name: str
@@ -58,7 +58,7 @@ def open_tree(target: str, fetch: Fetch, ref: str | None = None) -> Tree:
 
     A directory may be a git checkout, a source tree as trainers put it on PYTHONPATH, a package in it
     (``.../megatron/core``), or site-packages. With `ref` it is a git directory, and git reads that commit.
-    Raises OptionError where there is nothing to audit. The message says what to give instead.
+    Raises OptionError if there is nothing to audit. The message names the remedy.
     """
     named = REQUIREMENT.fullmatch(target)
     path = os.path.abspath(target) if target and "\0" not in target else ""
@@ -76,7 +76,7 @@ def open_tree(target: str, fetch: Fetch, ref: str | None = None) -> Tree:
 
 
 def beside(tree: Tree, others: Iterable[Tree]) -> Environment:
-    """What `tree` has, and of `others` what it lacks. OptionError where one of them adds nothing."""
+    """The packages of `tree`, and those of `others` that it lacks. OptionError if one of them adds nothing."""
     installed = dict(tree.environment.installed)
     places: dict[str, Sources] = {i.package: tree.environment.sources for i in installed.values()}
     for other in others:
@@ -92,7 +92,7 @@ def beside(tree: Tree, others: Iterable[Tree]) -> Environment:
 
 
 def _instead(target: str) -> str:
-    """What to give in the place of a target that is none."""
+    """The forms of a target, for a message about an unusable one."""
     name = canonicalize_name(target)
     if URL.fullmatch(target):
         return (
@@ -120,7 +120,7 @@ def _release(target: str, name: str, release: str, fetch: Fetch) -> Tree:
 
 
 def _root_of(path: Path) -> Path | None:
-    """The directory to put on PYTHONPATH for the package at or above `path`. None where there is no package."""
+    """The directory to put on PYTHONPATH for the package at or above `path`. None if there is no package."""
     for root in (path, *path.parents[:2]):
         inside = path.relative_to(root).parts
         packages = [DISTRIBUTIONS[name].package for name in PATCHED]
@@ -141,7 +141,7 @@ def _in_directory(name: str, root: Path) -> Tree:
 
 
 def _below(root: Path) -> Iterable[str]:
-    """The directories in `root` in which a package lies."""
+    """The directories in `root` that hold a package."""
     try:
         entries = [entry.name for entry in itertools.islice(os.scandir(root), 1000)]
     except OSError:
@@ -229,7 +229,7 @@ def _sdist(info: str) -> dict[str, str]:
 
 
 def _tree(name: str, place: str, sources: Sources, metadata: Mapping[str, str], written: str) -> Tree | None:
-    """The tree of what `sources` hold. None where they hold no package. `metadata` is by directory or by name."""
+    """The tree of the packages in `sources`. None if there is none. `metadata` is by directory or by name."""
     installed: dict[str, Installed] = {}
     for distribution in PATCHED:
         package = DISTRIBUTIONS[distribution].package

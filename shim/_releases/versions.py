@@ -19,7 +19,7 @@ BOUND = r"(>=|<)(\s*v?[0-9]+(\.[0-9]+)*)(?=\s*(,|$))"
 
 @lru_cache(maxsize=512)
 def parse_version(raw: str | None) -> Version | None:
-    """The version. None where `raw` is not a PEP 440 version (vendor strings, broken files)."""
+    """The version. None if `raw` is not a PEP 440 version (vendor strings, broken files)."""
     if raw is None:
         return None
     try:
@@ -30,7 +30,7 @@ def parse_version(raw: str | None) -> Version | None:
 
 @lru_cache(maxsize=512)
 def parse_range(spec: str) -> SpecifierSet:
-    """The specifier set of `spec`. ValueError where it is none, or compares text (``===``)."""
+    """The specifier set of `spec`. ValueError if it is none, or compares text (``===``)."""
     from packaging.specifiers import SpecifierSet  # here, because a plan needs it only for unusual ranges
 
     found = SpecifierSet(spec)
@@ -40,7 +40,7 @@ def parse_range(spec: str) -> SpecifierSet:
 
 
 def in_range(version: Version, spec: str) -> bool:
-    """Whether the public part of `version` lies in `spec`.
+    """Whether the public part of `version` is in `spec`.
 
     Pre-releases count, because RL images mostly run a release candidate or a development version. packaging's default
     for them has changed between its releases. The local part (``+abc``) never decides.
@@ -55,7 +55,7 @@ def in_range(version: Version, spec: str) -> bool:
 
 @lru_cache(maxsize=512)
 def _interval(spec: str) -> tuple[Version | None, Version | None] | None:
-    """The bounds of ``>=low,<high``, or of one half of that, where each bound ends in .dev0. None for other ranges.
+    """The bounds of ``>=low,<high``, or of one half of that, if each bound ends in .dev0. None for other ranges.
 
     PEP 440 keeps the pre-releases of `high` out of ``<high``. Nothing comes before .dev0, so comparing is enough.
     """

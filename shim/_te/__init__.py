@@ -1,1 +1,1 @@
-"""Lost features: what megatron-core switches off in silence, because the TE release lacks a name."""
+"""Lost features: those that megatron-core silently switches off, because the TE release lacks a name."""

@@ -1,4 +1,4 @@
-"""The lost features of the installed pair of releases, and the patches that mend them."""
+"""The lost features of the installed pair of releases, and the patches that restore them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _known(version: Version | None, releases: Sequence[str]) -> str | None:
 
 
 def pair_is_known(environment: Environment) -> bool | None:
-    """Whether both installed releases were measured. None where one of them is not installed."""
+    """Whether both installed releases were measured. None if one of them is not installed."""
     installed = environment.installed
     if MEGATRON not in installed or TE not in installed:
         return None
@@ -63,7 +63,7 @@ def places(megatron: Version | None, te: Version | None) -> dict[str, list[str]]
 def lost_features(
     environment: Environment, decisions: Mapping[str, Decision], *, read_sources: bool = False
 ) -> tuple[LostFeature, ...] | None:
-    """The lost features of the installed pair. () where one is not installed, None where the pair was not measured.
+    """The lost features of the installed pair. () if one is not installed, None if the pair was not measured.
 
     With `read_sources` shim reads the sources of such a pair, see `missing_names`. That takes a second or two.
     """

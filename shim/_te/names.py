@@ -1,6 +1,6 @@
 """The names of Transformer Engine that megatron-core imports, and those among them that a TE release lacks.
 
-megatron-core guards its imports of Transformer Engine. So a missing name raises nothing: a feature goes off in silence.
+megatron-core guards its imports of Transformer Engine. So a missing name raises nothing: a feature is silently off.
 `shim pin --releases` writes the names into wanted_names.json, from the wheels of both.
 """
 

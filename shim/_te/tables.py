@@ -1,4 +1,4 @@
-"""The tables of lost names: on which pairs of releases (measured), and what mends them (judged by people)."""
+"""The tables of lost names: their pairs of releases (measured), and their remedies (judged by people)."""
 
 from __future__ import annotations
 
