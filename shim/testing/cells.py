@@ -1,7 +1,7 @@
 """Test cells: the same pytest run on one release after another, each in a separate process.
 
 The name of a cell says what it runs on: "0.15.3" is a release of megatron-core, "0.15.3+2.9.0" adds a TE release (its
-Python sources, see `transformer_engine_on_cpu`), "+2.9.0" is a TE release alone. A commit of the matrix stands in the
+Python sources, see `transformer_engine_on_cpu`), "+2.9.0" is a TE release alone. A commit of the matrix takes the
 place of a release: "d98e8a64dd", "d98e8a64dd+2.20.2".
 """
 
@@ -28,7 +28,7 @@ __all__ = ["ALL_PAIRS", "EVERYDAY", "EVERYDAY_PAIRS", "MAIN", "run_cells"]
 _MATRIX = load_matrix()
 # One release for each distinct set of target bodies.
 EVERYDAY = tuple(cell["megatron-core"] for cell in distinct_cells(_MATRIX))
-# The newest commit of the main branch, which stands for the next release. "" where the matrix has none.
+# The newest commit of the main branch, which stands for the next release. "" if the matrix has none.
 MAIN = next((c.name for c in reversed([*_MATRIX.commits.get("megatron-core", {}).values()]) if c.branch == _MAIN), "")
 
 EVERYDAY_PAIRS = (
@@ -190,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen.add_argument("--all-pairs", action="store_true", help="with Transformer Engine, around each of its turns")
     chosen.add_argument("--everyday-pairs", action="store_true", help="with Transformer Engine, a few pairs")
     parser.add_argument("--jobs", type=int, default=2, help="cells at once (default 2)")
-    parser.add_argument("--logs", type=Path, metavar="DIR", help="where the logs go")
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="the directory for logs")
     options = parser.parse_args(own)
     cells: Sequence[str] = EVERYDAY
     if options.all:

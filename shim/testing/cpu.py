@@ -161,7 +161,7 @@ def type_on_a_gpu(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 def optimizer_on_cpu(config: Any, model_chunks: Sequence[Any]) -> Any:
     """get_megatron_optimizer(config, model_chunks) as on a GPU, without groups of gloo beside those of the ranks.
 
-    Its step asks for types, too: run it under mock.patch.object(torch.Tensor, "type", type_on_a_gpu).
+    Its step also asks for types: run it under mock.patch.object(torch.Tensor, "type", type_on_a_gpu).
     """
     make = import_module("megatron.core.optimizer").get_megatron_optimizer
     gloo = "use_gloo_process_groups"

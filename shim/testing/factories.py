@@ -1,4 +1,4 @@
-"""What the factories of a patch import when they run."""
+"""The imports of a patch's factories when they run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["imports_of_factories"]
 
 
 def imports_of_factories(plan: Plan, id: str) -> list[str]:
-    """What the factories of patch `id` import on the installed releases: "target imports module", sorted.
+    """The imports of the factories of patch `id` on the installed releases: "target imports module", sorted.
 
     The list must be empty, because the engine runs factories under its lock. An import may wait for another thread's
     import, even of a loaded module, and that thread may wait for the lock. Modules of the standard library do not

@@ -1,4 +1,4 @@
-"""What a step uses on any device: the largest number of bytes held at one time, and its collectives."""
+"""The footprint of a step on any device: the largest number of bytes held at one time, and its collectives."""
 
 from __future__ import annotations
 

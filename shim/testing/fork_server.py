@@ -1,7 +1,7 @@
 """Processes that need not load third-party modules again: forked from a server that has them.
 
 Most of the CPU seconds of `python -c "import megatron.core..."` go into torch and what torch imports. The server is a
-process of its own. It has nothing of the caller's, so that each case can start without the packages it is about. The
+separate process. It has nothing of the caller's, so each case can start without the packages it is about. The
 first case starts as bare as `python -c`. Those after it start with the installed modules that the first one had loaded
 at its end.
 
@@ -110,7 +110,7 @@ class _Shared:
                 reply = self._ask({**request, "modules": self.modules or [], "never": self.never})
                 if "refused" not in reply:
                     break
-                # What a module has done at its import cannot be undone. So another server begins without it.
+                # The effects of a module's import cannot be undone. So another server begins without it.
                 self.close()
                 tops = set(reply["refused"])
                 self.modules = [name for name in self.modules or () if tops and name.partition(".")[0] not in tops]

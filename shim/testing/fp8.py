@@ -38,7 +38,7 @@ class Fp8Event(NamedTuple):
 
 
 def state_manager() -> Any:
-    """FP8GlobalStateManager, read from TE's checkpoint module, because its own module changed in 2.9."""
+    """FP8GlobalStateManager, read from TE's checkpoint module, because its module changed in 2.9."""
     return import_module("transformer_engine.pytorch.distributed").FP8GlobalStateManager
 
 

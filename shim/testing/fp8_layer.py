@@ -1,7 +1,7 @@
 """A quantized linear layer on any device: that of Transformer Engine on a GPU, and with torch's GEMM on a CPU.
 
-On a CPU the layer is a TransformerEngineBaseModule: when it quantizes, by which scale, when it keeps scales for a
-recompute and when it takes them again, is Transformer Engine's own code. Its computation stands in for the kernels: it
+On a CPU the layer is a TransformerEngineBaseModule: Transformer Engine's code decides when it quantizes, by which
+scale, when it keeps scales for a recompute and when it takes them again. Its computation replaces the kernels: it
 rounds input and weight to E4M3 by these scales, and writes down their amax.
 
     with fresh_fp8_state():
@@ -33,7 +33,7 @@ LARGEST = 448.0  # of E4M3
 def fp8_linear(width: int, device: str = "cpu", seed: int = 0) -> nn.Module:
     """A linear layer [n, width] -> [n, width] without bias, quantized inside an FP8 region of Transformer Engine.
 
-    Its weights depend on `seed` alone. They are fp32 on a CPU, where the context `te_cuda_stand_ins` is needed. On a
+    Its weights depend on `seed` alone. They are fp32 on a CPU, which needs the context `te_cuda_stand_ins`. On a
     GPU they are bf16, and width and n must be multiples of 16.
     """
     weight = torch.randn(width, width, generator=torch.Generator().manual_seed(seed)) / width**0.5
@@ -93,13 +93,13 @@ def _forget() -> None:
 
 
 class _OnGpu(Tensor):
-    """What a module of Transformer Engine asks of its input."""
+    """An input that passes the checks of Transformer Engine's modules."""
 
     is_cuda = True
 
 
 class _Rounded(torch.autograd.Function):
-    """Values by a scale to E4M3 and back. What is too large becomes the largest value. The gradient passes through."""
+    """Values by a scale to E4M3 and back. Larger values become the largest one. The gradient passes through."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, scale: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Generic proofs: what has to hold for any model of megatron-core, measured on a model that a user builds.
+"""Generic proofs: rules that hold for any model of megatron-core, measured on a model that a user builds.
 
     def build(**overrides):                     # my_module.py; importing it may apply the trainer's own patches
         config = TransformerConfig(**{**my_fields, **overrides})
@@ -43,12 +43,12 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 
 
 def generic_proofs(build: Callable[..., Any]) -> list[Proof]:
-    """The proofs of what `build` makes.
+    """The proofs on the model that `build` makes.
 
     build: called as build(**overrides) inside an initialised layout, in a process or rank that may have no GPU. Returns
         a model in training mode, or a list with one. The overrides are fields of TransformerConfig that it passes on:
-        recompute_*, the sizes of parallelism, sequence_parallel. What it does not take by name (or by **overrides) is
-        set on the config of the built model if megatron-core reads it at run time, as it does with recompute_*.
+        recompute_*, the sizes of parallelism, sequence_parallel. A field that it does not take by name (or by
+        **overrides) is set on the config of the built model if megatron-core reads it at run time, such as recompute_*.
 
     Dropout and the auxiliary losses of experts are off while a proof runs. Weights that are the same everywhere, such
     as a LoRA factor of zeros, are moved a little, so that everything gets a gradient.
@@ -63,8 +63,8 @@ def generic_proofs(build: Callable[..., Any]) -> list[Proof]:
         cu_seqlens_padded, and train one step. Run each sequence alone and unpacked, put its losses per token into the
         row, and take the loss over the row as the release does. Compare the losses per token of the model and of its
         multi-token prediction, and all gradients, in float32. On a GPU kernels round, and packed rows have none for
-        float32 (Transformer Engine): there the model has its own dtype, and as much is right as the losses and
-        gradients of the sequences alone move where each weight is rounded once more.
+        float32 (Transformer Engine): there the model keeps its dtype, and the bound is how far the losses and
+        gradients of the sequences alone move if each weight is rounded once more.
         """
         [measured] = here.run(_packed_against_alone, mine, here.device)
         return measured
@@ -162,7 +162,7 @@ def _packed_against_alone(build: Build, device: str) -> Measured:
 
 
 def _moved_by_rounding(model: nn.Module, row: PackedRow, truth: Result) -> dict[str, float]:
-    """How far the truth moves where each weight moves up or down by its last bit: the noise of the kernels here."""
+    """How far the truth moves if each weight moves up or down by its last bit: the noise of the kernels here."""
     held = [(weight, weight.detach().clone()) for weight in model.parameters() if weight.is_floating_point()]
     found = []
     for seed in SEEDS:
@@ -303,18 +303,18 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def overrides_of(model: nn.Module | list[nn.Module]) -> list[dict[str, str]]:
-    """The trainer's own objects that stand in place of functions that shim patches, and what shim says of each.
+    """The trainer's objects in place of functions that shim patches, with shim's verdict on each.
 
-    Each has "patch" (id), "target" (module:function, "" where the report names none), "state" (of the patch: "applied"
-    where the override leaves its effect, "shadowed", "conflict", "unknown"), "reason" (who and
-    where, in words) and "remedy". Call it where shim is applied, once the model is built. Without shim applied the
+    Each has "patch" (id), "target" (module:function, "" if the report names none), "state" (of the patch: "applied"
+    if the override leaves its effect, "shadowed", "conflict", "unknown" if it cannot be told), "reason" (the object and
+    its place, in words) and "remedy". Call it with shim applied, once the model is built. Without shim applied the
     list has at most conflicts.
     """
     import shim
 
     try:
         report = shim.check(model)
-    except shim.ShimError:  # what is required is not met, or nothing is applied; the states say which
+    except shim.ShimError:  # a requirement is not met, or nothing is applied; the states say which
         report = shim.status()
     found = []
     for patch in (report[id] for id in report):

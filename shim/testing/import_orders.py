@@ -94,7 +94,7 @@ class ImportOrders:
 
         Where processes can be forked, the first of them starts from nothing. Those after it share the installed modules
         that the first one had loaded, such as torch: not shim, no package of a target, nothing that `setup` made, and
-        nothing that imports one of these. See `shim.testing.fork_server.run`, which explains share_loaded, too.
+        nothing that imports one of these. See `shim.testing.fork_server.run`, which also explains share_loaded.
         """
         done = _run(order, _CHILD, self._given(order), [self], self.timeout, share_loaded)
         _require(order, done.returncode, done.stdout, done.stderr)
@@ -110,15 +110,15 @@ class ImportOrders:
 
 
 def run_together(order: str, cases: Mapping[str, ImportOrders]) -> dict[str, str]:
-    """Run an order that begins with import for many cases. Returns what failed, by name: "" where the order held.
+    """Run an order that begins with import for many cases. Returns the failures, by name: "" if the order held.
 
-    One process imports what all of them import, and forks one for each case. An import is most of what a case takes.
+    One process imports for all of them, and forks one for each case. An import takes most of a case's time.
     Each has the longest time that one of them is given. Where processes cannot be forked, each is run by itself.
-    Raises ValueError where the order begins otherwise, or a case has a setup, and AssertionError where the process that
+    Raises ValueError if the order begins otherwise, or a case has a setup, and AssertionError if the process that
     imports fails.
     """
     if order.partition(" ")[0] != "import" or any(case.setup for case in cases.values()):
-        raise ValueError(f"{order!r} begins with something else than import, or a case has a setup of its own")
+        raise ValueError(f"{order!r} begins with something else than import, or a case has a setup")
     if not fork_server.CAN_FORK:
         return {name: _told(case.run, order) for name, case in cases.items()}
     seconds = max(case.timeout for case in cases.values())
@@ -157,7 +157,7 @@ def _run(
 
 
 def _require(order: str, status: int, stdout: str, stderr: str) -> None:
-    """Raise AssertionError where a process did not hold the order."""
+    """Raise AssertionError if a process did not hold the order."""
     said = f"{stdout[-6000:]}{stderr[-6000:]}"
     if status:
         raise AssertionError(f"import order {order!r} failed with exit status {status}:\n{said}")
@@ -166,7 +166,7 @@ def _require(order: str, status: int, stdout: str, stderr: str) -> None:
 
 
 def _text(output: Any) -> str:
-    """What a case said so far; subprocess has bytes where text was asked for."""
+    """The output of a case so far; subprocess has bytes although text was asked for."""
     return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
 
 
@@ -181,7 +181,7 @@ def _in_children(cases: dict[str, dict[str, Any]], seconds: float) -> None:
             child = os.fork()
             if not child:
                 status = 1
-                signal.alarm(math.ceil(seconds))  # ends the process, as a signal that nobody handles
+                signal.alarm(math.ceil(seconds))  # ends the process, as an unhandled signal
                 try:
                     os.dup2(output.fileno(), 1)
                     os.dup2(output.fileno(), 2)

@@ -24,7 +24,7 @@ def interpreted(*modules: ModuleType) -> Iterator[None]:
     TRITON_INTERPRET=1 would do so for the whole process, and only before the modules are imported. The interpreter adds
     a Python number to a bf16 value as if both were integers, so that a kernel that does so cannot be judged here.
 
-    Raises CannotRunError where Triton is not installed.
+    Raises CannotRunError if Triton is not installed.
     """
     if find_spec("triton") is None:
         raise CannotRunError("the kernels need triton, which is not installed")
@@ -47,7 +47,7 @@ def interpreted(*modules: ModuleType) -> Iterator[None]:
 
 
 def _language() -> Iterator[Any]:
-    """The modules of triton.language and their classes, in which the interpreter leaves functions of its own."""
+    """The modules of triton.language and their classes, in which the interpreter leaves its functions."""
     classes: set[type] = set()
     for name, module in list(sys.modules.items()):
         if name == _LANGUAGE or name.startswith(f"{_LANGUAGE}."):
@@ -57,7 +57,7 @@ def _language() -> Iterator[Any]:
 
 
 def _restore(owner: Any, before: dict[str, Any]) -> None:
-    # What the interpreter has added stays: it adds that once.
+    # Names that the interpreter has added stay: it adds them only once.
     for name, value in before.items():
         if vars(owner).get(name) is not value:
             setattr(owner, name, value)

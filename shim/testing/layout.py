@@ -116,7 +116,7 @@ def _recorded_groups() -> Iterator[list[dist.ProcessGroup]]:
 _DEVICES: dict[int, Any] = {}  # process id -> device; a forked rank lacks its parent's threads
 
 
-_STORE_RANK_SIZE = ("store", "rank", "size")  # what torch passes to a gloo group by position
+_STORE_RANK_SIZE = ("store", "rank", "size")  # torch passes these to a gloo group by position
 
 
 def _options(gloo: Any, device: Any, given: dict[str, Any]) -> Any:
@@ -154,7 +154,7 @@ def _one_device() -> Iterator[None]:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             options = _options(gloo, _DEVICES[process], kwargs) if len(args) == len(_STORE_RANK_SIZE) else None
             if options is None:
-                # Passed on as it came, the group gets a device of its own, which is slower and as right.
+                # Passed on unchanged, the group gets a separate device, which is slower and as right.
                 super().__init__(*args, **kwargs)
             else:
                 super().__init__(*args, options)
@@ -216,8 +216,8 @@ def _free(groups: list[dist.ProcessGroup]) -> None:
 def _forget_groups() -> None:
     """Drop the groups that destroy_model_parallel keeps, because a forked rank could not end their threads.
 
-    It keeps the ranks of embedding groups as well (those of position embeddings in 0.12 only), so that a rank would
-    stand in a group of the last layout.
+    It keeps the ranks of embedding groups as well (those of position embeddings in 0.12 only), so a rank would
+    be in a group of the last layout.
     """
     from megatron.core import parallel_state
 

@@ -109,7 +109,7 @@ def build_gpt(
 def build_chunks(build: Callable[..., nn.Module] = build_gpt, **options: Any) -> list[nn.Module]:
     """The models of this rank under a `Layout` with virtual stages: one per stage, in order.
 
-    `build` and its `options` build one stage. Layouts without virtual stages work too.
+    `build` and its `options` build one stage. Layouts without virtual stages also work.
     """
     from megatron.core import parallel_state
 

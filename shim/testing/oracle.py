@@ -51,7 +51,7 @@ def run_packed(
 
     per_token_loss: config.calculate_per_token_loss, and a main loss that is a sum instead of a mean.
     loss_mask: False passes no mask to the model, and counts every token except padding.
-    decoder_input: [T, 1, h], embeddings of the whole row for the first stage instead of its own, as in
+    decoder_input: [T, 1, h], embeddings of the whole row for the first stage instead of its embedding, as in
         vision-language trainers. Each rank gets its share.
 
     Errors of the release pass through (0.12 to 0.15: AssertionError for packing with MTP).
@@ -86,7 +86,7 @@ def run_alone(
     The release computes the per-token losses of every unpacked sequence [1, n]. This function does the rest. It puts
     the losses into the row. The main loss is their mean (or sum) over the row. Each MTP layer k adds scaling factor /
     layers * sum over the row / counted tokens; its mask is the loss mask moved left by k tokens inside each sequence.
-    A layer that counts no token adds nothing. Under context parallelism a rank sums over its own tokens and divides by
+    A layer that counts no token adds nothing. Under context parallelism a rank sums over its tokens and divides by
     the count of the whole row, so that the mean over ranks (or the sum, with per_token_loss) is what one rank has.
     Sequences get padding at the end only if sequence or context parallelism needs divisible lengths; causal attention
     never sees it. Switch auxiliary losses of a mixture of experts off: they are not per token.
@@ -129,7 +129,7 @@ def run_schedule(
     """Train one step on packed rows as microbatches, with the schedule that the release chooses for the layout.
 
     The schedule is 1F1B under pipeline parallelism, and the interleaved one for a list of virtual stages. Rows may have
-    different lengths, except for virtual stages on two ranks, where no release can tell messages about shapes apart.
+    different lengths, except for virtual stages on two ranks: no release can tell messages about shapes apart there.
 
     Losses are those of the rows, concatenated. `logged` is their sum. Gradients are divided by the number of rows, or
     not divided with per_token_loss. The release does all of this, except the mean or sum over a row.
@@ -541,7 +541,7 @@ class _Pipeline:
 
 
 def _enter_chunk(number: int, chunks: int) -> None:
-    """Set the virtual stage in parallel_state, where a model up to 0.12 reads it."""
+    """Set the virtual stage in parallel_state, from which a model up to 0.12 reads it."""
     from megatron.core import parallel_state
 
     if chunks > 1:

@@ -19,7 +19,7 @@ class PackedRow:
     input_ids, labels, position_ids: int64 [1, T]; positions restart with every sequence.
     loss_mask: float32 [1, T], 0 on padding.
     spans: (first token, length without padding) of every sequence.
-    ends: where the padding of every sequence ends; the last one is T.
+    ends: the end of every sequence's padding; the last one is T.
     """
 
     input_ids: Tensor
@@ -48,7 +48,7 @@ class PackedRow:
         return valid
 
     def packed_seq_params(self, **extra: Any) -> Any:
-        """A new PackedSeqParams: int32 offsets [sequences + 1], the padded ones only where there is padding.
+        """A new PackedSeqParams: int32 offsets [sequences + 1], the padded ones only if there is padding.
 
         max_seqlen_* includes padding, because rotary tables have that length. `extra` overrides fields.
         """

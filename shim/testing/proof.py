@@ -1,6 +1,6 @@
 """A proof: the smallest run that shows a defect on stock, and shows it gone with the patch.
 
-The proofs of a patch lie beside it: those of `shim.patches.megatron_core.rope_thd` in the module
+The proofs of a patch are beside it: those of `shim.patches.megatron_core.rope_thd` in the module
 `shim.patches.megatron_core.rope_thd.proof`. `shim prove`, the tests of the release cells and docs/defects.md use them.
 
     @proof("losses off by {:.1e}", bound=1e-5, ranks=2)
@@ -31,7 +31,7 @@ from .ranks import RankError, Ranks
 
 __all__ = ["CannotRunError", "Here", "Measured", "Proof", "Side", "measure", "proof", "proofs_of"]
 
-ENDINGS = (".proof", ".gpu_proof")  # of the modules with the proofs of a patch; the second where they fill a file
+ENDINGS = (".proof", ".gpu_proof")  # of the modules with the proofs of a patch; the second if they fill a file
 DEFECTS = ("silent", "crash", "hang", "memory", "time", "missing")
 
 
@@ -41,12 +41,12 @@ class CannotRunError(ShimError):
 
 @dataclass(frozen=True)
 class Measured:
-    """What a proof has measured on one side.
+    """A proof's measurement on one side.
 
     value: in the unit of the proof's text; the smaller the better. NaN is never right.
-    curves: by name, the values of a quantity over the steps of a run, for a picture. "truth" is what is right,
-        "measured" what this side gave.
-    bound: the largest number that is right, where this run has measured it; None for that of the proof.
+    curves: by name, the values of a quantity over the steps of a run, for a picture. "truth" is the right curve,
+        "measured" that of this side.
+    bound: the largest number that is right, if this run has measured it; None for that of the proof.
     """
 
     value: float
@@ -56,11 +56,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a proof, stock or patched: what came out, in words and in numbers.
+    """One side of a proof, stock or patched: its result, in words and in numbers.
 
-    text: "gradient off by 9.1e-02", "TypeError: ...", or the reason why it could not run. Where an error is another one
-        than the proof expects: the errors of all ranks that failed, and what was expected.
-    value: what was measured; None without a measurement.
+    text: "gradient off by 9.1e-02", "TypeError: ...", or the reason why it could not run. For an unexpected error:
+        the errors of all ranks that failed, and the expected one.
+    value: the measurement, or None.
     state: "right", "wrong", "cannot run", or "broken": the proof itself failed, of which `details` has the traceback.
     """
 
@@ -91,11 +91,11 @@ class Proof:
 
     @property
     def name(self) -> str:
-        """The function's name, with hyphens: it names the proof where a patch has several."""
+        """The function's name, with hyphens: it names the proof if a patch has several."""
         return self.function.__name__.replace("_", "-")
 
     def text_of(self, value: float) -> str:
-        """What was measured, in words."""
+        """The measurement in words."""
         return self.right if self.right and value == 0 else self.says.format(value)
 
 
@@ -115,20 +115,20 @@ def proof(
 ) -> Callable[[Callable[[Here], float | Measured]], Proof]:
     """Make a proof of a function that measures one number (or returns a `Measured`); the smaller, the better.
 
-    The function runs twice, each time in a process of its own: on stock, and with the patch applied. It must not ask
-    which it is. Its docstring is the minimal reproduction: what is wrong, how to see it, what would be right.
+    The function runs twice, each time in a separate process: on stock, and with the patch applied. It must not ask
+    which it is. Its docstring is the minimal reproduction: the defect, how to see it, and the right result.
 
-    says: a format for the number: "gradient off by {:.1e}". right: what to say instead of zero: "bit-equal".
+    says: a format for the number: "gradient off by {:.1e}". right: the text instead of zero: "bit-equal".
     bound: the largest number that is right.
-    defect: what kind it is, one of `DEFECTS`.
-    crashes: what stock raises where the defect is a crash: a regular expression for "Type: message". Of ranks, one that
+    defect: its kind, one of `DEFECTS`.
+    crashes: the error of stock if the defect is a crash: a regular expression for "Type: message". Of ranks, one that
         raises it is enough. Any other error is an error of the proof.
     ranks: how many ranks it needs at least; a user may ask for more, see `Here.world`.
-    devices: where it can run: "cpu", "cuda", or both.
+    devices: that it can run on: "cpu", "cuda", or both.
     te: whether Transformer Engine has to be there when megatron-core is imported; on a CPU its Python layer is enough.
     beside: further patches that both sides need.
     variants: those of the patch on whose releases stock is wrong in this way; empty for all.
-    options: of the patch, on the side that has it, where its defaults switch it off.
+    options: of the patch, on the side that has it, if its defaults switch it off.
     """
     if defect not in DEFECTS:
         raise ValueError(f"defect={defect!r} is none of {', '.join(DEFECTS)}")
@@ -143,8 +143,8 @@ def proof(
 
 
 def proofs_of(module: str) -> list[Proof]:
-    """The proofs of the patch in this module, in the order of their definition; none where it has none."""
-    if not hasattr(import_module(module), "__path__"):  # one file, so nothing lies beside it
+    """The proofs of the patch in this module, in the order of their definition."""
+    if not hasattr(import_module(module), "__path__"):  # one file, so nothing is beside it
         return []
     beside = [f"{module}{ending}" for ending in ENDINGS]
     there = [import_module(name) for name in beside if find_spec(name) is not None]
@@ -225,7 +225,7 @@ def measure(found: Proof, here: Here) -> Side:
         return Side("cannot run", f"{error.name} is not installed", time.monotonic() - started)
     except torch.OutOfMemoryError as error:
         return Side("cannot run", f"not enough memory: {_short(str(error))}", time.monotonic() - started)
-    except Exception as error:  # noqa: BLE001 - a crash may be the very defect
+    except Exception as error:  # noqa: BLE001 - a crash may be the defect
         return _crashed(found, error, time.monotonic() - started)
     seconds = time.monotonic() - started
     if not isinstance(measured, Measured):
@@ -252,9 +252,9 @@ def _crashed(found: Proof, error: Exception, seconds: float) -> Side:
 
 
 def _raised(error: Exception) -> str:
-    """ "Type: message" of an error; of one on a rank, what the rank has raised."""
+    """ "Type: message" of an error; of a RankError, that of the rank's error."""
     if isinstance(error, RankError):
-        # The errors in a traceback stand at the beginning of their lines; the last is the one that was not caught.
+        # The errors in a traceback are at the beginning of their lines; the last is the one that was not caught.
         raised = re.findall(r"^[A-Za-z_][\w.]*(?:: .*)?$", error.remote_traceback, re.M)
         if raised:
             return re.sub(r"^[\w.]*\.(?=\w)", "", raised[-1])

@@ -38,7 +38,7 @@ class RankError(RuntimeError):
 
     rank: the first such rank that did not only lose a peer. remote_traceback: its traceback or stack. exception_type:
     the type name of its exception, "" if it died or hung. others: the errors of the other ranks that failed with it,
-    without others of their own.
+    each without `others`.
     """
 
     def __init__(self, rank: int, what: str, remote_traceback: str, exception_type: str = "") -> None:

@@ -183,7 +183,7 @@ def _download(distribution: str, release: str, into: Path) -> Path:
 
 
 def _without_list(said: str) -> str:
-    """What pip said, with the newest few of the versions that it lists: megatron-core has more than two hundred."""
+    """pip's message, with the newest few of the versions that it lists: megatron-core has more than two hundred."""
 
     def newest(listed: re.Match[str]) -> str:
         versions = listed[1].split(", ")

@@ -20,7 +20,7 @@ class Repository(NamedTuple):
     """Where the sources of a distribution are: the public address, the directories in it that belong to it.
 
     variable: the environment variable that names a clone on this machine.
-    needs_metadata: whether the package asks for its own metadata when it is imported, which only an installation has.
+    needs_metadata: whether the package's import reads its metadata, which only an installation has.
     """
 
     url: str
@@ -47,7 +47,7 @@ class GitError(RuntimeError):
 def local_repository(distribution: str, commit: str, clone: Path | None = None) -> Path | None:
     """The git directory that `clone`, or else the environment, names, if it has this commit, or one that begins so.
 
-    GitError where it is no git directory.
+    GitError if it is no git directory.
     """
     variable = REPOSITORIES[distribution].variable
     named = str(clone) if clone is not None else os.environ.get(variable)
@@ -103,7 +103,7 @@ def archive(repository: Path, distribution: str, commit: str, scratch: Path) -> 
 
 
 def _git(directory: Path | None, *arguments: str, offline: bool = True) -> str:
-    """What git prints, without hooks and prompts. `offline` keeps a partial clone from fetching what it lacks."""
+    """The output of git, without hooks and prompts. `offline` keeps a partial clone from fetching."""
     environment = {name: value for name, value in os.environ.items() if name not in ELSEWHERE}
     environment |= SETTINGS if offline else {"GIT_TERMINAL_PROMPT": "0"}
     environment["TZ"] = "UTC"

@@ -1,4 +1,4 @@
-"""Checkpoints and gradients by megatron-core's own sharding: what part of which whole tensor a rank has."""
+"""Checkpoints and gradients by megatron-core's sharding: which part of which whole tensor a rank has."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Shard:
 def save(model: Any, directory: str) -> None:
     """Save what model.sharded_state_dict() has into an empty directory.
 
-    Raises ModelError, and CannotRunError where this megatron-core can save no model with this torch.
+    Raises ModelError, and CannotRunError if this megatron-core can save no model with this torch.
     """
     _refuse_what_cannot_be_saved()
     save_anyway(model, directory)
 
 
 def save_anyway(model: Any, directory: str) -> None:
-    """`save`, also where this megatron-core will fail. Raises ModelError."""
+    """`save`, also if this megatron-core will fail. Raises ModelError."""
     with _told("saving"):
         from megatron.core import dist_checkpointing
 
@@ -116,7 +116,7 @@ def _written_here() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _results_queue() -> Iterator[Any]:
-    """A queue of this process; or, up to 0.14, one that a process which is forked for the whole save can fill too."""
+    """A queue of this process; or, up to 0.14, one that a process forked for the whole save can also fill."""
     strategies = "megatron.core.dist_checkpointing.strategies.base"
     if not find_spec(strategies) or not hasattr(import_module(strategies), "async_calls"):
         yield queue.Queue()
@@ -144,7 +144,7 @@ def shards_of(model: Any, grads: Mapping[str, Tensor]) -> list[Shard]:
 
 
 def _place_of(sharded: Any) -> tuple[int | slice, ...]:
-    """Where a ShardedTensor lies in the whole. Its axes are the last ones; it is one entry along those before them."""
+    """A ShardedTensor's place in the whole. Its axes are the last ones; it is one entry along those before them."""
     starts, lengths = sharded.global_offset, sharded.local_shape
     before = len(starts) - len(lengths)
     parts = [slice(start, start + length) for start, length in zip(starts[before:], lengths)]
@@ -153,7 +153,7 @@ def _place_of(sharded: Any) -> tuple[int | slice, ...]:
 
 @contextlib.contextmanager
 def _in_place_of_weights(model: nn.Module, grads: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, the weights hold their gradients, and zeros where there is none."""
+    """Inside, the weights hold their gradients, and zeros without one."""
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     before = {name: tensor.data for name, tensor in held.items() if tensor.is_floating_point()}
     try:

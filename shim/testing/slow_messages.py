@@ -32,9 +32,9 @@ def slow_messages(seed: int, longest: float = 0.03) -> Iterator[None]:
 
     A message keeps its place among those of its direction, peer and group. On either side it is held for 0 to `longest`
     seconds, by a random number from the seed: most are quick, and some are late. A send reads its tensor after that: it
-    sends other numbers where the tensor has given its memory away by then. It is over when the other side has the
-    message, as NCCL may have it. What is received stands in its tensor when it has been waited for, and not before it
-    has come.
+    sends other numbers if the tensor has given its memory away by then. It is over when the other side has the
+    message, as NCCL may have it. A received message is in its tensor after the wait for it, and not before it has
+    come.
 
     The context ends when all messages are over. Raises TimeoutError after a minute without the other side.
     """
@@ -68,7 +68,7 @@ def slow_messages(seed: int, longest: float = 0.03) -> Iterator[None]:
 
     with contextlib.ExitStack() as undo:
         for function in (isend, irecv, batch_isend_irecv):
-            # P2POp looks the first two up where they are defined.
+            # P2POp looks the first two up in the module that defines them.
             for module in (dist, distributed_c10d):
                 undo.enter_context(mock.patch.object(module, function.__name__, function))
         try:
@@ -88,7 +88,7 @@ class _Message:
         self.error: RuntimeError | None = None
 
     def to_send(self) -> Tensor:
-        """What stands at the address now."""
+        """The values at the address now."""
         if self.tensor.data_ptr() == self.address:
             return self.tensor.detach()
         return torch.linspace(-1, 1, self.shape.numel()).to(self.dtype).reshape(self.shape)
@@ -105,7 +105,7 @@ class _Message:
 
 
 class _Channel:
-    """Carries the messages of one direction between two ranks, one after the other, in a thread of its own."""
+    """Carries the messages of one direction between two ranks, one after the other, in a separate thread."""
 
     def __init__(self, carry: Callable[[_Message], None], delays: random.Random, longest: float) -> None:
         self.carry, self.delays, self.longest = carry, delays, longest
@@ -127,6 +127,6 @@ class _Channel:
             time.sleep(self.longest * self.delays.random() ** 4)
             try:
                 self.carry(message)
-            except RuntimeError as error:  # whoever waits for the message raises it
+            except RuntimeError as error:  # the wait for the message raises it
                 message.error = error
             message.over.set()

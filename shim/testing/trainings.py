@@ -1,11 +1,11 @@
-"""Whole training steps of small models, and what each takes: operations, messages, bytes. For tests and benchmarks.
+"""Whole training steps of small models, and the cost of each: operations, messages, bytes. For tests and benchmarks.
 
     for name, training in TRAININGS.items():
         with testing.Ranks(training.layout.world) as ranks:
             print(name, ranks.run(counted, training)[0])
 
-Stock does each of them right on every release that can do it at all. So a patch has nothing to mend there, and what it
-adds to a count is its price.
+Stock does each of them right on every release that can do it at all. So a patch has nothing to fix there, and its
+additions to a count are its price.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ALL_GATHER = {**EXPERTS, "moe_token_dispatcher_type": "allgather"}
 
 @dataclass(frozen=True)
 class Counts:
-    """What a step of one rank takes.
+    """The cost of a step of one rank.
 
     operations: of torch, below autograd. messages: operations of torch.distributed. message_bytes: of the tensors that
     go into them. peak_bytes: the most that storages made in the step held at one time.

@@ -290,7 +290,7 @@ def _scan(tree: ast.Module, used: dict[str, set[str]], passed_on: set[str]) -> N
                     modules.setdefault(alias.asname or alias.name, False)
 
     def named(node: ast.expr) -> str | None:
-        """The name in the extension that an expression stands for."""
+        """The name in the extension that an expression means."""
         if isinstance(node, ast.Name):
             return names.get(node.id)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and modules.get(node.value.id):

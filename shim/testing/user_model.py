@@ -123,7 +123,7 @@ def _language_model(made: Any) -> Any:
 
     chunks = [made] if isinstance(made, nn.Module) else list(made)
     if len(chunks) != 1:
-        raise CannotRunError(f"build() returned {len(chunks)} models where one pipeline stage was asked for: {TAKES}")
+        raise CannotRunError(f"build() returned {len(chunks)} models for one pipeline stage: {TAKES}")
     if type(chunks[0]).__name__.endswith("DistributedDataParallel"):
         raise CannotRunError("build() returned a model wrapped for data parallelism: let it return the model itself")
     found = [module for module in chunks[0].modules() if isinstance(module, LanguageModule)]
@@ -221,7 +221,7 @@ def moved(row: PackedRow, device: str) -> PackedRow:
 
 
 def alone(model: Any, row: PackedRow, doing: str = "") -> Result:
-    """`run_alone`. doing: what this run is about, where it is not the truth."""
+    """`run_alone`. doing: the purpose of this run, if it is not the truth."""
     return _step(run_alone, model, row, doing, "the model does not train on an unpacked sequence")
 
 
