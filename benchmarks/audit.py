@@ -4,7 +4,7 @@
 
 Whole processes run alternately, as in startup.py; user and system time come from the operating system. The worst case
 is a copy of the newest release with one statement more in every function: no body is known, and each has a diff. DIR is
-another source tree of megatron-core to measure. The other side is what everybody pays who looks at all of it: a fresh
+another source tree of megatron-core to measure. The other side is the cost of any tool that looks at all of it: a fresh
 interpreter that parses each file.
 """
 

@@ -1,9 +1,9 @@
-"""What each patch adds where stock is right: operations, messages, and bytes of a whole training step.
+"""The cost of each patch if stock is right: operations, messages, and bytes of a whole training step.
 
     python benchmarks/counts.py [--releases 0.13.1,0.15.3,0.18.2] [--patches A,B]
 
 For each patch, the trainings of shim.testing.trainings on stock and with that patch alone, over gloo on CPU. Counts
-have no noise, so every difference is told. The table is Markdown; docs/benchmarks.md has it.
+have no noise, so every difference is reported. The table is Markdown; docs/benchmarks.md has it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def counts(world: int, ids: Sequence[str]) -> dict[str, Any]:
 
 
 def told(stock: Found, mine: Found) -> list[str]:
-    """What differs, a line for each training."""
+    """The differences, a line for each training."""
     lines = []
     for name, before in stock.items():
         after = mine[name]
@@ -58,7 +58,7 @@ def told(stock: Found, mine: Found) -> list[str]:
 
 
 def compare(release: str, only: Sequence[str]) -> None:
-    """The rows of one release, in a process of its own that has it."""
+    """The rows of one release, in a separate process that has it."""
     import megatron.core.models.gpt.gpt_model  # noqa: F401  what patches wait for
 
     import shim

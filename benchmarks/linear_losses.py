@@ -4,14 +4,14 @@ forms, side by side in one run.
     python benchmarks/linear_losses.py [--release 0.18.2] [--release-dir DIR] [--peers DIR] [--repeats 5] [--quick]
 
 A step: a whole GPTModel, stock against the patch. Its peak is counted at 32,768 tokens and a vocabulary of 151,936, on
-tensors without memory ("meta"), where the patch takes the tiles that it takes on a GPU. Its CPU time is taken at sizes
+tensors without memory ("meta"), for which the patch takes the tiles of a GPU. Its CPU time is taken at sizes
 that fit. A head: only the output layer and its loss, with the peers that logprob_peers.py finds.
 
 `memory` is the most bytes held at one time by what a step makes, the gradient of the weight included, in fp32 copies of
 the logits. `products` are in units of the one that makes the logits: stock has three. Errors are against fp64: of a
 loss, and of a gradient in parts of its norm. `launches` are operations that touch memory, and Triton kernels; `moved`
-is what they read and write. `reads` make the host wait for a GPU. Nothing inside of an operation is seen. What is
-compiled elsewhere runs op by op where it is counted.
+is the bytes that they read and write. `reads` make the host wait for a GPU. Temporaries inside an operation are not
+seen. Code that is compiled elsewhere runs op by op while it is counted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REAL = (32768, 151936)  # tokens, vocabulary
 WIDTH_ON_GPU, CHUNK_ON_GPU = 4096, 1024
 STEPS = ((1024, 32768, 256, "float32"), (1024, 32768, 1024, "float32"), (256, 32768, 64, "bfloat16"))
 HEADS = ((512, 32768, 512, "float32"), (256, 32768, 64, "bfloat16"))
-SMALL = (64, 1024, 64)  # what an interpreted kernel can do: tokens, vocabulary, hidden
+SMALL = (64, 1024, 64)  # sizes for an interpreted kernel: tokens, vocabulary, hidden
 MEMORY, TIME = 0.15, 1.3  # of stock, at most
 NOISE = 0.1
 

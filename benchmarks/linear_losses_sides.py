@@ -1,4 +1,4 @@
-"""What benchmarks/linear_losses.py compares, and how it counts without memory.
+"""The sides that benchmarks/linear_losses.py compares, and counting without memory.
 
 A side is a function (hidden [T, 1, H], weight [V / ranks, H], target [T, 1]) -> losses [T, 1].
 """

@@ -5,22 +5,22 @@ error, side by side.
 
 All run in one process per rank, taking turns, forward and backward of a sum of log-probabilities, on logits that each
 run gets afresh (megatron-core's plain function overwrites them). `time` is CPU time of the slower rank, the median of
-the turns, over that of megatron-core's plain function, whose milliseconds are in its own line. `memory` is the largest
+the turns, over that of megatron-core's plain function, whose milliseconds are in its line. `memory` is the largest
 number of bytes held at one time by storages made between the start of forward and the end of backward, the gradient
 included, in units of one fp32 copy of this rank's logits; a dispatch mode sees every storage that an operation returns,
 and the end of it, but no temporaries inside of one operation. `traffic` is what operations read and write, in the same
 unit: all of a tensor each time it is an argument or a result, but of a tensor that is indexed only the entries that are
 picked, and nothing of views. `far` is the part of it in storages of more than 4 MiB, which may not stay in a cache.
-What is compiled where time is taken (megatron-core's fused function) runs op by op for memory and traffic, because
+Code that is compiled for times (megatron-core's fused function) runs op by op for memory and traffic, because
 nothing inside compiled code can be seen. `messages` are collectives in forward and backward. `logprob`, `gradient`:
 largest error against fp64; with entropy, that of the sum of both.
 
 Peers are found by logprob_peers.py; shim has to take less time than each that works in chunks of tokens.
 
-The line of the linear form has the product with the output weight in it, for megatron-core's function too; its memory
+The line of the linear form has the product with the output weight in it, also for megatron-core's function; its memory
 includes the gradient of the weight, and its unit is the logits as well.
 
-Where there is an NVIDIA GPU: one more table, with times of CUDA events and peaks of CUDA's allocator; shim has to be
+On an NVIDIA GPU: one more table, with times of CUDA events and peaks of CUDA's allocator; shim has to be
 twice as fast as the fastest peer and to reach 70% of the memory's bandwidth, as a copy in the same run shows it.
 """
 
@@ -108,7 +108,7 @@ def implementations(ranks: int, device: str = "cpu") -> dict[str, Callable[[Any,
     return found
 
 
-# Written without being read; and those whose first tensor is touched only where an index says so.
+# Written without being read; and those whose first tensor is touched only at the index.
 OVERWRITING = ("copy_", "zero_", "fill_")
 INDEXING = ("gather", "index", "index_select", "scatter_", "scatter_add_", "index_put_", "_index_put_impl_")
 
@@ -148,7 +148,7 @@ def moved(function: Any, args: Any, kwargs: Any, result: Any) -> list[tuple[int,
 
 
 def watched() -> Any:
-    """A footprint that knows the bytes moved too: all, and those of storages that do not fit the cache."""
+    """A footprint that also knows the bytes moved: all, and those of storages that do not fit the cache."""
     from shim.testing import Footprint
 
     class Watching(Footprint):
@@ -217,7 +217,7 @@ def exact(logits: Any, target: Any, entropy: bool) -> tuple[Any, Any]:
 
 
 def measure(tokens: int, vocabulary: int, dtype_name: str, ranks: int, repeats: int) -> dict[str, Found]:
-    """What each implementation takes on this rank."""
+    """The cost of each implementation on this rank."""
     import torch
     import torch.distributed as dist
 
@@ -438,7 +438,7 @@ def compare(release: str, repeats: int) -> int:
                     found = world.run(measure, tokens, vocabulary, dtype, ranks, repeats, timeout=900)
                     title = f"{tokens} tokens, vocabulary {vocabulary}, {dtype}, TP {ranks}"
                     unit = 4 * tokens * vocabulary // ranks
-                    # What there is for each token is far below one percent.
+                    # Tensors with one value for each token are far below one percent.
                     table(title, found, (1 if dtype == "float32" else 0.5) + SCRATCH / unit + 0.01, verdicts)
             if ranks == 1:
                 tokens, vocabulary, width = LINEAR

@@ -1,6 +1,6 @@
-"""What other packages have for the log-probabilities of tokens, in the shape that benchmarks/logprob.py compares.
+"""Other packages' functions for the log-probabilities of tokens, in the shape that benchmarks/logprob.py compares.
 
-Their public functions are called as their own trainers call them, by default with 128 tokens a chunk. A package that
+Their public functions are called as their trainers call them, by default with 128 tokens a chunk. A package that
 cannot be imported is left out, with the reason. Source checkouts can be named with `--peers DIR`.
 """
 
@@ -18,7 +18,7 @@ CHUNK = 128  # tokens
 class Peers(NamedTuple):
     """Functions by name. "chunked" in a name: works on some tokens at a time. Nothing else is read from names.
 
-    logits: (logits [T, 1, V / ranks], target [T, 1]) -> logprob [T, 1] in nats, plus the entropy where the name ends
+    logits: (logits [T, 1, V / ranks], target [T, 1]) -> logprob [T, 1] in nats, plus the entropy if the name ends
     with "with entropy". linear: (hidden [T, 1, H], weight [V, H], target [T, 1]) -> logprob [T, 1].
     missing: package -> why it is not here.
     """
@@ -31,14 +31,14 @@ class Peers(NamedTuple):
 def find(ranks: int, device: str = "cpu", chunk: int = CHUNK) -> Peers:
     """Those that can be imported and do `ranks` ranks, which are all that torch.distributed has when they are called.
 
-    device: "meta" for tensors without memory, on which kernels are stood in for. chunk: the tokens of one.
+    device: "meta" for tensors without memory, with stand-ins for kernels. chunk: the tokens of one.
     SkyRL and verl take megatron-core's tensor-parallel group, which must be initialised by then.
     """
     found = Peers({}, {}, {})
     for package, add in _PACKAGES.items():
         try:
             add(found, ranks, device, chunk)
-        except (ImportError, AttributeError, RuntimeError, OSError) as error:  # of what the package imports, too
+        except (ImportError, AttributeError, RuntimeError, OSError) as error:  # also of the package's imports
             found.missing[package] = str(error).splitlines()[0] if str(error) else type(error).__name__
     return found
 
@@ -130,9 +130,9 @@ def _verl(found: Peers, ranks: int, device: str, chunk: int) -> None:
 def _verl_linear(found: Peers, ranks: int, device: str, chunk: int) -> None:
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
-    if ranks == 1:  # its other linear form, for tensor parallelism too, is a kernel for CUDA
+    if ranks == 1:  # its other linear form, also for tensor parallelism, is a kernel for CUDA
         fused = FusedLinearForPPO(chunk)
-        # It computes the entropy too. Its results are in the dtype of the hidden states.
+        # It also computes the entropy. Its results are in the dtype of the hidden states.
         found.linear["verl, chunked, linear"] = lambda h, w, t: fused(h.squeeze(1), w, t.squeeze(1))[0].unsqueeze(1)
 
 
@@ -141,7 +141,7 @@ def _primus(found: Peers, ranks: int, device: str, chunk: int) -> None:
     from primus.backends.megatron.patches.fused_linear_ce_patches import _ChunkedLinearCE
 
     class Model:
-        """What it takes from a GPTModel: stock's loss of a chunk of logits."""
+        """The part of a GPTModel that it needs: stock's loss of a chunk of logits."""
 
         @staticmethod
         def _scale_logits(logits: Any) -> Any:

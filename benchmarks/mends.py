@@ -1,10 +1,10 @@
-"""What a mend takes where stock is wrong: operations, messages and bytes of the step that the patch's proof runs.
+"""The cost of a fix if stock is wrong: operations, messages and bytes of the step that the patch's proof runs.
 
     python benchmarks/mends.py [--releases 0.13.1,0.15.3,0.18.2,0.19.2]
 
 Each step on stock and with its patch alone, over gloo on CPU. Stock computes something wrong there, so a difference is
 no price by itself; benchmarks/counts.py has the steps that stock does right. The table is Markdown; docs/benchmarks.md
-has what follows from it.
+has the conclusions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Step = Callable[[], Any]
 class Case(NamedTuple):
     patch: str
     what: str
-    make: Callable[[], Step]  # with a model of its own
+    make: Callable[[], Step]  # with a separate model
     layout: Mapping[str, Any] = {}
     options: Mapping[str, Any] | None = None  # of the patch
 
@@ -173,7 +173,7 @@ CASES: Mapping[int, Sequence[Case]] = {  # by the number of ranks
 
 
 def counted(case: Case, patched: bool) -> tuple[int, ...] | str | None:
-    """The units of a step of this rank; the error where it fails, None where the release has no such step."""
+    """The units of a step of this rank; the error if it fails, None if the release has no such step."""
     import torch
 
     import shim
@@ -205,7 +205,7 @@ def counted(case: Case, patched: bool) -> tuple[int, ...] | str | None:
 
 
 def rows(world: int) -> list[tuple[str, str, str]]:
-    """(patch, case, what differs) on this rank."""
+    """(patch, case, differences) on this rank."""
     import shim
 
     decisions = shim.plan().decisions
@@ -238,7 +238,7 @@ def measure(release: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="What mends take where stock is wrong: counts, stock against shim.")
+    parser = argparse.ArgumentParser(description="The cost of fixes if stock is wrong: counts, stock against shim.")
     parser.add_argument("--releases", metavar="A,B", default=RELEASES)
     parser.add_argument("--measure", metavar="RELEASE", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

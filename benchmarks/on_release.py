@@ -11,7 +11,7 @@ from pathlib import Path
 
 TOP = str(Path(__file__).resolve().parent.parent)
 # Freed memory stays with the process, as CUDA's allocator keeps it: else the fresh pages of a gradient cost as much as
-# the work, and megatron-core has none for fp32, where it overwrites the logits.
+# the work, and megatron-core has none for fp32, because it overwrites the logits.
 ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(1 << 28)}
 
 

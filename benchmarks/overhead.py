@@ -1,12 +1,12 @@
-"""What each patch costs where it has little to do: stock against shim, few tokens and many.
+"""The cost of each patch if it has little to do: stock against shim, few tokens and many.
 
     python benchmarks/overhead.py [--release 0.18.2] [--te-release 2.16.1] [--release-dir DIR] [--quick]
 
-For each patch, work that stock does right as well and that runs through what the patch has bound: forward and backward.
+For each patch, work that stock also does right, through the functions that the patch binds: forward and backward.
 Both run in one process, in pairs that are next to each other and begin in turns with the one and the other; a ratio is
-the median of those of the pairs, in CPU time. What a patch mends is not in it, and what it saves only where stock has
-the same work. The patches of Transformer Engine are measured on a pair, whose compiled part has a stand-in; what would
-need a kernel of a GPU has a line that says so. A ratio above the limit is told, and is exit code 1.
+the median of those of the pairs, in CPU time. Work that only a fix does is not in it, and savings only if stock has the
+same work. The patches of Transformer Engine are measured on a pair, whose compiled part has a stand-in; work that needs
+a kernel of a GPU has a line that says so. A ratio above the limit is reported, and is exit code 1.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def measured(patch: str, work: Callable[[], Any], pairs: int) -> tuple[float, fl
     import shim
 
     def stock(times: int) -> float:
-        seconds(work, 1)  # what is made once
+        seconds(work, 1)  # for results that are made once
         return seconds(work, times)
 
     def mine(times: int) -> float:
@@ -206,7 +206,7 @@ def measured(patch: str, work: Callable[[], Any], pairs: int) -> tuple[float, fl
 
 
 def compare(release: str, te_release: str, pairs: int) -> int:
-    """The table, in a process of its own; 0 where no patch is slower than stock."""
+    """The table, in a separate process; 0 if no patch is slower than stock."""
     import torch
 
     import shim
@@ -241,7 +241,7 @@ def compare(release: str, te_release: str, pairs: int) -> int:
             if not decision.wanted:
                 print(f"{id:<22}{decision.action}")
             elif id in NOT_HERE or not works:
-                print(f"{id:<22}not measured: {NOT_HERE.get(id, 'no work here that stock does, too')}")
+                print(f"{id:<22}not measured: {NOT_HERE.get(id, 'no work here that stock also does')}")
     missed = f"MISSED by {', '.join(slower)}" if slower else "ok"
     print(f"At most {LIMIT}, and {NOISE:.0%} for noise: {missed}")
     return 1 if slower else 0

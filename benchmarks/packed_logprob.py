@@ -58,13 +58,13 @@ def bounds(cu_seqlens: Any) -> list[tuple[int, int]]:
 
 
 def cut(sequence: Any, rank: int, ranks: int) -> list[Any]:
-    """What a context-parallel rank has of a sequence."""
+    """A context-parallel rank's part of a sequence."""
     chunks = sequence.chunk(2 * ranks)
     return [sequence] if ranks == 1 else [chunks[rank], chunks[2 * ranks - 1 - rank]]
 
 
 def with_a_loop(logits: Any, row: Row, group: Any) -> Any:
-    """What a trainer writes on megatron-core's cross entropy, and once for each sequence."""
+    """A trainer's code on megatron-core's cross entropy, once for each sequence."""
     import torch
     import torch.distributed as dist
     from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -122,7 +122,7 @@ def implementations(group: Any) -> dict[str, Callable[[Any, Row, Any], Any]]:
 
 
 def measure(sequences: int, repeats: int) -> dict[str, Found]:
-    """What each implementation takes on this rank."""
+    """The cost of each implementation on this rank."""
     import torch
     import torch.distributed as dist
 

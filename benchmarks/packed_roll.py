@@ -2,7 +2,7 @@
 
     python benchmarks/packed_roll.py [--release 0.19.2] [--release-dir DIR]
 
-Both run in one process, alternating, on rows without padding, where both give the same result. `one` is a single roll,
+Both run in one process, alternating, on rows without padding, with the same result. `one` is a single roll,
 for which shim computes its index; `step` is what a step with two MTP layers does, per roll: input_ids, position_ids,
 labels and loss mask are rolled once per layer, and shim computes the index once. Times are medians; over two ranks a
 roll takes as long as it takes on the slower one. Times vary with the machine, ratios much less.
@@ -42,7 +42,7 @@ class Counts(NamedTuple):
 
 
 class Line(NamedTuple):
-    """Medians in microseconds per roll and counts; `stock` is None where stock cannot do it."""
+    """Medians in microseconds per roll and counts; `stock` is None if stock cannot do it."""
 
     sequences: int
     rolls: str
@@ -135,7 +135,7 @@ class Work(NamedTuple):
 
 
 def works(row: Any, group: Any, tokens: int, device: str) -> Iterator[Work]:
-    """What is measured on one row, of which this process has `tokens`."""
+    """The measurements on one row, of which this process has `tokens`."""
     import torch
 
     from shim.patches.megatron_core.mtp_packed_sequences.step import in_step
@@ -207,7 +207,7 @@ def joined(ranks: list[list[tuple[int, str, Any, Any]]]) -> list[Line]:
 
 
 def table(title: str, lines: list[Line], noise: float = NOISE) -> bool:
-    """Print the lines and whether they meet the demands; True where they do."""
+    """Print the lines and whether they meet the demands; True if they do."""
     pairs = "".join(f"{name:>16}" for name in ("kernels", "host reads", "messages"))
     print(f"\n{title}\n{'':<28}{'us per roll':>18}{'':9}{pairs}")
     print(f"{'sequences  rolls':<28}{'stock':>9}{'shim':>9}{'ratio':>9}" + f"{'stock':>9}{'shim':>7}" * 3)
@@ -228,7 +228,7 @@ def table(title: str, lines: list[Line], noise: float = NOISE) -> bool:
 
 
 def compare(release: str) -> int:
-    """All tables, in a process of their own; 0 when the demands are met."""
+    """All tables, in a separate process; 0 if the demands are met."""
     import torch
 
     from shim.testing import Ranks

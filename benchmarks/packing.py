@@ -5,12 +5,12 @@
 All run in one process, in turns of four microbatches, on the same left-padded batch. They give the same tokens, which
 is checked. The loops say in this project's words what the trainers' functions do:
 
-- slices      the shortest loop there is: lengths read once, then a slice for each row
+- slices      the shortest possible loop: lengths read once, then a slice for each row
 - mask        verl 0.9.1 and SkyRL: preprocess_packed_seqs and postprocess_packed_seqs, which index each row by its
               mask
 - pieces      NeMo-RL: _pack_sequences_for_megatron and _unpack_sequences_from_megatron, which read each row's length,
               pad each piece and join them. Rows are right-padded there; here they are turned first, which is not timed.
-- lists       slime: get_batch, whose rows lie without padding in a list from the start, so that CP 1 needs no loop to
+- lists       slime: get_batch, whose rows are without padding in a list from the start, so CP 1 needs no loop to
               pack. Its log-probabilities are split into a list again.
 
 `one` packs and unpacks one tensor, and makes the packing for it. `batch` does it for a microbatch: ids, labels, loss

@@ -1,4 +1,4 @@
-"""What saved activations of experts take in memory, and what it takes to put them away and back: stock autograd,
+"""The memory of experts' saved activations, and the cost of storing and restoring them: stock autograd,
 megatron-core's paged stash (0.18, 0.19) and shim's, side by side.
 
     python benchmarks/paged_stash.py [--release 0.19.2] [--release-dir DIR] [--quick]
@@ -6,7 +6,7 @@ megatron-core's paged stash (0.18, 0.19) and shim's, side by side.
 Bytes are counted, not timed. A stack of gated experts computes in buffers of a fixed number of rows, of which only the
 first ones hold tokens, another number in each microbatch: from 0.8 to 1.2 times rows / capacity. All three do the same
 schedule with the same tokens, and have to find the same gradients, bit for bit. The second iteration is counted, when
-both stashes have buffers; upstream's are given the pages that shim's had to have, as those of its own sizing can be too
+both stashes have buffers; upstream's get as many pages as shim's needed, because upstream's sizing can give too
 few. A dispatch mode sees every storage that is made from the first iteration on, and its end:
 
     held       the most between two passes over a microbatch: saved tensors, pools, rings, lists of pages, flags, counts
@@ -14,10 +14,10 @@ few. A dispatch mode sees every storage that is made from the first iteration on
     used       pages in use when most were, over the limit then
     spare      the most that used pages were beyond the tokens, in pages for each saved tensor
     restored   the most that was restored at one time, over the saved tensors of one layer
-    peak       the most at any time, in a pass too
+    peak       the most at any time, also in a pass
 
 Weights and their gradients were there before. Nothing inside a kernel is seen, for neither of the two: upstream's need
-a GPU and are done by torch operations of the same effect, and shim's eager backend stands for its kernels.
+a GPU and are done by torch operations of the same effect, and shim's eager backend replaces its kernels.
 
 On a GPU shim drops an original when the host has seen that its pages were filled. The second table sets by hand how
 many layers the host is ahead by then. Upstream drops the originals of a layer when the next one begins.
@@ -72,7 +72,7 @@ from paged_stash_sides import (  # noqa: E402
 from shim.testing import FetchError, environment, fetch  # noqa: E402
 
 RELEASE = "0.19.2"
-WIDTHS = HIDDEN, 2 * FFN, FFN  # what one layer saves: its input, the product of fc1, the input of fc2
+WIDTHS = HIDDEN, 2 * FFN, FFN  # the saved tensors of one layer: its input, the product of fc1, the input of fc2
 LAYER = ROWS * sum(WIDTHS) * 4  # bytes
 SCHEDULES = {"1F1B": 4, "all forward": MICROBATCHES}  # microbatches in flight
 CAPACITIES = 1.0, 1.5, 2.0
@@ -253,7 +253,7 @@ def compare_operations(upstream: bool) -> None:
         for step in "forward", "backward":
             more = [(mine - base) / passes for mine, base in zip(found.work[step], stock.work[step])]
             launched.append(f"{more[0]:.1f} + {more[1]:.0f}")
-            # What kernels move has to be said: the tokens, and from shim's zeros for the other rows that are restored.
+            # Kernels' bytes are given, not counted: the tokens, and from shim also zeros for the other restored rows.
             zeros = capacity * ROWS / capacity / (tokens / passes / sum(WIDTHS) / 4)
             by_kernels = 0.0 if not more[1] else 1 + zeros if "shim" in name and step == "backward" else 2.0
             moved.append(more[2] * passes / tokens + by_kernels)

@@ -118,7 +118,7 @@ def build(config: Any) -> list[Experts]:
 
 
 def settings(page_size: int) -> Any:
-    """What both read. Negative: as many pages as there were tokens for."""
+    """The config that both read. Negative: as many pages as there were tokens for."""
     return SimpleNamespace(
         moe_paged_stash=True,
         moe_paged_stash_page_size=page_size,
@@ -144,7 +144,7 @@ class Stock:
 
 
 class Shim(Stock):
-    """What the patch does with upstream's calls. It needs no megatron-core."""
+    """The patch's part of upstream's calls. It needs no megatron-core."""
 
     def __init__(
         self, config: Any, watching: Watching, ahead: int = 0, backend: str | None = None, masked: bool = False

@@ -1,12 +1,12 @@
-"""Time and kernels of rotating a packed row unfused: megatron-core's own function against shim's.
+"""Time and kernels of rotating a packed row unfused: megatron-core's function against shim's.
 
     python benchmarks/rope_thd.py [--release 0.19.2] [--release-dir DIR]
 
 Both run in one process, alternating, forward and backward, on the same row and table, and give the same bits, which is
-checked. What sequences cost does not depend on how much there is to rotate, so it shows best with one head (as a rank
+checked. The cost of sequences does not depend on the size of the rotation, so it shows best with one head (as a rank
 has it of the keys under tensor parallelism with grouped queries); eight are there for comparison. Times are medians of
 CPU time; they vary with the machine, ratios much less. Kernels are exact. Releases that rotate each sequence by itself
-are held to what that loop costs; 0.15 to 0.18 only slice the table in theirs.
+are held to the cost of that loop; 0.15 to 0.18 only slice the table in theirs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TOKENS = 4096
 HEADS = (1, 8)
 SEQUENCES = (1, 64, 512)
 REPEATS = 41
-LOOP, NO_LOOP, NOISE = 20, 1, 0.1  # stock / shim, at least: where 512 sequences are rotated one by one, and else
+LOOP, NO_LOOP, NOISE = 20, 1, 0.1  # stock / shim, at least: if 512 sequences are rotated one by one, and else
 # Freed memory stays with the process, as CUDA's allocator keeps it: else fresh pages cost more than the rotation.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 
@@ -89,7 +89,7 @@ def medians(works: list[Callable[[], Any]]) -> list[float]:
 
 
 def compare(release: str) -> int:
-    """The table, in a process of its own; 0 when the demands are met."""
+    """The table, in a separate process; 0 if the demands are met."""
     import torch
     from megatron.core.models.common.embeddings import rope_utils
 

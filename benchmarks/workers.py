@@ -44,7 +44,7 @@ def main() -> int:
     sys.path.insert(0, top)
     from shim import run_environment
 
-    # A directory that holds nothing in the place of ours, so that both paths have the same length.
+    # An empty directory instead of ours, so that both paths have the same length.
     plain = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parent), top])}
     environ = run_environment({**os.environ, "PYTHONPATH": top})
     missed = False

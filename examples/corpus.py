@@ -14,7 +14,7 @@ from shim import testing
 VOCAB_SIZE = 256  # a token is a byte of UTF-8; byte 0 occurs in no text, so id 0 is free for padding
 ROW = 512  # tokens
 LONGEST = 150  # tokens of a sequence: longer documents are cut, so that every row holds several sequences
-ALIGN = 16  # what the padded rows align each sequence to, as FP8 training does
+ALIGN = 16  # the padded rows align each sequence to this, as FP8 training does
 
 
 def documents() -> dict[str, str]:

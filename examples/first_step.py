@@ -19,6 +19,6 @@ with testing.megatron_on_cpu(), testing.layout_initialised(testing.Layout()):
         print(shim.check(model)["mtp-packed-sequences"].state)
     row = testing.pack(testing.random_sequences([5, 7, 4]), align=8)  # lengths 5, 7, 4 in 8, 8, 8 places
     packed = testing.run_packed(model, row)  # a forward and a backward pass
-    alone = testing.run_alone(model, row)  # the truth: each sequence in a pass of its own
+    alone = testing.run_alone(model, row)  # the truth: each sequence in a separate pass
     for name, difference in testing.differences(packed, alone).items():
         print(f"{name:8}{'right' if difference < 1e-6 else f'off by {difference:.0e}'}")

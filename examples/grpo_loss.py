@@ -1,9 +1,9 @@
-"""A GRPO-style loss with an entropy bonus on a packed row at tensor parallelism 2, where one call replaces a trainer's
-own function.
+"""A GRPO-style loss with an entropy bonus on a packed row at tensor parallelism 2: one call replaces a trainer's
+function.
 
 Two gloo ranks on CPU hold half of the vocabulary each. Every update is computed three times from the same weights: with
-what a trainer writes itself on gathered logits, with shim.ops.packed_logprobs, and with its linear form, which never
-has the logits. Ends with 0 only where they agree. Then one step with a larger vocabulary: the most bytes that each of
+a trainer's code on gathered logits, with shim.ops.packed_logprobs, and with its linear form, which never
+has the logits. Ends with 0 only if they agree. Then one step with a larger vocabulary: the most bytes that each of
 the three holds.
 """
 
@@ -32,7 +32,7 @@ SCRATCH = 1 << 20  # bytes for a tile of the linear form
 
 
 class Batch(NamedTuple):
-    """A packed row of B sequences of S tokens, T = B S. Results stand at the position that predicts a token."""
+    """A packed row of B sequences of S tokens, T = B S. Results are at the position that predicts a token."""
 
     tokens: Tensor  # [1, T], prompts and sampled responses
     labels: Tensor  # [1, T], the same with IGNORED for a prompt
@@ -41,7 +41,7 @@ class Batch(NamedTuple):
     old: Tensor  # [1, T], log-probabilities at the time of sampling
 
 
-Found = tuple[Tensor, Tensor, Tensor]  # log-probability, entropy, and where a token is predicted; each [1, T]
+Found = tuple[Tensor, Tensor, Tensor]  # log-probability, entropy, and the mask of predicted tokens; each [1, T]
 
 
 def one_call(logits: Tensor, batch: Batch) -> Found:
@@ -73,7 +73,7 @@ def linear_call(hidden: Tensor, weight: Tensor, batch: Batch) -> Found:
 
 
 def own_function(logits: Tensor, batch: Batch, dtype: torch.dtype = torch.float64) -> Found:
-    """What those calls replace: every rank holds the logits of the whole vocabulary, several times over."""
+    """The code that those calls replace: every rank holds the logits of the whole vocabulary, several times over."""
     target = batch.labels.roll(-1)  # the logits of a token are about the next one
     target[:, batch.cu_seqlens[1:].long() - 1] = IGNORED
     every = (gathered(logits).to(dtype) / TEMPERATURE).log_softmax(-1)
@@ -174,7 +174,7 @@ def roll_out(model: Any, generator: torch.Generator) -> tuple[Batch, float]:
 
 
 def train() -> list[tuple[Any, ...]]:
-    """What each rank does; returns of every update what main prints."""
+    """The work of each rank; returns the lines of main for every update."""
     steps = []
     with testing.megatron_on_cpu(), testing.layout_initialised(testing.Layout(tp=2)):
         model = testing.build_gpt(mtp_num_layers=None, vocab_size=64)  # your model provider

@@ -1,6 +1,6 @@
-"""Trains a small GPT with multi-token prediction on packed text, stock against shim, on the release that is there.
+"""Trains a small GPT with multi-token prediction on packed text, stock against shim, on the installed release.
 
-Ends with 0 only where packed rows with shim gave what every sequence gives alone, and revert brought stock back.
+Ends with 0 only if packed rows with shim equal their sequences alone, and revert brought stock back.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Row = testing.PackedRow
 
 
 class Losses(NamedTuple):
-    """What a trainer logs for a step: the mean main loss, and the mean loss of each MTP layer."""
+    """The log of a trainer for a step: the mean main loss, and the mean loss of each MTP layer."""
 
     main: float
     mtp: tuple[float, ...]
@@ -80,7 +80,7 @@ def packed_losses(model: Any, row: Row) -> Losses:
 
 
 def mtp_losses() -> tuple[float, ...]:
-    """Takes the logged losses out of the release's tracker, which adds up until somebody does."""
+    """Takes the logged losses out of the release's tracker, which adds up until then."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     tracker = MTPLossLoggingHelper.tracker
@@ -115,7 +115,7 @@ def train(one_pass: Callable[[Any, Row], Losses], rows: list[Row], steps: int) -
 
 
 def attempt(function: Callable[..., Any], *args: Any) -> Any:
-    """What the function returns, or the exception it raises: stock up to 0.15 refuses packed rows."""
+    """The result of the function, or the exception it raises: stock up to 0.15 refuses packed rows."""
     try:
         return function(*args)
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
@@ -143,18 +143,18 @@ def seconds_of_pass(model: Any, row: Row) -> float:
     return time.perf_counter() - started
 
 
-# What did not run is as far off as can be. The maximum is torch's, because Python's may lose a NaN.
+# A run that failed is off by infinity. The maximum is torch's, because Python's may lose a NaN.
 
 
 def furthest_pass(a: Any, truth: testing.Result) -> float:
-    """The largest of the relative differences of losses and gradients; NaN where there is any."""
+    """The largest of the relative differences of losses and gradients; NaN if there is any."""
     if isinstance(a, Exception):
         return math.inf
     return torch.tensor(list(testing.differences(a, truth).values()), dtype=torch.float64).max().item()
 
 
 def furthest(a: Any, b: list[Losses]) -> float:
-    """The largest relative difference of two curves, main and MTP losses; NaN where there is any."""
+    """The largest relative difference of two curves, main and MTP losses; NaN if there is any."""
     if isinstance(a, Exception):
         return math.inf
     x, y = (torch.tensor([(step.main, *step.mtp) for step in curve], dtype=torch.float64) for curve in (a, b))
@@ -168,7 +168,7 @@ def same_bits(a: Any, b: Any) -> bool:
     return losses and a.grads.keys() == b.grads.keys() and all(torch.equal(a.grads[n], b.grads[n]) for n in a.grads)
 
 
-# What is in megatron's modules, found without asking shim
+# The contents of megatron's modules, found without asking shim
 
 
 def owners() -> Iterator[tuple[str, Any]]:
@@ -197,7 +197,7 @@ def show_installed() -> None:
 
 
 def show_plan() -> None:
-    title("2. The plan: what shim would do here, and why (torch and megatron are not imported for it)")
+    title("2. The plan: what shim would do here, and why (imports neither torch nor megatron)")
     say(shim.plan(), indent=" " * 16)
 
 
@@ -247,7 +247,7 @@ def show_revert(before: dict[str, Any], written: dict[str, Any]) -> list[str]:
     left = [place for place in written if after.get(place, gone) is not before.get(place, gone)]
     left += [place for place, value in after.items() if id(value) in of_shim and place not in left]
     say(f"shim had written {len(written)} names: " + ", ".join(p.removeprefix("megatron.core.") for p in written))
-    say(f"Each holds the very object it held before: {'NO: ' + ', '.join(left) if left else 'yes'}")
+    say(f"Each holds its original object: {'NO: ' + ', '.join(left) if left else 'yes'}")
     return left
 
 

@@ -6,7 +6,7 @@ import shim
 from shim import testing
 from shim.ops import Packing, fp8_alignment
 
-# As early as possible; after megatron was imported works too. Raises where the fix cannot be had on this release.
+# As early as possible; after megatron was imported also works. Raises if this release needs the fix and cannot get it.
 shim.apply(require=["mtp-packed-sequences"])
 
 
@@ -16,7 +16,7 @@ def main() -> None:
         from megatron.core.packed_seq_params import PackedSeqParams
 
         model = testing.build_gpt(mtp_num_layers=1)  # your model provider
-        print(shim.check(model))  # raises where the fix is not active on this very model, or where ranks differ
+        print(shim.check(model))  # raises if the fix is not active on this model, or if ranks differ
 
         tokens = torch.randint(1, 64, (3, 8))  # your batch [B, S], padded on the right
         mask = torch.arange(7) < torch.tensor([[5], [7], [4]])

@@ -14,7 +14,7 @@ must see the values of its forward pass. The rules:
 4. While claims exist, and only then, the attributes in which checkpoints keep their functions are watched. A function
    stored then keeps the values of that moment. A function stored earlier runs with the values from before all claims.
 
-Without a claim, checkpoints run as if this module did not exist: they keep the very function they were given.
+Without a claim, checkpoints run as if this module did not exist: they keep the function they were given.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def _concerning(function: Any) -> list[list[_Claim]]:
 
 
 def entered() -> str:
-    """What overrides and recomputes change in the process now, in words; "" if there is none."""
+    """The changes of overrides and recomputes to the process now, in words; "" for none."""
     with _lock:
         if not _claims:
             return ""
@@ -315,7 +315,7 @@ def _keeps_as_expected(module: types.ModuleType, place: Place) -> bool:
 
 
 def marked(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A marked `original`: the patch declares that its release keeps the function where PLACES says."""
+    """A marked `original`: the patch declares that its release keeps the function in the place that PLACES names."""
 
     @functools.wraps(original)
     def checkpoint(*args: Any, **kwargs: Any) -> Any:

@@ -23,7 +23,7 @@ _NOT_FOLLOWED = (str, bytes, int, float, complex, *_INSIDES)
 
 
 class Caller(NamedTuple):
-    """Who claims a value: a thread, and the task of asyncio that runs in it."""
+    """The claimant of a value: a thread, and the task of asyncio that runs in it."""
 
     thread: int
     task: Any
@@ -46,7 +46,7 @@ def caller() -> Caller:
 
     The answer comes from the threads' stacks. State that autograd passes to its threads would not do: the process
     aborts if a thread ends with such state. If several threads are in a backward, the stacks cannot tell which of them
-    waits, so the autograd thread counts as a caller of its own.
+    waits, so the autograd thread counts as a separate caller.
     """
     thread, frames = threading.get_ident(), sys._current_frames()
     if _is_of_autograd(frames[thread]):

@@ -24,7 +24,7 @@ class Held(NamedTuple):
 
 
 def _own(config: Any) -> Any:
-    """The attributes of the config itself, without __getattr__. A class may be a config too."""
+    """The attributes of the config itself, without __getattr__. A class may also be a config."""
     kind = type if issubclass(type(config), type) else object
     try:
         return kind.__getattribute__(config, "__dict__")

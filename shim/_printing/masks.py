@@ -1,4 +1,4 @@
-"""What must not be pasted into an issue: secrets by their name or their shape, and the names of home directories.
+"""Masks for text that is pasted into an issue: secrets by their name or shape, and the names of home directories.
 
 Only text that people or programs read is masked, never what shim computes with. SECURITY.md lists what is masked.
 """
@@ -45,12 +45,12 @@ _SHAPES = (
         ),
         MASK,
     ),
-    # User and password of a URL. A password may hold a slash that nobody has quoted. A path makes one slash of two.
+    # User and password of a URL. A password may hold an unquoted slash. A path makes one slash of two.
     (
         re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,20}:/+)(?:[^\s/?#'\"`<>|]+|[^\s/:@'\"`<>|]+:(?!\d+/)[^\s@'\"`<>|]+)@"),
         rf"\1{MASK}@",
     ),
-    # The same without a scheme, as git and pip take it. A digest of an image has the form, too.
+    # The same without a scheme, as git and pip take it. A digest of an image also has this form.
     (re.compile(r"(?<![\w/.~+-])[\w.+-]+:[^\s:/@'\"`<>|]+@(?!sha\d+:)(?=\w)"), f"{MASK}@"),
     (
         re.compile(r"\b((?:Proxy-)?Authorization|(?:Set-)?Cookie|X-Api-Key)(\s*[:=]\s*)[^\n'\"`|]+", re.I),
@@ -87,7 +87,7 @@ def masked(text: str) -> str:
 
 
 def masked_variable(name: str, value: str) -> str:
-    """The value of an environment variable. All of it is masked where the name says that it is a secret."""
+    """The value of an environment variable. All of it is masked if the name says that it is a secret."""
     if _is_secret(name, value):
         return MASK
     return masked(value if _CODE.search(name) else _RANDOM.sub(MASK, value))

@@ -1,4 +1,4 @@
-"""Foreign text as text that can be printed: it moves no cursor, hides nothing, and begins no line of its own.
+"""Foreign text as text that can be printed: it moves no cursor, hides nothing, and begins no line.
 
 Versions, paths, variables, messages and names of objects may hold anything. An escape sequence rewrites a terminal, a
 line end writes a heading into a report, a bidi control shows other text than there is.

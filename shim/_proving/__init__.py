@@ -1,1 +1,1 @@
-"""`shim prove`: each defect on the installed releases, on stock and with the patch, in processes of their own."""
+"""`shim prove`: each defect on the installed releases, on stock and with the patch, in separate processes."""

@@ -17,7 +17,7 @@ __all__ = ["build_of", "overrides_on", "proofs_on"]
 
 
 def build_of(model: str) -> Callable[..., Any]:
-    """The function that "my_module:build" names. The module may lie in the working directory."""
+    """The function that "my_module:build" names. The module may be in the working directory."""
     module, _, name = model.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -39,7 +39,7 @@ def proofs_on(model: str) -> list[Proof]:
 
 
 def overrides_on(model: str, device: str) -> list[dict[str, str]]:
-    """What shim, applied in this process, says of the trainer's own overrides on that model; see `overrides_of`."""
+    """The verdict of shim, applied in this process, on the trainer's overrides in that model; see `overrides_of`."""
     from shim.testing.proof import Here
     from shim.testing.user_model import Build
 

@@ -38,11 +38,11 @@ PALETTE = {
 }
 WIDTH, HEIGHT = 460, 190
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 26, 28
-TINY = 1e-9  # what a logarithmic axis shows of zero
+TINY = 1e-9  # zero on a logarithmic axis
 
 
 def picture(result: Result) -> str:
-    """The curves of a run where the proof has them, else a bar for each side on a logarithmic axis, with the bound.
+    """The curves of a run if the proof has them, else a bar for each side on a logarithmic axis, with the bound.
 
     Colours are those of the page: the CSS variables --ink, --faint, --stock, --shim, --truth.
     """
@@ -63,7 +63,7 @@ def _curves(result: Result) -> str:
             lines["stock" if colour == "stock" else "with shim"] = (colour, side.curves["measured"])
     truth = next((s.curves["truth"] for s in (result.stock, result.patched) if s and "truth" in s.curves), None)
     if truth is not None:
-        lines["truth"] = ("truth", truth)  # last, so that it lies above the curve that equals it
+        lines["truth"] = ("truth", truth)  # last, so that it covers the curve that equals it
     points = [value for _, values in lines.values() for value in values if math.isfinite(value)]
     if not points:
         return _bars(result)

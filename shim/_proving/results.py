@@ -1,4 +1,4 @@
-"""What came out of a proof: both sides, and one verdict."""
+"""The result of a proof: both sides, and one verdict."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Outcome:
 
 
 def outcome_of(answer: Mapping[str, Any], defect: str, crashes: str) -> Outcome:
-    """The outcome in a worker's answer. A hang or a death is wrong only where that is the defect."""
+    """The outcome in a worker's answer. A hang or a death is wrong only if that is the defect."""
     state, text = answer["state"], answer["text"]
     expected = {"hung": defect == "hang", "died": defect == "crash" and "signal" in crashes}
     if state not in ("right", "wrong", "cannot run"):
@@ -65,9 +65,9 @@ def outcome_of(answer: Mapping[str, Any], defect: str, crashes: str) -> Outcome:
 class Result:
     """One proof on the installed releases.
 
-    patch: its id; "" for a generic proof. label: the id, with the proof's name where the patch has several.
-    action: what shim.plan() says of the patch. reproduction: the docstring of the proof. audit: the verdict of
-    `shim audit`, where the proof ran against a tree.
+    patch: its id; "" for a generic proof. label: the id, with the proof's name if the patch has several.
+    action: of shim.plan() for the patch. reproduction: the docstring of the proof. audit: the verdict of
+    `shim audit`, if the proof ran against a tree.
     """
 
     patch: str
@@ -103,7 +103,7 @@ class Result:
 
 
 def verdict_of(action: str, stock: Outcome, patched: Outcome | None) -> tuple[str, str]:
-    """(verdict, reason) of a proof. `action` is that of the plan; `patched` is None where the patch is not applied."""
+    """(verdict, reason) of a proof. `action` is that of the plan; `patched` is None if the patch is not applied."""
     for side, name in ((stock, "stock"), (patched, "with shim")):
         if side is not None and side.state == "cannot run":
             return "cannot run", side.text

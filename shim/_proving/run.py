@@ -34,7 +34,7 @@ _IMPORTS = 300.0  # seconds that a worker may take for imports, in addition to t
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for. ids: these patches; empty for all. ranks: as many as a proof over ranks is to use.
+    """A request for proofs. ids: these patches; empty for all. ranks: the number for a proof over ranks.
 
     together: apply all patches on the patched side, not the patch alone. timeout: seconds for each side.
     """
@@ -92,13 +92,13 @@ def prove(plan: Plan, request: Request, say: Say) -> list[Result]:
 
 
 def prove_model(model: str, request: Request, say: Say) -> tuple[list[Result], list[dict[str, str]]]:
-    """Run the generic proofs on the model that `my_module:build` builds: with the trainer's patches, and with shim too.
+    """Run the generic proofs on the model that `my_module:build` builds: with the trainer's patches, and with shim.
 
-    The second part of the answer is what shim says of the trainer's own overrides on that model.
+    The second part of the answer is shim's verdict on the trainer's overrides in that model.
     """
     from shim.testing.generic import generic_proofs
 
-    found = generic_proofs(lambda: None)  # for their names and texts; the model is built in processes of its own
+    found = generic_proofs(lambda: None)  # for their names and texts; the model is built in separate processes
     if unknown := set(request.ids) - {proof.name for proof in found}:
         names = ", ".join(proof.name for proof in found)
         raise OptionError(f"no generic proof is called {', '.join(sorted(unknown))}; there are {names}")
@@ -208,7 +208,7 @@ def _run(
     """
     groups: dict[tuple[bool, bool, str], list[SideTask]] = {}
     for case in cases:
-        # What has begun to use a GPU cannot be forked, so nothing is shared there.
+        # A process that uses a GPU cannot be forked, so nothing is shared there.
         alone = case.stock.device != "cpu" or case.source.startswith(MODEL)
         for task in case.tasks:
             groups.setdefault((not alone, case.proof.te, task.device), []).append(task)
@@ -231,7 +231,7 @@ def _bar(done: int, total: int, width: int = 20) -> str:
 
 
 def _answers(work: Work) -> Iterator[dict[str, Any]]:
-    """One answer for each task, also where the worker dies."""
+    """One answer for each task, also if the worker dies."""
     left = {task.key for task in work.tasks}
     with tempfile.TemporaryFile() as said:
         worker = subprocess.Popen(

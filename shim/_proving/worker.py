@@ -24,11 +24,11 @@ from shim._errors import OptionError
 __all__ = ["MODEL", "OVERRIDES", "UNUSABLE", "SideTask", "Work", "main", "run_side"]
 
 MODEL = "model:"  # begins the source of a generic proof
-OVERRIDES = "overrides"  # in the place of a proof: what shim says of the model's own overrides
+OVERRIDES = "overrides"  # instead of a proof: shim's verdict on the model's overrides
 
 _POLL = 0.02  # seconds between two looks at the processes that run
 
-UNUSABLE = "unusable"  # the state of an answer: what was asked for makes no sense, and why
+UNUSABLE = "unusable"  # the state of an answer: the request makes no sense, and why
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class SideTask:
 
 @dataclass(frozen=True)
 class Work:
-    """What one worker is to do. preload: import megatron-core before the processes are forked."""
+    """The tasks of one worker. preload: import megatron-core before the processes are forked."""
 
     tasks: tuple[SideTask, ...]
     preload: bool
@@ -76,9 +76,9 @@ def _tuple(value: list[str] | None) -> tuple[str, ...] | None:
 
 
 def main() -> None:
-    """Run the work that stands on standard input."""
+    """Run the work that standard input describes."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what upstream prints must not get between the answers
+    os.dup2(2, 1)  # upstream's output must not get between the answers
     work = Work.from_json(sys.stdin.read())
     _import_torch()
     if work.preload:
@@ -221,7 +221,7 @@ def run_side(task: SideTask, preloaded: bool = True) -> dict[str, Any]:
         return {**asdict(side), "curves": {name: list(values) for name, values in side.curves.items()}}
     except OptionError as error:
         return {"state": UNUSABLE, "text": str(error)}
-    except BaseException as error:  # noqa: BLE001 - whatever it is, somebody has to read it
+    except BaseException as error:  # noqa: BLE001 - any error must be reported
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         return {"state": "broken", "text": text, "value": None, "details": traceback.format_exc()}
 

@@ -12,12 +12,12 @@ __all__ = ["deaf_part"]
 # Of Python's options (Python/getopt.c, the same from 3.10 to 3.14). -I and -E leave PYTHONPATH out, and -S does not
 # import sitecustomize. -s and -P leave both alone.
 _DEAF = "IES"
-_ENDS = "cm"  # what follows belongs to the program
+_ENDS = "cm"  # the rest belongs to the program
 _WITH_VALUE = "WX"  # the value is the rest of the argument, or else the next argument
 _LONG_WITH_VALUE = "--check-hash-based-pycs"  # the value is the next argument; Python knows no --option=value
 
-# Commands that run another one, which they are given. Of their own options nothing need be known: the first argument
-# that names a Python begins the other command.
+# Commands that run another command. Their options need not be known: the first argument that names a Python begins
+# the other command.
 _WRAPPERS = frozenset(
     ("chrt", "ionice", "nice", "nohup", "numactl", "setsid", "stdbuf", "taskset", "time", "timeout", "xvfb-run")
 )
@@ -25,7 +25,7 @@ _DEPTH = 8  # of commands in commands
 
 
 def deaf_part(command: Sequence[str], depth: int = _DEPTH) -> str:
-    """What keeps a Python that `command` starts from applying shim, such as ``-I``. "" where nothing is seen to.
+    """The part of `command` that keeps its Python from applying shim, such as ``-I``. "" if none is seen.
 
     Follows `env`, with -S, a few wrappers such as `timeout`, and the first line of a script.
     """
@@ -47,7 +47,7 @@ def _is_python(name: str) -> bool:
 
 
 def _in_options(arguments: Sequence[str]) -> str:
-    """The first option of Python's own that makes it deaf, with the letters that stand beside it."""
+    """The first option of Python that makes it deaf, with the letters beside it."""
     left = iter(arguments)
     for argument in left:
         if argument == _LONG_WITH_VALUE:

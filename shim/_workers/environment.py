@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["CommandError", "apply_in_ray_worker", "ray_runtime_env", "run", "run_environment"]
 
 DIRECTORY = Path(__file__).with_name("run")  # holds a sitecustomize.py
-# Start of an entry of PYTHONPATH below DIRECTORY that names the packages in which patch modules may lie. It is not a
-# variable: who can set PYTHONPATH can run any code anyway, and who can set another variable must not be able to.
+# Start of an entry of PYTHONPATH below DIRECTORY that names the packages that may hold patch modules. It is not a
+# variable: a user who can set PYTHONPATH can run any code anyway, and one who can set another variable must not.
 ALLOWED = "packages="
 HOOK = "shim._workers.environment.apply_in_ray_worker"
 NEXT_HOOK = PREFIX + "RAY_NEXT_HOOK"
@@ -84,7 +84,7 @@ class CommandError(OptionError):
 
 
 def run(command: Sequence[str], **arguments: Any) -> None:
-    """Replace this process by `command`, in `run_environment(**arguments)`. CommandError where it cannot run."""
+    """Replace this process by `command`, in `run_environment(**arguments)`. CommandError if it cannot run."""
     deaf = deaf_part(command)
     if deaf:
         raise NotMetError(

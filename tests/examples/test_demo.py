@@ -34,7 +34,7 @@ def test_the_demo_shows_stock_and_shim_against_the_truth():
     ]
     losses = [line[16:38] for line in table]
     assert losses[2] == losses[0] and losses[5] == losses[3]
-    assert "Each holds the very object it held before: yes" in lines
+    assert "Each holds its original object: yes" in lines
     assert lines[-1]
 
 

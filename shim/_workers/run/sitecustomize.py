@@ -32,9 +32,9 @@ class _ApplyOnImport:
                 try:
                     _apply()
                 except BaseException:
-                    sys.meta_path.insert(0, self)  # so that the next import fails, too
+                    sys.meta_path.insert(0, self)  # so that the next import also fails
                     raise
-        return self._search(name, path, target, True)  # again, because shim has its own finder by now
+        return self._search(name, path, target, True)  # again, because shim has a finder by now
 
     def _search(self, name, path, target, with_shim):  # type: ignore[no-untyped-def]
         for finder in list(sys.meta_path):
@@ -70,7 +70,7 @@ def _apply() -> None:
 
 
 def _is_found() -> bool:
-    """Whether `import shim` gives megatron-shim. RuntimeError where it would give another package of that name."""
+    """Whether `import shim` gives megatron-shim. RuntimeError if it would give another package of that name."""
     from importlib.util import find_spec
 
     try:
