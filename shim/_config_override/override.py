@@ -70,7 +70,7 @@ def _wanted(target: Any, fields: dict[str, Any]) -> list[Wanted]:
             if not hasattr(config, name):
                 raise OptionError(
                     f"config_override: {type(config).__name__} has no field {name!r}. Remedy: correct the name, or "
-                    "leave the field out where the installed release does not have it."
+                    "leave the field out if the installed release does not have it."
                 )
             wanted[id(config), name] = Wanted(config, name, Held(value, True))
             for where, other in copies.items():
@@ -106,7 +106,7 @@ def _config_of(model: Any) -> Any:
             return inner.config
         inner = vars(inner).get("_modules", {}).get("module")
     raise OptionError(
-        f"config_override: {type(model).__name__} has no config of its own. Remedy: give the config, or the module "
+        f"config_override: {type(model).__name__} has no config. Remedy: give the config, or the module "
         "inside that has one."
     )
 
@@ -127,8 +127,8 @@ def _of_its_kind(value: Any, config: Any) -> bool:
 
 def _say_that_it_keeps(where: str, name: str, value: Any) -> None:
     text = (
-        f"config_override: {where} has a config of its own in which {name!r} is {value!r}, and keeps it. Remedy: "
-        "override that config too, if it is to follow."
+        f"config_override: {where} has another config, in which {name!r} is {value!r}, and keeps it. Remedy: "
+        "also override that config, if it is to have the same value."
     )
     if text not in _said:
         _said.add(text)

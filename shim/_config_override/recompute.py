@@ -113,7 +113,7 @@ def _begin(config: Any, name: str, wanted: Held, may_suspend: bool) -> _Claim:
     if other:
         raise OptionError(
             f"config_override: another {other} has set {name!r} of this {_kind(config)} to {now.value!r}, and this one "
-            f"wants {wanted.value!r}. Remedy: give each of them a config of its own."
+            f"wants {wanted.value!r}. Remedy: give each of them a separate config."
         )
     _claims.setdefault((id(config), name), []).append(claim)
     try:
@@ -122,8 +122,8 @@ def _begin(config: Any, name: str, wanted: Held, may_suspend: bool) -> _Claim:
         if changes and recomputing_elsewhere(codes, config, lambda frame: _captured(frame, config, name)):
             raise OptionError(
                 f"config_override: another thread is recomputing what can read {name!r} of this {_kind(config)}, and "
-                f"this one wants {wanted.value!r} in the place of {now.value!r}. Remedy: give each of them a config of "
-                "its own, or wait for the other's backward."
+                f"this one wants {wanted.value!r} instead of {now.value!r}. Remedy: give each of them a separate "
+                "config, or wait for the other's backward."
             )
         put(config, name, wanted)
     except BaseException:
@@ -332,13 +332,13 @@ def refuse_what_is_not_carried() -> None:
         if module is None:
             continue
         if place.patch is None:
-            carried, remedy = _keeps_as_expected(module, place), "give the layers a config of their own"
+            carried, remedy = _keeps_as_expected(module, place), "give the layers a separate config"
         else:
             found: Any = module
             for part in place.bound.split("."):
                 found = getattr(found, part, None)
             carried = getattr(found, MARK, False)
-            remedy = f"apply the patch {place.patch} (shim.apply()), or give the layers a config of their own"
+            remedy = f"apply the patch {place.patch} (shim.apply()), or give the layers a separate config"
         if not carried:
             raise NotMetError(
                 f"config_override: {place.module}:{place.bound or place.holder} would recompute what runs in here with "

@@ -121,7 +121,7 @@ class _NoTransformerEngine:
 
 
 class _Pool:
-    """At most `jobs` processes at once, each with a time limit, each the leader of a process group of its own."""
+    """At most `jobs` processes at once, each with a time limit, each the leader of a process group."""
 
     def __init__(self, work: Work, answers: Any) -> None:
         self._work = work

@@ -34,7 +34,7 @@ def _segments_and_positions(offsets: Tensor, tokens: int, ranks: int, rank: int)
 
     offsets: int tensor [segments + 1], cumulative lengths of the whole row. tokens: the number on one rank.
     Under context parallelism a segment is cut into 2 * ranks chunks. Rank r holds the r-th chunk from the start
-    and the r-th from the end. Tokens after the last offset form a segment of their own.
+    and the r-th from the end. Tokens after the last offset form one more segment.
     """
     local_offsets = offsets.long() // ranks
     token = torch.arange(tokens, device=offsets.device)
