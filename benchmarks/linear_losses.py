@@ -7,7 +7,7 @@ A step: a whole GPTModel, stock against the patch. Its peak is counted at 32,768
 tensors without memory ("meta"), for which the patch takes the tiles of a GPU. Its CPU time is taken at sizes
 that fit. A head: only the output layer and its loss, with the peers that logprob_peers.py finds.
 
-`memory` is the most bytes held at one time by what a step makes, the gradient of the weight included, in fp32 copies of
+`memory` is the most bytes of a step's tensors at one time, the gradient of the weight included, in fp32 copies of
 the logits. `products` are in units of the one that makes the logits: stock has three. Errors are against fp64: of a
 loss, and of a gradient in parts of its norm. `launches` are operations that touch memory, and Triton kernels; `moved`
 is the bytes that they read and write. `reads` make the host wait for a GPU. Temporaries inside an operation are not
@@ -158,7 +158,7 @@ def heads(repeats: int, verdicts: list[str]) -> None:
 
 
 def interpreted() -> None:
-    """Errors of what has Triton kernels; memory and time say nothing here."""
+    """Errors of the sides with Triton kernels; memory and time say nothing here."""
     from linear_losses_sides import errors, exact, of_megatron, of_peers, step
 
     tokens, vocabulary, width = SMALL

@@ -34,7 +34,7 @@ EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_router_load_balancin
 EXPERTS |= {"moe_aux_loss_coeff": 0.0, "moe_token_dispatcher_type": "alltoall"}
 
 
-# The work of each patch: called with a size, returns what is run again and again
+# The work of each patch: called with a size, returns the function that is timed
 
 
 def model_step(packed: bool = False, **options: Any) -> Callable[[str], Callable[[], Any]]:

@@ -3,7 +3,7 @@
     python benchmarks/packed_roll.py [--release 0.19.2] [--release-dir DIR]
 
 Both run in one process, alternating, on rows without padding, with the same result. `one` is a single roll,
-for which shim computes its index; `step` is what a step with two MTP layers does, per roll: input_ids, position_ids,
+for which shim computes its index; `step` is a step with two MTP layers, per roll: input_ids, position_ids,
 labels and loss mask are rolled once per layer, and shim computes the index once. Times are medians; over two ranks a
 roll takes as long as it takes on the slower one. Times vary with the machine, ratios much less.
 """
@@ -161,7 +161,7 @@ def works(row: Any, group: Any, tokens: int, device: str) -> Iterator[Work]:
         assert torch.equal(mine, theirs), "stock and shim differ, so there is nothing to compare"
     with contextlib.suppress(AssertionError):
         one(upstream, embeddings, 0)
-        raise SystemExit("stock rolls along dim 0 by now: compare there too")
+        raise SystemExit("stock now rolls along dim 0: also compare there")
     yield Work("one", 1, functools.partial(one, upstream), functools.partial(one, patched))
     yield Work("step", LAYERS * len(step), functools.partial(whole_step, upstream), shim_step)
     yield Work("one, embeddings", 1, None, functools.partial(one, patched, embeddings, 0))
@@ -191,7 +191,7 @@ def measure(device: str = "cpu") -> list[tuple[int, str, Any, Any]]:
 
 
 def joined(ranks: list[list[tuple[int, str, Any, Any]]]) -> list[Line]:
-    """One line from what the ranks found: the slower rank's time of each repeat, the counts of rank 0."""
+    """One line from the ranks' results: the slower rank's time of each repeat, the counts of rank 0."""
     lines = []
     for same in zip(*ranks):
         sequences, rolls, *sides = same[0]

@@ -25,7 +25,7 @@ many layers the host is ahead by then. Upstream drops the originals of a layer w
 Operations, launches of kernels, and bytes moved are those of one layer with three saved tensors, beyond the layer's
 own; Triton's are interpreted, and not timed. Times are CPU time of one tensor, put away and restored by shim's eager
 backend, over clone() and copy_() back, medians of turns in the same run. Where there is an NVIDIA GPU, one more table:
-the same with the kernels of both, and the tokens' bytes per second as a share of what a copy on the device reaches.
+the same with the kernels of both, and the tokens' bytes per second as a share of the rate of a copy on the device.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ PAGE_SIZES = 1, 16, 64, 256
 AHEAD = 0, 1, 2, 4
 MIB = 1 << 20
 ON_CPU, ON_GPU = (1, 4, 16, 64), (16, 64, 256, 1024)  # MiB of a tensor
-COLUMNS, PAGE_SIZE, WIDE = 1024, 64, 4096  # width on CPU; page size of what is timed; width on a GPU
+COLUMNS, PAGE_SIZE, WIDE = 1024, 64, 4096  # width on CPU; page size of the timed stash; width on a GPU
 HELD_LIMIT = 1.01  # shim's over upstream's, at most
 
 

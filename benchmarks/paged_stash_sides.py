@@ -22,7 +22,7 @@ logprob.OVERWRITING += ("index_copy_",)
 
 
 class Watching(Footprint):
-    """A footprint that also knows what is held now, how much of it was restored, and what is done outside kernels."""
+    """A footprint that also knows the held bytes, the restored part of them, and the operations outside kernels."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -118,7 +118,7 @@ def run_model(model: Any, batch: Batch, hidden: bool = False) -> tuple[Tensor, .
         max_seqlen_kv=length,
     )
     positions = torch.arange(length).repeat(batch.tokens.size(1) // length)[None]
-    model.post_process = not hidden  # without, a GPTModel returns what its output layer would get
+    model.post_process = not hidden  # without, a GPTModel returns the input of its output layer
     try:
         output = model(input_ids=batch.tokens, position_ids=positions, attention_mask=None, packed_seq_params=params)
     finally:

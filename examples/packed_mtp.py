@@ -127,7 +127,7 @@ def in_short(error: Exception) -> str:
 
 
 def times(model: Any, row: Row, stock_runs: bool) -> tuple[float | None, float]:
-    """Median seconds of a pass, stock and shim in turns, so that whatever else the machine does slows both."""
+    """Median seconds of a pass, stock and shim in turns, so that other work on the machine slows both."""
     stock, shimmed = [], []
     for _ in range(TIMED):
         if stock_runs:

@@ -39,7 +39,7 @@ HOPS = 2  # modules of megatron-core that pass a name on. No release has longer 
 
 @dataclass(frozen=True)
 class Loss:
-    """A missing name, the module of megatron-core that wants it, and what becomes of that module."""
+    """A missing name, the module of megatron-core that wants it, and the consequence for that module."""
 
     name: str
     module: str

@@ -1,4 +1,4 @@
-"""The table of what each megatron-core loses with each TE release: lost_names.json, written by `shim pin`."""
+"""The table of the losses of each megatron-core with each TE release: lost_names.json, written by `shim pin`."""
 
 from __future__ import annotations
 

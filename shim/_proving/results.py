@@ -29,7 +29,7 @@ ALWAYS_COUNTED = ("mended", "not mended")
 
 @dataclass(frozen=True)
 class Outcome:
-    """One side: "right", "wrong", "cannot run", or "broken", and what was measured in words (`text`)."""
+    """One side: "right", "wrong", "cannot run", or "broken", and the measurement in words (`text`)."""
 
     state: str
     text: str

@@ -204,7 +204,7 @@ def _run(
 ) -> dict[str, dict[str, Any]]:
     """The answers by the keys of the tasks. Each worker shares what it has imported among its tasks.
 
-    more: tasks besides those of the cases, about a user's model.
+    more: further tasks, about a user's model.
     """
     groups: dict[tuple[bool, bool, str], list[SideTask]] = {}
     for case in cases:

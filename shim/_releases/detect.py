@@ -241,7 +241,7 @@ def _installed(distribution: str, known: _Known, sources: Sources) -> Installed 
         else:
             others[os.path.realpath(found.directory)] = version
     problems = [
-        f"another copy is on sys.path but is not what an import would use: {version} at {place}"
+        f"another copy is on sys.path, which an import would not use: {version} at {place}"
         for place, version in others.items()
     ]
     if len(set(mine)) > 1:
@@ -262,7 +262,7 @@ def _installed(distribution: str, known: _Known, sources: Sources) -> Installed 
 
 
 def detect(sources: Sources | None = None) -> Environment:
-    """Return what is installed. Imports neither torch nor megatron, runs none of their code, and starts no process.
+    """The installed releases. Imports neither torch nor megatron, runs none of their code, and starts no process.
 
     The version is that of the copy that an import would use, be it a source tree that shadows an installed copy. It
     comes from the distribution metadata of that copy, else from the version file in the package, read as text.

@@ -269,7 +269,7 @@ def _fingerprint(sources: Sources, target: str, inherits: str | None, added: boo
             return ABSENT
         if not found:
             raise SourceError(f"{module} has no {qualname}", "missing")
-        outline(sources, module, qualname)  # remembered now, while the tree is at hand: binding needs it
+        outline(sources, module, qualname)  # remembered now, while the tree is parsed: binding needs it
         return fingerprint_of(found, qualname)
     except RecursionError:
         raise SourceError(f"{target} is nested too deeply to be read", "damaged") from None

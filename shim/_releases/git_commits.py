@@ -81,7 +81,7 @@ def _sources_of(git: _Git, commit: str, roots: Sequence[str], place: str) -> Hel
     odd: dict[str, str] = {}
     total = 0
     paths = [root + path for root in roots for path in READ]
-    # Sizes are asked for, because they are the limit of what is read next.
+    # Sizes are asked for, because they limit the next read.
     listed = git.run("ls-tree", "-r", "-z", "-l", "--full-tree", commit, "--", *paths)
     if listed is None:
         remedy = "Remedy: fetch all of it, since an audit fetches nothing into a partial clone"
@@ -110,7 +110,7 @@ def _sources_of(git: _Git, commit: str, roots: Sequence[str], place: str) -> Hel
 
 
 def _batch(contents: bytes, place: str) -> Iterable[bytes]:
-    """The objects in what ``git cat-file --batch`` prints: for each a line "object type size", and its content."""
+    """The objects in the output of ``git cat-file --batch``: for each a line "object type size", and its content."""
     at = 0
     while at < len(contents):
         line_end = contents.index(b"\n", at)
@@ -124,7 +124,7 @@ def _batch(contents: bytes, place: str) -> Iterable[bytes]:
 
 
 class _Git:
-    """git in one directory. `complaint` is what the last call that failed has said, in one line."""
+    """git in one directory. `complaint` is the message of the last failed call, in one line."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

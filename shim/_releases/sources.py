@@ -183,7 +183,7 @@ class Sources:
     before: earlier Sources. Their results stay valid for files that have not changed.
     known: gives the fingerprint of a name in a known file (see known_files), or None.
     ran: the content of loaded modules when they ran. A file that has changed since says nothing about the process.
-    untrue: modules of which the file does not say what ran, each with the reason.
+    untrue: modules that did not run from their file, each with the reason.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class Sources:
             return None
 
     def forget_trees(self) -> None:
-        """Free the syntax trees, which take a hundred times the memory of what is remembered about them."""
+        """Free the syntax trees, which take a hundred times the memory of the kept results."""
         self._trees.clear()
 
     def path(self, module: str) -> str | None:

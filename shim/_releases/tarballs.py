@@ -47,7 +47,7 @@ def open_tarball(path: str | os.PathLike[str], wanted: Callable[[str], bool]) ->
 
 
 class _Reader:
-    """One pass through an archive. ValueError for what no sdist has."""
+    """One pass through an archive. ValueError for content that no sdist has."""
 
     def __init__(self, file: BinaryIO | gzip.GzipFile, place: str) -> None:
         self._file = file
@@ -77,7 +77,7 @@ class _Reader:
             size = _digits(given.get("size", str(size)), 10)
             given = {}
             if kind in LINKS:
-                size = 0  # a hard link may state the size of what it links to, and has no content
+                size = 0  # a hard link may state the size of its target, and has no content
             if not wanted(name) or name.startswith(("/", "../")) or kind not in (*REGULAR, *LINKS):
                 self._skip(_padded(size))
                 continue
@@ -94,7 +94,7 @@ class _Reader:
         raise ValueError(f"it has more than {MEMBER_LIMIT} members")
 
     def _take(self, size: int) -> bytes:
-        """The next `size` bytes. At the end of the archive what is left, which is nothing in a sound one."""
+        """The next `size` bytes. At the end of the archive the rest, which is nothing in a sound one."""
         self._left -= size
         if self._left < 0:
             raise ValueError(f"it unpacks to more than {UNPACKED_LIMIT} bytes")

@@ -45,7 +45,7 @@ def pair_is_known(environment: Environment) -> bool | None:
 
 
 def places(megatron: Version | None, te: Version | None) -> dict[str, list[str]] | None:
-    """For each name that this pair loses, the modules and what becomes of them. None: the pair was not measured."""
+    """For each name that this pair loses, the modules and their losses. None: the pair was not measured."""
     measured = table()
     mine, other = _known(megatron, measured[MEGATRON]), _known(te, measured[TE])
     if mine is None or other is None:

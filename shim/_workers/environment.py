@@ -88,7 +88,7 @@ def run(command: Sequence[str], **arguments: Any) -> None:
     deaf = deaf_part(command)
     if deaf:
         raise NotMetError(
-            f"{command[0]}: with {deaf} Python does not see what `shim run` gives it, so shim would not be applied. "
+            f"{command[0]}: with {deaf} Python ignores the environment of `shim run`, so shim would not be applied. "
             f"Remedy: leave {deaf} out, or call shim.apply() in the program."
         )
     environment = run_environment(**arguments)

@@ -111,7 +111,7 @@ class _Move(torch.autograd.Function):
 
 
 def moved(tensor: Tensor, there: Places, back: Callable[[], Places], fill: Any = 0) -> Tensor:
-    """Elements of `tensor` [size, ...] in the places of `there`; `back` gives the way back, for what has a gradient."""
+    """Elements of `tensor` [size, ...] in the places of `there`; `back` gives the way back for a gradient."""
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return there.pick(tensor, fill)
     result: Tensor = _Move.apply(tensor, fill, *there.tensors, *back().tensors)  # type: ignore[no-untyped-call]

@@ -316,7 +316,7 @@ class _TokenLogprobs(torch.autograd.Function):
         options: Options = ctx.options
         if ctx.overwrote:
             raise RuntimeError(
-                "a second backward through token_logprobs(inplace_backward=True): its logits hold the gradient by now"
+                "a second backward through token_logprobs(inplace_backward=True): its logits now hold the gradient"
             )
         logits, place, per_token, *learned = ctx.saved_tensors
         if (logits.data_ptr(), logits._version) != ctx.version and logits.data_ptr() == ctx.version[0]:

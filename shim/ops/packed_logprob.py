@@ -1,4 +1,4 @@
-"""Log-probability and entropy of a packed (THD) row in one call, from what a model returns under TP and CP.
+"""Log-probability and entropy of a packed (THD) row in one call, from a model's output under TP and CP.
 
 The row has T tokens: sequences one after another, in slots with padding (shim.ops.packed_roll). Each of the CP ranks
 has t = T / CP of them, cut in zigzag (shim.ops.context_parallel_roll). Each of the TP ranks has its columns of the

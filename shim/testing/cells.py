@@ -111,7 +111,7 @@ def run_cells(cells: Sequence[str], pytest_args: Sequence[str], jobs: int = 2, l
 def with_main(cells: Sequence[str]) -> list[str]:
     """`cells`, and the same of the main branch: alone, or with each TE release in `cells`.
 
-    Where the sources of the commit are not at hand, a line says so. Nobody downloads a repository by accident.
+    If the sources of the commit are missing, a line says so. No repository is downloaded by accident.
     """
     if not MAIN or not at_hand(MAIN):
         missing = f"{MAIN} (set SHIM_MEGATRON_GIT, or fetch it)" if MAIN else "no commit of the main branch is pinned"
@@ -185,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m shim.testing.cells", description=__doc__)
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--releases", metavar="A,B", help="these cells: 0.15.3, 0.15.3+2.9.0, +2.9.0, d98e8a64dd")
-    chosen.add_argument("--all", action="store_true", help="every supported release, and main if it is at hand")
+    chosen.add_argument("--all", action="store_true", help="every supported release, and main if it is available")
     chosen.add_argument("--everyday", action="store_true", help="one release per set of bodies (the default)")
     chosen.add_argument("--all-pairs", action="store_true", help="with Transformer Engine, around each of its turns")
     chosen.add_argument("--everyday-pairs", action="store_true", help="with Transformer Engine, a few pairs")

@@ -1,6 +1,6 @@
 """Processes that need not load third-party modules again: forked from a server that has them.
 
-Most of the CPU seconds of `python -c "import megatron.core..."` go into torch and what torch imports. The server is a
+Most of the CPU seconds of `python -c "import megatron.core..."` go into torch and its imports. The server is a
 separate process. It has nothing of the caller's, so each case can start without the packages it is about. The
 first case starts as bare as `python -c`. Those after it start with the installed modules that the first one had loaded
 at its end.
@@ -37,7 +37,7 @@ CAN_FORK = hasattr(os, "fork") and sys.platform != "darwin"
 _BOOT = "import sys; exec(compile(open(sys.argv[1], encoding='utf-8').read(), sys.argv[1], 'exec'))"
 # They differ from case to case, and nothing reads them that is shared. megatron-core sets those of Transformer Engine.
 _OF_A_CASE = ("PYTEST_", "MEGATRON_SHIM_", "NVTE_")
-_GRACE = 10  # seconds for the server to answer, besides those of the case
+_GRACE = 10  # further seconds for the server to answer
 
 
 def run(
@@ -52,7 +52,7 @@ def run(
 
     never: top-level packages that are not shared, and neither is a package that asks for one of them. Modules that are
     not installed, such as tests and source trees on PYTHONPATH, are not shared either.
-    share_loaded: share from the first case on what this process has loaded.
+    share_loaded: share the modules of this process, from the first case on.
 
     A case that was forked ends without exit handlers and destructors. With its third-party modules it shares what those
     took over when they were loaded, such as the seed of hashes. The server lives as long as this process, or until
@@ -216,7 +216,7 @@ def _serve() -> dict[str, Any] | None:
 
 
 def _load(modules: list[str], never: Collection[str]) -> dict[str, Any]:
-    """Import what is to be shared. The reply is empty, unless processes forked now would not start as they should."""
+    """Import the shared modules. The reply is empty, unless processes forked now would not start as they should."""
     guard = _Guard(never)
     sys.meta_path.insert(0, guard)
     try:
@@ -233,7 +233,7 @@ def _load(modules: list[str], never: Collection[str]) -> dict[str, Any]:
 
 
 class _Guard:
-    """Keeps packages out of the server, and notes who asked for one: they may behave differently without it."""
+    """Keeps packages out of the server, and notes the modules that asked for one: they may differ without it."""
 
     def __init__(self, never: Collection[str]) -> None:
         self.never = frozenset(never)

@@ -35,7 +35,7 @@ __all__ = ["generic_proofs", "overrides_of"]
 
 LENGTHS, ALIGN = (5, 7, 4), 8
 EXACT = 1e-6  # of fp32 on a CPU
-# On a GPU: the runs that measure what rounding moves, how many times that two runs may differ, and what is too much.
+# On a GPU: the runs that measure the effect of rounding, the allowed multiple of it, and the limit.
 # The smallest defect of this kind that is known moves gradients by 5e-2.
 SEEDS, MARGIN, HIDES = (1, 2), 2.0, 3e-2
 NONE = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
@@ -156,7 +156,7 @@ def _packed_against_alone(build: Build, device: str) -> Measured:
     if found[most] <= bounds[most] and worst(bounds) > HIDES:
         raise CannotRunError(
             f"rounding may move losses or gradients here by {worst(bounds):.1e}, and no more was found, but that would "
-            "hide a defect as well: run on a CPU, where the model is in float32"
+            "hide a defect as well: run on a CPU, with the model in float32"
         )
     return Measured(found[most], bound=bounds[most])
 

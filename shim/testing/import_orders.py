@@ -69,7 +69,7 @@ _TOGETHER = (
     "import json, sys; given = json.load(sys.stdin); from shim.testing.import_orders import _in_children; "
     "_in_children(**given)"
 )
-_HELD = "the order held"  # a case that leaves before its end, with whatever exit status, does not say so
+_HELD = "the order held"  # a case that leaves before its end, with any exit status, does not print this
 
 
 @dataclass(frozen=True)

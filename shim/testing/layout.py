@@ -84,7 +84,7 @@ def _clear_what_survives() -> None:
 
 
 def _clear_losses_of_experts() -> None:
-    """Reset the scale of auxiliary losses, and what is logged of them, which has a place for each layer of a model."""
+    """Reset the scale of auxiliary losses, and their log, which has an entry for each layer of a model."""
     utils: Any = sys.modules.get("megatron.core.transformer.moe.moe_utils")
     if utils is not None:
         utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
@@ -120,7 +120,7 @@ _STORE_RANK_SIZE = ("store", "rank", "size")  # torch passes these to a gloo gro
 
 
 def _options(gloo: Any, device: Any, given: dict[str, Any]) -> Any:
-    """Options of a gloo group on this device with what torch has given by name; None if they cannot say it.
+    """Options of a gloo group on this device with torch's arguments by name; None if they cannot express them.
 
     torch passes more in later releases, such as `enable_reconfigure` from 2.14 on. An attribute that options do not
     have raises AttributeError.

@@ -87,7 +87,7 @@ def run_alone(
     the losses into the row. The main loss is their mean (or sum) over the row. Each MTP layer k adds scaling factor /
     layers * sum over the row / counted tokens; its mask is the loss mask moved left by k tokens inside each sequence.
     A layer that counts no token adds nothing. Under context parallelism a rank sums over its tokens and divides by
-    the count of the whole row, so that the mean over ranks (or the sum, with per_token_loss) is what one rank has.
+    the count of the whole row, so that the mean over ranks (or the sum, with per_token_loss) equals one rank.
     Sequences get padding at the end only if sequence or context parallelism needs divisible lengths; causal attention
     never sees it. Switch auxiliary losses of a mixture of experts off: they are not per token.
     """

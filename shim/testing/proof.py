@@ -5,7 +5,7 @@ The proofs of a patch are beside it: those of `shim.patches.megatron_core.rope_t
 
     @proof("losses off by {:.1e}", bound=1e-5, ranks=2)
     def smoothed_losses(here):
-        '''What is wrong on stock, how it is reproduced, and what would be right: the text of an issue.'''
+        '''The defect of stock, its reproduction, and the right result: the text of an issue.'''
         return max(here.run(error_on_rank, layout=Layout(tp=here.world)))
 """
 
@@ -212,7 +212,7 @@ def on_device(device: str, te: bool) -> Iterator[None]:
 
 
 def measure(found: Proof, here: Here) -> Side:
-    """Run one side of a proof in this process, with whatever is applied here."""
+    """Run one side of a proof in this process, with the patches applied here."""
     started = time.monotonic()
     try:
         with on_device(here.device, found.te):

@@ -73,7 +73,7 @@ def fetch(release: str, distribution: str = "megatron-core", progress: Callable[
 
     release: a version, or the name of a commit that the matrix has.
 
-    Fetches a release with pip: only the wheel, without dependencies, and whatever Python version the wheel requires,
+    Fetches a release with pip: only the wheel, without dependencies, for any Python version that the wheel requires,
     because releases that require 3.12 also run on 3.10 and 3.11. Fetches a commit with git: from the clone that
     SHIM_MEGATRON_GIT or SHIM_TRANSFORMER_ENGINE_GIT names, else from the public repository. Works offline once cached.
     Several processes may fetch the same release at once. `progress` is called with one line before a download.

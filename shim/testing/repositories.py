@@ -73,7 +73,7 @@ def obtain(
 ) -> Path:
     """A git directory with the commit: a clone on this machine, else a new one in `scratch` from the public repository.
 
-    progress: called before a download.    clone: a clone to look in, in the place of the one the environment names.
+    progress: called before a download.    clone: a clone to use instead of the one that the environment names.
 
     Raises GitError with git's message.
     """

@@ -19,7 +19,7 @@ def run_microbatches(
     forward: Callable[[Microbatch, Any], tuple[Tensor, Any]],
     length: int,
 ) -> list[dict[str, Any]]:
-    """Run forward and backward passes of microbatches on this rank; return what its loss function has logged for each.
+    """Run forward and backward passes of microbatches on this rank; return the log of its loss function for each.
 
     model: a model, or a rank's virtual stages of it (`build_chunks`). forward: of a microbatch and a stage, its output
     and its loss function, as upstream's forward_step_func returns them. length: tokens of the longest microbatch. Each

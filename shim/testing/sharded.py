@@ -80,7 +80,7 @@ def _told(doing: str) -> Iterator[None]:
 def _refuse_what_cannot_be_saved() -> None:
     with _told("saving"):
         writer: Any = import_module(WRITER)
-    signature = inspect.signature(writer._write_item, follow_wrapped=False)  # a wrapper may give what is required
+    signature = inspect.signature(writer._write_item, follow_wrapped=False)  # a wrapper may give the required arguments
     required = signature.parameters.get("serialization_format")
     if not required or required.default is not required.empty or "serialization_format" in inspect.getsource(writer):
         return

@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 __all__ = ["slow_messages"]
 
 PATIENCE = 60  # seconds
-ACKNOWLEDGED = 7  # the tag of what a receiver answers
+ACKNOWLEDGED = 7  # the tag of a receiver's answer
 
 
 @contextlib.contextmanager

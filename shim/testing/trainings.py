@@ -82,7 +82,7 @@ TRAININGS: Mapping[str, Training] = {
 
 
 def counted(training: Training) -> Counts:
-    """A step of a training on this rank, after one that makes what is made once.
+    """A step of a training on this rank, after one that makes the one-time allocations.
 
     It is counted thrice. Messages that are under way hold memory for as long as they please, so the peak is the lowest.
     """
@@ -152,7 +152,7 @@ def train_layer(layer: Any, shape: Sequence[int], *, steps: int, rate: float) ->
 
 
 def largest_error(found: Mapping[str, Tensor], right: Callable[[str], Tensor]) -> float:
-    """The largest error of tensors, each by its norm over that of what is right; NaN if any is NaN.
+    """The largest error of tensors, each by its norm over that of the right tensor; NaN if any is NaN.
 
     right: gives the tensor that is right for a name.
     """

@@ -335,7 +335,7 @@ class _Event:
 
 
 class _CpuGenerator:
-    """torch's CPU generator in the place of every device's CUDA generator. States are snapshots of it."""
+    """torch's CPU generator instead of every device's CUDA generator. States are snapshots of it."""
 
     def get_state(self) -> torch.Tensor:
         return torch.get_rng_state()

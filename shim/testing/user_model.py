@@ -79,7 +79,7 @@ class Build:
 def built(build: Build, device: str, *, seed: int = 1, float32: bool = False, **overrides: Any) -> Any:
     """The language model that the user's function builds for the initialised layout, ready to be trained.
 
-    overrides: fields of the config besides those of the layout. float32: with weights of that type, also on a GPU; on a
+    overrides: fields of the config beyond the layout's. float32: with weights of that type, also on a GPU; on a
     CPU it always has them, because the rounding of others hides what is measured.
     """
     from megatron.core import parallel_state
@@ -118,7 +118,7 @@ def built(build: Build, device: str, *, seed: int = 1, float32: bool = False, **
 
 
 def _language_model(made: Any) -> Any:
-    """The model of megatron-core in what the user's function returned: that itself, or a module in it."""
+    """The model of megatron-core in the result of the user's function: that itself, or a module in it."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     chunks = [made] if isinstance(made, nn.Module) else list(made)
@@ -156,7 +156,7 @@ def _in_float32(model: nn.Module) -> None:
 
 
 def _without_noise(model: nn.Module) -> None:
-    """Switch off what differs from run to run, and what is no loss of a token."""
+    """Switch off random effects, and losses that are not of a token."""
     _set(model, {"hidden_dropout": 0.0, "attention_dropout": 0.0, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None})
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -183,7 +183,7 @@ def unlike(model: nn.Module) -> None:
 
 @torch.no_grad()
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Give the second model the weights and buffers of the first, and what it has frozen."""
+    """Give the second model the weights and buffers of the first."""
     theirs = {**dict(target.named_parameters()), **dict(target.named_buffers())}
     ours = {**dict(source.named_parameters()), **dict(source.named_buffers())}
     if theirs.keys() != ours.keys():
@@ -270,7 +270,7 @@ def _with_boolean_mask(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> A
 
 
 def line_of(error: BaseException) -> str:
-    """The type of an error and the first line of what it says."""
+    """The type of an error and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
