@@ -109,7 +109,7 @@ CHILD = BROKEN + "\n    class Child(Layer):\n        pass\n"
     [
         (CHILD, "apply", None),
         (CHILD.replace("class Child", "class Kid"), "gone", "has no class Child"),
-        (CHILD.replace("        pass", "        def forward(self, x):\n            pass"), "drifted", "its own"),
+        (CHILD.replace("        pass", "        def forward(self, x):\n            pass"), "drifted", "now defines"),
         (CHILD.replace("return roll(x)", "return x"), "drifted", "not that of any pinned release"),
     ],
 )
