@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -101,9 +100,12 @@ def left_to_do(top: Path, entry: PatchEntry) -> list[str]:
     """What a patch of the source tree `top` still lacks, a line each: what the tests would say many minutes later."""
     id = entry.id
     left = unfilled(top)
-    rows = re.findall(rf"^\| {id} \|.*$", (top / "docs" / "per-model.md").read_text("utf-8"), re.MULTILINE)
-    if not rows:
-        left.append(f"docs/per-model.md: no row of {id}, which says what it reads of a model's config, and its options")
+    for key, what in (
+        ("concerns", "which runs it concerns"),
+        ("per_model", "what it reads of a config, and its options"),
+    ):
+        if not getattr(entry, key):
+            left.append(f"patch.yaml: no {key} of {id}: {what}")
     proved = top / "docs" / "proved.json"
     if f'"{id}"' not in (text := proved.read_text("utf-8")) and f'"{id}/' not in text:
         left.append(f"docs/proved.json: no results; run python -m shim.maintenance.prove_all --patches {id}")

@@ -89,7 +89,7 @@ def statistics():
 
 
 def pools():
-    stashes = [of_settings for stash in import_module(PATCH)._STASHES for of_settings in stash._all()]
+    stashes = [of_settings for stash in import_module(PATCH).STASHES for of_settings in stash._all()]
     return [pool for stash in stashes for pool in stash.pools.values()]
 
 
@@ -104,7 +104,7 @@ def patched(**options):
 @contextlib.contextmanager
 def stashing(*modules, **values):
     """The patch with a new stash, if it is applied already, and all flags set in the configs of these modules."""
-    for stash in import_module(PATCH)._STASHES:
+    for stash in import_module(PATCH).STASHES:
         stash.__init__(stash.options)
     with flags(modules, **values):
         yield

@@ -194,5 +194,5 @@ def test_what_a_new_patch_lacks_is_named():
     assert left_to_do(REPOSITORY, patches["frozen-recompute"]) == []
     new = type("Entry", (), {"id": "roll-fix-of-tomorrow"})
     left = left_to_do(REPOSITORY, new)
-    assert [line.partition(":")[0] for line in left] == ["docs/per-model.md", "docs/proved.json", "CHANGELOG.md"]
+    assert [line.partition(":")[0] for line in left] == ["patch.yaml", "patch.yaml", "docs/proved.json", "CHANGELOG.md"]
     assert "shim.maintenance.prove_all --patches roll-fix-of-tomorrow" in left[1]
