@@ -14,7 +14,6 @@ from shim._matrix.model import Matrix
 from shim._matrix.reader import Reader, compose
 from shim._record import EMPTY, Record
 from shim._releases.versions import parse_range
-from shim._version import __version__
 
 if TYPE_CHECKING:
     import yaml
@@ -48,7 +47,6 @@ class Item(Record):
     releases: Mapping[str, str] = EMPTY  # distribution -> range in which it has a use
     patches: tuple[str, ...] = ()  # shim's patches that make it unnecessary, or that it meets
     instead: str = ""  # a public function of shim to call in its place
-    since: str = ""  # the first version of shim of which the verdict is true
     order: str = ""
     note: str = ""
     seen: tuple[str, ...] = ()  # tests that saw it run
@@ -104,11 +102,11 @@ def _trainer(read: Reader, name: str, node: yaml.Node) -> Trainer:
 
 
 ITEM_KEYS = {"at": True, "name": True, "does": True, "verdict": True, "releases": False, "patches": False}
-ITEM_KEYS |= {"instead": False, "since": False, "order": False, "note": False, "seen": False}
+ITEM_KEYS |= {"instead": False, "order": False, "note": False, "seen": False}
 # What a verdict must say besides. One of the names in each group.
 NEEDED = {
-    "unnecessary": (("patches", "instead"), ("releases", "instead"), ("since",)),
-    "composes": (("order",), ("since",)),
+    "unnecessary": (("patches", "instead"), ("releases", "instead")),
+    "composes": (("order",),),
     "conflicts": (("patches",), ("releases",), ("note",)),
 }
 
@@ -135,7 +133,6 @@ def _item(read: Reader, node: yaml.Node) -> Item:
         releases={name: read.range(value, f"the range of {name}") for name, value in ranges.items()},
         patches=texts("patches"),
         instead=text("instead"),
-        since=read.version(found["since"], "since") if "since" in found else "",
         order=text("order", ORDERS),
         note=text("note"),
         seen=texts("seen"),
@@ -175,8 +172,6 @@ def problems(trainers: tuple[Trainer, ...], matrix: Matrix) -> Iterator[str]:
         for item in trainer.items:
             where = f"{trainer.name}, {item.at}"
             yield from (f"{where}: no patch is called {id!r}" for id in item.patches if id not in matrix.patches)
-            if item.since and Version(item.since) > Version(__version__):
-                yield f"{where}: since {item.since} of shim, and this is {__version__}"
             for distribution in item.releases:
                 if distribution not in matrix.supported:
                     yield f"{where}: no distribution is called {distribution!r}"
@@ -218,8 +213,8 @@ far as shim has to do with it. [where-to-call.md](where-to-call.md) says where `
 """
 
 HOW = """
-Releases are those in which the trainer's lines have a use. "Since" is the first version of shim of which a row is true.
-A row with a test was seen to run. A row without one was read, and not run.
+Releases are those in which the trainer's lines have a use. A row with a test was seen to run. A row without one was
+read, and not run.
 
 The diffs name the lines that go and do not quote them. They need shim in every process that trains.
 """
@@ -281,7 +276,7 @@ def _verdict(item: Item) -> str:
         said = f"**composes**, {item.order}" + (f", with {by}" if by else "")
     else:
         said = f"**conflicts** with {by}"
-    said += f"; since {item.since}." if item.since else "."
+    said += "."
     said += f" {item.note}" if item.note else ""
     return said + "".join(f" Test: `{test.rpartition('/')[2]}`." for test in item.seen)
 

@@ -32,7 +32,6 @@ CATCHES = {
     "AttributeError": frozenset({"AttributeError"}),
 }
 RAISES, LEAVES = "raises", "leaves"  # how a block ends before its last statement
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 TEXT_LIMIT = 60
 HOPS = 2  # modules of megatron-core that pass a name on. No release has longer chains.
 

@@ -164,10 +164,6 @@ def _in_archive(name: str, path: str) -> Tree:
         raise OptionError(f"{error}; name {FORMS}") from None
 
 
-def _is_read(member: str) -> bool:
-    return inner_path(member, _roots([member])) is not None
-
-
 def _commit(name: str, directory: Path, ref: str) -> Tree:
     sources = open_commit(directory, ref)
     return _packed(f"{name} at {ref}", sources.place, sources)

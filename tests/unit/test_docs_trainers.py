@@ -7,7 +7,6 @@ import re
 import pytest
 from unit_helpers import BROKEN, REPOSITORY
 
-import shim
 from shim._errors import MatrixError
 from shim._matrix.load import load_matrix
 from shim.maintenance import docs_trainers as _trainers
@@ -23,7 +22,6 @@ ITEM = """
         verdict: unnecessary
         releases: {megatron-core: ">=0.16,<0.18"}
         patches: [roll-fix]
-        since: "0.1.0"
 """
 FILE = """
 trainers:
@@ -59,17 +57,6 @@ def test_every_trainer_is_there():
 def test_the_data_agree_with_the_matrix():
     """Every patch exists. In every release of an unnecessary item, a patch that makes it so is bound."""
     assert list(problems(read_trainers(DATA), load_matrix())) == []
-
-
-def test_no_version_of_shim_is_named_that_comes_after_the_next():
-    """`since` is a release, or the one that is being made."""
-    released = [int(part) for part in shim.__version__.split(".")[:2]]
-    for trainer, item in items():
-        if item.since:
-            assert [int(part) for part in item.since.split(".")[:2]] <= [released[0], released[1] + 1], (
-                trainer.name,
-                item.at,
-            )
 
 
 def test_what_is_to_be_called_instead_is_public():
@@ -108,10 +95,7 @@ def test_no_place_is_counted_twice():
 
 def test_the_page_has_a_row_for_every_item(tmp_path, world):
     page = trainers_page(written(tmp_path), load_matrix(world.matrix))
-    row = (
-        "| `patcher.py:3-9` patch | Patches. | 0.16.0 to 0.17.0 "
-        "| **unnecessary**: [roll-fix](patches.md#roll-fix); since 0.1.0. |"
-    )
+    row = "| `patcher.py:3-9` patch | Patches. | 0.16.0 to 0.17.0 | **unnecessary**: [roll-fix](patches.md#roll-fix). |"
     assert row in page.splitlines()
     assert "| [small-trainer](#small-trainer) | 1.0 | 4 | 1 | 0 | 0 | 3 |" in page.splitlines()
     assert "| all | | 4 | 1 | 0 | 0 | 3 |" in page.splitlines()
@@ -186,7 +170,6 @@ def test_edits_are_a_diff_without_the_trainers_lines(tmp_path, world):
         ("<0.18", "<0.19", "roll-fix changes nothing in megatron-core 0.18.0"),  # upstream there
         (">=0.16,<0.18", ">=0.10,<0.11", "names no supported release of megatron-core"),
         ("{megatron-core:", "{megatron:", "no distribution is called 'megatron'"),
-        ('since: "0.1.0"', 'since: "1000.0"', f"since 1000.0 of shim, and this is {shim.__version__}"),
     ],
 )
 def test_what_the_matrix_contradicts_is_an_error(tmp_path, world, old, new, said):
@@ -199,7 +182,6 @@ def test_what_the_matrix_contradicts_is_an_error(tmp_path, world, old, new, said
     [
         ("verdict: unnecessary", "verdict: needless", "must be one of unnecessary, composes, conflicts"),
         ("        patches: [roll-fix]\n", "", "lacks 'patches' or 'instead'"),
-        ('        since: "0.1.0"\n', "", "lacks 'since'"),
         ("verdict: unnecessary", "verdict: composes", "lacks 'order'"),
         ("verdict: unnecessary", "verdict: conflicts", "lacks 'note'"),
         ("patcher.py:3-9", "patcher.py", "is not file:line"),

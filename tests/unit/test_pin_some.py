@@ -192,7 +192,7 @@ def test_what_a_new_patch_lacks_is_named():
     """Each thing that a test would say many minutes later; a patch that is finished lacks nothing."""
     patches = load_matrix().patches
     assert left_to_do(REPOSITORY, patches["frozen-recompute"]) == []
-    new = type("Entry", (), {"id": "roll-fix-of-tomorrow"})
+    new = type("Entry", (), {"id": "roll-fix-of-tomorrow", "concerns": (), "per_model": {}})
     left = left_to_do(REPOSITORY, new)
     assert [line.partition(":")[0] for line in left] == ["patch.yaml", "patch.yaml", "docs/proved.json", "CHANGELOG.md"]
-    assert "shim.maintenance.prove_all --patches roll-fix-of-tomorrow" in left[1]
+    assert "shim.maintenance.prove_all --patches roll-fix-of-tomorrow" in left[2]
