@@ -44,7 +44,7 @@ SETTABLE = ("NVTE_CPU_OFFLOAD_V1",)
 
 TOP_KEYS = {"supported": True, "commits": False, "patches": True}
 # What a patch says of itself, in its patch.yaml or, with RULES, in the matrix.
-DESCRIPTION_KEYS = {
+DESCRIPTION = {
     "summary": True,
     "without": False,
     "kind": True,
@@ -68,14 +68,14 @@ DESCRIPTION_KEYS = {
     "probe": False,
 }
 PATCH_KEYS = {
-    **DESCRIPTION_KEYS,
+    **DESCRIPTION,
     "distribution": True,
     "module": True,
     **dict.fromkeys(("applies", "upstream", "not_needed"), False),
 }
 VARIABLE_KEYS = {**dict.fromkeys(("value", "before", "option", "without"), True), **dict.fromkeys(DISTRIBUTIONS, False)}
-DESCRIBED_VARIANT_KEYS = {"targets": True, "reads": False}
-VARIANT_KEYS = {"applies": False, **DESCRIBED_VARIANT_KEYS}
+DESCRIBED_VARIANT = {"targets": True, "reads": False}
+VARIANT_KEYS = {"applies": False, **DESCRIBED_VARIANT}
 FLAGS = ("optional", "added", "alone", "wraps")
 TARGET_KEYS = {"target": True, "inherits": False, **dict.fromkeys(FLAGS, False), "without": False, "reached_by": False}
 READ_KEYS = {"read": True, "reached_by": True}
@@ -273,7 +273,7 @@ def _patch(
         written = _described(read, id, node, given.pop("module", None), descriptions)
         module = written.module
         document = compose(written.file, written.content)
-        keys = {**DESCRIPTION_KEYS, "distribution": not written.distribution}
+        keys = {**DESCRIPTION, "distribution": not written.distribution}
         entries = read.mapping(document, f"patch {id}", keys)
         distribution = written.distribution or read.text(entries["distribution"], "distribution", DISTRIBUTIONS)
         if written.distribution and "distribution" in entries:
@@ -282,7 +282,7 @@ def _patch(
     variants: dict[str, Variant] = {}
     rules: list[Rule] = []
     for name, item in read.mapping(entries["variants"], f"variants of {id}").items():
-        variant = read.mapping(item, f"variant {name}", VARIANT_KEYS if written is None else DESCRIBED_VARIANT_KEYS)
+        variant = read.mapping(item, f"variant {name}", VARIANT_KEYS if written is None else DESCRIBED_VARIANT)
         if name in RIGHT:
             raise read.fail(item, f"no variant can be called {name}: that is said of releases that are right")
         variants[name] = _variant(read, name, item, variant)
