@@ -191,7 +191,7 @@ def pin_patch(id: str, fetch: Fetch) -> None:
     """Measure the pins of a new patch, so that a plan knows its bodies."""
     matrix = load_matrix()
     entry = matrix.patches[id]
-    # Without the commits: `shim pin --releases` adds those that are at hand.
+    # Without the commits: `shim pin --patch` adds those that are at hand.
     alone = Matrix(matrix.path, {id: entry}, {entry.distribution: matrix.supported[entry.distribution]}, {})
     measured = measure(alone, fetch)
     pins = {

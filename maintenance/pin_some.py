@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shim._errors import OptionError
 from shim._matrix import load
-from shim._matrix.model import Matrix, PatchEntry
+from shim._matrix.model import Matrix
 from shim._matrix.pins import lock_path, recorded_pins, render_pins
 from shim._matrix.spelling import did_you_mean
 from shim._record import replace
@@ -96,19 +97,27 @@ def _with_files(matrix: Matrix, files: Tables) -> Tables:
     return found
 
 
-def left_to_do(top: Path, entry: PatchEntry) -> list[str]:
+def left_to_do(top: Path, matrix: Matrix, id: str) -> list[str]:
     """What a patch of the source tree `top` still lacks, a line each: what the tests would say many minutes later."""
-    id = entry.id
     left = unfilled(top)
-    for key, what in (
-        ("concerns", "which runs it concerns"),
-        ("per_model", "what it reads of a config, and its options"),
-    ):
-        if not getattr(entry, key):
-            left.append(f"patch.yaml: no {key} of {id}: {what}")
+    nesting, mine = (top / "tests/unit/test_nesting.py").read_text("utf-8"), _bound(matrix, id)
+    for other in (other for other in matrix.patches if other != id):
+        shared = sorted({target for _, target in mine & _bound(matrix, other)})
+        if shared and not re.search(rf'\("{id}", "{other}"\)|\("{other}", "{id}"\)', nesting):
+            left.append(f"tests/unit/test_nesting.py: {id} and {other} share {', '.join(shared)}: which is outside?")
+    rows = re.findall(rf"^\| {id} \|.*$", (top / "docs" / "per-model.md").read_text("utf-8"), re.MULTILINE)
+    if not rows:
+        left.append(f"docs/per-model.md: no row of {id}, which says what it reads of a model's config, and its options")
     proved = top / "docs" / "proved.json"
     if f'"{id}"' not in (text := proved.read_text("utf-8")) and f'"{id}/' not in text:
         left.append(f"docs/proved.json: no results; run python -m shim.maintenance.prove_all --patches {id}")
     if id not in (top / "CHANGELOG.md").read_text("utf-8"):
         left.append(f"CHANGELOG.md: no line about {id}")
     return left
+
+
+def _bound(matrix: Matrix, id: str) -> set[tuple[str, str]]:
+    """The targets of a patch on each release and commit, as (name, target)."""
+    entry = matrix.patches[id]
+    given = [(name, entry.variants.get(matrix.wanted(id, name) or "")) for name in matrix.names(entry.distribution)]
+    return {(name, target) for name, variant in given if variant is not None for target in variant.targets}

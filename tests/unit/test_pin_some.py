@@ -7,6 +7,7 @@ from unit_helpers import MATRIX, PATCH, REPOSITORY, REWORKED, megatron, write_fi
 
 from shim._matrix.load import load_matrix
 from shim._matrix.pins import lock_path
+from shim._record import replace
 from shim._tools.cli import main
 from shim.maintenance.pin_some import left_to_do
 from shim.testing.releases import FetchError
@@ -171,7 +172,7 @@ def shipped(world, monkeypatch):
     monkeypatch.setattr("shim._matrix.compiled.FILE", world.root / "matrix.json")
     monkeypatch.setattr("shim.maintenance.pin_all.tables_of_names", lambda *_: {})
     monkeypatch.setattr("shim.maintenance.pin_all.MORE_TE", ())
-    monkeypatch.setattr("shim.maintenance.commands.left_to_do", lambda top, entry: [f"{entry.id} is left"])
+    monkeypatch.setattr("shim.maintenance.commands.left_to_do", lambda top, matrix, id: [f"{id} is left"])
     table.write_text("{}")
     return table
 
@@ -190,9 +191,15 @@ def test_the_table_of_files_is_what_all_pins_make_of_it(shim, world, shipped):
 
 def test_what_a_new_patch_lacks_is_named():
     """Each thing that a test would say many minutes later; a patch that is finished lacks nothing."""
-    patches = load_matrix().patches
-    assert left_to_do(REPOSITORY, patches["frozen-recompute"]) == []
-    new = type("Entry", (), {"id": "roll-fix-of-tomorrow", "concerns": (), "per_model": {}})
-    left = left_to_do(REPOSITORY, new)
-    assert [line.partition(":")[0] for line in left] == ["patch.yaml", "patch.yaml", "docs/proved.json", "CHANGELOG.md"]
-    assert "shim.maintenance.prove_all --patches roll-fix-of-tomorrow" in left[2]
+    matrix = load_matrix()
+    assert not [line for id in ("frozen-recompute", "te-fp8-state") for line in left_to_do(REPOSITORY, matrix, id)]
+    entry = replace(matrix.patches["expert-bias-padding"], id="bias-of-tomorrow")
+    left = left_to_do(REPOSITORY, replace(matrix, patches={**matrix.patches, entry.id: entry}), entry.id)
+    assert [line.partition(": ")[0] for line in left] == [
+        "tests/unit/test_nesting.py",
+        "docs/per-model.md",
+        "docs/proved.json",
+        "CHANGELOG.md",
+    ]
+    assert "bias-of-tomorrow and expert-bias-padding share megatron.core.transformer.moe.router:TopKRouter" in left[0]
+    assert "shim.maintenance.prove_all --patches bias-of-tomorrow" in left[2]
