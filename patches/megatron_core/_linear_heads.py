@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from shim.patches._views import view_with
 from shim.patches.megatron_core._linear_losses import Head, head_of
 from shim.patches.megatron_core._promised_logits import Promise
-from shim.patches.megatron_core.mtp_packed_sequences.refused_row import view_of
 
 __all__ = ["obstacle_of", "promising"]
 
@@ -82,8 +82,8 @@ def promising(layer: Any, say: Callable[[str], None], predicts: bool = False) ->
     if not _is_one_of(layer, ADAPTED):
         return _promising(layer, say, predicts)
     second = _promising(layer.adapter.linear_out, say, predicts)
-    adapter = view_of(layer.adapter, linear_out=second)
-    return view_of(layer, to_wrap=_promising(layer.to_wrap, say, predicts), adapter=adapter)
+    adapter = view_with(layer.adapter, linear_out=second)
+    return view_with(layer, to_wrap=_promising(layer.to_wrap, say, predicts), adapter=adapter)
 
 
 def _promising(layer: Any, say: Callable[[str], None], predicts: bool) -> Any:
@@ -96,4 +96,4 @@ def _promising(layer: Any, say: Callable[[str], None], predicts: bool) -> Any:
         say(head)
         return layer.forward(input_, weight=weight, runtime_gather_output=runtime_gather_output, **others)
 
-    return view_of(layer, forward=forward)
+    return view_with(layer, forward=forward)

@@ -1,4 +1,7 @@
-"""Activation recompute of one multi-token prediction layer, for packed and unpacked rows and for all releases."""
+"""Activation recompute of one multi-token prediction layer, for all releases.
+
+For unpacked rows in mtp-recompute, and for packed rows in mtp-packed-sequences.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shim.patches._arguments import add_parameters, by_name, parameters_of, takes, takes_any
+from shim.patches.megatron_core._mtp_layers import number_in_block
 
 # By name, or by position after the recomputed function.
 ACTIVATIONS = ("hidden_states", 0, "decoder_input", 1)
@@ -68,7 +72,7 @@ def checkpointed(layer: Any, function: Callable[..., Any], arguments: Arguments)
     if method not in ("uniform", "block"):
         raise ValueError(f"recompute_method is {method!r}; it must be 'uniform' or 'block'")
     saved = _saved(arguments)
-    if method == "block" and _number_in_block(layer) >= layer.config.recompute_num_layers:
+    if method == "block" and number_in_block(layer) >= layer.config.recompute_num_layers:
         saved = {}
     elif not any(value.requires_grad for value in saved.values()):
         saved = _made_differentiable(layer, saved)
@@ -97,25 +101,6 @@ def _saved(arguments: Arguments) -> dict[str | int, Tensor]:
     tensors = {key: value for key, value in arguments.items() if isinstance(value, Tensor)}
     first = {key: tensors[key] for key in ACTIVATIONS if key in tensors}
     return {**first, **{key: value for key, value in tensors.items() if value.requires_grad}}
-
-
-def _number_in_block(layer: Any) -> int:
-    """The index of the layer among this pipeline stage's MTP layers. layer_number counts from 1 over all stages."""
-    return layer.layer_number - 1 - layers_on_earlier_stages(layer.config, getattr(layer, "vp_stage", None))
-
-
-def has_layout(config: Any) -> bool:
-    """Whether layers have a free layout over pipeline stages (0.16 and later): any stage may have MTP layers."""
-    return getattr(config, "pipeline_model_parallel_layout", None) is not None
-
-
-def layers_on_earlier_stages(config: Any, vp_stage: int | None) -> int:
-    """How many MTP layers earlier stages hold. Only a layout (0.16 and later) can put MTP layers there."""
-    if not has_layout(config):
-        return 0
-    from megatron.core.transformer.multi_token_prediction import get_mtp_layer_offset
-
-    return get_mtp_layer_offset(config, vp_stage)
 
 
 def _made_differentiable(layer: Any, saved: dict[str | int, Tensor]) -> dict[str | int, Tensor]:

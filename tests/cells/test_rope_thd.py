@@ -119,7 +119,7 @@ def rotated(function, t, cu_seqlens, freqs, weights, **how):
 def test_packed_rows_keep_every_bit(how, dtype, rows, large, on_rank, applied, monkeypatch):
     """Forward and backward, on one, two and four ranks, with sequences of no length; large rows go in pieces."""
     if large:
-        monkeypatch.setattr(sys.modules["shim.patches.megatron_core.rope_thd"], "PIECE_BYTES", 64)
+        monkeypatch.setattr(sys.modules["shim.patches.megatron_core._packed_rotation"], "PIECE_BYTES", 64)
     # With no length and interleaving, releases that rotate each sequence raise.
     lengths = (8, 16, 24) if how == "interleaved" else (8, 0, 16, 24, 0)
     freqs = table(sum(lengths) if rows == "tokens" else 29)
@@ -138,7 +138,7 @@ def test_packed_rows_keep_every_bit(how, dtype, rows, large, on_rank, applied, m
 
 def test_large_packed_rows_take_no_more_memory_than_stock(on_rank, applied, monkeypatch):
     """Forward and backward together, in which a loop over many sequences holds little at a time."""
-    monkeypatch.setattr(sys.modules["shim.patches.megatron_core.rope_thd"], "PIECE_BYTES", 1024)
+    monkeypatch.setattr(sys.modules["shim.patches.megatron_core._packed_rotation"], "PIECE_BYTES", 1024)
     peaks = []
     for function in rope_utils._apply_rotary_pos_emb_thd, STOCK["_apply_rotary_pos_emb_thd"]:
         t = torch.randn(1024, HEADS, WIDTH).requires_grad_() * 1

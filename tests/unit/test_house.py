@@ -131,6 +131,26 @@ def test_no_module_imports_itself_by_way_of_others():
     TopologicalSorter({module: set(imports_of(module)) - {"shim"} for module in FILES if module != "shim"}).prepare()
 
 
+def test_no_patch_imports_another():
+    """What several patches need lies beside them, such as patches/_arguments.py. A proof may use another proof."""
+
+    def folder(module):
+        parts = module.split(".")[2:4] if module.startswith("shim.patches.") else []
+        return ".".join(parts) if len(parts) == 2 and not parts[1].startswith("_") else None
+
+    patches = [module for module in FILES if folder(module) and not module.endswith((".proof", ".gpu_proof"))]
+    odd = [
+        (module, name)
+        for module in patches
+        for name in imports_of(module)
+        if folder(name) not in {None, folder(module)}
+    ]
+    helpers = [module for module in FILES if module.startswith("shim.patches.") and not folder(module)]
+    odd += [(module, name) for module in helpers for name in imports_of(module) if folder(name)]
+    assert len(patches) > 67 and len(helpers) > 10
+    assert odd == []
+
+
 LONGEST = 600  # lines
 TESTS = REPOSITORY / "tests"
 # What tests a module where no file of tests has its name.

@@ -52,10 +52,10 @@ from typing import Any
 import torch
 
 from shim.patches._arguments import Function, argument, replacing
+from shim.patches._views import view_with
 from shim.patches.megatron_core._linear_heads import obstacle_of, promising
 from shim.patches.megatron_core._linear_losses import NO_TARGET
 from shim.patches.megatron_core._promised_logits import Promise
-from shim.patches.megatron_core.mtp_packed_sequences.refused_row import view_of
 
 log = logging.getLogger("shim")
 
@@ -121,7 +121,7 @@ def _computing_loss(original: Function, chosen: _Chosen, counts: bool = False) -
         ):
             return original(*args, **kwargs)
         predicts = counts and model.training and bool(model.config.mtp_num_layers)
-        view = view_of(model, output_layer=promising(model.output_layer, chosen.say, predicts))
+        view = view_with(model, output_layer=promising(model.output_layer, chosen.say, predicts))
         mask = mask_of(args, kwargs) if chosen.skip else None
         if mask is not None and mask.shape == labels.shape:
             # The labels of MTP are rolled from these, as its mask is.

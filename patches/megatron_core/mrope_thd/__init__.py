@@ -40,7 +40,7 @@ from typing import Any
 from shim.ops.rope import thd_freqs
 from shim.patches._arguments import Function, argument, replacing
 from shim.patches._named import Named
-from shim.patches.megatron_core.rope_thd import ROPE, in_pieces
+from shim.patches.megatron_core._packed_rotation import ROPE, in_pieces
 
 GPT = "megatron.core.models.gpt.gpt_model:GPTModel."
 EMBEDDING = "megatron.core.models.common.embeddings.rotary_pos_embedding:MultimodalRotaryEmbedding"

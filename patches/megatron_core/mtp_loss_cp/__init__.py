@@ -44,8 +44,13 @@ import torch
 from torch import Tensor
 
 from shim.patches._arguments import Function, argument, replacing
+from shim.patches.megatron_core._context_parallel_rows import (
+    context_parallel_group,
+    group_of_row,
+    is_parallel,
+    roll_unpacked_on_rank,
+)
 from shim.patches.megatron_core._rolled_masks import THREAD, RolledMasks, handed_out
-from shim.patches.megatron_core.mtp_packed_sequences.step import group_of, is_parallel, roll_unpacked_on_rank
 
 MTP = "megatron.core.transformer.multi_token_prediction"
 GPT = "megatron.core.models.gpt.gpt_model"
@@ -121,7 +126,7 @@ def _block(original: Function) -> Function:
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         labels = labels_of(args, kwargs)
-        group = group_of(row_of(args, kwargs), _context_parallel_group())
+        group = group_of_row(row_of(args, kwargs), context_parallel_group())
         if labels is None or not is_parallel(group):
             return original(*args, **kwargs)
         mask = mask_of(args, kwargs)
@@ -135,12 +140,6 @@ def _block(original: Function) -> Function:
     return forward
 
 
-def _context_parallel_group() -> Any:
-    from megatron.core import parallel_state
-
-    return parallel_state.get_context_parallel_group() if parallel_state.is_initialized() else None
-
-
 def _postprocess(original: Function, computes_loss: Callable[[Any], bool], rolls_rows: bool) -> Function:
     """0.14 to 0.16: the model computes the loss of each depth. rolls_rows: it passes packed rows to the roll (0.16)."""
     labels_of, row_of = argument(original, "labels"), argument(original, "packed_seq_params")
@@ -151,7 +150,7 @@ def _postprocess(original: Function, computes_loss: Callable[[Any], bool], rolls
         model, labels, row = args[0], labels_of(args, kwargs), row_of(args, kwargs)
         if labels is None or not model.post_process or not computes_loss(model):
             return original(*args, **kwargs)
-        group = group_of(row, model.cp_group)
+        group = group_of_row(row, model.cp_group)
         if not is_parallel(group):
             return original(*args, **kwargs)
         mask = mask_of(args, kwargs)
@@ -179,7 +178,7 @@ def _process_mtp_loss(original: Function) -> Function:
     def process_mtp_loss(*args: Any, **kwargs: Any) -> Any:
         labels, row, depths = labels_of(args, kwargs), row_of(args, kwargs), config_of(args, kwargs).mtp_num_layers
         like = ids_of(args, kwargs) if labels is None else labels
-        group = group_of(row, group_from(args, kwargs))
+        group = group_of_row(row, group_from(args, kwargs))
         if like is None or not is_parallel(group) or not depths:
             return original(*args, **kwargs)
         mask = mask_of(args, kwargs)
@@ -233,7 +232,7 @@ def _process_mtp_loss_of_sums(original: Function) -> Function:
     def process_mtp_loss(*args: Any, **kwargs: Any) -> Any:
         labels, row, config = labels_of(args, kwargs), row_of(args, kwargs), config_of(args, kwargs)
         like = ids_of(args, kwargs) if labels is None else labels
-        group = group_of(row, group_from(args, kwargs))
+        group = group_of_row(row, group_from(args, kwargs))
         is_linear = config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "linear"
         if like is None or not is_parallel(group) or not config.mtp_num_layers or is_linear:
             return original(*args, **kwargs)

@@ -42,8 +42,8 @@ import torch
 from torch import Tensor
 
 from shim.patches._arguments import Function, argument, replacing
-from shim.patches.megatron_core.mtp_packed_sequences.refused_row import view_of
-from shim.patches.megatron_core.mtp_recompute.checkpoint import layers_on_earlier_stages
+from shim.patches._views import view_with
+from shim.patches.megatron_core._mtp_layers import layers_on_earlier_stages
 
 MTP = "megatron.core.transformer.multi_token_prediction:"
 BLOCK = MTP + "MultiTokenPredictionBlock.forward"
@@ -201,7 +201,7 @@ def _postprocess(original: Function, chosen: _Chosen, computes_loss: Callable[[A
             return original(_without_loss(model, depths), *args[1:], **kwargs)
         if labels_of(args, kwargs) is None or not torch.is_grad_enabled():
             return original(*args, **kwargs)
-        view = view_of(model, output_layer=_frozen_at_first(model.output_layer, depths))
+        view = view_with(model, output_layer=_frozen_at_first(model.output_layer, depths))
         return original(view, *others, **kwargs)
 
     return _postprocess
@@ -213,7 +213,7 @@ def _without_loss(model: Any, depths: int) -> Any:
     config.mtp_num_layers = None
     # On the last of several stages with MTP the weight that tied embeddings share depends on mtp_process.
     weight = model.shared_embedding_or_output_weight
-    return view_of(
+    return view_with(
         model,
         config=config,
         mtp_process=False,

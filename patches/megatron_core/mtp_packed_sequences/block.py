@@ -12,7 +12,9 @@ import functools
 from typing import Any
 
 from shim.patches._arguments import Function, argument, replacing
-from shim.patches.megatron_core.mtp_packed_sequences.refused_row import WithRow, view_of
+from shim.patches._views import view_with
+from shim.patches.megatron_core._context_parallel_rows import context_parallel_group
+from shim.patches.megatron_core.mtp_packed_sequences.refused_row import WithRow
 from shim.patches.megatron_core.mtp_packed_sequences.rolls import Options, with_loss_mask
 from shim.patches.megatron_core.mtp_packed_sequences.step import group_of, in_step
 
@@ -28,18 +30,12 @@ def patch_block_forward(original: Function, options: Options) -> Function:
         if labels is None:
             return states_of(args, kwargs)
         row = row_of(args, kwargs)
-        group = group_of(row, _context_parallel_group())
+        group = group_of(row, context_parallel_group())
         with in_step(row, group=group, counts_divide=True):
             args, kwargs = with_mask(args, kwargs, labels, row, group)
             return original(*args, **kwargs)
 
     return forward
-
-
-def _context_parallel_group() -> Any:
-    from megatron.core import parallel_state
-
-    return parallel_state.get_context_parallel_group() if parallel_state.is_initialized() else None
 
 
 def patch_layer_forward(original: Function, options: Options) -> Function:
@@ -53,7 +49,7 @@ def patch_layer_forward(original: Function, options: Options) -> Function:
             return original(*args, **kwargs)
         layer, *others = args
         told = WithRow(layer.transformer_layer, _by_name, row)
-        args, kwargs = put_row((view_of(layer, transformer_layer=told), *others), kwargs, None)
+        args, kwargs = put_row((view_with(layer, transformer_layer=told), *others), kwargs, None)
         return original(*args, **kwargs)
 
     return forward

@@ -16,10 +16,11 @@ import sys
 from typing import Any
 
 from shim.patches._arguments import Function, argument, replacing
-from shim.patches.megatron_core.mtp_packed_sequences.refused_row import WithRow, view_of
+from shim.patches._views import view_with
+from shim.patches.megatron_core._mtp_layers import has_layout, layers_on_earlier_stages
+from shim.patches.megatron_core.mtp_packed_sequences.refused_row import WithRow
 from shim.patches.megatron_core.mtp_packed_sequences.rolls import Options, with_loss_mask
 from shim.patches.megatron_core.mtp_packed_sequences.step import group_of, in_step
-from shim.patches.megatron_core.mtp_recompute.checkpoint import has_layout, layers_on_earlier_stages
 
 INSIDE = "_proj_and_transformer_layer"
 
@@ -81,7 +82,7 @@ def patch_layer_forward(original: Function, options: Options) -> Function:
             return original(*args, **kwargs)
         layer, *others = args
         told = WithRow(getattr(layer, INSIDE), put_inside, row)
-        args, kwargs = put_row((view_of(layer, **{INSIDE: told}), *others), kwargs, None)
+        args, kwargs = put_row((view_with(layer, **{INSIDE: told}), *others), kwargs, None)
         with in_step(row):
             return original(*args, **kwargs)
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from shim.patches._stubs import WIDTH, Embedding, PaddedRow, config_of, device_of, names_of, taken_by, view_of
+from shim.patches.megatron_core._mtp_checkpoint import quantized
+from shim.patches.megatron_core._mtp_tries import runs_full_recompute, tried
 from shim.patches.megatron_core.mtp_packed_sequences.step import in_step
-from shim.patches.megatron_core.mtp_recompute.checkpoint import quantized
-from shim.patches.megatron_core.mtp_recompute.probe import runs_full_recompute, tried
 
 LAYER = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer."
 POSTPROCESS = "megatron.core.models.gpt.gpt_model:GPTModel._postprocess"

@@ -10,9 +10,9 @@ import functools
 from typing import Any
 
 from shim.patches._arguments import Function
+from shim.patches.megatron_core._mtp_checkpoint import checkpointed_forward
 from shim.patches.megatron_core.mtp_packed_sequences.refused_row import WithRow
 from shim.patches.megatron_core.mtp_packed_sequences.rolls import Options
-from shim.patches.megatron_core.mtp_recompute.checkpoint import checkpointed_forward
 
 
 def patch_checkpointed_forward(original: Function, options: Options) -> Function:

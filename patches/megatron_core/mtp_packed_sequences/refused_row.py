@@ -22,14 +22,3 @@ class WithRow:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self.put_row(args, kwargs, self.row)
         return self.function(*args, **kwargs)
-
-
-def view_of(layer: Any, **parts: Any) -> Any:
-    """A view of the module `layer`: the same parameters and submodules, with `parts` replaced.
-
-    The parts go into the dictionary of the view, where an attribute comes before a submodule of the same name.
-    torch.compile cannot trace copy.copy.
-    """
-    view = object.__new__(type(layer))
-    vars(view).update(vars(layer), **parts)
-    return view

@@ -15,13 +15,12 @@ from typing import Any
 from torch import Tensor
 
 from shim.patches._arguments import Function, add_parameters, argument, replacing
+from shim.patches.megatron_core._context_parallel_rows import is_parallel, roll_unpacked_on_rank
 from shim.patches.megatron_core._rolled_masks import handed_out
 from shim.patches.megatron_core.mtp_packed_sequences.step import (
     THREAD,
     group_of,
-    is_parallel,
     roll_row,
-    roll_unpacked_on_rank,
     valid_tokens,
 )
 

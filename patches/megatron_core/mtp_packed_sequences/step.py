@@ -17,6 +17,7 @@ from torch import Tensor, ones_like
 from shim.ops.context_parallel_roll import RankRollIndex, rank_roll_index, roll_on_rank
 from shim.ops.packed_roll import RollIndex, roll_index, roll_with
 from shim.patches._named import Named
+from shim.patches.megatron_core._context_parallel_rows import group_of_row, is_parallel
 
 
 class Step:
@@ -66,16 +67,10 @@ class in_step:
         THREAD.step = self.outer
 
 
-def is_parallel(group: Any) -> bool:
-    return group is not None and group.size() > 1
-
-
 def group_of(row: Any, cp_group: Any) -> Any:
     """The group that a row is cut over: the row's (dynamic context parallelism), else `cp_group`, else the step's."""
-    for group in (getattr(row, "cp_group", None), cp_group):
-        if group is not None:
-            return group
-    return None if THREAD.step is None else THREAD.step.group
+    group = group_of_row(row, cp_group)
+    return THREAD.step.group if group is None and THREAD.step is not None else group
 
 
 def index_of(row: Any, length: int, device: torch.device, group: Any, partition: str) -> RollIndex | RankRollIndex:
@@ -103,13 +98,6 @@ def roll_row(tensor: Tensor, shifts: int, dims: int, row: Any, group: Any, parti
     if isinstance(index, RankRollIndex):
         return roll_on_rank(tensor, index, dims, group)
     return roll_with(tensor, index, dims)
-
-
-def roll_unpacked_on_rank(tensor: Tensor, dims: int, group: Any) -> Tensor:
-    """Roll this rank's share of an unpacked row, cut by zigzag, for releases whose roll takes no group."""
-    length, ranks = tensor.size(dims), group.size()
-    whole = torch.arange(2, device=tensor.device, dtype=torch.int32) * (length * ranks)  # one sequence over all shares
-    return roll_on_rank(tensor, rank_roll_index(whole, None, length, tensor.device, group.rank(), ranks), dims, group)
 
 
 def valid_tokens(like: Tensor, row: Any, group: Any, partition: str) -> Tensor:

@@ -36,7 +36,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shim.patches._arguments import Function
-from shim.patches.megatron_core.mtp_recompute.checkpoint import checkpointed, checkpointed_forward
+from shim.patches.megatron_core._mtp_checkpoint import checkpointed, checkpointed_forward
 from shim.patches.megatron_core.mtp_recompute.probe import probe as probe
 
 LAYER = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer."

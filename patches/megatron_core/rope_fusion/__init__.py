@@ -46,7 +46,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shim.patches._arguments import Function, argument, replacing
-from shim.patches.megatron_core.rope_thd import ROPE, rotate_as_one
+from shim.patches.megatron_core._packed_rotation import ROPE, rotate_as_one
 
 INTERLEAVED, MSCALE, MLA, PER_TOKEN = "rotary_interleaved", "mscale", "interleaving of MLA", "a row per token"
 

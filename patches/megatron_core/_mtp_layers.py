@@ -1,0 +1,24 @@
+"""Where the layers of multi-token prediction (MTP) lie on the stages of a pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def has_layout(config: Any) -> bool:
+    """Whether layers have a free layout over pipeline stages (0.16 and later): any stage may have MTP layers."""
+    return getattr(config, "pipeline_model_parallel_layout", None) is not None
+
+
+def layers_on_earlier_stages(config: Any, vp_stage: int | None) -> int:
+    """How many MTP layers earlier stages hold. Only a layout (0.16 and later) can put MTP layers there."""
+    if not has_layout(config):
+        return 0
+    from megatron.core.transformer.multi_token_prediction import get_mtp_layer_offset
+
+    return get_mtp_layer_offset(config, vp_stage)
+
+
+def number_in_block(layer: Any) -> int:
+    """The index of the layer among this pipeline stage's MTP layers. layer_number counts from 1 over all stages."""
+    return layer.layer_number - 1 - layers_on_earlier_stages(layer.config, getattr(layer, "vp_stage", None))
