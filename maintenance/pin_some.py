@@ -105,9 +105,12 @@ def left_to_do(top: Path, matrix: Matrix, id: str) -> list[str]:
         shared = sorted({target for _, target in mine & _bound(matrix, other)})
         if shared and not re.search(rf'\("{id}", "{other}"\)|\("{other}", "{id}"\)', nesting):
             left.append(f"tests/unit/test_nesting.py: {id} and {other} share {', '.join(shared)}: which is outside?")
-    rows = re.findall(rf"^\| {id} \|.*$", (top / "docs" / "per-model.md").read_text("utf-8"), re.MULTILINE)
-    if not rows:
-        left.append(f"docs/per-model.md: no row of {id}, which says what it reads of a model's config, and its options")
+    for key, what in (
+        ("concerns", "which runs it concerns"),
+        ("per_model", "what it reads of a config, and its options"),
+    ):
+        if not getattr(matrix.patches[id], key):
+            left.append(f"patch.yaml: no {key} of {id}: {what}")
     proved = top / "docs" / "proved.json"
     if f'"{id}"' not in (text := proved.read_text("utf-8")) and f'"{id}/' not in text:
         left.append(f"docs/proved.json: no results; run python -m shim.maintenance.prove_all --patches {id}")
