@@ -511,6 +511,7 @@ def test_pin_of_another_matrix_leaves_the_wanted_names_alone(shim, world, fetche
         ["pin", "--releases"],
         ["pin", "--check"],
         ["pin", "--add", "0.99.0"],
+        ["pin", "--patch", "roll-fix"],
         ["new-patch", "new-fix", "--target", "a:b"],
     ],
     ids=lambda command: " ".join(command[:2]),
