@@ -23,14 +23,13 @@ __all__ = ["UNSETTLED", "Claim", "States", "not_applied", "read_report"]
 
 # The states of a patch that is wanted, and that nothing is known to keep from its effect.
 UNSETTLED = ("applied", "pending", "idle", "unknown")
-# State -> the states that a claim of it replaces, so that the first claim of a state is the one that is told.
-_REPLACED = {
-    "applied": ("unknown",),
-    "inactive": ("applied",),
-    "unknown": ("applied",),
-    "shadowed": UNSETTLED,
-    "conflict": UNSETTLED,
-}
+
+
+def _replaced_by(state: str) -> tuple[str, ...]:
+    """The states that a claim of `state` replaces, so that the first claim of a state is the one that is told."""
+    if state == "applied":
+        return ("unknown",)
+    return UNSETTLED if state in ("shadowed", "conflict") else ("applied",)
 
 
 class Claim(Record):
@@ -73,7 +72,7 @@ class States:
             if claim.text not in patch.others:
                 self._patches[patch.id] = replace(patch, others=(*patch.others, claim.text))
             return
-        replaced = claim.replaces or _REPLACED[claim.state]
+        replaced = claim.replaces or _replaced_by(claim.state)
         if claim.state == "applied":
             others = (*(text for text in patch.others if not text.startswith(claim.about)), claim.text)
             patch = self._patches[patch.id] = replace(patch, targets=_marked(patch, claim), others=others)
