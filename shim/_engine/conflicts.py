@@ -9,10 +9,9 @@ from shim._compatible import marks_of
 from shim._engine.aliases import namespace_of, unwrap
 from shim._engine.chain import MISSING, replaced_by
 from shim._engine.foreign import describe, foreign_on, is_upstreams
-from shim._engine.reach import reached
 from shim._engine.records import Findings, Records, Wrapped
 from shim._engine.replacements import Around, Question, is_method, is_tried, may_go_around
-from shim._engine.ways import cuts
+from shim._engine.ways import cuts, upstreams_inside
 from shim._errors import BindError, NotMetError
 from shim._planning.plan import Decision, Plan
 from shim._record import Record, replace
@@ -146,7 +145,7 @@ def _foreign_on(target: str, decision: Decision, plan: Plan, binder: Records, lo
         return None
     if target in marks_of(inner):
         return _Foreign(who, "", "")
-    found = _held_inside(value, body, owner, name, plan, binder)
+    found = upstreams_inside(value, body, owner, name, plan, binder)
     certain = any(held.certain for held in found)
     if since and certain:
         return None  # it may be upstream's own, as a decorator has left it, and calls upstream's function in any case
@@ -157,29 +156,35 @@ def _foreign_on(target: str, decision: Decision, plan: Plan, binder: Records, lo
         upstream = unwrap(binder.wrappers.beneath(unwrap(writable[0].value)))
         binder.found.wrapped[target] = Wrapped(value, upstream, writable)
         return None
-    goes, why = may_go_around(target, body, inner, decision, plan)
-    if goes:
-        binder.found.around[decision.id, target] = Around(who, why)
-    if goes or (certain and name not in namespace_of(owner)):
+    what = f"{target} holds {who}, which does not call upstream's function"
+    hidden = _unless_around(target, body, inner, decision, plan, binder, who, what)
+    if hidden is None or (certain and name not in namespace_of(owner)):
         return None
     if found:
         what = f"{target} holds {who}, and shim cannot get beneath it"
         remedy = f"call shim.apply() before {who} is put there" if certain else remedy_in_doubt(decision.id, who)
         return _Foreign(who, what, remedy, inner)
-    what = f"{target} holds {who}, which does not call upstream's function" + (f" and {why}" if why else "")
-    return _Foreign(who, what, remedy_for(decision.id, who), inner)
+    return hidden
+
+
+def _unless_around(
+    target: str, body: str, inner: Any, decision: Decision, plan: Plan, binder: Records, who: str, what: str
+) -> _Foreign | None:
+    """Somebody's own function as an obstacle, unless the patch goes around it."""
+    goes, why = may_go_around(target, body, inner, decision, plan)
+    if goes:
+        binder.found.around[decision.id, target] = Around(who, why)
+        return None
+    return _Foreign(who, what + (f" and {why}" if why else ""), remedy_for(decision.id, who), inner)
 
 
 def _beneath_ours(target: str, decision: Decision, plan: Plan, binder: Records) -> _Foreign | None:
     """What follows for a patch where shim's object on a target goes around somebody's own function."""
     inner = unwrap(binder.chains[target].base)
-    who, body = describe(inner), (decision.wiring and decision.wiring.inherits(target)) or target
-    goes, why = may_go_around(target, body, inner, decision, plan)
-    if goes:
-        binder.found.around[decision.id, target] = Around(who, why)
-        return None
-    what = f"{target} holds {who}, which does not call upstream's function" + (f" and {why}" if why else "")
-    return _Foreign(who, what, remedy_for(decision.id, who), inner)
+    body = (decision.wiring and decision.wiring.inherits(target)) or target
+    who = describe(inner)
+    what = f"{target} holds {who}, which does not call upstream's function"
+    return _unless_around(target, body, inner, decision, plan, binder, who, what)
 
 
 def _in_place_of_ours(target: str, decision: Decision, plan: Plan, binder: Records) -> _Foreign | None:
@@ -188,33 +193,20 @@ def _in_place_of_ours(target: str, decision: Decision, plan: Plan, binder: Recor
     if lost.partner is not None or binder.will_be_governed(lost) or binder.effect_of(lost) != "replaced":
         return None
     value = lost.slot.current()
-    who = "nothing" if value is MISSING else describe(unwrap(value))
     what = f"{target}: {lost.slot} {replaced_by(value)}, which does not call shim's function"
     if value is MISSING:
-        return _Foreign(who, what, remedy_for(decision.id, who))
+        return _Foreign("nothing", what, remedy_for(decision.id, "nothing"))
     body = (decision.wiring and decision.wiring.inherits(target)) or target
     first = target in binder.first and not binder.is_not_the_first(target, unwrap(value))
     if first or is_upstreams(body, unwrap(value), plan.environment.sources):
         binder.found.renewed[target] = value  # what shim stood upon, mostly somebody's function, has been taken back
         binder.found.around.pop((decision.id, target), None)
         return None
-    goes, why = may_go_around(target, body, unwrap(value), decision, plan)
-    if goes:
+    who = describe(unwrap(value))
+    hidden = _unless_around(target, body, unwrap(value), decision, plan, binder, who, what)
+    if hidden is None:
         binder.found.renewed[target] = value
-        binder.found.around[decision.id, target] = Around(who, why)
-        return None
-    return _Foreign(who, what + (f" and {why}" if why else ""), remedy_for(decision.id, who), unwrap(value))
-
-
-def _held_inside(value: Any, body: str, owner: Any, name: str, plan: Plan, binder: Records) -> list[Any]:
-    """The places from which a foreign object calls upstream's function, or shim's of an earlier plan."""
-    sources = plan.environment.sources
-
-    def wanted(held: Any) -> bool:
-        beneath = binder.wrappers.beneath(held)
-        return is_upstreams(body, unwrap(beneath), sources)
-
-    return reached(value, owner, name, wanted, binder.wrappers.is_ours)
+    return hidden
 
 
 def remedy_in_doubt(id: str, who: str) -> str:

@@ -11,14 +11,13 @@ from shim._engine.chain import Chain
 from shim._engine.checked import Checked
 from shim._engine.copies import of_copies
 from shim._engine.overrides import Override, calls, overrides_of
-from shim._engine.probes import NO_VERDICT
+from shim._engine.probes import NO_VERDICT, Tries, of_patch
 from shim._engine.questions import add_answers
 from shim._engine.reach import is_releases_own, leads_to
 from shim._engine.records import Records
 from shim._engine.report import Report, switched_off
 from shim._engine.stale_references import stale_references
 from shim._engine.states import Claim, States
-from shim._engine.tries import Tries, of_patch
 from shim._errors import ShimError
 from shim._planning.plan import Decision, Plan
 from shim._releases.fingerprint import split_target

@@ -1,4 +1,4 @@
-"""Run a patch's probe of an override: what the override does to a tiny input, with nothing left behind.
+"""A patch's probe of an override: what the override does to a tiny input, tried once, with nothing left behind.
 
 A patch module may define `probe(module, method, models)`. It gets the instance, the overridden method as
 ``package.module:Class.name``, and the models that check() was given. It returns True (the override keeps the mend),
@@ -13,10 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-__all__ = ["NO_VERDICT", "Probe", "Verdict", "facts_of", "run"]
+from shim._engine.aliases import namespace_of
+from shim._planning.plan import Decision, Plan
+
+__all__ = ["NO_VERDICT", "Probe", "Tries", "Verdict", "facts_of", "of_patch", "run"]
 
 Probe = Callable[[Any, str, list[Any]], "bool | str | None"]
 Verdict = tuple["bool | None", str]  # the second says why nothing is known
+MOST_VERDICTS = 1000
 NO_VERDICT = "what becomes of the patch cannot be told"  # if it says nothing
 
 
@@ -80,3 +84,37 @@ def facts_of(module: Any) -> tuple[Any, ...]:
     parameters = getattr(module, "parameters", None)
     trained = {weight.requires_grad for weight in parameters()} if parameters is not None else set()
     return hash(options), bool(getattr(module, "training", True)), frozenset(trained)
+
+
+def of_patch(decision: Decision, plan: Plan, name: str) -> Any:
+    """A function of the patch's module, if the module is loaded and has it; else None."""
+    module = sys.modules.get(plan.matrix.patches[decision.id].module)
+    return None if module is None else namespace_of(module).get(name)
+
+
+class Tries:
+    """The verdicts of probes on these models. Each function is tried once, and again where its module differs.
+
+    trying: whether this is check(). A report only repeats what check() has found.
+    """
+
+    def __init__(self, plan: Plan, models: list[Any], verdicts: dict[Any, Verdict], trying: bool) -> None:
+        self.plan, self.models, self.verdicts, self.trying = plan, models, verdicts, trying
+        self._facts: dict[int, Any] = {}
+
+    def of(self, decision: Decision, method: str, module: Any, function: Any) -> Verdict:
+        """What the patch's probe says of `function`, which `module` runs as `method`."""
+        probe = of_patch(decision, self.plan, "probe")
+        if probe is None:
+            return None, "shim has no way to try what becomes of the patch"
+        if id(module) not in self._facts:
+            self._facts[id(module)] = facts_of(module), *(type(model).__qualname__ for model in self.models)
+        what = (decision.id, decision.variant, repr(sorted(decision.options.items())), method)
+        key = (what, getattr(function, "__code__", function), type(module).__qualname__, self._facts[id(module)])
+        if key not in self.verdicts:
+            if not self.trying:
+                return None, "shim.check(model) has not tried yet what becomes of the patch"
+            if len(self.verdicts) >= MOST_VERDICTS:
+                self.verdicts.clear()
+            self.verdicts[key] = run(probe, module, method, self.models)
+        return self.verdicts[key]

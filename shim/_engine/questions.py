@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from shim._engine.conflicts import remedy_for
-from shim._engine.probes import NO_VERDICT, Verdict
+from shim._engine.probes import NO_VERDICT, Tries, Verdict
 from shim._engine.records import Records
 from shim._engine.replacements import Question, is_tried
 from shim._engine.states import UNSETTLED, Claim, States
-from shim._engine.tries import Tries
 from shim._errors import BindError
 from shim._planning.plan import Plan
 

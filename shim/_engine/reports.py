@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from shim._engine.ending import is_ending
 from shim._engine.models import with_findings
-from shim._engine.relied import others_relied_on
 from shim._engine.report import Report
-from shim._engine.states import States, not_applied, read_report
+from shim._engine.states import Claim, States, not_applied, read_report
+from shim._engine.ways import others_relied_on
 
 if TYPE_CHECKING:
     from shim._engine.engine import Engine
@@ -53,8 +53,8 @@ def effects(engine: Engine, plan: Plan) -> dict[str, str]:
 
 def _on_models(engine: Engine, models: list[Any], plan: Plan, *, raising: bool) -> Report:
     states = States(_read_back(engine, plan, _resources(engine)), plan, engine.binder)
-    for claim in others_relied_on(plan, engine.binder):
-        states.add(claim)
+    for id, sentence in others_relied_on(plan, engine.binder):  # without the lock: it may read files
+        states.add(Claim(id, "", sentence))
     found = states.report()
     if not models:
         return found

@@ -1,7 +1,8 @@
-"""Whether a call still reaches a body, if somebody's own function stands on its way there.
+"""Whether a call still reaches a body, if somebody's own function stands on its way there or in its place.
 
 `reached_by` in the matrix names the ways: the functions and methods through which a call comes. "Applied" is what a
-call reaches, so a patch whose target is bound, and which nothing calls any more, is not applied.
+call reaches, so a patch whose target is bound, and which nothing calls any more, is not applied. Of a body that a patch
+`reads`, a report says who has replaced it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 from shim._compatible import marks_of
 from shim._engine.aliases import unwrap
+from shim._engine.chain import Held
 from shim._engine.foreign import foreign_on, is_upstreams
 from shim._engine.reach import has_code, holds_in_closure, leads_to, reached
 from shim._engine.records import Records
@@ -20,7 +22,7 @@ from shim._planning.plan import Plan
 from shim._record import Record
 from shim._releases.fingerprint import split_target
 
-__all__ = ["Cut", "cuts"]
+__all__ = ["Cut", "cuts", "others_relied_on", "upstreams_inside"]
 
 
 class Cut(Record):
@@ -64,11 +66,7 @@ def _cut(body: str, way: str, binds: bool, plan: Plan, binder: Records) -> Cut |
         return None
     if not {body, way}.isdisjoint(marks_of(inner)):
         return None
-
-    def is_way(held: Any) -> bool:
-        return is_upstreams(way, unwrap(binder.wrappers.beneath(held)), plan.environment.sources)
-
-    held = reached(inner, owner, name, is_way, binder.wrappers.is_ours)
+    held = upstreams_inside(inner, way, owner, name, plan, binder)
     if any(place.certain for place in held):
         return None
     bound, upstreams = unwrap(target), unwrap(binder.wrappers.beneath(target))
@@ -79,7 +77,38 @@ def _cut(body: str, way: str, binds: bool, plan: Plan, binder: Records) -> Cut |
     return Cut(body, way, inner, who, stale or (not held and has_code(inner)))
 
 
+def upstreams_inside(value: Any, body: str, owner: Any, name: str, plan: Plan, binder: Records) -> list[Held]:
+    """The places from which a foreign object calls upstream's function, or shim's of an earlier plan."""
+
+    def wanted(held: Any) -> bool:
+        return is_upstreams(body, unwrap(binder.wrappers.beneath(held)), plan.environment.sources)
+
+    return reached(value, owner, name, wanted, binder.wrappers.is_ours)
+
+
 def _standing(name: str, binder: Records) -> tuple[Any, str, Any]:
     if binder.loaded(split_target(name)[0]) is None:
         raise BindError(f"{name} is not imported")
     return binder.resolve(name)
+
+
+def others_relied_on(plan: Plan, binder: Records) -> Iterator[tuple[str, str]]:
+    """Pairs (patch, sentence), one for each body that a patch `reads` and that somebody else has replaced or wrapped.
+
+    The fingerprint of such a body was taken from its file, so it says nothing about the object that runs.
+    Called without the engine's lock: it may read files.
+    """
+    for decision in plan.decisions.values():
+        for body in decision.wiring.reads if decision.wanted and decision.wiring else ():
+            found = _instead_of(body, plan, binder)
+            if found:
+                yield decision.id, f"it relies on {body}, which is now {found}"
+
+
+def _instead_of(body: str, plan: Plan, binder: Records) -> str:
+    """What stands there instead of upstream's object or shim's, in words; "" if nothing does or it cannot be told."""
+    try:
+        value = _standing(body, binder)[2]
+    except BindError:
+        return ""  # upstream defines some names only beside Transformer Engine
+    return foreign_on(body, unwrap(binder.wrappers.beneath(value)), plan.environment.sources)

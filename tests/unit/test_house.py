@@ -185,7 +185,6 @@ TESTED_IN = {
     "_engine.reports": "engine/test_public",
     "_engine.signatures": "engine/test_fits",
     "_engine.texts": "engine/test_overrides",
-    "_engine.tries": "engine/test_overrides",
     "_engine.states": "engine/test_failures",
     "_engine.watch": "engine/test_imports",
     "_engine.ways": "engine/test_both_orders",
