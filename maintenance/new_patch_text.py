@@ -68,13 +68,13 @@ def {factory}(original: Any) -> Any:
 MODULE = '''\
 """{mark} what this patch is about, in one line.
 
-What is wrong: {mark} who sees what go wrong, since which release, and why.
+What is wrong: {mark} what goes wrong, who sees it, since which release, and why.
 
-What the patch does: {mark} the smallest change that mends it, and what it leaves alone.
+What the patch does: {mark} the smallest change that fixes it, and what it leaves alone.
 
-Upstream: {mark} the release or pull request that mends it, and whether it is open.
+Upstream: {mark} the release or pull request that fixes it, and whether it is open.
 
-Delete when {mark} what has to happen first.
+Delete when: {mark} what has to happen first, as the matrix has it.
 """
 
 from __future__ import annotations

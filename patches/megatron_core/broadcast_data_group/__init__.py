@@ -1,7 +1,7 @@
 """The group over which broadcast_data sends the sizes of what it sends.
 
 What is wrong (0.13 to 0.20): tensor_parallel.broadcast_data takes a `tp_group`, and sends the tensors over it. Their
-sizes go over the global tensor-parallel group all the same. Where the two groups differ, as for a second model with
+sizes go over the global tensor-parallel group all the same. If the two groups differ, as for a second model with
 another layout, a rank takes the sizes of another rank's tensors:
 - rows come out cut off in silence, or as a view that does not fit,
 - a rank that has no data is asked for its data, and crashes,
@@ -11,7 +11,9 @@ another layout, a rank takes the sizes of another rank's tensors:
 What the patch does: sizes go over the group of the call. Without a `tp_group` the global one stays, for both messages.
 There are as many messages as on stock, of the same sizes.
 
-Upstream: open, on the main branch too. Delete when no supported release sends the sizes over another group.
+Upstream: open, also on the main branch.
+
+Delete when: no supported release sends the sizes over another group.
 """
 
 from __future__ import annotations

@@ -1,22 +1,24 @@
 """Checkpoints whose recomputed outputs do not all require a gradient.
 
 What is wrong (0.12 to 0.20): the outputs of a checkpoint require a gradient as soon as one input does, whatever the
-function inside does with it. Where the recomputed outputs require none, backward raises.
-- tensor_parallel.checkpoint raises a ValueError if none of them does: a frozen layer detaches its output, say, and is
-  a chunk of its own.
+function inside does with it. If the recomputed outputs require none, backward raises.
+- tensor_parallel.checkpoint raises a ValueError if none of them does: a frozen layer detaches its output, say, and is a
+  separate chunk.
 - CheckpointWithoutOutput raises a RuntimeError if one of them does not. The up-projection of multi-latent attention
   (recompute_modules=["mla_up_proj"]) makes query, key and value. In front of frozen embeddings, with adapters at the
   query alone, key and value of the first layer require no gradient.
 
 The patch: outputs that require no gradient take none in backward. Their share is zero, as it is without recompute. If
 no output is left, a leaf takes the gradient and hands none on, so upstream's own backward ends as ever, and the inputs
-get no gradient. Where upstream's communication lies in between, weights in front may get zeros instead of none.
+get no gradient. If upstream's communication lies in between, weights in front may get zeros instead of none.
 Backward of all other checkpoints runs as upstream has it.
 
-Upstream: open. Delete when both functions leave out outputs that require no gradient.
+Upstream: open.
 
 Not covered: checkpoints of which no input requires a gradient. See frozen-recompute. A trainer that replaces
 CheckpointFunction.backward needs the same in its own.
+
+Delete when: both functions leave out outputs that require no gradient, and the releases before that are not supported.
 """
 
 from __future__ import annotations

@@ -7,7 +7,9 @@ TypeError.
 What the patch does: the name in megatron-core's module passes TORCH_SAVE, the format of torch up to 2.6, so the files
 are those of older torch. torch's own name stays as it is. With torch up to 2.6 the patch does nothing.
 
-Upstream: fixed in 0.13. Delete when 0.12 is not supported.
+Upstream: fixed in 0.13.
+
+Delete when: 0.12 is not supported.
 """
 
 from __future__ import annotations

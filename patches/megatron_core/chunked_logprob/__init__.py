@@ -11,21 +11,23 @@ What is slow or large (0.12 to 0.20):
 The patch: both functions return the negative log-probability that shim.ops computes.
 - shim.ops saves the logits as they are and makes one gradient in their dtype. It needs one all-gather in forward and no
   collective in backward.
-- Computed fp32 logits are overwritten, as stock does, but in backward and with their gradient. Whoever needs those
-  logits in a backward pass of his own gets autograd's error.
+- Computed fp32 logits are overwritten, as stock does, but in backward and with their gradient. Code that needs those
+  logits in another backward pass gets autograd's error.
 - Some logits get a separate gradient: leaves, logits that share memory with another tensor, and few logits (at most 2
   MiB in fp32). Few logits take a shorter path.
-- A negative target means no target: loss and gradient are zero. A target beyond the vocabulary is an error, where stock
+- A negative target means no target: loss and gradient are zero. A target beyond the vocabulary is an error; stock
   returned a wrong loss.
-- Labels are smoothed over the whole vocabulary. label-smoothing mends that alone. With both patches applied, this one
+- Labels are smoothed over the whole vocabulary. label-smoothing fixes that alone. With both patches applied, this one
   is the outer layer, and calls never reach the other.
 - Option fp32_output=False: Float16Module returns logits as the model made them, instead of a copy in fp32. The caller
   can still ask for fp32 by the keyword fp32_output, which the patch adds to 0.12 to 0.14. Losses are fp32 either way.
 
-Upstream: open. Delete when the functions save no softmax.
+Upstream: open.
 
 Not covered: cross_entropy_fusion_impl="te". Transformer Engine's kernel overwrites the logits with the gradient in
-forward, so it needs no memory beyond the logits. te-cross-entropy mends its gradients.
+forward, so it needs no memory beyond the logits. te-cross-entropy fixes its gradients.
+
+Delete when: both functions save no softmax, and the releases before that are not supported.
 """
 
 from __future__ import annotations

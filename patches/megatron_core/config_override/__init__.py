@@ -13,7 +13,9 @@ te-config-override covers te_checkpoint.
 revert() ends no entered override, because the override belongs to its caller. Fields and checkpoints stay as they are
 until the caller leaves it, and status() names it.
 
-Upstream: nothing like it. Delete with shim.config_override.
+Upstream: nothing like it.
+
+Delete when: shim.config_override is gone.
 """
 
 from __future__ import annotations

@@ -6,12 +6,14 @@ next one was to have, and the last layer raises an IndexError. No model with suc
 
 What the patch does: a layer takes its own entry. The number is that among all layers of the model, on every pipeline
 stage and virtual stage. The list has no entries for multi-token prediction. In 0.16 its depths are numbered behind the
-layers, and take the entries from the first on, as they do from 0.17 on. Up to 0.15 they have no number of their own,
-and take the entry of the first layer of their stage. A list that has not one entry for each layer stays as it is: a
-config refuses it, so somebody has put it there later, with an entry in front. The list of the config is the same
-before, after, and for everything that a layer builds.
+layers, and take the entries from the first on, as they do from 0.17 on. Up to 0.15 they have no number, and take the
+entry of the first layer of their stage. A list that has not one entry for each layer stays as it is: a config refuses
+it, so it was put there later, with an entry in front. The list of the config is the same before, after, and for
+everything that a layer builds.
 
-Upstream: mended in 0.17 by pull request 3389. Delete when no release before 0.17 is supported.
+Upstream: fixed in 0.17 by pull request 3389.
+
+Delete when: releases before 0.17 are not supported.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checkpoints of the distributed optimizer with weights in fp32.
 
 What is wrong (0.15 to 0.20): with `distrib_optim_sharding_type` "dp_reshardable", which Megatron-LM's own training
-takes, a checkpoint cannot be loaded where a weight is in fp32, also if most are in bf16. The main weight is a view of
+takes, a checkpoint cannot be loaded if a weight is in fp32, also if most are in bf16. The main weight is a view of
 such a weight, which requires a gradient, and `load_parameter_state_from_dp_reshardable` copies into it: a RuntimeError,
 "a view of a leaf Variable that requires grad is being used in an in-place operation". The functions that load the other
 formats record no gradients.
@@ -9,8 +9,9 @@ formats record no gradients.
 What the patch does: no gradients are recorded in this function, either. Weights in bf16 and fp16 have main weights of
 their own, which are loaded as before.
 
-Upstream: fixed on the dev branch by commit b6e06e5c4d, and not on main. Delete when a release has it, and those before
-it are not supported.
+Upstream: fixed on the dev branch by commit b6e06e5c4d, and not on main.
+
+Delete when: the function records no gradients upstream, and the releases before that are not supported.
 """
 
 from __future__ import annotations

@@ -10,7 +10,9 @@ does: that of the loss scaler, divided by the number of microbatches unless calc
 these releases knows no context parallelism, so there is no factor of it. Nothing happens for other models. The scale is
 one number for the process (DSAIndexerLossAutoScaler.main_loss_backward_scale); it is forgotten when the patch goes.
 
-Upstream: Megatron-LM pull requests 4070 and 5244, in 0.19. Delete when 0.19 is the oldest supported release.
+Upstream: Megatron-LM pull requests 4070 and 5244, in 0.19.
+
+Delete when: 0.19 is the oldest supported release.
 """
 
 from __future__ import annotations

@@ -3,18 +3,20 @@
 What is wrong (0.12.0, and 0.15 to main; between them experts cannot have biases): the local layers mark a row-parallel
 bias `sequence_parallel`, also that of an expert's linear_fc2. finalize_model_grads sums the gradients of marked
 parameters over the tensor-parallel ranks. With an expert TP of one, as biases of experts require, these ranks have
-different experts where EP is above one. So each bias gets the gradients of other experts as well, in silence. All ranks
+different experts if EP is above one. So each bias gets the gradients of other experts as well, in silence. All ranks
 that have an expert have summed its gradients before, because it says `allreduce=False`.
 
 What the patch does: when DistributedDataParallel wraps a model whose experts have a tensor parallelism of one,
 parameters of experts that say `allreduce=False` lose the mark. No message more is sent; the sum over tensor-parallel
 ranks has these biases no more. Weights, the optimizer's state and checkpoints are as before.
 
-What it leaves alone: experts that are cut, where a trainer's adapters may want the sum; parameters that are reduced
-with all others; models of Megatron-FSDP, which has a wrapper of its own. The mark stays gone after shim.revert(), on
-models that were wrapped before.
+What it leaves alone: experts that are cut, because a trainer's adapters may want the sum; parameters that are reduced
+with all others; models of Megatron-FSDP, which has another wrapper. The mark stays gone after shim.revert(), on models
+that were wrapped before.
 
-Upstream: nobody has mended it. Delete when biases of experts are not marked, and no release before is supported.
+Upstream: open.
+
+Delete when: a release marks no biases of experts, and those before it are not supported.
 """
 
 from __future__ import annotations

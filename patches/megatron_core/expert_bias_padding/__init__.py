@@ -8,9 +8,9 @@ of tokens, and the bias silently moves the wrong way.
 The patch passes the mask as a column [T, 1]. A step without a mask does not change.
 
 Upstream: Megatron-LM pull request 6114, on the main branch since 2026-08-20 and in no release yet. The dev branch has
-mended it in a similar way.
+fixed it in a similar way.
 
-Delete when no supported release lacks that pull request.
+Delete when: the releases before the one that brings pull request 6114 are not supported.
 """
 
 from __future__ import annotations

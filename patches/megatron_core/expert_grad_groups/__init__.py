@@ -1,8 +1,8 @@
 """Gradients of experts whose tensor-parallel size is not that of the other layers, without expert parallelism.
 
-What is wrong (0.12 to 0.18): DistributedDataParallel sums the gradients of a weight over all data-parallel ranks. Where
+What is wrong (0.12 to 0.18): DistributedDataParallel sums the gradients of a weight over all data-parallel ranks. If
 the weight says `allreduce=False`, it sums over the ranks that have the same experts. The layers of megatron-core, of
-Transformer Engine and of modelopt say so where expert_model_parallel_size is above one. But the ranks are others as
+Transformer Engine and of modelopt say so if expert_model_parallel_size is above one. But the ranks are others as
 soon as expert_tensor_parallel_size differs from tensor_model_parallel_size.
 - Expert TP below TP: several tensor-parallel ranks have the same expert and different tokens. Each keeps the gradient
   of its own tokens, so the copies of an expert drift apart.
@@ -10,21 +10,21 @@ soon as expert_tensor_parallel_size differs from tensor_model_parallel_size.
 Both are silent. In 0.12 the local layers of an expert that is not cut also scatter its output over the tensor-parallel
 ranks of the other layers, which is a crash, or gives other values.
 
-The patch says `allreduce=False` for weights of experts where EP is above one or expert TP differs: when a MoELayer is
+The patch says `allreduce=False` for weights of experts if EP is above one or expert TP differs: when a MoELayer is
 built, and when DistributedDataParallel wraps a model, for models and adapters that are there already. Weights that say
 nothing about `allreduce` stay as they are. In 0.12 it also tells the local layers that the dispatcher sends the tokens.
 
-The optimizer has a part of its own for experts then, as under expert parallelism. So in such a layout an optimizer's
+The optimizer then has a separate part for experts, as under expert parallelism. So in such a layout an optimizer's
 checkpoint that was written without the patch cannot be loaded with it, nor the other way round. Weights load either
 way. A checkpoint that was written without the patch has one of the copies that have drifted apart. Other layouts are as
 before.
 
-With Transformer Engine 2.13 and later the gradient norm needs the patch tp-attributes, too. Weights of experts lack the
+With Transformer Engine 2.13 and later the gradient norm also needs the patch tp-attributes. Weights of experts lack the
 attributes by which the norm counts them there, so ranks would have different norms.
 
-Upstream: mended by pull request 5916, in 0.19.
+Upstream: fixed by pull request 5916, in 0.19.
 
-Delete when releases before 0.19 are not supported.
+Delete when: releases before 0.19 are not supported.
 """
 
 from __future__ import annotations

@@ -6,13 +6,15 @@ of that output. So the first layer rounds the stream to bf16, and every layer af
 effect behind the first addition.
 
 The patch: under the flag, residual and output are fp32 where a layer (TransformerLayer, MambaLayer) adds them, so that
-nothing is left to cast. Messages between pipeline stages then take fp32, too. That is what the flag asks for: the
+nothing is left to cast. Messages between pipeline stages are then fp32 as well. That is what the flag asks for: the
 stream needs the memory of fp32, and the messages twice the bytes, as from 0.17 on. Nothing happens without the flag.
 
-Upstream: fixed in 0.17 by pull request 3504. Delete when 0.16 is not supported.
+Upstream: fixed in 0.17 by pull request 3504.
 
 Not covered: the schedule that overlaps the messages of experts (overlap_moe_expert_parallel_comm) adds outside of the
 layer. CUDA graphs take inputs in the dtype of the weights.
+
+Delete when: 0.16 is not supported.
 """
 
 from __future__ import annotations

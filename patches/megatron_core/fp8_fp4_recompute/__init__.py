@@ -28,8 +28,9 @@ Not covered:
 - CheckpointWithoutOutput keeps its bookkeeping. It sets `fp8` even if the argument is False, on purpose: amax of layer
   norms and activations depends on it. From 0.13 it restores the recipe but not the group, as upstream does.
 
-Upstream: Megatron-LM issue 7538 (open). Delete a variant when its releases are no longer supported, and the patch when
-CheckpointFunction restores the region upstream.
+Upstream: Megatron-LM issue 7538 (open).
+
+Delete when: CheckpointFunction restores the FP8/FP4 region upstream, and the releases before that are not supported.
 """
 
 from __future__ import annotations

@@ -6,19 +6,22 @@ What is wrong (0.12 to 0.20): if the base weights are frozen, as under LoRA, the
 - With recompute_modules=["layernorm"] the norms in front of the first adapter save nothing for their recompute, and
   backward raises a TypeError (StopIteration in 0.20).
 - 0.20 has hyper connections. With recompute_modules=["mhc"] those in front of the first adapter are recomputed in the
-  same way, and backward raises StopIteration, if they are frozen too.
+  same way, and backward raises StopIteration, if they are frozen as well.
 
 The patch makes the hidden states [s, b, h] that enter a block require a gradient, if none is required yet, the block
 has trainable weights, and layers, norms or frozen hyper connections are recomputed. Trainers whose hook makes the
 embeddings require a gradient see no change.
 
-Upstream: open. Delete when TransformerBlock does so itself.
+Upstream: open.
 
 Not covered: other single modules (recompute_granularity="selective") in front of the first adapter. Stock is right if
 adapters come before such a module, and the patch would cost that case memory. In front of the first adapter,
 tensor_parallel.checkpoint does not train the adapters inside the module, and CheckpointWithoutOutput (moe_act,
 mla_up_proj) makes backward raise the TypeError, because it saved nothing for the recompute. The remedy for both: make
 the embeddings require a gradient by a hook on their output.
+
+Delete when: TransformerBlock lets what it recomputes from require a gradient, and the releases before that are not
+supported.
 """
 
 from __future__ import annotations

@@ -5,16 +5,16 @@ prediction of any embedding. finalize_model_grads sums their gradients. A frozen
 all-reduce of None raises a TypeError in the first step. So LoRA on a model with tied embeddings cannot be trained on
 more than one pipeline stage.
 
-The patch leaves out the sum where the embedding of this stage has no gradient, as later releases do. Wherever there is
-one, stock does it all.
+The patch leaves out the sum if the embedding of this stage has no gradient, as later releases do. If there is one,
+stock does it all.
 
-Upstream: mended by commit afb755f548, in 0.13.
+Upstream: fixed by commit afb755f548, in 0.13.
 
 Not covered, on no release: an embedding that is frozen on one stage and trained on the other. The stage that trains it
 waits for the other one for ever. `embedding.word_embeddings.weight` on the first stage and `output_layer.weight` on the
 last one are the same weight, so freeze both.
 
-Delete when 0.12 is not supported.
+Delete when: megatron-core 0.12 is not supported.
 """
 
 from __future__ import annotations

@@ -8,17 +8,17 @@ The patch does nothing until the option `fuse` is true. Then a call with labels 
 shim.ops.linear_token_logprobs, for the main model and for MTP. Logits exist one tile at a time, in forward and again in
 backward.
 - The model computes its loss on a view of itself. The view's output layer returns a promise of logits, and
-  compute_language_model_loss takes promises. Whatever else touches a promise gets the logits themselves, or an error
-  where their gradient would be lost.
+  compute_language_model_loss takes promises. Whatever else touches a promise gets the logits themselves, or an error if
+  their gradient would be lost.
 - What ColumnParallelLinear does around its product stays: sums over tensor-parallel ranks, the gather of
   sequence-parallel shards, the sum in main_grad of gradient_accumulation_fusion, which is not rounded before. A frozen
   weight gets no gradient.
-- A LoRA adapter of Megatron-Bridge around the output layer runs itself. Its second layer promises its logits too, and
+- A LoRA adapter of Megatron-Bridge around the output layer runs itself. Its second layer also promises its logits, and
   two promises add up to one: the losses are made with a second product of low rank.
 - Hooks before the output layer's forward run as before. They get a view of the layer.
 - A negative label means no target: loss and gradient are zero, as with chunked-logprob.
-- With the option `skip_masked` too, tokens without a target, and those that the model's loss_mask leaves out, do not
-  reach the product. Their loss is then zero, where stock returns one, which the trainer multiplies by zero.
+- With the option `skip_masked` as well, tokens without a target, and those that the model's loss_mask leaves out, do
+  not reach the product. Their loss is then zero; stock returns one, which the trainer multiplies by zero.
 - cross_entropy_loss_fusion changes nothing any more.
 
 No release has label smoothing, z-loss or a temperature in this loss.
@@ -26,7 +26,7 @@ No release has label smoothing, z-loss or a temperature in this loss.
 A model takes stock's way, and shim.check() says why, if
 - its output layer, or the adapter around it, is of another class, such as one in FP8, or has a bias, a module of its
   own, or hooks that want its logits; an adapter also if it has its dropout behind its second layer,
-- it has a compute_language_model_loss of its own,
+- its compute_language_model_loss is not upstream's,
 - the config has defer_embedding_wgrad_compute, GTP or config_logger_dir.
 A call takes stock's way without labels, with an output_processor, and under torch.compile. It does so with a warning
 under autocast, with gathered logits (runtime_gather_output), with logits in another dtype than the hidden states, and
@@ -37,7 +37,7 @@ pass that makes the loss.
 
 Upstream: cross_entropy_fusion_impl="linear" on the dev branch, on Blackwell only. With it stock's way is taken.
 
-Delete when the oldest supported release has such a loss on every device.
+Delete when: the oldest supported release has such a loss on every device.
 """
 
 from __future__ import annotations

@@ -6,10 +6,12 @@ that of the whole group. The gate does not fit the output of attention, and the 
 RuntimeError.
 
 The patch takes the same heads from the gate. It is a view, and its gradient is zero for the heads of other ranks, as
-that of the query. The gather in front of both sums over ranks. Nothing happens where the gate has as many heads as
+that of the query. The gather in front of both sums over ranks. Nothing happens if the gate has as many heads as
 the query.
 
-Upstream: fixed in 0.17 by pull request 3575. Delete when 0.16 is not supported.
+Upstream: fixed in 0.17 by pull request 3575.
+
+Delete when: megatron-core 0.16 is not supported.
 """
 
 from __future__ import annotations

@@ -11,10 +11,12 @@ the number of layers and of microbatches. Nothing happens under sequence paralle
 frozen norms and for models without gated delta net. Copies that have drifted apart stay apart until a checkpoint is
 loaded.
 
-Upstream: open. Delete when finalize_model_grads sums the gradient in every supported release.
+Upstream: open.
 
-Not covered: a trainer with a function of its own in the place of _allreduce_non_tensor_model_parallel_grads, as slime
-has. The report says "conflict" then.
+Not covered: a trainer with another function in the place of _allreduce_non_tensor_model_parallel_grads, as slime has.
+The report says "conflict" then.
+
+Delete when: finalize_model_grads sums the gradient in every supported release.
 """
 
 from __future__ import annotations

@@ -8,9 +8,12 @@ The patch: with label smoothing and TP above one, shim.ops.token_logprobs comput
 vocabulary with one all-gather. A negative target then means no target: loss and gradient are zero. Every other call
 goes to upstream's function.
 
-If chunked-logprob is applied too, it is the outer layer and computes the same loss.
+If chunked-logprob is also applied, it is the outer layer and computes the same loss.
 
-Upstream: open. Delete when no supported release smooths over a part of the vocabulary.
+Upstream: open.
+
+Delete when: vocab_parallel_cross_entropy smooths over the whole vocabulary, and the releases before that are not
+supported.
 """
 
 from __future__ import annotations

@@ -1,24 +1,25 @@
-"""Layers of another pipeline stage, where the config has a pipeline_model_parallel_layout.
+"""Layers of another pipeline stage, if the config has a pipeline_model_parallel_layout.
 
 What is wrong (0.15 to 0.20): three functions say which layers a pipeline stage has. Each takes the stage as `pp_rank`.
-Where the config has a pipeline_model_parallel_layout, they leave `pp_rank` out and answer for the rank's own stage:
+If the config has a pipeline_model_parallel_layout, they leave `pp_rank` out and answer for the rank's own stage:
 - get_transformer_layer_offset, how many layers come before,
 - get_num_layers_to_build, how many it has,
 - get_mtp_num_layers_to_build, how many of multi-token prediction (MTP) it has, from 0.16 on.
 
 Without a layout the first two answer for `pp_rank`. Two kinds of users meet it, in silence:
-- Who asks for another stage, to name its layers in a checkpoint or to send their weights, gets its own layers.
-- A model with a pipeline group of its own (`pg_collection.pp`) has the layers of parallel_state's stage on every rank.
+- Asking for another stage, to name its layers in a checkpoint or to send their weights, returns the caller's own.
+- A model with another pipeline group (`pg_collection.pp`) has the layers of parallel_state's stage on every rank.
   Without parallel_state such a model cannot be built.
 
-The patch hands these functions a copy of the config, whose layout answers for `pp_rank` where the call names no other.
+The patch hands these functions a copy of the config, whose layout answers for `pp_rank` if the call names no other.
 The layout's own methods take it. Nothing else happens to a call without `pp_rank`, or without a layout.
 
-Left alone: get_mtp_layer_offset has no `pp_rank`. get_mtp_num_layers_to_build answers for the own rank without a layout
-too, from 0.16 on. mtp_on_this_rank asks parallel_state.
+Left alone: get_mtp_layer_offset has no `pp_rank`. get_mtp_num_layers_to_build also answers for the own rank without a
+layout, from 0.16 on. mtp_on_this_rank asks parallel_state.
 
-Upstream: nobody has mended it. 0.12 to 0.14 take no `pp_rank`; moved-symbols adds it, and answers for a layout too.
-Delete when the supported releases pass `pp_rank` on to the layout.
+Upstream: open. 0.12 to 0.14 take no `pp_rank`; moved-symbols adds it, and also answers for a layout.
+
+Delete when: the supported releases pass pp_rank on to the layout.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Loss functions that count the tokens of their rank, under context parallelism, as an option.
 
-What stock does (0.12 to 0.20): a loss function may return the sum of its losses, the number of its tokens, and what is
+What is wrong (0.12 to 0.20): a loss function may return the sum of its losses, the number of its tokens, and what is
 logged. Without calculate_per_token_loss the schedules divide the first by the second. Under context parallelism (CP) a
-rank has a part of each sequence, and gradients are averaged over these ranks. So where a loss mask leaves the ranks
+rank has a part of each sequence, and gradients are averaged over these ranks. So if a loss mask leaves the ranks
 different numbers of tokens, the tokens of a rank with few of them count more. A sequence with one token on two ranks
 has half its gradient.
 
-Every release takes a count of its own for right: from 0.13 on that of all ranks of the CP group, divided by their
-number; 0.12, which multiplies by their number, that of all. Few loss functions return it. pretrain_gpt of Megatron-LM
-sums over the group in 0.12, and returns the count of its rank from 0.13 on.
+Releases expect different counts: from 0.13 on that of all ranks of the CP group, divided by their number; 0.12, which
+multiplies by their number, that of all. Few loss functions return it. pretrain_gpt of Megatron-LM sums over the group
+in 0.12, and returns the count of its rank from 0.13 on.
 
 The patch does nothing until the option `sum_over_cp` is true. Then a loss function returns the sum and the count of its
 own rank, on every release. The count is summed over the CP group, and the loss is divided by the sum. From 0.13 on the
@@ -19,9 +19,11 @@ the rank's own. It costs a message of one number in each microbatch, and no wait
 A trainer that sums counts over the CP group by itself must leave the option off.
 
 Nothing happens with calculate_per_token_loss, for a loss function of two values, on one CP rank, or for outputs that
-are no loss. The loss of multi-token prediction has a division of its own.
+are no loss. The loss of multi-token prediction is divided elsewhere.
 
-Upstream: open (Megatron-LM pull request 7513). Delete when the supported releases sum the count over the CP group.
+Upstream: open (Megatron-LM pull request 7513).
+
+Delete when: the supported releases sum the count over the context-parallel group.
 """
 
 from __future__ import annotations

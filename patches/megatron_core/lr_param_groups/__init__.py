@@ -5,16 +5,18 @@ What is wrong (0.16 to 0.18): a checkpoint's parameter groups are matched with t
 `config_overrides`, which set max_lr, min_lr, start_wd or end_wd, and nothing sets is_decoupled_lr any more. So groups
 that differ in nothing else collide, those of decoupled_lr among them. The checkpoint's last one stands for all.
 - The distributed optimizer gives each of them the learning rates of the last, in silence.
-- In the others torch raises a ValueError about the size of a group. Where the sizes are the same they are wrong, too.
+- In the others torch raises a ValueError about the size of a group. If the sizes are the same they are wrong as well.
 
-What the patch does: where groups of the checkpoint collide, it also compares max_lr, min_lr, start_wd, end_wd and
-optimizer. Groups that are the same in these, too, keep their order. A learning rate may change on resume: a group that
-is left over goes with the only one that is left over in the checkpoint. Where several are left over, a
-ParamGroupsError names them. Where nothing collides, stock does it all. The file has what stock writes, so it can be
+What the patch does: if groups of the checkpoint collide, it also compares max_lr, min_lr, start_wd, end_wd and
+optimizer. Groups that are the same in these as well keep their order. A learning rate may change on resume: a group
+that is left over goes with the only one that is left over in the checkpoint. If several are left over, a
+ParamGroupsError names them. If nothing collides, stock does it all. The file has what stock writes, so it can be
 loaded with and without the patch. Megatron-FSDP has its own way, which stays.
 
 Upstream: fixed in 0.19 by pull request 4705, which puts all these fields into the keys, so that a changed learning rate
-raises an error there. Delete when releases before 0.19 are not supported.
+raises an error there.
+
+Delete when: releases before 0.19 are not supported.
 """
 
 from __future__ import annotations

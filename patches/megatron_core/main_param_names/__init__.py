@@ -3,14 +3,14 @@
 What is wrong (0.14 to 0.16): `reload_model_params(state_dict)` gives the distributed optimizer main parameters in the
 precision of a checkpoint, instead of those of bf16 weights. It looks for each parameter's name anywhere in the keys of
 the checkpoint. The name of weight1 is a part of the keys of weight1 and weight10. So from 11 local experts of
-TEGroupedMLP on it raises "AssertionError: Parameter ... has 2 matches in state dict". Whoever starts from weights alone
-meets it with load_main_params_from_ckpt. Without that, training starts from rounded weights.
+TEGroupedMLP on it raises "AssertionError: Parameter ... has 2 matches in state dict". A trainer that starts from
+weights alone meets it with load_main_params_from_ckpt. Without that, training starts from rounded weights.
 
-The patch makes a key match where it ends with the name. Keys of which none begins another one go to stock as they are.
+The patch makes a key match if it ends with the name. Keys of which none begins another one go to stock as they are.
 
 Upstream: fixed by pull request 3569, in 0.17.
 
-Delete when releases before 0.17 are not supported.
+Delete when: releases before 0.17 are not supported.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 What is wrong (0.12 to 0.18): MambaLayer builds its norm without the config's layernorm_epsilon, so it has the default
 of the norm's class, 1e-5. A model with another epsilon, such as 1e-6, computes something else than its config says, and
-than it was pretrained with elsewhere. Only specs whose MambaLayer has a norm of its own meet this: in upstream's specs
-for Transformer Engine the norm is part of the mixer's first projection, and gets the config's.
+than it was pretrained with elsewhere. Only specs with a separate norm in MambaLayer meet this: in upstream's specs for
+Transformer Engine the norm is part of the mixer's first projection, and gets the config's.
 
 The patch: when a MambaLayer is built, its norm gets the config's epsilon. All norms that upstream can build read theirs
 in each forward. A layer that was built before the patch was applied keeps its own; shim.check(model) says so.
@@ -11,7 +11,9 @@ in each forward. A layer that was built before the patch was applied keeps its o
 A model that was trained without the patch was trained with the other epsilon. To go on with that, put 1e-5 into the
 config.
 
-Upstream: Megatron-LM pull request 5750, in 0.19. Delete when 0.19 is the oldest supported release.
+Upstream: Megatron-LM pull request 5750, in 0.19.
+
+Delete when: 0.19 is the oldest supported release.
 """
 
 from __future__ import annotations

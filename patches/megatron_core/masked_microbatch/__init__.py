@@ -6,13 +6,15 @@ is zero everywhere, that is 0 / 0. The loss is NaN, and so is the gradient of ev
 without a check for NaN, the weights are lost.
 
 The patch hands the schedules a count of one instead of zero. The loss of such a microbatch is then zero, and so is its
-gradient. The number of microbatches, by which the schedules divide too, stays: the gradient is that of the other
+gradient. The number of microbatches, by which the schedules also divide, stays: the gradient is that of the other
 microbatches, scaled as ever. The count that the schedules add up stays zero. Every other count keeps its value.
 
-Upstream: 0.15 divides by max(count, 1), by commit 1aef9f8eff. Delete when 0.14 is not supported.
+Upstream: 0.15 divides by max(count, 1), by commit 1aef9f8eff.
 
-Not covered: loss functions that return two values have divided by themselves. The loss of multi-token prediction has a
-division of its own, which mtp-packed-sequences mends.
+Not covered: loss functions that return two values have divided by themselves. The loss of multi-token prediction is
+divided elsewhere, which mtp-packed-sequences fixes.
+
+Delete when: megatron-core 0.14 is not supported.
 """
 
 from __future__ import annotations

@@ -10,7 +10,9 @@ The patch detaches the maximum as soon as it is there. Upstream uses it for the 
 From 0.17 it also begins anew behind a `clip_qk` that only logs, as 0.19 does. 0.16 cannot log without a maximum, and
 keeps its running one.
 
-Upstream: fixed in 0.19 by pull request 5067. Delete when 0.18 is not supported.
+Upstream: fixed in 0.19 by pull request 5067.
+
+Delete when: megatron-core 0.18 is not supported.
 """
 
 from __future__ import annotations

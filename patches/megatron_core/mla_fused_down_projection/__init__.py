@@ -9,7 +9,9 @@ checkpoint has a rank's rows in the same order already. On one rank upstream's f
 
 The gradient of the rotary key is the matter of mla-rope-key-gradient, as for the unfused layer.
 
-Upstream: fixed in 0.19 by pull request 5383. Delete when 0.18 is not supported.
+Upstream: fixed in 0.19 by pull request 5383.
+
+Delete when: megatron-core 0.18 is not supported.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The gradient of the rotary key of multi-latent attention under tensor parallelism.
 
 What is wrong (0.12 to 0.20): all heads of multi-latent attention share one rotary part of the key. A tensor-parallel
-rank has some of the heads, so its gradient for that part is a part of the sum. Nobody sums it:
+rank has some of the heads, so its gradient for that part is a part of the sum. Nothing sums it:
 
 | down projection of the key | without sequence parallelism | with it |
 |---|---|---|
@@ -11,18 +11,20 @@ rank has some of the heads, so its gradient for that part is a part of the sum. 
 A column-parallel projection is gathered, and in backward each rank takes its columns of its own gradient. A
 duplicated one trains on the rank's own gradient. With sequence parallelism the rotary part of a duplicated one is
 gathered over ranks, whose backward sums. Everything before the projection gets the wrong gradient, too: the hidden
-states, and so all layers below, also where attention itself is frozen.
+states, and so all layers below, also if attention itself is frozen.
 
-The patch sums the gradient over tensor-parallel ranks where stock does not: one all-reduce of [s, b, rotary head
+The patch sums the gradient over tensor-parallel ranks if stock does not: one all-reduce of [s, b, rotary head
 size] for each layer and microbatch, in backward, which is what upstream does for any input that ranks share. It does
 so before the key is rotated, with the fused and the unfused function, and in the recompute of mla_up_proj. Nothing
-happens on one rank, for a duplicated projection with sequence parallelism, and where nothing below needs a gradient.
+happens on one rank, for a duplicated projection with sequence parallelism, and if nothing below needs a gradient.
 
-Not covered: absorbed_mla (from 0.17), where the compressed key and value is shared in the same way. Copies of a weight
+Not covered: absorbed_mla (from 0.17), which shares the compressed key and value in the same way. Copies of a weight
 that have drifted apart stay apart until a checkpoint is loaded, which has that of the first rank.
 
-Upstream: Megatron-LM pull request 6839 (open). It leaves out sequence parallelism, where a column-parallel projection
-needs the sum, too. Delete when every supported release sums the gradient.
+Upstream: Megatron-LM pull request 6839 (open). It leaves out sequence parallelism, with which a column-parallel
+projection needs the sum as well.
+
+Delete when: every supported release sums the gradient of the rotary key over tensor-parallel ranks.
 """
 
 from __future__ import annotations

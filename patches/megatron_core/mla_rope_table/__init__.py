@@ -10,7 +10,9 @@ with another group gets the table that is cut for the first.
 The patch makes upstream's function compute a new table whenever the length differs from that of the cached table, and
 before and after a call with another group than the module's own.
 
-Upstream: open. Delete when every supported release cuts the table after it reads the cache.
+Upstream: open.
+
+Delete when: the table is cut after it is taken from the cache, and the releases before that are not supported.
 """
 
 from __future__ import annotations

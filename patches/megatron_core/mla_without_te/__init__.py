@@ -1,14 +1,16 @@
 """Multi-latent attention without Transformer Engine.
 
-What is wrong (0.16): multi_latent_attention takes Transformer Engine for installed where
+What is wrong (0.16): multi_latent_attention takes Transformer Engine for installed if
 megatron.core.extensions.transformer_engine can be imported. But that can be imported without it, and then has mocks in
 the place of layers. MultiLatentAttention asks whether its output projection is a TELinear. That is a mock and no class,
 so isinstance() raises a TypeError. No model with multi-latent attention can be built, with local layers neither.
 
-The patch makes the flag of that module False where TELinear is no class. With Transformer Engine the flag stays True.
+The patch makes the flag of that module False if TELinear is no class. With Transformer Engine the flag stays True.
 
 Upstream: fixed in 0.17 by pull request 3763, which takes the flag of megatron.core.extensions.transformer_engine. Up to
-0.15 the module asks only for FP8, which needs Transformer Engine anyway. Delete when 0.16 is not supported.
+0.15 the module asks only for FP8, which needs Transformer Engine anyway.
+
+Delete when: 0.16 is not supported.
 """
 
 from __future__ import annotations

@@ -9,13 +9,13 @@ three ways:
   losses are multiplied by the tokens of a rank, and the gradient is divided by the tokens of all.
 - With calculate_per_token_loss and a padding mask, the auxiliary loss is multiplied by the tokens of the group instead
   (0.16 to 0.19): the sum over ranks overwrites the count of the rank before it is read. From 0.16 to 0.18 this cancels
-  the defect before. 0.19 mends that one alone, and the gradient is too large by the number of ranks. The global
+  the defect before. 0.19 fixes that one alone, and the gradient is too large by the number of ranks. The global
   auxiliary loss is too large by the number of data-parallel ranks from 0.16 on.
 
 So a run on two ranks balances its experts half as hard as the same run on one, or twice as hard.
 
 The patch multiplies the scale that forward_step sets for these losses by what is missing, and gives the auxiliary loss
-the tokens of a rank: those of the group, divided by its ranks. It mends both or neither, so `exclude` takes both. It
+the tokens of a rank: those of the group, divided by its ranks. It fixes both or neither, so `exclude` takes both. It
 costs two operations on one number in a microbatch, and one in a layer that gets a padding mask. What is logged does not
 change. Nothing happens on one rank, nor in a model without experts.
 
@@ -24,13 +24,14 @@ Left alone:
 - How the global auxiliary loss depends on data-parallel ranks. Its gradient is divided by their number although the
   loss is a sum over them (Megatron-LM issue 3672, open). With the patch it is the same with and without a padding mask
   and calculate_per_token_loss.
-- Without calculate_per_token_loss, the z-loss is the mean over ranks of their means, also where a mask leaves them with
+- Without calculate_per_token_loss, the z-loss is the mean over ranks of their means, also if a mask leaves them with
   different numbers of tokens.
 - The z-loss of 0.12's dispatcher alltoall_seq with calculate_per_token_loss: its auxiliary loss is right, and the
   z-loss is too small by the number of tensor-parallel ranks.
 
-Upstream: pull request 2217 (in 0.16) and 5047 (in 0.19) mend the first two; 7481 is open for the third. Delete when no
-supported release lacks these.
+Upstream: pull request 2217 (in 0.16) and 5047 (in 0.19) fix the first two; 7481 is open for the third.
+
+Delete when: the oldest supported release has all three pull requests.
 """
 
 from __future__ import annotations

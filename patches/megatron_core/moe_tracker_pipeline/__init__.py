@@ -1,4 +1,4 @@
-"""The log of a mixture of experts, where a pipeline stage has no experts and the model has MTP.
+"""The log of a mixture of experts, if a pipeline stage has no experts and the model has MTP.
 
 What is wrong (0.13 to 0.16): routers keep their auxiliary losses in a tensor with one place for each layer, MTP layers
 included. track_moe_metrics sums these tensors over the pipeline. A stage without experts has none, and
@@ -11,9 +11,9 @@ runs. That stage then holds a tensor with more places, one for each MTP layer. W
 
 Upstream: Megatron-LM pull request 3401, in 0.17.
 
-Delete when no supported release is older than 0.17.
-
 A trainer that does not pass `mtp_num_layers` to track_moe_metrics hangs in every release, with and without the patch.
+
+Delete when: no supported release is older than 0.17.
 """
 
 from __future__ import annotations

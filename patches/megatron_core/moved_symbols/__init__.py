@@ -6,23 +6,24 @@ Megatron-Bridge takes plain GELU for `fused_bias_geglu.quick_gelu`, and the mode
 - 0.12 and 0.13 have no unwrap_model, no megatron.core.activations and no is_pp_first_stage, is_pp_last_stage,
   is_vp_first_stage and is_vp_last_stage. 0.12 has none of get_pg_size, get_pg_rank,
   get_tensor_model_parallel_group_if_none, set_experimental_flag and is_experimental_enabled either.
-- 0.12 has get_moe_layer_wise_logging_tracker in parallel_state, where 0.13 has it in moe_utils.
-- 0.14 has quick_gelu in activations alone, and 0.15 in fused_bias_geglu too.
+- 0.12 has get_moe_layer_wise_logging_tracker in parallel_state, and 0.13 in moe_utils.
+- 0.14 has quick_gelu in activations alone, and 0.15 also in fused_bias_geglu.
 - 0.17 has taken custom_layers.transformer_engine away, which was another name of extensions.transformer_engine.
 - `vp_stage` came with 0.13, and `pp_rank` of three functions with 0.15.
 
-The patch: where the release has the object under another name, the name gives the very same object, looked up whenever
-it is read. Where it has none, the name gets a small function that does what the later one does. A function that is
+The patch: if the release has the object under another name, the name gives the very same object, looked up whenever
+it is read. If it has none, the name gets a small function that does what the later one does. A function that is
 given `vp_stage` or `pp_rank` is computed as if the rank stood there. GPTModel and TransformerBlock accept the
 `vp_stage` that parallel_state has, and raise for another one: their sharded_state_dict of 0.12 reads it there again.
 
 Left alone are names that no release before has in any form, such as CudaGraphScope before 0.16, and names whose earlier
 kin is another thing, such as ModelCommProcessGroups. docs/moved-symbols.md lists them with the reasons. The patch also
-fills in no `vp_stage` that a call leaves out from 0.13 on: parallel_state holds 0 there until somebody sets it, and the
+fills in no `vp_stage` that a call leaves out from 0.13 on: parallel_state holds 0 there until it is set, and the
 wrong chunk would be taken in silence.
 
-Upstream: these are no defects of a release. Delete when 0.16 is the oldest supported release and nobody imports
-custom_layers.transformer_engine.
+Upstream: these are no defects of a release.
+
+Delete when: 0.16 is the oldest supported release, and trainers import megatron.core.extensions.transformer_engine.
 """
 
 from __future__ import annotations

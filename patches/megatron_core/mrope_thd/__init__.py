@@ -10,22 +10,23 @@ What is wrong, with position_embedding_type="mrope":
 MultimodalRotaryEmbedding.forward cuts its table, a row for each token, for the context-parallel rank, as if the packed
 row were one sequence. The rotation of packed rows expects a whole table, and cuts it sequence by sequence. So tokens
 take the positions of others, in silence; a sequence that is longer than a rank's part of the row crashes. Up to 0.14
-the rotation takes the table's first rows for every sequence, on one rank too. In 0.12 the table is cut in the dimension
-of the batch, which raises, or gives wrong rows where the batch can be cut.
+the rotation takes the table's first rows for every sequence, also on one rank. In 0.12 the table is cut in the
+dimension of the batch, which raises, or gives wrong rows if the batch can be cut.
 
 The patch: for a packed row the table stays whole, as that of RotaryEmbedding does. From 0.16 on the embedding takes a
 context-parallel group of one rank in a call of GPTModel._preprocess with a packed row. _preprocess itself, which may be
 a trainer's own, sees the group that it was given. Before, get_pos_emb_on_this_cp_rank cuts nothing in such a call. Up
-to 0.14 apply_rotary_pos_emb also takes the token's own row, fused or not, where the config has an mrope_section. On
-0.12 dimension 0 is cut. Nothing happens for unpacked rows elsewhere, and for an embedding with a forward of its own.
+to 0.14 apply_rotary_pos_emb also takes the token's own row, fused or not, if the config has an mrope_section. On 0.12
+dimension 0 is cut. Nothing happens for unpacked rows elsewhere, and for an embedding with another forward.
 
 position_ids are those of the whole packed row, [3, 1, T], as upstream has them for unpacked rows.
 
 Fused rotations (apply_rope_fusion) count positions from the beginning of each sequence, also with this patch, from 0.15
-on: rope-fusion mends that.
+on: rope-fusion fixes that.
 
-Upstream: on the dev branch MultimodalRotaryEmbedding.forward takes packed_seq; the main branch does not. Delete when
-every supported release leaves the table of packed rows whole.
+Upstream: on the dev branch MultimodalRotaryEmbedding.forward takes packed_seq; the main branch does not.
+
+Delete when: every supported release leaves the table of packed rows whole.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 What is wrong (0.12): the projection eh_proj of a layer of multi-token prediction leaves each tensor-parallel rank with
 a part of the hidden size. The layer gathers the parts by all_gather_last_dim_from_tensor_parallel_region, whose
-backward sums the gradients of all ranks. But every rank has the whole gradient already, with sequence parallelism too.
+backward sums the gradients of all ranks. But every rank has the whole gradient already, also with sequence parallelism.
 So all that flows back through eh_proj is TP times too large: the gradient of eh_proj, of its two norms, and what
 multi-token prediction adds to the embedding and to the main model.
 
@@ -10,7 +10,9 @@ The patch lets the layer gather by gather_from_tensor_model_parallel_region, who
 sends the same message in forward, and none in backward. The other user of the first gather, the legacy dispatcher of
 experts, keeps it: there the gradients of the ranks are parts of a sum.
 
-Upstream: fixed in 0.13, in the same way, by commit 06e9f28b30. Delete when 0.12 is not supported.
+Upstream: fixed in 0.13, in the same way, by commit 06e9f28b30.
+
+Delete when: 0.12 is not supported.
 """
 
 from __future__ import annotations

@@ -28,8 +28,9 @@ Not covered:
   of its own. That is a conflict.
 - cross_entropy_fusion_impl="linear" of the dev branch of 2026-08, on Blackwell: a rank divides by its own count.
 
-Upstream: open (Megatron-LM pull request 7498, issue 7452; mcore-bridge issue 104). Delete when the oldest supported
-release sums the count over the CP group.
+Upstream: open (Megatron-LM pull request 7498, issue 7452; mcore-bridge issue 104).
+
+Delete when: the oldest supported release sums the count of targets over the context-parallel group.
 """
 
 from __future__ import annotations

@@ -1,33 +1,36 @@
 """Multi-token prediction that leaves the main model alone, as two options.
 
-What stock does (0.12 to 0.20): the loss of multi-token prediction (MTP) is always computed, and its gradient reaches
+What is missing (0.12 to 0.20): the loss of multi-token prediction (MTP) is always computed, and its gradient reaches
 the main model by three ways: the hidden states that MTP starts from, the embedding of the next tokens, and the weight
-of the output layer. Reinforcement learning must not train the policy on it. 0.19 brought a field of the config,
-mtp_detach_heads (Megatron-LM pull request 3456). Before there is none, and no release can leave the loss out.
+of the output layer. Reinforcement learning must not train the policy on it. No release before 0.19 can detach it, and
+none can leave the loss out.
 
 The patch does nothing until an option is true:
 - `detach` closes the three ways. MTP's own weights get the gradients that they have with stock, those of the main model
   the gradients that they have without MTP, bit for bit. A later depth still trains the earlier ones.
 - `skip_loss` leaves the loss out, with its logits. MTP layers run, so that hooks on them or on the MTP block see what
-  they get and give. A trainer that computes a loss of its own on that can have `detach` too: the hidden states and
-  the embedding are then without gradient, and the weight of the output layer is the trainer's own to detach.
+  they get and give. A trainer that computes its own loss on that can also have `detach`: the hidden states and the
+  embedding are then without gradient, and the weight of the output layer is the trainer's own to detach.
 
-Who carries it: verl (detach_encoder) and slime detach hidden states and embeddings, and where they compute the loss
+Who carries it: verl (detach_encoder) and slime detach hidden states and embeddings, and if they compute the loss
 themselves the output weight; SkyRL leaves the loss out and detaches all three; mcore-bridge (mtp_decoder_input_detach)
 detaches the embeddings alone.
 
 Not covered:
 - The expert all-to-all overlap runs MTP layers without their block, so `detach` misses the hidden states and the
   embedding there (mtp_detach_heads the hidden states). shim.check() says so.
-- What an output layer has beside its weight, such as an adapter, is trained by MTP too, as with mtp_detach_heads.
+- What an output layer has beside its weight, such as an adapter, is also trained by MTP, as with mtp_detach_heads.
   shim.check() says so.
-- mcore-bridge runs MTP and its loss by functions of its own, which call none of these. It has an option of its own.
+- mcore-bridge runs MTP and its loss by other functions, which call none of these. It has a separate option.
 - Clipping: the norm has the gradients of MTP in it. With mtp_detach_heads 0.19 clips them apart.
 - 0.12 and 0.13 log a loss of zero under `skip_loss`. Later releases log none.
-- An embedding on a stage behind the first that nobody but MTP uses gets no gradient under `detach`. overlap_grad_reduce
-  waits for one, as it does with mtp_detach_heads.
+- An embedding on a stage behind the first that only MTP uses gets no gradient under `detach`. overlap_grad_reduce waits
+  for one, as it does with mtp_detach_heads.
 
-Delete when the oldest supported release has mtp_detach_heads and a way to leave the loss out.
+Upstream: 0.19 has a field of the config, mtp_detach_heads (Megatron-LM pull request 3456). To leave the loss out is
+open.
+
+Delete when: the oldest supported release has mtp_detach_heads and a way to leave the loss out.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ a hybrid MTP layer also recomputes the layers of its own stack, inside the chunk
 all depths (mtp_use_repeated_layer), that layer is number 0 each time.
 
 Upstream: Megatron-LM issues 6760 and 7452 (the group given to the checkpoint); block and recompute_num_layers are open.
-Delete when every supported release recomputes MTP layers under both methods.
+
+Delete when: megatron-core recomputes MTP layers under both methods, and the releases before that are not supported.
 """
 
 from __future__ import annotations

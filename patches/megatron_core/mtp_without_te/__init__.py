@@ -4,9 +4,11 @@ What is wrong (0.20): MultiTokenPredictionLayer asks whether its linear layers a
 Transformer Engine these layers are mocks and no classes, so isinstance() raises a TypeError and no model with
 multi-token prediction can be built.
 
-The patch answers no where the layers are no classes. With Transformer Engine upstream's own function answers.
+The patch answers no if the layers are no classes. With Transformer Engine upstream's own function answers.
 
-Upstream: since pull request 5748; open. Delete when no supported release asks isinstance() about mocks.
+Upstream: since pull request 5748; open.
+
+Delete when: megatron-core asks isinstance() about classes only, and the releases before that are not supported.
 """
 
 from __future__ import annotations

@@ -1,22 +1,23 @@
-"""Checkpoints of the distributed optimizer whose sharding nobody has named.
+"""Checkpoints of the distributed optimizer whose sharding is not named.
 
 What is wrong (0.16 to 0.20): without `metadata["distrib_optim_sharding_type"]`,
 `DistributedOptimizer.sharded_state_dict` takes "fully_sharded_model_space". dist_checkpointing refuses it since 0.16:
-saving and loading raise CheckpointingException, "ShardedTensor.flattened_range is not supported". So who calls it as
-one did up to 0.15 cannot checkpoint an optimizer at all.
+saving and loading raise CheckpointingException, "ShardedTensor.flattened_range is not supported". A caller that was
+right up to 0.15 cannot checkpoint an optimizer at all.
 
 What the patch does: it takes "dp_reshardable" instead, as if the caller had named it. That is what Megatron-LM's own
 training takes since 0.15, so that its checkpoints and these can be exchanged. It sends no messages and copies nothing.
 "fully_reshardable" would gather the whole optimizer on every data-parallel rank, in fp32 and in host memory, or keep
-all ranks but one from writing. What "dp_reshardable" cannot do, it refuses aloud: to load into another tensor- or
-pipeline-parallel size, or with other buckets. Who needs that sets the option `sharding: fully_reshardable`, or names
-it (see reshardable-padding). Where a sharding is named, also a wrong one, and with Megatron-FSDP, stock does it all.
+all ranks but one from writing. What "dp_reshardable" cannot do, it refuses with an error: to load into another tensor-
+or pipeline-parallel size, or with other buckets. If you need that, set the option `sharding: fully_reshardable`, or
+name it (see reshardable-padding). If a sharding is named, also a wrong one, and with Megatron-FSDP, stock does it all.
 
 A checkpoint of the old default, which 0.15 and earlier have written, cannot be loaded from 0.16 on, with and without
 the patch. Weights in fp32 need dp-reshardable-fp32 as well.
 
-Upstream: the default is the same on main. Delete when megatron-core has a default that it can save, and the releases
-before that are not supported.
+Upstream: the default is the same on main.
+
+Delete when: megatron-core's default can be saved, and the releases before that are not supported.
 """
 
 from __future__ import annotations

@@ -5,13 +5,15 @@ default group of torch.distributed, which has all ranks, and tensors over the pi
 NCCL makes the communicator of a group in the first batch of messages over it, for which it waits for all ranks of the
 group. That of the pipeline group is made for the first tensor, when ranks from the third stage on still wait for a
 shape. So the first step hangs with more than two stages, unless something else has used the pipeline group before, or
-communicators are made at once (`device_id`). ms-swift and slime have moved the tensors to the default group, too.
+communicators are made at once (`device_id`). ms-swift and slime have moved the tensors to the default group as well.
 
-What the patch does: shapes are sent by upstream's `_batched_p2p_ops`, over the pipeline group, as from 0.16 on. Where a
-trainer has exchanged that function for one with another group, shapes go where tensors go. There are as many messages
-and batches as on stock. `use_ring_exchange_p2p` has the right group, and stays upstream's.
+What the patch does: shapes are sent by upstream's `_batched_p2p_ops`, over the pipeline group, as from 0.16 on. If a
+trainer has replaced that function by one with another group, shapes go where tensors go. There are as many messages and
+batches as on stock. `use_ring_exchange_p2p` has the right group, and stays upstream's.
 
-Upstream: mended in 0.16 by commit 5b322e5f85. Delete when no release before 0.16 is supported.
+Upstream: fixed in 0.16 by commit 5b322e5f85.
+
+Delete when: releases before 0.16 are not supported.
 """
 
 from __future__ import annotations

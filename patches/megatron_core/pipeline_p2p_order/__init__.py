@@ -5,23 +5,24 @@ of messages sends to prev and then to next, and receives from prev and then from
 each other by their order alone. So what one rank sends to its previous stage, a gradient, arrives where the other one
 receives from its own previous stage, and waits for an activation. Without `overlap_p2p_comm` the steady state of the
 interleaved schedule has such batches:
-- `batch_p2p_comm`, the default, crosses activations and gradients. That is silent where all have the same shape.
-- `variable_seq_lengths` sends shapes in batches in any case. So they are crossed with `batch_p2p_comm=False`, too,
+- `batch_p2p_comm`, the default, crosses activations and gradients. That is silent if all have the same shape.
+- `variable_seq_lengths` sends shapes in batches in any case. So they are crossed with `batch_p2p_comm=False` as well,
   whose tensors have the right order.
 megatron.training refuses two pipeline ranks with virtual stages without `overlap_p2p_comm`. megatron-core does not.
 
-What the patch does: where prev and next are the same rank, what goes to next is sent first. There are as many messages
-and batches as on stock, and nobody waits longer. With more than two pipeline ranks upstream gets the call as it is.
+What the patch does: if prev and next are the same rank, what goes to next is sent first. There are as many messages
+and batches as on stock, and no rank waits longer. With more than two pipeline ranks upstream gets the call as it is.
 
 gloo pairs messages in the order of the calls. NCCL pairs those of one peer in the order of the calls within a group as
-well, as its manual says, so it crosses the same batches. Only gloo was run. It ends the process where a shape is
+well, as its manual says, so it crosses the same batches. Only gloo was run. It ends the process if a shape is
 crossed and a message is longer than its buffer; NCCL asks for equal counts, and does not promise an error.
 
 What stays: with `variable_seq_lengths` and no more microbatches than pipeline ranks this schedule hangs, on two ranks
 as on four. A stage waits there for the shape of a gradient before it sends the output that the gradient comes from.
 
-Upstream: pull requests 1495 and 5271 were closed; nothing is merged. Delete when _batched_p2p_ops and
-_communicate_shapes send to next first, or tell the two directions apart, and no release before is supported.
+Upstream: pull requests 1495 and 5271 were closed; nothing is merged.
+
+Delete when: batches of messages send to the next rank first, and releases before that are not supported.
 """
 
 from __future__ import annotations

@@ -1,18 +1,20 @@
 """The memory of a pipeline stage's output while it is being sent.
 
 What is wrong (0.12 to 0.17): with `overlap_p2p_comm` the interleaved schedule starts to send an output, and frees it by
-`deallocate_pipeline_outputs` before anybody has waited for the message. What is read by then from memory that has
-found another use is sent to the next stage, in silence. With `overlap_p2p_comm_warmup_flush` this holds for the outputs
-of the warm-up, too. The work of the message keeps the tensor, but that does not help: freeing it exchanges the memory
+`deallocate_pipeline_outputs` before the message has been waited for. What is read by then from memory that has found
+another use is sent to the next stage, in silence. With `overlap_p2p_comm_warmup_flush` this holds for the outputs of
+the warm-up as well. The work of the message keeps the tensor, but that does not help: freeing it exchanges the memory
 of this very tensor.
 
 What the patch does: an alias of the output is sent. So the work of the message keeps the memory, and gives it back when
 the schedule has waited for it, or has dropped it. The schedule waits for an output's message when it has begun to send
-the next one, so that one output lives longer than on stock. Nothing is copied, no message more is sent, and nobody
+the next one, so that one output lives longer than on stock. Nothing is copied, no message more is sent, and no rank
 waits. Upstream's own way waits for the message before it frees. Gradients are never freed by hand, and are sent as they
 are.
 
-Upstream: mended in 0.18 by pull request 4047. Delete when no release before 0.18 is supported.
+Upstream: fixed in 0.18 by pull request 4047.
+
+Delete when: releases before 0.18 are not supported.
 """
 
 from __future__ import annotations

@@ -1,24 +1,24 @@
 """Inputs of checkpoints that are let go after their backward, as an option.
 
-What stock does (0.12 to 0.20): tensor_parallel.checkpoint recomputes from detached inputs, and runs backward to them.
-If a module keeps a tensor of the recomputed graph, the graph lives on, and with it these inputs and their gradients.
-The token dispatchers of a mixture of experts keep the probabilities of their router until their layer runs again. So
-after backward each recomputed chunk of layers holds its input and the gradient of it, [s, b, h] twice, beside what the
-next step needs.
+What is wrong (0.12 to 0.20): tensor_parallel.checkpoint recomputes from detached inputs, and runs backward to them. If
+a module keeps a tensor of the recomputed graph, the graph lives on, and with it these inputs and their gradients. The
+token dispatchers of a mixture of experts keep the probabilities of their router until their layer runs again. So after
+backward each recomputed chunk of layers holds its input and the gradient of it, [s, b, h] twice, beside what the next
+step needs.
 
 The patch does nothing until the option `release` is true. Then a checkpoint hands what it recomputes an alias of each
 input that requires a gradient, and makes the detached input itself empty after its backward. Only the graph holds that
-one. No storage is resized: the memory is freed if nobody else has it, and stays where somebody does. That may be an MTP
-layer with the same input, a norm that saved its output, a detached view, or a hook that keeps what a layer got.
+one. No storage is resized: the memory is freed if nothing else has it, and stays if something has it. That may be an
+MTP layer with the same input, a norm that saved its output, a detached view, or a hook that keeps what a layer got.
 Gradients are the same, bit for bit.
 
 Upstream: open (Megatron-LM pull requests 3267 and, for the gradients alone, 6339). verl replaces
-CheckpointFunction.backward by the function of 3267, which resizes storages, and so takes them from whoever else needs
-them. With its function in place the patch has no effect.
-
-Delete when CheckpointFunction.backward lets its detached inputs go.
+CheckpointFunction.backward by the function of 3267, which resizes storages, and so takes them from other users of them.
+With its function in place the patch has no effect.
 
 Not covered: te_checkpoint of Transformer Engine, CheckpointWithoutOutput, and all else that a kept graph holds.
+
+Delete when: CheckpointFunction lets its detached inputs go, and the releases before that are not supported.
 """
 
 from __future__ import annotations

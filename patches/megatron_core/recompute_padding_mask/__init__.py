@@ -6,13 +6,13 @@ recompute_method="block" the first recompute_num_layers layers are recomputed, a
 All further layers get none: their routers count padding, in silence, and are balanced for it.
 
 The patch hands these layers the mask of the call. Layers that are recomputed get it from upstream, as before. Nothing
-changes without a mask, with recompute_method="uniform", and where all layers are recomputed.
+changes without a mask, with recompute_method="uniform", and if all layers are recomputed.
 
 Upstream: 0.18 hands the mask to all layers, in megatron.core.recompute (Megatron-LM pull request 4496). The dev branch
 still has TransformerBlock's own recompute, with the defect. Multi-token prediction takes a padding mask from 0.18 on
 only, and mtp-recompute hands it on.
 
-Delete when 0.17 is not supported.
+Delete when: megatron-core 0.17 is not supported.
 """
 
 from __future__ import annotations

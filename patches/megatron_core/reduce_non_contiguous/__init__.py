@@ -10,9 +10,9 @@ compute batch first, and transpose on the way in or out.
 The patch passes on the copy, so that it is what is summed and returned. A contiguous tensor is still reduced in place
 and returned itself, and one rank alone still makes no copy.
 
-Upstream: Megatron-LM issue 5337, mended by pull request 5338 in 0.19.
+Upstream: Megatron-LM issue 5337, fixed by pull request 5338 in 0.19.
 
-Delete when no release before 0.19 is supported.
+Delete when: the releases before 0.19 are not supported.
 """
 
 from __future__ import annotations

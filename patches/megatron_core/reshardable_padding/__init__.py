@@ -1,18 +1,20 @@
 """Checkpoints of the distributed optimizer that can be resharded, with more than one bucket of gradients.
 
 What is wrong (0.15 to 0.19): with `distrib_optim_sharding_type` "fully_reshardable" the main weights and the moments of
-most weights are written wrong, in silence, on one rank, too. Buckets end in padding, which the gathered state has not.
-But the slice of each weight is cut where the weight lies with all padding before it. So from the second bucket on a
-weight gets values of its neighbour, and the last ones get zeros. Sizes that are multiples of 128 hide it, and so does
-overlap_grad_reduce=False, which makes one bucket. Who resumes trains on with other weights and other moments.
+most weights are written wrong, in silence, also on one rank. Buckets end in padding, which the gathered state has not.
+But the slice of each weight is cut at its place with all padding before it. So from the second bucket on a weight gets
+values of its neighbour, and the last ones get zeros. Sizes that are multiples of 128 hide it, and so does
+overlap_grad_reduce=False, which makes one bucket. A resumed run trains on with other weights and other moments.
 
 What the patch does: it lets the function see the places of weights without the padding of buckets. Nothing is copied.
-Where no bucket but the last ends in padding, stock does it all. Reading is right on stock, so a checkpoint that was
-written with the patch can be loaded without it. One that stock has damaged stays damaged: where the weights of the
+If no bucket but the last ends in padding, stock does it all. Reading is right on stock, so a checkpoint that was
+written with the patch can be loaded without it. One that stock has damaged stays damaged: if the weights of the
 model show, at loading, that the optimizer's are displaced, the patch says so and names the remedy (with the option
 `damaged: raise` as an error). That needs the model to be loaded before its optimizer, as trainers do.
 
-Upstream: fixed on main by pull request 5077, in the same way. Delete when releases before it are not supported.
+Upstream: fixed on main by pull request 5077, in the same way.
+
+Delete when: the releases before the one that brings pull request 5077 are not supported.
 """
 
 from __future__ import annotations

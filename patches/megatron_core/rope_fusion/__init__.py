@@ -11,7 +11,7 @@ What is wrong: with apply_rope_fusion, these arguments never reach the fused ker
 
 In the last case (multimodal embeddings) the table has as many rows as the packed row has tokens. The kernel counts
 positions from the start of each sequence. From 0.15 on the unfused function takes the token's own row instead. Up to
-0.14 the unfused function counts too, and only the first sequence is right. 0.20 is told the length of the longest
+0.14 the unfused function also counts, and only the first sequence is right. 0.20 is told the length of the longest
 sequence, and takes a table without more rows than that for one of positions. The patch does the same.
 
 The patch makes such a call unfused: upstream's own function gets a shallow copy of the config with fusion off. The
@@ -27,13 +27,15 @@ Not covered:
   shim.check would call a patch there shadowed. Leave the option off with either argument.
 - Other reads of config.apply_rope_fusion in multi_latent_attention and absorbed_mla. Their kernels interleave, find the
   factor of YaRN in the table, and get the offsets and, from 0.14 on, the ranks. In 0.13 packed rows of MLA under
-  context parallelism are wrong unfused too. DSA forbids fusion; DSA and dynamic_context call apply_rotary_pos_emb.
+  context parallelism are also wrong unfused. DSA forbids fusion; DSA and dynamic_context call apply_rotary_pos_emb.
 - Automodel issue 1439 (a wrong loss, fused, with context parallelism). Automodel calls Transformer Engine itself, and
   the cause is open. With megatron-core's arguments (unpacked: the rank's slice of the table; packed: the whole table,
   size and rank) the positions equal those of the unfused function.
 
-Upstream: Megatron-LM pull request 5243 (one row per token under context parallelism, unfused). Delete when the fused
-path of every supported release refuses what it cannot do.
+Upstream: Megatron-LM pull request 5243 (one row per token under context parallelism, unfused).
+
+Delete when: fused rotary embeddings refuse what they cannot do upstream, and the releases before that are not
+supported.
 """
 
 from __future__ import annotations

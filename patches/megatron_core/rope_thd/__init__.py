@@ -10,7 +10,9 @@ pieces, so temporaries stay as small as those of upstream's loop.
 Up to 0.14 the table has a row per position. From 0.15 on, a table with as many rows as the packed row has tokens has a
 row per token (multimodal embeddings). Upstream's loop reads it the same way.
 
-Upstream: 0.20 rotates packed rows without a loop. Delete when no supported release has the loop.
+Upstream: 0.20 rotates packed rows without a loop.
+
+Delete when: megatron-core rotates packed rows without a loop, and the releases before that are not supported.
 """
 
 from __future__ import annotations

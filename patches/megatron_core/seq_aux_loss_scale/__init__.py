@@ -8,10 +8,12 @@ the experts of a run half as hard with two rows in a microbatch as with one.
 The patch multiplies the count by the number of sequences. Nothing happens with one sequence in a microbatch, as packed
 rows have, nor without calculate_per_token_loss. What is logged does not change.
 
-Up to 0.15 the count was that of all sequences. Upstream: pull request 5798, in 0.19. Delete when 0.18 is not supported.
-
-The losses of routers are wrong by the number of ranks too, which moe-aux-loss-scale mends. Either patch does its part
+The losses of routers are also wrong by the number of ranks, which moe-aux-loss-scale fixes. Either patch does its part
 without the other.
+
+Upstream: pull request 5798, in 0.19. Up to 0.15 the count was that of all sequences.
+
+Delete when: megatron-core 0.18 is not supported.
 """
 
 from __future__ import annotations

@@ -7,10 +7,12 @@ by more than a percent.
 
 The patch has the scores computed in fp32, as 0.17 has them. The experts that the loss counts stay those that stock
 counts: tokens are dispatched by scores in half precision, and other experts in the loss than get the tokens would be
-farther from the truth than stock is. So the function is called once for each where it returns both, from 0.13 on.
-Nothing happens with softmax, with the fused function, and where moe_router_dtype makes the logits fp32.
+farther from the truth than stock is. So the function is called once for each if it returns both, from 0.13 on.
+Nothing happens with softmax, with the fused function, and if moe_router_dtype makes the logits fp32.
 
-Upstream: commit 5f668c10ec, in 0.17. Delete when 0.16 is not supported.
+Upstream: commit 5f668c10ec, in 0.17.
+
+Delete when: megatron-core 0.16 is not supported.
 """
 
 from __future__ import annotations

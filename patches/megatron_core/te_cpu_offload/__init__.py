@@ -7,13 +7,15 @@ What is wrong:
   can be built.
 - Transformer Engine 2.10 and later heeds the flag only if NVTE_CPU_OFFLOAD_V1=1 was set before its import. Without the
   variable Transformer Engine treats nothing as offloaded and marks no weight to stay (2.15; 0.19 heeds the mark). Then
-  weights are offloaded too, above all quantized weights.
+  weights are offloaded as well, above all quantized weights.
 
 The patch: a region restores the value it found, also after an exception. 0.17 drops the argument for TE releases that
 lack it, as 0.18 does. With option set_variable, shim.apply() sets the variable if Transformer Engine is not imported
 yet. shim.check(model) and `shim doctor` report a missing variable.
 
-Upstream: 0.18 (the argument). Delete when the flag is restored upstream.
+Upstream: 0.18 (the argument).
+
+Delete when: PipelineOffloadManager restores the flag upstream, and the releases before that are not supported.
 """
 
 from __future__ import annotations

@@ -17,12 +17,15 @@ silence.
 
 The patch: if megatron-core holds None or nothing under such a name, the name gets a function that calls the new place
 with the arguments of the new place. Neighbours that exist are given back, and the placeholder is made once. Working
-names do not change. The patch also mends modules that were imported before apply().
+names do not change. The patch also fixes modules that were imported before apply().
 
-Upstream: 0.13 (RoPE), 0.17 (workspace). Delete when no two supported releases disagree on these names.
+Upstream: 0.13 (RoPE), 0.17 (workspace).
 
 docs/transformer-engine.md lists the names that no patch can give back, because the installed Transformer Engine lacks
 what they stand for.
+
+Delete when: megatron-core imports SplitAlongDim from transformer_engine.pytorch.utils, and the releases before are not
+supported.
 """
 
 from __future__ import annotations

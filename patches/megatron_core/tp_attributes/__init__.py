@@ -7,21 +7,23 @@ tensor_model_parallel, and on rank 0 alone if it is not. Some parameters have th
 - Grouped experts of Transformer Engine lose it from Transformer Engine 2.13 on (up to 0.18).
 - Transformer Engine marks `duplicated` linear layers, such as LoRA's (up to 0.16). They count once for each rank.
 - Attention sinks (softmax_type="learnable") have none (from 0.15 on).
-- Experts that no other rank holds have none where they are biases, or LoRA layers of a trainer (up to 0.18).
+- Experts that no other rank holds have none if they are biases, or LoRA layers of a trainer (up to 0.18).
 
 What the patch does: before get_megatron_optimizer makes its copies of parameters, it goes over them once, and gives
-those of upstream's classes the attributes that their constructors should have set. So it mends models that were built
-before apply(), too. The muon optimizer of 0.16 and 0.17 has a function of its own, which gets the same pass.
+those of upstream's classes the attributes that their constructors should have set. So it also fixes models that were
+built before apply(). The muon optimizer of 0.16 and 0.17 has another function, which gets the same pass.
 
 What it leaves alone: attributes that are set, but for the defaults (False, -1, 1) that trainers fill in, and for the
 mark of `duplicated` layers; layers that a subclass has given weights of another size; models of Megatron-FSDP, which
 takes the attributes earlier. Experts whose tensor parallelism is 1 without expert parallelism keep theirs: their
-gradients are not summed over tensor-parallel ranks, so no norm is right. Where the tensor parallelism of experts is
+gradients are not summed over tensor-parallel ranks, so no norm is right. If the tensor parallelism of experts is
 neither 1 nor that of other layers, the biases of row-parallel experts are counted as on stock. The attributes stay on
 the parameters after shim.revert(), and an optimizer made before apply() keeps its own.
 
 Upstream: pull requests 4084 (initialisation, in 0.18), 3213 (duplicated, in 0.17), 5916 (experts, in 0.19), 7530
-(sinks, open). Delete when a release has all of them and those before it are not supported.
+(sinks, open).
+
+Delete when: a release marks attention sinks, and those before it are not supported.
 """
 
 from __future__ import annotations

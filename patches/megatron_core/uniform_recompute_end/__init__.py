@@ -12,7 +12,7 @@ kept for what is not there. A number behind the end is an IndexError as before w
 Upstream: 0.17 cuts the last chunk short (Megatron-LM pull request 3562). Layers of multi-token prediction are
 recomputed one by one, and the hybrid block has this recompute since 0.18 only, so neither has the defect.
 
-Delete when 0.16 is not supported.
+Delete when: megatron-core 0.16 is not supported.
 """
 
 from __future__ import annotations

@@ -3,13 +3,14 @@
 What is wrong (0.15 to 0.20): attention asks by hasattr whether a config has the fields of YaRN, and takes the factor
 of YaRN from them. TransformerConfig has no such fields. The config classes of trainers have them for all models, as
 the model providers of Megatron-Bridge do, and leave them None for models without YaRN. Then None is compared with a
-number, which raises a TypeError: up to 0.18 in every forward pass, and from 0.19 where the model is built.
+number, which raises a TypeError: up to 0.18 in every forward pass, and from 0.19 when the model is built.
 
-The patch makes the factor 1.0 where `yarn_rotary_scaling_factor` is None, as where there is no such field. Any other
+The patch makes the factor 1.0 if `yarn_rotary_scaling_factor` is None, as without such a field. Any other
 config goes to upstream's function as it is.
 
-Upstream: open. Megatron-Bridge deletes its fields that are None before it builds a model. Delete when upstream asks for
-the value and not for the field.
+Upstream: open. Megatron-Bridge deletes its fields that are None before it builds a model.
+
+Delete when: every supported release asks for the value of the field.
 """
 
 from __future__ import annotations

@@ -8,7 +8,9 @@ shim.config_override looks for it. The patch changes nothing else.
 
 revert() ends no entered override (see config-override).
 
-Upstream: nothing like it. Delete with shim.config_override.
+Upstream: nothing like it.
+
+Delete when: shim.config_override is gone.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ False. Each rank then takes the real offsets, divided by the number of ranks. Th
 and gets padding as tokens on another: of 13 tokens that are padded to 16, two ranks have 5 and 8, and both attend over
 6. Rows behind the 6 have an output of zero.
 
-The patch: where the caller leaves pad_between_seqs out, it is decided from all entries. Transformer Engine then counts
+The patch: if the caller leaves pad_between_seqs out, it is decided from all entries. Transformer Engine then counts
 the tokens of each rank. As on stock, each pair of offsets is compared at most once; offsets that are one object are not
 compared at all. Nothing changes without context parallelism, with cp_comm_type="a2a", which is right on stock, or with
 a pad_between_seqs of the caller's.
@@ -16,7 +16,8 @@ a pad_between_seqs of the caller's.
 - 2.1 has no such argument, and keeps the defect.
 
 Upstream: 2.18 (pull request 2898) takes padded offsets for padding unless they are the very objects of the real ones.
-Delete when 2.17 is not supported.
+
+Delete when: Transformer Engine 2.17 is not supported.
 """
 
 from __future__ import annotations

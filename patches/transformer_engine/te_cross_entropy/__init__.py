@@ -1,8 +1,8 @@
 """Transformer Engine's fused cross entropy through shim.ops.token_logprobs.
 
-What is wrong, for whoever calls parallel_cross_entropy or trains with cross_entropy_fusion_impl="te" of megatron-core:
+What is wrong, if parallel_cross_entropy is called, or cross_entropy_fusion_impl="te" of megatron-core is set:
 - 2.2 to 2.17: gradients of bf16 logits are rounded to bf16 before they are multiplied with the gradient of the loss,
-  and the one of the target is a difference of two rounded numbers. Where the model is sure of the target, it is zero
+  and the one of the target is a difference of two rounded numbers. If the model is sure of the target, it is zero
   or several times too large.
 - 2.2 to 2.7: every token gets the gradient of the first token's loss. If the first token is masked, nothing is trained.
 - 2.2 to 2.4: gradients of losses per token are divided by the number of tokens.
@@ -10,20 +10,21 @@ What is wrong, for whoever calls parallel_cross_entropy or trains with cross_ent
   loss is infinite.
 - 2.8 to 2.10: the gradient of the losses has to be contiguous; that of losses.sum() is not, and is read out of bounds.
 - 2.2 to 2.13: logits that are transposed are read out of bounds.
-- 2.2 to 2.17: forward writes the gradient over the logits. Others who read them get it in their place.
+- 2.2 to 2.17: forward writes the gradient over the logits. Other readers of the logits get the gradient.
 
 The patch: the function returns what shim.ops computes. One gradient in the dtype of the logits is made in backward,
-rounded once. As in these releases it is written over the logits, but in backward: whoever needs the logits in a
-backward pass of his own gets autograd's error. Leaves, and logits that share memory with another tensor, get a separate
+rounded once. As in these releases it is written over the logits, but in backward: code that needs the logits in
+another backward pass gets autograd's error. Leaves, and logits that share memory with another tensor, get a separate
 gradient. Ranks exchange numbers once, as on stock. is_cg_capturable means nothing, because no pass waits for the GPU.
 
 - A negative target means no target, as ignore_idx does: loss and gradient are zero, as with chunked-logprob. A target
-  beyond the vocabulary is an error, where stock returned an infinite loss.
-- Labels are smoothed as by Transformer Engine: every entry of the vocabulary, the target too, has label_smoothing / V.
+  beyond the vocabulary is an error; stock returned an infinite loss.
+- Labels are smoothed as by Transformer Engine: every entry of the vocabulary, also the target, has label_smoothing / V.
   Under tensor parallelism the sum over the vocabulary is that of all ranks, not of each rank's own columns.
 
-Upstream: 2.5 (pull request 1879), 2.8 (2139), 2.11 (2402), 2.12 (2476), 2.14 (2746), 2.18 (3193). Delete when 2.17 is
-not supported.
+Upstream: 2.5 (pull request 1879), 2.8 (2139), 2.11 (2402), 2.12 (2476), 2.14 (2746), 2.18 (3193).
+
+Delete when: Transformer Engine 2.17 is not supported.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """FlashAttention 2 runs heads of 200 to 256 on GPUs such as the B300.
 
-What is wrong (all releases): get_attention_backend refuses FlashAttention 2 for heads above 192, unless the compute
-capability is 8.0, 9.0, 10.0 or 12.0 to the digit. That of a B300 is 10.3. Where cuDNN's attention cannot run such heads
+What is wrong (2.1 to 2.20): get_attention_backend refuses FlashAttention 2 for heads above 192, unless the compute
+capability is 8.0, 9.0, 10.0 or 12.0 to the digit. That of a B300 is 10.3. If cuDNN's attention cannot run such heads
 either, attention is unfused, with memory quadratic in the length of a sequence; packed rows raise an error in releases
 whose unfused attention does not take them.
 
@@ -16,8 +16,9 @@ true one. On other GPUs nothing changes. Which attention is preferred stays Tran
 
 SkyRL compiles the function anew for this, on all GPUs that are not on the list. On 10.x it need not beside shim.
 
-Upstream: pull request 2836 mended it, 2629 brought it back before any release, 3360 is open. Delete when every
-supported release takes heads of 256 on 10.3.
+Upstream: pull request 2836 fixed it, 2629 brought it back before any release, 3360 is open.
+
+Delete when: every supported release takes heads of 256 on compute capability 10.3.
 """
 
 from __future__ import annotations

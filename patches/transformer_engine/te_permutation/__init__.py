@@ -9,7 +9,9 @@ marked. Triton's own module stays as it is. With an older Triton the copy is the
 
 NeMo-RL edits the installed file for this. Beside shim it need not.
 
-Upstream: 2.10 (pull request 2286). Delete when 2.9 is not supported.
+Upstream: 2.10 (pull request 2286).
+
+Delete when: Transformer Engine 2.9 is not supported.
 """
 
 from __future__ import annotations

@@ -7,7 +7,9 @@ AttributeError.
 The patch adds the method. The flag is a CUDA tensor [1] in fp32. The method makes the tensor once and writes in place,
 because captured graphs hold the tensor.
 
-Upstream: back with 2.17. Delete when 2.16 is not supported.
+Upstream: back with 2.17.
+
+Delete when: Transformer Engine 2.16 is not supported.
 """
 
 from __future__ import annotations
