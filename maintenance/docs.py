@@ -109,7 +109,7 @@ def catalogue(matrix: Matrix) -> str:
         ]
         lines += [f"- {reference}" for reference in entry.references]
         lines += [f"- Met by {who}" for who in entry.met_by]
-        lines += [f"- Delete when: {entry.delete_when}.", ""]
+        lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -207,7 +207,7 @@ KEYS = {
         "variants": "The variants by name.",
         "references": "Pull requests and issues upstream.",
         "met_by": "Who has met the defect or carries a workaround: `NAME issue N`, `NAME pull request N`, or words.",
-        "delete_when": "The event after which nobody needs the patch.",
+        "delete_when": "The event after which nobody needs the patch, if the header of its module does not say it.",
         "options": "The options by name.",
         "variables": "Environment variables by name that only count when they are set before an import.",
         "stand_ins": "`{package: [modules]}`: where the package is missing, shim lets these modules run without it.",
@@ -338,7 +338,6 @@ variants:
   v0_16:
     targets: {.roll: [Layer.forward]}
     reads: {.roll: [helper]}
-delete_when: nobody supports megatron-core 0.17 any more
 ```
 
 A patch outside of shim has the same two files: its entry in a matrix names the `module`, whose folder has the

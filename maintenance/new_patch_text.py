@@ -44,7 +44,6 @@ def description(proposal: Proposal) -> str:
     lines += [
         f'references: ["{MARK} the pull request or issue upstream, and whether it is open"]',
         f'met_by: ["{MARK} who has met it or carries a workaround, such as verl issue 1; without any, no key"]',
-        f'delete_when: "{MARK} the event after which nobody needs the patch"',
     ]
     return "\n".join(lines) + "\n"
 

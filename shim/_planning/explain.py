@@ -56,7 +56,8 @@ def explanation(plan: Plan, id: str) -> str:
     lines += [f"Option {o.name}={o.default!r}: {o.takes}" for o in entry.declared.values()]
     lines += [f"Upstream: {one_line(reference)}" for reference in entry.references]
     lines += [f"Met by: {one_line(who)}" for who in entry.met_by]
-    lines.append(f"Delete when: {one_line(entry.delete_when)}")
+    if entry.delete_when:  # else the header says it
+        lines.append(f"Delete when: {one_line(entry.delete_when)}")
     if Sources().path(f"{entry.module}.proof") is not None:
         lines.append(f"See it on this machine: shim prove {id}")
     return "\n".join(lines)

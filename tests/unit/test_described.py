@@ -35,7 +35,6 @@ variants:
     targets: [.roll:roll]
 contracts:
   - {target: .roll:roll, parameters: [x]}
-delete_when: never
 """
 
 
@@ -87,7 +86,7 @@ def test_targets_can_be_given_by_module_and_modules_by_their_package(described):
         ("kind: correctness", "kind: odd", "patch.yaml:2", "it must be one of"),
         ("mtp+packed", "mtp+packd", "patch.yaml:5", "there is no word 'packd'"),
         ("distribution: megatron-core\n", "", "patch.yaml:1", "lacks 'distribution'"),
-        ("delete_when", "applies: []\ndelete_when", "patch.yaml:14", "unknown key 'applies'"),
+        ("contracts:", "applies: []\ncontracts:", "patch.yaml:12", "unknown key 'applies'"),
         ("    targets: [.roll:roll]", '    applies: {megatron-core: ">=1"}\n    targets: [".roll:roll"]',
          "patch.yaml:11", "unknown key 'applies' in variant v0_17"),
         ('v0_17: ">=0.17,<0.18"', 'v0_18: ">=0.17,<0.18"', "matrix.yaml:7", "there is no variant 'v0_18'"),
