@@ -154,8 +154,9 @@ def test_cycles_leave_nothing_behind(tree):
         def sizes():
             engine = _engine.ENGINE
             b, p = engine.binder, engine.binder.places
-            return [len(x) for x in (b.chains, p.slots, p.lost, b.modules.executed, b.wrappers, engine.deferred.logged,
-                                     engine.failed, engine.factories, sys.meta_path, sys.modules)]
+            return [len(x) for x in (b.chains, p.slots, p.replaced, b.modules.executed, b.wrappers,
+                                     engine.deferred.logged, engine.failed, engine.factories,
+                                     sys.meta_path, sys.modules)]
         def measure():
             gc.collect()
             return len(gc.get_objects()), tracemalloc.get_traced_memory()[0], sizes()
