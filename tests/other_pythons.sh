@@ -30,7 +30,6 @@ files="
     tests/engine/test_import_orders.py
     tests/engine/test_bind.py
     tests/engine/test_added.py
-    tests/engine/test_call_watch.py
     tests/engine/test_foreign.py
     tests/engine/test_reach.py
     tests/engine/test_stand_ins.py
@@ -45,7 +44,6 @@ files_of_3_12="
     tests/unit/test_fingerprint.py
     tests/unit/test_sources.py
     tests/engine/test_imports.py
-    tests/engine/test_call_watch.py
     tests/engine/test_foreign.py
 "
 marks="not growth and not one_python"

@@ -513,8 +513,8 @@ FORKED_DURING_AN_IMPORT = """
     expect(status == 0, status)
     """
 
-EXPLAINING = """
-    SLOW = "shim._planning.explain"
+LOST_FEATURES = """
+    SLOW = "shim._te.features"
 
 
     def before():
@@ -523,12 +523,12 @@ EXPLAINING = """
 
 
     def importing():
-        shim.explain("count")
+        shim.plan().lost_features
 
 
     def in_the_child():
         shim.revert()
-        shim.explain("count")
+        shim.plan().lost_features
     """
 
 FOR_THE_FIRST_TIME = """
@@ -552,7 +552,7 @@ FOR_THE_FIRST_TIME = """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-@pytest.mark.parametrize("how", [EXPLAINING, FOR_THE_FIRST_TIME], ids=["explain", "first_time"])
+@pytest.mark.parametrize("how", [LOST_FEATURES, FOR_THE_FIRST_TIME], ids=["lost_features", "first_time"])
 def test_a_module_of_shims_that_another_thread_imports_is_imported_anew_in_a_forked_process(tree, how):
     """Else the child would wait for ever for a thread that it has not, or use half a module."""
     run(dedent(how) + dedent(FORKED_DURING_AN_IMPORT), tree)
