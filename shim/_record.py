@@ -6,7 +6,8 @@ takes longer than everything else in a plan (benchmarks/startup.py).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar
 
 if TYPE_CHECKING:
     from typing_extensions import dataclass_transform
@@ -16,11 +17,29 @@ else:
         return lambda cls: cls
 
 
-__all__ = ["EMPTY", "Record", "replace"]
+__all__ = ["EMPTY", "Record", "computed_once", "replace"]
 
 EMPTY: dict[str, Any] = {}  # a shared default; nobody writes to it
 
 R = TypeVar("R", bound="Record")
+T = TypeVar("T")
+
+
+class computed_once(Generic[T]):
+    """functools.cached_property without a lock. Two threads may compute the value; both results are right.
+
+    Before Python 3.12 that lock is one for all instances: a process that was forked while another thread held it would
+    wait for ever.
+    """
+
+    def __init__(self, function: Callable[[Any], T]) -> None:
+        self.function, self.__doc__, self.name = function, function.__doc__, function.__name__
+
+    def __get__(self, instance: Any, owner: type) -> T:
+        if instance is None:
+            return self  # type: ignore[return-value]
+        value = instance.__dict__[self.name] = self.function(instance)
+        return value
 
 
 @dataclass_transform(frozen_default=True)

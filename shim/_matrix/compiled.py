@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from shim._matrix.model import (
     Variable,
     Variant,
 )
+from shim._record import computed_once
 
 __all__ = ["FILE", "read_compiled", "render_compiled"]
 
@@ -107,7 +107,7 @@ class _Parsed(Mapping[str, Any]):
     def __init__(self, text: str | bytes, made: Callable[[Any], Any] | None = None) -> None:
         self._text, self._made = text, made
 
-    @cached_property
+    @computed_once
     def _read(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self._text)
         return found if self._made is None else {key: self._made(value) for key, value in found.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 from packaging.version import Version
@@ -11,7 +10,7 @@ from packaging.version import Version
 from shim._errors import MatrixError
 from shim._matrix.commits import NONE, NOT_NEEDED, RIGHT, UPSTREAM, Commit
 from shim._matrix.declared import Declared
-from shim._record import EMPTY, Record
+from shim._record import EMPTY, Record, computed_once
 from shim._releases.detect import PATCHED
 from shim._releases.fingerprint import fingerprint
 from shim._releases.sources import Sources
@@ -397,7 +396,7 @@ class Matrix(Record):
             if release in found:
                 yield release, Pin(*found[release])
 
-    @cached_property
+    @computed_once
     def pins(self) -> Mapping[str, Mapping[str, Mapping[str, Pin]]]:
         """``pins[distribution][name][patch id]``, for callers that go through releases. A plan uses `pinned`."""
         found: dict[str, dict[str, dict[str, Pin]]] = {

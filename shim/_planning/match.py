@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from functools import cached_property
 
 from packaging.version import Version
 
 from shim._errors import SourceError
 from shim._matrix.model import NOT_NEEDED, UPSTREAM, Matrix, PatchEntry, Pin, Rule, Variant
 from shim._planning.contract import breach, shows
-from shim._record import EMPTY, Record, replace
+from shim._record import EMPTY, Record, computed_once, replace
 from shim._releases.detect import Environment
 from shim._releases.fingerprint import fingerprint, signature_part, split_target
 
@@ -55,7 +54,7 @@ class _Bodies:
         self._found: dict[tuple[str, str | None, bool], str] = {}
         self._breaches: dict[tuple[str, str], str] = {}
 
-    @cached_property
+    @computed_once
     def pins(self) -> list[tuple[str, Pin]]:
         """The pins with their releases. A plan on a known release needs only `known`."""
         return list(self.matrix.known(self.entry.id))

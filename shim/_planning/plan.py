@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from typing import Any
 
 from shim._matrix.model import Matrix, PatchEntry
@@ -13,7 +12,7 @@ from shim._planning.losses import Losses, LostFeature
 from shim._planning.match import Match, match
 from shim._planning.options import Options
 from shim._planning.overview import plan_text
-from shim._record import Record
+from shim._record import Record, computed_once
 from shim._releases.detect import Environment
 
 __all__ = ["Decision", "Plan", "make_plan"]
@@ -43,17 +42,17 @@ class Plan(Record):
     def __len__(self) -> int:
         return len(self.decisions)
 
-    @cached_property
+    @computed_once
     def digest(self) -> str:
         """16 hexadecimal digits over `identity`."""
         return digest_of(self.identity)
 
-    @cached_property
+    @computed_once
     def identity(self) -> dict[str, Any]:
         """The identity of the plan as plain data, see `identity_of`."""
         return identity_of(self.decisions, self.matrix, self.environment, self.options.packages)
 
-    @cached_property
+    @computed_once
     def lost_features(self) -> tuple[LostFeature, ...]:
         """The lost features of the installed pair, mended or not. Empty where `pair_is_known` is not true.
 
