@@ -207,6 +207,7 @@ def test_an_interrupted_import_is_no_import(tree):
     assert int(out) > times(10, 40)
 
 
+@pytest.mark.one_python
 @pytest.mark.parametrize("again", [1, 2, 5, times(17, 9), times(60, 30), 150])
 def test_a_second_interrupt_leaves_nothing_half_applied_either(tree, again):
     """The second comes so many lines after the first: also in what the first one has set going."""
@@ -238,6 +239,7 @@ CALLS = {
 }
 
 
+@pytest.mark.one_python
 @pytest.mark.parametrize("call", CALLS)
 def test_a_signal_handler_that_calls_shim(tree, call):
     """At each place of apply and revert: it is served before or after, or refused with a sentence; never in between."""
