@@ -42,13 +42,12 @@ the command that shows the defect, and leads to the patch. Numbers and a reprodu
 
 """
 PICTURE = (
-    "![Each defect on each release: stock wrong and mended, upstream right, "
-    "or not to be run without a GPU](defects.svg)"
+    "![Each defect on each release: stock wrong and fixed, upstream right, or not to be run without a GPU](defects.svg)"
 )
 TABLE = """\
 | defect | kind | wrong on | others | upstream | met by | reproduce |
 |---|---|---|---|---|---|---|"""
-STATES = {"mended": "", "upstream": "right", "cannot run": "not run"}  # verdict -> word
+STATES = {"fixed": "", "upstream": "right", "cannot run": "not run"}  # verdict -> word
 
 
 class ProofText(Record):
@@ -160,7 +159,7 @@ def _where(matrix: Matrix, proved: Mapping[str, Any], text: ProofText) -> tuple[
     verdicts = [(release, _verdict(proved[release], text.label)) for release in releases]
     runs = {state: _runs(releases, {r for r, verdict in verdicts if verdict == state}) for state in STATES}
     others = "; ".join(f"{word}: {runs[state]}" for state, word in STATES.items() if word and runs[state])
-    return runs["mended"] or "none that was run", others
+    return runs["fixed"] or "none that was run", others
 
 
 def _of_transformer_engine(matrix: Matrix, id: str) -> str:

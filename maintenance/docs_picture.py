@@ -37,16 +37,16 @@ def table(releases: Sequence[str], rows: Mapping[str, Sequence[str]], title: str
         parts.append(f'<text x="{left - 8}" y="{y + 15}" text-anchor="end" fill="var(--ink)">{_escaped(label)}</text>')
         for column, verdict in enumerate(verdicts):
             x = left + column * (CELL + GAP)
-            fill = PALETTE.get(verdict, PALETTE["not mended"])
+            fill = PALETTE.get(verdict, PALETTE["not fixed"])
             outline = ' stroke="var(--faint)" stroke-width="0.5"' if fill == "none" else ""
             said = _escaped(f"{label}, {releases[column]}: {verdict or 'not there'}")
             parts.append(
                 f'<rect x="{x}" y="{y}" width="{CELL}" height="{CELL}" rx="3" fill="{fill}"{outline}>'
                 f"<title>{said}</title></rect>"
             )
-    legend = (("mended", "stock wrong, mended"), ("upstream", "upstream right"), ("cannot run", "cannot run here"))
+    legend = (("fixed", "stock wrong, fixed"), ("upstream", "upstream right"), ("cannot run", "cannot run here"))
     x = 16
-    for verdict, text in (*legend, ("not mended", "not mended")):
+    for verdict, text in (*legend, ("not fixed", "not fixed")):
         y = height - 22
         parts.append(f'<rect x="{x}" y="{y}" width="12" height="12" rx="2" fill="{PALETTE[verdict]}"/>')
         parts.append(f'<text x="{x + 17}" y="{y + 10}" fill="var(--ink)">{text}</text>')

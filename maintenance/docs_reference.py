@@ -212,7 +212,7 @@ KEYS = {
         "variables": "Environment variables by name that only count when they are set before an import.",
         "stand_ins": "`{package: [modules]}`: where the package is missing, shim lets these modules run without it.",
         "contracts": "What the patch needs of bodies that nobody has seen, see [contracts.md](contracts.md).",
-        "mended": "Signs that a release has fixed the defect. With unknown bodies too it is `upstream` then.",
+        "fixed": "Signs that a release has fixed the defect. With unknown bodies too it is `upstream` then.",
         "lacking": "Signs that a release never had the defect. It is `not-needed` then.",
         "decided": "What people decided about bodies of new releases that keep no contract.",
         "pairs": "What two releases get wrong together, by a `note`. `shim plan` names it. It decides no variant.",

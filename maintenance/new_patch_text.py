@@ -165,7 +165,7 @@ RIGHT = '''
 def test_this_release_needs_no_patch():
     """{mark} why."""
     assert shim.plan()[ID].action in ("upstream", "not-needed")
-    pytest.fail("{mark} show that stock is right, or that it lacks what the patch mends")
+    pytest.fail("{mark} show that stock is right, or that it lacks what the patch fixes")
 '''
 
 ONE_RANK = """

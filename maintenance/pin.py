@@ -122,7 +122,7 @@ def _is_seen_to_be_right(
 ) -> bool:
     """Whether all bodies are those of another release that is right, or show a sign, or none is there to be wrong."""
     lacks_all = gives == NOT_NEEDED and pin.fingerprints.keys().isdisjoint(entry.targets)
-    signs = (*entry.mended, *entry.lacking)
+    signs = (*entry.fixed, *entry.lacking)
     return pin.fingerprints in others or lacks_all or any(shows(sources, sign) for sign in signs)
 
 

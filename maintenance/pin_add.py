@@ -297,7 +297,7 @@ def _remedy(finding: Finding, new: New, says: str | None) -> str:
         first = f"read {', '.join(broken)} above" if broken else "read the bodies above"
     beside = f"if the change is beside the point, say so under `decided`, as {says}" if says else "then widen a range"
     rule = f"end the range of {says} before {new.name}, and " if says else ""
-    right = "if the release is right by itself, give it a sign under `mended` or `lacking`"
+    right = "if the release is right by itself, give it a sign under `fixed` or `lacking`"
     return f"{first}; {beside}; {right}; else {rule}write a variant for {new.name}"
 
 

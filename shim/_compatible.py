@@ -1,4 +1,4 @@
-"""shim.compatible: a trainer says of its override of a patched method that it keeps the mend.
+"""shim.compatible: a trainer says of its override of a patched method that it keeps the fix.
 
 Works without torch, and whether or not anything is applied. check() reads the marks (shim._engine.models).
 """
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def compatible(target: str, *, version: str | None = None) -> Callable[[T], T]:
-    """Mark a function that overrides or replaces `target` as keeping what shim mends there. Returns the same object.
+    """Mark a function that overrides or replaces `target` as keeping what shim fixes there. Returns the same object.
 
         MTP = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer."
 

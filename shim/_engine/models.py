@@ -84,13 +84,13 @@ def _findings_in(models: list[Any], plan: Plan, binder: Records, tries: Tries) -
             if chain is None or binder.loaded(split_target(target)[0]) is None:
                 continue
             now = unwrap(namespace_of(chain.owner).get(chain.name))
-            mended = tuple(value for value in (unwrap(chain.top), now) if value is not None)
+            fixed = tuple(value for value in (unwrap(chain.top), now) if value is not None)
             for method, owner in _ways_to(chain, decision, binder):
                 seen: set[Any] = set()
                 judge = _Judge(decision, target, method, tries, plan.matrix.patches[decision.id].without)
                 for module in instances:
                     if isinstance(module, owner):
-                        found = judge.of(module, owner, mended)
+                        found = judge.of(module, owner, fixed)
                         yield from (item for item in found if item not in seen)
                         seen.update(found)
 
@@ -114,13 +114,13 @@ class _Judge:
         self.target, self.method, self.without = target, method, without
         self.decision, self.tries = decision, tries
 
-    def of(self, module: Any, owner: type, mended: tuple[Any, ...]) -> list[Claim]:
+    def of(self, module: Any, owner: type, fixed: tuple[Any, ...]) -> list[Claim]:
         name = self.method.rpartition(".")[2]
         direct = self.method == self.target
-        below = mended[0] if direct else unwrap(namespace_of(owner).get(name))
+        below = fixed[0] if direct else unwrap(namespace_of(owner).get(name))
         found: list[Claim] = []
         for override in overrides_of(module, owner, name, below):
-            if direct and override.function in mended:
+            if direct and override.function in fixed:
                 break
             marks = marks_of(override.function)
             marked = next((marks[key] for key in (self.target, self.method) if key in marks), None)
@@ -130,13 +130,13 @@ class _Judge:
                     self._harmless(f"{override.does}, and says that it keeps {self.target}, as of shim {marked}"),
                 ]
             releases = is_releases_own(override.function)
-            if calls(override, mended if direct else (below,)):
+            if calls(override, fixed if direct else (below,)):
                 if not releases:
                     found.append(self._harmless(f"{override.does} and calls it"))
                 continue
             tried = self._tried(module, override)
             # What an override names may still get the wrong arguments, so trying it comes before reading it.
-            if tried.state == "unknown" and not direct and leads_to(override.function, mended):
+            if tried.state == "unknown" and not direct and leads_to(override.function, fixed):
                 tried = self._harmless(f"{override.does} and calls {self.target.partition(':')[2]}")
             return found if releases and not tried.state else [*found, tried]
         return found

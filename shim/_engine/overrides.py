@@ -31,14 +31,14 @@ class Override(Record):
     kept: frozenset[str]
 
 
-def overrides_of(module: Any, owner: type, name: str, mended: Any) -> Iterator[Override]:
+def overrides_of(module: Any, owner: type, name: str, fixed: Any) -> Iterator[Override]:
     """The overrides of the method `name` of `owner` that stand between an instance and that class, from the outside."""
     mro, held = type(module).__mro__, getattr(module, "__dict__", {})
     methods = [(key, value) for key, value in held.items() if type(value) is types.MethodType and key != name]
-    kept = frozenset(key for key, value in methods if value.__func__ is mended)
+    kept = frozenset(key for key, value in methods if value.__func__ is fixed)
     own = held.get(name)
     function = own.__func__ if type(own) is types.MethodType else own
-    if own is not None and function is not mended:
+    if own is not None and function is not fixed:
         cls = type(module)
         does = f"an instance of {cls.__module__}.{cls.__qualname__} holds a {name} of its own ({_place(function, cls)})"
         yield Override(function, name, does, mro, kept)
@@ -47,7 +47,7 @@ def overrides_of(module: Any, owner: type, name: str, mended: Any) -> Iterator[O
             return
         if name in namespace_of(holder):
             function = unwrap(namespace_of(holder)[name])
-            if function is mended:
+            if function is fixed:
                 return
             where = _place(function, holder)
             does = f"{holder.__module__}.{holder.__qualname__} ({where}) overrides {name}"
@@ -62,23 +62,21 @@ def _place(function: Any, cls: type) -> str:
     return getattr(sys.modules.get(cls.__module__), "__file__", None) or cls.__module__
 
 
-def calls(override: Override, mended: Sequence[Any]) -> bool:
-    """Whether an override calls the method that it overrides, or a function of `mended` itself.
+def calls(override: Override, fixed: Sequence[Any]) -> bool:
+    """Whether an override calls the method that it overrides, or a function of `fixed` itself.
 
     It does if its code reads `super().name`, `Class.name` or an attribute that keeps the method, or if its closure,
     its defaults or its partial hold the method, as those of a wrapper do. Which branch runs is not followed. An object
     without code calls nothing.
     """
-    held = [
-        value for layer in layers_of(override.function, mended) for value in held_by(layer, 1) if value is not layer
-    ]
+    held = [value for layer in layers_of(override.function, fixed) for value in held_by(layer, 1) if value is not layer]
     # Types are asked of type(), because a closure may hold a lazy object.
     bare = [value.__func__ if type(value) is types.MethodType else value for value in held]
-    if any(value is function for value in bare for function in mended):
+    if any(value is function for value in bare for function in fixed):
         return True
     return any(
         _is_way_to(read, layer, override)
-        for layer in written_layers_of(override.function, mended)
+        for layer in written_layers_of(override.function, fixed)
         for read in reads_of(getattr(layer, "__code__", None))
     )
 

@@ -1,7 +1,7 @@
 """A patch's probe of an override: what the override does to a tiny input, tried once, with nothing left behind.
 
 A patch module may define `probe(module, method, models)`. It gets the instance, the overridden method as
-``package.module:Class.name``, and the models that check() was given. It returns True (the override keeps the mend),
+``package.module:Class.name``, and the models that check() was given. It returns True (the override keeps the fix),
 False (the override hides it), or None or a text (not known, and why).
 """
 

@@ -33,7 +33,7 @@ from shim._record import computed_once
 __all__ = ["FILE", "read_compiled", "render_compiled"]
 
 FILE = Path(__file__).with_name("matrix.json")
-FORMAT = 13  # raise it with every change of the file's form or of the records in it
+FORMAT = 14  # raise it with every change of the file's form or of the records in it
 
 
 def render_compiled(matrix: Matrix, digest: str, lock: bytes) -> str:
@@ -142,7 +142,7 @@ def _patch(entry: dict[str, Any]) -> PatchEntry:
     entry["variables"] = tuple(map(Variable.from_plain, entry["variables"]))
     entry["stand_ins"] = tuple(StandIn(given["package"], tuple(given["modules"])) for given in entry["stand_ins"])
     entry["decided"] = tuple(map(Decided.from_plain, entry["decided"]))
-    for name in ("mended", "lacking"):
+    for name in ("fixed", "lacking"):
         entry[name] = tuple(map(_sign, entry[name]))
     return PatchEntry.from_plain(entry)
 

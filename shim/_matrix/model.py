@@ -236,7 +236,7 @@ class PatchEntry(Record):
     declared: Mapping[str, Declared] = None  # type: ignore[assignment]
     variables: tuple[Variable, ...] = ()
     stand_ins: tuple[StandIn, ...] = ()
-    mended: tuple[Sign, ...] = ()  # each shows that a release has fixed the defect
+    fixed: tuple[Sign, ...] = ()  # each shows that a release has fixed the defect
     lacking: tuple[Sign, ...] = ()  # each shows that a release never had it
     decided: tuple[Decided, ...] = ()
     pairs: tuple[Rule, ...] = ()  # releases that are wrong together, each note says how; they decide nothing

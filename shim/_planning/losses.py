@@ -17,14 +17,14 @@ class LostFeature(Record):
 
     remedy: "alias" (the same object is in another place), "adapter" (the object has another shape), "none" (this TE
         release cannot give it), or "" where nobody has judged it yet.
-    patch: the id of the patch that mends it.    mended: whether this plan applies that patch.
+    patch: the id of the patch that fixes it.    fixed: whether this plan applies that patch.
     """
 
     name: str
     lost: str
     remedy: str
     patch: str = ""
-    mended: bool = False
+    fixed: bool = False
     why_not: str = ""  # why this plan does not apply `patch`
     comes_with: str = ""  # the next TE release that has the name
     places: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class LostFeature(Record):
             "lost": self.lost,
             "remedy": self.remedy,
             "patch": self.patch or None,
-            "mended": self.mended,
+            "fixed": self.fixed,
             "outcome": self.outcome,
             "comes_with": self.comes_with or None,
             "places": list(self.places),
@@ -43,17 +43,17 @@ class LostFeature(Record):
 
     @property
     def verdict(self) -> str:
-        return "mended" if self.mended else "lost"
+        return "fixed" if self.fixed else "lost"
 
     @property
     def outcome(self) -> str:
         """What becomes of the feature, in a few words."""
-        if self.mended:
-            return f"mended by {self.patch}"
+        if self.fixed:
+            return f"fixed by {self.patch}"
         if self.patch:
-            return f"{self.patch} would mend it, but {self.why_not}"
+            return f"{self.patch} would fix it, but {self.why_not}"
         comes = f", comes with Transformer Engine {self.comes_with}" if self.comes_with else ""
-        return f"cannot be had with this release{comes}" if self.remedy == "none" else f"not mended{comes}"
+        return f"cannot be had with this release{comes}" if self.remedy == "none" else f"not fixed{comes}"
 
     def __str__(self) -> str:
         return f"{self.name}: {self.lost}; {self.outcome}"

@@ -219,7 +219,7 @@ def _right(bodies: _Bodies, rule: Rule | None, release: str) -> Match | None:
     state = UPSTREAM if like is None else matrix.wanted(entry.id, like[0]) or UPSTREAM
     # Where the version says otherwise, the defect may come of code that the patch neither binds nor reads.
     agrees = rule is not None and rule.gives == state
-    if like is not None and (agrees or not (entry.mended if state == UPSTREAM else entry.lacking)):
+    if like is not None and (agrees or not (entry.fixed if state == UPSTREAM else entry.lacking)):
         name, alike = like
         note = f" ({rule.note})" if rule is not None and rule.variant is None and rule.note else ""
         shown = matrix.shown(entry.distribution, name)
@@ -228,7 +228,7 @@ def _right(bodies: _Bodies, rule: Rule | None, release: str) -> Match | None:
         note = f" ({rule.note})" if rule.note else ""
         return Match(NOT_NEEDED, f"{release} {_WORDS[NOT_NEEDED]}: it has nothing of what the patch binds{note}")
     sources = bodies.environment.sources
-    for state, signs in ((UPSTREAM, entry.mended), (NOT_NEEDED, entry.lacking)):
+    for state, signs in ((UPSTREAM, entry.fixed), (NOT_NEEDED, entry.lacking)):
         sign = next((sign for sign in signs if shows(sources, sign)), None)
         if sign is not None:
             where = ", ".join(place.target for place in sign.places)

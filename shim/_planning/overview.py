@@ -150,7 +150,7 @@ def plan_text(
     lines.append(f"  plan {digest}")
     lines += grouped(rows, "to apply", verbose)
     if wrong_pairs:
-        lines += ["", "What this megatron-core and this Transformer Engine get wrong together, and a patch mends:"]
+        lines += ["", "What this megatron-core and this Transformer Engine get wrong together, and a patch fixes:"]
     lines += [f"  {id:<27} {one_line(what)}" for id, what in wrong_pairs]
     if lost_features:
         lines += ["", "What this megatron-core does not get from this Transformer Engine:"]

@@ -54,7 +54,7 @@ class Plan(Record):
 
     @computed_once
     def lost_features(self) -> tuple[LostFeature, ...]:
-        """The lost features of the installed pair, mended or not. Empty where `pair_is_known` is not true.
+        """The lost features of the installed pair, fixed or not. Empty where `pair_is_known` is not true.
 
         Looked up by version on first use.
         """
@@ -68,7 +68,7 @@ class Plan(Record):
 
     @property
     def wrong_pairs(self) -> tuple[tuple[str, str], ...]:
-        """(patch, what goes wrong) where a patch of this plan mends what the installed releases get wrong together."""
+        """(patch, what goes wrong) where a patch of this plan fixes what the installed releases get wrong together."""
         return tuple(
             (id, pair.note)
             for id, decision in self.decisions.items()

@@ -58,7 +58,7 @@ def _section(result: Result) -> str:
 
 
 def _badge(result: Result) -> str:
-    colour = PALETTE.get(result.verdict, PALETTE["not mended"])
+    colour = PALETTE.get(result.verdict, PALETTE["not fixed"])
     return f'<span class="verdict" style="background: {colour}">{_e(result.verdict)}</span>'
 
 

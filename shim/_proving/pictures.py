@@ -29,10 +29,10 @@ DARK = {
 }
 # Colour of a cell by its verdict, legible beside LIGHT and DARK.
 PALETTE = {
-    "mended": "#2da44e",
+    "fixed": "#2da44e",
     "right": "#0969da",
     "upstream": "#0969da",
-    "not mended": "#cf222e",
+    "not fixed": "#cf222e",
     "cannot run": "#afb8c1",
     "": "none",
 }

@@ -14,17 +14,17 @@ __all__ = ["FAILURES", "Outcome", "Result", "outcome_of", "summary", "verdict_of
 
 # In the order in which a summary counts them.
 VERDICTS = {
-    "mended": "mended",
+    "fixed": "fixed",
     "upstream": "upstream already right",
     "right": "right with and without shim",
     "cannot run": "cannot run here",
-    "not mended": "not mended",
+    "not fixed": "not fixed",
     "not reproduced": "not reproduced, though the matrix says that stock is wrong",
     "made worse": "right on stock and wrong with shim",
     "broken": "without a result",
 }
-FAILURES = ("not mended", "not reproduced", "made worse", "broken")
-ALWAYS_COUNTED = ("mended", "not mended")
+FAILURES = ("not fixed", "not reproduced", "made worse", "broken")
+ALWAYS_COUNTED = ("fixed", "not fixed")
 
 
 @dataclass(frozen=True)
@@ -112,15 +112,15 @@ def verdict_of(action: str, stock: Outcome, patched: Outcome | None) -> tuple[st
     if action in RIGHT:
         if stock.state == "right":
             return "upstream", "this release is right"
-        return "not mended", "the matrix says that this release is right, and it is not"
+        return "not fixed", "the matrix says that this release is right, and it is not"
     if action != "apply":
-        return ("not mended" if stock.state == "wrong" else "right"), f"the patch is {action} here"
+        return ("not fixed" if stock.state == "wrong" else "right"), f"the patch is {action} here"
     if stock.state == "right":
         return "not reproduced", "stock is right here, and the matrix says that it is wrong"
     assert patched is not None
     if patched.state == "right":
-        return "mended", ""
-    return "not mended", f"with shim: {patched.text}"
+        return "fixed", ""
+    return "not fixed", f"with shim: {patched.text}"
 
 
 def generic_verdict(stock: Outcome, patched: Outcome) -> tuple[str, str]:
@@ -130,14 +130,14 @@ def generic_verdict(stock: Outcome, patched: Outcome) -> tuple[str, str]:
             return side.state, f"{name}: {side.text}"
     return {
         ("right", "right"): ("right", ""),
-        ("wrong", "right"): ("mended", ""),
-        ("wrong", "wrong"): ("not mended", f"with shim: {patched.text}"),
+        ("wrong", "right"): ("fixed", ""),
+        ("wrong", "wrong"): ("not fixed", f"with shim: {patched.text}"),
         ("right", "wrong"): ("made worse", f"with shim: {patched.text}"),
     }[stock.state, patched.state]
 
 
 def summary(results: Iterable[Result]) -> str:
-    """ "31 mended, 4 upstream already right, 3 cannot run here, 0 not mended"."""
+    """ "31 fixed, 4 upstream already right, 3 cannot run here, 0 not fixed"."""
     counts = Counter(result.verdict for result in results)
     shown = [verdict for verdict in VERDICTS if counts[verdict] or verdict in ALWAYS_COUNTED]
     return ", ".join(f"{counts[verdict]} {VERDICTS[verdict]}" for verdict in shown)

@@ -126,11 +126,11 @@ def _feature(
 ) -> LostFeature:
     patch = judged.get("patch", "")
     decision = decisions.get(patch)
-    mended = decision is not None and decision.wanted
-    why_not = "" if mended or not patch else "the matrix does not have it"
-    if decision is not None and not mended:
+    fixed = decision is not None and decision.wanted
+    why_not = "" if fixed or not patch else "the matrix does not have it"
+    if decision is not None and not fixed:
         why_not = f"it is {decision.action}: {decision.reason}"
-    return LostFeature(name, judged["lost"], judged["remedy"], patch, mended, why_not, comes_with, where)
+    return LostFeature(name, judged["lost"], judged["remedy"], patch, fixed, why_not, comes_with, where)
 
 
 def _comes_with(name: str, te: Version) -> str:

@@ -121,9 +121,9 @@ def test_a_model_that_was_built_before_trains_like_one_built_after(id):
         after = built(**options)
         report = shim.check(before)
         assert report[id].state == "applied" and not report[id].others
-        mended = outcome(step, before)
-        assert isinstance(mended, list) and same(mended, outcome(step, after))
-    assert not same(without, mended), "stock does the same"
+        fixed = outcome(step, before)
+        assert isinstance(fixed, list) and same(fixed, outcome(step, after))
+    assert not same(without, fixed), "stock does the same"
 
 
 # What a model holds, for the patches that no model on CPU shows

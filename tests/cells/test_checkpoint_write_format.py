@@ -1,4 +1,4 @@
-"""checkpoint-write-format: which releases need it, and that it holds on ranks and beside a trainer's own mend."""
+"""checkpoint-write-format: which releases need it, and that it holds on ranks and beside a trainer's own fix."""
 
 from importlib import import_module
 
@@ -38,23 +38,23 @@ def test_torchs_own_function_stays():
 
 @needed
 @pytest.mark.parametrize("first", ["trainer", "shim"])
-def test_a_trainers_own_mend_may_stay(tmp_path, monkeypatch, first):
+def test_a_trainers_own_fix_may_stay(tmp_path, monkeypatch, first):
     """Some carry one. It gives the argument where the call has none."""
     writer = import_module(WRITER)
 
-    def mend():
+    def fix():
         beneath = writer._write_item
 
-        def mended(*args, **kwargs):
+        def fixed(*args, **kwargs):
             return beneath(*args, **{"serialization_format": torchs.SerializationFormat.TORCH_SAVE, **kwargs})
 
-        monkeypatch.setattr(writer, "_write_item", mended)
+        monkeypatch.setattr(writer, "_write_item", fixed)
 
     if first == "trainer":
-        mend()
+        fix()
     with applied():
         if first == "shim":
-            mend()
+            fix()
         assert HERE.run(weights_lost, str(tmp_path)) == [0]
         monkeypatch.undo()
 

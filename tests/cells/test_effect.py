@@ -398,7 +398,7 @@ def test_a_block_behind_embeddings_that_require_a_gradient_is_applied():
 
 
 @pytest.mark.parametrize("cls", [RightBlock, Block], ids=["frozen", "whole"])
-def test_a_block_that_needs_no_mend_is_applied(cls):
+def test_a_block_that_needs_no_fix_is_applied(cls):
     """It makes the states require a gradient, or nothing is frozen."""
     model = adapted(RightBlock, **UNIFORM)
     if cls is Block:

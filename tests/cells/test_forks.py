@@ -21,7 +21,7 @@ from shim import testing
 CORE = Path(megatron.core.__file__).parent
 BIAS, FROZEN = "expert-bias-padding", "frozen-recompute"
 if shim.plan()[BIAS].action != "apply":
-    pytest.skip("the edits are of a body that this release does not have or has mended", allow_module_level=True)
+    pytest.skip("the edits are of a body that this release does not have or has fixed", allow_module_level=True)
 
 ROUTER, BLOCK = "transformer/moe/router.py", "transformer/transformer_block.py"
 COUNT = "self.local_tokens_per_expert += routing_map.sum(dim=0)"
@@ -35,9 +35,9 @@ LOGGED = {
     BLOCK: {VIEWLESS: f"self.runs = getattr(self, 'runs', 0) + 1\n        {VIEWLESS}"},
 }
 COMMENTED = {ROUTER: {COUNT: f"# ours\n                {COUNT}"}}
-MENDED = {ROUTER: {MASK: "routing_map = routing_map & (~padding_mask).unsqueeze(-1)"}}
-MENDED_AND_LOGGED = {ROUTER: {**MENDED[ROUTER], **LOGGED[ROUTER]}}
-MENDED_OTHERWISE = {ROUTER: {MASK: "routing_map = routing_map.masked_fill(padding_mask[:, None], False)"}}
+FIXED = {ROUTER: {MASK: "routing_map = routing_map & (~padding_mask).unsqueeze(-1)"}}
+FIXED_AND_LOGGED = {ROUTER: {**FIXED[ROUTER], **LOGGED[ROUTER]}}
+FIXED_OTHERWISE = {ROUTER: {MASK: "routing_map = routing_map.masked_fill(padding_mask[:, None], False)"}}
 RENAMED = {ROUTER: {PARAMETER: PARAMETER.replace("padding_mask", "mask")}}
 MOVED = {ROUTER: {"def _apply_expert_bias(": "def _count_tokens(", "self._apply_expert_bias(": "self._count_tokens("}}
 
@@ -123,14 +123,14 @@ def test_a_statement_more_is_applied_by_the_contract_and_the_patch_works(fork):
     assert passes(tree, *tests[: times(1, 2)])
 
 
-def test_a_fork_that_has_mended_the_defect_as_upstream_did_is_left_alone(fork):
-    found = plan(fork(MENDED))
+def test_a_fork_that_has_fixed_the_defect_as_upstream_did_is_left_alone(fork):
+    found = plan(fork(FIXED))
     assert found[BIAS]["action"] == "upstream" and "the mask has a column of its own (seen at" in found[BIAS]["reason"]
 
 
-def test_a_fork_that_shows_the_mend_in_a_body_of_its_own_is_left_alone(fork):
+def test_a_fork_that_shows_the_fix_in_a_body_of_its_own_is_left_alone(fork):
     """And counts right by itself."""
-    tree = fork(MENDED_AND_LOGGED)
+    tree = fork(FIXED_AND_LOGGED)
     found = plan(tree)[BIAS]
     assert (found["action"], found["variant"]) == ("upstream", None)
     assert "has fixed this itself: the mask has a column of its own" in found["reason"]
@@ -141,7 +141,7 @@ def test_a_fork_that_shows_the_mend_in_a_body_of_its_own_is_left_alone(fork):
     ("edits", "said"),
     [
         (RENAMED, "it has no parameter 'padding_mask'"),
-        (MENDED_OTHERWISE, "it lacks `if padding_mask is not None: routing_map = routing_map & ~padding_mask`"),
+        (FIXED_OTHERWISE, "it lacks `if padding_mask is not None: routing_map = routing_map & ~padding_mask`"),
         (MOVED, "has no TopKRouter._apply_expert_bias"),
     ],
     ids=["renamed", "otherwise", "moved"],
@@ -168,9 +168,9 @@ with testing.megatron_on_cpu(), testing.layout_initialised(testing.Layout()):
 
 
 @in_full
-def test_a_mend_that_nobody_knows_is_not_patched_over(fork):
+def test_a_fix_that_nobody_knows_is_not_patched_over(fork):
     """It would be wrong afterwards. The warning says that it was left alone, and on_drift='apply' insists."""
-    tree = fork(MENDED_OTHERWISE)
+    tree = fork(FIXED_OTHERWISE)
     done = run(tree, "-c", COUNTS)
     assert done.stdout.splitlines() == ["drifted", "True"], done.stdout + done.stderr
     assert BIAS in done.stderr and "breaks its contract" in done.stderr

@@ -136,7 +136,7 @@ def test_an_embedding_with_a_forward_of_its_own_is_left_alone(ranks2):
     ("positions", "ranks", "state"), [("rope", 2, "applied"), ("mrope", 1, "applied"), ("mrope", 2, "unknown")]
 )
 def test_check_on_a_model_that_makes_the_table_itself(positions, ranks, state):
-    """As that of mcore-bridge. With a plain table or on one rank there is nothing to mend in the method."""
+    """As that of mcore-bridge. With a plain table or on one rank there is nothing to fix in the method."""
     method = "forward" if VARIANT == "dimension" else "_preprocess"
 
     def state_of():

@@ -80,8 +80,8 @@ def test_one_rank_trains_as_on_stock():
 
 @needed
 def test_backward_sends_one_message_less(ranks2):
-    for stock, mended in ranks2.run(in_layout, 2, messages_of_a_step):
-        assert stock - mended == 1
+    for stock, fixed in ranks2.run(in_layout, 2, messages_of_a_step):
+        assert stock - fixed == 1
 
 
 @needed

@@ -484,7 +484,7 @@ def test_check_sees_the_real_model_and_names_what_stands_above(applied, one_rank
             return self.mtp(hidden_states=hidden_states)
 
     if VERSION >= (0, 14):
-        model.__class__ = Bridge  # which calls the mended method, and so hides nothing
+        model.__class__ = Bridge  # which calls the fixed method, and so hides nothing
         assert shim.check(model)[ID].state == "applied"
         model.__class__ = Own
         with pytest.raises(shim.NotMetError, match="Own"):

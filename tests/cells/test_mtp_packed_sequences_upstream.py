@@ -1,4 +1,4 @@
-"""mtp-packed-sequences where the source has mended padding itself: with a loss mask, stock's packed equals alone."""
+"""mtp-packed-sequences where the source has fixed padding itself: with a loss mask, stock's packed equals alone."""
 
 import dataclasses
 

@@ -42,7 +42,7 @@ def test_other_releases_need_none():
 
 
 @needed
-def test_the_patch_mends_it():
+def test_the_patch_fixes_it():
     with shim.patched(only=[ID], require=[ID]) as report:
         assert report[ID].state == "applied", str(report)
         assert a_step(mtp_num_layers=2).main.isfinite().all()

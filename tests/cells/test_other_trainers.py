@@ -108,7 +108,7 @@ CASES = {
         (0, 14),
     ),
 }
-# On a release that has mended the bias, a trainer's own mend of it raises, with shim or without.
+# On a release that has fixed the bias, a trainer's own fix of it raises, with shim or without.
 HERE = {
     name: case
     for name, case in CASES.items()

@@ -96,7 +96,7 @@ def test_two_stages_train_as_one(ranks2, lengths, options):
 
 @pytest.mark.skipif("p2p-default-group" not in BESIDE, reason="shapes are upstream's own here")
 def test_shapes_are_in_order_without_the_patch_of_their_group(ranks2):
-    """p2p-default-group takes the function's place, so that the mend of upstream's own needs a run without it."""
+    """p2p-default-group takes the function's place, so that the fix of upstream's own needs a run without it."""
     found = ranks2.run(on_rank, [ID], Layout(pp=2, vp=2), DIFFERENT, VARIABLE, True)
     assert found[-1][0] == pytest.approx(truth(DIFFERENT, VARIABLE), rel=1e-6)
 

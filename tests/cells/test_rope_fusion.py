@@ -137,7 +137,7 @@ def test_stock_ignores_what_it_is_asked(case, ranks, kernels, on_rank, stock):
 @has_fused_qkv
 @pytest.mark.parametrize("ask", ["nothing", "interleaved", "yarn"])
 def test_fused_single_qkv_rope_ignores_what_it_is_asked(ask, qkv_calls):
-    """Not covered, as the patch says: where this fails, upstream has mended it."""
+    """Not covered, as the patch says: where this fails, upstream has fixed it."""
     fused, plain = (output_of_attention(ask, fused) for fused in (True, False))
     assert torch.allclose(fused, plain, atol=1e-6) == (ask == "nothing") and qkv_calls == [False]
 

@@ -78,7 +78,7 @@ def test_what_stock_does_right_stays():
     assert found == HERE.run(functools.partial(trained, seeded), layout=layout)
 
 
-# ---- what it mends, with every optimizer
+# ---- what it fixes, with every optimizer
 
 
 def with_adapters():

@@ -210,7 +210,7 @@ def test_doubt_is_a_warning_once_and_never_an_error(doubtful, caplog):
     assert len(said) == 1 and "is unknown: " in said[0] and "shim.compatible" in said[0]
 
 
-def test_a_patch_that_mends_nothing_warns_of_no_doubt(patched_world, doubtful, caplog):
+def test_a_patch_that_fixes_nothing_warns_of_no_doubt(patched_world, doubtful, caplog):
     """Without a performance patch the model trains right, too."""
     patched_world.patch("count", patched_world.patches["count"]["targets"], kind="performance")
     shim.apply()

@@ -114,7 +114,7 @@ def test_ranks_and_patches_that_differ_are_named(distributed, row_of):
 
 
 def test_it_is_said_what_of_a_patch_differs(distributed, row_of):
-    """Its options are the caller's to mend, upstream's bodies and the patch's code whoever installed them."""
+    """Its options are the caller's to fix, upstream's bodies and the patch's code whoever installed them."""
     mine = ("old", "bodies", "options", "code")
     rows = [row_of("b", {"p": (*mine[:n], "other", *mine[n + 1 :])}) for n in range(4)]
     distributed(0, [*rows, row_of("b", {"p": ("new", "others", "options", "other")})])

@@ -247,17 +247,17 @@ def test_a_conflict_is_warned_of_once_and_in_full_on_one_rank(one_patch, rank, c
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
-def test_a_replacement_may_say_that_it_keeps_the_mend(one_patch, ours_first, caplog):
+def test_a_replacement_may_say_that_it_keeps_the_fix(one_patch, ours_first, caplog):
     """It is trusted and named, in either order; and nothing is amiss."""
     if ours_first:
         shim.apply(require=["p"])
-    theirs = shim.compatible(CORE + "ops:double", version="0.1.0")(lambda x: "mended")
+    theirs = shim.compatible(CORE + "ops:double", version="0.1.0")(lambda x: "fixed")
     one_patch.set("ops:double", theirs)
     shim.apply(require=["p"])
     report = shim.check()
     assert (report["p"].state, report["p"].targets) == ("applied", {CORE + "ops:double": "kept"})
     assert "says that it keeps" in report["p"].others[0] and "as of shim 0.1.0" in report["p"].others[0]
-    assert one_patch.get("ops:double")(2) == "mended"
+    assert one_patch.get("ops:double")(2) == "fixed"
     assert report.lost == () and not [r for r in caplog.records if r.levelno > logging.INFO]
 
 

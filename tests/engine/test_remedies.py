@@ -152,7 +152,7 @@ def test_what_takes_other_calls_is_not_to_be_wrapped(patch, first):
 
 
 def test_a_target_that_the_patch_does_without_is_given_back(patch, caplog):
-    """The warning names what stays wrong, and removing the other object mends it."""
+    """The warning names what stays wrong, and removing the other object fixes it."""
     world = patch(without="doubling is wrong")
     take_back = put(world, replaces)
     shim.apply()

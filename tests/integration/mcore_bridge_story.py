@@ -141,7 +141,7 @@ def tell(order):
 
 
 def broken():
-    """The same with mcore-bridge's code changed so that it hides a mend: what is wrong then, and what check() says."""
+    """The same with mcore-bridge's code changed so that it hides a fix: what is wrong then, and what check() says."""
     from mcore_bridge.model import gpt_model
     from mcore_bridge.model.modules import mtp_layer
 

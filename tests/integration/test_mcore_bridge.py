@@ -136,7 +136,7 @@ def test_required_and_right_does_not_raise(release, order):
 @pytest.mark.parametrize("method", ["uniform", "block", "uniform by two"])
 def test_what_check_says_of_mtp_recompute(release, order, method):
     """Under uniform by one its own recompute does what shim's does. Under block it keeps all activations of MTP layers,
-    and chunks of two layers it refuses: there it hides the mend."""
+    and chunks of two layers it refuses: there it hides the fix."""
     told = story(release, order)["recompute"]["whole"][method]
     right = told.get("again") == 3
     if right:
@@ -178,7 +178,7 @@ def test_check_warns_once_of_what_is_hidden(release, order):
 
 @each_release
 @pytest.mark.parametrize("place", ["roll in the layer", "roll in the loss"])
-def test_an_override_that_hides_the_mend_is_found(release, place):
+def test_an_override_that_hides_the_fix_is_found(release, place):
     """With the roll that mcore-bridge carries for older releases: padded rows train wrong, and check() says so."""
     told = story(release, "trainer first")["broken"][place]
     assert told["error"] > 1e-2
@@ -189,7 +189,7 @@ def test_an_override_that_hides_the_mend_is_found(release, place):
 
 @each_release
 def test_blocks_behind_embeddings_without_gradient_are_not_called_right(release):
-    """Without what mcore-bridge does to its embeddings nothing is trained, and its blocks keep shim's mend away."""
+    """Without what mcore-bridge does to its embeddings nothing is trained, and its blocks keep shim's fix away."""
     told = story(release, "trainer first")["broken"]["frozen embeddings"]
     assert told["trained"] is not True
     assert state(told["checked"], "frozen-recompute") in ("shadowed", "unknown")

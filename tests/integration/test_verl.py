@@ -155,7 +155,7 @@ def test_check_says_that_packed_rows_are_right(told, which):
     assert any("verl/models/mcore/mtp_patch.py" in text for text in others)
 
 
-def test_check_says_that_a_recompute_whose_inputs_are_freed_is_no_mend(told, core):
+def test_check_says_that_a_recompute_whose_inputs_are_freed_is_no_fix(told, core):
     """It tries verl's recompute of a layer, and outlives that its inputs are freed meanwhile."""
     if newer(core, (0, 18)):
         assert told["freed"]["mtp"] == 0

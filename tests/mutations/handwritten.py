@@ -1,4 +1,4 @@
-"""Mutants written by hand: they move the defect that a patch mends, mend it, or do in another way what was there."""
+"""Mutants written by hand: they move the defect that a patch fixes, fix it, or do in another way what was there."""
 
 import ast
 import copy

@@ -58,7 +58,7 @@ def asked(matrix, sources, id, name):
         said = breach(sources, variant.inherits(target) or target, variant.needs[target])
         if said:
             return f"{body}: {said}"
-    return next((f"mended there: {sign.note}" for sign in matrix.patches[id].mended if shows(sources, sign)), "")
+    return next((f"fixed there: {sign.note}" for sign in matrix.patches[id].fixed if shows(sources, sign)), "")
 
 
 def verdict(broken: str, found: dict) -> str:

@@ -1,7 +1,7 @@
 """For each patch: what stock has to do right on a mutant, and which tests tell whether the patch is right on it.
 
 The tests are few and quick, with one at least for each function that the patch binds. Tests that show what is wrong on
-stock are left out: a mutant may mend it. A patch that is not named here has one file of quick tests, of its own name.
+stock are left out: a mutant may fix it. A patch that is not named here has one file of quick tests, of its own name.
 """
 
 __all__ = ["PROBES_OF", "folder_of", "tests_of"]

@@ -156,7 +156,7 @@ patches:
       - {megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", variant: old}
       - {megatron-core: ">=0.17.0.dev0,<0.18.0.dev0", variant: new}
     upstream:
-      - {megatron-core: ">=0.18.0.dev0,<0.19.0.dev0", note: mended in 0.18}
+      - {megatron-core: ">=0.18.0.dev0,<0.19.0.dev0", note: fixed in 0.18}
     delete_when: megatron-core 0.17 is not supported
   faster-forward:
     summary: the same, faster

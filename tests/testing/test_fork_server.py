@@ -40,7 +40,7 @@ def no_server_left():
     fork_server._close_all()
 
 
-def run(code, never=("mended",), timeout=30, **kwargs):
+def run(code, never=("fixed",), timeout=30, **kwargs):
     return fork_server.run(code, never=never, timeout=timeout, **kwargs)
 
 
@@ -52,24 +52,24 @@ def started_with(names, code="", **kwargs):
 
 
 def test_the_first_case_starts_bare_and_the_others_with_what_it_had_loaded(installed):
-    for name in ("library", "later", "mended"):
+    for name in ("library", "later", "fixed"):
         installed(name)
-    names = ["library", "later", "mended", "shim", "pytest"]
-    assert started_with(names, "import library, mended, shim") == []
+    names = ["library", "later", "fixed", "shim", "pytest"]
+    assert started_with(names, "import library, fixed, shim") == []
     assert started_with(names, "import later") == ["library"]
     assert started_with(names) == ["library"]
 
 
 def test_what_this_process_has_loaded_may_be_shared_from_the_first_case_on(installed):
     installed("library")
-    installed("mended")
+    installed("fixed")
     importlib.import_module("library")
-    importlib.import_module("mended")
-    names = ["library", "mended", "shim"]
+    importlib.import_module("fixed")
+    names = ["library", "fixed", "shim"]
     try:
         assert started_with(names, share_loaded=True) == ["library"]
     finally:
-        del sys.modules["library"], sys.modules["mended"]
+        del sys.modules["library"], sys.modules["fixed"]
 
 
 def test_a_module_that_is_not_installed_is_not_shared(tmp_path, monkeypatch):
@@ -94,15 +94,15 @@ def test_nothing_that_a_case_does_reaches_another(installed):
     assert [run(asks).stdout.split() for _ in range(3)] == [["1", "None"]] * 3
 
 
-@pytest.mark.parametrize("how", ["import mended", "importlib.util.find_spec('mended').name"])
+@pytest.mark.parametrize("how", ["import fixed", "importlib.util.find_spec('fixed').name"])
 def test_what_asks_for_a_package_that_is_not_shared_is_not_shared_itself(installed, how):
     """It would remember in every case that the package is not there."""
-    installed("mended")
+    installed("fixed")
     installed("library")
     asks = f"import importlib.util\nthere = True\ntry:\n    {how}\nexcept ImportError:\n    there = False\n"
     installed("asks", asks)
     installed("asks_through_another", "import asks")
-    names = ["library", "asks", "asks_through_another", "mended"]
+    names = ["library", "asks", "asks_through_another", "fixed"]
     loads = "import library, asks_through_another, asks; assert asks.there"
     assert started_with(names, loads) == []
     assert started_with(names, loads) == ["library"]

@@ -77,11 +77,11 @@ def test_a_file_that_was_edited_is_parsed_and_drifts(tmp_path):
     start = text.index("def process_mtp_loss")
     file.write_text(text[:start] + text[start:].replace("return ", "return +", 1), "utf-8")
     parsed, patches = planned(tmp_path / "edited")
-    # What shows whether the release has the mend is looked for in the other files of the patch.
+    # What shows whether the release has the fix is looked for in the other files of the patch.
     entry = load_matrix().patches["mtp-packed-sequences"]
     of_patch = {
         split_target(body)[0]
-        for body in (*entry.bodies, *(place.target for sign in entry.mended for place in sign.places))
+        for body in (*entry.bodies, *(place.target for sign in entry.fixed for place in sign.places))
     }
     assert split_target(target)[0] in parsed and set(parsed) <= of_patch
     assert patches["mtp-packed-sequences"]["action"] == "drifted"

@@ -67,8 +67,8 @@ def test_a_defect_is_shown_on_stock_and_gone_with_the_patch(releases, tmp_path):
     code, found, err = proved("label-smoothing", "--html", str(page), directories=[], more=more)
     proof = found["proofs"]["label-smoothing"]
     assert code == 0 and found["failed"] == [] and found["where"]["releases"]["megatron-core"] == RELEASE, err
-    assert found["summary"] == "1 mended, 0 not mended"
-    assert proof["verdict"] == "mended" and proof["variant"] == "smoothed"
+    assert found["summary"] == "1 fixed, 0 not fixed"
+    assert proof["verdict"] == "fixed" and proof["variant"] == "smoothed"
     assert proof["stock"]["value"] > 1e-3 > proof["bound"] >= proof["with_shim"]["value"]
     assert "of 2 sides" in err  # progress, which is no part of the result
     assert "<svg" in page.read_text("utf-8") and "Smoothed cross entropy is wrong" in page.read_text("utf-8")
@@ -113,9 +113,9 @@ def test_the_job_of_the_example_proves_another_tree_beside_what_an_audit_says_of
     )
     text = summary.read_text("utf-8")
     assert done.returncode == 0, done.stderr
-    assert text.startswith("### shim prove: megatron-core 0.17.1, torch ") and "1 mended, 0 not mended" in text
+    assert text.startswith("### shim prove: megatron-core 0.17.1, torch ") and "1 fixed, 0 not fixed" in text
     row = next(line for line in text.splitlines() if line.startswith("| label-smoothing |"))
-    assert "mended (shim audit: applies as it is" in row
+    assert "fixed (shim audit: applies as it is" in row
 
 
 MODEL = """
@@ -146,7 +146,7 @@ def test_the_model_of_a_user_is_proved_with_the_trainer_s_own_patches(releases, 
     arguments = ["packed-equals-alone", "--model", "my_module:build"]
     code, found, err = proved(*arguments, directories=[releases(RELEASE)], cwd=tmp_path)
     assert code == 0 and list(found["proofs"]) == ["packed-equals-alone"], err
-    assert found["proofs"]["packed-equals-alone"]["verdict"] == "mended"
+    assert found["proofs"]["packed-equals-alone"]["verdict"] == "fixed"
     assert found["where"]["model"] == "my_module:build"
     [override] = found["overrides"]
     assert override["patch"] == "mtp-recompute" and override["state"] == "applied"

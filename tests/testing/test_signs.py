@@ -30,10 +30,10 @@ BY_PAIRS = ("te-moved-symbols", "max-logit-graph")
 
 
 def signs_of(id, state):
-    return MATRIX.patches[id].mended if state == UPSTREAM else MATRIX.patches[id].lacking
+    return MATRIX.patches[id].fixed if state == UPSTREAM else MATRIX.patches[id].lacking
 
 
-SIGNED = sorted(id for id, entry in MATRIX.patches.items() if entry.mended or entry.lacking)
+SIGNED = sorted(id for id, entry in MATRIX.patches.items() if entry.fixed or entry.lacking)
 
 
 @cache

@@ -203,7 +203,7 @@ def test_a_body_of_another_release_is_compared_with_those_that_the_variant_has(v
 def test_a_rule_that_speaks_of_what_is_not_audited_has_a_verdict(world, verdicts):
     """Only the tree is audited; what it will run beside is open."""
     text = world.matrix.read_text()
-    for rule in ('<0.17.0.dev0", variant: old', '<0.18.0.dev0", variant: new', '<0.19.0.dev0", note: mended'):
+    for rule in ('<0.17.0.dev0", variant: old', '<0.18.0.dev0", variant: new', '<0.19.0.dev0", note: fixed'):
         assert rule in text
         text = text.replace(rule, rule.replace('dev0"', 'dev0", transformer-engine: ">=0.dev0"'))
     world.matrix.write_text(text)

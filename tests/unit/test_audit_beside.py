@@ -22,7 +22,7 @@ from shim._tools.audit_report import as_markdown, as_text
 BOTH = (
     MATRIX.replace('<0.17.0.dev0", variant', '<0.17.0.dev0", transformer-engine: ">=2.2.dev0", variant')
     .replace('<0.18.0.dev0", variant', '<0.18.0.dev0", transformer-engine: ">=2.2.dev0", variant')
-    .replace('<0.19.0.dev0", note: mended', '<0.19.0.dev0", transformer-engine: ">=2.1.dev0", note: mended')
+    .replace('<0.19.0.dev0", note: fixed', '<0.19.0.dev0", transformer-engine: ">=2.1.dev0", note: fixed')
     .replace(
         "    upstream:\n",
         "    upstream:\n"

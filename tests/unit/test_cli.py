@@ -75,7 +75,7 @@ def test_what_is_right_and_what_is_left_out_stand_apart(shim, world):
     assert "Left out: excluded by argument or MEGATRON_SHIM_EXCLUDE (faster-forward)." in out
 
 
-def test_features_are_not_mixed_with_mends(shim, world):
+def test_features_are_not_mixed_with_fixes(shim, world):
     """They are bound, and do nothing until somebody switches them on."""
     world.pin(MATRIX.replace("kind: performance", "kind: feature"))
     world.install(BROKEN)
@@ -351,7 +351,7 @@ def test_explain_says_what_for_and_why(shim):
     assert code == 0
     for part in ("rolls stay inside", "What is wrong: rolls.", "Here: apply", "binds megatron.core.roll:roll"):
         assert part in out
-    for part in ("relies on megatron.core.roll:helper", "Delete when: ", "upstream has fixed it (mended in 0.18)"):
+    for part in ("relies on megatron.core.roll:helper", "Delete when: ", "upstream has fixed it (fixed in 0.18)"):
         assert part in out
 
 

@@ -8,7 +8,7 @@ from shim._errors import MatrixError
 CONTRACTS = """\
     contracts:
       - {target: "megatron.core.roll:roll", variants: [old],
-         parameters: [x, shift], has: ["helper(x)"], lacks: ["mend(...)"], returns: ["_"]}
+         parameters: [x, shift], has: ["helper(x)"], lacks: ["fix(...)"], returns: ["_"]}
       - {target: "megatron.core.roll:Layer.forward", first: [self, x], has: ["return roll(x)"]}
       - {target: "megatron.core.roll:helper", parameters: [x], exact: true, returns: [x]}
     delete_when:"""
@@ -40,7 +40,7 @@ def test_an_unknown_body_that_keeps_its_contract_is_applied_and_said_so(contract
     [
         ("def roll(x, shift=-1)", "def roll(y, shift=-1)", "it has no parameter 'x'"),
         ("return helper(x)\n\n    class", "return x\n\n    class", "it lacks `helper(x)`"),
-        ("return helper(x)\n", "mend(x)\n        return helper(x)\n", "it has `mend(...)`"),
+        ("return helper(x)\n", "fix(x)\n        return helper(x)\n", "it has `fix(...)`"),
         ("return helper(x)\n", "helper(x)\n", "it returns nothing"),
         ("def forward(self, x)", "def forward(self, scale, x)", "its parameters do not begin with self, x"),
         ("def helper(x):", "def helper(x, y=1):", "it has a parameter more: 'y'"),
@@ -80,16 +80,16 @@ def test_the_nearest_variant_is_the_one_with_the_fewest_broken_bodies(contracted
     assert (found.action, found.variant) == ("apply", "old")
 
 
-def test_a_mend_of_another_kind_is_upstream(contracted):
+def test_a_fix_of_another_kind_is_upstream(contracted):
     text = contracted.matrix.read_text()
-    mended = """    mended:
-      - {target: "megatron.core.roll:helper", has: ["mend(...)"], note: "helper mends"}
+    fixed = """    fixed:
+      - {target: "megatron.core.roll:helper", has: ["fix(...)"], note: "helper fixes"}
     delete_when:"""
-    contracted.matrix.write_text(text.replace("    delete_when:", mended, 1))
-    found = decision(contracted, BROKEN.replace("return x\n", "return mend(x)\n", 1))
+    contracted.matrix.write_text(text.replace("    delete_when:", fixed, 1))
+    found = decision(contracted, BROKEN.replace("return x\n", "return fix(x)\n", 1))
     assert (
         found.action == "upstream"
-        and "has fixed this itself: helper mends (seen at megatron.core.roll:helper)" in found.reason
+        and "has fixed this itself: helper fixes (seen at megatron.core.roll:helper)" in found.reason
     )
     assert decision(contracted, BROKEN).action == "apply"
 

@@ -42,16 +42,16 @@ def test_check_says_what_is_stale_and_writes_nothing(tmp_path, monkeypatch, caps
 
 def test_the_sample_of_prove_is_what_it_prints():
     """Of recorded results, by the function that prints them: a line for each proof, the rest, and the summary."""
-    results = {"stock": "off by 1.0e+00", "with_shim": "bit-equal", "verdict": "mended"}
+    results = {"stock": "off by 1.0e+00", "with_shim": "bit-equal", "verdict": "fixed"}
     proved = {docs_sample.RELEASE: {"transformer-engine": "2.12.0", "proofs": {docs_sample.PATCHES[0]: results}}}
     assert docs_sample.prove_sample(load_matrix(), proved).splitlines() == [
         "```",
         f"$ shim prove {' '.join(docs_sample.PATCHES)}",
         f"megatron-core {docs_sample.RELEASE}, transformer-engine 2.12.0, CPU (2 gloo ranks where needed)",
         "",
-        f"{docs_sample.PATCHES[0]}   stock: off by 1.0e+00   with shim: bit-equal   mended",
+        f"{docs_sample.PATCHES[0]}   stock: off by 1.0e+00   with shim: bit-equal   fixed",
         "",
-        "1 mended, 0 not mended",
+        "1 fixed, 0 not fixed",
         "```",
     ]
 
@@ -86,7 +86,7 @@ def test_the_catalogue_says_of_every_patch_what_a_reader_needs():
 
 
 def test_readme_lists_every_patch_and_no_variants():
-    """Who reads it for the first time asks what is mended where; each id leads to its section."""
+    """Who reads it for the first time asks what is fixed where; each id leads to its section."""
     matrix = load_matrix()
     readme = (REPOSITORY / "README.md").read_text("utf-8")
     sections = (REPOSITORY / "docs" / "patches.md").read_text("utf-8")

@@ -50,10 +50,10 @@ def test_each_proof_was_run_and_has_shown_its_defect(text):
     verdicts = {run["proofs"][text.label]["verdict"] for run in PROVED.values() if text.label in run["proofs"]}
     assert verdicts, text.label
     if "cpu" in text.keywords.get("devices", ["cpu"]) and text.label not in ELSEWHERE:
-        assert "mended" in verdicts, (text.label, verdicts)
+        assert "fixed" in verdicts, (text.label, verdicts)
 
 
-def test_where_a_patch_is_applied_some_proof_of_it_is_mended():
+def test_where_a_patch_is_applied_some_proof_of_it_is_fixed():
     """What depends on Transformer Engine too may be right beside the release that was taken."""
     lacking = [
         (release, id)
@@ -62,7 +62,7 @@ def test_where_a_patch_is_applied_some_proof_of_it_is_mended():
         for pin in [MATRIX.pins["megatron-core"][release].get(id)]
         if entry.distribution == "megatron-core" and pin is not None and pin.variant
         if not any("transformer-engine" in rule.ranges for rule in entry.rules)
-        if "mended" not in {f["verdict"] for label, f in run["proofs"].items() if label.partition("/")[0] == id}
+        if "fixed" not in {f["verdict"] for label, f in run["proofs"].items() if label.partition("/")[0] == id}
     ]
     assert lacking == []
 
@@ -126,7 +126,7 @@ def test_words_and_verdicts_are_kept_and_seconds_are_not():
 
 
 def test_a_part_of_the_record_can_be_made_anew():
-    data = {"proofs": {"a/x": {"proof": "x", "verdict": "mended", "stock": None, "with_shim": None}}}
+    data = {"proofs": {"a/x": {"proof": "x", "verdict": "fixed", "stock": None, "with_shim": None}}}
     before = {"a": {"verdict": "old"}, "a/y": {"verdict": "old"}, "b": {"verdict": "old"}}
     found = recorded(data, "2.9.0", before, ["a"])["proofs"]
-    assert {label: kept["verdict"] for label, kept in found.items()} == {"b": "old", "a/x": "mended"}
+    assert {label: kept["verdict"] for label, kept in found.items()} == {"b": "old", "a/x": "fixed"}

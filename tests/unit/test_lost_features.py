@@ -488,29 +488,29 @@ def names_of(features):
     return [feature.name.rpartition(":")[2] for feature in features]
 
 
-def test_the_plan_tells_what_is_lost_and_what_mends_it(pair):
-    """Mended where the patch is applied; else why it is not."""
+def test_the_plan_tells_what_is_lost_and_what_fixes_it(pair):
+    """Fixed where the patch is applied; else why it is not."""
     world = pair("0.16.1", "2.12.0")
     before = world.plan()
     assert names_of(before.lost_features) == ["_SplitAlongDim", "get_workspace", "CPUOffloadEnabled"]
-    assert before.pair_is_known is True and not any(feature.mended for feature in before.lost_features)
-    assert "te-moved-symbols would mend it, but the matrix does not have it" in str(before)
+    assert before.pair_is_known is True and not any(feature.fixed for feature in before.lost_features)
+    assert "te-moved-symbols would fix it, but the matrix does not have it" in str(before)
     world.install("def roll(): pass\n", "0.16.0")
     world.pin(MATRIX + PATCH)
     world.on_path(world.site, world.own)
     (world.site / "megatron/core/roll.py").write_text(
         (world.root / "releases/0.16.0/megatron/core/roll.py").read_text()
     )
-    mended = world.plan()
-    assert [feature.mended for feature in mended.lost_features] == [True, True, False]
-    assert "  mended        transformer_engine.pytorch.attention:_SplitAlongDim: query" in str(mended)
-    assert "; mended by te-moved-symbols" in str(mended)
+    fixed = world.plan()
+    assert [feature.fixed for feature in fixed.lost_features] == [True, True, False]
+    assert "  fixed         transformer_engine.pytorch.attention:_SplitAlongDim: query" in str(fixed)
+    assert "; fixed by te-moved-symbols" in str(fixed)
     excluded = world.plan(exclude="te-moved-symbols").lost_features[0]
-    assert excluded.outcome.startswith("te-moved-symbols would mend it, but it is excluded: excluded by argument")
+    assert excluded.outcome.startswith("te-moved-symbols would fix it, but it is excluded: excluded by argument")
 
 
 def test_what_cannot_be_had_comes_with_a_later_release(pair):
-    """Or with none; what needs no mending is left out."""
+    """Or with none; what needs no fixing is left out."""
     found = {feature.name.rpartition(":")[2]: feature for feature in pair("0.19.2", "2.8.0").plan().lost_features}
     assert found["GroupedLinear"].outcome == "cannot be had with this release, comes with Transformer Engine 2.13.0"
     assert found["GroupedTensor"].outcome == "cannot be had with this release, comes with Transformer Engine 2.14.0"
@@ -568,7 +568,7 @@ def test_an_unknown_pair_is_said_to_be_unknown_and_doctor_looks_through_it(pair,
     assert [(item["name"], item["remedy"], item["lost"]) for item in lost][:1] == [
         ("transformer_engine.pytorch:Gone", "", "megatron.core.guarded imports it")
     ]
-    assert lost[0]["outcome"] == "not mended"
+    assert lost[0]["outcome"] == "not fixed"
 
 
 def test_doctor_has_a_table_of_it(pair, capsys):

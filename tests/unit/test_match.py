@@ -63,7 +63,7 @@ def test_what_a_rule_has_to_say_is_in_the_reason(world):
     world.matrix.write_text(world.matrix.read_text().replace(rule, "variant: old, note: half of it}"))
     assert "megatron-core 0.16.0 needs it (half of it); all" in roll(world.install(BROKEN, "0.16.0")).reason
     assert "half" not in roll(world.install(REWORKED, "0.17.0")).reason
-    assert "are those of 0.18.0 (mended in 0.18)" in roll(world.install(FIXED, "0.18.0")).reason
+    assert "are those of 0.18.0 (fixed in 0.18)" in roll(world.install(FIXED, "0.18.0")).reason
 
 
 @pytest.mark.parametrize("version", ["0.20.0.dev0", "0.16.0", "0.18.0", None])
@@ -80,7 +80,7 @@ def test_a_version_alone_never_says_that_a_release_is_right(world, text):
     found = roll(world.install(text, "0.18.3"))
     assert found.action == "drifted"
     assert "it is not known whether megatron-core 0.18.3 needs this patch" in found.reason
-    assert "one of those fixed (mended in 0.18)" in found.reason and "shim prove roll-fix" in found.remedy
+    assert "one of those fixed (fixed in 0.18)" in found.reason and "shim prove roll-fix" in found.remedy
     with pytest.raises(NotMetError, match="required, but roll-fix is drifted"):
         enforce(world.plan(require=["roll-fix"]))
     forced = roll(world, on_drift="apply")
@@ -103,7 +103,7 @@ def test_a_version_without_the_feature_is_not_needed_where_no_target_is_there(wo
     world.pin(MATRIX.replace("    upstream:", "    not_needed:"))
     found = roll(world.install("def helper(x):\n    return -x\n", "0.18.5"))
     assert (found.action, found.variant) == ("not-needed", None)
-    assert "it has nothing of what the patch binds (mended in 0.18)" in found.reason
+    assert "it has nothing of what the patch binds (fixed in 0.18)" in found.reason
     assert roll(world.install("def helper(x):\n    return -x\n", "0.16.5")).action == "drifted"
 
 
@@ -241,7 +241,7 @@ TWO_AXES = MATRIX.replace(
     '{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", variant: old}',
     '{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", transformer-engine: "<3", variant: old}',
 ).replace(
-    '{megatron-core: ">=0.18.0.dev0,<0.19.0.dev0", note: mended in 0.18}',
+    '{megatron-core: ">=0.18.0.dev0,<0.19.0.dev0", note: fixed in 0.18}',
     '{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", transformer-engine: ">=3", note: TE 3 does it}\n'
     '      - {megatron-core: ">=0.18.0.dev0,<0.19.0.dev0"}',
 )
@@ -258,7 +258,7 @@ def test_bodies_do_not_overrule_the_version_of_another_distribution(world):
     found = match(matrix.patches["roll-fix"], detect(), matrix)
     assert (found.state, "TE 3 does it" in found.reason) == ("drifted", True)
     assert "nothing in its sources shows it" in found.reason
-    signed = """    mended:
+    signed = """    fixed:
       - {target: "transformer_engine:roll", has: ["return 3"], note: TE 3 does it}
     delete_when:"""
     world.matrix.write_text(TWO_AXES.replace("    delete_when:", signed, 1), "utf-8")
@@ -276,7 +276,7 @@ BESIDE = (
         '{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", transformer-engine: ">=2.dev0", variant: old}',
     )
     .replace(
-        '{megatron-core: ">=0.18.0.dev0,<0.19.0.dev0", note: mended in 0.18}',
+        '{megatron-core: ">=0.18.0.dev0,<0.19.0.dev0", note: fixed in 0.18}',
         '{megatron-core: ">=0.16.0.dev0,<0.17.0.dev0", transformer-engine: "<2.dev0", note: TE 1 needs nothing}\n'
         '      - {megatron-core: ">=0.18.0.dev0,<0.19.0.dev0", transformer-engine: ">=0.dev0"}',
     )
@@ -330,7 +330,7 @@ def test_an_inherited_target_drifts_with_the_class_it_inherits_from_and_when_ove
 
 
 def test_a_release_that_cannot_be_told_from_one_that_is_right_is_an_error_of_the_matrix(world):
-    """If upstream mended something the patch does not name, fingerprints cannot decide; the author must name it."""
+    """If upstream fixed something the patch does not name, fingerprints cannot decide; the author must name it."""
     write_file(world.root / "releases/0.18.0/megatron/core/roll.py", REWORKED)
     world.pin(MATRIX)
     with pytest.raises(MatrixError, match=r"0.18.0 has roll-fix already, but the same bodies as 0.17.0"):
@@ -361,11 +361,11 @@ def test_a_matrix_without_pins_is_not_blamed_on_the_release(world, on_drift):
 def test_where_the_version_says_otherwise_known_bodies_need_a_sign_beside_them(world):
     """The defect may come of code that the patch neither binds nor reads, as where files are of an older release."""
     assert roll(world.install(FIXED, "0.16.0")).action == "upstream"  # a patch without signs has nothing else to ask
-    sign = """    mended:
-      - {target: "megatron.core.roll:caller", has: ["mend(x)"], note: its caller mends}
+    sign = """    fixed:
+      - {target: "megatron.core.roll:caller", has: ["fix(x)"], note: its caller fixes}
     delete_when:"""
     world.matrix.write_text(world.matrix.read_text().replace("    delete_when:", sign, 1))
     assert roll(world.install(FIXED, "0.18.0")).action == "upstream"  # the version says so, and all bodies do
     assert roll(world.install(FIXED, "0.16.0")).action == "drifted"
-    mended = FIXED + "\n    def caller(x):\n        return mend(x)\n"
-    assert roll(world.install(mended, "0.16.0")).action == "upstream"
+    fixed = FIXED + "\n    def caller(x):\n        return fix(x)\n"
+    assert roll(world.install(fixed, "0.16.0")).action == "upstream"

@@ -80,9 +80,7 @@ def planted(world, tmp_path, monkeypatch):
     text = world.matrix.read_text("utf-8")
     summary = json.dumps(f"rolls {URL}".replace("\udcff", ""))
     text = text.replace("summary: rolls stay inside their sequence", f"summary: {summary}")
-    text = text.replace("note: mended in 0.18", f"note: {summary}").replace(
-        "when: upstream does so", f"when: {summary}"
-    )
+    text = text.replace("note: fixed in 0.18", f"note: {summary}").replace("when: upstream does so", f"when: {summary}")
     world.pin(text)
     write_file(world.own / "trainer_patches" / "roll_fix.py", PATCH)
     world.install(BROKEN, "0.16.0")

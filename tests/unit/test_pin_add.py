@@ -27,7 +27,7 @@ RANGED = (
     )
     .replace(
         '      - {megatron-core: ">=0.17,<0.18", variant: new}\n    upstream:\n'
-        '      - {megatron-core: ">=0.18,<0.19", note: mended in 0.18}\n',
+        '      - {megatron-core: ">=0.18,<0.19", note: fixed in 0.18}\n',
         '      - {megatron-core: ">=0.17,<0.18", variant: new}\n',
     )
     .replace('["0.16.0", "0.17.0", "0.18.0"]', '["0.16.0", "0.17.0"]')
@@ -349,7 +349,7 @@ def test_pins_of_a_release_that_is_right_by_its_version_alone_ask_for_a_decision
     world.matrix.write_text(rules)
     code, _, err = shim("pin", "--releases")
     assert code and "of megatron-core 0.18.1, and nothing shows that it is right" in err
-    sign = '    mended:\n      - {target: "megatron.core.roll:roll", has: ["_ if _ else -x"], note: it stops}\n'
+    sign = '    fixed:\n      - {target: "megatron.core.roll:roll", has: ["_ if _ else -x"], note: it stops}\n'
     world.matrix.write_text(rules.replace("    delete_when:", sign + "    delete_when:", 1))
     code, _, err = shim("pin", "--releases")
     assert code == 0, err

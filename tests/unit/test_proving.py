@@ -21,32 +21,32 @@ BROKEN, IMPOSSIBLE = Outcome("broken", "KeyError: 'x'"), Outcome("cannot run", "
 @pytest.mark.parametrize(
     "action, stock, patched, verdict",
     [
-        ("apply", WRONG, RIGHT, "mended"),
-        ("apply", WRONG, WRONG, "not mended"),
-        ("apply", WRONG, BROKEN, "not mended"),
+        ("apply", WRONG, RIGHT, "fixed"),
+        ("apply", WRONG, WRONG, "not fixed"),
+        ("apply", WRONG, BROKEN, "not fixed"),
         ("apply", RIGHT, RIGHT, "not reproduced"),
         ("apply", RIGHT, WRONG, "not reproduced"),
         ("apply", BROKEN, RIGHT, "broken"),
         ("apply", IMPOSSIBLE, IMPOSSIBLE, "cannot run"),
         ("apply", WRONG, IMPOSSIBLE, "cannot run"),
         ("upstream", RIGHT, None, "upstream"),
-        ("upstream", WRONG, None, "not mended"),
+        ("upstream", WRONG, None, "not fixed"),
         ("upstream", BROKEN, None, "broken"),
-        ("drifted", WRONG, None, "not mended"),
+        ("drifted", WRONG, None, "not fixed"),
         ("drifted", RIGHT, None, "right"),
     ],
 )
 def test_the_verdict_follows_from_plan_and_sides(action, stock, patched, verdict):
     found, reason = verdict_of(action, stock, patched)
-    assert found == verdict and (reason or verdict == "mended")
+    assert found == verdict and (reason or verdict == "fixed")
 
 
 @pytest.mark.parametrize(
     "stock, patched, verdict",
     [
-        (WRONG, RIGHT, "mended"),
+        (WRONG, RIGHT, "fixed"),
         (RIGHT, RIGHT, "right"),
-        (WRONG, WRONG, "not mended"),
+        (WRONG, WRONG, "not fixed"),
         (RIGHT, WRONG, "made worse"),
         (RIGHT, BROKEN, "broken"),
         (IMPOSSIBLE, RIGHT, "cannot run"),
@@ -70,7 +70,7 @@ def test_a_hang_or_a_death_is_wrong_only_where_it_is_the_defect(state, defect, c
     assert outcome_of({"state": state, "text": "x"}, defect, crashes).state == outcome
 
 
-def result(label="rope-thd", verdict="mended", stock=WRONG, patched=RIGHT, **more):
+def result(label="rope-thd", verdict="fixed", stock=WRONG, patched=RIGHT, **more):
     how = {"kind": "correctness", "defect": "silent", "device": "cpu", "reason": "a reason", "bound": 1e-6}
     text = "Something <is> wrong.\n\nCall it."
     return Result(
@@ -80,9 +80,9 @@ def result(label="rope-thd", verdict="mended", stock=WRONG, patched=RIGHT, **mor
 
 RESULTS = [
     result(),
-    result("mtp|recompute", "not mended", WRONG, BROKEN, source="def f(): ..."),
+    result("mtp|recompute", "not fixed", WRONG, BROKEN, source="def f(): ..."),
     result("te-fp8-state", "cannot run", None, None),
-    result("crash", "mended", Outcome("wrong", "TypeError: x | y", 0.1, math.inf), RIGHT),
+    result("crash", "fixed", Outcome("wrong", "TypeError: x | y", 0.1, math.inf), RIGHT),
     result("audited", "upstream", RIGHT, None, audit="drifted: unknown body"),
 ]
 HEADING = Heading({"megatron-core": "0.16.1", "torch": "2.13.0"}, "CPU", None)
@@ -91,10 +91,10 @@ HEADING = Heading({"megatron-core": "0.16.1", "torch": "2.13.0"}, "CPU", None)
 def test_text_has_a_line_for_each_proof_and_a_summary():
     lines = as_text(HEADING, RESULTS).splitlines()
     assert lines[0] == "megatron-core 0.16.1, torch 2.13.0, CPU (2 gloo ranks where needed)"
-    assert lines[-1] == "2 mended, 1 upstream already right, 1 cannot run here, 1 not mended"
+    assert lines[-1] == "2 fixed, 1 upstream already right, 1 cannot run here, 1 not fixed"
     first = next(line for line in lines if line.startswith("rope-thd"))
     assert (
-        first.endswith("mended       1.0 s")
+        first.endswith("fixed       1.0 s")
         and "stock: off by 1.0e-02 " in first
         and "with shim: off by 1.0e-07 " in first
     )
@@ -108,7 +108,7 @@ def test_text_says_why_a_proof_has_failed():
     broken = replace(BROKEN, details=details)
     for found, said in (
         (
-            result("a", "not mended", WRONG, WRONG),
+            result("a", "not fixed", WRONG, WRONG),
             ["a reason", "measured: stock 0.01, with shim 0.01; right up to 1e-06"],
         ),
         (result("b", "broken", broken, None), ["a reason", *(f"stock:   line {number}" for number in range(5))]),
@@ -121,18 +121,18 @@ def test_text_says_why_a_proof_has_failed():
 
 def test_on_a_narrow_terminal_each_proof_takes_three_lines():
     lines = as_text(HEADING, RESULTS, width=80).splitlines()
-    place = lines.index("rope-thd: mended, 1.0 s")
+    place = lines.index("rope-thd: fixed, 1.0 s")
     assert lines[place + 1 : place + 3] == ["    stock: off by 1.0e-02", "    with shim: off by 1.0e-07"]
     assert as_text(HEADING, RESULTS, width=200) == as_text(HEADING, RESULTS)
 
 
-def test_a_summary_counts_what_is_mended_and_what_is_not_always():
-    assert summary([]) == "0 mended, 0 not mended"
+def test_a_summary_counts_what_is_fixed_and_what_is_not_always():
+    assert summary([]) == "0 fixed, 0 not fixed"
 
 
 def test_markdown_escapes_what_upstream_says():
     text = as_markdown(HEADING, RESULTS)
-    assert "| crash | TypeError: x \\| y | off by 1.0e-07 | mended |" in text
+    assert "| crash | TypeError: x \\| y | off by 1.0e-07 | fixed |" in text
     assert "<summary>rope-thd: Something &lt;is&gt; wrong.</summary>" in text
 
 
@@ -169,7 +169,7 @@ def test_a_picture_is_well_formed(found):
 
 
 def test_the_table_names_each_cell_in_light_and_dark():
-    rows = {"rope-thd": ["mended", "upstream"], "mtp-recompute": ["", "not mended"]}
+    rows = {"rope-thd": ["fixed", "upstream"], "mtp-recompute": ["", "not fixed"]}
     drawn = table(["0.18.2", "0.19.2"], rows, "Proofs")
     xml.dom.minidom.parseString(drawn)
     assert LIGHT["ink"] in drawn and DARK["ink"] in drawn

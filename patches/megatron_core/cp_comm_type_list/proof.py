@@ -49,7 +49,7 @@ def each_layer_takes_its_entry(here: Here) -> int:
 
     The last layer raises an IndexError. TransformerLayer.__init__ takes `config.cp_comm_type[self.layer_number]`, and
     layers are numbered from one: each of the others gets the entry of the next layer, as pipeline stages without the
-    last layer show. Right is the entry at `layer_number - 1`. From 0.12 to 0.16; mended in 0.17 (Megatron-LM pull
+    last layer show. Right is the entry at `layer_number - 1`. From 0.12 to 0.16; fixed in 0.17 (Megatron-LM pull
     request 3389).
     """
     return max(here.run(others_on_rank, layout=Layout(cp=here.world)))

@@ -69,7 +69,7 @@ def a_step_with_a_padding_mask_counts_tokens(here: Here) -> int:
     Right are the counts of the row without its padding, as attention is causal: `local_tokens_per_expert` of both runs
     is the same. The mask has to be a column [T, 1].
 
-    From 0.16 to 0.19. Megatron-LM pull request 6114 mends it after 0.19.
+    From 0.16 to 0.19. Megatron-LM pull request 6114 fixes it after 0.19.
     """
     wrong: int = here.run(wrong_counts, 4, 2)[0]
     return wrong
@@ -87,7 +87,7 @@ def padding_does_not_count_for_the_bias(here: Here) -> int:
     The mask of tokens [T] fits the map of tokens and experts [T, E] with T = E. TopKRouter._apply_expert_bias then
     leaves out the last expert for every token, instead of the last token for every expert.
 
-    From 0.16 to 0.19. Megatron-LM pull request 6114 mends it after 0.19.
+    From 0.16 to 0.19. Megatron-LM pull request 6114 fixes it after 0.19.
     """
     wrong: int = here.run(wrong_counts, 3, 1)[0]
     return wrong

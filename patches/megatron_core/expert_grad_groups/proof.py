@@ -104,7 +104,7 @@ def experts_that_several_tensor_parallel_ranks_have(here: Here) -> float:
     reduced over the data-parallel ranks, which is each rank alone. 0.12 crashes in forward: its local layers scatter
     the output of such an expert over the tensor-parallel ranks of the other layers.
 
-    Mended in 0.19 by Megatron-LM pull request 5916.
+    Fixed in 0.19 by Megatron-LM pull request 5916.
     """
     return error(here, Layout(tp=2, sequence_parallel=True, etp=1))
 
@@ -121,6 +121,6 @@ def experts_that_are_cut_where_other_layers_are_not(here: Here) -> float:
     reduced as if they were copies, because weights of experts say `allreduce=False` only where
     `expert_model_parallel_size` is above one.
 
-    Mended in 0.19 by Megatron-LM pull request 5916.
+    Fixed in 0.19 by Megatron-LM pull request 5916.
     """
     return error(here, Layout(etp=2))

@@ -133,6 +133,6 @@ def a_fused_projection_is_that_of_one_rank(here: Here) -> float:
 
     _qkv_down_projection splits a rank's columns at the sizes of the whole projection: a RuntimeError. Right is what one
     rank computes. In 0.17 and 0.18; 0.19 splits at the sizes of the parts, by pull request 5383. The gradient of the
-    rotary key, which is wrong on its own, is mended on both sides of this proof.
+    rotary key, which is wrong on its own, is fixed on both sides of this proof.
     """
     return error(here)

@@ -149,7 +149,7 @@ def losses_of_routers_under_context_parallelism(here: Here) -> float:
     Gradients are averaged over context-parallel ranks. The schedules multiply the loss of tokens by their number, but
     set the scale of these losses without it. Right is the gradient of one rank.
 
-    From 0.12 to 0.15. Megatron-LM pull request 2217 mends it in 0.16.
+    From 0.12 to 0.15. Megatron-LM pull request 2217 fixes it in 0.16.
     """
     return error(here, Layout(cp=here.world), BOTH)
 
@@ -167,7 +167,7 @@ def losses_of_routers_with_per_token_loss(here: Here) -> float:
     The router multiplies its losses by the tokens that it has, which are those of its rank. finalize_model_grads
     divides by the tokens of all. Right is the gradient of one rank.
 
-    From 0.12 to 0.18. Megatron-LM pull request 5047 mends it in 0.19.
+    From 0.12 to 0.18. Megatron-LM pull request 5047 fixes it in 0.19.
     """
     return error(here, Layout(tp=2, sequence_parallel=True), {**BOTH, **PER_TOKEN})
 

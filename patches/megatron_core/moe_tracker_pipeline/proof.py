@@ -127,7 +127,7 @@ def losses_of_experts_are_logged_beside_a_dense_stage(here: Here) -> float:
 
     Right is what the routers have saved: each stage logs its sum over the layers with experts, divided by their number.
 
-    From 0.13 to 0.16. Megatron-LM pull request 3401 mends it in 0.17.
+    From 0.13 to 0.16. Megatron-LM pull request 3401 fixes it in 0.17.
     """
     stages = here.run(logged, layout=testing.Layout(pp=here.world), timeout=60)
     return max(

@@ -80,7 +80,7 @@ def rows_of_different_lengths_pass_three_stages(here: Here) -> float:
     come to their first tensor, and wait for the third one to make the communicator of the pipeline group. The third one
     waits for a shape, which the second one is to send after that. With two stages all is well. Right would be to send
     shapes over the pipeline group: then the first batch is that of the shapes, in which every stage takes part. From
-    0.12 to 0.15; mended in 0.16 (Megatron-LM commit 5b322e5f85).
+    0.12 to 0.15; fixed in 0.16 (Megatron-LM commit 5b322e5f85).
     """
     (truth,) = here.run(losses_on_rank, here.world)
     found = here.run(losses_of_lazy_groups, here.world, layout=Layout(pp=here.world))[-1]

@@ -116,7 +116,7 @@ def an_output_is_kept_until_it_is_sent(here: Here) -> Measured:
     In the steady state the schedule starts to send an output, and `deallocate_output_tensor` frees it before the work
     is waited for. The next stage gets what stands in the memory by then. The work keeps a reference to the tensor, but
     `out.data = ...` takes the memory away from that tensor. Right would be to keep it until the message has left. From
-    0.12 to 0.17; mended in 0.18 (Megatron-LM pull request 4047).
+    0.12 to 0.17; fixed in 0.18 (Megatron-LM pull request 4047).
     """
     return compared(here, warmup_flush=False)
 
@@ -128,6 +128,6 @@ def an_output_of_the_warm_up_is_kept_until_it_is_sent(here: Here) -> Measured:
     To reproduce: as above, with `overlap_p2p_comm_warmup_flush`.
 
     Then the schedule sends the outputs of the warm-up in the same way, and frees them before their works are waited
-    for. From 0.12 to 0.17; mended in 0.18 (Megatron-LM pull request 4047).
+    for. From 0.12 to 0.17; fixed in 0.18 (Megatron-LM pull request 4047).
     """
     return compared(here, warmup_flush=True)

@@ -86,7 +86,7 @@ def a_transposed_tensor_is_summed_over_ranks(here: Here) -> Measured:
 
     `_reduce` sums `input_.contiguous()` and returns `input_`. A contiguous tensor is both at once. Of any other one,
     the sum is thrown away, and each rank goes on with its own part: losses are wrong, and differ between ranks.
-    Right would be to return what was summed. Seen from 0.12 to 0.18, and mended in 0.19 (Megatron-LM issue 5337).
+    Right would be to return what was summed. Seen from 0.12 to 0.18, and fixed in 0.19 (Megatron-LM issue 5337).
     """
     found = here.run(losses_on_rank, layout=Layout(tp=here.world))
     off = [abs(mine - true) / true for truth, measured in found for true, mine in zip(truth, measured, strict=True)]
@@ -103,6 +103,6 @@ def a_transposed_gradient_is_summed_over_ranks(here: Here) -> float:
 
     Losses are right. In backward the transpose gives a gradient that is not contiguous. `_reduce` sums a copy of it,
     and returns it as it was. Each rank hands its own part to the layers below. Right would be the sum. Seen from
-    0.12 to 0.18, and mended in 0.19 (Megatron-LM issue 5337).
+    0.12 to 0.18, and fixed in 0.19 (Megatron-LM issue 5337).
     """
     return max(here.run(gradient_error_on_rank, layout=Layout(tp=here.world)))

@@ -41,7 +41,7 @@ def the_gradient_does_not_depend_on_the_microbatch_size(here: Here) -> float:
     multiplied by that count, and finalize_model_grads divides by the s * b tokens of the microbatch. Right is the
     gradient with one row in a microbatch: the loss is a mean over sequences.
 
-    From 0.16 to 0.18. Megatron-LM pull request 5798 mends it in 0.19.
+    From 0.16 to 0.18. Megatron-LM pull request 5798 fixes it in 0.19.
     """
     found: float = here.run(error)[0]
     return found

@@ -83,7 +83,7 @@ def the_gradient_is_that_of_fp64(here: Here) -> float:
     deviation of 4, and run backward from the probabilities times zero, so that the gradient is that of the loss alone.
     Compare it with fp64, for the experts that the loss counts.
 
-    From 0.12 to 0.16. Megatron-LM pull request 2765 mends it in 0.17. The rounding of the gradient to bf16, some 2e-3,
+    From 0.12 to 0.16. Megatron-LM pull request 2765 fixes it in 0.17. The rounding of the gradient to bf16, some 2e-3,
     is left.
     """
     found: float = here.run(error)[0]

@@ -86,8 +86,8 @@ def _rope(original: Any) -> Any:
     interleaves = "interleaved" in inspect.signature(home.apply_rotary_pos_emb).parameters
     if not callable(original):
         return _fused_rope(home, interleaves)
-    mended = getattr(original, "__globals__", None) is globals()
-    if interleaves or mended or original.__module__ + ":" != EXTENSIONS:
+    fixed = getattr(original, "__globals__", None) is globals()
+    if interleaves or fixed or original.__module__ + ":" != EXTENSIONS:
         return original
     return _fused_rope_like(original, home)
 

@@ -102,7 +102,7 @@ def stand_ins() -> Iterator[Any]:
     answer = (backend, "") if hasattr(utils, "FusedAttentionParams") else backend  # from 2.20
     attention: Any = owner.DotProductAttention  # type: ignore[attr-defined]
     if "pad_between_seqs" not in inspect.signature(attention.forward).parameters:
-        raise CannotRunError("this release is as wrong, but takes no pad_between_seqs, so that nothing mends it")
+        raise CannotRunError("this release is as wrong, but takes no pad_between_seqs, so that nothing fixes it")
     substitutes = {
         "thd_read_half_tensor": read_half,
         "thd_second_half_lse_correction": correct_second_half,

@@ -88,7 +88,7 @@ def heads_of_200_to_256_on_a_b300(here: Here) -> int:
     `AttentionParams(head_dim_qk=256, head_dim_v=256)`. Here stand-ins say that such a GPU and FlashAttention are there.
 
     The check is `device_compute_capability not in ((8, 0), (9, 0), (10, 0), (12, 0))`. Unfused attention keeps the
-    matrix of all pairs of tokens. Right is what FlashAttention takes, heads up to 256. Pull request 2836 mended it,
+    matrix of all pairs of tokens. Right is what FlashAttention takes, heads up to 256. Pull request 2836 fixed it,
     2629 brought it back, 3360 is open.
     """
     return sum(not found for found in here.run(lambda: [takes_flash(head) for head in (200, 224, 256)])[0])

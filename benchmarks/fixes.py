@@ -1,6 +1,6 @@
 """The cost of a fix if stock is wrong: operations, messages and bytes of the step that the patch's proof runs.
 
-    python benchmarks/mends.py [--releases 0.13.1,0.15.3,0.18.2,0.19.2]
+    python benchmarks/fixes.py [--releases 0.13.1,0.15.3,0.18.2,0.19.2]
 
 Each step on stock and with its patch alone, over gloo on CPU. Stock computes something wrong there, so a difference is
 no price by itself; benchmarks/counts.py has the steps that stock does right. The table is Markdown; docs/benchmarks.md
