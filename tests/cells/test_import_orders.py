@@ -67,7 +67,7 @@ def test_processes_after_the_first_start_with_torch_and_without_what_is_patched(
             "places as p; p.Places.restore = lambda *a: None",
             "not the object it was before",
         ),
-        ("import alias apply", "binder as b; b.find_aliases = lambda *a: []", "an alias of .* is another object"),
+        ("import alias apply", "draft as d; d.find_aliases = lambda *a: []", "an alias of .* is another object"),
         (
             "apply import alias",
             "import_hook as h; h.ImportHook.find_spec = lambda *a: None\nh.PathNet.spread = lambda *a: None\n"
