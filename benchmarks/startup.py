@@ -138,11 +138,8 @@ def with_more_patches(directory: Path, patches: int) -> None:
         left -= len(real)
     (directory / "version_matrix.yaml").write_text("".join(entries), "utf-8")
     (directory / "version_matrix.lock.json").write_text(json.dumps({**pins, **more}), "utf-8")
-    compile_it = (
-        "from shim._matrix.load import compile_matrix; file, text = compile_matrix(); file.write_text(text, 'utf-8')"
-    )
     environ = {**os.environ, "PYTHONPATH": str(directory)}
-    subprocess.run([sys.executable, "-c", compile_it], check=True, env=environ, cwd=directory)
+    subprocess.run([sys.executable, "-m", "shim._matrix"], check=True, env=environ, cwd=directory)
 
 
 def cpu_seconds(program: str, environ: Mapping[str, str]) -> float:

@@ -14,7 +14,8 @@ from shim._tools.output import NOT_MET, OK, put, tell
 from shim._tools.progress import Progress
 from shim.testing.releases import at_hand
 
-from .new_patch import pin_patch, propose, said, unfilled, write_patch
+from .new_patch import propose, said, unfilled, write_patch
+from .pin import write
 from .pin_add import add, parse_new, seconds
 from .pin_all import measure_all, write_all
 from .pin_some import left_to_do, measure_some
@@ -39,7 +40,9 @@ def do_new_patch(arguments: argparse.Namespace) -> int:
     found = propose(arguments.id, arguments.target, matrix, fetch)
     written = write_patch(found, matrix, top, arguments.dry_run)
     if not arguments.dry_run:
-        pin_patch(found.id, fetch)
+        # Without the commits: `shim pin --patch` adds those that are at hand.
+        measured = measure_some(load_matrix(), [found.id], fetch, lambda *_: False, lambda _: None)
+        write(measured.matrix.path, measured.pins)
     progress.done()
     left = [] if arguments.dry_run else unfilled(top)
     put(

@@ -13,9 +13,8 @@ from packaging.version import Version
 
 from shim._errors import NotMetError, OptionError, SourceError
 from shim._matrix.described import PATCH_FILE
-from shim._matrix.load import load_matrix, matrix_path
+from shim._matrix.load import matrix_path
 from shim._matrix.model import Matrix
-from shim._matrix.pins import render_pins
 from shim._matrix.reader import compose
 from shim._matrix.spelling import did_you_mean
 from shim._releases.fingerprint import definitions, fingerprint, names_bound_by, split_target
@@ -23,9 +22,8 @@ from shim._releases.sources import Sources
 
 from . import new_patch_text as text
 from .new_patch_proposal import Body, Proposal
-from .pin import measure, write
 
-__all__ = ["pin_patch", "propose", "said", "unfilled", "write_patch"]
+__all__ = ["propose", "said", "unfilled", "write_patch"]
 
 ID = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 PACKAGES = {"megatron": "megatron-core", "transformer_engine": "transformer-engine"}
@@ -185,22 +183,6 @@ def write_patch(proposal: Proposal, matrix: Matrix, top: Path, dry_run: bool = F
         path.parent.mkdir(exist_ok=True)
         path.write_text(content, "utf-8")
     return written
-
-
-def pin_patch(id: str, fetch: Fetch) -> None:
-    """Measure the pins of a new patch, so that a plan knows its bodies."""
-    matrix = load_matrix()
-    entry = matrix.patches[id]
-    # Without the commits: `shim pin --patch` adds those that are at hand.
-    alone = Matrix(matrix.path, {id: entry}, {entry.distribution: matrix.supported[entry.distribution]}, {})
-    measured = measure(alone, fetch)
-    pins = {
-        distribution: {
-            release: {**ids, **measured.get(distribution, {}).get(release, {})} for release, ids in found.items()
-        }
-        for distribution, found in matrix.pins.items()
-    }
-    write(matrix.path, render_pins(pins))
 
 
 def with_entry(matrix: str, entry: str) -> str:

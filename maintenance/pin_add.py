@@ -15,7 +15,6 @@ from shim._matrix import load
 from shim._matrix.commits import NONE, RIGHT, Commit
 from shim._matrix.model import DISTRIBUTIONS, Matrix, Pin
 from shim._matrix.pins import lock_path, render_pins
-from shim._matrix.rules import read_matrix
 from shim._record import Record, replace
 from shim._releases import known_files
 from shim._releases.known_files import measure_files
@@ -325,15 +324,7 @@ def _variants(
 
 def _read(path: Path, text: str, shipped: bool) -> Matrix:
     """The rules of the new text. MatrixError where they cannot be read, which is an error of this module."""
-    found = read_matrix(
-        path,
-        text.encode(),
-        None,
-        module_exists=lambda _: True,
-        descriptions=load.descriptions(),
-        check_ranges=False,
-        pins=False,
-    )
+    found = load.read_content(path, text.encode())
     return found if shipped else replace(found, content="added")
 
 

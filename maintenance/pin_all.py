@@ -11,7 +11,6 @@ from shim._errors import NotMetError
 from shim._matrix import load
 from shim._matrix.model import Matrix
 from shim._matrix.pins import lock_path, recorded_pins, render_pins
-from shim._matrix.rules import read_matrix
 from shim._record import EMPTY, Record
 from shim._releases import known_files
 from shim._te import names, tables
@@ -162,9 +161,7 @@ def write_all(found: Measured) -> bool:
     """
     path = Path(found.matrix.path)
     lock = (lock_path(path), found.pins.encode())
-    rules = path.read_bytes()
-    found_by = load.descriptions()
-    read_matrix(path, rules, lock, module_exists=lambda _: True, descriptions=found_by, check_ranges=False)
+    load.read_content(path, path.read_bytes(), lock)
     changed = write(found.matrix.path, found.pins)
     for file, text in found.tables.items():
         if not file.exists() or file.read_text("utf-8") != text:

@@ -1,7 +1,7 @@
 """Step 5, verify: the state of each patch. This module alone makes one, from what it reads back and from claims.
 
 `read_report` reads the process. What other modules find besides, on a model (models.py, questions.py, copies.py) or of
-bodies that a patch relies on (relied.py), they say as a `Claim`, and `States` decides what becomes of the state.
+bodies that a patch relies on (ways.py), they say as a `Claim`, and `States` decides what becomes of the state.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ __all__ = ["UNSETTLED", "Claim", "States", "not_applied", "read_report"]
 
 # The states of a patch that is wanted, and that nothing is known to keep from its effect.
 UNSETTLED = ("applied", "pending", "idle", "unknown")
+NOT_TOLD = "it cannot be told whether"
 
 
 def _replaced_by(state: str) -> tuple[str, ...]:
@@ -141,9 +142,6 @@ def _state(
         state, reason, remedy = _bound(decision, binder)
         made = report(state, reason, targets, remedy)
     return replace(made, others=others)
-
-
-NOT_TOLD = "it cannot be told whether"
 
 
 def _bound(decision: Decision, binder: Records) -> tuple[str, str, str]:

@@ -8,5 +8,5 @@ from pathlib import Path
 from shim._matrix.load import compile_matrix
 
 if __name__ == "__main__":
-    file, text = compile_matrix(check_ranges=False)
+    file, text = compile_matrix()
     Path(sys.argv[1] if sys.argv[1:] else file).write_text(text, "utf-8")

@@ -17,7 +17,7 @@ from shim._record import replace
 from shim._releases.files import UnsafeFileError, read_bounded, stamp_of
 from shim._releases.sources import find_spec
 
-__all__ = ["check_modules", "compile_matrix", "descriptions", "load_matrix", "matrix_path"]
+__all__ = ["check_modules", "compile_matrix", "load_matrix", "matrix_path", "read_content"]
 
 TRUSTED = ("shim.patches",)  # packages whose modules any matrix can name
 MAX_BYTES = 8_000_000  # of a matrix, and of its pins
@@ -73,7 +73,7 @@ def load_matrix(
     from shim._matrix.rules import read_matrix  # here, because it is slow to import
 
     ranges = check_ranges or (check_ranges is None and not shipped)
-    described = descriptions()
+    described = _descriptions()
     matrix = read_matrix(
         file,
         content,
@@ -81,7 +81,6 @@ def load_matrix(
         module_exists=lambda m: _module_exists(m, shipped),
         descriptions=described,
         check_ranges=ranges,
-        pins=pins,
     )
     if shipped:
         return matrix
@@ -89,7 +88,20 @@ def load_matrix(
     return replace(matrix, content=hashlib.sha256(b"".join(parts)).hexdigest()[:16])
 
 
-def descriptions() -> Descriptions:
+def read_content(
+    file: Path, content: bytes, lock: tuple[Path, bytes] | None = None, *, check_ranges: bool = False
+) -> Matrix:
+    """The matrix in `content`, which may become that of `file`. Its patch modules need not be there.
+
+    lock: the file of its pins, and the content that this may get.
+    """
+    from shim._matrix.rules import read_matrix  # here, because it is slow to import
+
+    found_by, there = _descriptions(), lambda _: True
+    return read_matrix(file, content, lock, module_exists=there, descriptions=found_by, check_ranges=check_ranges)
+
+
+def _descriptions() -> Descriptions:
     """What finds and reads patch.yaml. MatrixError if others may write that of a patch outside of shim."""
     return Descriptions(patches_path(), lambda file, guarded: _bytes_of(file, guarded=guarded))
 
@@ -106,11 +118,11 @@ def _read_compiled(file: Path, digest: str, lock: bytes, stamp: object) -> Matri
     return compiled.read_compiled(file, digest, lock)
 
 
-def compile_matrix(check_ranges: bool = True) -> tuple[Path, str]:
-    """The file with the fast form of the shipped matrix, and the text that belongs in it."""
+def compile_matrix() -> tuple[Path, str]:
+    """The file with the fast form of the shipped matrix, and the text that belongs in it, made from the YAML."""
     file = matrix_path()
     lock = lock_path(file).read_bytes()
-    matrix = load_matrix(check_ranges=check_ranges)
+    matrix = load_matrix(check_ranges=True)
     return compiled.FILE, compiled.render_compiled(matrix, _shipped_digest(file.read_bytes(), lock), lock)
 
 

@@ -377,7 +377,6 @@ def read_matrix(
     module_exists: Callable[[str], bool],
     descriptions: Descriptions,
     check_ranges: bool,
-    pins: bool = True,
 ) -> Matrix:
     """The matrix in `content`, the content of `file`. `lock` is the file of its pins and the content of that.
 
@@ -409,7 +408,7 @@ def read_matrix(
     matrix = Matrix(str(file), patches, supported, {}, commits=commits)
     names = {distribution: matrix.names(distribution) for distribution in DISTRIBUTIONS}
     pinned: dict[str, dict[str, Pinned]] = {}
-    if pins and lock is not None:
+    if lock is not None:
         pinned = read_pins(*lock, patches, names)
     matrix = replace(matrix, pinned=pinned)
     for id, entry in patches.items():

@@ -1,8 +1,7 @@
 """Pins of a fake matrix, measured and written as `shim pin` does it."""
 
-from shim._matrix.load import descriptions
+from shim._matrix.load import read_content
 from shim._matrix.pins import render_pins
-from shim._matrix.rules import read_matrix
 from shim._record import replace
 from shim.maintenance.pin import measure, write
 
@@ -12,15 +11,7 @@ def write_pins(matrix, tree, change=None):
 
     Does without load_matrix, because the modules of the patches need not be on sys.path here.
     """
-    rules = read_matrix(
-        matrix,
-        matrix.read_bytes(),
-        None,
-        module_exists=lambda _: True,
-        descriptions=descriptions(),
-        check_ranges=True,
-        pins=False,
-    )
+    rules = read_content(matrix, matrix.read_bytes(), check_ranges=True)
     pins = measure(rules, tree)
     for of_release in (found for releases in pins.values() for found in releases.values()):
         for id, pin in of_release.items():
