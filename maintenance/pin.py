@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,11 +18,6 @@ from shim._releases.sources import Sources
 from shim.testing.repositories import REPOSITORIES
 
 __all__ = ["kept_pins", "measure", "measure_one", "needs_sources", "replace_file", "write"]
-
-INLINE = "# --- Below: written by `shim pin` from the wheels. Never by hand. ---"  # above the pins of shim 0.1
-# The key `releases` with its content, and the marker above it if there is one.
-PINS_INSIDE = re.compile(rf"^(?:{re.escape(INLINE)}\n+)?releases:.*\n?(?:(?:[ \t].*)?(?:\n|\Z))*", re.MULTILINE)
-
 
 Pins = Mapping[str, Mapping[str, Mapping[str, Pin]]]  # distribution -> release or commit -> patch id -> pin
 
@@ -285,15 +279,8 @@ def needs_sources(changed: Sequence[Changed]) -> str:
 
 
 def write(path: str | os.PathLike[str], text: str) -> bool:
-    """Write `text` as the pins of the matrix at `path`. Returns whether a file has changed.
-
-    Removes pins that shim 0.1 wrote into the matrix itself.
-    """
-    matrix = Path(path)
-    rules = matrix.read_text("utf-8")
-    without = PINS_INSIDE.sub("", rules)
-    changed = replace_file(lock_path(matrix), text.encode())
-    return (without != rules and replace_file(matrix, (without.rstrip("\n") + "\n").encode())) or changed
+    """Write `text` as the pins of the matrix at `path`. Returns whether the file has changed."""
+    return replace_file(lock_path(Path(path)), text.encode())
 
 
 def replace_file(file: Path, content: bytes) -> bool:
