@@ -22,14 +22,16 @@ from shim._matrix.load import check_modules, load_matrix
 from shim._matrix.model import Matrix
 from shim._matrix.spelling import did_you_mean
 from shim._planning.arguments import Arguments, Given, Ids, PatchOptions, takes_arguments  # noqa: F401 - for get_type_hints()
+from shim._planning.evidence import files_of, trial_of
 from shim._planning.explain import explanation
+from shim._planning.lock import read_lock
 from shim._planning.options import Options, is_disabled, matrix_argument, resolve, unknown_variables
 from shim._planning.own_code import summary_of
 from shim._planning.plan import Plan, make_plan
 from shim._planning.resume import differs, state_of
 from shim._record import replace
 from shim._releases.detect import detect
-from shim._releases.known_files import known_value
+from shim._releases.known_files import known_with
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -72,16 +74,16 @@ def _asked_by(what: str) -> str:
     return f"shim.{what}(){where}"
 
 
-def _make_plan(asked: Arguments, what: str = "plan") -> Plan:
+def _make_plan(asked: Arguments, what: str = "plan", trial: Mapping[str, str] | None = None) -> Plan:
     """The plan for arguments. Warns of unknown variables, and of another matrix than the shipped one.
 
-    what: the function that asks for it.
+    what: the function that asks for it.    trial: see `apply_on_trial`.
     """
     matrix = _load_matrix(asked)
     if not is_disabled():
         check_modules(matrix, asked.package_names)
     _engine.ENGINE.warn([*unknown_variables(), *_of_another_matrix(matrix)])
-    return replace(_planned(matrix, asked), asked_by=_asked_by(what))
+    return replace(_planned(matrix, asked, trial), asked_by=_asked_by(what))
 
 
 class _LostFeatures:
@@ -93,9 +95,14 @@ class _LostFeatures:
         return getattr(features, name)
 
 
-def _planned(matrix: Matrix, asked: Arguments) -> Plan:
-    sources = _engine.ENGINE.renewal.new_sources(known_value)
-    return make_plan(detect(sources), matrix, resolve(matrix, asked), losses=_LostFeatures())
+def _planned(matrix: Matrix, asked: Arguments, trial: Mapping[str, str] | None = None) -> Plan:
+    options = resolve(matrix, asked)
+    if trial is not None:
+        options = replace(options, trial=trial_of(trial))
+    if options.lock is not None:
+        options = replace(options, lock_content=read_lock(options.lock))
+    sources = _engine.ENGINE.renewal.new_sources(known_with(files_of(options.lock_content)))
+    return make_plan(detect(sources), matrix, options, losses=_LostFeatures())
 
 
 def _of_another_matrix(matrix: Matrix) -> list[str]:
@@ -149,6 +156,15 @@ def apply(**given: Unpack[Given]) -> Report:
     meet them raises NotMetError.
     """
     _engine.ENGINE.switch_to(_make_plan(Arguments(**given), "apply"))
+    return status()
+
+
+def apply_on_trial(variants: Mapping[str, str], **given: Any) -> Report:
+    """`apply`, but with these variants by patch, whatever the bodies are; "" leaves a patch out.
+
+    Not public: for the processes in which `shim pin --prove` runs proofs.
+    """
+    _engine.ENGINE.switch_to(_make_plan(Arguments(**given), "apply", variants))
     return status()
 
 

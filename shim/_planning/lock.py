@@ -1,4 +1,8 @@
-"""Locks: files that record one environment and its plan. A process under a lock accepts nothing else."""
+"""Locks: files that record an environment and its plan. A process under a lock accepts nothing else.
+
+A lock may hold several environments, and for each what the proofs have shown on it (`shim pin --prove`). It names no
+code, and nothing of it is run: an edited verdict changes at most which patches of shim apply.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shim._errors import NotMetError, OptionError
 from shim._matrix.model import KINDS
+from shim._planning.evidence import CANNOT_RUN, OTHERWISE, VERDICTS, tree_for, trees_of
 from shim._planning.own_code import differing_parts
 from shim._releases.files import UnsafeFileError, read_bounded
 from shim._releases.json_text import JsonTextError, read_json, unknown_key
@@ -21,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["differences", "enforce_lock", "locked", "read_lock", "write_lock"]
 
-FORMAT = 3
+FORMAT = 4
 SHIM = "megatron-shim"
 MAX_BYTES = 4_000_000  # a lock of a hundred patches has 100 kB
 # The keys of a lock and of a patch in it, each with its type. Whatever stands in a lock is compared: a reviewer may
@@ -37,6 +42,25 @@ KEYS: dict[str, type] = {
     "patches": dict,
     "releases": dict,
 }
+# A tree of a lock may have these as well: what its proofs have shown, and further trees.
+MORE_KEYS: dict[str, type] = {"also": list, "proved": dict}
+PROVED_KEYS: dict[str, Any] = {
+    "date": str,
+    "files": dict,
+    "generic": dict,
+    "patches": dict,
+    "python": str,
+    "torch": str,
+    "where": str,
+}
+VERDICT_KEYS: dict[str, Any] = {
+    "fingerprints": dict,
+    "otherwise": dict,
+    "proofs": dict,
+    "shown": str,
+    "variant": (str, type(None)),
+    "verdict": str,
+}
 PATCH_KEYS: dict[str, type] = {"code": str, "fingerprints": dict, "module": str, "options": dict, "variant": str}
 NAMES = {dict: "mapping", list: "list", str: "text", int: "number"}
 
@@ -51,13 +75,27 @@ def locked(plan: Plan) -> dict[str, Any]:
     return {"format": FORMAT, **plan.identity, "kinds": kinds, "drifted": drifted, "digest": plan.digest}
 
 
-def write_lock(path: str | os.PathLike[str], plan: Plan) -> None:
-    """Write the lock of `plan`, whole or not at all. OptionError where it cannot be written, or shim is disabled."""
+def write_lock(
+    path: str | os.PathLike[str],
+    plan: Plan,
+    proved: Mapping[str, Any] | None = None,
+    also: Iterable[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """Write the lock of `plan`, whole or not at all, and return its content.
+
+    proved: what the proofs have shown on this tree.    also: further trees that the lock accepts.
+    OptionError if it cannot be written, or shim is disabled.
+    """
     if plan.options.disabled:
         raise OptionError("MEGATRON_SHIM_DISABLE is set, so there is nothing to lock; unset it")
     file = Path(path)
     scratch = file.parent / f".{file.name}.{os.getpid()}"
-    text = json.dumps(locked(plan), indent=2, sort_keys=True) + "\n"
+    content = locked(plan)
+    if proved is not None:
+        content["proved"] = proved
+    if others := list(also):
+        content["also"] = others
+    text = json.dumps(content, indent=2, sort_keys=True) + "\n"
     try:
         if file.exists() and not file.is_file():
             raise OSError("the path is not a regular file")  # os.replace would take its place
@@ -71,6 +109,7 @@ def write_lock(path: str | os.PathLike[str], plan: Plan) -> None:
     finally:
         with contextlib.suppress(OSError):
             scratch.unlink(missing_ok=True)
+    return content
 
 
 def read_lock(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -107,26 +146,67 @@ def read_lock(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _ill_formed(text: str, found: Any) -> str:
     """What a lock lacks, or "". JsonTextError for a key that no lock has."""
-    odd = _lacking(found, KEYS, "it")
+    odd = _ill_formed_tree(text, found, (), {**KEYS, **MORE_KEYS})
+    for place, tree in enumerate(found.get("also", ()) if not odd else ()):
+        odd = odd or _ill_formed_tree(text, tree, ("also", place), {**KEYS, "proved": dict})
+    return odd
+
+
+Place = tuple[Any, ...]  # the keys that lead to a value
+
+
+def _ill_formed_tree(text: str, found: Any, place: Place, allowed: Mapping[str, Any]) -> str:
+    odd = _lacking(found, KEYS, _spelled(place))
     if odd:
         return odd
-    unknown_key(text, found, (), KEYS)
-    for id, patch in found["patches"].items():
-        odd = _lacking(patch, PATCH_KEYS, f"patches.{id}")
+    unknown_key(text, found, place, allowed)
+    for name in MORE_KEYS.keys() & found.keys():
+        if type(found[name]) is not MORE_KEYS[name]:
+            return f"{name!r} of {_spelled(place)} is no {NAMES[MORE_KEYS[name]]}"
+    odd = _ill_formed_members(text, found["patches"], (*place, "patches"), PATCH_KEYS)
+    return odd or ("" if "proved" not in found else _ill_formed_proofs(text, found["proved"], (*place, "proved")))
+
+
+def _ill_formed_proofs(text: str, proved: Mapping[str, Any], place: Place) -> str:
+    odd = _lacking(proved, PROVED_KEYS, _spelled(place))
+    if odd:
+        return odd
+    unknown_key(text, proved, place, PROVED_KEYS)
+    odd = _ill_formed_members(text, proved["patches"], (*place, "patches"), VERDICT_KEYS)
+    for id, said in proved["patches"].items() if not odd else ():
+        what = _spelled((*place, "patches", id))
+        if said["verdict"] not in VERDICTS:
+            return f"{said['verdict']!r} is no verdict of {what}"
+        otherwise = dict.fromkeys(OTHERWISE if said["verdict"] == CANNOT_RUN else (), str)
+        if said["otherwise"].keys() != otherwise.keys() or _lacking(said["otherwise"], otherwise, what):
+            return f"'otherwise' of {what} does not have {', '.join(otherwise) or 'nothing'}"
+    for module, digests in proved["files"].items():
+        if not isinstance(digests, dict) or not all(isinstance(bodies, dict) for bodies in digests.values()):
+            return f"{_spelled((*place, 'files', module))} is no mapping of mappings"
+    return odd
+
+
+def _ill_formed_members(text: str, found: Mapping[str, Any], place: Place, keys: Mapping[str, Any]) -> str:
+    for name, member in found.items():
+        odd = _lacking(member, keys, _spelled((*place, name)))
         if odd:
             return odd
-        unknown_key(text, patch, ("patches", id), PATCH_KEYS)
+        unknown_key(text, member, (*place, name), keys)
     return ""
 
 
-def _lacking(found: Any, keys: Mapping[str, type], what: str) -> str:
+def _spelled(place: Place) -> str:
+    return ".".join(map(str, place)) or "it"
+
+
+def _lacking(found: Any, keys: Mapping[str, Any], what: str) -> str:
     if not isinstance(found, dict):
         return f"{what} is no mapping"
     for key, kind in keys.items():
         if key not in found:
             return f"{what} lacks {key!r}"
-        if type(found[key]) is not kind:
-            return f"{key!r} of {what} is no {NAMES[kind]}"
+        if type(found[key]) not in (kind if isinstance(kind, tuple) else (kind,)):
+            return f"{key!r} of {what} is no {NAMES.get(kind, 'text')}"
     return ""
 
 
@@ -194,9 +274,17 @@ def enforce_lock(plan: Plan) -> None:
     path = plan.options.lock
     if path is None or plan.options.disabled:
         return
-    found = differences(read_lock(path), locked(plan))
+    lock = plan.options.lock_content
+    if lock is None:
+        lock = read_lock(path)
+    tree = tree_for(lock, plan.environment)
+    found = differences(tree, locked(plan))
     if found:
         shown = "; ".join(found)
+        if more := len(trees_of(lock)) - 1:
+            shown += (
+                f" ({more} more tree{'s' if more > 1 else ''} in the lock {'are' if more > 1 else 'is'} less like it)"
+            )
         raise NotMetError(
             f"this process is held to the lock {path}, but differs from it: {shown}. Nothing was applied. Remedy: "
             "install what the lock names, or write it anew with `shim pin --lock FILE` after a review."

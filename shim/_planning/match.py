@@ -7,13 +7,15 @@ from collections.abc import Collection, Mapping
 from packaging.version import Version
 
 from shim._errors import SourceError
-from shim._matrix.model import NOT_NEEDED, UPSTREAM, Matrix, PatchEntry, Pin, Rule, Variant
+from shim._matrix.model import NOT_NEEDED, RIGHT, UPSTREAM, Matrix, PatchEntry, Pin, Rule, Variant
 from shim._planning.contract import breach, shows
+from shim._planning.evidence import CANNOT_RUN, DECIDED, FIXED, OTHERWISE, TRIAL, Proved
+from shim._planning.evidence import RIGHT as RIGHT_ON_STOCK
 from shim._record import EMPTY, Record, computed_once, replace
 from shim._releases.detect import Environment
 from shim._releases.fingerprint import fingerprint, signature_part, split_target
 
-__all__ = ["GONE", "Match", "match"]
+__all__ = ["GONE", "Match", "all_known", "fingerprints_of", "keeps_contract", "match", "variants_by_likeness"]
 
 GONE = ""  # stands for the fingerprint of a body that cannot be found or read
 
@@ -29,6 +31,7 @@ class Match(Record):
     signatures_fit: whether every target can still be called as the patch calls it.
     cause: why the first of `drifted` is not known: "changed", "unpinned", or the cause of its SourceError. "unshown":
         the version is one of those that are right without the patch, and nothing shows that this release is.
+        "disproved": the proofs of the patch have failed on these very bodies.
     """
 
     state: str
@@ -162,10 +165,11 @@ def _beyond(entry: PatchEntry, versions: Mapping[str, Version], matrix: Matrix) 
     return version is None or not supported or version > max(map(Version, supported))
 
 
-def match(entry: PatchEntry, environment: Environment, matrix: Matrix) -> Match:
+def match(entry: PatchEntry, environment: Environment, matrix: Matrix, proved: Proved | None = None) -> Match:
     """Return which variant of `entry` the installed release needs, and why.
 
     A distribution of unknown version may lie in any range.
+    proved: what the proofs of the patch have shown on a tree. It counts if this is the tree, see `_shown`.
     """
     for name in (entry.distribution, *entry.needs):
         if name not in environment.installed:
@@ -180,6 +184,11 @@ def match(entry: PatchEntry, environment: Environment, matrix: Matrix) -> Match:
     candidate = None if rule is None or rule.variant is None else entry.variants[rule.variant]
     note = f" ({rule.note})" if rule is not None and rule.note else ""
 
+    if proved is not None and proved.verdict == TRIAL:
+        if not proved.variant:
+            return Match("drifted", "left out of this trial", cause="disproved")
+        variant = entry.variants[proved.variant]
+        return Match("apply", f"tried on {release}", variant.name, bodies.of(variant))
     if candidate is not None:
         found = bodies.of(candidate)
         if bodies.all_known(candidate.name, found):
@@ -194,6 +203,9 @@ def match(entry: PatchEntry, environment: Environment, matrix: Matrix) -> Match:
             those = "the body of {} is that" if len(found) == 1 else f"all {len(found)} bodies of {{}} are those"
             reason = f"{those.format(release)} of variant {variant.name}, whatever its version"
             return Match("apply", reason, variant.name, found)
+    shown = None if proved is None else _shown(bodies, proved, release)
+    if shown is not None:
+        return shown
     right = _right(bodies, rule, release)
     if right is not None:
         return right
@@ -210,6 +222,75 @@ def match(entry: PatchEntry, environment: Environment, matrix: Matrix) -> Match:
         return _kept(release, bodies, variant, kept)
     drift = _drifted(release, bodies, variant)
     return _unshown(drift, rule, release) if rule is not None and unshown else drift
+
+
+def _shown(bodies: _Bodies, proved: Proved, release: str) -> Match | None:
+    """What the proofs have shown, if they ran on the very bodies that are here. None: nothing, or of other bodies."""
+    entry = bodies.entry
+    when = f"{proved.date}, {proved.shown}" if proved.shown else proved.date
+    if proved.verdict == RIGHT_ON_STOCK or (proved.verdict == CANNOT_RUN and proved.variant is None):
+        found = fingerprints_of(entry, None, bodies.environment, bodies.matrix)
+        if found != proved.fingerprints:
+            return None
+        if proved.verdict == CANNOT_RUN:
+            return _otherwise(proved, None, found)
+        return Match(UPSTREAM, f"{release} is right without it: proved on this tree ({when})", None, found)
+    variant = entry.variants.get(proved.variant or "")
+    found = {} if variant is None else bodies.of(variant)
+    if variant is None or found != proved.fingerprints:
+        return None
+    if proved.verdict == CANNOT_RUN:
+        return _otherwise(proved, variant, found)
+    if proved.verdict == FIXED:
+        return Match("apply", f"proved on this tree ({when})", variant.name, found)
+    unknown = bodies.unknown(variant.name, found)
+    reason = f"its proofs fail on this tree ({when})"
+    return Match("drifted", reason, variant.name, found, unknown or dict.fromkeys(found, reason), cause="disproved")
+
+
+def _otherwise(proved: Proved, variant: Variant | None, found: Mapping[str, str]) -> Match | None:
+    """What was decided about these bodies without proofs."""
+    state, reason, cause = (proved.otherwise.get(name, "") for name in OTHERWISE)
+    if state not in DECIDED or (variant is None) != (state in RIGHT):
+        return None
+    reason += f"; its proofs show nothing on this tree ({proved.shown})"
+    drifted = dict.fromkeys(found, reason) if state == "drifted" else EMPTY
+    return Match(state, reason, None if variant is None else variant.name, found, drifted, cause=cause)
+
+
+def variants_by_likeness(entry: PatchEntry, environment: Environment, matrix: Matrix) -> list[Variant]:
+    """The variants whose targets are all here, the most likely one first: by the rules, then by their bodies."""
+    bodies = _Bodies(entry, environment, matrix)
+    versions = environment.versions
+    rule = entry.rule_for(versions, environment.installed.keys() - versions.keys() - {entry.distribution})
+    candidate = None if rule is None or rule.variant is None else entry.variants[rule.variant]
+    left = [v for v in entry.variants.values() if all(bodies.found_in(v, target) != GONE for target in v.targets)]
+    found: list[Variant] = []
+    while left:
+        found.append(bodies.nearest(left, candidate or left[-1]))
+        left.remove(found[-1])
+    return found
+
+
+def fingerprints_of(
+    entry: PatchEntry, variant: Variant | None, environment: Environment, matrix: Matrix
+) -> dict[str, str]:
+    """The bodies of a variant, GONE for one that is missing. None: all bodies of the patch that are here."""
+    bodies = _Bodies(entry, environment, matrix)
+    if variant is not None:
+        return bodies.of(variant)
+    return {target: value for target in entry.bodies if (value := bodies.found(target)) != GONE}
+
+
+def keeps_contract(entry: PatchEntry, variant: Variant, target: str, environment: Environment, matrix: Matrix) -> bool:
+    """Whether the body of one of a variant's targets or reads keeps its contract."""
+    return _Bodies(entry, environment, matrix).breach(variant, target) == ""
+
+
+def all_known(entry: PatchEntry, matrix: Matrix, variant: str | None, fingerprints: Mapping[str, str]) -> bool:
+    """Whether each of these bodies was seen in a release or commit with this variant (None: that is right)."""
+    known = matrix.known_bodies(entry.id, variant or UPSTREAM)
+    return bool(fingerprints) and all(value in known.get(target, ()) for target, value in fingerprints.items())
 
 
 def _right(bodies: _Bodies, rule: Rule | None, release: str) -> Match | None:

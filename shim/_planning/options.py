@@ -24,6 +24,7 @@ from shim._planning.arguments import (
     path_of,
     words_of,
 )
+from shim._planning.evidence import Proved
 from shim._record import EMPTY, Record
 from shim._releases.json_text import JsonTextError, read_json
 
@@ -57,7 +58,13 @@ OTHER_VARIABLES = tuple(PREFIX + name for name in ("CACHE", "RAY_NEXT_HOOK", "RA
 
 
 class Options(Record):
-    """Resolved options. None for `only` and `kinds` means all. `disabled` turns everything off."""
+    """Resolved options. None for `only` and `kinds` means all. `disabled` turns everything off.
+
+    lock_content: what the file `lock` holds, if it was read for a plan.
+    trial: patches to apply whatever their bodies are, in a process that runs proofs (evidence.trial_of).
+    """
+
+    _aside = ("lock_content", "trial")
 
     only: frozenset[str] | None = None
     exclude: frozenset[str] = frozenset()
@@ -69,6 +76,8 @@ class Options(Record):
     disabled: bool = False
     lock: str | None = None
     packages: tuple[str, ...] = ()
+    lock_content: Mapping[str, Any] | None = None
+    trial: Mapping[str, Proved] | None = None
 
     def for_patch(self, id: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
         return {**defaults, **self.options.get(id, {})}

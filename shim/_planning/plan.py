@@ -7,6 +7,7 @@ from typing import Any
 
 from shim._matrix.model import Matrix, PatchEntry
 from shim._planning.decision import Decision
+from shim._planning.evidence import CANNOT_RUN, Proved, evidence_for
 from shim._planning.identity import digest_of, identity_of
 from shim._planning.losses import Losses, LostFeature
 from shim._planning.match import Match, match
@@ -118,8 +119,11 @@ def _excluded(entry: PatchEntry, options: Options) -> str:
     return ""
 
 
-def _drift_remedy(entry: PatchEntry, environment: Environment, matrix: Matrix, found: Match) -> str:
-    """The remedy for a drift, by its cause (see Match.cause)."""
+PROVE = "shim pin --prove --lock FILE"
+
+
+def _drift_remedy(entry: PatchEntry, environment: Environment, matrix: Matrix, found: Match, proved: bool) -> str:
+    """The remedy for a drift, by its cause (see Match.cause). proved: whether the proofs have run here."""
     installed = environment.installed[entry.distribution]
     supported = matrix.supported.get(entry.distribution, ())
     release = f"{entry.distribution} {installed.raw or ''}".rstrip()
@@ -136,8 +140,10 @@ def _drift_remedy(entry: PatchEntry, environment: Environment, matrix: Matrix, f
     if found.cause == "unpinned" or (installed.raw in supported and installed.raw not in pinned):
         command = "make pins" if matrix.shipped else f"shim pin --releases --matrix {matrix.path}"
         return f"run {command}"
+    if found.cause == "disproved":
+        return f"update megatron-shim, or exclude the patch; shim prove {entry.id} shows what is wrong"
     if found.cause == "unshown":
-        return f"run shim prove {entry.id}, which shows whether {release} is right; if it is, exclude the patch"
+        return f"let its proofs decide ({PROVE}), or run shim prove {entry.id} and exclude the patch if it is right"
     fits = f", or apply it anyway with on_drift='apply' after reading shim explain {entry.id}"
     if not found.signatures_fit:
         fits = (
@@ -145,30 +151,39 @@ def _drift_remedy(entry: PatchEntry, environment: Environment, matrix: Matrix, f
             if found.cause != "changed"
             else " (on_drift='apply' would not bind it: the signature of a target changed too)"
         )
+    prove = "" if proved else f"; or let its proofs decide: {PROVE}"
     if installed.raw in supported:
         remedy = f"reinstall {release}, whose code this is not; for a commit or a fork, update megatron-shim"
     else:
         releases = f" ({supported[0]} to {supported[-1]})" if supported else ""
         remedy = f"update megatron-shim, or install a supported release of {entry.distribution}{releases}"
     look = f"; shim audit {installed.location} shows what changed" if found.cause == "changed" else ""
-    return remedy + fits + look
+    return remedy + fits + prove + look
 
 
-def _decide(entry: PatchEntry, environment: Environment, options: Options, matrix: Matrix) -> Decision:
+def _decide(
+    entry: PatchEntry, environment: Environment, options: Options, matrix: Matrix, proved: Proved | None
+) -> Decision:
     excluded = _excluded(entry, options)
     if excluded:
         return Decision(entry.id, entry.kind, "excluded", excluded)
-    found = match(entry, environment, matrix)
+    if proved is not None and proved.verdict == CANNOT_RUN and options.on_drift in ("apply", "known"):
+        proved = None  # what was decided without proofs was decided for on_drift="skip"
+    found = match(entry, environment, matrix, proved)
     action, reason, remedy = found.state, found.reason, ""
     if action == "apply" and found.kept and options.on_drift == "known":
         action, reason = "drifted", f"on_drift='known' asks for known bodies only, and {reason}"
         remedy = "let contracts decide with on_drift='skip', which is the default, or pin the release in the matrix"
     elif action == "drifted":
-        remedy = _drift_remedy(entry, environment, matrix, found)
+        remedy = _drift_remedy(entry, environment, matrix, found, proved is not None)
         if options.on_drift == "apply" and found.signatures_fit:
             action, reason, remedy = "apply", f"applied to a body that is not known, as asked for: {reason}", ""
         elif options.on_drift == "apply":
-            causes = {"unpinned": "no signature is pinned", "unshown": "nothing shows that the patch is needed"}
+            causes = {
+                "unpinned": "no signature is pinned",
+                "unshown": "nothing shows that the patch is needed",
+                "disproved": "the patch was seen not to fix this tree",
+            }
             why = causes.get(found.cause, "the signature of a target changed too")
             reason += f"; on_drift='apply' does not help, because {why}"
     return Decision(
@@ -185,6 +200,9 @@ def _decide(entry: PatchEntry, environment: Environment, options: Options, matri
 
 def make_plan(environment: Environment, matrix: Matrix, options: Options, losses: Losses | None = None) -> Plan:
     """Decide about every patch of the matrix. Imports nothing, and changes nothing."""
-    decisions = {id: _decide(entry, environment, options, matrix) for id, entry in matrix.patches.items()}
+    proved = evidence_for(options.lock_content, environment) if options.trial is None else options.trial
+    decisions = {
+        id: _decide(entry, environment, options, matrix, proved.get(id)) for id, entry in matrix.patches.items()
+    }
     environment.sources.forget_trees()
     return Plan(decisions, environment, options, matrix, losses)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from shim._errors import SourceError
 from shim._releases.fingerprint import ABSENT, fingerprint, split_target
-from shim._releases.sources import Sources
+from shim._releases.sources import Known, Sources
 
-__all__ = ["FILE", "KnownFiles", "known_files", "known_value", "measure_files", "render_files"]
+__all__ = ["FILE", "KnownFiles", "known_files", "known_value", "known_with", "measure_files", "render_files"]
 
 FILE = Path(__file__).with_name("known_files.json")
 MISSING = ""  # stands for a fingerprint: the name is missing, and so is its class or module
@@ -53,7 +53,23 @@ def known_value(digest: str, module: str, qualname: str, added: bool) -> str | N
 
     Raises SourceError if the name is missing from the file, as fingerprint() does.
     """
-    value = known_files().get(module, {}).get(digest, {}).get(qualname)
+    return _value_in(known_files(), digest, module, qualname, added)
+
+
+def known_with(files: KnownFiles) -> Known:
+    """`known_value`, with a second table for the files that the first does not have."""
+    if not files:
+        return known_value
+
+    def known(digest: str, module: str, qualname: str, added: bool) -> str | None:
+        value = known_value(digest, module, qualname, added)
+        return _value_in(files, digest, module, qualname, added) if value is None else value
+
+    return known
+
+
+def _value_in(table: KnownFiles, digest: str, module: str, qualname: str, added: bool) -> str | None:
+    value = table.get(module, {}).get(digest, {}).get(qualname)
     if value == MISSING or (value == ABSENT and not added):
         raise SourceError(f"{module} has no {qualname}", "missing")
     return value

@@ -203,6 +203,8 @@ class Sources:
         self._stamps: dict[str, tuple[str, object] | None] = {}
         self._searched: dict[str, list[str]] = {}
         self._found: dict[object, tuple[list[object], Any]] = {} if before is None else dict(before._found)
+        if before is not None and before._known is not known:  # fingerprints may be those of another table
+            self._found = {key: held for key, held in self._found.items() if key[0] == "digest"}  # type: ignore[index]
 
     def remembered(self, key: object, modules: Iterable[str], find: Callable[[], T]) -> T:
         """What `find` returns, or its SourceError. `find` is called again only when a file of `modules` has changed."""

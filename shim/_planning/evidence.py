@@ -1,0 +1,101 @@
+"""Evidence: what the proofs of patches have shown on one tree, as `shim pin --prove` writes it into a lock.
+
+It speaks for exactly the bodies that it names, and only where shim has not seen them in a release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shim._record import EMPTY, Record
+
+if TYPE_CHECKING:
+    from shim._releases.detect import Environment
+
+__all__ = ["CANNOT_RUN", "FIXED", "NOT_FIXED", "RIGHT", "TRIAL", "Proved", "evidence_for", "files_of", "trial_of"]
+
+FIXED = "fixed"  # stock is wrong, and right with the patch
+RIGHT = "right on stock"
+NOT_FIXED = "not fixed"  # or worse with the patch than without
+CANNOT_RUN = "cannot run"  # so nothing was shown
+VERDICTS = (FIXED, RIGHT, NOT_FIXED, CANNOT_RUN)
+TRIAL = "trial"  # in the processes that run the proofs only: apply it, whatever its bodies are
+
+OTHERWISE = ("state", "reason", "cause")  # of what was decided without proofs, see Proved
+DECIDED = ("apply", "drifted", "upstream", "not-needed")  # the states that such a decision can have
+
+DISTRIBUTIONS = ("megatron-core", "transformer-engine")
+
+
+class Proved(Record):
+    """What was shown of one patch.
+
+    verdict: FIXED, RIGHT, NOT_FIXED or CANNOT_RUN.
+    variant: the one that was tried. None if stock is right.
+    fingerprints: the bodies of the variant, "" for one that the tree lacks. If stock is right, all bodies of the patch
+        that the tree has.
+    shown: the measurements in words, or why nothing could be measured.
+    date: the day of the run.
+    otherwise: if nothing was shown, what contracts and signs had decided: `state`, `reason` and `cause` of a Match. The
+        same bodies give the same, so that no source is parsed for it again.
+    """
+
+    verdict: str
+    variant: str | None
+    fingerprints: Mapping[str, str]
+    shown: str = ""
+    date: str = ""
+    otherwise: Mapping[str, str] = EMPTY
+
+
+def trial_of(variants: Mapping[str, str]) -> Mapping[str, Proved]:
+    """What makes a plan apply these variants, by patch."""
+    return {id: Proved(TRIAL, variant, EMPTY) for id, variant in variants.items()}
+
+
+def trees_of(lock: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The trees that a lock holds."""
+    return [lock, *lock.get("also", ())]
+
+
+def tree_for(lock: Mapping[str, Any], environment: Environment) -> Mapping[str, Any]:
+    """The tree of a lock that is installed here, or else the one that is most like it.
+
+    Two commits may say the same version. Then the files decide.
+    """
+
+    here = {name: found.raw for name, found in environment.installed.items() if name in DISTRIBUTIONS}
+
+    def likeness(tree: Mapping[str, Any]) -> tuple[int, int, int]:
+        there = {name: raw for name, raw in tree["releases"].items() if name in DISTRIBUTIONS}
+        files = tree.get("proved", {}).get("files", {})  # those that no release has
+        same = sum(environment.sources.digest(module) in digests for module, digests in files.items())
+        return -len(there.items() ^ here.items()), same - len(files), same
+
+    trees = trees_of(lock)
+    return trees[0] if len(trees) == 1 else max(trees, key=likeness)
+
+
+def evidence_for(lock: Mapping[str, Any] | None, environment: Environment) -> Mapping[str, Proved]:
+    """What the lock says of the patches on the tree that is installed here."""
+    if lock is None:
+        return EMPTY
+    proved = tree_for(lock, environment).get("proved")
+    if proved is None:
+        return EMPTY
+    names = ("verdict", "variant", "fingerprints", "shown", "otherwise")
+    return {
+        id: Proved(date=proved["date"], **{name: said[name] for name in names})
+        for id, said in proved["patches"].items()
+    }
+
+
+def files_of(lock: Mapping[str, Any] | None) -> Mapping[str, Mapping[str, Mapping[str, str]]]:
+    """The bodies in the files of all trees of a lock: {module: {digest of the file: {qualified name: fingerprint}}}."""
+    found: dict[str, dict[str, Mapping[str, str]]] = {}
+    trees: Sequence[Mapping[str, Any]] = [] if lock is None else trees_of(lock)
+    for tree in trees:
+        for module, digests in tree.get("proved", {}).get("files", {}).items():
+            found.setdefault(module, {}).update(digests)
+    return found
