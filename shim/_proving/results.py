@@ -29,7 +29,10 @@ ALWAYS_COUNTED = ("fixed", "not fixed")
 
 @dataclass(frozen=True)
 class Outcome:
-    """One side: "right", "wrong", "cannot run", or "broken", and the measurement in words (`text`)."""
+    """One side: "right", "wrong", "cannot run", or "broken", and the measurement in words (`text`).
+
+    reached: of the bodies that were watched, those that ran.
+    """
 
     state: str
     text: str
@@ -37,6 +40,7 @@ class Outcome:
     value: float | None = None
     curves: Mapping[str, Sequence[float]] = field(default_factory=dict)
     details: str = ""
+    reached: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         number = self.value if self.value is not None and math.isfinite(self.value) else None
@@ -58,6 +62,7 @@ def outcome_of(answer: Mapping[str, Any], defect: str, crashes: str) -> Outcome:
         answer.get("value"),
         answer.get("curves", {}),
         answer.get("details", ""),
+        tuple(answer.get("reached", ())),
     )
 
 

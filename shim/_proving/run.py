@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shim._errors import OptionError
@@ -20,12 +20,15 @@ from shim._matrix.model import RIGHT, PatchEntry
 from shim._planning.arguments import PREFIX
 from shim._planning.decision import Decision
 from shim._planning.plan import Plan
+from shim._proving.kept import Kept
+from shim._proving.reached import Spot
 from shim._proving.results import Result, generic_verdict, outcome_of, verdict_of
 from shim._proving.worker import MODEL, OVERRIDES, UNUSABLE, SideTask, Work
 from shim.testing.proof import Proof, proofs_of
 
-__all__ = ["Request", "prove", "prove_model"]
+__all__ = ["SMALL_GPT", "Request", "prove", "prove_generic", "prove_model"]
 
+SMALL_GPT = "shim.testing:build_gpt"  # a model of our own, which nobody patches at import
 TE = "transformer-engine"
 NOTHING_THERE = ("not-installed", "out-of-range", "excluded")
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from shim._proving.worker import main; main()"
@@ -37,6 +40,8 @@ class Request:
     """A request for proofs. ids: these patches; empty for all. ranks: the number for a proof over ranks.
 
     together: apply all patches on the patched side, not the patch alone. timeout: seconds for each side.
+    stock_only: leave the patched side out. trial: variants to apply whatever the bodies are, by patch.
+    watch: for each patch the bodies of which an outcome is to say whether they ran. kept: answers of an earlier run.
     """
 
     ids: tuple[str, ...] = ()
@@ -45,6 +50,10 @@ class Request:
     together: bool = False
     timeout: float = 120.0
     jobs: int = 2
+    stock_only: bool = False
+    trial: Mapping[str, str] | None = None
+    watch: Mapping[str, tuple[Spot, ...]] = field(default_factory=dict)
+    kept: Kept | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,8 @@ def prove(plan: Plan, request: Request, say: Say) -> list[Result]:
             continue
         entry = plan.matrix.patches[id]
         several = len(proofs_of(entry.module)) > 1
-        for proof, result in _proofs(decision, entry, bool(request.ids)):
+        every = request.trial is not None and id in request.trial
+        for proof, result in _proofs(decision, entry, bool(request.ids), every):
             label = f"{id}/{proof.name}" if several and proof is not None else id
             result = replace(result, label=label)
             results[label] = result
@@ -86,7 +96,7 @@ def prove(plan: Plan, request: Request, say: Say) -> list[Result]:
                 results[label] = replace(result, verdict="cannot run", reason=impossible)
                 continue
             results[label] = replace(result, device=device)
-            cases[label] = _case(label, entry.module, proof, results[label], device, world, request.together)
+            cases[label] = _case(label, entry.module, proof, results[label], device, world, request)
     answers = _run(cases.values(), request, say)
     return [_judged(cases[label], answers) if label in cases else result for label, result in results.items()]
 
@@ -109,6 +119,14 @@ def prove_model(model: str, request: Request, say: Say) -> tuple[list[Result], l
     overrides = seen.get("overrides")
     if overrides is None:
         overrides = [{"patch": "", "target": "", "state": "unknown", "reason": seen["text"]}]
+    return prove_generic(model, request, say), overrides
+
+
+def prove_generic(model: str, request: Request, say: Say) -> list[Result]:
+    """Run the generic proofs that the request names, or all, on the model that `my_module:build` builds."""
+    from shim.testing.generic import generic_proofs
+
+    found = generic_proofs(lambda: None)
     cases: dict[str, _Case] = {}
     results: dict[str, Result] = {}
     for proof in found:
@@ -119,10 +137,9 @@ def prove_model(model: str, request: Request, say: Say) -> tuple[list[Result], l
             _blank(proof), label=proof.name, device=device, verdict="cannot run", reason=impossible
         )
         if not impossible:
-            cases[proof.name] = _case(proof.name, MODEL + model, proof, result, device, world, together=True)
+            cases[proof.name] = _case(proof.name, MODEL + model, proof, result, device, world, request)
     answers = _run(cases.values(), request, say)
-    judged = [_judged(cases[name], answers) if name in cases else result for name, result in results.items()]
-    return judged, overrides
+    return [_judged(cases[name], answers) if name in cases else result for name, result in results.items()]
 
 
 def _blank(proof: Proof) -> Result:
@@ -137,8 +154,11 @@ def _blank(proof: Proof) -> Result:
     )
 
 
-def _proofs(decision: Decision, entry: PatchEntry, asked: bool) -> Iterator[tuple[Proof | None, Result]]:
-    """The proofs of a patch that say something here, or a result that says why there is none."""
+def _proofs(decision: Decision, entry: PatchEntry, asked: bool, every: bool) -> Iterator[tuple[Proof | None, Result]]:
+    """The proofs of a patch that say something here, or a result that says why there is none.
+
+    every: also those about other variants.
+    """
     base = Result(decision.id, "", decision.id, entry.kind, "", "", "cannot run", "", decision.action, decision.variant)
     if decision.action in NOTHING_THERE:
         if asked:
@@ -146,7 +166,9 @@ def _proofs(decision: Decision, entry: PatchEntry, asked: bool) -> Iterator[tupl
         return
     found = proofs_of(entry.module)
     about = [
-        proof for proof in found if decision.action in RIGHT or not proof.variants or decision.variant in proof.variants
+        proof
+        for proof in found
+        if every or decision.action in RIGHT or not proof.variants or decision.variant in proof.variants
     ]
     if not about:
         yield None, replace(base, reason="it has no proof" if not found else "none of its proofs is about this variant")
@@ -175,20 +197,23 @@ def _missing(proof: Proof, plan: Plan) -> str:
     return f"it needs {absent[0]} beside it, which is {plan.decisions[absent[0]].action}" if absent else ""
 
 
-def _case(label: str, source: str, proof: Proof, result: Result, device: str, world: int, together: bool) -> _Case:
-    beside = proof.beside or None
-    stock = SideTask(f"{label} stock", source, proof.name, beside, device, world, proof.te)
-    applied = () if together else (result.patch, *proof.beside)
+def _case(label: str, source: str, proof: Proof, result: Result, device: str, world: int, request: Request) -> _Case:
+    beside, watched = proof.beside or None, request.watch.get(result.patch, ())
+    tried = request.trial if beside else None
+    stock = SideTask(f"{label} stock", source, proof.name, beside, device, world, proof.te, None, tried, watched)
+    applied = () if request.together or not result.patch else (result.patch, *proof.beside)
     options = {result.patch: dict(proof.options)} if proof.options else None
-    patched = replace(stock, key=f"{label} with shim", ids=applied, options=options)
-    wanted = result.action == "apply" or not result.patch
+    patched = replace(stock, key=f"{label} with shim", ids=applied, options=options, trial=request.trial)
+    wanted = (result.action == "apply" or not result.patch) and not request.stock_only
     return _Case(proof, result, source, stock, patched if wanted else None)
 
 
 def _judged(case: _Case, answers: Mapping[str, Mapping[str, Any]]) -> Result:
     sides = [outcome_of(answers[task.key], case.proof.defect, case.proof.crashes) for task in case.tasks]
     stock, patched = sides[0], sides[1] if len(sides) > 1 else None
-    if case.result.patch:
+    if case.result.patch and patched is None and case.result.action == "apply":
+        verdict, reason = stock.state, ""
+    elif case.result.patch:
         verdict, reason = verdict_of(case.result.action, stock, patched)
     else:
         assert patched is not None
@@ -207,20 +232,27 @@ def _run(
     more: further tasks, about a user's model.
     """
     groups: dict[tuple[bool, bool, str], list[SideTask]] = {}
+    answers: dict[str, dict[str, Any]] = {}
     for case in cases:
         # A process that uses a GPU cannot be forked, so nothing is shared there.
-        alone = case.stock.device != "cpu" or case.source.startswith(MODEL)
+        alone = case.stock.device != "cpu" or (case.source.startswith(MODEL) and case.source != MODEL + SMALL_GPT)
         for task in case.tasks:
-            groups.setdefault((not alone, case.proof.te, task.device), []).append(task)
+            earlier = None if request.kept is None else request.kept.answer(task)
+            if earlier is not None:
+                answers[task.key] = {**earlier, "key": task.key}
+            else:
+                groups.setdefault((not alone, case.proof.te, task.device), []).append(task)
     for task in more:
         groups.setdefault((False, False, task.device), []).append(task)
-    total = sum(map(len, groups.values()))
-    answers: dict[str, dict[str, Any]] = {}
+    total = len(answers) + sum(map(len, groups.values()))
     for (preload, te, device), tasks in groups.items():
         work = Work(tuple(tasks), preload, te, device, request.jobs, request.timeout)
         say(f"{_bar(len(answers), total)} importing")
+        asked = {task.key: task for task in tasks}
         for answer in _answers(work):
             answers[answer["key"]] = answer
+            if request.kept is not None:
+                request.kept.keep(asked[answer["key"]], answer)
             say(f"{_bar(len(answers), total)} {answer['key']}: {answer['text']}")
     return answers
 

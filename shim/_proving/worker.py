@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from shim._errors import OptionError
+from shim._proving.reached import Spot, reached_in, watch
 
 __all__ = ["MODEL", "OVERRIDES", "UNUSABLE", "SideTask", "Work", "main", "run_side"]
 
@@ -38,6 +39,8 @@ class SideTask:
     source: the module of the patch, or "model:my_module:build" for a generic proof on that model.
     proof: its name. ids: the patches to apply; None applies nothing, an empty tuple all that shim.apply() would.
     options: of patches, by id, as shim.apply() takes them.
+    trial: variants to apply whatever the bodies are, by id, as shim.apply_on_trial() takes them.
+    watch: bodies of which the answer is to say under "reached" whether they ran.
     """
 
     key: str
@@ -48,6 +51,8 @@ class SideTask:
     world: int = 1
     te: bool = False
     options: Mapping[str, Mapping[str, Any]] | None = None
+    trial: Mapping[str, str] | None = None
+    watch: tuple[Spot, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,12 +72,13 @@ class Work:
     @classmethod
     def from_json(cls, text: str) -> Work:
         given = json.loads(text)
-        tasks = tuple(SideTask(**{**task, "ids": _tuple(task["ids"])}) for task in given.pop("tasks"))
+        tasks = tuple(_task_from(task) for task in given.pop("tasks"))
         return cls(tasks, **given)
 
 
-def _tuple(value: list[str] | None) -> tuple[str, ...] | None:
-    return None if value is None else tuple(value)
+def _task_from(given: dict[str, Any]) -> SideTask:
+    ids, spots = given["ids"], tuple(tuple(spot) for spot in given["watch"])
+    return SideTask(**{**given, "ids": None if ids is None else tuple(ids), "watch": spots})
 
 
 def main() -> None:
@@ -191,12 +197,19 @@ def _in_child(task: SideTask, file: Path, preloaded: bool) -> None:
         nothing = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(nothing, stream)
-        side = run_side(task, preloaded)
+        side = _watched(task, file.with_suffix(".reached"), preloaded) if task.watch else run_side(task, preloaded)
         written = file.with_suffix(".part")
         written.write_text(json.dumps(side), "utf-8")
         written.replace(file)
     finally:
         os._exit(0)
+
+
+def _watched(task: SideTask, directory: Path, preloaded: bool) -> dict[str, Any]:
+    directory.mkdir()
+    watch(task.watch, directory)
+    side = run_side(task, preloaded)
+    return {**side, "reached": reached_in(directory)}
 
 
 def run_side(task: SideTask, preloaded: bool = True) -> dict[str, Any]:
@@ -208,7 +221,12 @@ def run_side(task: SideTask, preloaded: bool = True) -> dict[str, Any]:
             import_te(task.device)
         if task.ids is not None:
             chosen: dict[str, Any] = {"only": list(task.ids), "require": list(task.ids)} if task.ids else {}
-            shim.apply(**chosen, options=task.options)
+            if task.trial is None:
+                shim.apply(**chosen, options=task.options)
+            else:
+                from shim._api import apply_on_trial
+
+                apply_on_trial(task.trial, **chosen, options=task.options)
         elif task.source.startswith(MODEL):
             os.environ["MEGATRON_SHIM_DISABLE"] = "1"  # the user's module may apply shim itself
         if task.proof == OVERRIDES:

@@ -94,7 +94,22 @@ def command_line() -> argparse.ArgumentParser:
     )
     add_selection(pin)
     pin.add_argument("--lock", metavar="FILE", help="record what is installed here, and what is applied to it")
-    pin.add_argument("--check", action="store_true", help="only say whether the pins are current; fetches all releases")
+    pin.add_argument(
+        "--prove",
+        action="store_true",
+        help="with --lock: run the proofs of all patches whose bodies are unknown here, and let them decide",
+    )
+    pin.add_argument("--against", metavar="TREE", help="with --prove: run on these sources (a checkout)")
+    pin.add_argument("--also", action="store_true", help="with --prove: keep the other trees that the lock holds")
+    pin.add_argument("--markdown", action="store_true", help="with --prove: print Markdown for a pull request")
+    pin.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for each side of a proof")
+    pin.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), metavar="N", help="sides at once")
+    pin.add_argument(
+        "--check",
+        action="store_true",
+        help="only say whether the pins are current, which fetches all releases; with --lock: run the proofs again, "
+        "and say whether the lock holds",
+    )
     pin.add_argument(
         "--releases", action="store_true", help="fetch all supported releases and write their pins beside the matrix"
     )

@@ -243,9 +243,12 @@ def fetched(distribution: str, release: str) -> Path:
 
 def do_pin(arguments: argparse.Namespace) -> int:
     if arguments.lock is not None:
-        if arguments.check or arguments.releases or arguments.add or arguments.patch:
-            raise OptionError("--lock writes a lock of what is installed here; leave out --check, --releases and --add")
+        if arguments.releases or arguments.add or arguments.patch:
+            raise OptionError("--lock writes a lock of what is installed here; leave out --releases, --add and --patch")
         return _lock(arguments)
+    proving = [name for name in ("prove", "against", "also", "markdown") if getattr(arguments, name)]
+    if proving:
+        raise OptionError(f"--{proving[0]} belongs to --lock FILE, the file that the verdicts go into")
     if _selection(arguments).keys() - {"matrix", "packages"}:  # no patch module is imported here
         raise OptionError("pins cover all patches; a selection belongs to --lock FILE")
     wanted = [f"--{name}" for name in ("add", "patch", "releases", "check", "anew") if getattr(arguments, name)]
@@ -263,15 +266,21 @@ def do_pin(arguments: argparse.Namespace) -> int:
 
 def _lock(arguments: argparse.Namespace) -> int:
     from shim._api import plan
-    from shim._planning.lock import locked, write_lock
+    from shim._planning.lock import write_lock
     from shim._planning.overview import nothing_installed
 
     if not arguments.lock:
         raise OptionError("--lock is empty; name a file")
-    made = plan(**_selection(arguments))
+    if arguments.prove or arguments.check:
+        from shim._tools.pin_prove import do_pin_prove
+
+        return do_pin_prove(arguments, _selection(arguments))
+    if arguments.against or arguments.also or arguments.markdown:
+        raise OptionError("--against, --also and --markdown belong to --prove")
+    made = plan(**{**_selection(arguments), "lock": None})
     missing = nothing_installed(made.environment)
     if missing:
         raise NotMetError(f"{missing} No lock was written.")
-    write_lock(arguments.lock, made)
-    put(locked(made), f"wrote {arguments.lock}: digest {made.digest}", arguments.json)
+    content = write_lock(arguments.lock, made)
+    put(content, f"wrote {arguments.lock}: digest {made.digest}", arguments.json)
     return OK

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shim._planning.plan import Plan
     from shim._proving.results import Result
 
-__all__ = ["do_prove"]
+__all__ = ["do_prove", "require_torch"]
 
 
 def do_prove(arguments: argparse.Namespace) -> int:
@@ -36,7 +36,7 @@ def do_prove(arguments: argparse.Namespace) -> int:
         unknown = [id for id in arguments.ids if id not in made.decisions]
         if unknown and not arguments.model:
             raise OptionError(f"no patch is called {', '.join(unknown)}; shim list names them all")
-        _require_torch(arguments.device)
+        require_torch(arguments.device)
         results, overrides = _results(arguments, made, verdicts)
         releases = {name: found.raw for name, found in made.environment.installed.items()}
     heading = heading_of(releases, arguments.device, arguments.ranks, arguments.model or "", tree)
@@ -73,7 +73,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise NotMetError("proofs run in forked processes, which this system does not have")
 
 
-def _require_torch(device: str) -> None:
+def require_torch(device: str) -> None:
+    """Raise NotMetError if proofs cannot run on this device here."""
     from importlib.util import find_spec
 
     if find_spec("torch") is None:
@@ -114,27 +115,20 @@ def _against(target: str | None) -> Iterator[tuple[dict[str, str], str]]:
     from shim._matrix.load import load_matrix
     from shim._releases.detect import PATCHED, detect
     from shim._releases.trees import open_tree
+    from shim._tools.against import first_on_path
     from shim._tools.audit import audit
     from shim._tools.commands import fetched
 
-    tree = open_tree(target, fetched)
-    places = {Path(found.location) for found in tree.environment.installed.values()}
-    if not all(place.is_dir() for place in places):
-        raise OptionError(f"--against {target}: it is run, so it has to be a directory; unpack it")
     there = detect().installed
-    beside = [there[name].location for name in PATCHED if name in there and name not in tree.environment.installed]
-    others = [open_tree(location, fetched) for location in beside]
-    verdicts = {
-        finding.id: f"{finding.words}: {finding.reason}"
-        for finding in audit(load_matrix(), tree, fetched, others).findings
-        if finding.verdict != "not-installed"
-    }
-    before = list(sys.path)
-    sys.path[:0] = map(str, places)
-    try:
+    with first_on_path(target) as tree:
+        beside = [there[name].location for name in PATCHED if name in there and name not in tree.environment.installed]
+        others = [open_tree(location, fetched) for location in beside]
+        verdicts = {
+            finding.id: f"{finding.words}: {finding.reason}"
+            for finding in audit(load_matrix(), tree, fetched, others).findings
+            if finding.verdict != "not-installed"
+        }
         yield verdicts, tree.name + (f" at {tree.commit[:10]}" if tree.commit else "")
-    finally:
-        sys.path[:] = before
 
 
 def _line(override: dict[str, str]) -> str:

@@ -1,0 +1,295 @@
+"""What the proofs decide about a tree: which patches fix it, which it does not need, and which are left out.
+
+A patch whose bodies are all those of a release needs no decision. Of the others the proofs run on stock and with the
+patch, whatever its bodies are. What they accept then runs once more together, with the generic proofs on a small model:
+what is right alone may be wrong beside the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from shim._matrix.model import RIGHT as RIGHT_STATES
+from shim._planning.evidence import CANNOT_RUN, FIXED, NOT_FIXED, RIGHT
+from shim._planning.match import GONE, all_known, fingerprints_of, keeps_contract, match, variants_by_likeness
+from shim._planning.plan import Plan
+from shim._proving.reached import Spot, spots_of
+from shim._proving.results import Outcome, Result
+from shim._proving.run import SMALL_GPT, Request, Say, prove, prove_generic
+from shim._record import replace as replaced
+from shim.testing.proof import proofs_of
+
+__all__ = ["Decided", "Judgement", "decide", "undecided"]
+
+TRIES = 3  # variants of a patch, the likeliest first
+NAMED = 4  # measurements in one sentence
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What the proofs say of one patch.
+
+    proofs: for each proof the measurement on stock and with the patch, in words.
+    """
+
+    id: str
+    verdict: str
+    variant: str | None
+    shown: str
+    proofs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    otherwise: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What was decided about a tree.
+
+    generic: the generic proofs without and with all that was accepted, in words.
+    told: what the proofs say against the matrix, of patches whose bodies are known.
+    """
+
+    judgements: tuple[Judgement, ...]
+    generic: Mapping[str, Mapping[str, str]]
+    told: tuple[str, ...]
+
+
+def undecided(plan: Plan) -> list[str]:
+    """The patches of which not all bodies were seen in a release: contracts, signs or nothing speak for them."""
+    found = []
+    for id, decision in ((id, d.without_conflict or d) for id, d in plan.decisions.items()):
+        if decision.action in ("excluded", "not-installed", "out-of-range"):
+            continue
+        variant = decision.variant if decision.action not in RIGHT_STATES else None
+        if not all_known(plan.matrix.patches[id], plan.matrix, variant, decision.fingerprints):
+            found.append(id)
+    return found
+
+
+def decide(plan: Plan, request: Request, say: Say) -> Decided:
+    """Run what has to be run. `request` says how: device, jobs, time limits."""
+    ids = undecided(plan)
+    trials = {id: variants_by_likeness(plan.matrix.patches[id], plan.environment, plan.matrix)[:TRIES] for id in ids}
+    judged: dict[str, Judgement] = {}
+    for number in range(TRIES):
+        variants = {
+            id: found[number].name for id, found in trials.items() if len(found) > number and _open(judged.get(id))
+        }
+        without_any = [id for id in ids if not number and not trials[id]]
+        if not variants and not without_any:
+            break
+        beside = {id: j.variant for id, j in judged.items() if j.verdict == FIXED and j.variant is not None}
+        for judgement in _round(plan, [*variants, *without_any], {**beside, **variants}, request, say):
+            if judgement.id not in judged or judgement.verdict == FIXED:
+                judged[judgement.id] = judgement
+    judged = _together(plan, judged, request, say)
+    judged, generic = _generic(plan, judged, request, say)
+    told = _against_the_matrix(plan, ids, request, say)
+    return Decided(tuple(_with_bodies(plan, judged[id]) for id in ids), generic, told)
+
+
+def _open(judgement: Judgement | None) -> bool:
+    """Whether another variant may do better."""
+    return judgement is None or judgement.verdict == NOT_FIXED
+
+
+# ---- one patch
+
+
+def _round(
+    plan: Plan, ids: Sequence[str], variants: Mapping[str, str], request: Request, say: Say
+) -> Iterable[Judgement]:
+    tried = _as_tried(plan, variants)
+    watch = {id: spots_of(plan.environment.sources, _unknown_bodies(plan, id, variants.get(id))) for id in ids}
+    asked = replace(request, ids=tuple(ids), trial={**dict.fromkeys(undecided(plan), ""), **variants}, watch=watch)
+    results = prove(tried, asked, say)
+    for id in ids:
+        yield _judged(plan, id, variants.get(id), [result for result in results if result.patch == id], watch[id])
+
+
+def _as_tried(plan: Plan, variants: Mapping[str, str]) -> Plan:
+    """The plan in which these variants are applied."""
+    decisions = dict(plan.decisions)
+    for id, variant in variants.items():
+        wiring = plan.matrix.patches[id].variants[variant]
+        decisions[id] = replaced(decisions[id], action="apply", wiring=wiring)
+    return replaced(plan, decisions=decisions)
+
+
+def _unknown_bodies(plan: Plan, id: str, variant: str | None) -> dict[str, str]:
+    """The bodies of a variant that nothing but the proofs can speak for, each with the name that defines it."""
+    entry = plan.matrix.patches[id]
+    if variant is None:
+        return {}
+    wiring = entry.variants[variant]
+    known = plan.matrix.known_bodies(id, variant)
+    found = fingerprints_of(entry, wiring, plan.environment, plan.matrix)
+    return {
+        target: wiring.inherits(target) or target
+        for target, body in found.items()
+        if body not in (GONE, *known.get(target, ()))
+        and not keeps_contract(entry, wiring, target, plan.environment, plan.matrix)
+    }
+
+
+def _judged(plan: Plan, id: str, variant: str | None, results: Sequence[Result], watched: Sequence[Spot]) -> Judgement:
+    """The judgement of a patch from all its proofs. watched: the unknown bodies that have to run.
+
+    That it fixes the tree is said by the proofs about this variant; that the tree is right without it, by all.
+    """
+    proofs = {result.proof: _sides(result) for result in results if result.stock is not None}
+    about = {proof.name: proof.variants for proof in proofs_of(plan.matrix.patches[id].module)}
+    ran = [result for result in results if _ran(result)]
+    own = [result for result in ran if not about[result.proof] or variant in about[result.proof]]
+    if not ran:
+        why = next((result.reason for result in results if result.reason), "none of its proofs can run here")
+        return Judgement(id, CANNOT_RUN, variant, why, proofs)
+    if not any(_is_wrong(result.stock) for result in ran):
+        left = [result for result in results if not _ran(result)]
+        if left:
+            why = f"{_stocks(ran)}, but of {left[0].proof}: {_why_not(left[0])}"
+            return Judgement(id, CANNOT_RUN, variant, why, proofs)
+        return Judgement(id, RIGHT, None, _stocks(ran), proofs)
+    if variant is None:
+        why = "no variant of the patch has all its targets here"
+        return Judgement(id, NOT_FIXED, None, f"{_stocks(ran)}, and {why}", proofs)
+    bad = [result for result in own if result.patched is None or result.patched.state != "right"]
+    if bad:
+        return Judgement(id, NOT_FIXED, variant, _measured(bad), proofs)
+    fixed = [result for result in own if _is_wrong(result.stock)]
+    if not fixed:
+        others = [result for result in ran if _is_wrong(result.stock)]
+        return Judgement(id, NOT_FIXED, variant, _measured(others), proofs)
+    missed = sorted({target for target, *_ in watched} - _reached(results))
+    if missed:
+        why = f"its proofs do not run {', '.join(target.partition(':')[2] for target in missed)}"
+        return Judgement(id, CANNOT_RUN, variant, why, proofs)
+    return Judgement(id, FIXED, variant, _measured(fixed), proofs)
+
+
+def _why_not(result: Result) -> str:
+    """Why a proof says nothing here."""
+    stock = result.stock
+    return result.reason or ("" if stock is None else stock.text)
+
+
+def _ran(result: Result) -> bool:
+    """Whether the proof says something. One that breaks on stock alone says that the patch fixes what breaks."""
+    sides = [side for side in (result.stock, result.patched) if side is not None]
+    if any(side.state == "cannot run" for side in sides):
+        return False
+    return result.stock is not None and (
+        result.stock.state != "broken" or (result.patched is not None and result.patched.state == "right")
+    )
+
+
+def _is_wrong(side: Outcome | None) -> bool:
+    return side is not None and side.state in ("wrong", "broken")
+
+
+def _reached(results: Iterable[Result]) -> set[str]:
+    sides = [side for result in results for side in (result.stock, result.patched) if side is not None]
+    return {target for side in sides for target in side.reached}
+
+
+def _sides(result: Result) -> dict[str, str]:
+    said = {"stock": "" if result.stock is None else result.stock.text}
+    return said if result.patched is None else {**said, "with_shim": result.patched.text}
+
+
+def _stocks(results: Sequence[Result]) -> str:
+    return _listed([result.stock.text for result in results if result.stock is not None])
+
+
+def _measured(results: Sequence[Result]) -> str:
+    return _listed(
+        [
+            f"{result.stock.text} -> {result.patched.text}"
+            for result in results
+            if result.stock is not None and result.patched is not None
+        ]
+    )
+
+
+def _listed(texts: Sequence[str]) -> str:
+    more = f" and {len(texts) - NAMED} more" if len(texts) > NAMED else ""
+    return "; ".join(texts[:NAMED]) + more
+
+
+# ---- all together
+
+
+def _accepted(judged: Mapping[str, Judgement]) -> dict[str, str]:
+    return {id: j.variant for id, j in judged.items() if j.verdict == FIXED and j.variant is not None}
+
+
+def _trial(judged: Mapping[str, Judgement], without: str = "") -> dict[str, str]:
+    """What the process applies beside all patches whose bodies are known. What was not shown is decided as ever."""
+    left_out = {id: "" for id, j in judged.items() if j.verdict in (NOT_FIXED, RIGHT)}
+    return {**_accepted(judged), **left_out, **({without: ""} if without else {})}
+
+
+def _together(plan: Plan, judged: dict[str, Judgement], request: Request, say: Say) -> dict[str, Judgement]:
+    """The judgements, after the proofs of what was accepted have run with all patches applied."""
+    accepted = _accepted(judged)
+    if not accepted:
+        return judged
+    asked = replace(request, ids=tuple(accepted), together=True, trial=_trial(judged))
+    found = dict(judged)
+    for result in prove(_as_tried(plan, accepted), asked, say):
+        if result.stock is not None and _ran(result) and (result.patched is None or result.patched.state != "right"):
+            shown = f"beside all other patches {_measured([result])}"
+            found[result.patch] = replace(judged[result.patch], verdict=NOT_FIXED, shown=shown)
+    return found
+
+
+def _generic(
+    plan: Plan, judged: dict[str, Judgement], request: Request, say: Say
+) -> tuple[dict[str, Judgement], dict[str, dict[str, str]]]:
+    """The judgements, after the generic proofs on a small model; and what these say.
+
+    If one is right on stock and not with the patches, what was accepted is left out one by one to find which does it.
+    """
+    if "megatron-core" not in plan.environment.installed or not _accepted(judged):
+        return judged, {}
+    asked = replace(request, ids=(), trial=_trial(judged))
+    results = prove_generic(SMALL_GPT, asked, say)
+    for worse in [result for result in results if _worse(result)]:
+        for id in _accepted(judged):
+            again = replace(asked, ids=(worse.proof,), trial=_trial(judged, without=id))
+            [result] = prove_generic(SMALL_GPT, again, say)
+            if result.patched is not None and result.patched.state == "right":
+                shown = f"with it {worse.proof}: {_measured([worse])}"
+                judged = {**judged, id: replace(judged[id], verdict=NOT_FIXED, shown=shown)}
+    return judged, {result.proof: _sides(result) for result in results}
+
+
+def _worse(result: Result) -> bool:
+    stock, patched = result.stock, result.patched
+    return stock is not None and patched is not None and stock.state == "right" and patched.state != "right"
+
+
+def _against_the_matrix(plan: Plan, ids: Sequence[str], request: Request, say: Say) -> tuple[str, ...]:
+    """Patches whose bodies are known and that are to be applied, on whose stock no proof shows the defect."""
+    known = [id for id, decision in plan.decisions.items() if decision.wanted and id not in ids]
+    if not known:
+        return ()
+    results = prove(plan, replace(request, ids=tuple(known), stock_only=True), say)
+    told = []
+    for id in known:
+        ran = [result for result in results if result.patch == id and result.stock is not None and _ran(result)]
+        if ran and all(result.stock is not None and result.stock.state == "right" for result in ran):
+            told.append(f"{id}: by its bodies this tree needs it, and its proofs are right on stock ({_stocks(ran)})")
+    return tuple(told)
+
+
+def _with_bodies(plan: Plan, judgement: Judgement) -> Judgement:
+    """The judgement with the bodies that it is about, and with what is decided if nothing was shown."""
+    entry = plan.matrix.patches[judgement.id]
+    if judgement.verdict == CANNOT_RUN:
+        found = match(entry, plan.environment, plan.matrix)
+        otherwise = {"state": found.state, "reason": found.reason, "cause": found.cause}
+        judgement = replace(judgement, variant=found.variant, otherwise=otherwise)
+    variant = None if judgement.variant is None else entry.variants[judgement.variant]
+    return replace(judgement, fingerprints=fingerprints_of(entry, variant, plan.environment, plan.matrix))

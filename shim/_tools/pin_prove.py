@@ -1,0 +1,250 @@
+"""`shim pin --prove`: let proofs decide about the patches whose bodies nobody has seen, and write it into a lock."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shim._errors import NotMetError, OptionError
+from shim._tools.output import NOT_MET, OK, put, tell
+
+if TYPE_CHECKING:
+    from shim._planning.plan import Plan
+    from shim._proving.decide import Decided
+
+__all__ = ["do_pin_prove"]
+
+INTERRUPTED = 130  # as a shell says it
+VERDICTS = {
+    "fixed": "Accepted, since stock is wrong here and right with the patch:",
+    "right on stock": "Not needed here, since stock is right:",
+    "not fixed": "Left out, since they do not fix this tree, or make it worse:",
+    "cannot run": "Decided as ever, since their proofs show nothing here:",
+}
+
+
+def do_pin_prove(arguments: argparse.Namespace, selection: Mapping[str, Any]) -> int:
+    """Run the proofs, and write the lock or (with --check) compare it. 1 if --check finds another verdict."""
+    from shim._planning.lock import read_lock
+    from shim._tools.against import first_on_path
+    from shim._tools.prove import require_torch
+
+    lock = Path(arguments.lock)
+    if arguments.check:
+        read_lock(lock)
+    require_torch("cpu")
+    with first_on_path(arguments.against) if arguments.against else nullcontext():
+        from shim._api import plan
+
+        made = plan(**{**selection, "lock": None})
+        _require_something(made)
+        try:
+            decided = _decided(made, lock, arguments)
+        except KeyboardInterrupt:
+            tell("shim: interrupted. What was measured is kept: the same command goes on from there")
+            return INTERRUPTED
+        if arguments.check:
+            return _compared(made, decided, read_lock(lock), arguments)
+        return _written(made, decided, lock, arguments)
+
+
+def _require_something(made: Plan) -> None:
+    from shim._planning.overview import nothing_installed
+
+    if made.options.disabled:
+        raise OptionError("MEGATRON_SHIM_DISABLE is set, so there is nothing to prove; unset it")
+    if missing := nothing_installed(made.environment):
+        raise NotMetError(f"{missing} No lock was written.")
+    if not hasattr(os, "fork"):
+        raise NotMetError("proofs run in forked processes, which this system does not have")
+
+
+def _decided(made: Plan, lock: Path, arguments: argparse.Namespace) -> Decided:
+    from shim._proving.decide import decide
+    from shim._proving.kept import Kept
+    from shim._proving.run import Request
+    from shim._tools.progress import Progress
+
+    kept = Kept(lock.with_name(f".{lock.name}.proving"), _about(made))
+    if len(kept):
+        tell(f"shim: going on with {len(kept)} measurements of the run that was interrupted")
+    progress = Progress()
+    try:
+        found = decide(made, Request(jobs=arguments.jobs, timeout=arguments.timeout, kept=kept), progress)
+    finally:
+        progress.done()
+    kept.forget()
+    return found
+
+
+def _about(made: Plan) -> dict[str, Any]:
+    """What measurements depend on besides the proof: all files of the tree and of shim, torch, and Python."""
+    import shim
+    from shim._matrix.load import patches_path
+
+    places = [found.location for name, found in made.environment.installed.items() if name != "torch"]
+    return {
+        "files": [_files_digest(place) for place in (*places, os.path.dirname(shim.__file__), str(patches_path()))],
+        "releases": {name: found.raw for name, found in made.environment.installed.items()},
+        "python": platform.python_version(),
+        "path": [entry for entry in sys.path if entry],
+    }
+
+
+def _files_digest(directory: str) -> str:
+    from shim._planning.own_code import file_digest, files_below
+
+    lines = sorted(f"{name} {file_digest(file)}" for name, file in files_below(directory, (".py",)))
+    return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _proved(made: Plan, decided: Decided) -> dict[str, Any]:
+    """The part of the lock that holds the verdicts."""
+    from shim._releases.known_files import known_files, measure_files
+
+    files: dict[str, dict[str, dict[str, str]]] = {}
+    bodies = sorted({body for entry in made.matrix.patches.values() for body in entry.bodies})
+    measure_files(made.environment.sources, bodies, files)
+    made.environment.sources.forget_trees()
+    known = known_files()
+    return {
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "torch": made.environment.installed["torch"].raw if "torch" in made.environment.installed else "",
+        "python": platform.python_version(),
+        "where": f"CPU, {platform.system()} {platform.machine()}",
+        "generic": decided.generic,
+        "files": {
+            module: unknown
+            for module, digests in files.items()
+            if (unknown := {digest: found for digest, found in digests.items() if digest not in known.get(module, {})})
+        },
+        "patches": {
+            judgement.id: {
+                "verdict": judgement.verdict,
+                "variant": judgement.variant,
+                "fingerprints": judgement.fingerprints,
+                "shown": judgement.shown,
+                "proofs": judgement.proofs,
+                "otherwise": judgement.otherwise,
+            }
+            for judgement in decided.judgements
+        },
+    }
+
+
+def _written(made: Plan, decided: Decided, lock: Path, arguments: argparse.Namespace) -> int:
+    from shim._planning.evidence import DISTRIBUTIONS, trees_of
+    from shim._planning.lock import read_lock, write_lock
+    from shim._planning.plan import make_plan
+    from shim._planning.requirements import enforce
+    from shim._record import replace
+
+    proved = _proved(made, decided)
+    seen = {"releases": {}, "proved": proved}
+    decided_plan = make_plan(
+        made.environment, made.matrix, replace(made.options, lock_content=seen), losses=made.losses
+    )
+    enforce(decided_plan)
+    here = {name: found.raw for name, found in made.environment.installed.items() if name in DISTRIBUTIONS}
+
+    def same(tree: Mapping[str, Any]) -> bool:
+        """Whether an entry is of this very tree: it has the same files, or, without proofs, the same releases."""
+        there = {name: raw for name, raw in tree["releases"].items() if name in DISTRIBUTIONS}
+        return there == here and tree.get("proved", proved)["files"] == proved["files"]
+
+    others = [tree for tree in trees_of(read_lock(lock)) if not same(tree)] if arguments.also and lock.exists() else []
+    others = [{name: value for name, value in tree.items() if name != "also"} for tree in others]
+    content = write_lock(lock, decided_plan, proved, others)
+    _print(f"wrote {lock}: digest {content['digest']}", decided_plan, decided, content, arguments)
+    return OK
+
+
+def _compared(made: Plan, decided: Decided, lock: Mapping[str, Any], arguments: argparse.Namespace) -> int:
+    """Whether the proofs say today what the lock says that they said."""
+    from shim._planning.evidence import evidence_for
+
+    excluded = {id for id, decision in made.decisions.items() if decision.action == "excluded"}
+    said = {id: proved for id, proved in evidence_for(lock, made.environment).items() if id not in excluded}
+    now = {judgement.id: judgement for judgement in decided.judgements}
+    odd = []
+    for id in sorted({*said, *now}):
+        then, today = said.get(id), now.get(id)
+        if then is None or today is None:
+            odd.append(f"{id}: {_of(then)} in the lock, {_of(today)} now")
+        elif (then.verdict, then.variant) != (today.verdict, today.variant):
+            odd.append(f"{id}: {_of(then)} in the lock, {_of(today)} now ({today.shown})")
+        elif dict(then.fingerprints) != dict(today.fingerprints):
+            odd.append(f"{id}: its bodies are not those of the lock")
+    for line in odd:
+        tell(f"shim: {line}")
+    text = (
+        f"{arguments.lock} says of {len(odd)} patches what the proofs do not say" if odd else f"{arguments.lock} holds"
+    )
+    _print(text, made, decided, {"differences": odd}, arguments)
+    return NOT_MET if odd else OK
+
+
+def _of(found: Any) -> str:
+    return "nothing" if found is None else found.verdict + (f" (variant {found.variant})" if found.variant else "")
+
+
+def _print(first: str, made: Plan, decided: Decided, data: Mapping[str, Any], arguments: argparse.Namespace) -> None:
+    if arguments.markdown:
+        put({}, _as_markdown(made, decided), False)
+    else:
+        put(data, _as_text(first, decided), arguments.json)
+
+
+def _as_text(first: str, decided: Decided) -> str:
+    lines = [first, f"  {_counted(decided)}"]
+    for verdict, title in VERDICTS.items():
+        members = [j for j in decided.judgements if j.verdict == verdict]
+        width = max((len(j.id) for j in members), default=0)
+        lines += ["", title] if members else []
+        lines += [f"  {j.id:<{width}}  {_with_variant(j)}{j.shown}" for j in members]
+    if decided.generic:
+        lines += ["", "A small model with all that is applied:"]
+        lines += [f"  {name}: {sides.get('with_shim', '')}" for name, sides in decided.generic.items()]
+    if decided.told:
+        lines += ["", "The proofs speak against the matrix:", *(f"  {told}" for told in decided.told)]
+    return "\n".join(lines)
+
+
+def _with_variant(judgement: Any) -> str:
+    return f"{judgement.variant}: " if judgement.variant else ""
+
+
+def _counted(decided: Decided) -> str:
+    counts = {verdict: sum(j.verdict == verdict for j in decided.judgements) for verdict in VERDICTS}
+    names = ("accepted", "right on stock", "left out", "cannot run")
+    shown = ", ".join(f"{count} {name}" for name, count in zip(names, counts.values(), strict=True))
+    return f"{len(decided.judgements)} patches with unknown bodies: {shown}"
+
+
+def _as_markdown(made: Plan, decided: Decided) -> str:
+    from shim._printing.markdown import plain
+
+    releases = ", ".join(f"{name} {found.raw}" for name, found in made.environment.installed.items())
+    lines = [f"### shim pin --prove: {plain(releases)}", "", f"{_counted(decided)}.", ""]
+    lines += ["| patch | verdict | variant | measured on stock -> with the patch |", "|---|---|---|---|"]
+    lines += [f"| {j.id} | {j.verdict} | {j.variant or ''} | {plain(j.shown)} |" for j in decided.judgements]
+    lines += ["", "| generic proof | stock | with shim |", "|---|---|---|"] if decided.generic else []
+    lines += [
+        f"| {name} | {plain(sides.get('stock', ''))} | {plain(sides.get('with_shim', ''))} |"
+        for name, sides in decided.generic.items()
+    ]
+    return "\n".join([*lines, *_told(decided.told)])
+
+
+def _told(told: Sequence[str]) -> list[str]:
+    from shim._printing.markdown import plain
+
+    return ["", "The proofs speak against the matrix:", "", *(f"- {plain(line)}" for line in told)] if told else []

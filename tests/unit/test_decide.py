@@ -1,0 +1,121 @@
+"""How the measurements of proofs become a verdict on a tree."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from shim._planning.evidence import CANNOT_RUN, FIXED, NOT_FIXED, RIGHT
+from shim._proving import decide
+from shim._proving.kept import Kept
+from shim._proving.results import Outcome, Result
+from shim._proving.worker import SideTask
+
+BODY = "megatron.core.roll:roll"
+
+
+def side(state, *reached):
+    return None if state is None else Outcome(state, state, reached=reached)
+
+
+def result(stock, patched=None, proof="first", reason=""):
+    outcomes = side(stock, BODY), side(patched)
+    return Result("roll-fix", proof, proof, "correctness", "silent", "cpu", "", reason, "apply", "old", *outcomes)
+
+
+@pytest.fixture
+def judge(monkeypatch):
+    """The judgement of roll-fix, whose proof "second" is about the variant "new" only."""
+    entry = SimpleNamespace(module="m")
+    proofs = [SimpleNamespace(name="first", variants=()), SimpleNamespace(name="second", variants=("new",))]
+    monkeypatch.setattr(decide, "proofs_of", lambda module: proofs)
+    plan = SimpleNamespace(matrix=SimpleNamespace(patches={"roll-fix": entry}))
+
+    def judged(*results, variant="old", body=BODY):
+        return decide._judged(plan, "roll-fix", variant, results, [(body, "roll.py", 1, 2)])
+
+    return judged
+
+
+@pytest.mark.parametrize(
+    ("stock", "patched", "verdict"),
+    [
+        ("wrong", "right", FIXED),
+        ("broken", "right", FIXED),  # another error than the proof expects, and gone with the patch
+        ("wrong", "wrong", NOT_FIXED),
+        ("wrong", "broken", NOT_FIXED),
+        ("wrong", "cannot run", CANNOT_RUN),
+        ("right", "right", RIGHT),
+        ("right", "wrong", RIGHT),
+        ("right", "broken", RIGHT),
+        ("broken", "broken", CANNOT_RUN),
+        ("broken", "wrong", CANNOT_RUN),
+        ("cannot run", "cannot run", CANNOT_RUN),
+    ],
+)
+def test_one_proof(judge, stock, patched, verdict):
+    assert judge(result(stock, patched)).verdict == verdict
+
+
+def test_no_proof_shows_nothing(judge):
+    assert judge().verdict == CANNOT_RUN
+    assert judge(result(None, reason="it needs a GPU")).shown == "it needs a GPU"
+
+
+def test_a_fix_that_breaks_something_else_is_none(judge):
+    """Each proof about the variant has to be right with the patch."""
+    found = judge(result("wrong", "right"), result("right", "wrong", "second"), variant="new")
+    assert (found.verdict, found.shown) == (NOT_FIXED, "right -> wrong")
+
+
+def test_a_proof_about_another_variant_does_not_speak_against_this_one(judge):
+    assert judge(result("wrong", "right"), result("broken", "broken", "second")).verdict == FIXED
+
+
+def test_a_tree_is_right_only_if_all_proofs_say_so(judge):
+    """Also those about other variants: the tree may have the defect of another release."""
+    found = judge(result("right", "right"), result("broken", "broken", "second"))
+    assert found.verdict == CANNOT_RUN and "but of second" in found.shown
+    found = judge(result("right", "right"), result("wrong", "wrong", "second"))
+    assert found.verdict == NOT_FIXED
+
+
+def test_a_proof_speaks_only_for_bodies_that_it_runs(judge):
+    """The body of another function was changed, and no proof has called it."""
+    found = judge(result("wrong", "right"), body="megatron.core.roll:helper")
+    assert found.verdict == CANNOT_RUN and "do not run helper" in found.shown
+
+
+def test_a_patch_without_a_variant_for_the_tree_is_left_out_if_stock_is_wrong(judge):
+    assert judge(result("wrong"), variant=None).verdict == NOT_FIXED
+    assert judge(result("right"), variant=None).verdict == RIGHT
+
+
+# ---- what an interrupted run has measured
+
+
+TASK = SideTask("roll-fix stock", "m", "first", None)
+ABOUT = {"torch": "2.13.0"}
+
+
+def test_an_answer_is_kept_for_the_next_run(tmp_path):
+    """Under the name of what was run, and not under that of the message."""
+    Kept(tmp_path / "kept", ABOUT).keep(TASK, {"key": "a", "state": "right", "text": ""})
+    again = Kept(tmp_path / "kept", ABOUT)
+    assert again.answer(SideTask("another message", "m", "first", None))["state"] == "right"
+    assert again.answer(SideTask("roll-fix with shim", "m", "first", ())) is None
+    assert Kept(tmp_path / "kept", {"torch": "2.14.0"}).answer(TASK) is None
+    again.forget()
+    assert len(Kept(tmp_path / "kept", ABOUT)) == 0
+
+
+@pytest.mark.parametrize("state", ["hung", "died"])
+def test_what_may_be_another_next_time_is_measured_again(tmp_path, state):
+    kept = Kept(tmp_path / "kept", ABOUT)
+    kept.keep(TASK, {"key": "a", "state": state, "text": ""})
+    assert kept.answer(TASK) is None
+
+
+@pytest.mark.parametrize("line", ["", "{", '{"task": 1}', "[]"])
+def test_a_torn_line_is_measured_again(tmp_path, line):
+    (tmp_path / "kept").write_text(line + "\n")
+    assert Kept(tmp_path / "kept", ABOUT).answer(TASK) is None
