@@ -55,7 +55,7 @@ def propose(id: str, targets: Sequence[str], matrix: Matrix, fetch: Fetch) -> Pr
         distribution,
         tuple(targets),
         bodies,
-        _variants(bodies, targets[0]),
+        _variants(bodies),
         tuple(body.releases for body in bodies if not body.fingerprints),
         _kind(newest, targets[0]),
     )
@@ -90,15 +90,13 @@ def _bodies(found: dict[str, tuple[str, ...]]) -> tuple[Body, ...]:
     return tuple(Body(tuple(r for r, _ in items), prints, numbers.get(prints, 0)) for prints, items in groups)
 
 
-def _variants(bodies: Sequence[Body], target: str) -> dict[str, tuple[str, ...]]:
+def _variants(bodies: Sequence[Body]) -> dict[str, tuple[str, ...]]:
     """A variant for each run of neighbours with the same signatures: one wrapper can serve several bodies."""
     runs = [
         tuple(release for body in members for release in body.releases)
         for signature, group in groupby(bodies, key=lambda body: body.signature)
         if signature and (members := list(group))
     ]
-    if len(runs) == 1:
-        return {split_target(target)[1].rpartition(".")[2].strip("_").lower(): runs[0]}
     return {f"v{minor(run[0], '_')}": run for run in runs}
 
 

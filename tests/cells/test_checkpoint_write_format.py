@@ -66,7 +66,7 @@ def test_an_older_torch_stays_as_it_is():
     def older(transforms, stream, data, write_item, storage_key):
         raise NotImplementedError
 
-    assert bindings("format", {})[WRITE_ITEM](older) is older
+    assert bindings("v0_12", {})[WRITE_ITEM](older) is older
 
 
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")

@@ -33,7 +33,7 @@ on_one_rank = pytest.mark.usefixtures("one_rank")
 main_or_model = pytest.mark.parametrize("aware", [False, True], ids=["main params", "precision aware"])
 partly = pytest.mark.parametrize("fraction", [0.5, 1.0])
 with_buckets = pytest.mark.skipif(VARIANT not in SAVED_BY_BUCKETS, reason="the format came with 0.15")
-written_by_stock = pytest.mark.skipif(VARIANT in ("weights", "dp_reshardable"), reason="stock cannot write it")
+written_by_stock = pytest.mark.skipif(VARIANT in ("v0_12", "v0_15"), reason="stock cannot write it")
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_checkpoints_are_loaded(aware, form):
 
 
 @on_one_rank
-@pytest.mark.skipif(VARIANT == "weights", reason="the format came with 0.15")
+@pytest.mark.skipif(VARIANT == "v0_12", reason="the format came with 0.15")
 def test_torchs_adam_loads_what_is_fully_reshardable():
     """On stock KeyError: 'step'."""
     with pytest.raises(ModelError, match="KeyError: 'step'"):
@@ -94,7 +94,7 @@ def test_torchs_adam_loads_what_is_fully_reshardable():
 
 
 @on_one_rank
-@pytest.mark.skipif(VARIANT == "weights", reason="0.12 is wrong there")
+@pytest.mark.skipif(VARIANT == "v0_12", reason="0.12 is wrong there")
 def test_what_stock_does_right_stays():
     """With the precision-aware optimizer weights are loaded right from 0.13 on."""
     assert after_weights_were_loaded(aware=True) == 0
@@ -178,7 +178,7 @@ def test_a_checkpoint_is_the_one_of_stock(aware):
             with side():
                 trained.save_files(directory)
                 found = [torch.load(f"{directory}/{name}", weights_only=False) for name in ("common", "states")]
-                forms = ("dp_reshardable",) if VARIANT in ("step", "native") else ()
+                forms = ("dp_reshardable",) if VARIANT in ("v0_16", "v0_20") else ()
                 for trained.form in (*forms, "dp_zero_gather_scatter"):
                     found.append(content(trained.sharded_state_dict()["optimizer"]))
             sides.append(repr(found))

@@ -15,7 +15,7 @@ from shim.testing import Layout
 ID = "layout-pp-rank"
 NEEDED = shim.plan()[ID].wanted
 needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
-with_mtp = pytest.mark.skipif(shim.plan()[ID].variant != "mtp", reason="it asks no layout for multi-token prediction")
+with_mtp = pytest.mark.skipif(shim.plan()[ID].variant != "v0_16", reason="it asks no layout for multi-token prediction")
 # Of two ranks, with two virtual stages each: the first stages of both come before the second ones.
 VIRTUAL = [["embedding", "decoder"], ["decoder"] * 2, ["decoder"] * 3, ["decoder"] * 4 + ["mtp", "loss"]]
 

@@ -47,7 +47,7 @@ def test_what_stock_does_right_stays():
 @pytest.mark.parametrize("experts", [10, 12])
 def test_upstreams_function_gets_other_keys_only_where_it_needs_them(experts):
     given = []
-    wrapper = bindings("substring", {})[BUILD_MAP](lambda self, state_dict: given.append(state_dict))
+    wrapper = bindings("v0_14", {})[BUILD_MAP](lambda self, state_dict: given.append(state_dict))
     state = checkpoint_of(wrapped_model(experts))
     wrapper(None, state_dict=state)
     assert given == [state]

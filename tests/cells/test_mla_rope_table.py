@@ -41,7 +41,7 @@ def test_the_table_of_fused_mla_is_that_of_its_own_length(rank):
 # From 0.20: a call may bring its own group, and the plain embedding has the method too.
 
 takes_group = pytest.mark.skipif(
-    shim.plan()[ID].variant != "group", reason="a call brings its own group, and both embeddings a table, from 0.20"
+    shim.plan()[ID].variant != "v0_20", reason="a call brings its own group, and both embeddings a table, from 0.20"
 )
 LENGTHS = (48, 16, 64, 8, 16)
 

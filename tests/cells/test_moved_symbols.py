@@ -28,16 +28,16 @@ CORE = "megatron.core."
 STATE = "megatron.core.parallel_state"
 VIRTUAL_RANK, RANK = "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK", "_MPU_PIPELINE_MODEL_PARALLEL_RANK"
 MODULES = {
-    "vp_stage": ["megatron.core.activations", "megatron.core.pipeline_parallel.utils"],
-    "stages": ["megatron.core.activations"],
-    "custom_layers": ["megatron.core.transformer.custom_layers.transformer_engine"],
+    "v0_12": ["megatron.core.activations", "megatron.core.pipeline_parallel.utils"],
+    "v0_13": ["megatron.core.activations"],
+    "v0_17": ["megatron.core.transformer.custom_layers.transformer_engine"],
 }.get(VARIANT, [])
 SIZES = {"num_layers": 8, "hidden_size": 16, "num_attention_heads": 2}
 
 needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
 adds_modules = pytest.mark.skipif(not MODULES, reason="this variant adds no module")
-old = pytest.mark.skipif(VARIANT != "vp_stage", reason="this release takes vp_stage")
-by_rank = pytest.mark.skipif(VARIANT in (None, "custom_layers"), reason="this release takes pp_rank")
+old = pytest.mark.skipif(VARIANT != "v0_12", reason="this release takes vp_stage")
+by_rank = pytest.mark.skipif(VARIANT in (None, "v0_17"), reason="this release takes pp_rank")
 
 
 def patched():
@@ -129,16 +129,16 @@ def test_who_took_a_name_keeps_it(one_rank):
     with patched():
         taken = [function(symbol) for symbol in SYMBOLS if symbol.startswith(("utils", "fusions"))]
     assert all(map(callable, taken))
-    if VARIANT == "custom_layers":
+    if VARIANT == "v0_17":
         return
     assert taken[-1](torch.tensor(2.0)) == pytest.approx(2 * torch.sigmoid(torch.tensor(3.404)).item())
 
 
-@pytest.mark.skipif(VARIANT not in ("vp_stage", "quick_gelu"), reason="nothing is elsewhere here")
+@pytest.mark.skipif(VARIANT not in ("v0_12", "v0_14"), reason="nothing is elsewhere here")
 def test_what_is_elsewhere_is_the_very_object():
     places = {
-        "vp_stage": ("transformer.moe.moe_utils", "parallel_state", "get_moe_layer_wise_logging_tracker"),
-        "quick_gelu": ("fusions.fused_bias_geglu", "activations", "quick_gelu"),
+        "v0_12": ("transformer.moe.moe_utils", "parallel_state", "get_moe_layer_wise_logging_tracker"),
+        "v0_14": ("fusions.fused_bias_geglu", "activations", "quick_gelu"),
     }
     new, home, name = places[VARIANT]
     module = importlib.import_module(CORE + new)
@@ -150,7 +150,7 @@ def test_what_is_elsewhere_is_the_very_object():
 
 
 @needed
-@pytest.mark.skipif(VARIANT not in ("vp_stage", "stages"), reason="this release has unwrap_model")
+@pytest.mark.skipif(VARIANT not in ("v0_12", "v0_13"), reason="this release has unwrap_model")
 def test_the_innermost_model_beneath_all_wrappers(one_rank):
     config = TransformerConfig(**SIZES, bf16=True, params_dtype=torch.bfloat16)
     model = torch.nn.Linear(2, 2)
@@ -249,7 +249,7 @@ def test_the_import_may_come_before_or_after_apply(imported):
     """In a process of its own: the symbols of the proof, except those behind Transformer Engine."""
     first = "import megatron.core.models.gpt\n" * imported + "shim.apply(only=['moved-symbols'])"
     code = EARLY.replace("FIRST", first).replace("ADDED", repr(MODULES))
-    symbols = [symbol.split(":") for symbol in SYMBOLS if "custom_layers" not in symbol or VARIANT == "custom_layers"]
+    symbols = [symbol.split(":") for symbol in SYMBOLS if "custom_layers" not in symbol or VARIANT == "v0_17"]
     done = fork_server.run(code, stdin=json.dumps(symbols), share_loaded=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.splitlines()[-1]) == [[], "applied", []]

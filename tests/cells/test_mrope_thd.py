@@ -15,7 +15,7 @@ from shim.patches.megatron_core.rope_fusion.proof import kernels
 
 ID = "mrope-thd"
 VARIANT = shim.plan()[ID].variant
-EARLY = VARIANT in ("dimension", "positions")
+EARLY = VARIANT in ("v0_12", "v0_13")
 pytestmark = pytest.mark.skipif(VARIANT is None, reason="this release needs no patch")
 
 LONG = (8, 24)  # the second is longer than the part of one of two ranks
@@ -93,7 +93,7 @@ def same(found, expected):
 def test_unpacked_rows_and_other_positions_stay(ranks2, overrides):
     """Under context parallelism: unpacked rows with mrope, and packed rows with plain positions."""
     function = packed if overrides else unpacked
-    if not overrides and VARIANT == "dimension":
+    if not overrides and VARIANT == "v0_12":
         pytest.skip("upstream cuts the wrong dimension")
     given = {"context_parallel_size": 2, **overrides}
     found = ranks2.run(on_ranks, 2, with_patch, True, function, LENGTHS, given)
@@ -127,7 +127,7 @@ def cut_by_an_embedding_of_its_own(lengths):
     return sizes
 
 
-@pytest.mark.skipif(VARIANT == "dimension", reason="upstream's table cannot be cut")
+@pytest.mark.skipif(VARIANT == "v0_12", reason="upstream's table cannot be cut")
 def test_an_embedding_with_a_forward_of_its_own_is_left_alone(ranks2):
     assert ranks2.run(on_ranks, 2, cut_by_an_embedding_of_its_own, LENGTHS) == [[12], [12]]
 
@@ -137,7 +137,7 @@ def test_an_embedding_with_a_forward_of_its_own_is_left_alone(ranks2):
 )
 def test_check_on_a_model_that_makes_the_table_itself(positions, ranks, state):
     """As that of mcore-bridge. With a plain table or on one rank there is nothing to fix in the method."""
-    method = "forward" if VARIANT == "dimension" else "_preprocess"
+    method = "forward" if VARIANT == "v0_12" else "_preprocess"
 
     def state_of():
         model = build(position_embedding_type=positions)
@@ -150,7 +150,7 @@ def test_check_on_a_model_that_makes_the_table_itself(positions, ranks, state):
     assert on_ranks(1, state_of) == state
 
 
-@pytest.mark.skipif(VARIANT == "group", reason="nothing is kept between calls")
+@pytest.mark.skipif(VARIANT == "v0_16", reason="nothing is kept between calls")
 def test_an_exception_leaves_no_mark():
     def fails():
         model, ids = build(), row_of()[0]

@@ -541,7 +541,7 @@ def test_what_grouped_experts_are_wrapped_with_stashes(applied, by_name):
     """On a stand-in with the signature of the real ones. The fused operations are left to _fused_forward."""
     patch = import_module(cases.PATCH)
     options = {**OPTIONS, "moe_paged_stash_buffer_size_factor_cpu": 0.0, "overflow": "keep"}
-    experts, forward = Grouped(), patch.bindings("experts", options)[patch.TE_GROUPED](Grouped.forward)
+    experts, forward = Grouped(), patch.bindings("v0_17", options)[patch.TE_GROUPED](Grouped.forward)
     plain = grouped_gradients(experts, Grouped.forward, by_name)
     with stashing(experts):
         for _ in range(3):

@@ -32,7 +32,7 @@ def one_rank():
 # A target that the patch can do without
 
 
-@pytest.mark.skipif(VARIANTS[OFFLOADED] in (None, "native"), reason="the release updates its copies itself")
+@pytest.mark.skipif(VARIANTS[OFFLOADED] in (None, "v0_20"), reason="the release updates its copies itself")
 @in_both_orders
 def test_one_replaced_target_leaves_the_others_of_the_offloaded_optimizer(one_rank, first):
     importlib.import_module(trainers.HYBRID)
@@ -56,7 +56,7 @@ def gradient_error():
     return float((found - truth).norm() / truth.norm()), model
 
 
-stepped = pytest.mark.skipif(VARIANTS[PACKED] in (None, "block", "layer"), reason="the roll takes no packed row there")
+stepped = pytest.mark.skipif(VARIANTS[PACKED] in (None, "v0_12", "v0_14"), reason="the roll takes no packed row there")
 
 
 @stepped
@@ -105,7 +105,7 @@ def test_embeddings_of_a_trainers_own_lead_to_the_roll(one_rank, first):
 @in_both_orders
 def test_a_rotation_that_does_not_lead_there_leaves_nothing_applied(one_rank, first):
     with Together(trainers.roll_rotation, first) as both:
-        for id in (ROWS, MROPE) if VARIANTS[MROPE] == "group" else (ROWS,):
+        for id in (ROWS, MROPE) if VARIANTS[MROPE] == "v0_16" else (ROWS,):
             found = shim.check()[id]
             assert found.state == "conflict" and f"{ROPE}:apply_rotary_pos_emb was replaced by" in found.reason
         both.undo.undo()
@@ -130,7 +130,7 @@ def cut_over(first):
         return both.seen, shim.status()[MROPE], found
 
 
-@pytest.mark.skipif(VARIANTS[MROPE] != "group", reason="_preprocess is not handed a group before 0.16")
+@pytest.mark.skipif(VARIANTS[MROPE] != "v0_16", reason="_preprocess is not handed a group before 0.16")
 @in_both_orders
 def test_a_preprocess_of_a_trainers_own_sees_its_ranks(ranks2, first):
     """And its table is whole: the embedding is upstream's."""

@@ -138,7 +138,7 @@ def in_two_replicas(run):
     "build", [pytest.param(with_adapters, marks=built_wrong), pytest.param(with_sinks, id="with_sinks")]
 )
 def test_the_distributed_optimizer(build):
-    if build is with_sinks and VARIANT == "layers":
+    if build is with_sinks and VARIANT == "v0_12":
         pytest.skip("this release has no attention sinks")
     run = functools.partial(norm_of_first_step, build)
     with applied():
@@ -202,7 +202,7 @@ def norm_with_experts():
         return float(optimizer.step()[1])
 
 
-@pytest.mark.skipif(VARIANT == "layers", reason="its experts take no bias, or not in this layout")
+@pytest.mark.skipif(VARIANT == "v0_12", reason="its experts take no bias, or not in this layout")
 def test_biases_of_spread_experts_count():
     """Each rank has one expert, whose second bias nothing marks up to 0.18."""
     layout = testing.Layout(tp=2, sequence_parallel=True)
@@ -213,7 +213,7 @@ def test_biases_of_spread_experts_count():
             found = HERE.run(norm_with_experts, layout=layout)
         on_stock = HERE.run(norm_with_experts, layout=layout)
     assert found == pytest.approx([right] * 2, rel=1e-5)
-    assert on_stock == (found if VARIANT == "sinks" else pytest.approx([right * 0.9987] * 2, rel=1e-4))
+    assert on_stock == (found if VARIANT == "v0_19" else pytest.approx([right * 0.9987] * 2, rel=1e-4))
 
 
 # ---- what it leaves alone
@@ -266,7 +266,7 @@ def test_models_of_megatron_fsdp_stay(one_rank):
     assert attributes(model) == before
 
 
-@pytest.mark.skipif(VARIANT == "sinks", reason="the release counts experts by their own group")
+@pytest.mark.skipif(VARIANT == "v0_19", reason="the release counts experts by their own group")
 def test_the_callers_own_groups_count(one_rank):
     """An expert's parameter is marked where the caller's group says that no other rank holds it."""
     for size, marked in ((1, True), (2, False)):
@@ -281,7 +281,7 @@ def test_the_callers_own_groups_count(one_rank):
     assert not hasattr(expert.weight, "tensor_model_parallel")
 
 
-@pytest.mark.skipif(VARIANT == "layers", reason="this release has no attention sinks")
+@pytest.mark.skipif(VARIANT == "v0_12", reason="this release has no attention sinks")
 def test_sinks_that_are_no_parameters_stay(one_rank):
     with mock.patch("shim.testing.model.CPUCoreAttention", DotProductAttention):
         model = testing.build_gpt(num_layers=1, mtp_num_layers=None, softmax_type="off-by-one")
@@ -290,7 +290,7 @@ def test_sinks_that_are_no_parameters_stay(one_rank):
     assert attributes(model) == before
 
 
-@pytest.mark.skipif(VARIANT not in ("layers_muon", "initialisation"), reason="muon goes the usual way, or is not there")
+@pytest.mark.skipif(VARIANT not in ("v0_16", "v0_17"), reason="muon goes the usual way, or is not there")
 def test_the_muon_optimizer_gets_the_same_pass(one_rank):
     muon = import_module("megatron.core.optimizer.muon")
     model = without_initialisation()

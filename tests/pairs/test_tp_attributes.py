@@ -26,11 +26,11 @@ VARIANT = shim.plan()[ID].variant
 HERE = Here(world=2, te=True)
 build_gpt = testing.build_gpt
 TWO = testing.Layout(tp=2)
-needs_marks = pytest.mark.skipif(VARIANT == "sinks", reason="the release marks experts itself")
+needs_marks = pytest.mark.skipif(VARIANT == "v0_19", reason="the release marks experts itself")
 
 
 # Without it 0.17 builds no model with Transformer Engine 2.5 to 2.9.
-MODELS = [id for id in ("te-cpu-offload",) if shim.plan()[id].variant == "context"]
+MODELS = [id for id in ("te-cpu-offload",) if shim.plan()[id].variant == "v0_17"]
 
 
 def applied():
@@ -167,7 +167,7 @@ def with_sinks():
     return model
 
 
-@pytest.mark.skipif(VARIANT == "layers", reason="this release has no attention sinks")
+@pytest.mark.skipif(VARIANT == "v0_12", reason="this release has no attention sinks")
 def test_sinks_of_transformer_engine():
     with applied():
         for found in on_two_ranks(with_sinks):

@@ -68,7 +68,7 @@ def test_a_defect_is_shown_on_stock_and_gone_with_the_patch(releases, tmp_path):
     proof = found["proofs"]["label-smoothing"]
     assert code == 0 and found["failed"] == [] and found["where"]["releases"]["megatron-core"] == RELEASE, err
     assert found["summary"] == "1 fixed, 0 not fixed"
-    assert proof["verdict"] == "fixed" and proof["variant"] == "smoothed"
+    assert proof["verdict"] == "fixed" and proof["variant"] == "v0_12"
     assert proof["stock"]["value"] > 1e-3 > proof["bound"] >= proof["with_shim"]["value"]
     assert "of 2 sides" in err  # progress, which is no part of the result
     assert "<svg" in page.read_text("utf-8") and "Smoothed cross entropy is wrong" in page.read_text("utf-8")

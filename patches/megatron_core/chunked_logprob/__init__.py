@@ -122,10 +122,10 @@ def _upcast(original: Function) -> Function:
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
-    forward = {"upcast": _forward_with_keyword, "fp32_output": _forward}[variant]
+    forward = {"v0_12": _forward_with_keyword, "v0_15": _forward}[variant]
     found: dict[str, Callable[[Function], Function]] = {
         PLAIN: _vocab_parallel_cross_entropy,
         FUSED: _fused_vocab_parallel_cross_entropy,
         FORWARD: functools.partial(forward, fp32_output=bool(options["fp32_output"])),
     }
-    return {**found, UPCAST: _upcast} if variant == "upcast" else found
+    return {**found, UPCAST: _upcast} if variant == "v0_12" else found

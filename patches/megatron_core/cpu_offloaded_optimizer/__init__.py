@@ -73,10 +73,10 @@ NATIVE: Bindings = {
 }
 STEP: Bindings = {**NATIVE, HYBRID + "_update_fp32_params_by_new_state": patch_update_fp32_params}
 BINDINGS: dict[str, Bindings] = {
-    "weights": STEP,  # 0.12 to 0.14
-    "dp_reshardable": {**STEP, DISTRIBUTED + "get_parameter_state_dp_reshardable": patch_state_of_buckets},  # 0.15
-    "step": STEP,  # 0.16 to 0.19
-    "native": NATIVE,  # from 0.20
+    "v0_12": STEP,
+    "v0_15": {**STEP, DISTRIBUTED + "get_parameter_state_dp_reshardable": patch_state_of_buckets},
+    "v0_16": STEP,
+    "v0_20": NATIVE,  # updates its fp32 copies itself
 }
 
 

@@ -23,7 +23,7 @@ from shim.testing import sharded
 from shim.testing.proof import Here, proof
 
 STEPS, SAVED_AT = 4, 2
-SAVED_BY_BUCKETS = ("dp_reshardable", "step", "native")  # the variants of the releases that have this format
+SAVED_BY_BUCKETS = ("v0_15", "v0_16", "v0_20")  # the variants of the releases that have this format
 
 _ON_HOST = "_on_host"
 _IS_CUDA = vars(torch._C.TensorBase)["is_cuda"].__get__

@@ -114,5 +114,5 @@ def problems(models: Iterable[Any]) -> Iterator[tuple[str, str]]:
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
-    local = variant == "local"
+    local = variant == "v0_12"
     return {DDP: functools.partial(_ddp, local=local), MOE_LAYER: functools.partial(_moe_layer, local=local)}

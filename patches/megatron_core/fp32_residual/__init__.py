@@ -33,6 +33,8 @@ MAMBA = "megatron.core.ssm.mamba_layer:MambaLayer."
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 PIPELINED = ("forward_backward_pipelining_without_interleaving", "forward_backward_pipelining_with_interleaving")
 
+MLP = {"v0_12": "_forward_mlp", "v0_16": "_forward_post_mlp"}  # what adds the output of the MLP
+
 ADDITIONS = ("self_attn_bda", "cross_attn_bda", "mlp_bda", "mamba_bda")  # what a layer adds with, by attribute
 
 
@@ -95,7 +97,7 @@ def _sends_fp32(original: Function) -> Function:
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
-    methods = [f"{LAYER}_forward_attention", f"{LAYER}_forward_{variant}", f"{MAMBA}forward"]
+    methods = [f"{LAYER}_forward_attention", LAYER + MLP[variant], f"{MAMBA}forward"]
     return {
         **dict.fromkeys(methods, _adds_in_fp32),
         **{f"{SCHEDULES}:{name}": _sends_fp32 for name in PIPELINED},

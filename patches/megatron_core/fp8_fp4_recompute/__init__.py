@@ -164,21 +164,21 @@ def _in_its_region(layer: Any, config: Any) -> Function:
 
 
 BINDINGS: dict[str, dict[str, Callable[[Function], Function]]] = {
-    "block": {  # 0.12
+    "v0_12": {
         RANDOM + "checkpoint": _checkpoint,
         RANDOM + "CheckpointFunction.forward": _checkpoint_function_forward,
         RANDOM + "CheckpointWithoutOutput.checkpoint": _checkpoint_without_output,
         RANDOM + "CheckpointWithoutOutput._recompute": _recompute,
         BLOCK + "_checkpointed_forward": _block_checkpointed_forward,
     },
-    "unguarded": {  # 0.13 to 0.15
+    "v0_13": {  # recomputes without asking whether a forward pass was recorded
         RANDOM + "checkpoint": _checkpoint,
         RANDOM + "CheckpointFunction.forward": _checkpoint_function_forward,
         RANDOM + "CheckpointWithoutOutput.__init__": _init,
         RANDOM + "CheckpointWithoutOutput.checkpoint": _keeping_scales,
         RANDOM + "CheckpointWithoutOutput._recompute": _guarded_with_its_scales,
     },
-    "guarded": {  # from 0.16
+    "v0_16": {
         RANDOM + "checkpoint": _checkpoint,
         RANDOM + "CheckpointFunction.forward": _checkpoint_function_forward,
         RANDOM + "CheckpointWithoutOutput.__init__": _init,

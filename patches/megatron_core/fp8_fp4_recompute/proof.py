@@ -94,7 +94,7 @@ def _recipes() -> Any:
     return recipe
 
 
-@proof("{:.0f} of 4 runs of a layer not quantized", right="every layer quantized", te=True, variants=("block",))
+@proof("{:.0f} of 4 runs of a layer not quantized", right="every layer quantized", te=True, variants=("v0_12",))
 def recomputed_layers_are_quantized(here: Here) -> float:
     """With full recompute, a model with fp8_recipe other than "delayed" trains without any FP8.
 
@@ -132,7 +132,7 @@ def gradient(recompute: bool) -> list[Tensor]:
     right="bit-equal",
     defect="crash",
     crashes="^NameError: .*FP8GlobalStateManager",
-    variants=("unguarded", "guarded"),
+    variants=("v0_13", "v0_16"),
 )
 def an_output_is_recomputed_without_transformer_engine(here: Here) -> float:
     """CheckpointWithoutOutput raises NameError where Transformer Engine is not installed.

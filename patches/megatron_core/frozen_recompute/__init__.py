@@ -159,5 +159,5 @@ def probe(module: Any, method: str, models: list[Any]) -> bool | str:
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
-    full = {"method": BLOCK + "_checkpointed_forward", "function": FUNCTION}[variant]
+    full = {"v0_12": BLOCK + "_checkpointed_forward", "v0_18": FUNCTION}[variant]
     return {full: _checkpointed_forward, BLOCK + "forward": _forward}

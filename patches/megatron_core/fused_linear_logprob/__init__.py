@@ -150,12 +150,12 @@ def _compute_language_model_loss(original: Function, chosen: _Chosen) -> Functio
 
 _LOSSES = {LANGUAGE + ":LanguageModule.compute_language_model_loss": _compute_language_model_loss}
 BINDINGS: dict[str, dict[str, Callable[..., Function]]] = {
-    "forward": {**_LOSSES, GPT + "forward": _computing_loss, MAMBA: _computing_loss},
-    "mamba": {**_LOSSES, GPT + "_postprocess": _computing_loss, MAMBA: _computing_loss},
-    "hybrid": {**_LOSSES, GPT + "_postprocess": _computing_loss, HYBRID: _computing_loss},
+    "v0_12": {**_LOSSES, GPT + "forward": _computing_loss, MAMBA: _computing_loss},
+    "v0_13": {**_LOSSES, GPT + "_postprocess": _computing_loss, MAMBA: _computing_loss},
+    "v0_18": {**_LOSSES, GPT + "_postprocess": _computing_loss, HYBRID: _computing_loss},
 }
 _counting = functools.partial(_computing_loss, counts=True)
-BINDINGS["counts"] = {**_LOSSES, GPT + "_postprocess": _counting, HYBRID: _counting}
+BINDINGS["v0_19"] = {**_LOSSES, GPT + "_postprocess": _counting, HYBRID: _counting}
 
 
 def problems(models: Iterable[Any]) -> Iterator[tuple[str, str]]:

@@ -64,5 +64,5 @@ def _config_at(config: Any, rank: int) -> Any:
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
-    targets = (OFFSET, LAYERS) if variant == "decoder" else (OFFSET, LAYERS, MTP_LAYERS)
+    targets = (OFFSET, LAYERS) if variant == "v0_15" else (OFFSET, LAYERS, MTP_LAYERS)
     return dict.fromkeys(targets, _at_rank)

@@ -144,7 +144,7 @@ def _forward_step_calc_loss(original: Function, sums: bool) -> Function:
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
     sums = options["sum_over_cp"]
-    if variant in ("calc_loss", "one_at_least"):
+    if variant in ("v0_14", "v0_15"):
         return {CALC_LOSS: functools.partial(_forward_step_calc_loss, sums=sums)}
-    multiplied = variant == "multiplied"
+    multiplied = variant == "v0_12"
     return {FORWARD_STEP: functools.partial(_forward_step, sums=sums, multiplied=multiplied)}

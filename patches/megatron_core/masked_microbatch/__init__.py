@@ -93,6 +93,6 @@ class _Counts:
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
-    if variant == "forward_step":
+    if variant == "v0_12":
         return {SCHEDULES + "forward_step": _forward_step}
     return {SCHEDULES + "forward_step_calc_loss": _forward_step_calc_loss}

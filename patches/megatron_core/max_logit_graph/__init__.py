@@ -59,4 +59,4 @@ def _clip_qk(original: Function) -> Function:
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
     found: dict[str, Callable[[Function], Function]] = {FORWARD: _forward}
-    return found if variant == "running" else {**found, CLIP: _clip_qk}
+    return found if variant == "v0_16" else {**found, CLIP: _clip_qk}

@@ -184,4 +184,4 @@ def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[
         GATHER: _gather_from_sequence_parallel_region,
         UNFUSED: _apply_rotary_pos_emb,
     }
-    return found if variant == "unfused" else {**found, FUSED: _fused_apply_mla_rope_for_kv}
+    return found if variant == "v0_12" else {**found, FUSED: _fused_apply_mla_rope_for_kv}

@@ -67,8 +67,8 @@ def probe(module: Any, method: str, models: list[Any]) -> bool | str:
 
 
 BINDINGS: dict[str, dict[str, Callable[[Function], Function]]] = {
-    "cached": {YARN + "get_cached_cos_sin": _get_cached_cos_sin},
-    "group": {YARN + "get_cached_cos_sin": _get_cached_cos_sin, ROPE + "get_cached_cos_sin": _get_cached_cos_sin},
+    "v0_13": {YARN + "get_cached_cos_sin": _get_cached_cos_sin},
+    "v0_20": {YARN + "get_cached_cos_sin": _get_cached_cos_sin, ROPE + "get_cached_cos_sin": _get_cached_cos_sin},
 }
 
 

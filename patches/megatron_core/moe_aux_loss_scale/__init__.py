@@ -97,9 +97,9 @@ def _counts(original: Function) -> Function:
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
-    if variant == "counts":
+    if variant == "v0_19":
         return {COUNTS: _counts}
-    scaled = functools.partial(_scaled, mean_lacks_cp=variant != "tokens")
-    if variant == "tokens":
+    scaled = functools.partial(_scaled, mean_lacks_cp=variant != "v0_16")
+    if variant == "v0_16":
         return {CALC_LOSS: scaled, COUNTS: _counts}
-    return {FORWARD_STEP if variant == "forward_step" else CALC_LOSS: scaled}
+    return {FORWARD_STEP if variant == "v0_12" else CALC_LOSS: scaled}

@@ -330,7 +330,7 @@ def _before_0_14() -> dict[str, Function]:
 
 def _variant(name: str) -> tuple[dict[str, Function], tuple[types.ModuleType, ...]]:
     """Target -> factory, and the modules that the variant adds."""
-    if name == "vp_stage":
+    if name == "v0_12":
         moe = f"{CORE}.transformer.moe.moe_utils"
         moved = _forwarding(moe, STATE, ("get_moe_layer_wise_logging_tracker",))
         functions = {
@@ -347,10 +347,10 @@ def _variant(name: str) -> tuple[dict[str, Function], tuple[types.ModuleType, ..
         }
         stages = _made(f"{CORE}.pipeline_parallel.utils", *FIRST_AND_LAST)
         return functions, (_made(f"{CORE}.activations", *ACTIVATIONS), stages)
-    if name == "stages":
+    if name == "v0_13":
         functions = {**_before_0_14(), **_names("pipeline_parallel.utils", *FIRST_AND_LAST), **_by_place("pp_rank")}
         return functions, (_made(f"{CORE}.activations", *ACTIVATIONS),)
-    if name == "quick_gelu":
+    if name == "v0_14":
         geglu = f"{CORE}.fusions.fused_bias_geglu"
         moved = _forwarding(geglu, f"{CORE}.activations", ("quick_gelu",))
         return {f"{geglu}:__getattr__": _missing(moved), **_by_place("pp_rank")}, ()

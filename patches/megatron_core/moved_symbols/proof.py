@@ -154,7 +154,7 @@ def error_of_the_activation() -> float:
     return float((quick_gelu(POINTS) - by_sigmoid(POINTS)).abs().max())
 
 
-@proof("activations off by {:.1e}", bound=1e-6, variants=("vp_stage", "stages", "quick_gelu"))
+@proof("activations off by {:.1e}", bound=1e-6, variants=("v0_12", "v0_13", "v0_14"))
 def a_guarded_import_gives_the_activation_it_names(here: Here) -> float:
     """A model that asks for quick_gelu computes plain GELU, and nothing says so.
 
@@ -222,7 +222,7 @@ REFUSED = r"^TypeError: get_\w+\(\) got an unexpected keyword argument '{}'"
     defect="crash",
     crashes=REFUSED.format("vp_stage"),
     ranks=2,
-    variants=("vp_stage",),
+    variants=("v0_12",),
 )
 def a_virtual_stage_is_named_by_an_argument(here: Here) -> float:
     """The layers of a virtual pipeline stage cannot be asked for by `vp_stage` on 0.12.
@@ -244,7 +244,7 @@ def a_virtual_stage_is_named_by_an_argument(here: Here) -> float:
     defect="crash",
     crashes=REFUSED.format("(vp_stage|pp_rank)"),
     ranks=2,
-    variants=("vp_stage", "stages", "quick_gelu"),
+    variants=("v0_12", "v0_13", "v0_14"),
 )
 def the_layers_of_another_rank_can_be_asked_for(here: Here) -> float:
     """The layers of another pipeline rank cannot be asked for by `pp_rank` before 0.15.

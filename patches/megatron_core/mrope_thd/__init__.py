@@ -189,15 +189,15 @@ CUT = {ROPE + "get_pos_emb_on_this_cp_rank": _whole_if_packed}
 ROTATED = {ROPE + "apply_rotary_pos_emb": _row_of_each_token}
 
 BINDINGS: dict[str, dict[str, Callable[[Function], Function]]] = {
-    "dimension": {
+    "v0_12": {
         GPT + "forward": _said_to_be_packed,
         EMBEDDING + ".forward": _cut_in_the_first_dimension,
         **CUT,
         **ROTATED,
     },
-    "positions": {GPT + "_preprocess": _said_to_be_packed, **CUT, **ROTATED},
-    "table": {GPT + "_preprocess": _said_to_be_packed, **CUT},
-    "group": {GPT + "_preprocess": _said_to_be_packed, EMBEDDING + ".forward": _of_one_rank_if_packed},
+    "v0_13": {GPT + "_preprocess": _said_to_be_packed, **CUT, **ROTATED},
+    "v0_15": {GPT + "_preprocess": _said_to_be_packed, **CUT},
+    "v0_16": {GPT + "_preprocess": _said_to_be_packed, EMBEDDING + ".forward": _of_one_rank_if_packed},
 }
 
 

@@ -141,7 +141,7 @@ def packed_rows_with_multimodal_positions_on_context_parallel_ranks(here: Here) 
     return parallel(here, packed)
 
 
-@proof("losses or gradients off by {:.1e}", bound=1e-5, variants=["dimension", "positions"])
+@proof("losses or gradients off by {:.1e}", bound=1e-5, variants=["v0_12", "v0_13"])
 def packed_rows_with_multimodal_positions_on_one_rank(here: Here) -> float:
     """Multimodal rotary embeddings (mrope) of packed rows (THD) are those of the first sequence for all.
 
@@ -162,7 +162,7 @@ def packed_rows_with_multimodal_positions_on_one_rank(here: Here) -> float:
     ranks=2,
     defect="crash",
     crashes=r"^RuntimeError: shape '.*' is invalid for input of size",
-    variants=["dimension"],
+    variants=["v0_12"],
 )
 def rows_with_multimodal_positions_on_context_parallel_ranks(here: Here) -> float:
     """Multimodal rotary embeddings (mrope) are cut in the wrong dimension under context parallelism.

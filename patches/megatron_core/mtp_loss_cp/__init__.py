@@ -300,17 +300,18 @@ def _has_mtp_on_any_stage(model: Any) -> bool:
 
 
 BINDINGS: dict[str, dict[str, Callable[..., Function]]] = {
-    "block": {ROLL: functools.partial(_roll_tensor, rolls_alone=True), BLOCK: _block},
-    "model": {
+    "v0_12": {ROLL: functools.partial(_roll_tensor, rolls_alone=True), BLOCK: _block},
+    "v0_14": {
         ROLL: _roll_tensor,
         POSTPROCESS: functools.partial(_postprocess, computes_loss=_has_mtp, rolls_rows=False),
     },
-    "stages": {
+    "v0_16": {
         ROLL: _roll_tensor,
         POSTPROCESS: functools.partial(_postprocess, computes_loss=_has_mtp_on_any_stage, rolls_rows=True),
     },
-    "loss": {ROLL: _roll_tensor, LOSS: _process_mtp_loss},
-    "sums": {ROLL: _roll_tensors, LOSS: _process_mtp_loss_of_sums},
+    "v0_17": {ROLL: _roll_tensor, LOSS: _process_mtp_loss},
+    # No release yet: the dev branch alone.
+    "v0_19_dev": {ROLL: _roll_tensors, LOSS: _process_mtp_loss_of_sums},
 }
 
 

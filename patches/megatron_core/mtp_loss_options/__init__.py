@@ -247,10 +247,10 @@ def _has_mtp_on_any_stage(model: Any) -> bool:
 
 
 BINDINGS: dict[str, dict[str, Callable[..., Function]]] = {
-    "block": {BLOCK: _block_with_loss},
-    "model": {BLOCK: _block, POSTPROCESS: functools.partial(_postprocess, computes_loss=_has_mtp)},
-    "stages": {BLOCK: _block, POSTPROCESS: functools.partial(_postprocess, computes_loss=_has_mtp_on_any_stage)},
-    "loss": {BLOCK: _block, LOSS: _process_mtp_loss},
+    "v0_12": {BLOCK: _block_with_loss},
+    "v0_14": {BLOCK: _block, POSTPROCESS: functools.partial(_postprocess, computes_loss=_has_mtp)},
+    "v0_16": {BLOCK: _block, POSTPROCESS: functools.partial(_postprocess, computes_loss=_has_mtp_on_any_stage)},
+    "v0_17": {BLOCK: _block, LOSS: _process_mtp_loss},
 }
 
 

@@ -88,31 +88,31 @@ MAMBA = "megatron.core.models.mamba.mamba_model:MambaModel."  # 0.17
 HYBRID = "megatron.core.models.hybrid.hybrid_model:HybridModel."  # its name from 0.18
 
 BINDINGS: dict[str, dict[str, Callable[..., Function]]] = {
-    "block": {  # 0.12, 0.13: the MTP block rolls and computes the loss
+    "v0_12": {  # the MTP block rolls and computes the loss
         MTP + "roll_tensor": patch_roll_tensor,
         MTP + "MultiTokenPredictionBlock.forward": patch_block_forward,
         MTP + "MultiTokenPredictionLayer.forward": patch_block_layer_forward,
     },
-    "layer": {  # 0.14, 0.15: layers roll their inputs, the model rolls labels and masks
+    "v0_14": {  # layers roll their inputs, the model rolls labels and masks
         MTP + "roll_tensor": patch_roll_tensor,
         MTP + "MultiTokenPredictionLayer.forward": patch_layer_forward,
         MTP + "MultiTokenPredictionLayer._checkpointed_forward": patch_checkpointed_forward,
         GPT + "_postprocess": patch_postprocess,
     },
-    "loop": {  # 0.16: packed rows, by a loop that does not know of padding
+    "v0_16": {  # packed rows, by a loop that does not know of padding
         MTP + "roll_tensor": patch_count_of_roll_tensor,
         MTP + "_roll_tensor_packed_seq": patch_roll_tensor_packed_seq,
         MTP + "MultiTokenPredictionLayer._checkpointed_forward": patch_checkpointed_forward,
         GPT + "_postprocess": patch_postprocess,
     },
-    "loss": {  # 0.17: the loss in a function of its own
+    "v0_17": {  # the loss in a function of its own
         MTP + "_roll_tensor_packed_seq": patch_roll_tensor_packed_seq,
         MTP + "process_mtp_loss": patch_process_mtp_loss,
         MTP + "MultiTokenPredictionLayer._checkpointed_forward": patch_checkpointed_forward,
         GPT + "_postprocess": patch_model_step,
         MAMBA + "forward": patch_model_step,
     },
-    "mask": {  # 0.18: a padding mask for the router
+    "v0_18": {  # a padding mask for the router
         MTP + "_roll_tensor_packed_seq": patch_roll_tensor_packed_seq,
         MTP + "process_mtp_loss": patch_process_mtp_loss,
         MTP + "MultiTokenPredictionLayer._get_embeddings": patch_get_embeddings,
@@ -120,7 +120,7 @@ BINDINGS: dict[str, dict[str, Callable[..., Function]]] = {
         GPT + "_postprocess": patch_model_step,
         HYBRID + "forward": patch_model_step,
     },
-    "recompute": {  # 0.19: recomputes packed rows itself
+    "v0_19": {  # recomputes packed rows itself
         MTP + "_roll_tensor_packed_seq": patch_roll_tensor_packed_seq,
         MTP + "process_mtp_loss": patch_process_mtp_loss,
         MTP + "MultiTokenPredictionLayer._get_embeddings": patch_get_embeddings,
@@ -128,7 +128,7 @@ BINDINGS: dict[str, dict[str, Callable[..., Function]]] = {
         HYBRID + "forward": patch_model_step,
     },
 }
-BINDINGS["sum"] = BINDINGS["recompute"]  # from 0.20: a roll gives a sum only where asked to
+BINDINGS["v0_20"] = BINDINGS["v0_19"]  # a roll gives a sum only where asked to
 
 
 def bindings(variant: str, options: Options) -> Mapping[str, Callable[[Function], Function]]:

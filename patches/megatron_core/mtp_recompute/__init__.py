@@ -93,10 +93,10 @@ def _proj_and_transformer_layer(original: Function) -> Function:
 
 
 BINDINGS: dict[str, dict[str, Callable[[Function], Function]]] = {
-    "layer": {LAYER + "forward": functools.partial(_forward, quantizes=False)},  # 0.12
-    "quantized": {LAYER + "forward": functools.partial(_forward, quantizes=True)},  # 0.13
-    "function": {LAYER + "_checkpointed_forward": checkpointed_forward},  # 0.14
-    "fp4": {  # from 0.15
+    "v0_12": {LAYER + "forward": functools.partial(_forward, quantizes=False)},
+    "v0_13": {LAYER + "forward": functools.partial(_forward, quantizes=True)},
+    "v0_14": {LAYER + "_checkpointed_forward": checkpointed_forward},
+    "v0_15": {  # has FP4
         LAYER + "_checkpointed_forward": checkpointed_forward,
         LAYER + "_proj_and_transformer_layer": _proj_and_transformer_layer,
     },

@@ -115,7 +115,7 @@ def gradient_error() -> float:
     right="bit-equal",
     defect="crash",
     crashes=RAISED,
-    variants=("function", "fp4"),
+    variants=("v0_14", "v0_15"),
 )
 def two_layers_to_a_chunk_train(here: Here) -> float:
     """Multi-token prediction cannot be trained with `recompute_num_layers` above 1.

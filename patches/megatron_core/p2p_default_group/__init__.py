@@ -106,4 +106,4 @@ def _read(received: Tensor | None) -> list[int]:
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
-    return {"function": {FUNCTION: _of_function}, "method": {METHOD: _of_method}}[variant]
+    return {"v0_12": {FUNCTION: _of_function}, "v0_14": {METHOD: _of_method}}[variant]

@@ -122,9 +122,9 @@ UPSTREAM: dict[str, Factory] = {
     STASH + "PagedStashRunner.prepare_for_rerun": patch_prepare_for_rerun,
 }
 VARIANTS: dict[str, dict[str, Factory]] = {
-    "grouped": {**EVERYWHERE, GROUPED: patch_grouped},
-    "experts": EVERYWHERE,
-    "manager": {**EVERYWHERE, **UPSTREAM},
+    "v0_12_1": {**EVERYWHERE, GROUPED: patch_grouped},
+    "v0_17": EVERYWHERE,
+    "v0_18": {**EVERYWHERE, **UPSTREAM},
 }
 
 

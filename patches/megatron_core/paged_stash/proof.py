@@ -330,7 +330,7 @@ def wrong_after_an_overflow() -> int:
         return wrong_gradients(found, train(model, counts, stash=False))
 
 
-@proof("{:.0f} of 4 gradients wrong", right="bit-equal", variants=("manager",))
+@proof("{:.0f} of 4 gradients wrong", right="bit-equal", variants=("v0_18",))
 def gradients_survive_a_full_buffer(here: Here) -> int:
     """The paged stash silently corrupts gradients when its buffer is full.
 
@@ -365,7 +365,7 @@ def wrong_after_an_evaluation() -> int:
     right="bit-equal",
     defect="crash",
     crashes=r"^AssertionError: schedule \d+ != \d+$",
-    variants=("manager",),
+    variants=("v0_18",),
 )
 def an_evaluation_may_come_before_the_first_step(here: Here) -> int:
     """The paged stash fails if an evaluation comes before the first training step.

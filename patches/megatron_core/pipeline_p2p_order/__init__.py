@@ -89,5 +89,5 @@ def _next_first(original: Function, has_one_neighbour: Question) -> Function:
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
     shapes: dict[str, Callable[[Function], Function]]
-    shapes = {FUNCTION: _of_function} if variant == "function" else {METHOD: _of_method}
+    shapes = {FUNCTION: _of_function} if variant == "v0_12" else {METHOD: _of_method}
     return {BATCH: _batched_p2p_ops, **shapes}

@@ -62,4 +62,4 @@ def _of_contiguous(original: Function, several: Several) -> Function:
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
-    return {REDUCE: {"default_group": _of_default_group, "group": _of_group}[variant]}
+    return {REDUCE: {"v0_12": _of_default_group, "v0_13": _of_group}[variant]}

@@ -137,13 +137,13 @@ APPLY, THD = ROPE + "apply_rotary_pos_emb", ROPE + "_apply_rotary_pos_emb_thd"
 ROW_OF_TOKEN = {THD: functools.partial(rotate_as_one, row_per_token=None)}  # a table whose values show it
 
 BINDINGS: dict[str, dict[str, Callable[[Function], Function]]] = {
-    "plain": {APPLY: _unfused({INTERLEAVED, MSCALE, MLA}, {INTERLEAVED, MSCALE, MLA, PER_TOKEN}), **ROW_OF_TOKEN},
-    "interleaved": {APPLY: _unfused({MSCALE, MLA}, {INTERLEAVED, MSCALE, MLA, PER_TOKEN}), **ROW_OF_TOKEN},
-    "table": {APPLY: _unfused({MSCALE, MLA}, {INTERLEAVED, MSCALE, MLA, PER_TOKEN})},
-    "mscale": {APPLY: _unfused({MLA}, {INTERLEAVED, MSCALE, MLA, PER_TOKEN})},
-    "packed": {APPLY: _unfused({MLA}, {MSCALE, MLA, PER_TOKEN})},
-    "flag": {APPLY: _unfused(set(), {MSCALE, MLA, PER_TOKEN})},
-    "longest": {APPLY: _unfused(set(), {PER_TOKEN})},
+    "v0_12": {APPLY: _unfused({INTERLEAVED, MSCALE, MLA}, {INTERLEAVED, MSCALE, MLA, PER_TOKEN}), **ROW_OF_TOKEN},
+    "v0_12_1": {APPLY: _unfused({MSCALE, MLA}, {INTERLEAVED, MSCALE, MLA, PER_TOKEN}), **ROW_OF_TOKEN},
+    "v0_15": {APPLY: _unfused({MSCALE, MLA}, {INTERLEAVED, MSCALE, MLA, PER_TOKEN})},
+    "v0_16": {APPLY: _unfused({MLA}, {INTERLEAVED, MSCALE, MLA, PER_TOKEN})},
+    "v0_17": {APPLY: _unfused({MLA}, {MSCALE, MLA, PER_TOKEN})},
+    "v0_19": {APPLY: _unfused(set(), {MSCALE, MLA, PER_TOKEN})},
+    "v0_20": {APPLY: _unfused(set(), {PER_TOKEN})},
 }
 
 

@@ -217,7 +217,7 @@ def fused_rotations_with_a_row_for_each_token(here: Here) -> float:
         return error_of("packed", "row per token")
 
 
-@proof(f"rotations {TELLS}", bound=1e-6, variants=["plain", "interleaved", "table", "mscale", "packed", "flag"])
+@proof(f"rotations {TELLS}", bound=1e-6, variants=["v0_12", "v0_12_1", "v0_15", "v0_16", "v0_17", "v0_19"])
 def fused_rotations_with_mscale(here: Here) -> float:
     """Fused rotary embeddings of packed rows ignore `mscale`, the factor of YaRN.
 
@@ -231,7 +231,7 @@ def fused_rotations_with_mscale(here: Here) -> float:
         return max(error_of(form, "mscale") for form in FORMS)
 
 
-@proof(f"rotations {TELLS}", bound=1e-6, variants=["plain", "interleaved", "table", "mscale", "packed", "flag"])
+@proof(f"rotations {TELLS}", bound=1e-6, variants=["v0_12", "v0_12_1", "v0_15", "v0_16", "v0_17", "v0_19"])
 def fused_rotations_with_the_interleaving_of_mla(here: Here) -> float:
     """Fused rotary embeddings of packed rows ignore the interleaving of multi-latent attention.
 
@@ -246,7 +246,7 @@ def fused_rotations_with_the_interleaving_of_mla(here: Here) -> float:
         return max(error_of(form, "mla") for form in FORMS)
 
 
-@proof(f"rotations {TELLS}", bound=1e-6, variants=["plain", "interleaved", "table", "mscale"])
+@proof(f"rotations {TELLS}", bound=1e-6, variants=["v0_12", "v0_12_1", "v0_15", "v0_16"])
 def fused_rotations_with_interleaved_pairs(here: Here) -> float:
     """Fused rotary embeddings of packed rows ignore `rotary_interleaved`.
 
@@ -261,7 +261,7 @@ def fused_rotations_with_interleaved_pairs(here: Here) -> float:
         return max(error_of(form, "interleaved") for form in FORMS)
 
 
-@proof(f"rotations of packed tokens {TELLS}", bound=1e-6, variants=["plain", "interleaved"])
+@proof(f"rotations of packed tokens {TELLS}", bound=1e-6, variants=["v0_12", "v0_12_1"])
 def unfused_rotations_with_a_row_for_each_token(here: Here) -> float:
     """Rotary embeddings of packed rows take the wrong rows of a table that has one row for each token, unfused too.
 

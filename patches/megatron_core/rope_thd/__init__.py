@@ -24,7 +24,7 @@ from typing import Any
 from shim.patches._arguments import Function
 from shim.patches.megatron_core._packed_rotation import ROPE, rotate_as_one
 
-VARIANTS = {"positions": False, "tokens": True}  # 0.12 to 0.14; from 0.15 on
+VARIANTS = {"v0_12": False, "v0_15": True}  # whether a table may have a row for each token
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:

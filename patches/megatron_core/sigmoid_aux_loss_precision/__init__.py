@@ -76,9 +76,9 @@ def _of_logits(original: Function) -> Function:
 
 
 BINDINGS = {
-    "scores": {METHOD: _of_dispatch},
-    "method": {METHOD: _of_router},
-    "function": {FUNCTION: _of_logits},
+    "v0_12": {METHOD: _of_dispatch},
+    "v0_13": {METHOD: _of_router},
+    "v0_14": {FUNCTION: _of_logits},
 }
 
 

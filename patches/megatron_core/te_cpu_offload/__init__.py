@@ -136,6 +136,6 @@ def _told() -> str:
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
     flag = {MANAGER + "__enter__": _enter, MANAGER + "__exit__": _exit}
-    factories = {**flag, CONTEXT: _context} if variant == "context" else flag
+    factories = {**flag, CONTEXT: _context} if variant == "v0_17" else flag
     # After revert() upstream's own function leaves the regions, and would not remove the entries.
     return Bindings(factories, Resource(_told, lambda: _REGIONS.entered.clear()))

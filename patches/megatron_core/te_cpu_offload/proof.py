@@ -66,7 +66,7 @@ def one_step() -> None:
     defect="crash",
     crashes="^TypeError: .*retain_pinned_cpu_buffers",
     te=True,
-    variants=("context",),
+    variants=("v0_17",),
 )
 def a_model_can_be_built(here: Here) -> float:
     """megatron-core 0.17 builds no model with Transformer Engine 2.5 to 2.9.

@@ -220,10 +220,10 @@ _NORM = {
     CLIP + "multi_tensor_scale_impl": _scale,
 }
 _VARIANTS: dict[str, dict[str, Callable[[Any], Any]]] = {
-    "rope": {**_SPLIT, **_FUSED_ROPE},
-    "gemm": {**_SPLIT, **_GEMM},
-    "wgrad": {**_SPLIT, **_GEMM, **_WGRAD},
-    "norm": {**_SPLIT, **_WGRAD, **_NORM},
+    "v0_12": {**_SPLIT, **_FUSED_ROPE},
+    "v0_13": {**_SPLIT, **_GEMM},
+    "v0_14": {**_SPLIT, **_GEMM, **_WGRAD},
+    "v0_17": {**_SPLIT, **_WGRAD, **_NORM},
 }
 
 

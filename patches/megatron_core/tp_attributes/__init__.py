@@ -169,8 +169,8 @@ def _duplicated(module: Any) -> Iterator[Any]:
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
-    factory = functools.partial(_with_attributes, sinks_alone=variant == "sinks")
+    factory = functools.partial(_with_attributes, sinks_alone=variant == "v0_19")
     targets = [GET_MEGATRON_OPTIMIZER]
-    if variant in ("layers_muon", "initialisation"):
+    if variant in ("v0_16", "v0_17"):
         targets.append(GET_MEGATRON_MUON_OPTIMIZER)
     return dict.fromkeys(targets, factory)

@@ -33,8 +33,8 @@ from shim._errors import ShimError
 from shim.patches._arguments import Function, argument, replacing
 
 FORWARDS = {
-    "attention": "transformer_engine.pytorch.attention:DotProductAttention.forward",
-    "package": "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention:"
+    "v2_2": "transformer_engine.pytorch.attention:DotProductAttention.forward",
+    "v2_3": "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention:"
     "DotProductAttention.forward",
 }
 NO_BACKEND = "No dot product attention backend is available"

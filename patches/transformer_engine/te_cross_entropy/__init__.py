@@ -111,5 +111,5 @@ def _parallel_cross_entropy(original: Function, mean_shape: tuple[int, ...]) -> 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
-    mean_shape = (1,) if variant == "rounded" else ()  # of the loss where it is reduced, as in each release
+    mean_shape = (1,) if variant == "v2_12" else ()  # of the loss where it is reduced, as in each release
     return {PARALLEL_CROSS_ENTROPY: functools.partial(_parallel_cross_entropy, mean_shape=mean_shape)}

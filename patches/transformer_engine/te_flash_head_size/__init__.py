@@ -30,9 +30,9 @@ from typing import Any
 from shim.patches._arguments import Function
 
 GETTERS = {
-    "attention": "transformer_engine.pytorch.attention:get_device_compute_capability",
-    "separate": "transformer_engine.pytorch.dot_product_attention.utils:get_device_compute_capability",
-    "package": "transformer_engine.pytorch.attention.dot_product_attention.utils:get_device_compute_capability",
+    "v2_0": "transformer_engine.pytorch.attention:get_device_compute_capability",
+    "v2_2": "transformer_engine.pytorch.dot_product_attention.utils:get_device_compute_capability",
+    "v2_3": "transformer_engine.pytorch.attention.dot_product_attention.utils:get_device_compute_capability",
 }
 KNOWN = (10, 0)
 

@@ -105,15 +105,15 @@ FROM_2_9: Bindings = {
     QUANTIZATION + "autocast_exit": patch_autocast_exit,
 }
 BINDINGS: dict[str, Bindings] = {
-    "checkpoint": {  # 2.1
+    "v2_0": {
         **UNTIL_2_8,
         CHECKPOINT + "forward": patch_checkpoint_forward_in_its_region,
         FP8 + GET: patch_get_old_with_copies,
     },
-    "references": {**UNTIL_2_8, FP8 + GET: patch_get_old_with_copies},  # 2.2, 2.3
-    "fp8_autocast": UNTIL_2_8,  # 2.4 to 2.8
-    "autocast": {**FROM_2_9, **EVALUATION},  # 2.9 to 2.19
-    "evaluation": FROM_2_9,  # from 2.20
+    "v2_2": {**UNTIL_2_8, FP8 + GET: patch_get_old_with_copies},
+    "v2_4": UNTIL_2_8,
+    "v2_9": {**FROM_2_9, **EVALUATION},
+    "v2_20": FROM_2_9,  # modules in evaluation mode find their scales
 }
 
 
