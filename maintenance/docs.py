@@ -104,9 +104,7 @@ def catalogue(matrix: Matrix) -> str:
             if name not in ruled
         ]
         lines += ["", *[f"- Option `{o.name}`, by default `{o.default}`: {o.takes}" for o in entry.declared.values()]]
-        lines += [
-            f"- Where `{s.package}` is missing, imported without it: {_codes(s.modules)}" for s in entry.stand_ins
-        ]
+        lines += [f"- Acts before the code of {_codes(entry.before)} runs"] if entry.before else []
         lines += [f"- {reference}" for reference in entry.references]
         lines += [f"- Met by {who}" for who in entry.met_by]
         lines.append("")

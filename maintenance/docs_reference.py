@@ -210,7 +210,7 @@ KEYS = {
         "delete_when": "The event after which nobody needs the patch, if the header of its module does not say it.",
         "options": "The options by name.",
         "variables": "Environment variables by name that only count when they are set before an import.",
-        "stand_ins": "`{package: [modules]}`: where the package is missing, shim lets these modules run without it.",
+        "before": "Modules before whose code the patch acts: its `Resource.begin`. It is loaded then at the latest.",
         "contracts": "What the patch needs of bodies that nobody has seen, see [contracts.md](contracts.md).",
         "fixed": "Signs that a release has fixed the defect. With unknown bodies too it is `upstream` then.",
         "lacking": "Signs that a release never had the defect. It is `not-needed` then.",

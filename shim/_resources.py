@@ -13,6 +13,7 @@ only the functions of `bindings()` refer to needs none either: the engine drops 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any, NamedTuple
 
 __all__ = ["Bindings", "Resource"]
@@ -24,10 +25,13 @@ class Resource(NamedTuple):
     tells: says in a few words what is held at this moment, with its size. "" where nothing is held.
     release: ends as much of it as can end now. None where only the user can end it. The header of the patch then says
         so, and status() goes on naming it.
+    begin: called with each module that the key `before` of patch.yaml names, just before its code runs, also for a
+        reload. It may ask finders, and imports nothing. The patch may have been dropped meanwhile.
     """
 
     tells: Callable[[], str]
     release: Callable[[], None] | None = None
+    begin: Callable[[ModuleType], None] | None = None
 
 
 class Bindings(dict[str, Callable[[Any], Any]]):

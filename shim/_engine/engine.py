@@ -16,8 +16,8 @@ Whenever `lock` is free:
 - `plan` is the plan in force, conflicts included; None if nothing is wanted.
 - The binder's chains match the plan in all modules that have run to the end, without the patches in `failed`. Modules
   in `watch.late` are the exception; catch_up() brings them up to date.
-- `watch` follows from the plan, and so do `stand_ins` and `variables`, unless `settled` is another one. The import hook
-  is installed if there is a module to watch.
+- `watch` follows from the plan, and so do `variables`, unless `settled` is another one. The import hook is installed if
+  there is a module to watch.
 - The plan is for the files that the loaded modules ran, as far as anybody has looked: see tied.py.
 - `factories` has factories of the plan only. Everything else that patches hold has ended, or is reported until it can
   end.
@@ -34,9 +34,11 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from types import ModuleType
 from typing import Any, NamedTuple
 
+from shim._engine.aliases import namespace_of
 from shim._engine.binder import Binder
 from shim._engine.chain import Imported
 from shim._engine.checked import Checked
@@ -49,7 +51,6 @@ from shim._engine.import_hook import ImportHook
 from shim._engine.imports import Imports
 from shim._engine.modules import locked_modules
 from shim._engine.records import Findings
-from shim._engine.stand_ins import StandIns, stand_ins_of
 from shim._engine.switch import Write
 from shim._engine.tied import Renewal
 from shim._engine.variables import Variables
@@ -95,7 +96,6 @@ class Engine:
         self.factories = Factories(lambda: self.lock, self.deferred)
         self.contexts = Contexts()
         self.variables = Variables()
-        self.stand_ins = StandIns()
         self.checked = Checked()
         self.plan: Plan | None = None
         self.last: Plan | None = None  # the last plan that was wanted
@@ -129,11 +129,10 @@ class Engine:
             self._settle()
 
     def _settle(self) -> None:
-        """Stand-ins and variables follow the plan in force. The caller holds the lock."""
+        """Variables follow the plan in force. The caller holds the lock."""
         plan = self.plan
         if plan is None:
             self.checked.forget()
-        self.stand_ins.sync(plan)
         self.deferred.warn_once(self.variables.sync(plan))
         self.settled = plan
 
@@ -225,6 +224,16 @@ class Engine:
         self.deferred.flush()
 
     # Work that comes with imports, or had to wait
+
+    def begin_before(self, module: ModuleType) -> None:
+        """Begin what patches hold from before the code of a module on: see Resource.begin. Called without the lock."""
+        plan, but, name = self.plan, self.failed, namespace_of(module)["__name__"]
+        if plan is None:
+            return
+        if not self.is_within():
+            with suppress(BindError):  # the transaction after the code fails in the same way, and tells
+                self.factories.load(plan, but, lambda found: found == name)
+        self.factories.begin(plan, but, name, module)
 
     def bind_imported(self, imported: Imported) -> None:
         """Bind the targets of a module that has just run. `imported`: see Binder.commit."""
@@ -371,7 +380,7 @@ class Engine:
         if plan is self.plan:  # as at most imports
             also = [self.watch.still_late(self.binder.loaded)]
         else:
-            modules = self.watch.of(plan, stand_ins_of(plan))
+            modules = self.watch.of(plan)
             also = [*self.watch.writes(modules, self.binder.loaded)]
             self.watch.add(modules)
         also += [

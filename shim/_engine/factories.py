@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from shim._engine.chain import Layer
@@ -68,7 +69,7 @@ class Factories:
         for decision in plan.decisions.values():
             if not decision.wanted or _content(decision) in self._made or decision.id in but:
                 continue
-            if any(loaded(module) for module in decision.modules):
+            if any(loaded(module) for module in (*decision.modules, *plan.matrix.patches[decision.id].before)):
                 yield decision
 
     def load(self, plan: Plan, but: Collection[str], loaded: Callable[[str], object]) -> set[str]:
@@ -123,6 +124,17 @@ class Factories:
         self._made = {content: factories for content, factories in self._made.items() if content in needed}
 
     # What patches hold besides functions
+
+    def begin(self, plan: Plan, but: Collection[str], name: str, module: ModuleType) -> None:
+        """Call each `begin` for the module `name`, of patches whose factories are loaded. Called without the lock."""
+        patches = plan.matrix.patches
+        wanted = [d for d in plan.decisions.values() if d.wanted and d.id not in but and name in patches[d.id].before]
+        contents = {_content(decision) for decision in wanted}
+        with self._lock():
+            entries = [entry for entry in self._resources if entry.content in contents]
+        for entry in entries:
+            if entry.resource.begin is not None:
+                entry.resource.begin(module)
 
     def release_dropped(self) -> None:
         """Free what a patch holds once its factories were dropped. Called without the lock: a patch may have its own.

@@ -45,9 +45,8 @@ class Imports:
         """Just before the code of a module runs."""
         engine = self._engine
         engine.renewal.keep_tied(lambda plan: engine.renewal.tie.before(plan, module))
-        missing = engine.stand_ins.missing(namespace_of(module)["__name__"])
-        with engine.lock:
-            engine.stand_ins.give(module, missing)
+        if namespace_of(module)["__name__"] in engine.watch.guests:
+            engine.begin_before(module)
 
     def after(self, module: ModuleType, meanwhile: Callable[[], Sequence[str]]) -> None:
         """Just after the code of a module has run: bind its targets. See ImportHook for `meanwhile` and for errors."""

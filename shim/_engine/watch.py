@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from shim._engine.deferred_log import logger
 from shim._engine.import_hook import ImportHook
@@ -28,7 +28,7 @@ class Watch:
 
     def __init__(self, hook: ImportHook) -> None:
         self.hook = hook
-        self.guests: frozenset[str] = frozenset()  # modules that may run with a stand-in for a package
+        self.guests: frozenset[str] = frozenset()  # modules before whose code patches begin something
         self.targets: frozenset[str] = frozenset()  # modules that have targets
         self.tied: frozenset[str] = frozenset()  # modules that the plan has read, and the packages that patches are of
         self.places: frozenset[str] = frozenset()  # the directories of these
@@ -37,16 +37,17 @@ class Watch:
         self.late: frozenset[str] = frozenset()  # modules of targets that no commit has seen loaded yet
         self.orphaned: frozenset[str] = frozenset()  # in a forked process, modules that its parent was importing
 
-    def of(self, plan: Plan | None, guests: Iterable[str] = ()) -> dict[str, frozenset[str]]:
+    def of(self, plan: Plan | None) -> dict[str, frozenset[str]]:
         """The fields that are of a plan, by their names; without `late`, which is of the process too."""
         targets, tied = frozenset(() if plan is None else _target_modules(plan)), tied_modules(plan)
+        guests = frozenset(() if plan is None else _guests(plan))
         return {
-            "guests": frozenset(guests),
+            "guests": guests,
             "targets": targets,
             "tied": tied,
             "places": frozenset(_places(plan, tied)),
             "patches": frozenset(() if plan is None else _patch_modules(plan)),
-            "watched": targets | frozenset(guests) | tied,
+            "watched": targets | guests | tied,
         }
 
     def writes(self, modules: dict[str, frozenset[str]], loaded: _Loaded) -> Iterator[Write]:
@@ -112,6 +113,11 @@ def _target_modules(plan: Plan) -> set[str]:
     required = {id for id in plan.options.require if plan[id].action == "conflict"}
     concerned = [decision for decision in plan.decisions.values() if decision.wanted or decision.id in required]
     return {module for decision in concerned for module in decision.modules}
+
+
+def _guests(plan: Plan) -> set[str]:
+    wanted = [plan.matrix.patches[decision.id] for decision in plan.decisions.values() if decision.wanted]
+    return {module for entry in wanted for module in entry.before}
 
 
 def _patch_modules(plan: Plan) -> set[str]:

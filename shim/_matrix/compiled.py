@@ -24,7 +24,6 @@ from shim._matrix.model import (
     Place,
     Rule,
     Sign,
-    StandIn,
     Variable,
     Variant,
 )
@@ -140,7 +139,7 @@ def _patch(entry: dict[str, Any]) -> PatchEntry:
     entry["probe"] = tuple(entry["probe"])
     entry["declared"] = {name: _declared(given) for name, given in entry["declared"].items()}
     entry["variables"] = tuple(map(Variable.from_plain, entry["variables"]))
-    entry["stand_ins"] = tuple(StandIn(given["package"], tuple(given["modules"])) for given in entry["stand_ins"])
+    entry["before"] = tuple(entry["before"])
     entry["decided"] = tuple(map(Decided.from_plain, entry["decided"]))
     for name in ("fixed", "lacking"):
         entry[name] = tuple(map(_sign, entry[name]))

@@ -33,7 +33,6 @@ __all__ = [
     "Place",
     "Rule",
     "Sign",
-    "StandIn",
     "Variable",
     "Variant",
 ]
@@ -197,13 +196,6 @@ class Variable(Record):
         return f"{self.name}={self.value}"
 
 
-class StandIn(Record):
-    """A top-level package that may be missing, and the modules that can run without it."""
-
-    package: str
-    modules: tuple[str, ...]
-
-
 Pinned = Mapping[str, Mapping[str, Sequence[str]]]  # of one variant: target -> body -> releases
 
 
@@ -235,7 +227,7 @@ class PatchEntry(Record):
     options: Mapping[str, Any] = None  # type: ignore[assignment]
     declared: Mapping[str, Declared] = None  # type: ignore[assignment]
     variables: tuple[Variable, ...] = ()
-    stand_ins: tuple[StandIn, ...] = ()
+    before: tuple[str, ...] = ()  # modules before whose code the patch begins something: see Resource.begin
     fixed: tuple[Sign, ...] = ()  # each shows that a release has fixed the defect
     lacking: tuple[Sign, ...] = ()  # each shows that a release never had it
     decided: tuple[Decided, ...] = ()

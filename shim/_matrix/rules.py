@@ -22,7 +22,6 @@ from shim._matrix.model import (
     PatchEntry,
     Pinned,
     Rule,
-    StandIn,
     Variable,
     Variant,
 )
@@ -59,7 +58,7 @@ DESCRIPTION = {
     "delete_when": False,
     "options": False,
     "variables": False,
-    "stand_ins": False,
+    "before": False,
     "contracts": False,
     "fixed": False,
     "lacking": False,
@@ -168,23 +167,17 @@ def _variables(read: Reader, node: yaml.Node, options: Iterable[str]) -> Iterato
         yield Variable(name, value, before, option, without, ranges)
 
 
-def _stand_ins(read: Reader, node: yaml.Node) -> Iterator[StandIn]:
-    for package, items in read.mapping(node, "stand_ins").items():
-        if not package.isidentifier():
-            raise read.fail(items, f"{package!r} is not the name of a top-level package")
-        modules: list[str] = []
-        for item in read.sequence(items, f"modules that may run without {package}"):
-            module = read.text(item, "a module")
-            if not all(name.isidentifier() for name in module.split(".")):
-                raise read.fail(item, f"{module!r} is not the name of a module")
-            if module.partition(".")[0] == package:
-                raise read.fail(item, f"{module} is missing itself where {package} is")
-            if module in modules:
-                raise read.fail(item, f"module {module} stands twice for {package}")
-            modules.append(module)
-        if not modules:
-            raise read.fail(items, f"no module is named that may run without {package}")
-        yield StandIn(package, tuple(modules))
+def _modules(read: Reader, node: yaml.Node) -> Iterator[str]:
+    """The modules before whose code a patch acts."""
+    found: set[str] = set()
+    for item in read.sequence(node, "before"):
+        module = read.text(item, "a module")
+        if not all(name.isidentifier() for name in module.split(".")):
+            raise read.fail(item, f"{module!r} is not the name of a module")
+        if module in found:
+            raise read.fail(item, f"module {module} stands twice in before")
+        found.add(module)
+        yield module
 
 
 def _rules(read: Reader, node: yaml.Node, what: str, variants: Collection[str] = ()) -> Iterator[Rule]:
@@ -320,7 +313,7 @@ def _patch(
         options={name: option.default for name, option in declared.items()},
         declared=declared,
         variables=tuple(_variables(read, entries["variables"], options)) if "variables" in entries else (),
-        stand_ins=tuple(_stand_ins(read, entries["stand_ins"])) if "stand_ins" in entries else (),
+        before=tuple(_modules(read, entries["before"])) if "before" in entries else (),
         fixed=tuple(read_signs(read, entries["fixed"], "fixed")) if "fixed" in entries else (),
         lacking=tuple(read_signs(read, entries["lacking"], "lacking")) if "lacking" in entries else (),
         decided=tuple(read_decided(read, entries["decided"], variants)) if "decided" in entries else (),

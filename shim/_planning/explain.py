@@ -51,8 +51,8 @@ def explanation(plan: Plan, id: str) -> str:
             verb = "adds" if target in variant.added else "binds"
             lines.append(f"  {verb} {target}" + (" where it is imported" if target in variant.optional else ""))
         lines += [f"  relies on {read}" for read in variant.reads]
-    for item in entry.stand_ins:
-        lines.append(f"Where {item.package} is missing, imported without it: {one_line(', '.join(item.modules))}")
+    if entry.before:
+        lines.append(f"Acts before the code of {one_line(', '.join(entry.before))} runs")
     lines += [f"Option {o.name}={o.default!r}: {o.takes}" for o in entry.declared.values()]
     lines += [f"Upstream: {one_line(reference)}" for reference in entry.references]
     lines += [f"Met by: {one_line(who)}" for who in entry.met_by]

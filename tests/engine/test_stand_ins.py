@@ -9,6 +9,7 @@ import pickle
 import sys
 
 import pytest
+from unit_helpers import REPOSITORY
 
 import shim
 
@@ -50,6 +51,18 @@ GUEST = """
 GUARD = "try:\n    import fake_kernels as found\nexcept ImportError:\n    found = None\n"
 
 
+PATCH = """
+    from fake_patches.stand_ins import StandIns
+    from shim._resources import Bindings
+
+    STAND_INS = StandIns("fake_kernels")
+
+
+    def bindings(variant, options):
+        return Bindings(dict.fromkeys(TARGETS, lambda original: lambda x, scale=2: (ID, original(x, scale))), STAND_INS.resource())
+    """
+
+
 class Kernels:
     """The package that may be missing; it is until it is written."""
 
@@ -69,13 +82,18 @@ def kernels(world):
     world.module("guest", GUEST)
     world.module("other_guest", "import fake_kernels\n")
     world.module("guard", GUARD)
-    world.patch("p", [CORE + "ops:double"])
-    text = world.matrix.read_text()
-    keys = f"    stand_ins:\n      {PACKAGE}: [{CORE}guest, {CORE}other_guest]\n    delete_when: never"
-    world.matrix.write_text(text.replace("    delete_when: never", keys))
+    source = REPOSITORY / "patches" / "megatron_core" / "paged_stash" / "stand_ins.py"
+    (world.root / "fake_patches" / "stand_ins.py").write_text(source.read_text())
+    world.patch("p", [CORE + "ops:double"], PATCH, options={"size": 1})
+    act_before(world, f"{CORE}guest, {CORE}other_guest")
     yield Kernels(world)
     for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
         del sys.modules[name]
+
+
+def act_before(world, modules):
+    text = world.matrix.read_text()
+    world.matrix.write_text(text.replace("    delete_when: never", f"    before: [{modules}]\n    delete_when: never"))
 
 
 def imported(name):
@@ -291,9 +309,7 @@ def test_a_module_that_is_not_named_fails_as_it_does_upstream(kernels):
 def test_a_named_module_may_be_a_target_too(kernels):
     kernels.world.module("ops", "import fake_kernels\n\n\ndef double(x, scale=2):\n    return x * scale\n")
     kernels.world.write()
-    text = kernels.world.matrix.read_text()
-    keys = f"    stand_ins: {{{PACKAGE}: [{CORE}ops]}}\n    delete_when: never"
-    kernels.world.matrix.write_text(text.replace("    delete_when: never", keys))
+    act_before(kernels.world, f"{CORE}ops")
     shim.apply()
     assert imported("ops").double(2) == ("p", 4)
     assert shim.status()["p"].state == "applied"
@@ -349,3 +365,38 @@ def test_the_package_is_looked_for_without_the_lock_of_shim(kernels, monkeypatch
     shim.apply()
     imported("other_guest")
     assert held and not any(held)
+
+
+def test_another_option_keeps_the_stand_in_and_the_last_that_has_it_takes_it_back(kernels):
+    shim.apply()
+    guest = imported("guest")
+    shim.apply(options={"p": {"size": 2}})
+    assert not has_ordinary_builtins(guest)
+    assert repr(guest.later()) == f"<stand-in for {PACKAGE}.runtime>"
+    shim.revert()
+    assert has_ordinary_builtins(guest)
+
+
+def test_a_revert_while_it_is_given_takes_it_back(kernels, monkeypatch):
+    """As another thread may do, between the question for the package and the write."""
+    shim.apply()
+    imported("guest")
+    there = sys.modules["fake_patches.stand_ins"]
+
+    def missing(package):
+        shim.revert()
+        return True
+
+    monkeypatch.setattr(there, "_is_missing", missing)
+    with pytest.raises(ModuleNotFoundError, match=PACKAGE):
+        imported("other_guest")
+    assert has_ordinary_builtins(sys.modules[CORE + "guest"])
+
+
+def test_a_patch_that_cannot_be_loaded_fails_as_it_does_for_a_target(kernels):
+    kernels.write()
+    (kernels.world.root / "fake_patches" / "stand_ins.py").write_text("raise ValueError('broken')\n")
+    shim.apply()
+    with pytest.raises(shim.BindError, match="broken"):
+        imported("other_guest")
+    assert shim.status()["p"].state == "failed"

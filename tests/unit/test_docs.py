@@ -97,14 +97,14 @@ def test_readme_lists_every_patch_and_no_variants():
     assert _docs.support_table(matrix) in (REPOSITORY / "docs" / "releases.md").read_text("utf-8")
 
 
-def test_packages_that_may_be_missing_are_named(world):
+def test_modules_that_a_patch_acts_before_are_named(world):
     """In the catalogue and by `shim explain`."""
     text = world.matrix.read_text()
-    keys = "stand_ins: {kernels: [megatron.core.roll, megatron.core.sort]}\n    delete_when: upstream does so"
+    keys = "before: [megatron.core.roll, megatron.core.sort]\n    delete_when: upstream does so"
     world.matrix.write_text(text.replace("delete_when: upstream does so", keys))
-    line = "- Where `kernels` is missing, imported without it: `megatron.core.roll`, `megatron.core.sort`\n"
+    line = "- Acts before the code of `megatron.core.roll`, `megatron.core.sort` runs\n"
     assert line in _docs.catalogue(load_matrix(world.matrix))
-    line = "\nWhere kernels is missing, imported without it: megatron.core.roll, megatron.core.sort\n"
+    line = "\nActs before the code of megatron.core.roll, megatron.core.sort runs\n"
     assert line in explanation(world.plan(), "faster-forward")
 
 

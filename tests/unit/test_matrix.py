@@ -14,7 +14,6 @@ from unit_helpers import BROKEN, MATRIX, output_of, write_file
 from shim._errors import MatrixError
 from shim._matrix import compiled
 from shim._matrix.load import compile_matrix, load_matrix, matrix_path
-from shim._matrix.model import StandIn
 from shim._matrix.pins import lock_path
 from shim._planning.explain import explanation
 
@@ -73,13 +72,13 @@ def test_who_met_a_defect_is_read(world):
     assert patches["roll-fix"].met_by == ("verl issue 1", "a fork") and patches["faster-forward"].met_by == ()
 
 
-def test_stand_ins_are_read(world):
-    """Packages that may be missing, with the modules that may run without them; a patch may have none."""
-    text, _ = changed("    changes: values", "    changes: values\n    stand_ins: {kernels: [a.b, c], other: [a.b]}")
+def test_modules_that_a_patch_acts_before_are_read(world):
+    """A patch may have none."""
+    text, _ = changed("    changes: values", "    changes: values\n    before: [a.b, c]")
     world.matrix.write_text(text)
     patches = load_matrix(world.matrix).patches
-    assert patches["roll-fix"].stand_ins == (StandIn("kernels", ("a.b", "c")), StandIn("other", ("a.b",)))
-    assert patches["faster-forward"].stand_ins == ()
+    assert patches["roll-fix"].before == ("a.b", "c")
+    assert patches["faster-forward"].before == ()
 
 
 def test_the_shipped_matrix_is_valid():
@@ -138,24 +137,11 @@ def test_the_shipped_matrix_names_only_patches_of_shim(tmp_path, monkeypatch, co
         ("options: {pages: 4}", "options: {pages: {default: true, switch: true}}", "a switch is false by default"),
         ("options: {pages: 4}", "options: {pages: {default: false, switch: 1}}", "switch of pages must be true"),
         # stand-ins
-        ("    changes: values", "    changes: values\n    stand_ins: [kernels]", "stand_ins must be a mapping"),
-        ("    changes: values", "    changes: values\n    stand_ins: {kernels: a.b}", "must be a list"),
-        ("    changes: values", "    changes: values\n    stand_ins: {kernels: []}", "no module is named"),
-        ("    changes: values", "    changes: values\n    stand_ins: {kernels: [3]}", "a module must be text"),
-        ("    changes: values", "    changes: values\n    stand_ins: {kernels: ['a..b']}", "'a..b' is not the name of"),
-        ("    changes: values", "    changes: values\n    stand_ins: {kernels: ['a:b']}", "'a:b' is not the name of"),
-        ("    changes: values", "    changes: values\n    stand_ins: {kernels: [a, a]}", "a stands twice for kernels"),
-        (
-            "    changes: values",
-            "    changes: values\n    stand_ins: {a.b: [c]}",
-            "'a.b' is not the name of a top-level",
-        ),
-        ("    changes: values", "    changes: values\n    stand_ins: {a: [a.b]}", "a.b is missing itself where a is"),
-        (
-            "    changes: values",
-            "    changes: values\n    stand_ins: {a: [c], a: [d]}",
-            "duplicate key 'a' in stand_ins",
-        ),
+        ("    changes: values", "    changes: values\n    before: a.b", "must be a list"),
+        ("    changes: values", "    changes: values\n    before: [3]", "a module must be text"),
+        ("    changes: values", "    changes: values\n    before: ['a..b']", "'a..b' is not the name of"),
+        ("    changes: values", "    changes: values\n    before: ['a:b']", "'a:b' is not the name of"),
+        ("    changes: values", "    changes: values\n    before: [a, a]", "a stands twice in before"),
         # modules, targets, variants
         ("module: trainer_patches.roll_fix", "module: trainer_patches.gone", "there is no module"),
         ("module: trainer_patches.roll_fix", "module: shim.patches.gone", "there is no module"),

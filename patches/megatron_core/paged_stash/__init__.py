@@ -17,7 +17,7 @@ The patch keeps upstream's functions and flags, and puts another stash behind th
    PagedStashRunner repeats the step, or an error is raised before gradients are used.
 3. Experts without the fused operations are stashed too, if their buffers have spare rows.
 4. A repeated step has the same random numbers, and no stash in any layer.
-5. Without triton the schedules are imported with a stand-in for it.
+5. Without triton the schedules are imported with a stand-in for it (stand_ins.py).
 
 0.12.1 to 0.17 get the same stash as a backport. In those releases only moe_pad_expert_input_to_capacity makes oversized
 buffers. Without that flag only a host pool saves anything, and forward passes do not change. The patch reads the flags
@@ -81,6 +81,7 @@ from shim.patches.megatron_core.paged_stash.end_of_step import (
 )
 from shim.patches.megatron_core.paged_stash.experts import ExpertStash
 from shim.patches.megatron_core.paged_stash.plain_experts import patch_grouped, patch_mlp
+from shim.patches.megatron_core.paged_stash.stand_ins import StandIns
 from shim.patches.megatron_core.paged_stash.upstream_calls import (
     patch_fused_forward,
     patch_get_context,
@@ -126,6 +127,7 @@ VARIANTS: dict[str, dict[str, Factory]] = {
     "v0_17": EVERYWHERE,
     "v0_18": {**EVERYWHERE, **UPSTREAM},
 }
+WITHOUT_TRITON = StandIns("triton")
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
@@ -133,4 +135,4 @@ def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[
     stash = ExpertStash(options)
     STASHES.add(stash)
     factories = {target: functools.partial(factory, stash=stash) for target, factory in VARIANTS[variant].items()}
-    return Bindings(factories, Resource(stash.held, stash.release))
+    return Bindings(factories, Resource(stash.held, stash.release), WITHOUT_TRITON.resource())

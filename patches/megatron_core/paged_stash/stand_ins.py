@@ -1,9 +1,8 @@
 """Stand-ins: modules of upstream that run although a package they import at top level is missing.
 
-A patch names the package and the modules (key `stand_ins` of the matrix). If the package cannot be imported, each of
-the modules runs with separate builtins, whose `__import__` returns an inert object for the package. No other module
-sees the object: sys.modules gets no entry, so a guard ``try: import package`` still fails. If the package can be
-imported, the modules do not change.
+The key `before` of patch.yaml names the modules. If the package cannot be imported, each of them runs with separate
+builtins, whose `__import__` returns an inert object for the package. No other module sees the object: sys.modules gets
+no entry, so a guard ``try: import package`` still fails. If the package can be imported, the modules do not change.
 
 After revert() the modules stay imported, because without the package there is no earlier state. Names from the stand-in
 stay, also in functions that the module has defined, which find the stand-in in their own imports too. Only the module's
@@ -15,25 +14,27 @@ from __future__ import annotations
 
 import builtins
 import functools
+import importlib.util
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
-from shim._engine.aliases import namespace_of
 from shim._errors import StandInError
-from shim._planning.plan import Plan
-from shim._releases.sources import find_spec
+from shim._resources import Resource
 
-__all__ = ["StandIns", "is_missing", "stand_ins_of"]
+__all__ = ["StandIns"]
 
 
-def is_missing(package: str) -> bool:
+def _is_missing(package: str) -> bool:
     """Whether no finder knows the top-level package. A broken package is not missing."""
     if package in sys.modules:
         return sys.modules[package] is None  # None forbids the import
-    return find_spec(package, everyone=True) is None
+    try:
+        return importlib.util.find_spec(package) is None
+    except ImportError:  # a finder forbids the package; an import fails in the same way
+        return True
 
 
 def _is_dunder(name: str) -> bool:
@@ -121,70 +122,69 @@ def _unusable(name: str, package: str) -> StandInError:
     )
 
 
-def stand_ins_of(plan: Plan | None) -> dict[str, frozenset[str]]:
-    """The modules that may run without some packages, and these packages."""
-    packages: dict[str, frozenset[str]] = {}
-    for decision in () if plan is None else plan.decisions.values():
-        for entry in plan.matrix.patches[decision.id].stand_ins if plan is not None and decision.wanted else ():
-            packages.update((m, packages.get(m, frozenset()) | {entry.package}) for m in entry.modules)
-    return packages
+def _namespace(module: ModuleType) -> dict[str, Any]:
+    """The dictionary of a module. Its attribute `__dict__` would load a lazy module."""
+    found: dict[str, Any] = object.__getattribute__(module, "__dict__")
+    return found
 
 
 class StandIns:
-    """Which modules may run without which packages, and which modules run so now."""
+    """The stand-in for one package, and the modules that run with it now.
 
-    def __init__(self) -> None:
-        self._packages: Mapping[str, frozenset[str]] = {}  # module -> packages
-        self._tops: dict[str, _Inert] = {}  # package -> its stand-in
+    Each call of the patch's `bindings` has a user of it: the modules keep it until the last user has gone. It needs no
+    lock: `_give` looks for its user after it has written, and whoever removes a user withdraws what is there.
+    """
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+        self._inert = _Inert(package, package)
+        self._users: set[object] = set()
         # Modules that run with shim's builtins, and those builtins.
         self._given: weakref.WeakKeyDictionary[ModuleType, dict[str, Any]] = weakref.WeakKeyDictionary()
 
-    def sync(self, plan: Plan | None) -> None:
-        """Take the stand-ins of the plan, and restore the builtins of modules that the plan no longer names."""
-        self._packages = stand_ins_of(plan)
-        for module in list(self._given):
-            if namespace_of(module).get("__name__") not in self._packages:
-                self._withdraw(module)
+    def resource(self) -> Resource:
+        user = object()
+        self._users.add(user)
+        return Resource(lambda: "", functools.partial(self._leave, user), functools.partial(self._give, user))
 
-    def missing(self, module: str) -> frozenset[str]:
-        """The missing packages that need a stand-in in `module`. Asks finders, so no lock may be held."""
-        return frozenset(package for package in self._packages.get(module, ()) if is_missing(package))
-
-    def give(self, module: ModuleType, missing: frozenset[str]) -> None:
-        """Let a module whose code is about to run find a stand-in for each missing package."""
-        namespace: Any = namespace_of(module)
-        missing &= self._packages.get(namespace["__name__"], frozenset())  # the plan may have changed meanwhile
-        if missing:
+    def _give(self, user: object, module: ModuleType) -> None:
+        """Let a module whose code is about to run find a stand-in, if the package is missing."""
+        namespace = _namespace(module)
+        if _is_missing(self._package):
             # The module's code and its functions use these builtins. Anything but a dict would make name lookup slow.
-            namespace["__builtins__"] = given = {**vars(builtins), "__import__": self._importer(missing)}
-            self._given[module] = given
+            self._given[module] = given = {**vars(builtins), "__import__": self._import}
+            namespace["__builtins__"] = given
         elif module in self._given:
             self._withdraw(module)  # a reload, and the package exists by now
+        if user not in self._users:  # reverted meanwhile
+            self._leave(user)
+
+    def _leave(self, user: object) -> None:
+        self._users.discard(user)
+        for module in () if self._users else list(self._given):
+            self._withdraw(module)
 
     def _withdraw(self, module: ModuleType) -> None:
-        namespace: Any = namespace_of(module)
+        namespace = _namespace(module)
         if namespace.get("__builtins__") is self._given.get(module):
             namespace["__builtins__"] = vars(builtins)
         self._given.pop(module, None)  # last: who is interrupted before has it done again
 
-    def _importer(self, missing: frozenset[str]) -> Callable[..., Any]:
-        def import_or_stand_in(
-            name: str,
-            globals: Mapping[str, Any] | None = None,
-            locals: Mapping[str, Any] | None = None,
-            fromlist: Sequence[str] | None = (),
-            level: int = 0,
-        ) -> Any:
-            try:
-                return builtins.__import__(name, globals, locals, fromlist, level)
-            except ModuleNotFoundError as error:
-                package = name.partition(".")[0]
-                if level or package not in missing or (error.name or "").partition(".")[0] != package:
-                    raise
-                # The package may have been installed since. The names of a star import are unknown.
-                if not is_missing(package) or "*" in (fromlist or ()):
-                    raise
-            top = self._tops.setdefault(package, _Inert(package, package))
-            return functools.reduce(getattr, name.split(".")[1:], top) if fromlist else top
-
-        return import_or_stand_in
+    def _import(
+        self,
+        name: str,
+        globals: Mapping[str, Any] | None = None,
+        locals: Mapping[str, Any] | None = None,
+        fromlist: Sequence[str] | None = (),
+        level: int = 0,
+    ) -> Any:
+        try:
+            return builtins.__import__(name, globals, locals, fromlist, level)
+        except ModuleNotFoundError as error:
+            package = name.partition(".")[0]
+            if level or package != self._package or (error.name or "").partition(".")[0] != package:
+                raise
+            # The package may have been installed since. The names of a star import are unknown.
+            if not _is_missing(package) or "*" in (fromlist or ()):
+                raise
+        return functools.reduce(getattr, name.split(".")[1:], self._inert) if fromlist else self._inert
