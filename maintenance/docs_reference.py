@@ -209,7 +209,6 @@ KEYS = {
         "met_by": "Who has met the defect or carries a workaround: `NAME issue N`, `NAME pull request N`, or words.",
         "delete_when": "The event after which nobody needs the patch, if the header of its module does not say it.",
         "options": "The options by name.",
-        "variables": "Environment variables by name that only count when they are set before an import.",
         "before": "Modules before whose code the patch acts: its `Resource.begin`. It is loaded then at the latest.",
         "contracts": "What the patch needs of bodies that nobody has seen, see [contracts.md](contracts.md).",
         "fixed": "Signs that a release has fixed the defect. With unknown bodies too it is `upstream` then.",
@@ -287,13 +286,6 @@ KEYS = {
         "above": "For numbers: a value that must be exceeded.",
         "switch": "`true`: the patch does nothing until a switch of it is true. The default is false.",
     },
-    "A variable": {
-        "value": "The value that it needs.",
-        "before": "The package whose import reads it.",
-        "option": "The option of the patch that has shim set it.",
-        "without": "What goes wrong where it is not set.",
-        **{name: f"The releases of {name} that read it." for name in DISTRIBUTIONS},
-    },
 }
 TABLES = {
     "The file": rules.TOP_KEYS,
@@ -307,7 +299,6 @@ TABLES = {
     "A sign": read_needs.SIGN_KEYS,
     "A decision": read_needs.DECIDED_KEYS,
     "An option": read_options.KEYS,
-    "A variable": rules.VARIABLE_KEYS,
 }
 
 MATRIX_HEAD = """\

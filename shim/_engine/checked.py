@@ -29,9 +29,5 @@ class Checked:
         # A class with slots may forbid weak references; a torch module never does.
         self._models = [weakref.ref(model) for model in models if hasattr(type(model), "__weakref__")]
 
-    def forget(self) -> None:
-        self._models = []
-        self.verdicts = {}
-
     def living(self) -> list[Any]:
         return [model for model in (reference() for reference in self._models) if model is not None]

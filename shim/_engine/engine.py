@@ -16,8 +16,7 @@ Whenever `lock` is free:
 - `plan` is the plan in force, conflicts included; None if nothing is wanted.
 - The binder's chains match the plan in all modules that have run to the end, without the patches in `failed`. Modules
   in `watch.late` are the exception; catch_up() brings them up to date.
-- `watch` follows from the plan, and so do `variables`, unless `settled` is another one. The import hook is installed if
-  there is a module to watch.
+- `watch` follows from the plan. The import hook is installed if there is a module to watch.
 - The plan is for the files that the loaded modules ran, as far as anybody has looked: see tied.py.
 - `factories` has factories of the plan only. Everything else that patches hold has ended, or is reported until it can
   end.
@@ -53,7 +52,6 @@ from shim._engine.modules import locked_modules
 from shim._engine.records import Findings
 from shim._engine.switch import Write
 from shim._engine.tied import Renewal
-from shim._engine.variables import Variables
 from shim._engine.watch import Watch
 from shim._engine.within import is_owned, is_within, refused_within
 from shim._errors import BindError
@@ -95,11 +93,9 @@ class Engine:
         self.binder = Binder()
         self.factories = Factories(lambda: self.lock, self.deferred)
         self.contexts = Contexts()
-        self.variables = Variables()
         self.checked = Checked()
         self.plan: Plan | None = None
         self.last: Plan | None = None  # the last plan that was wanted
-        self.settled: Plan | None = None  # the plan that everything follows
         self.switches = 0  # how many times a call set out to change the plan
         self.failed: dict[str, str] = {}  # patch -> why it could not be bound under this plan
         self.imports = Imports(self)
@@ -125,16 +121,6 @@ class Engine:
         """Bring in step what an interrupt has left behind. The caller holds the lock."""
         self.binder.recover()
         self.imports.abandon_failed()
-        if self.settled is not self.plan:
-            self._settle()
-
-    def _settle(self) -> None:
-        """Variables follow the plan in force. The caller holds the lock."""
-        plan = self.plan
-        if plan is None:
-            self.checked.forget()
-        self.deferred.warn_once(self.variables.sync(plan))
-        self.settled = plan
 
     # Calls that change the plan
 
@@ -387,13 +373,12 @@ class Engine:
             Write(self, "plan", self.plan, plan),
             Write(self, "last", self.last, plan or self.last),
             Write(self, "failed", self.failed, failed),
+            Write(self, "checked", self.checked, Checked() if plan is None else self.checked),
             Write(self.contexts, "open", self.contexts.open, asked.blocks),
         ]
         layers = self.factories.layers(plan, failed)
         with self.deferred.deferring() if layers else nullcontext():
             replaced = self.binder.commit(layers, imported, also, findings)
-        if self.settled is not plan:
-            self._settle()
         self.factories.keep_only(plan, failed)
         for item in replaced:
             if self.binder.effect_of(item) == "replaced":

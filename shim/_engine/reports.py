@@ -69,8 +69,6 @@ def _read_back(engine: Engine, plan: Plan, resources: Mapping[str, tuple[str, ..
 def _resources(engine: Engine) -> dict[str, tuple[str, ...]]:
     """Patch id -> what the patch holds in the process now, in words. Called without the lock."""
     found: dict[str, tuple[str, ...]] = {}
-    with engine.lock:
-        variables = list(engine.variables.resources())
-    for id, text in [*variables, *engine.factories.resources()]:
+    for id, text in engine.factories.resources():
         found[id] = (*found.get(id, ()), text)
     return found

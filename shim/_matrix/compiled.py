@@ -24,7 +24,6 @@ from shim._matrix.model import (
     Place,
     Rule,
     Sign,
-    Variable,
     Variant,
 )
 from shim._record import computed_once
@@ -138,7 +137,6 @@ def _patch(entry: dict[str, Any]) -> PatchEntry:
     entry["met_by"] = tuple(entry["met_by"])
     entry["probe"] = tuple(entry["probe"])
     entry["declared"] = {name: _declared(given) for name, given in entry["declared"].items()}
-    entry["variables"] = tuple(map(Variable.from_plain, entry["variables"]))
     entry["before"] = tuple(entry["before"])
     entry["decided"] = tuple(map(Decided.from_plain, entry["decided"]))
     for name in ("fixed", "lacking"):

@@ -33,7 +33,6 @@ __all__ = [
     "Place",
     "Rule",
     "Sign",
-    "Variable",
     "Variant",
 ]
 
@@ -174,28 +173,6 @@ class Rule(Record):
         return all(name in versions and in_range(versions[name], spec) for name, spec in ranges)
 
 
-class Variable(Record):
-    """An environment variable that only counts when it is set before the import of the package `before`.
-
-    option: the option of the patch that has shim set the variable.
-    without: what goes wrong where it is not set.
-    ranges: the releases that read it, by distribution. All ranges must hold.
-    """
-
-    name: str
-    value: str
-    before: str
-    option: str
-    without: str
-    ranges: Mapping[str, str]
-
-    def concerns(self, versions: Mapping[str, Version]) -> bool:
-        return all(name in versions and in_range(versions[name], spec) for name, spec in self.ranges.items())
-
-    def __str__(self) -> str:
-        return f"{self.name}={self.value}"
-
-
 Pinned = Mapping[str, Mapping[str, Sequence[str]]]  # of one variant: target -> body -> releases
 
 
@@ -226,7 +203,6 @@ class PatchEntry(Record):
     delete_when: str = ""
     options: Mapping[str, Any] = None  # type: ignore[assignment]
     declared: Mapping[str, Declared] = None  # type: ignore[assignment]
-    variables: tuple[Variable, ...] = ()
     before: tuple[str, ...] = ()  # modules before whose code the patch begins something: see Resource.begin
     fixed: tuple[Sign, ...] = ()  # each shows that a release has fixed the defect
     lacking: tuple[Sign, ...] = ()  # each shows that a release never had it

@@ -22,7 +22,6 @@ from shim._matrix.model import (
     PatchEntry,
     Pinned,
     Rule,
-    Variable,
     Variant,
 )
 from shim._matrix.pins import read_pins
@@ -38,8 +37,6 @@ __all__ = ["read_matrix"]
 PACKAGES = {name: known.package for name, known in KNOWN.items()}  # what a leading dot stands for in a target
 # Environment variables list ids with commas and spaces between, and say "none" for an empty list.
 PATCH_ID = re.compile(r"(?!none$)[A-Za-z0-9_-]+")
-# The variables that a matrix may have shim set: switches of libraries. Other variables name code to load (LD_PRELOAD).
-SETTABLE = ("NVTE_CPU_OFFLOAD_V1",)
 
 TOP_KEYS = {"supported": True, "commits": False, "patches": True}
 # What a patch says of itself, in its patch.yaml or, with RULES, in the matrix.
@@ -57,7 +54,6 @@ DESCRIPTION = {
     "met_by": False,
     "delete_when": False,
     "options": False,
-    "variables": False,
     "before": False,
     "contracts": False,
     "fixed": False,
@@ -72,7 +68,6 @@ PATCH_KEYS = {
     "module": True,
     **dict.fromkeys(("applies", "upstream", "not_needed"), False),
 }
-VARIABLE_KEYS = {**dict.fromkeys(("value", "before", "option", "without"), True), **dict.fromkeys(DISTRIBUTIONS, False)}
 DESCRIBED_VARIANT = {"targets": True, "reads": False}
 VARIANT_KEYS = {"applies": False, **DESCRIBED_VARIANT}
 FLAGS = ("optional", "added", "alone", "wraps")
@@ -154,17 +149,6 @@ def _probed(read: Reader, node: yaml.Node, variants: Iterable[Variant]) -> tuple
         if found[-1] not in known or "." not in found[-1].partition(":")[2]:
             raise read.fail(item, f"{found[-1]} is no method that the patch binds or is reached by")
     return tuple(found)
-
-
-def _variables(read: Reader, node: yaml.Node, options: Iterable[str]) -> Iterator[Variable]:
-    for name, item in read.mapping(node, "variables").items():
-        if name not in SETTABLE:
-            raise read.fail(item, f"a matrix cannot set the variable {name}; it can set {', '.join(SETTABLE)}")
-        given = read.mapping(item, f"variable {name}", VARIABLE_KEYS)
-        option = read.text(given["option"], "option", tuple(options))
-        value, before, without = (read.text(given[key], key) for key in ("value", "before", "without"))
-        ranges = {d: read.range(given[d], d) for d in DISTRIBUTIONS if d in given}
-        yield Variable(name, value, before, option, without, ranges)
 
 
 def _modules(read: Reader, node: yaml.Node) -> Iterator[str]:
@@ -312,7 +296,6 @@ def _patch(
         delete_when=read.text(entries["delete_when"], "delete_when") if "delete_when" in entries else "",
         options={name: option.default for name, option in declared.items()},
         declared=declared,
-        variables=tuple(_variables(read, entries["variables"], options)) if "variables" in entries else (),
         before=tuple(_modules(read, entries["before"])) if "before" in entries else (),
         fixed=tuple(read_signs(read, entries["fixed"], "fixed")) if "fixed" in entries else (),
         lacking=tuple(read_signs(read, entries["lacking"], "lacking")) if "lacking" in entries else (),

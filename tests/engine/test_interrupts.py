@@ -29,7 +29,7 @@ INTERRUPTED = """
     NAMES = (
         "engine", "imports", "tied", "reports", "within", "factories", "conflicts", "modules", "binder", "draft",
         "records", "switch", "contexts", "retired", "places", "wrappers", "chain", "import_hook", "deferred_log",
-        "watch", "variables",
+        "watch",
     )
     PARTS = ("_api", *(f"_engine/{name}" for name in NAMES))
     FILES = {os.path.join(os.path.dirname(shim.__file__), f"{part}.py") for part in PARTS}

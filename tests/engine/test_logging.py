@@ -50,15 +50,6 @@ def unknown_variable(world, monkeypatch):
     return shim.apply
 
 
-def late_variable(world, monkeypatch):
-    monkeypatch.setattr("shim._matrix.rules.SETTABLE", ("FAKE_OFFLOAD",))
-    variables = "\n    options: {set: true}\n    variables:\n      FAKE_OFFLOAD: "
-    variables += '{value: "1", before: os, option: set, without: weights move too, megatron-core: ">=9.0"}'
-    text = world.matrix.read_text()
-    world.matrix.write_text(text.replace("    delete_when", variables[1:] + "\n    delete_when"))
-    return shim.apply
-
-
 def edited_file(world, monkeypatch):
     shim.apply()
     path = world.root / "megatron" / "core" / "ops.py"
@@ -99,7 +90,7 @@ def in_a_factory(world, monkeypatch):
     return shim.apply
 
 
-@pytest.fixture(params=[unknown_variable, late_variable, edited_file, foreign_object, lost_item, in_a_factory])
+@pytest.fixture(params=[unknown_variable, edited_file, foreign_object, lost_item, in_a_factory])
 def warns(request, patched_world, monkeypatch):
     """Something to call that warns once, in a world that is made up for it."""
     return request.param(patched_world, monkeypatch)

@@ -59,7 +59,8 @@ PATCH = """
 
 
     def bindings(variant, options):
-        return Bindings(dict.fromkeys(TARGETS, lambda original: lambda x, scale=2: (ID, original(x, scale))), STAND_INS.resource())
+        factory = lambda original: lambda x, scale=2: (ID, original(x, scale))
+        return Bindings(dict.fromkeys(TARGETS, factory), STAND_INS.resource())
     """
 
 

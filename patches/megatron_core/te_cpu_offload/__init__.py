@@ -10,8 +10,8 @@ What is wrong:
   weights are offloaded as well, above all quantized weights.
 
 The patch: a region restores the value it found, also after an exception. 0.17 drops the argument for TE releases that
-lack it, as 0.18 does. With option set_variable, shim.apply() sets the variable if Transformer Engine is not imported
-yet. shim.check(model) and `shim doctor` report a missing variable.
+lack it, as 0.18 does. With option set_variable, shim sets the variable just before Transformer Engine is imported.
+shim.check(model) and `shim doctor` report a missing variable.
 
 Upstream: 0.18 (the argument).
 
@@ -30,6 +30,7 @@ from typing import Any
 from shim._resources import Bindings, Resource
 from shim.patches._arguments import Function
 from shim.patches._named import Named
+from shim.patches.megatron_core.te_cpu_offload.variable import Variable
 
 MANAGER = "megatron.core.pipeline_parallel.fine_grained_activation_offload:PipelineOffloadManager."
 EXTENSIONS = "megatron.core.extensions.transformer_engine"
@@ -44,6 +45,7 @@ class _Regions(Named, threading.local):
 
 
 _REGIONS = _Regions()
+_VARIABLE = Variable()
 
 
 def _offload_module() -> Any:
@@ -138,4 +140,5 @@ def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[
     flag = {MANAGER + "__enter__": _enter, MANAGER + "__exit__": _exit}
     factories = {**flag, CONTEXT: _context} if variant == "v0_17" else flag
     # After revert() upstream's own function leaves the regions, and would not remove the entries.
-    return Bindings(factories, Resource(_told, lambda: _REGIONS.entered.clear()))
+    resources = [Resource(_told, lambda: _REGIONS.entered.clear())]
+    return Bindings(factories, *resources, *([_VARIABLE.resource()] if options["set_variable"] else []))
