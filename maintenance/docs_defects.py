@@ -6,11 +6,11 @@ import ast
 import contextlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shim._matrix.model import Matrix, PatchEntry
-from shim._record import Record
 from shim._releases.sources import Sources
 
 from .docs_links import linked, short
@@ -50,7 +50,8 @@ TABLE = """\
 STATES = {"fixed": "", "upstream": "right", "cannot run": "not run"}  # verdict -> word
 
 
-class ProofText(Record):
+@dataclass(frozen=True)
+class ProofText:
     """A proof as its file says it. It is read as text, because importing it would import torch.
 
     label: the id of the patch, with the proof's name where the patch has several. keywords: those of @proof that are

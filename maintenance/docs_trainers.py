@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,6 @@ from packaging.version import Version
 from shim._errors import MatrixError
 from shim._matrix.model import Matrix
 from shim._matrix.reader import Reader, compose
-from shim._record import EMPTY, Record
 from shim._releases.versions import parse_range
 
 if TYPE_CHECKING:
@@ -37,14 +37,15 @@ AUDITED = {
 ORDERS = ("either order", "shim first", "trainer first")
 
 
-class Item(Record):
+@dataclass(frozen=True)
+class Item:
     """One patch, gate, probe or copied function of a trainer."""
 
     at: str  # file:line or file:from-to, below the trainer's folder
     name: str  # what stands there
     does: str
     verdict: str
-    releases: Mapping[str, str] = EMPTY  # distribution -> range in which it has a use
+    releases: Mapping[str, str] = field(default_factory=dict)  # distribution -> range in which it has a use
     patches: tuple[str, ...] = ()  # shim's patches that make it unnecessary, or that it meets
     instead: str = ""  # a public function of shim to call in its place
     order: str = ""
@@ -52,7 +53,8 @@ class Item(Record):
     seen: tuple[str, ...] = ()  # tests that saw it run
 
 
-class Edit(Record):
+@dataclass(frozen=True)
+class Edit:
     """One change of a trainer's sources. Lines are those of the version that was read."""
 
     file: str
@@ -61,7 +63,8 @@ class Edit(Record):
     add: str = ""
 
 
-class Trainer(Record):
+@dataclass(frozen=True)
+class Trainer:
     """One trainer, as it was read."""
 
     name: str

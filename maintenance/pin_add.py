@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from shim._matrix import load
 from shim._matrix.commits import NONE, RIGHT, Commit
 from shim._matrix.model import DISTRIBUTIONS, Matrix, Pin
 from shim._matrix.pins import lock_path, render_pins
-from shim._record import Record, replace
 from shim._releases import known_files
 from shim._releases.known_files import measure_files
 from shim._releases.sources import Sources
@@ -50,7 +50,8 @@ Fetch = Callable[[str, str], Path]
 Say = Callable[[str], None]
 
 
-class New(Record):
+@dataclass(frozen=True)
+class New:
     """What is to be added: a release, or the digits of a commit."""
 
     distribution: str
@@ -58,7 +59,8 @@ class New(Record):
     is_commit: bool
 
 
-class Added(Record):
+@dataclass(frozen=True)
+class Added:
     """What was added, and what a person has to do now. `name` is that of the release or commit.
 
     newest: the newest megatron-core, for a cell with a TE release.

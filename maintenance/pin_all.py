@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from shim._errors import NotMetError
 from shim._matrix import load
 from shim._matrix.model import Matrix
 from shim._matrix.pins import lock_path, recorded_pins, render_pins
-from shim._record import EMPTY, Record
 from shim._releases import known_files
 from shim._te import names, tables
 
@@ -25,7 +25,8 @@ Fetch = Callable[[str, str], Path]
 Tables = dict[str, dict[str, dict[str, str]]]
 
 
-class Measured(Record):
+@dataclass(frozen=True)
+class Measured:
     """The text of the pins, and of the tables that ship with the matrix of shim.
 
     missing: a line for each commit whose sources could not be fetched. They keep their pins.
@@ -35,7 +36,7 @@ class Measured(Record):
     matrix: Matrix
     pins: str
     tables: Mapping[Path, str]
-    missing: Mapping[str, str] = EMPTY  # name of the commit -> the line
+    missing: Mapping[str, str] = field(default_factory=dict)  # name of the commit -> the line
     lacking: str = ""
 
     def stale(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from shim._errors import OptionError
@@ -11,7 +12,6 @@ from shim._matrix import load
 from shim._matrix.model import Matrix
 from shim._matrix.pins import lock_path, recorded_pins, render_pins
 from shim._matrix.spelling import did_you_mean
-from shim._record import replace
 from shim._releases import known_files
 
 from .new_patch import unfilled

@@ -11,12 +11,12 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from packaging.version import Version
 
 from shim._matrix.load import PACKAGE, load_matrix
-from shim._record import EMPTY
 from shim.testing.cells import EVERYDAY_PAIRS
 from shim.testing.releases import environment, fetch
 
@@ -33,7 +33,7 @@ def of_its_time(release: str) -> str:
 
 
 def recorded(
-    data: Mapping[str, Any], te: str, before: Mapping[str, Any] = EMPTY, ids: Sequence[str] = ()
+    data: Mapping[str, Any], te: str, before: Mapping[str, Any] = MappingProxyType({}), ids: Sequence[str] = ()
 ) -> dict[str, Any]:
     """What is kept of the output of `shim prove --json`: words and verdicts, no seconds.
 

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,6 @@ from shim._planning.options import Options, is_disabled, matrix_argument, resolv
 from shim._planning.own_code import summary_of
 from shim._planning.plan import Plan, make_plan
 from shim._planning.resume import differs, state_of
-from shim._record import replace
 from shim._releases.detect import detect
 from shim._releases.known_files import known_with
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from shim._engine.aliases import namespace_of, unwrap
 from shim._engine.foreign import describe
 from shim._matrix.model import Variant
-from shim._record import Record
 
 __all__ = ["Chain", "Change", "Factory", "Held", "Imported", "Key", "Layer", "Replaced", "MISSING", "Slot"]
 
@@ -34,15 +34,14 @@ class _Missing:
 MISSING = _Missing()
 
 
-class Layer(Record):
+@dataclass(frozen=True)
+class Layer:
     """One patch on one target. `factory(inner)` returns the replacement of `inner`."""
-
-    _aside = ("factory", "wiring")
 
     patch: str
     target: str
-    factory: Factory
-    wiring: Variant | None = None  # the variant that names the target
+    factory: Factory = field(compare=False, repr=False)
+    wiring: Variant | None = field(default=None, compare=False, repr=False)  # the variant that names the target
     content: object = None  # variant and options of the patch; a change rebuilds the chain
 
     @property
@@ -56,7 +55,8 @@ class Layer(Record):
         return self.wiring is not None and self.target in self.wiring.added
 
 
-class Held(Record):
+@dataclass(frozen=True)
+class Held:
     """A place inside of an object: what it holds, and whether the object surely calls it.
 
     owner: a closure's cell, or an object with the attribute `name`. None where shim cannot write to the place.
@@ -68,7 +68,8 @@ class Held(Record):
     certain: bool
 
 
-class Slot(Record):
+@dataclass(frozen=True)
+class Slot:
     """One name that shim wrote: its object before (MISSING: none), and the object that shim wrote last.
 
     within: whose object the place lies in, in words, if it is no name of a module or class.
@@ -97,7 +98,8 @@ class Slot(Record):
         return f"{namespace_of(owner).get('__name__', 'a module without a name')}.{self.name}"
 
 
-class Replaced(Record):
+@dataclass(frozen=True)
+class Replaced:
     """A name that shim no longer governs, mostly because somebody else replaced the object. shim leaves it alone.
 
     partner: the replaced place that is the reason, if this one was not replaced itself.
@@ -114,7 +116,8 @@ class Replaced(Record):
         return f"{self.slot} {self.why}"
 
 
-class Chain(Record):
+@dataclass(frozen=True)
+class Chain:
     """The layers on one target, in order, above the object that was there before."""
 
     target: str

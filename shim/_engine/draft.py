@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from shim._engine.aliases import find_aliases, namespace_of, rewrap, unwrap
@@ -12,7 +13,6 @@ from shim._engine.records import Findings, Records
 from shim._engine.signatures import misfit
 from shim._engine.switch import Write
 from shim._errors import BindError
-from shim._record import replace
 from shim._releases.fingerprint import split_target
 
 __all__ = ["Draft"]

@@ -5,17 +5,18 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from shim._engine.aliases import namespace_of, unwrap
 from shim._engine.code_reads import Read, is_attribute, reads_of
 from shim._engine.reach import held_by, layers_of, value_of, written_layers_of, written_of
-from shim._record import Record
 
 __all__ = ["Override", "calls", "overrides_of"]
 
 
-class Override(Record):
+@dataclass(frozen=True)
+class Override:
     """A function that an instance runs instead of the method `name` of the class that shim patched.
 
     function: without descriptor, and not bound.

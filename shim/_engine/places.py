@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from shim._engine.aliases import rewrap, unwrap
@@ -10,7 +11,6 @@ from shim._engine.chain import MISSING, Chain, Held, Key, Replaced, Slot, read_n
 from shim._engine.foreign import describe
 from shim._engine.reach import reached
 from shim._engine.switch import Write
-from shim._record import replace
 
 __all__ = ["Places"]
 

@@ -7,9 +7,8 @@ import os
 import struct
 import sys
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
-
-from shim._record import EMPTY
 
 __all__ = ["EFFECTS", "NOTHING", "OWN_CODE", "PACKAGES", "PARTS", "is_rank_zero", "ranks_that_differ"]
 
@@ -51,7 +50,7 @@ def ranks_that_differ(
     patches: Mapping[str, Sequence[str]],
     releases: Mapping[str, str | None],
     group: Any = None,
-    effects: Mapping[str, str] = EMPTY,
+    effects: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """The ranks of `group` that differ from its first rank, and in which parts, in words; "" if all agree.
 

@@ -6,6 +6,7 @@ Both orders ask here, of a function that was there first and of one that came af
 from __future__ import annotations
 
 import ast
+from dataclasses import dataclass
 from typing import Any
 
 from shim._engine.foreign import takes_the_same
@@ -15,20 +16,21 @@ from shim._matrix.model import Needs
 from shim._planning.contract import breach_of
 from shim._planning.decision import Decision
 from shim._planning.plan import Plan
-from shim._record import Record
 from shim._releases.fingerprint import FunctionNode, split_target
 
 __all__ = ["Around", "Question", "is_method", "is_tried", "may_go_around"]
 
 
-class Around(Record):
+@dataclass(frozen=True)
+class Around:
     """Somebody's own function that a target stands around, in words, and why shim takes it."""
 
     who: str
     why: str
 
 
-class Question(Record):
+@dataclass(frozen=True)
+class Question:
     """Whether a patch has its effect with somebody's own function in the place of a method. Only a model can tell.
 
     target: what the patch binds or relies on.    method: where the function stands, which may be on the way to it.

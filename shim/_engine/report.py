@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shim._planning.overview import Row, group, grouped, headline
 from shim._printing.printable import one_line
-from shim._record import EMPTY, Record
 
 if TYPE_CHECKING:
     from shim._planning.plan import Plan
@@ -41,7 +41,8 @@ STATES = (
 )
 
 
-class PatchReport(Record):
+@dataclass(frozen=True)
+class PatchReport:
     """The state of one patch. `targets` maps each target to ``bound``, ``pending`` or another state."""
 
     id: str
@@ -49,7 +50,7 @@ class PatchReport(Record):
     state: str
     reason: str
     variant: str | None = None
-    targets: Mapping[str, str] = EMPTY
+    targets: Mapping[str, str] = field(default_factory=dict)
     remedy: str = ""
     summary: str = ""  # what the patch does
     holds: tuple[str, ...] = ()  # what it holds in the process besides its functions, in words
@@ -76,23 +77,23 @@ class PatchReport(Record):
         }
 
 
-class _Identified(Record):
+@dataclass(frozen=True)
+class _Identified:
     """What a report that left its process has in the place of its plan."""
 
     digest: str
 
 
-class Report(Record):
+@dataclass(frozen=True)
+class Report:
     """The states of all patches at one moment. ``report["id"].state`` is one of STATES.
 
     `releases` are the versions that the plan was made for. `lost` lists names that somebody else has replaced since
     shim wrote them.
     """
 
-    _aside = ("plan",)
-
     patches: Mapping[str, PatchReport]
-    plan: Plan | _Identified
+    plan: Plan | _Identified = field(compare=False, repr=False)
     releases: Mapping[str, str]
     lost: tuple[str, ...] = ()
 
@@ -104,8 +105,10 @@ class Report(Record):
         """
         return self.plan.digest
 
-    def _compared(self) -> tuple[Any, ...]:
-        return (*super()._compared(), self.digest)
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return vars(self) | {"plan": self.digest} == vars(other) | {"plan": other.digest}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "plan": _Identified(self.digest)}

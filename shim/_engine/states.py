@@ -7,6 +7,7 @@ bodies that a patch relies on (ways.py), they say as a `Claim`, and `States` dec
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from shim._compatible import marks_of
 from shim._engine.aliases import unwrap
@@ -16,7 +17,6 @@ from shim._engine.foreign import describe
 from shim._engine.records import Records
 from shim._engine.report import PatchReport, Report, switched_off
 from shim._planning.plan import Decision, Plan
-from shim._record import Record, replace
 from shim._releases.fingerprint import split_target
 
 __all__ = ["UNSETTLED", "Claim", "States", "not_applied", "read_report"]
@@ -33,7 +33,8 @@ def _replaced_by(state: str) -> tuple[str, ...]:
     return UNSETTLED if state in ("shadowed", "conflict") else ("applied",)
 
 
-class Claim(Record):
+@dataclass(frozen=True)
+class Claim:
     """What was found about a patch, besides what stands on its targets.
 
     state: what the patch is by that; "" if it keeps its state. "applied" is said of one target, and of the patch if

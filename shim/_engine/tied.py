@@ -15,6 +15,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,6 @@ from shim._engine.bytecode import stale_bytecode
 from shim._engine.modules import is_initialising, is_lazy
 from shim._errors import NotMetError, SourceError
 from shim._planning.plan import Plan, make_plan
-from shim._record import replace
 from shim._releases.detect import DISTRIBUTIONS, PATCHED, detect, place_of, same_place
 from shim._releases.files import stamp_of
 from shim._releases.sources import Seen, Sources, digest_of_file, file_of

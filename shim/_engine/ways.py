@@ -8,6 +8,7 @@ call reaches, so a patch whose target is bound, and which nothing calls any more
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from shim._compatible import marks_of
@@ -19,13 +20,13 @@ from shim._engine.records import Records
 from shim._errors import BindError
 from shim._planning.decision import Decision
 from shim._planning.plan import Plan
-from shim._record import Record
 from shim._releases.fingerprint import split_target
 
 __all__ = ["Cut", "cuts", "others_relied_on", "upstreams_inside"]
 
 
-class Cut(Record):
+@dataclass(frozen=True)
+class Cut:
     """Somebody's own function on the way to a body, which does not lead there.
 
     certain: False if reading does not tell.

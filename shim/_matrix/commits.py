@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-from shim._record import EMPTY, Record
+from dataclasses import dataclass, field
 
 __all__ = ["MAIN", "NONE", "NOT_NEEDED", "RIGHT", "UPSTREAM", "Commit"]
 
@@ -16,7 +15,8 @@ RIGHT = (UPSTREAM, NOT_NEEDED)
 NONE = "none"  # stands for a variant: the patch has no pin on the commit, whatever the rules say
 
 
-class Commit(Record):
+@dataclass(frozen=True)
+class Commit:
     """One commit of a repository.
 
     commit: its hash, 40 digits. `name` is the beginning of it.
@@ -31,7 +31,7 @@ class Commit(Record):
     version: str
     date: str
     of: str
-    variants: Mapping[str, str] = EMPTY
+    variants: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def branch(self) -> str:

@@ -74,8 +74,8 @@ def _places(lock: bytes) -> dict[str, tuple[int, int]]:
 def _plain(value: Any) -> Any:
     """What JSON does not know: a set becomes a sorted list, and a record a mapping. Contracts become text."""
     if isinstance(value, Variant):
-        return {**value.to_plain(), "needs": json.dumps(dict(value.needs), default=_plain, separators=(",", ":"))}
-    return sorted(value) if isinstance(value, frozenset) else value.to_plain()
+        return {**vars(value), "needs": json.dumps(dict(value.needs), default=_plain, separators=(",", ":"))}
+    return sorted(value) if isinstance(value, frozenset) else vars(value)
 
 
 def read_compiled(file: Path, digest: str, lock: bytes) -> Matrix | None:
@@ -92,7 +92,7 @@ def read_compiled(file: Path, digest: str, lock: bytes) -> Matrix | None:
     supported = {name: tuple(releases) for name, releases in found["supported"].items()}
     patches = {id: _patch(entry) for id, entry in found["patches"].items()}
     commits = {
-        distribution: {name: Commit.from_plain(given) for name, given in commits.items()}
+        distribution: {name: Commit(**given) for name, given in commits.items()}
         for distribution, commits in found["commits"].items()
     }
     pinned = {id: _Parsed(lock[start:end]) for id, (start, end) in found["pins"].items()}
@@ -130,18 +130,18 @@ class _Parsed(Mapping[str, Any]):
 
 def _patch(entry: dict[str, Any]) -> PatchEntry:
     entry["variants"] = {name: _variant(given) for name, given in entry["variants"].items()}
-    entry["rules"] = tuple(map(Rule.from_plain, entry["rules"]))
-    entry["pairs"] = tuple(map(Rule.from_plain, entry["pairs"]))
+    entry["rules"] = tuple(Rule(**given) for given in entry["rules"])
+    entry["pairs"] = tuple(Rule(**given) for given in entry["pairs"])
     entry["concerns"] = tuple(map(tuple, entry["concerns"]))
     entry["references"] = tuple(entry["references"])
     entry["met_by"] = tuple(entry["met_by"])
     entry["probe"] = tuple(entry["probe"])
     entry["declared"] = {name: _declared(given) for name, given in entry["declared"].items()}
     entry["before"] = tuple(entry["before"])
-    entry["decided"] = tuple(map(Decided.from_plain, entry["decided"]))
+    entry["decided"] = tuple(Decided(**given) for given in entry["decided"])
     for name in ("fixed", "lacking"):
         entry[name] = tuple(map(_sign, entry[name]))
-    return PatchEntry.from_plain(entry)
+    return PatchEntry(**entry)
 
 
 def _sign(given: dict[str, Any]) -> Sign:
@@ -158,13 +158,14 @@ def _variant(given: dict[str, Any]) -> Variant:
         given[name] = frozenset(given[name])
     given["reached_by"] = {target: tuple(methods) for target, methods in given["reached_by"].items()}
     given["needs"] = _Parsed(given["needs"], _needs)
-    return Variant.from_plain(given)
+    return Variant(**given)
 
 
 def _needs(given: dict[str, Any]) -> Needs:
-    return Needs.from_plain({name: value if name == "exact" else tuple(value) for name, value in given.items()})
+    fields: dict[str, Any] = {name: value if name == "exact" else tuple(value) for name, value in given.items()}
+    return Needs(**fields)
 
 
 def _declared(given: dict[str, Any]) -> Declared:
     given["choices"] = tuple(given["choices"])
-    return Declared.from_plain(given)
+    return Declared(**given)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from shim._matrix import compiled
 from shim._matrix.described import Descriptions, shipped_files
 from shim._matrix.model import Matrix
 from shim._matrix.pins import lock_path
-from shim._record import replace
 from shim._releases.files import UnsafeFileError, read_bounded, stamp_of
 from shim._releases.sources import find_spec
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from packaging.version import Version
@@ -10,7 +11,7 @@ from packaging.version import Version
 from shim._errors import MatrixError
 from shim._matrix.commits import NONE, NOT_NEEDED, RIGHT, UPSTREAM, Commit
 from shim._matrix.declared import Declared
-from shim._record import EMPTY, Record, computed_once
+from shim._record import computed_once
 from shim._releases.detect import PATCHED
 from shim._releases.fingerprint import fingerprint
 from shim._releases.sources import Sources
@@ -46,7 +47,8 @@ CHANGES = ("nothing", "rounding", "values")
 DISTRIBUTIONS = PATCHED  # ranges are over them
 
 
-class Needs(Record):
+@dataclass(frozen=True)
+class Needs:
     """The contract of a body: what a patch needs of it. It decides where nobody has seen the body (docs/contracts.md).
 
     parameters: names that the function takes. "*args" and "**kwargs" stand for the variadic ones.
@@ -75,7 +77,8 @@ class Needs(Record):
     may: tuple[str, ...] = ()
 
 
-class Place(Record):
+@dataclass(frozen=True)
+class Place:
     """One place of a sign: the body `target` has the phrases of `has` in this order, and none of `lacks`.
 
     Without phrases: there is no `target`.
@@ -89,14 +92,16 @@ class Place(Record):
     once: bool = False
 
 
-class Sign(Record):
+@dataclass(frozen=True)
+class Sign:
     """What shows that a release is right without the patch: all of `places`. `note` says why it is right then."""
 
     places: tuple[Place, ...]
     note: str
 
 
-class Decided(Record):
+@dataclass(frozen=True)
+class Decided:
     """What a person has decided about a body that speaks for nothing by itself: a release with it gets `gives`.
 
     gives: a variant, UPSTREAM or NOT_NEEDED.    note: why, in words.
@@ -108,7 +113,8 @@ class Decided(Record):
     note: str
 
 
-class Variant(Record):
+@dataclass(frozen=True)
+class Variant:
     """One way in which a patch is wired: the targets it binds and the names it reads, as ``module:qualname``.
 
     inherited: maps a target on a subclass to the definition that the subclass inherits.
@@ -132,9 +138,9 @@ class Variant(Record):
     added: frozenset[str] = frozenset()
     alone: frozenset[str] = frozenset()
     wraps: frozenset[str] = frozenset()
-    spared: Mapping[str, str] = EMPTY
-    reached_by: Mapping[str, tuple[str, ...]] = EMPTY
-    needs: Mapping[str, Needs] = EMPTY
+    spared: Mapping[str, str] = field(default_factory=dict)
+    reached_by: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    needs: Mapping[str, Needs] = field(default_factory=dict)
 
     @property
     def bodies(self) -> tuple[str, ...]:
@@ -150,7 +156,8 @@ class Variant(Record):
         return fingerprint(sources, target, self.inherits(target), target in self.added)
 
 
-class Rule(Record):
+@dataclass(frozen=True)
+class Rule:
     """Ranges over distributions. When all hold, the release gets `variant`.
 
     Where `variant` is None, the release is right without the patch, and `right` says how: UPSTREAM or NOT_NEEDED.
@@ -176,14 +183,16 @@ class Rule(Record):
 Pinned = Mapping[str, Mapping[str, Sequence[str]]]  # of one variant: target -> body -> releases
 
 
-class Pin(Record):
+@dataclass(frozen=True)
+class Pin:
     """One patch on one release, as `shim pin` measured it: the variant (None: right) and the fingerprints."""
 
     variant: str | None
     fingerprints: Mapping[str, str]
 
 
-class PatchEntry(Record):
+@dataclass(frozen=True)
+class PatchEntry:
     """One patch as the matrix describes it. `options` are the defaults of the options in `declared`."""
 
     id: str
@@ -197,7 +206,8 @@ class PatchEntry(Record):
     references: tuple[str, ...] = ()
     met_by: tuple[str, ...] = ()  # who has met the defect, or carries a workaround
     concerns: tuple[tuple[str, ...], ...] = ()  # alternatives, each of words that hold together: see concerns.WORDS
-    per_model: Mapping[str, str] = EMPTY  # what it reads: "own", of the module's config or the call; "process", global
+    # What it reads: "own", of the module's config or the call; "process", global.
+    per_model: Mapping[str, str] = field(default_factory=dict)
     without: str = ""  # what goes wrong in a release that needs the patch and does not get it
     effects: Mapping[str, str] = None  # type: ignore[assignment]  # of what `changes` says: the kind -> what it concerns
     delete_when: str = ""
@@ -256,7 +266,8 @@ class PatchEntry(Record):
         return tuple(dict.fromkeys(t for variant in self.variants.values() for t in variant.targets))
 
 
-class Matrix(Record):
+@dataclass(frozen=True)
+class Matrix:
     """The whole matrix. `pinned[patch id][variant]` holds the pinned bodies with their releases.
 
     `commits` holds the commits of each distribution by name, oldest first. Whatever has pins, a release or a commit, is
@@ -273,10 +284,8 @@ class Matrix(Record):
     supported: Mapping[str, tuple[str, ...]]
     pinned: Mapping[str, Mapping[str, Pinned]]
     content: str = ""
-    bodies: Mapping[str, Mapping[str, Mapping[str, str]]] = EMPTY
-    commits: Mapping[str, Mapping[str, Commit]] = EMPTY
-
-    _aside = ("bodies",)
+    bodies: Mapping[str, Mapping[str, Mapping[str, str]]] = field(default_factory=dict, compare=False, repr=False)
+    commits: Mapping[str, Mapping[str, Commit]] = field(default_factory=dict)
 
     @property
     def shipped(self) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shim._matrix.model import RIGHT, Decided, Needs, Place, Sign, Variant
 from shim._matrix.pins import FINGERPRINT
 from shim._matrix.reader import Reader
-from shim._record import replace
 from shim._releases.phrases import parsed
 
 if TYPE_CHECKING:

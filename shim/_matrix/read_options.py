@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import yaml
 
 from shim._matrix.declared import BOUNDS, TYPES, Declared
 from shim._matrix.reader import Reader
-from shim._record import replace
 
 __all__ = ["read_declared"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -29,7 +30,6 @@ from shim._matrix.read_commits import read_commits
 from shim._matrix.read_needs import read_decided, read_signs, with_contracts
 from shim._matrix.read_options import read_declared
 from shim._matrix.reader import Reader, compose
-from shim._record import replace
 from shim._releases.detect import DISTRIBUTIONS as KNOWN
 
 __all__ = ["read_matrix"]

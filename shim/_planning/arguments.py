@@ -7,12 +7,12 @@ import inspect
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar, cast
 
 from shim._errors import OptionError
 from shim._matrix.model import KINDS
 from shim._matrix.spelling import one_of
-from shim._record import Record
 
 __all__ = [
     "NONE",
@@ -69,19 +69,20 @@ class Given(TypedDict, total=False):
     lock: str | os.PathLike[str] | None
 
 
-class Arguments(Record):
+@dataclass(frozen=True)
+class Arguments:
     """The arguments of `apply` as they were given. An Unset stands for one that was not, and has a variable."""
 
-    only: Any = Unset("ONLY", None)
+    only: Any = Unset("ONLY", None)  # noqa: RUF009
     exclude: Any = ()
-    require: Any = Unset("REQUIRE", ())
-    kinds: Any = Unset("KINDS", None)
-    strict: Any = Unset("STRICT", False)
-    on_drift: Any = Unset("ON_DRIFT", "skip")
-    options: Any = Unset("OPTIONS", None)
+    require: Any = Unset("REQUIRE", ())  # noqa: RUF009
+    kinds: Any = Unset("KINDS", None)  # noqa: RUF009
+    strict: Any = Unset("STRICT", False)  # noqa: RUF009
+    on_drift: Any = Unset("ON_DRIFT", "skip")  # noqa: RUF009
+    options: Any = Unset("OPTIONS", None)  # noqa: RUF009
     packages: Any = ()
-    matrix: Any = Unset("MATRIX", None)
-    lock: Any = Unset("LOCK", None)
+    matrix: Any = Unset("MATRIX", None)  # noqa: RUF009
+    lock: Any = Unset("LOCK", None)  # noqa: RUF009
 
     @property
     def package_names(self) -> tuple[str, ...]:
@@ -128,7 +129,7 @@ def takes_arguments(function: F) -> F:
     own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
     shown = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[name])
-        for name, default in Arguments().to_plain().items()
+        for name, default in vars(Arguments()).items()
     ]
     known = {parameter.name for parameter in (*own, *shown)}
 

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from shim._matrix.model import Variant
-from shim._record import EMPTY, Record
 from shim._releases.fingerprint import split_target
 
 __all__ = ["Decision"]
 
 
-class Decision(Record):
+@dataclass(frozen=True)
+class Decision:
     """What is to become of one patch. `action` is ``apply``, or the state that says why not."""
-
-    _aside = ("without_conflict",)
 
     id: str
     kind: str
     action: str
     reason: str
     wiring: Variant | None = None  # the variant to bind
-    fingerprints: Mapping[str, str] = EMPTY
-    options: Mapping[str, Any] = EMPTY
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     remedy: str = ""
-    without_conflict: Decision | None = None  # of a conflict: the decision that holds again without it
+    # Of a conflict: the decision that holds again without it.
+    without_conflict: Decision | None = field(default=None, compare=False, repr=False)
     # Targets left to somebody else's object, with that object in words ("": it says that it keeps what the patch does).
-    left: Mapping[str, str] = EMPTY
+    left: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def wanted(self) -> bool:

@@ -6,9 +6,8 @@ It speaks for exactly the bodies that it names, and only where shim has not seen
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-
-from shim._record import EMPTY, Record
 
 if TYPE_CHECKING:
     from shim._releases.detect import Environment
@@ -28,7 +27,8 @@ DECIDED = ("apply", "drifted", "upstream", "not-needed")  # the states that such
 DISTRIBUTIONS = ("megatron-core", "transformer-engine")
 
 
-class Proved(Record):
+@dataclass(frozen=True)
+class Proved:
     """What was shown of one patch.
 
     verdict: FIXED, RIGHT, NOT_FIXED or CANNOT_RUN.
@@ -46,12 +46,12 @@ class Proved(Record):
     fingerprints: Mapping[str, str]
     shown: str = ""
     date: str = ""
-    otherwise: Mapping[str, str] = EMPTY
+    otherwise: Mapping[str, str] = field(default_factory=dict)
 
 
 def trial_of(variants: Mapping[str, str]) -> Mapping[str, Proved]:
     """What makes a plan apply these variants, by patch."""
-    return {id: Proved(TRIAL, variant, EMPTY) for id, variant in variants.items()}
+    return {id: Proved(TRIAL, variant, {}) for id, variant in variants.items()}
 
 
 def trees_of(lock: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -80,10 +80,10 @@ def tree_for(lock: Mapping[str, Any], environment: Environment) -> Mapping[str, 
 def evidence_for(lock: Mapping[str, Any] | None, environment: Environment) -> Mapping[str, Proved]:
     """What the lock says of the patches on the tree that is installed here."""
     if lock is None:
-        return EMPTY
+        return {}
     proved = tree_for(lock, environment).get("proved")
     if proved is None:
-        return EMPTY
+        return {}
     names = ("verdict", "variant", "fingerprints", "shown", "otherwise")
     return {
         id: Proved(date=proved["date"], **{name: said[name] for name in names})

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from shim._planning.decision import Decision
-from shim._record import Record
 from shim._releases.detect import Environment
 
 __all__ = ["Losses", "LostFeature"]
 
 
-class LostFeature(Record):
+@dataclass(frozen=True)
+class LostFeature:
     """A name that the TE release lacks or has in another shape, and what megatron-core loses by that.
 
     remedy: "alias" (the same object is in another place), "adapter" (the object has another shape), "none" (this TE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 
 from packaging.version import Version
 
@@ -11,7 +12,7 @@ from shim._matrix.model import NOT_NEEDED, RIGHT, UPSTREAM, Matrix, PatchEntry, 
 from shim._planning.contract import breach, shows
 from shim._planning.evidence import CANNOT_RUN, DECIDED, FIXED, OTHERWISE, TRIAL, Proved
 from shim._planning.evidence import RIGHT as RIGHT_ON_STOCK
-from shim._record import EMPTY, Record, computed_once, replace
+from shim._record import computed_once
 from shim._releases.detect import Environment
 from shim._releases.fingerprint import fingerprint, signature_part, split_target
 
@@ -20,7 +21,8 @@ __all__ = ["GONE", "Match", "all_known", "fingerprints_of", "keeps_contract", "m
 GONE = ""  # stands for the fingerprint of a body that cannot be found or read
 
 
-class Match(Record):
+@dataclass(frozen=True)
+class Match:
     """What the installed sources mean for one patch.
 
     state: ``apply``, ``upstream``, ``not-needed``, ``not-installed``, ``out-of-range`` or ``drifted``.
@@ -37,10 +39,10 @@ class Match(Record):
     state: str
     reason: str
     variant: str | None = None
-    fingerprints: Mapping[str, str] = EMPTY
-    drifted: Mapping[str, str] = EMPTY
-    kept: Mapping[str, str] = EMPTY
-    breaches: Mapping[str, str] = EMPTY
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    drifted: Mapping[str, str] = field(default_factory=dict)
+    kept: Mapping[str, str] = field(default_factory=dict)
+    breaches: Mapping[str, str] = field(default_factory=dict)
     signatures_fit: bool = False
     cause: str = ""
 
@@ -254,7 +256,7 @@ def _otherwise(proved: Proved, variant: Variant | None, found: Mapping[str, str]
     if state not in DECIDED or (variant is None) != (state in RIGHT):
         return None
     reason += f"; its proofs show nothing on this tree ({proved.shown})"
-    drifted = dict.fromkeys(found, reason) if state == "drifted" else EMPTY
+    drifted = dict.fromkeys(found, reason) if state == "drifted" else {}
     return Match(state, reason, None if variant is None else variant.name, found, drifted, cause=cause)
 
 

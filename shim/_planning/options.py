@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from shim._errors import OptionError
@@ -25,7 +26,6 @@ from shim._planning.arguments import (
     words_of,
 )
 from shim._planning.evidence import Proved
-from shim._record import EMPTY, Record
 from shim._releases.json_text import JsonTextError, read_json
 
 __all__ = [
@@ -57,14 +57,13 @@ VARIABLES = tuple(
 OTHER_VARIABLES = tuple(PREFIX + name for name in ("CACHE", "RAY_NEXT_HOOK", "RAY_PACKAGES"))
 
 
-class Options(Record):
+@dataclass(frozen=True)
+class Options:
     """Resolved options. None for `only` and `kinds` means all. `disabled` turns everything off.
 
     lock_content: what the file `lock` holds, if it was read for a plan.
     trial: patches to apply whatever their bodies are, in a process that runs proofs (evidence.trial_of).
     """
-
-    _aside = ("lock_content", "trial")
 
     only: frozenset[str] | None = None
     exclude: frozenset[str] = frozenset()
@@ -72,12 +71,12 @@ class Options(Record):
     kinds: frozenset[str] | None = None
     strict: bool = False
     on_drift: str = "skip"
-    options: Mapping[str, Mapping[str, Any]] = EMPTY
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     disabled: bool = False
     lock: str | None = None
     packages: tuple[str, ...] = ()
-    lock_content: Mapping[str, Any] | None = None
-    trial: Mapping[str, Proved] | None = None
+    lock_content: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
+    trial: Mapping[str, Proved] | None = field(default=None, compare=False, repr=False)
 
     def for_patch(self, id: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
         return {**defaults, **self.options.get(id, {})}
@@ -150,7 +149,7 @@ def unknown_variables() -> list[str]:
 def _from_variables(asked: Arguments) -> dict[str, tuple[str, Any]]:
     """For each argument its name for error messages and its value. Both are the variable's where it was not given."""
     found: dict[str, tuple[str, Any]] = {}
-    for name, value in asked.to_plain().items():
+    for name, value in vars(asked).items():
         if not isinstance(value, Unset):
             found[name] = name, value
             continue

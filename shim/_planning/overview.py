@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from shim._matrix.model import DISTRIBUTIONS, Matrix, PatchEntry
 from shim._planning.decision import Decision
 from shim._planning.losses import LostFeature
 from shim._printing.printable import one_line
-from shim._record import Record
 from shim._releases.detect import Environment
 
 __all__ = ["Row", "effects_of", "group", "grouped", "headline", "list_text", "listed", "nothing_installed", "plan_text"]
@@ -19,7 +19,8 @@ AMISS = ("drifted", "conflict", "failed", "shadowed")
 NOT_NEEDED = ("upstream", "not-needed", "not-installed")
 
 
-class Row(Record):
+@dataclass(frozen=True)
+class Row:
     """One line of the text: a patch. `group` is what `group` returns."""
 
     id: str

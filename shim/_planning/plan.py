@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from shim._matrix.model import Matrix, PatchEntry
@@ -13,26 +14,25 @@ from shim._planning.losses import Losses, LostFeature
 from shim._planning.match import Match, match
 from shim._planning.options import Options
 from shim._planning.overview import plan_text
-from shim._record import Record, computed_once
+from shim._record import computed_once
 from shim._releases.detect import Environment
 
 __all__ = ["Decision", "Plan", "make_plan"]
 
 
-class Plan(Record):
+@dataclass(frozen=True)
+class Plan:
     """Decisions by patch id, the environment they are for, and a digest that ranks can compare.
 
     asked_by: the call that the plan was made for, with its file and line, for messages.
     """
 
-    _aside = ("matrix", "losses", "asked_by")
-
     decisions: Mapping[str, Decision]
     environment: Environment
     options: Options
-    matrix: Matrix
-    losses: Losses | None = None
-    asked_by: str = "an earlier call"
+    matrix: Matrix = field(compare=False, repr=False)
+    losses: Losses | None = field(default=None, compare=False, repr=False)
+    asked_by: str = field(default="an earlier call", compare=False, repr=False)
 
     def __getitem__(self, id: str) -> Decision:
         return self.decisions[id]

@@ -17,7 +17,6 @@ from shim._planning.plan import Plan
 from shim._proving.reached import Spot, spots_of
 from shim._proving.results import Outcome, Result
 from shim._proving.run import SMALL_GPT, Request, Say, prove, prove_generic
-from shim._record import replace as replaced
 from shim.testing.proof import proofs_of
 
 __all__ = ["Decided", "Judgement", "decide", "undecided"]
@@ -113,8 +112,8 @@ def _as_tried(plan: Plan, variants: Mapping[str, str]) -> Plan:
     decisions = dict(plan.decisions)
     for id, variant in variants.items():
         wiring = plan.matrix.patches[id].variants[variant]
-        decisions[id] = replaced(decisions[id], action="apply", wiring=wiring)
-    return replaced(plan, decisions=decisions)
+        decisions[id] = replace(decisions[id], action="apply", wiring=wiring)
+    return replace(plan, decisions=decisions)
 
 
 def _unknown_bodies(plan: Plan, id: str, variant: str | None) -> dict[str, str]:

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from packaging.version import Version
 
 from shim._errors import SourceError
 from shim._printing.printable import one_line
-from shim._record import Record
 from shim._releases.files import read_beginning
 from shim._releases.recorded import Recorded, recorded
 from shim._releases.sources import Sources, parse
@@ -38,7 +38,8 @@ VERSION_LIMIT = 100  # characters of a version
 VERSION_FILE_LIMIT = 100_000  # bytes; the largest real one has 3 kB
 
 
-class Installed(Record):
+@dataclass(frozen=True)
+class Installed:
     """One distribution as found on this machine.
 
     raw: the version as it is written, as one printable line.    origin: the source that gave it.
@@ -72,13 +73,12 @@ class Installed(Record):
         return f"{self.distribution} {self.raw or 'of unknown version'} ({self.origin}, {place})"
 
 
-class Environment(Record):
+@dataclass(frozen=True)
+class Environment:
     """The installed releases, and the sources to read."""
 
-    _aside = ("sources",)
-
     installed: Mapping[str, Installed]
-    sources: Sources
+    sources: Sources = field(compare=False, repr=False)
     python: str = ".".join(map(str, sys.version_info[:3]))
 
     @property
@@ -142,7 +142,8 @@ def _torch_version(package: Path) -> str | None:
     return value if isinstance(value, str) else None
 
 
-class _Known(Record):
+@dataclass(frozen=True)
+class _Known:
     package: str
     version_file: Callable[[Path], str | None]
 

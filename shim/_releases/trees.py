@@ -6,13 +6,13 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
 from shim._errors import OptionError, SourceError
 from shim._printing.printable import one_line
-from shim._record import Record, replace
 from shim._releases.detect import (
     DISTRIBUTIONS,
     PATCHED,
@@ -42,7 +42,8 @@ FORMS = "a release (megatron-core==0.19.2), a wheel, an sdist (.tar.gz or .zip),
 Fetch = Callable[[str, str], Path]  # distribution and release -> the directory it is unpacked in
 
 
-class Tree(Record):
+@dataclass(frozen=True)
+class Tree:
     """The releases at one place. `environment` holds nothing else. Nothing of them is ever imported or run.
 
     commit: 40 hexadecimal digits, if git or the archive names a commit.

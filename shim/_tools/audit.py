@@ -8,7 +8,7 @@ import itertools
 import zipfile
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from packaging.version import Version
@@ -16,7 +16,6 @@ from packaging.version import Version
 from shim._errors import ShimError, SourceError
 from shim._matrix.model import RIGHT, Matrix, PatchEntry
 from shim._planning.match import GONE, Match, match
-from shim._record import replace
 from shim._releases.detect import DISTRIBUTIONS, Environment, Installed
 from shim._releases.fingerprint import definitions, split_target
 from shim._releases.sources import Sources

@@ -141,11 +141,12 @@ def _proved(made: Plan, decided: Decided) -> dict[str, Any]:
 
 
 def _written(made: Plan, decided: Decided, lock: Path, arguments: argparse.Namespace) -> int:
+    from dataclasses import replace
+
     from shim._planning.evidence import DISTRIBUTIONS, trees_of
     from shim._planning.lock import read_lock, write_lock
     from shim._planning.plan import make_plan
     from shim._planning.requirements import enforce
-    from shim._record import replace
 
     proved = _proved(made, decided)
     seen = {"releases": {}, "proved": proved}

@@ -185,7 +185,7 @@ def test_signatures_say_what_can_be_given(two, name):
     """One by one, with what holds where nothing is given; a typo names the function that was called."""
     function = getattr(shim, name)
     parameters = inspect.signature(function).parameters
-    for argument in Arguments().to_plain():
+    for argument in vars(Arguments()):
         assert parameters[argument].kind is inspect.Parameter.KEYWORD_ONLY
     assert "strict: 'bool' = False (or MEGATRON_SHIM_STRICT)" in str(inspect.signature(function))
     with pytest.raises(TypeError, match=rf"{name}\(\) got an unexpected keyword argument 'onyl'"):

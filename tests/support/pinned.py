@@ -1,8 +1,9 @@
 """Pins of a fake matrix, measured and written as `shim pin` does it."""
 
+from dataclasses import replace
+
 from shim._matrix.load import read_content
 from shim._matrix.pins import render_pins
-from shim._record import replace
 from shim.maintenance.pin import measure, write
 
 

@@ -1,6 +1,7 @@
 """The contracts of the matrix against the bodies of real releases: kept by all that are known, and no term is idle."""
 
 import ast
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -11,7 +12,6 @@ from shim._errors import SourceError
 from shim._matrix.load import load_matrix
 from shim._matrix.model import RIGHT
 from shim._planning.contract import breach
-from shim._record import replace
 from shim._releases.phrases import parsed, stands_in
 from shim._releases.sources import Sources
 from shim.testing.releases import at_hand, fetch

@@ -4,11 +4,11 @@ import os
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 
 import pytest
 
 from shim._matrix.commits import Commit
-from shim._record import replace
 from shim.testing import FetchError, at_hand, environment, fetch, releases, repositories
 from shim.testing.releases import fetch_commit
 from shim.testing.repositories import GitError, archive, described, local_repository, obtain

@@ -53,7 +53,7 @@ def test_a_plan_on_a_known_release_loads_what_it_needs_and_no_more(tmp_path, cal
     """Each of these takes longer to import than a plan takes, or nearly so; whoever needs one imports it where it is
     needed. Nothing is installed here, and what tools put into site-packages is not loaded with -S. What packaging loads
     itself does not count."""
-    slow = {"yaml", "dataclasses", "zipfile", "difflib", "importlib.abc", "packaging.specifiers", "importlib.metadata"}
+    slow = {"yaml", "zipfile", "difflib", "importlib.abc", "packaging.specifiers", "importlib.metadata"}
     slow |= {"shim._te.features", "shim._matrix.rules"}
     packages = tmp_path / "packages"
     packages.mkdir()

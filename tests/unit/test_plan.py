@@ -1,6 +1,7 @@
 """Step 3: one decision with one reason per patch, from environment, matrix and options alone."""
 
 import json
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -12,7 +13,6 @@ from shim._matrix.pins import lock_path
 from shim._planning.options import resolve
 from shim._planning.plan import make_plan
 from shim._planning.requirements import enforce
-from shim._record import replace
 from shim._releases.detect import detect
 
 CODE = """
