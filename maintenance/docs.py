@@ -96,10 +96,10 @@ def catalogue(matrix: Matrix) -> str:
                 lines.append(f"| {ranges} | {rule.right} | {rule.note} | |")
                 continue
             variant = entry.variants[rule.variant]
-            lines.append(f"| {ranges} | {rule.variant} | {_names(variant.targets)} | {_names(variant.reads)} |")
+            lines.append(f"| {ranges} | {rule.variant} | {_names(variant.targets)} | {_names(variant.depends_on)} |")
         ruled = {rule.variant for rule in entry.rules}
         lines += [
-            f"| commits | {name} | {_names(variant.targets)} | {_names(variant.reads)} |"
+            f"| commits | {name} | {_names(variant.targets)} | {_names(variant.depends_on)} |"
             for name, variant in entry.variants.items()
             if name not in ruled
         ]

@@ -45,14 +45,14 @@ class Layer:
     content: object = None  # variant and options of the patch; a change rebuilds the chain
 
     @property
-    def alone(self) -> bool:
+    def no_aliases(self) -> bool:
         """Whether upstream's object belongs to another module, so that its other names are no aliases."""
-        return self.wiring is not None and self.target in self.wiring.alone
+        return self.wiring is not None and self.target in self.wiring.no_aliases
 
     @property
-    def added(self) -> bool:
+    def may_be_missing(self) -> bool:
         """Whether upstream may lack the name. Then `inner` is MISSING, and the factory creates the object."""
-        return self.wiring is not None and self.target in self.wiring.added
+        return self.wiring is not None and self.target in self.wiring.may_be_missing
 
 
 @dataclass(frozen=True)

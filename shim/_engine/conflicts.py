@@ -47,54 +47,54 @@ def with_conflicts(plan: Plan, binder: Records) -> tuple[Plan, Findings]:
 
     A patch is in ``conflict`` if such an object stands on a target that it cannot do without, or on the way to one. No
     part of it is bound then, so that it does not matter who came first. On another target the object costs this target
-    only: `Decision.left`. So it does where the patch can try the object in a model (`Findings.open`). An object that
+    only: `Decision.skipped`. So it does where the patch can try the object in a model (`Findings.open`). An object that
     calls upstream's function is no conflict: the binder is told where it holds that function (`Findings.wrapped`). Nor
     is one that the patch can go around (`Findings.around`).
     """
     decisions = {id: decision.without_conflict or decision for id, decision in plan.decisions.items()}
     binder = binder.looking()
     binder.found.forget(binder.chains)
-    lost = binder.replaced_targets()
+    overridden = binder.replaced_targets()
     for id, decision in list(decisions.items()):
         if not decision.wanted:
             continue
-        left: dict[str, str] = {}  # and those whose chains stand, for the sake of aliases
+        skipped: dict[str, str] = {}  # and those whose chains stand, for the sake of aliases
         conflict: _Foreign | None = None
         for target in decision.targets:
-            found = _foreign_on(target, decision, plan, binder, lost)
+            found = _foreign_on(target, decision, plan, binder, overridden)
             if found is None:
                 continue
             if not found.what:
-                left[target] = ""
+                skipped[target] = ""
             elif found.value is not None and is_tried(target, decision, plan):
                 binder.found.open[id, target] = Question(id, target, target, found.value, found.who)
-                left[target] = found.who
-            elif decision.wiring is not None and target in decision.wiring.spared:
-                left[target] = found.who
+                skipped[target] = found.who
+            elif decision.wiring is not None and target in decision.wiring.skippable:
+                skipped[target] = found.who
             else:
                 conflict = found
                 break
-        conflict = conflict or _without_any(decision, left, binder) or _cut_off(decision, plan, binder)
+        conflict = conflict or _without_any(decision, skipped, binder) or _cut_off(decision, plan, binder)
         if conflict is not None:
             decisions[id] = replace(
                 decision, action="conflict", reason=conflict.what, remedy=conflict.remedy, without_conflict=decision
             )
-        elif left.keys() - lost.keys():
-            kept = {target: who for target, who in left.items() if target not in lost}
-            decisions[id] = replace(decision, left=kept, without_conflict=decision)
+        elif skipped.keys() - overridden.keys():
+            kept = {target: who for target, who in skipped.items() if target not in overridden}
+            decisions[id] = replace(decision, skipped=kept, without_conflict=decision)
     if decisions != plan.decisions:
         plan = replace(plan, decisions=decisions)
     return plan, binder.found
 
 
-def _without_any(decision: Decision, left: Mapping[str, str], binder: Records) -> _Foreign | None:
+def _without_any(decision: Decision, skipped: Mapping[str, str], binder: Records) -> _Foreign | None:
     """A patch can do without each of its targets, and not without all."""
-    if not left or len(left) < len(decision.targets) or not all(left.values()):
+    if not skipped or len(skipped) < len(decision.targets) or not all(skipped.values()):
         return None
-    if any((decision.id, target) in binder.found.open for target in left):
+    if any((decision.id, target) in binder.found.open for target in skipped):
         return None
-    who = " and ".join(dict.fromkeys(left.values()))
-    return _Foreign(who, f"{', '.join(left)} hold {who}", remedy_for(decision.id, who))
+    who = " and ".join(dict.fromkeys(skipped.values()))
+    return _Foreign(who, f"{', '.join(skipped)} hold {who}", remedy_for(decision.id, who))
 
 
 def _cut_off(decision: Decision, plan: Plan, binder: Records) -> _Foreign | None:
@@ -109,22 +109,24 @@ def _cut_off(decision: Decision, plan: Plan, binder: Records) -> _Foreign | None
                 cut.body,
                 f"{cut.who}, which replaces {cut.way}, leads to {cut.body}",
             )
-        elif decision.wiring is None or cut.body not in decision.wiring.spared:
+        elif decision.wiring is None or cut.body not in decision.wiring.skippable:
             return _Foreign(cut.who, str(cut), remedy_for(decision.id, cut.who))
     return None
 
 
-def _foreign_on(target: str, decision: Decision, plan: Plan, binder: Records, lost: Collection[str]) -> _Foreign | None:
+def _foreign_on(
+    target: str, decision: Decision, plan: Plan, binder: Records, overridden: Collection[str]
+) -> _Foreign | None:
     """The foreign object that keeps a patch from a target, which is bound, or about to be."""
     if target in binder.chains:
         # It was looked at when it was bound, but for other patches than those that join now.
-        if target in lost:
+        if target in overridden:
             return _in_place_of_ours(target, decision, plan, binder)
         return _beneath_ours(target, decision, plan, binder) if binder.found.stands_around(target) else None
     if binder.loaded(split_target(target)[0]) is None:
         return None
     try:
-        owner, name, value = binder.resolve(target, target in decision.added)
+        owner, name, value = binder.resolve(target, target in decision.may_be_missing)
     except BindError as error:
         return _Foreign("nothing", str(error), f"exclude {decision.id}")
     binder.found.seen[target] = value
@@ -190,11 +192,11 @@ def _beneath_ours(target: str, decision: Decision, plan: Plan, binder: Records) 
 
 def _in_place_of_ours(target: str, decision: Decision, plan: Plan, binder: Records) -> _Foreign | None:
     """What follows where somebody has replaced shim's object on a target by one that does not call it."""
-    lost = binder.replaced_targets()[target]
-    if lost.partner is not None or binder.will_be_governed(lost) or binder.effect_of(lost) != "replaced":
+    replaced = binder.replaced_targets()[target]
+    if replaced.partner is not None or binder.will_be_governed(replaced) or binder.effect_of(replaced) != "replaced":
         return None
-    value = lost.slot.current()
-    what = f"{target}: {lost.slot} {replaced_by(value)}, which does not call shim's function"
+    value = replaced.slot.current()
+    what = f"{target}: {replaced.slot} {replaced_by(value)}, which does not call shim's function"
     if value is MISSING:
         return _Foreign("nothing", what, remedy_for(decision.id, "nothing"))
     body = (decision.wiring and decision.wiring.inherits(target)) or target
@@ -247,19 +249,19 @@ def warnings_for(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
                 f"{_stays_wrong(plan, decision.id)}Remedy: {decision.remedy}."
             )
             yield decision.id, decision.action, decision.reason, text
-        spared = {} if decision.wiring is None else decision.wiring.spared
-        for target, who in ((target, who) for target, who in decision.left.items() if who):
+        skippable = {} if decision.wiring is None else decision.wiring.skippable
+        for target, who in ((target, who) for target, who in decision.skipped.items() if who):
             if is_tried(target, decision, plan):
                 text = (
                     f"{decision.id} is applied without {target}, which holds {who}. Whether that does what the patch "
                     f"does is not known: {remedy_untried(who)}."
                 )
                 yield decision.id, "not tried", f"without {target}", text
-            if target not in spared or is_tried(target, decision, plan):
+            if target not in skippable or is_tried(target, decision, plan):
                 continue
             text = (
                 f"{decision.id} is applied without {target}, which holds {who}. "
-                f"What stays wrong: {spared[target]}. Remedy: {remedy_for(decision.id, who)}."
+                f"What stays wrong: {skippable[target]}. Remedy: {remedy_for(decision.id, who)}."
             )
             yield decision.id, "applied in part", f"without {target}", text
 

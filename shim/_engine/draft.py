@@ -110,7 +110,7 @@ class Draft(Records):
         for target, layers in wanted.items():
             chain = self.chains.get(target)
             if chain is None and layers and self.loaded(split_target(target)[0]) is not None:
-                owner, name, value = self.resolve(target, layers[0].added)
+                owner, name, value = self.resolve(target, layers[0].may_be_missing)
                 base = self.wrappers.beneath(value)
                 before = self.places.replaced.get((id(owner), name))
                 known = self.places.slots.get((id(owner), name)) or (None if before is None else before.slot)
@@ -136,7 +136,7 @@ class Draft(Records):
                 chain = Chain(target, owner, name, base, top)
                 around_it = any(bound == target for _, bound in self.found.around)
                 # What stands on a name that upstream may lack tells nothing: anybody may give it.
-                if base is not MISSING and not layers[0].added and not around_it:
+                if base is not MISSING and not layers[0].may_be_missing and not around_it:
                     self.first.setdefault(target, unwrap(base))
             if chain is not None:
                 yield chain, layers
@@ -205,8 +205,8 @@ class Draft(Records):
             self.places.put(chain.owner, chain.name, chain, after)
             inner = unwrap(chain.top)
             # Constants have no identity of their own, so only callables have aliases.
-            alone = chain.top is chain.base and after.layers and after.layers[0].alone
-            if callable(inner) and not self._is_borrowed(chain) and not alone:
+            no_aliases = chain.top is chain.base and after.layers and after.layers[0].no_aliases
+            if callable(inner) and not self._is_borrowed(chain) and not no_aliases:
                 old[id(inner)] = (chain, after)
                 (near if imported is not None and self._is_new(chain, imported[0]) else far).append(inner)
                 beneath = unwrap(chain.base)
@@ -267,7 +267,7 @@ class Draft(Records):
             slot, inner = self.places.slots.get(chain.key), unwrap(chain.base)
             # An inherited object belongs to the base class.
             own = self._is_governed_inside(chain.key) if slot is None else slot.original is not MISSING
-            if after.layers and callable(inner) and own and not after.borrowed and not after.layers[0].alone:
+            if after.layers and callable(inner) and own and not after.borrowed and not after.layers[0].no_aliases:
                 # A module that came while another plan was in force took what was bound then.
                 for taken in (inner, *self.wrappers.older(target, unwrap(after.top))):
                     governed[id(taken)] = taken, (before, after)

@@ -112,7 +112,7 @@ class Factories:
             factories = self._made.get(content)
             if not decision.wanted or decision.id in but or factories is None:
                 continue
-            for target in (target for target in decision.targets if target not in decision.left):
+            for target in (target for target in decision.targets if target not in decision.skipped):
                 layer = Layer(decision.id, target, factories[target], decision.wiring, content)
                 wanted[target] = (*wanted.get(target, ()), layer)
         return wanted

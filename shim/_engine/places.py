@@ -9,7 +9,7 @@ from typing import Any
 from shim._engine.aliases import rewrap, unwrap
 from shim._engine.chain import MISSING, Chain, Held, Key, Replaced, Slot, read_name, replaced_by
 from shim._engine.foreign import describe
-from shim._engine.reach import reached
+from shim._engine.reach import callable_paths
 from shim._engine.switch import Write
 
 __all__ = ["Places"]
@@ -116,7 +116,7 @@ class Places:
             slot, current = replaced.slot, replaced.slot.current()
             original = base(slot)
             if replaced.partner is None and _is_new(replaced) and original is not None and not self.is_back(replaced):
-                found = reached(current, slot.owner, slot.name, self.leads_to(original), self._is_ours)
+                found = callable_paths(current, slot.owner, slot.name, self.leads_to(original), self._is_ours)
                 self.move_into(slot, current, found, original)
 
     def move_into(self, slot: Slot, foreign: Any, found: Iterable[Held], original: Any) -> None:

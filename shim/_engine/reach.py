@@ -1,7 +1,7 @@
 """What a function holds, reads and calls, by its objects and its byte code. No text is read, and no call is watched.
 
 - `held_by`: the objects inside of a function: its closure, its defaults, what its partials and methods wrap.
-- `reached`: the places inside of somebody's object from which it can call another function.
+- `callable_paths`: the places inside of somebody's object from which it can call another function.
 - `leads_to`: whether the code of a function names another function, itself or by functions of modules that it names.
 - `layers_of`: a function, and what lies beneath its decorators.    `value_of`: what a path in its code stands for.
 
@@ -28,7 +28,7 @@ __all__ = [
     "is_releases_own",
     "layers_of",
     "leads_to",
-    "reached",
+    "callable_paths",
     "value_of",
     "written_layers_of",
     "written_of",
@@ -47,7 +47,7 @@ DECORATORS = ("torch.", "contextlib", "functools")
 # Places inside of an object
 
 
-def reached(
+def callable_paths(
     value: Any, owner: Any, name: str, wanted: Callable[[Any], bool], ours: Callable[[Any], bool]
 ) -> list[Held]:
     """The places from which `value` can call an object that is `wanted`.

@@ -15,7 +15,7 @@ from shim._engine.foreign import describe
 from shim._engine.left_over import LeftOver
 from shim._engine.modules import Modules
 from shim._engine.places import Places
-from shim._engine.reach import reached
+from shim._engine.reach import callable_paths
 from shim._engine.replacements import Around, Question
 from shim._engine.wrappers import Wrappers
 from shim._errors import BindError
@@ -117,8 +117,8 @@ class Records:
         """See Modules.loaded."""
         return self.modules.loaded(name)
 
-    def resolve(self, target: str, added: bool = False) -> tuple[Any, str, Any]:
-        """Owner, name and value of a target in a loaded module. BindError if the target is gone and not `added`."""
+    def resolve(self, target: str, may_be_missing: bool = False) -> tuple[Any, str, Any]:
+        """Owner, name and value of a target in a loaded module. BindError if it is gone and not `may_be_missing`."""
         module_name, qualname = split_target(target)
         owner: Any = self.loaded(module_name)
         if owner is None:
@@ -132,7 +132,7 @@ class Records:
         value = namespace_of(owner).get(name, MISSING)
         if value is MISSING and isinstance(owner, type):
             value = next((namespace_of(c)[name] for c in owner.__mro__[1:] if name in namespace_of(c)), MISSING)
-        if value is MISSING and not added:
+        if value is MISSING and not may_be_missing:
             raise BindError(f"{target} is gone from the installed release")
         return owner, name, value
 
@@ -164,7 +164,9 @@ class Records:
             return True
         slot, base = replaced.slot, self._base_of(replaced.slot)
         wanted = self.places.leads_to(base)
-        found = [] if base is None else reached(slot.current(), slot.owner, slot.name, wanted, self.wrappers.is_ours)
+        found = (
+            [] if base is None else callable_paths(slot.current(), slot.owner, slot.name, wanted, self.wrappers.is_ours)
+        )
         return any(held.owner is not None for held in found)
 
     def is_not_the_first(self, target: str, inner: Any) -> bool:
@@ -195,7 +197,7 @@ class Records:
             return "replaced"
         top = unwrap(chain.top)
         slot = replaced.slot
-        found = reached(current, slot.owner, slot.name, lambda value: value is top, self.wrappers.is_ours)
+        found = callable_paths(current, slot.owner, slot.name, lambda value: value is top, self.wrappers.is_ours)
         if any(held.certain for held in found):
             return "called"
         if slot.target in marks_of(current):

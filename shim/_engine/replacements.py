@@ -60,7 +60,7 @@ def may_go_around(target: str, body: str, inner: Any, decision: Decision, plan: 
     contract of the target, if that has one. body: see Variant.inherits.
     """
     wiring = decision.wiring
-    if wiring is None or target not in wiring.wraps:
+    if wiring is None or target not in wiring.wraps_any:
         return False, ""
     if not takes_the_same(body, inner, plan.environment.sources):
         return False, "takes other arguments than upstream's"

@@ -92,7 +92,7 @@ def _marked(patch: PatchReport, claim: Claim) -> Mapping[str, str]:
 
 
 def _state(
-    decision: Decision, plan: Plan, binder: Records, failed: Mapping[str, str], lost: Mapping[str, Replaced]
+    decision: Decision, plan: Plan, binder: Records, failed: Mapping[str, str], overridden: Mapping[str, Replaced]
 ) -> PatchReport:
     entry = plan.matrix.patches[decision.id]
     summary = entry.summary
@@ -115,12 +115,12 @@ def _state(
     if decision.id in failed:
         remedy = f"report it with the output of `shim doctor`, and exclude {decision.id} meanwhile"
         return report("failed", failed[decision.id], dict.fromkeys(decision.targets, "failed"), remedy)
-    targets = {target: _on(target, decision, binder, lost) for target in decision.targets}
-    spared = {} if decision.wiring is None else decision.wiring.spared
-    others = tuple(_others(decision, targets, binder, lost))
-    replaced = [target for target, state in targets.items() if state == "lost" and target not in spared]
+    targets = {target: _on(target, decision, binder, overridden) for target in decision.targets}
+    skippable = {} if decision.wiring is None else decision.wiring.skippable
+    others = tuple(_others(decision, targets, binder, overridden))
+    replaced = [target for target, state in targets.items() if state == "lost" and target not in skippable]
     if replaced:  # and nobody has looked since: conflicts are found before a report is made
-        who, slot = _who(lost[replaced[0]]), lost[replaced[0]].slot
+        who, slot = _who(overridden[replaced[0]]), overridden[replaced[0]].slot
         reason = f"{replaced[0]}: {slot} {replaced_by(slot.current())}, which does not call shim's function"
         return off(decision.options, reason, targets) or report(
             "conflict", reason, targets, remedy_for(decision.id, who)
@@ -132,7 +132,7 @@ def _state(
         reason = f"waits for {waiting['idle']}, which this process may do without; {decision.reason}"
         made = report("idle", reason, targets)
     elif unknown := [target for target, state in targets.items() if state == "unknown"]:
-        who = _who(lost[unknown[0]])
+        who = _who(overridden[unknown[0]])
         reason = f"{NOT_TOLD} {who} calls shim's function on {unknown[0]}, which it holds"
         made = report("unknown", reason, targets, remedy_in_doubt(decision.id, who))
     elif untried := [question for key, question in binder.found.open.items() if key[0] == decision.id]:
@@ -162,25 +162,27 @@ def _modules_of(targets: Mapping[str, str], state: str) -> str:
     return ", ".join(dict.fromkeys(split_target(target)[0] for target, found in targets.items() if found == state))
 
 
-def _who(lost: Replaced) -> str:
-    return describe(unwrap(lost.slot.current()))
+def _who(overridden: Replaced) -> str:
+    return describe(unwrap(overridden.slot.current()))
 
 
-def _on(target: str, decision: Decision, binder: Records, lost: Mapping[str, Replaced]) -> str:
+def _on(target: str, decision: Decision, binder: Records, overridden: Mapping[str, Replaced]) -> str:
     """How a target stands: bound, called by somebody's object, lost or left to it, kept by it, unknown, or waiting."""
     if (decision.id, target) in binder.found.open:
         return "untried"
-    if target in decision.left:
-        return "left" if decision.left[target] else "kept"
-    if target in lost:
-        effect = binder.effect_of(lost[target])
+    if target in decision.skipped:
+        return "left" if decision.skipped[target] else "kept"
+    if target in overridden:
+        effect = binder.effect_of(overridden[target])
         return "lost" if effect == "replaced" else effect
     if binder.bound(decision.id, target):
         return "bound"
     return "idle" if target in decision.optional else "pending"
 
 
-def _others(decision: Decision, targets: Mapping[str, str], binder: Records, lost: Mapping[str, Replaced]) -> list[str]:
+def _others(
+    decision: Decision, targets: Mapping[str, str], binder: Records, overridden: Mapping[str, Replaced]
+) -> list[str]:
     """What other people's objects on the targets do, one sentence each."""
     found = []
     for target, state in targets.items():
@@ -191,14 +193,14 @@ def _others(decision: Decision, targets: Mapping[str, str], binder: Records, los
         elif around is not None:
             found.append(f"{target} is replaced by {around.who}; the patch goes around it")
         elif state == "called":
-            found.append(f"{target} is wrapped by {_who(lost[target])}, which calls shim's")
+            found.append(f"{target} is wrapped by {_who(overridden[target])}, which calls shim's")
         elif state == "kept":
-            theirs = lost[target].slot.current() if target in lost else binder.resolve(target)[2]
+            theirs = overridden[target].slot.current() if target in overridden else binder.resolve(target)[2]
             marked = marks_of(theirs).get(target, "")
             found.append(f"{describe(unwrap(theirs))} says that it keeps {target}, as of shim {marked}")
-        elif state in ("left", "lost") and decision.wiring is not None and target in decision.wiring.spared:
-            who = decision.left.get(target) or _who(lost[target])
-            found.append(f"{target} is replaced by {who}: {decision.wiring.spared[target]}")
+        elif state in ("left", "lost") and decision.wiring is not None and target in decision.wiring.skippable:
+            who = decision.skipped.get(target) or _who(overridden[target])
+            found.append(f"{target} is replaced by {who}: {decision.wiring.skippable[target]}")
     read = [question for (id, body), question in binder.found.open.items() if id == decision.id and body not in targets]
     return [*found, *(f"{question.method} is replaced by {question.who}" for question in read)]
 
@@ -206,9 +208,9 @@ def _others(decision: Decision, targets: Mapping[str, str], binder: Records, los
 def read_report(plan: Plan, binder: Records, failed: Mapping[str, str], held: Mapping[str, tuple[str, ...]]) -> Report:
     """The report of this moment. A patch is "applied" only if it was read back. `held`: see PatchReport.holds."""
     releases = {name: i.raw or "unknown" for name, i in plan.environment.installed.items()}
-    lost = binder.replaced_targets()
+    overridden = binder.replaced_targets()
     patches = {
-        id: replace(_state(decision, plan, binder, failed, lost), holds=held.get(id, ()))
+        id: replace(_state(decision, plan, binder, failed, overridden), holds=held.get(id, ()))
         for id, decision in plan.decisions.items()
     }
     fine = ("called", "kept", "released")

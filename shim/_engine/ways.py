@@ -15,7 +15,7 @@ from shim._compatible import marks_of
 from shim._engine.aliases import unwrap
 from shim._engine.chain import Held
 from shim._engine.foreign import foreign_on, is_upstreams
-from shim._engine.reach import has_code, holds_in_closure, leads_to, reached
+from shim._engine.reach import callable_paths, has_code, holds_in_closure, leads_to
 from shim._engine.records import Records
 from shim._errors import BindError
 from shim._planning.decision import Decision
@@ -84,7 +84,7 @@ def upstreams_inside(value: Any, body: str, owner: Any, name: str, plan: Plan, b
     def wanted(held: Any) -> bool:
         return is_upstreams(body, unwrap(binder.wrappers.beneath(held)), plan.environment.sources)
 
-    return reached(value, owner, name, wanted, binder.wrappers.is_ours)
+    return callable_paths(value, owner, name, wanted, binder.wrappers.is_ours)
 
 
 def _standing(name: str, binder: Records) -> tuple[Any, str, Any]:
@@ -100,7 +100,7 @@ def others_relied_on(plan: Plan, binder: Records) -> Iterator[tuple[str, str]]:
     Called without the engine's lock: it may read files.
     """
     for decision in plan.decisions.values():
-        for body in decision.wiring.reads if decision.wanted and decision.wiring else ():
+        for body in decision.wiring.depends_on if decision.wanted and decision.wiring else ():
             found = _instead_of(body, plan, binder)
             if found:
                 yield decision.id, f"it relies on {body}, which is now {found}"

@@ -31,7 +31,7 @@ from shim._record import computed_once
 __all__ = ["FILE", "read_compiled", "render_compiled"]
 
 FILE = Path(__file__).with_name("matrix.json")
-FORMAT = 14  # raise it with every change of the file's form or of the records in it
+FORMAT = 15  # raise it with every change of the file's form or of the records in it
 
 
 def render_compiled(matrix: Matrix, digest: str, lock: bytes) -> str:
@@ -152,9 +152,9 @@ def _sign(given: dict[str, Any]) -> Sign:
 
 
 def _variant(given: dict[str, Any]) -> Variant:
-    for name in ("targets", "reads"):
+    for name in ("targets", "depends_on"):
         given[name] = tuple(given[name])
-    for name in ("optional", "added", "alone", "wraps"):
+    for name in ("optional", "may_be_missing", "no_aliases", "wraps_any"):
         given[name] = frozenset(given[name])
     given["reached_by"] = {target: tuple(methods) for target, methods in given["reached_by"].items()}
     given["needs"] = _Parsed(given["needs"], _needs)

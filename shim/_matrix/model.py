@@ -115,16 +115,17 @@ class Decided:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way in which a patch is wired: the targets it binds and the names it reads, as ``module:qualname``.
+    """One way in which a patch is wired: the targets it binds and the names it depends on, as ``module:qualname``.
 
     inherited: maps a target on a subclass to the definition that the subclass inherits.
     optional: targets that the patch binds but does not wait for. Not every job imports their modules.
-    added: targets that a release may lack. Their factories get MISSING where the name is absent. revert() removes the
-        names again.
-    alone: targets whose object upstream uses under other names for other purposes. shim binds no alias of them.
-    wraps: targets whose factory holds around any function that takes the same calls and keeps the contract, if the
+    may_be_missing: targets that a release may lack. Their factories get MISSING where the name is absent. revert()
+        removes the names again.
+    no_aliases: targets whose object upstream uses under other names for other purposes. shim binds no alias of them.
+    wraps_any: targets whose factory holds around any function that takes the same calls and keeps the contract, if the
         target has one: also around somebody else's.
-    spared: targets that the patch can do without, if somebody else's object stands there, with what stays wrong then.
+    skippable: targets that the patch can do without, if somebody else's object stands there, with what stays wrong
+        then.
     reached_by: maps a target or a read to the functions and methods through which a call reaches it. A function of
         somebody else's there, or an override of the method, may hide the patch.
     needs: contracts of targets and reads. A body without one must be known.
@@ -132,20 +133,20 @@ class Variant:
 
     name: str
     targets: tuple[str, ...]
-    reads: tuple[str, ...] = ()
+    depends_on: tuple[str, ...] = ()
     inherited: Mapping[str, str] = None  # type: ignore[assignment]
     optional: frozenset[str] = frozenset()
-    added: frozenset[str] = frozenset()
-    alone: frozenset[str] = frozenset()
-    wraps: frozenset[str] = frozenset()
-    spared: Mapping[str, str] = field(default_factory=dict)
+    may_be_missing: frozenset[str] = frozenset()
+    no_aliases: frozenset[str] = frozenset()
+    wraps_any: frozenset[str] = frozenset()
+    skippable: Mapping[str, str] = field(default_factory=dict)
     reached_by: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     needs: Mapping[str, Needs] = field(default_factory=dict)
 
     @property
     def bodies(self) -> tuple[str, ...]:
         """All names that are fingerprinted, targets first."""
-        return (*self.targets, *self.reads)
+        return (*self.targets, *self.depends_on)
 
     def inherits(self, target: str) -> str | None:
         """The definition that `target` inherits, whose body counts. None where it has a definition of its own."""
@@ -153,7 +154,7 @@ class Variant:
 
     def fingerprint(self, sources: Sources, target: str) -> str:
         """The fingerprint of one of `bodies` in `sources`. SourceError where it is not what the variant expects."""
-        return fingerprint(sources, target, self.inherits(target), target in self.added)
+        return fingerprint(sources, target, self.inherits(target), target in self.may_be_missing)
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ RULE_KEYS = {**dict.fromkeys(DISTRIBUTIONS, False), "note": False}
 def _variant(read: Reader, name: str, node: yaml.Node, entries: Mapping[str, yaml.Node]) -> Variant:
     targets: list[str] = []
     inherited: dict[str, str] = {}
-    spared: dict[str, str] = {}
+    skippable: dict[str, str] = {}
     reached_by: dict[str, tuple[str, ...]] = {}
     flags: dict[str, set[str]] = {flag: set() for flag in FLAGS}
     for module, item in _by_module(read, entries["targets"], f"targets of {name}"):
@@ -89,7 +89,7 @@ def _variant(read: Reader, name: str, node: yaml.Node, entries: Mapping[str, yam
             if "inherits" in given:
                 inherited[target] = read.target(given["inherits"], "inherits", module)
             if "without" in given:
-                spared[target] = read.text(given["without"], "without")
+                skippable[target] = read.text(given["without"], "without")
             if "reached_by" in given:
                 reached_by[target] = _ways(read, given["reached_by"], module)
             for flag in flags.keys() & given.keys():
@@ -104,25 +104,25 @@ def _variant(read: Reader, name: str, node: yaml.Node, entries: Mapping[str, yam
         targets.append(target)
     if not targets:
         raise read.fail(node, f"variant {name} has no target")
-    if len(targets) == 1 and spared:
+    if len(targets) == 1 and skippable:
         raise read.fail(node, f"variant {name} can do without each of its targets")
-    relied: list[str] = []
+    depends_on: list[str] = []
     for module, item in _by_module(read, entries["reads"], f"reads of {name}") if "reads" in entries else ():
         if isinstance(item, yaml.MappingNode):
             given = read.mapping(item, "a read", READ_KEYS)
             item = given["read"]
             reached_by[read.target(item, "a read", module)] = _ways(read, given["reached_by"], module)
-        relied.append(read.target(item, "a read", module))
+        depends_on.append(read.target(item, "a read", module))
     return Variant(
         name,
         tuple(targets),
-        tuple(relied),
+        tuple(depends_on),
         inherited,
         optional=frozenset(flags["optional"]),
-        added=frozenset(flags["added"]),
-        alone=frozenset(flags["alone"]),
-        wraps=frozenset(flags["wraps"]),
-        spared=spared,
+        may_be_missing=frozenset(flags["added"]),
+        no_aliases=frozenset(flags["alone"]),
+        wraps_any=frozenset(flags["wraps"]),
+        skippable=skippable,
         reached_by=reached_by,
     )
 

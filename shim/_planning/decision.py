@@ -27,7 +27,7 @@ class Decision:
     # Of a conflict: the decision that holds again without it.
     without_conflict: Decision | None = field(default=None, compare=False, repr=False)
     # Targets left to somebody else's object, with that object in words ("": it says that it keeps what the patch does).
-    left: Mapping[str, str] = field(default_factory=dict)
+    skipped: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def wanted(self) -> bool:
@@ -48,14 +48,14 @@ class Decision:
         return frozenset() if self.wiring is None else self.wiring.optional
 
     @property
-    def added(self) -> frozenset[str]:
+    def may_be_missing(self) -> frozenset[str]:
         """Targets that upstream may lack."""
-        return frozenset() if self.wiring is None else self.wiring.added
+        return frozenset() if self.wiring is None else self.wiring.may_be_missing
 
     @property
-    def alone(self) -> frozenset[str]:
+    def no_aliases(self) -> frozenset[str]:
         """Targets whose aliases shim does not bind."""
-        return frozenset() if self.wiring is None else self.wiring.alone
+        return frozenset() if self.wiring is None else self.wiring.no_aliases
 
     @property
     def modules(self) -> set[str]:
@@ -73,5 +73,5 @@ class Decision:
             "fingerprints": dict(self.fingerprints),
             "options": dict(self.options),
             "remedy": self.remedy,
-            "left": dict(self.left),
+            "left": dict(self.skipped),
         }

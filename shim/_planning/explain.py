@@ -48,9 +48,9 @@ def explanation(plan: Plan, id: str) -> str:
     for variant in entry.variants.values():
         lines.append(f"Variant {variant.name}:")
         for target in variant.targets:
-            verb = "adds" if target in variant.added else "binds"
+            verb = "adds" if target in variant.may_be_missing else "binds"
             lines.append(f"  {verb} {target}" + (" where it is imported" if target in variant.optional else ""))
-        lines += [f"  relies on {read}" for read in variant.reads]
+        lines += [f"  relies on {read}" for read in variant.depends_on]
     if entry.before:
         lines.append(f"Acts before the code of {one_line(', '.join(entry.before))} runs")
     lines += [f"Option {o.name}={o.default!r}: {o.takes}" for o in entry.declared.values()]

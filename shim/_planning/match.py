@@ -70,18 +70,18 @@ class _Bodies:
             self._known[variant] = self.matrix.known_bodies(self.entry.id, variant)
         return self._known[variant]
 
-    def found(self, target: str, inherits: str | None = None, added: bool = False) -> str:
-        key = (target, inherits, added)
+    def found(self, target: str, inherits: str | None = None, may_be_missing: bool = False) -> str:
+        key = (target, inherits, may_be_missing)
         if key not in self._found:
             try:
-                self._found[key] = fingerprint(self.environment.sources, target, inherits, added)
+                self._found[key] = fingerprint(self.environment.sources, target, inherits, may_be_missing)
             except SourceError as error:
                 self.problems.setdefault(target, error)
                 self._found[key] = GONE
         return self._found[key]
 
     def of(self, variant: Variant) -> dict[str, str]:
-        return {t: self.found(t, variant.inherits(t), t in variant.added) for t in variant.bodies}
+        return {t: self.found(t, variant.inherits(t), t in variant.may_be_missing) for t in variant.bodies}
 
     def unknown(self, name: str, bodies: Mapping[str, str]) -> dict[str, str]:
         """The bodies that no pin of this variant knows, each with the reason."""
@@ -129,7 +129,7 @@ class _Bodies:
         return kept, others
 
     def found_in(self, variant: Variant, target: str) -> str:
-        return self.found(target, variant.inherits(target), target in variant.added)
+        return self.found(target, variant.inherits(target), target in variant.may_be_missing)
 
     def signatures_fit(self, variant: Variant, bodies: Mapping[str, str], kept: Collection[str]) -> bool:
         """Whether every target keeps its contract, or has the signature that it has in some pinned release."""

@@ -215,16 +215,16 @@ def signature_part(value: str) -> str:
     return value.rpartition(".")[2]
 
 
-def fingerprint(sources: Sources, target: str, inherits: str | None = None, added: bool = False) -> str:
+def fingerprint(sources: Sources, target: str, inherits: str | None = None, may_be_missing: bool = False) -> str:
     """Fingerprint of ``"package.module:Qualified.name"``. SourceError if it is missing or cannot be read.
 
     inherits: the definition that a class inherits under the name `target`. The fingerprint is that of `inherits`.
         SourceError if the class defines the name itself.
-    added: the name may be missing from its module or class. The fingerprint is then ABSENT.
+    may_be_missing: the name may be missing from its module or class. The fingerprint is then ABSENT.
     """
     modules = [split_target(name)[0] for name in (target, inherits) if name is not None]
-    key = (target, inherits, added)
-    return sources.remembered(key, modules, lambda: _fingerprint(sources, target, inherits, added))
+    key = (target, inherits, may_be_missing)
+    return sources.remembered(key, modules, lambda: _fingerprint(sources, target, inherits, may_be_missing))
 
 
 def absolute_origin(sources: Sources, module: str, node: ast.ImportFrom) -> str | None:
@@ -255,17 +255,17 @@ def _outlined(found: Sequence[Definition]) -> list[Definition]:
     return outlined
 
 
-def _fingerprint(sources: Sources, target: str, inherits: str | None, added: bool) -> str:
+def _fingerprint(sources: Sources, target: str, inherits: str | None, may_be_missing: bool) -> str:
     try:
         if inherits is not None:
             _still_inherited(sources, target, inherits)
         module, qualname = split_target(inherits or target)
-        known = sources.known(module, qualname, added) if inherits is None else None
+        known = sources.known(module, qualname, may_be_missing) if inherits is None else None
         if known is not None:
             return known
         found = definitions(sources.tree(module), qualname)
         owner = qualname.rpartition(".")[0]
-        if not found and added and (not owner or definitions(sources.tree(module), owner)):
+        if not found and may_be_missing and (not owner or definitions(sources.tree(module), owner)):
             return ABSENT
         if not found:
             raise SourceError(f"{module} has no {qualname}", "missing")

@@ -43,7 +43,7 @@ def measure_files(sources: Sources, targets: Iterable[str], into: dict[str, dict
 def _value(sources: Sources, target: str) -> str:
     """The fingerprint. ABSENT if only the name is missing, MISSING if its class or module is also missing."""
     try:
-        return fingerprint(sources, target, added=True)
+        return fingerprint(sources, target, may_be_missing=True)
     except SourceError:
         return MISSING
 

@@ -32,7 +32,7 @@ def imports_of_factories(plan: Plan, id: str) -> list[str]:
     for target in decision.targets:
         importlib.import_module(split_target(target)[0])
     for target, factory in module.bindings(decision.variant, dict(decision.options)).items():
-        value = binder.resolve(target, target in decision.added)[2]
+        value = binder.resolve(target, target in decision.may_be_missing)[2]
         loaded = set(sys.modules)
         with _recorded() as names:
             factory(unwrap(value))

@@ -70,7 +70,10 @@ def test_stock_training_is_what_it_was_under_all_patches(options):
 def test_what_is_reverted_was_never_there():
     before = shim.plan()
     targets = {
-        t: ENGINE.binder.resolve(t, added=True) for d in before.decisions.values() for t in d.targets if loaded(t)
+        t: ENGINE.binder.resolve(t, may_be_missing=True)
+        for d in before.decisions.values()
+        for t in d.targets
+        if loaded(t)
     }
     shim.apply()
     try:
@@ -79,7 +82,7 @@ def test_what_is_reverted_was_never_there():
     finally:
         shim.revert()
     for target, (owner, name, value) in targets.items():
-        assert ENGINE.binder.resolve(target, added=True)[2] is value, f"{owner}.{name}"
+        assert ENGINE.binder.resolve(target, may_be_missing=True)[2] is value, f"{owner}.{name}"
         assert value is not MISSING or name not in vars(owner)
     assert not ENGINE.binder.places.slots and not ENGINE.binder.chains
 

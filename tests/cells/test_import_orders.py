@@ -43,7 +43,9 @@ def case_of(patches, setup=""):
     plan = shim.plan()
     # What a release lacks is no object before apply(), and nobody can have taken it. What is bound alone has other
     # aliases, which stay upstream's.
-    left_out = {target for id in patches for target in (*plan[id].optional, *plan[id].added, *plan[id].alone)}
+    left_out = {
+        target for id in patches for target in (*plan[id].optional, *plan[id].may_be_missing, *plan[id].no_aliases)
+    }
     targets = dict.fromkeys(t for id in patches for t in plan[id].targets if t not in left_out)
     return ImportOrders(list(targets), apply={"only": patches, "require": patches}, setup=setup)
 

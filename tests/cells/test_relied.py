@@ -11,7 +11,7 @@ from shim._engine.engine import ENGINE
 def relied_on():
     """(patch, body, class or module, name, value there) for each function that an applied patch relies on."""
     for decision in ENGINE.plan.decisions.values():
-        for body in decision.wiring.reads if decision.wanted and decision.wiring else ():
+        for body in decision.wiring.depends_on if decision.wanted and decision.wiring else ():
             module, _, qualname = body.partition(":")
             if "transformer_engine" in module:  # there is none in these cells
                 continue

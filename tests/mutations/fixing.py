@@ -259,7 +259,9 @@ def _apply(matrix, ids: list[str], fix: Fix, options) -> None:
 
         def value(target):
             try:
-                return fingerprint(environment.sources, target, variant.inherits(target), target in variant.added)
+                return fingerprint(
+                    environment.sources, target, variant.inherits(target), target in variant.may_be_missing
+                )
             except SourceError:
                 return ""
 

@@ -48,7 +48,7 @@ def asked(matrix, sources, id, name):
     for target in variant.bodies:
         body = target.partition(":")[2]
         try:
-            value = fingerprint(sources, target, variant.inherits(target), target in variant.added)
+            value = fingerprint(sources, target, variant.inherits(target), target in variant.may_be_missing)
         except SourceError as error:
             return f"{body}: {error}"
         if value in known.get(target, ()):
@@ -148,7 +148,9 @@ def _force(matrix, id: str, name: str) -> None:
 
         def value(target):
             try:
-                return fingerprint(environment.sources, target, variant.inherits(target), target in variant.added)
+                return fingerprint(
+                    environment.sources, target, variant.inherits(target), target in variant.may_be_missing
+                )
             except SourceError:
                 return ""
 

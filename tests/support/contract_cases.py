@@ -39,7 +39,7 @@ EXCHANGED = {
 # Up to Transformer Engine 2.9 the apply of an autograd function, of which nobody reads more than that it can be called.
 APPLIES = {"transformer_engine.pytorch.cross_entropy:parallel_cross_entropy"}
 # Bound under one alias alone. At home is upstream's function, which pickle finds by its name, and refuses to confuse.
-AWAY = {target for decision in shim.plan().decisions.values() if decision.wanted for target in decision.alone}
+AWAY = {target for decision in shim.plan().decisions.values() if decision.wanted for target in decision.no_aliases}
 NAMES = ("__module__", "__qualname__", "__name__", "__doc__", "__annotations__")
 
 

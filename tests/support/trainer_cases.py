@@ -138,7 +138,7 @@ def loaded(targets):
 
 
 def held_at(target):
-    owner, name, _ = ENGINE.binder.resolve(target, added=True)
+    owner, name, _ = ENGINE.binder.resolve(target, may_be_missing=True)
     return vars(owner).get(name, MISSING)
 
 

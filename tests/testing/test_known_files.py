@@ -30,7 +30,7 @@ print(json.dumps([parsed, plan.to_dict()["patches"]]))
 
 def value(sources, target, added):
     try:
-        return fingerprint(sources, target, added=added)
+        return fingerprint(sources, target, may_be_missing=added)
     except SourceError as error:
         return str(error), error.cause
 

@@ -72,7 +72,7 @@ def test_targets_can_be_given_by_module_and_modules_by_their_package(described):
     """A dot in front stands for the package of the distribution, and a name alone for one of the same module."""
     first, second = described().variants.values()
     assert first.targets == ("megatron.core.roll:Layer.forward", "megatron.core.roll:roll")
-    assert first.reads == ("megatron.core.other:call", "megatron.core:VERSION")
+    assert first.depends_on == ("megatron.core.other:call", "megatron.core:VERSION")
     assert first.reached_by == {
         "megatron.core.roll:roll": ("megatron.core.roll:Layer.forward", "megatron.core.other:call")
     }
