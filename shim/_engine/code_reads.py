@@ -6,6 +6,7 @@ are not calls.
 
 from __future__ import annotations
 
+import dis
 import functools
 import types
 from collections.abc import Sequence
@@ -48,8 +49,6 @@ _BETWEEN = ("PRECALL", "PUSH_NULL", "EXTENDED_ARG", "CACHE", "NOP", "COPY_FREE_V
 
 
 def _own_reads_of(code: types.CodeType) -> tuple[Read, ...]:
-    import dis  # here, because most processes have no foreign object on a target
-
     found: list[Read] = []
     path: Read = ()  # of the value on the top of the stack
     module = ""  # that an import statement names

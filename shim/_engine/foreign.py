@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import os
 import sys
 import types
@@ -168,8 +169,6 @@ def is_upstreams(target: str, value: Any, sources: Sources) -> bool:
 
 def takes_the_same(target: str, value: Any, sources: Sources) -> bool:
     """Whether a function has all parameters of upstream's definition by name: factories look for them."""
-    import inspect  # here, because it takes long to import, and most processes have no foreign object
-
     try:
         module, qualname = _defining(target, sources)
         found = definitions(sources.tree(module), qualname)

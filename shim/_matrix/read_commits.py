@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from datetime import date
 from typing import TYPE_CHECKING
 
 from shim._matrix.commits import NONE, RIGHT, Commit
@@ -64,8 +65,6 @@ def _commit(read: Reader, name: str, node: yaml.Node) -> Commit:
 
 
 def _is_day(text: str) -> bool:
-    from datetime import date  # here, because a plan reads no matrix.yaml
-
     if not DATE.fullmatch(text):
         return False
     try:

@@ -7,6 +7,7 @@ line end writes a heading into a report, a bidi control shows other text than th
 from __future__ import annotations
 
 import re
+import unicodedata
 
 __all__ = ["LIMIT", "fits", "one_line", "printable"]
 
@@ -29,8 +30,6 @@ def printable(text: str, kept: str = "\n\t") -> str:
 
 
 def _seen(run: str, kept: str) -> str:
-    import unicodedata  # here, because most text has none of this
-
     shown, marks = [], 0
     for each in run:
         marks = marks + 1 if unicodedata.category(each) in ("Mn", "Me") else 0

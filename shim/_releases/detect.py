@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlparse
 
 from packaging.version import Version
 
@@ -179,7 +180,6 @@ def _edits(found: Recorded, package: Path) -> bool:
     """Whether the metadata belongs to an editable install, which keeps it apart from the sources that it names."""
     if found.direct_url is None:
         return False
-    from urllib.parse import unquote, urlparse  # here, because most installs have no such record
 
     try:
         record = json.loads(found.direct_url)

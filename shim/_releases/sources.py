@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import io
 import os
 import sys
 import threading
+import tokenize
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -334,9 +336,6 @@ class Sources:
         if not path.endswith(".py"):
             raise SourceError(f"{path} is not Python source, so the body of {module} cannot be known", "bytecode")
         try:
-            import io
-            import tokenize  # here, because a plan on a known release decodes no file
-
             content = self._bytes(path)
             if module in self._ran and _hash(content) != self.digest(module):
                 raise SourceError(f"{path} has changed since {module} ran, so its body cannot be known", "edited")

@@ -13,6 +13,7 @@ from shim._planning.losses import LostFeature
 from shim._releases.detect import Environment
 from shim._releases.sources import Sources
 from shim._releases.versions import parse_range
+from shim._te.names import Names, imported_below, wanted_names
 from shim._te.tables import MEGATRON, TE, expanded, remedies, table
 
 __all__ = ["LostFeature", "lost_features", "missing_names", "pair_is_known", "places", "remedy_for"]
@@ -85,8 +86,6 @@ def missing_names(sources: Sources, package: Path, megatron: Version | None) -> 
     Both are read in `sources`. What a module does without a name is not known. A name is left out if the last measured
     release of megatron-core up to this one imports it, and loses nothing without it beside any measured TE release.
     """
-    from shim._te.names import Names, imported_below, wanted_names
-
     measured = table()[MEGATRON]
     like = next((r for r in reversed(measured) if megatron is None or Version(r) <= megatron), measured[0])
     lost = {
@@ -134,7 +133,5 @@ def _feature(
 
 
 def _comes_with(name: str, te: Version) -> str:
-    from shim._te.names import wanted_names
-
     found = wanted_names().get(name, {"in": []})["in"]
     return next((release for release in found if Version(release) > te), "")

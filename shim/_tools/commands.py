@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
+import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shim._api import apply, explain, plan, revert, status
 from shim._errors import NotMetError, OptionError, ShimError
+from shim._matrix.load import load_matrix
+from shim._planning.lock import write_lock
+from shim._planning.options import from_json, matrix_argument
+from shim._planning.overview import list_text, listed, nothing_installed
+from shim._planning.requirements import enforce
+from shim._releases.fingerprint import split_target
+from shim._tools.checkout import in_checkout, maintenance
 from shim._tools.output import NOT_MET, OK, put, say, tell
+from shim._tools.progress import Progress, hushed
 
 if TYPE_CHECKING:
     from shim._matrix.model import Matrix
@@ -34,8 +45,6 @@ __all__ = [
 
 def _selection(arguments: argparse.Namespace) -> dict[str, Any]:
     """The arguments of apply() that the command line gives. The others are left out, so that their variables count."""
-    from shim._planning.options import from_json
-
     chosen: dict[str, Any] = {}
     for name in ("only", "exclude", "require"):
         value = getattr(arguments, name)
@@ -64,10 +73,6 @@ def _held(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def do_plan(arguments: argparse.Namespace) -> int:
-    from shim._api import plan
-    from shim._planning.overview import nothing_installed
-    from shim._planning.requirements import enforce
-
     made = plan(**_held(arguments))
     put(made.to_dict(), made.text(arguments.verbose), arguments.json)
     enforce(made)
@@ -76,9 +81,6 @@ def do_plan(arguments: argparse.Namespace) -> int:
 
 def do_status(arguments: argparse.Namespace) -> int:
     """Apply in this process, import the targets, read back, and revert: the report of a trainer started here."""
-    from shim._api import apply, plan, revert, status
-    from shim._planning.overview import nothing_installed
-
     made = plan(**_held(arguments))
     missing = nothing_installed(made.environment)
     apply(**_held(arguments))
@@ -93,10 +95,6 @@ def do_status(arguments: argparse.Namespace) -> int:
 
 def _import_targets(made: Plan, verbose: bool) -> None:
     """Import every module that the plan patches. `verbose` shows what upstream prints meanwhile."""
-    import importlib
-
-    from shim._releases.fingerprint import split_target
-    from shim._tools.progress import Progress, hushed
 
     progress = Progress()
     modules = list(dict.fromkeys(split_target(t)[0] for d in made.decisions.values() if d.wanted for t in d.targets))
@@ -117,18 +115,12 @@ def _import_targets(made: Plan, verbose: bool) -> None:
 
 
 def do_list(arguments: argparse.Namespace) -> int:
-    from shim._matrix.load import load_matrix
-    from shim._planning.options import matrix_argument
-    from shim._planning.overview import list_text, listed
-
     matrix = load_matrix(matrix_argument(arguments.matrix))
     put(listed(matrix), list_text(matrix), arguments.json)
     return OK
 
 
 def do_explain(arguments: argparse.Namespace) -> int:
-    from shim._api import explain, plan
-
     text = explain(arguments.id)
     decision = plan()[arguments.id]
     put({"text": text, **decision.to_dict()}, text, arguments.json)
@@ -158,8 +150,6 @@ def do_run(arguments: argparse.Namespace) -> int:
 
 
 def do_matrix(arguments: argparse.Namespace) -> int:
-    from shim._matrix.load import load_matrix
-    from shim._planning.options import matrix_argument
     from shim._tools.support import support, support_table
 
     matrix = load_matrix(matrix_argument(arguments.matrix), check_ranges=True)
@@ -189,20 +179,14 @@ def _stale_pins(matrix: Matrix) -> list[str]:
 
 def _unfilled(matrix: Matrix) -> list[str]:
     """The places of new patches that still hold template text, if `matrix` is that of a source tree."""
-    from shim._tools.checkout import in_checkout, maintenance
-
     return maintenance("shim matrix").unfilled_places() if in_checkout() and matrix.shipped else []
 
 
 def do_new_patch(arguments: argparse.Namespace) -> int:
-    from shim._tools.checkout import maintenance
-
     return maintenance("shim new-patch").do_new_patch(arguments)
 
 
 def do_audit(arguments: argparse.Namespace) -> int:
-    from shim._matrix.load import load_matrix
-    from shim._planning.options import matrix_argument
     from shim._releases.trees import open_tree
     from shim._tools.audit import audit
     from shim._tools.audit_report import as_markdown, as_text
@@ -220,8 +204,6 @@ def do_audit(arguments: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
     """Turns the cyclic collector off. In syntax trees, which hold no cycles, it would take as long as all else."""
-    import gc
-
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -259,16 +241,11 @@ def do_pin(arguments: argparse.Namespace) -> int:
             "shim pin --releases is for developers of shim: it fetches every supported release and rewrites the pins "
             "in version_matrix.lock.json; shim pin --check fetches them too and only says whether the pins are current."
         )
-    from shim._tools.checkout import maintenance
 
     return maintenance(f"shim pin {wanted[0]}", " For a job, use shim pin --lock FILE.").do_pin(arguments)
 
 
 def _lock(arguments: argparse.Namespace) -> int:
-    from shim._api import plan
-    from shim._planning.lock import write_lock
-    from shim._planning.overview import nothing_installed
-
     if not arguments.lock:
         raise OptionError("--lock is empty; name a file")
     if arguments.prove or arguments.check:

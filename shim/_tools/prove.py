@@ -8,11 +8,19 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shim._api import plan
 from shim._errors import NotMetError, OptionError
+from shim._matrix.load import load_matrix
+from shim._planning.overview import nothing_installed
+from shim._releases.detect import PATCHED, detect
+from shim._tools.commands import fetched
 from shim._tools.output import NOT_MET, OK, put
+from shim._tools.progress import Progress
 
 if TYPE_CHECKING:
     from shim._planning.plan import Plan
@@ -27,9 +35,6 @@ def do_prove(arguments: argparse.Namespace) -> int:
     from shim._proving.report import as_data, as_markdown, as_text, heading_of
 
     with _against(arguments.against) as (verdicts, tree):
-        from shim._api import plan
-        from shim._planning.overview import nothing_installed
-
         made = plan()
         if missing := nothing_installed(made.environment):
             raise NotMetError(f"shim prove runs real releases: {missing}")
@@ -75,8 +80,6 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def require_torch(device: str) -> None:
     """Raise NotMetError if proofs cannot run on this device here."""
-    from importlib.util import find_spec
-
     if find_spec("torch") is None:
         raise NotMetError("torch is not installed, and proofs run real models; install it: pip install torch")
     if device == "cuda":
@@ -89,10 +92,7 @@ def require_torch(device: str) -> None:
 def _results(
     arguments: argparse.Namespace, made: Plan, verdicts: dict[str, str]
 ) -> tuple[list[Result], list[dict[str, str]]]:
-    from dataclasses import replace
-
     from shim._proving.run import Request, prove, prove_model
-    from shim._tools.progress import Progress
 
     progress = Progress()
     numbers = (arguments.ranks, arguments.together, arguments.timeout, arguments.jobs)
@@ -112,12 +112,9 @@ def _against(target: str | None) -> Iterator[tuple[dict[str, str], str]]:
     if target is None:
         yield {}, ""
         return
-    from shim._matrix.load import load_matrix
-    from shim._releases.detect import PATCHED, detect
     from shim._releases.trees import open_tree
     from shim._tools.against import first_on_path
     from shim._tools.audit import audit
-    from shim._tools.commands import fetched
 
     there = detect().installed
     with first_on_path(target) as tree:
