@@ -12,6 +12,8 @@ from contract_cases import import_targets
 import shim
 from shim._engine.engine import ENGINE
 
+ABOUT = ["rope-fusion"]  # the patches, see chosen.py
+
 CORE = "megatron.core."
 ROPE = (
     "rope-fusion",

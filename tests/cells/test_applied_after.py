@@ -15,6 +15,8 @@ from shim import testing
 from shim._engine.aliases import unwrap
 from shim.testing import Layout
 
+ABOUT = ["mtp-packed-sequences", "mtp-recompute", "frozen-recompute", "chunked-logprob"]  # the patches, see chosen.py
+
 # The package has a function of the same name.
 finalize_model_grads = importlib.import_module("megatron.core.distributed.finalize_model_grads")
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])

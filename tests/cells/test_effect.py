@@ -16,6 +16,8 @@ import shim
 from shim import testing
 from shim.testing import Layout
 
+ABOUT = ["mtp-packed-sequences", "mtp-recompute", "frozen-recompute"]  # the patches, see chosen.py
+
 PACKED, RECOMPUTE, FROZEN = IDS = ["mtp-packed-sequences", "mtp-recompute", "frozen-recompute"]
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
 UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -18,6 +18,8 @@ from thorough import THOROUGH, in_full, times
 import shim
 from shim import testing
 
+ABOUT = ["mtp-packed-sequences"]  # the patches, see chosen.py
+
 CORE = Path(megatron.core.__file__).parent
 BIAS, FROZEN = "expert-bias-padding", "frozen-recompute"
 if shim.plan()[BIAS].action != "apply":

@@ -21,6 +21,8 @@ from shim.testing import sharded
 from shim.testing.proof import CannotRunError, Here, measure
 from shim.testing.user_model import Build, built
 
+ABOUT = ["mtp-packed-sequences", "mtp-recompute", "frozen-recompute"]  # the patches, see chosen.py
+
 PLAN = shim.plan()
 PACKED, RECOMPUTE, AGAIN = "packed-equals-alone", "recompute-equals-none", "packed-recompute-equals-none"
 REACHED, SHARDED, SAVED = "recompute-reaches-every-layer", "tensor-parallel-equals-one-rank", "save-and-load"

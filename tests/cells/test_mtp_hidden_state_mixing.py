@@ -11,6 +11,8 @@ import shim
 from shim import testing
 from shim.testing import Layout
 
+ABOUT = ["mtp-packed-sequences"]  # the patches, see chosen.py
+
 ID = "mtp-packed-sequences"
 ROWS = [((5, 7, 4), 1), ((5, 7, 4), 4), ((1, 6, 2), 4), ((8,), 1)]
 EVEN_ROWS = [((8, 16, 8), 4), ((5, 13, 3), 4), ((1, 6, 2), 4)]

@@ -7,6 +7,8 @@ import shim
 from shim import testing
 from shim.testing import Layout
 
+ABOUT = ["mtp-packed-sequences", "mtp-recompute"]  # the patches, see chosen.py
+
 IDS = ["mtp-packed-sequences", "mtp-recompute", "rope-fusion"]
 if not all(shim.plan()[id].wanted for id in IDS):
     pytest.skip("these sources do not get all three patches", allow_module_level=True)

@@ -36,6 +36,8 @@ import shim
 from shim import testing
 from shim.testing import Layout
 
+ABOUT = ["mtp-packed-sequences", "mtp-recompute", "expert-bias-padding", "rope-fusion"]  # the patches, see chosen.py
+
 
 @dataclass(frozen=True)
 class Case:

@@ -3,6 +3,8 @@
 import trainer_ranks
 from trainer_cases import alone
 
+ABOUT = ["mtp-packed-sequences", "expert-bias-padding"]  # the patches, see chosen.py
+
 
 def test_ranks_that_bind_in_different_orders_agree(ranks2):
     """check() would raise on both if their digests differed."""

@@ -7,6 +7,8 @@ import shim
 from shim import testing
 from shim.testing import Layout
 
+ABOUT = ["mtp-packed-sequences"]  # the patches, see chosen.py
+
 ID = "mtp-packed-sequences"
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
 if not shim.plan()[ID].wanted:

@@ -17,6 +17,8 @@ from shim.patches.megatron_core.cpu_offloaded_optimizer.proof import after_files
 from shim.patches.megatron_core.mrope_thd.proof import LENGTHS, error, packed, unpacked
 from shim.testing import Layout
 
+ABOUT = ["cpu-offloaded-optimizer", "mtp-packed-sequences", "rope-thd", "mrope-thd"]  # the patches, see chosen.py
+
 OFFLOADED, ROWS, MROPE = "cpu-offloaded-optimizer", "rope-thd", "mrope-thd"
 STEP, ROLL = f"{GPT}:GPTModel._postprocess", f"{MTP}:_roll_tensor_packed_seq"
 in_both_orders = pytest.mark.parametrize("first", ["shim", "trainer"])

@@ -17,6 +17,8 @@ from shim._engine.aliases import find_aliases, rewrap, unwrap
 from shim._engine.engine import ENGINE
 from shim.testing import Layout
 
+ABOUT = ["mtp-packed-sequences"]  # the patches, see chosen.py
+
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 MODELS = {
     "packed": {"mtp_num_layers": None},

@@ -2,6 +2,8 @@
 
 import shim
 
+ABOUT = ["rope-thd"]  # the patches, see chosen.py
+
 
 def test_a_plain_call_says_that_it_brings_back_what_a_library_had_excluded(caplog):
     """The patches are those of this release, and their functions are really bound again."""

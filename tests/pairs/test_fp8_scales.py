@@ -23,6 +23,8 @@ from shim.patches._fp8_scales import ForwardScales
 from shim.testing import Layout
 from shim.testing.cpu import storage_shared_in_python
 
+ABOUT = ["te-fp8-state"]  # the patches, see chosen.py
+
 IDS = ["te-fp8-state", "fp8-fp4-recompute"]
 TE = tuple(int(part) for part in version("transformer_engine").split(".")[:2])
 ALL = ["megatron", "engine", "not reentrant", "without output"]

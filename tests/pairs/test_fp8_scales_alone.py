@@ -10,6 +10,8 @@ import shim
 from shim import testing
 from shim.testing import Layout
 
+ABOUT = ["te-fp8-state"]  # the patches, see chosen.py
+
 ID = "fp8-fp4-recompute"
 
 

@@ -15,6 +15,8 @@ import shim
 from shim import testing
 from shim.testing import Layout
 
+ABOUT = ["mtp-recompute"]  # the patches, see chosen.py
+
 ID, PACKED, REGION, TE_ID = "mtp-recompute", "mtp-packed-sequences", "fp8-fp4-recompute", "te-fp8-state"
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
 TE = tuple(int(part) for part in version("transformer_engine").split(".")[:2])

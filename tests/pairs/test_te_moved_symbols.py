@@ -16,6 +16,8 @@ import shim
 from shim import testing
 from shim.testing import Layout, fork_server
 
+ABOUT = ["te-moved-symbols", "te-skip-weight-update"]  # the patches, see chosen.py
+
 ID, SKIP = "te-moved-symbols", "te-skip-weight-update"
 MCORE = tuple(int(part) for part in testing.release().split(".")[:3])
 TE = tuple(int(part) for part in transformer_engine.__version__.split(".")[:2])

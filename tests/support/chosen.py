@@ -3,10 +3,13 @@
 Only with SHIM_TEST_ONCE_PER_VARIANT=1; without it, as under `make matrix`, everything runs everywhere.
 """
 
+import ast
 import functools
 import gc
 import os
+import re
 import zlib
+from pathlib import Path
 
 from shim._matrix.cells import cells, with_bodies_of
 from shim._matrix.load import load_matrix
@@ -26,35 +29,9 @@ def newest_like(*releases):
 
 # Of four ranks each; the others differ in what one or two ranks can show.
 LAYOUTS = newest_like("0.13.1", "0.15.3", "0.16.1", "0.19.2")
+TESTS = Path(__file__).parent.parent
 ONCE = os.environ.get("SHIM_TEST_ONCE_PER_VARIANT") == "1"
 
-# The patches that a file is about, where its name does not begin with the id of one.
-ABOUT = {
-    "test_aliases_given_back": ["rope-fusion"],
-    "test_applied_after": ["mtp-packed-sequences", "mtp-recompute", "frozen-recompute", "chunked-logprob"],
-    "test_effect": ["mtp-packed-sequences", "mtp-recompute", "frozen-recompute"],
-    "test_freed_inputs": ["mtp-recompute"],
-    "test_forks": ["mtp-packed-sequences"],
-    "test_retired": ["mtp-packed-sequences"],
-    "test_second_call": ["rope-thd"],
-    "test_fp8_scales": ["te-fp8-state"],
-    "test_fp8_scales_alone": ["te-fp8-state"],
-    "test_generic_proofs": ["mtp-packed-sequences", "mtp-recompute", "frozen-recompute"],
-    "test_mtp_context_parallel": ["mtp-packed-sequences"],
-    "test_mtp_context_parallel_roll": ["mtp-packed-sequences"],
-    "test_mtp_hidden_state_mixing": ["mtp-packed-sequences"],
-    "test_mtp_pipeline_and_models": ["mtp-packed-sequences"],
-    "test_mtp_quantized_recompute": ["mtp-recompute"],
-    "test_mtp_rope_tables": ["mtp-packed-sequences", "mtp-recompute"],
-    "test_mtp_trainers": ["mtp-packed-sequences"],
-    "test_other_trainers": ["mtp-packed-sequences", "mtp-recompute", "expert-bias-padding", "rope-fusion"],
-    "test_other_trainers_ranks": ["mtp-packed-sequences", "expert-bias-padding"],
-    "test_packing": ["mtp-packed-sequences"],
-    "test_packing_layouts": ["mtp-packed-sequences"],
-    "test_slow_messages": ["pipeline-p2p-order", "pipeline-send-buffers"],
-    "test_replacements": ["cpu-offloaded-optimizer", "mtp-packed-sequences", "rope-thd", "mrope-thd"],
-    "test_te_moved_symbols": ["te-moved-symbols", "te-skip-weight-update"],
-}
 # Files that fewer cells say all about: examples where stock packs rows with MTP and where it does not, and what layouts
 # show alike between the oldest release and the newest.
 ONLY = {
@@ -95,10 +72,18 @@ EVERYWHERE = {
 
 
 @functools.cache
+def said_by_files():
+    """Stem -> the patches that a file of tests is about by its ABOUT. Without one, the name of the file says it."""
+    files = [file for place in ("cells", "pairs") for file in (TESTS / place).rglob("test_*.py")]
+    found = {file.stem: re.search(r"(?m)^ABOUT = (\[[^]]*\])", file.read_text("utf-8")) for file in files}
+    return {stem: ast.literal_eval(match[1]) for stem, match in found.items() if match}
+
+
+@functools.cache
 def patches_of(stem):
     """The ids of the patches that a file of tests is about; none where it is about all of them."""
-    if stem in ABOUT:
-        return ABOUT[stem]
+    if stem in said_by_files():
+        return said_by_files()[stem]
     name = stem.removeprefix("test_").replace("_", "-")
     named = [id for id in matrix_of_today().patches if name == id or name.startswith(f"{id}-")]
     return [max(named, key=len)] if named else []

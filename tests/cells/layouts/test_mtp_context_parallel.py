@@ -33,6 +33,8 @@ from context_parallel_cases import (
 from shim import testing
 from shim.testing import Layout
 
+ABOUT = ["mtp-packed-sequences"]  # the patches, see chosen.py
+
 UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 OPTIONS = [{"per_token_loss": p, "loss_mask": m} for p, m in itertools.product((False, True), repeat=2)]
 stock_packs = pytest.mark.skipif(VERSION < (0, 16), reason="stock refuses packed rows before 0.16")

@@ -23,6 +23,8 @@ import shim
 from shim.ops import packed_roll, rank_roll_index, roll_on_rank
 from shim.testing import Layout
 
+ABOUT = ["mtp-packed-sequences"]  # the patches, see chosen.py
+
 
 @pytest.fixture(scope="module", autouse=True)
 def stock_again(ranks2, ranks4):

@@ -14,6 +14,8 @@ import shim
 from shim import testing
 from shim.testing import Layout, oracle
 
+ABOUT = ["mtp-packed-sequences"]  # the patches, see chosen.py
+
 ID = "mtp-packed-sequences"
 # The sequences alone are recomputed as well, and they are not packed. A row's loss is divided by the row's count.
 PATCHES = [ID, "mtp-recompute", "mtp-loss-cp"]

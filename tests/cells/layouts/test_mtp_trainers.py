@@ -50,6 +50,8 @@ import shim
 from shim import testing
 from shim.testing import Layout
 
+ABOUT = ["mtp-packed-sequences"]  # the patches, see chosen.py
+
 ID = "mtp-packed-sequences"
 PATCHES = [ID, "mtp-recompute"]  # the sequences alone are recomputed as well, and they are not packed
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])

@@ -8,6 +8,8 @@ import shim
 from shim import testing
 from shim.testing import Layout
 
+ABOUT = ["mtp-packed-sequences"]  # the patches, see chosen.py
+
 ID = "mtp-packed-sequences"
 PATCHES = [ID, "mtp-loss-cp"]
 LENGTHS, WIDTH = (5, 9, 0, 3, 12), 12

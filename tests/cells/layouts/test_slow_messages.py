@@ -16,6 +16,8 @@ from shim.patches.megatron_core.pipeline_p2p_order.proof import DIFFERENT, losse
 from shim.testing import Layout
 from shim.testing.slow_messages import slow_messages
 
+ABOUT = ["pipeline-p2p-order", "pipeline-send-buffers"]  # the patches, see chosen.py
+
 PATCHES = [id for id in ("p2p-default-group", "pipeline-send-buffers", "pipeline-p2p-order") if shim.plan()[id].wanted]
 # More microbatches than stages: with no more, stock hangs with variable_seq_lengths.
 LENGTHS, STEPS, SEED = 2 * DIFFERENT, 2, 0
