@@ -250,6 +250,12 @@ def warnings_for(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
             )
             yield decision.id, decision.action, decision.reason, text
         skippable = {} if decision.wiring is None else decision.wiring.skippable
+        for target, why in decision.dropped.items():
+            text = (
+                f"{decision.id} is applied without {target}: {why}. What stays wrong: {skippable[target]}. "
+                f"Remedy: {decision.remedy}."
+            )
+            yield decision.id, "applied in part", f"without {target}", text
         for target, who in ((target, who) for target, who in decision.skipped.items() if who):
             if is_tried(target, decision, plan):
                 text = (

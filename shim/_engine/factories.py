@@ -94,8 +94,8 @@ class Factories:
                 raise BindError(what, decision.id) from error
             finally:
                 self._loading.active = outer
-            if set(factories) != set(decision.targets):
-                odd = ", ".join(sorted(set(factories) ^ set(decision.targets)))
+            if set(factories) != {*decision.targets, *decision.dropped}:
+                odd = ", ".join(sorted(set(factories) ^ {*decision.targets, *decision.dropped}))
                 what = f"matrix and {entry.module} disagree about the targets of {decision.variant}: {odd}"
                 raise BindError(f"{decision.id}: {what}", decision.id)
             content = _content(decision)

@@ -58,10 +58,10 @@ class PatchReport:
 
     @property
     def is_partial(self) -> bool:
-        """Whether somebody else's object keeps a target that the patch can do without, or whose effect is unknown."""
+        """Whether a target that the patch can do without is somebody else's, or of unknown body or effect."""
         if self.state not in ("applied", "pending", "idle", "unknown"):
             return False
-        return not {"left", "lost", "untried"}.isdisjoint(self.targets.values())
+        return not {"left", "lost", "untried", "drifted"}.isdisjoint(self.targets.values())
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -116,6 +116,7 @@ def _state(
         remedy = f"report it with the output of `shim doctor`, and exclude {decision.id} meanwhile"
         return report("failed", failed[decision.id], dict.fromkeys(decision.targets, "failed"), remedy)
     targets = {target: _on(target, decision, binder, overridden) for target in decision.targets}
+    targets.update(dict.fromkeys(decision.dropped, "drifted"))
     skippable = {} if decision.wiring is None else decision.wiring.skippable
     others = tuple(_others(decision, targets, binder, overridden))
     replaced = [target for target, state in targets.items() if state == "lost" and target not in skippable]
@@ -184,7 +185,11 @@ def _others(
     decision: Decision, targets: Mapping[str, str], binder: Records, overridden: Mapping[str, Replaced]
 ) -> list[str]:
     """What other people's objects on the targets do, one sentence each."""
-    found = []
+    found = [
+        f"{target} is left as it is, since its body is not known: {decision.wiring.skippable[target]}"
+        for target in decision.dropped
+        if decision.wiring is not None
+    ]
     for target, state in targets.items():
         around = binder.found.around.get((decision.id, target))
         if state == "untried":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from packaging.version import Version
@@ -147,6 +147,10 @@ class Variant:
     def bodies(self) -> tuple[str, ...]:
         """All names that are fingerprinted, targets first."""
         return (*self.targets, *self.depends_on)
+
+    def without(self, targets: Collection[str]) -> Variant:
+        """The variant that does without these targets."""
+        return replace(self, targets=tuple(target for target in self.targets if target not in targets))
 
     def inherits(self, target: str) -> str | None:
         """The definition that `target` inherits, whose body counts. None where it has a definition of its own."""

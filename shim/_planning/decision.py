@@ -28,6 +28,8 @@ class Decision:
     without_conflict: Decision | None = field(default=None, compare=False, repr=False)
     # Targets left to somebody else's object, with that object in words ("": it says that it keeps what the patch does).
     skipped: Mapping[str, str] = field(default_factory=dict)
+    # Targets of the variant that are not bound, because their bodies are not known, with the reasons.
+    dropped: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def wanted(self) -> bool:
@@ -74,4 +76,5 @@ class Decision:
             "options": dict(self.options),
             "remedy": self.remedy,
             "left": dict(self.skipped),
+            "dropped": dict(self.dropped),
         }

@@ -22,7 +22,7 @@ from shim._releases.json_text import JsonTextError, read_json, unknown_key
 from shim._version import __version__
 
 if TYPE_CHECKING:
-    from shim._planning.plan import Plan
+    from shim._planning.plan import Decision, Plan
 
 __all__ = ["differences", "enforce_lock", "locked", "read_lock", "write_lock"]
 
@@ -71,8 +71,12 @@ def locked(plan: Plan) -> dict[str, Any]:
     A patch that the release does not need is not in the identity. If somebody edits the release, it drifts.
     """
     kinds = [kind for kind in KINDS if plan.options.kinds is None or kind in plan.options.kinds]
-    drifted = sorted(id for id, d in plan.decisions.items() if (d.without_conflict or d).action == "drifted")
+    drifted = sorted(id for id, d in plan.decisions.items() if _has_drifted(d.without_conflict or d))
     return {"format": FORMAT, **plan.identity, "kinds": kinds, "drifted": drifted, "digest": plan.digest}
+
+
+def _has_drifted(decision: Decision) -> bool:
+    return decision.action == "drifted" or bool(decision.dropped)
 
 
 def write_lock(

@@ -30,6 +30,8 @@ class Match:
     drifted: the bodies that are neither known with this variant nor keep its contract, each with the reason.
     kept: the bodies that are not known, but keep their contracts, each with the reason why it is not known.
     breaches: how those of `drifted` that have a contract break it.
+    dropped: targets that the patch does without, because their bodies are neither known nor keep a contract, each with
+        the reason.
     signatures_fit: whether every target can still be called as the patch calls it.
     cause: why the first of `drifted` is not known: "changed", "unpinned", or the cause of its SourceError. "unshown":
         the version is one of those that are right without the patch, and nothing shows that this release is.
@@ -43,6 +45,7 @@ class Match:
     drifted: Mapping[str, str] = field(default_factory=dict)
     kept: Mapping[str, str] = field(default_factory=dict)
     breaches: Mapping[str, str] = field(default_factory=dict)
+    dropped: Mapping[str, str] = field(default_factory=dict)
     signatures_fit: bool = False
     cause: str = ""
 
@@ -190,7 +193,7 @@ def match(entry: PatchEntry, environment: Environment, matrix: Matrix, proved: P
         if not proved.variant:
             return Match("drifted", "left out of this trial", cause="disproved")
         variant = entry.variants[proved.variant]
-        return Match("apply", f"tried on {release}", variant.name, bodies.of(variant))
+        return _with(bodies, variant, f"tried on {release}")
     if candidate is not None:
         found = bodies.of(candidate)
         if bodies.all_known(candidate.name, found):
@@ -222,6 +225,8 @@ def match(entry: PatchEntry, environment: Environment, matrix: Matrix, proved: P
     kept, broken = bodies.standing(variant)
     if kept and not broken:
         return _kept(release, bodies, variant, kept)
+    if broken and not unshown and broken.keys() <= variant.skippable.keys() and set(variant.targets) - broken.keys():
+        return _in_part(release, bodies, variant, kept, broken)
     drift = _drifted(release, bodies, variant)
     return _unshown(drift, rule, release) if rule is not None and unshown else drift
 
@@ -235,28 +240,37 @@ def _shown(bodies: _Bodies, proved: Proved, release: str) -> Match | None:
         if found != proved.fingerprints:
             return None
         if proved.verdict == CANNOT_RUN:
-            return _otherwise(proved, None, found)
+            return _otherwise(bodies, proved, None, found)
         return Match(UPSTREAM, f"{release} is right without it: proved on this tree ({when})", None, found)
     variant = entry.variants.get(proved.variant or "")
     found = {} if variant is None else bodies.of(variant)
     if variant is None or found != proved.fingerprints:
         return None
     if proved.verdict == CANNOT_RUN:
-        return _otherwise(proved, variant, found)
+        return _otherwise(bodies, proved, variant, found)
     if proved.verdict == FIXED:
-        return Match("apply", f"proved on this tree ({when})", variant.name, found)
+        return _with(bodies, variant, f"proved on this tree ({when})")
     unknown = bodies.unknown(variant.name, found)
     reason = f"its proofs fail on this tree ({when})"
     return Match("drifted", reason, variant.name, found, unknown or dict.fromkeys(found, reason), cause="disproved")
 
 
-def _otherwise(proved: Proved, variant: Variant | None, found: Mapping[str, str]) -> Match | None:
+def _with(bodies: _Bodies, variant: Variant, reason: str) -> Match:
+    """The variant, without the targets that are missing and that it can do without."""
+    found = bodies.of(variant)
+    dropped = {t: str(bodies.problems[t]) for t in variant.skippable if found.get(t) == GONE}
+    return Match("apply", reason, variant.name, found, dropped=dropped)
+
+
+def _otherwise(bodies: _Bodies, proved: Proved, variant: Variant | None, found: Mapping[str, str]) -> Match | None:
     """What was decided about these bodies without proofs."""
     state, reason, cause = (proved.otherwise.get(name, "") for name in OTHERWISE)
     if state not in DECIDED or (variant is None) != (state in RIGHT):
         return None
     reason += f"; its proofs show nothing on this tree ({proved.shown})"
     drifted = dict.fromkeys(found, reason) if state == "drifted" else {}
+    if state == "apply" and variant is not None:
+        return replace(_with(bodies, variant, reason), cause=cause)
     return Match(state, reason, None if variant is None else variant.name, found, drifted, cause=cause)
 
 
@@ -266,7 +280,11 @@ def variants_by_likeness(entry: PatchEntry, environment: Environment, matrix: Ma
     versions = environment.versions
     rule = entry.rule_for(versions, environment.installed.keys() - versions.keys() - {entry.distribution})
     candidate = None if rule is None or rule.variant is None else entry.variants[rule.variant]
-    left = [v for v in entry.variants.values() if all(bodies.found_in(v, target) != GONE for target in v.targets)]
+    left = [
+        v
+        for v in entry.variants.values()
+        if all(bodies.found_in(v, target) != GONE or target in v.skippable for target in v.targets)
+    ]
     found: list[Variant] = []
     while left:
         found.append(bodies.nearest(left, candidate or left[-1]))
@@ -342,6 +360,17 @@ def _kept(release: str, bodies: _Bodies, variant: Variant, kept: Mapping[str, st
     return Match("apply", reason, variant.name, bodies.of(variant), kept=kept, signatures_fit=True)
 
 
+def _in_part(
+    release: str, bodies: _Bodies, variant: Variant, kept: Mapping[str, str], broken: Mapping[str, str]
+) -> Match:
+    """Bodies that drifted, of which the patch can do without each: it holds without them."""
+    found = bodies.of(variant)
+    names = ", ".join(split_target(target)[1] for target in broken)
+    reason = f"{release} needs it (variant {variant.name}); it does without {names}, of which the body is not known"
+    fits = all(found[target] != GONE for target in broken) and bodies.signatures_fit(variant, found, kept)
+    return Match("apply", reason, variant.name, found, kept=kept, dropped=broken, signatures_fit=fits)
+
+
 def _drifted(release: str, bodies: _Bodies, variant: Variant) -> Match:
     found = bodies.of(variant)
     kept, drifted = bodies.standing(variant)
@@ -364,6 +393,6 @@ def _drifted(release: str, bodies: _Bodies, variant: Variant) -> Match:
         drifted,
         kept,
         breaches,
-        bodies.signatures_fit(variant, found, kept),
-        cause,
+        signatures_fit=bodies.signatures_fit(variant, found, kept),
+        cause=cause,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shim._matrix.model import Matrix, PatchEntry
@@ -171,7 +171,12 @@ def _decide(
         proved = None  # what was decided without proofs was decided for on_drift="skip"
     found = match(entry, environment, matrix, proved)
     action, reason, remedy = found.state, found.reason, ""
-    if action == "apply" and found.kept and options.on_drift == "known":
+    variant, dropped = entry.variants.get(found.variant or ""), found.dropped
+    if dropped and options.on_drift == "apply" and found.signatures_fit:
+        dropped = {}
+    if dropped:
+        remedy = _drift_remedy(entry, environment, matrix, replace(found, cause="changed"), proved is not None)
+    if action == "apply" and (found.kept or dropped) and options.on_drift == "known":
         action, reason = "drifted", f"on_drift='known' asks for known bodies only, and {reason}"
         remedy = "let contracts decide with on_drift='skip', which is the default, or pin the release in the matrix"
     elif action == "drifted":
@@ -191,10 +196,11 @@ def _decide(
         entry.kind,
         action,
         reason,
-        entry.variants.get(found.variant or ""),
-        found.fingerprints,
+        variant.without(dropped) if variant is not None and dropped and action == "apply" else variant,
+        {target: body for target, body in found.fingerprints.items() if target not in dropped},
         options.for_patch(entry.id, entry.options or {}),
         remedy,
+        dropped=dropped if action == "apply" else {},
     )
 
 

@@ -27,11 +27,31 @@ def _unmet(plan: Plan, decision: Decision) -> str:
     return f"{decision.reason}. Its targets: {', '.join(targets)}. Installed: {installed}. Remedy: {remedy}."
 
 
+def _refuse_part(plan: Plan, decision: Decision) -> None:
+    """Raise NotMetError if a patch that is applied in part has to be applied whole."""
+    options = plan.options
+    demands = {
+        "required": decision.id in options.require,
+        "on_drift='error'": options.on_drift == "error",
+        "strict": options.strict and decision.kind == "correctness",
+    }
+    demand = next((name for name, holds in demands.items() if holds), None)
+    if demand is not None:
+        what = "; ".join(f"{target}: {why}" for target, why in decision.dropped.items())
+        raise NotMetError(
+            f"{demand}, but {decision.id} can be applied in part only, without {what}. Nothing was applied. "
+            f"Remedy: {decision.remedy}."
+        )
+
+
 def enforce(plan: Plan) -> None:
     """Raise NotMetError where the plan does not meet `require`, `strict`, ``on_drift="error"`` or the lock."""
     for decision in plan.decisions.values():
-        met = decision.wanted or decision.action in RIGHT
+        met = (decision.wanted and not decision.dropped) or decision.action in RIGHT
         if met or plan.options.disabled:
+            continue
+        if decision.dropped:
+            _refuse_part(plan, decision)
             continue
         what = f"{decision.id} is {decision.action}: {_unmet(plan, decision)} Nothing was applied."
         if decision.id in plan.options.require:

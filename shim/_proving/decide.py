@@ -61,7 +61,7 @@ def undecided(plan: Plan) -> list[str]:
         if decision.action in ("excluded", "not-installed", "out-of-range"):
             continue
         variant = decision.variant if decision.action not in RIGHT_STATES else None
-        if not all_known(plan.matrix.patches[id], plan.matrix, variant, decision.fingerprints):
+        if decision.dropped or not all_known(plan.matrix.patches[id], plan.matrix, variant, decision.fingerprints):
             found.append(id)
     return found
 

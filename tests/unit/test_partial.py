@@ -1,0 +1,101 @@
+"""A body that is not known takes away only its part of a patch, if the patch can do without it."""
+
+import logging
+
+import pytest
+from unit_helpers import BROKEN, MATRIX, PATCH, write_file
+
+import shim
+from shim._errors import NotMetError
+from shim._planning.lock import locked
+from shim._planning.requirements import enforce
+
+FORWARD, ROLL = "megatron.core.roll:Layer.forward", "megatron.core.roll:roll"
+WRONG = "layers roll past the end"
+PARTIAL = MATRIX.replace(
+    f'targets: ["{ROLL}", "{FORWARD}"]', f'targets: ["{ROLL}", {{target: "{FORWARD}", without: {WRONG}}}]'
+)
+EDITED = BROKEN.replace("return roll(x)", "return roll(x) + 1")
+MISSING = BROKEN.replace("class Layer:\n        def forward", "class Layer:\n        def run")
+OTHER = BROKEN.replace("return helper(x)", "return helper(x) + 1")
+BOTH = EDITED.replace("return helper(x)", "return helper(x) + 1")
+
+
+@pytest.fixture
+def partial(world, monkeypatch):
+    assert PARTIAL != MATRIX
+    write_file(world.own / "trainer_patches" / "roll_fix.py", PATCH)
+    world.pin(PARTIAL)
+    monkeypatch.setenv("MEGATRON_SHIM_MATRIX", str(world.matrix))
+    yield world
+    shim.revert()
+
+
+def roll(world, **arguments):
+    return world.plan(**arguments)["roll-fix"]
+
+
+@pytest.mark.parametrize("text", [EDITED, MISSING])
+def test_the_rest_is_applied(partial, text):
+    """The reason names what is left out, and the digest covers what is bound."""
+    found = roll(partial.install(text))
+    assert (found.action, found.variant, found.targets) == ("apply", "old", (ROLL,))
+    assert list(found.dropped) == [FORWARD] and FORWARD not in found.fingerprints
+    assert "does without Layer.forward, of which the body is not known" in found.reason
+    assert "shim pin --prove" in found.remedy
+
+
+@pytest.mark.parametrize("text", [OTHER, BOTH])
+def test_a_body_that_the_patch_needs_takes_all_of_it(partial, text):
+    assert roll(partial.install(text)).action == "drifted"
+
+
+def test_a_version_that_is_said_to_be_right_gets_no_part(partial):
+    """Whether it needs the patch at all is not known."""
+    assert roll(partial.install(EDITED, "0.18.0")).action == "drifted"
+
+
+@pytest.mark.parametrize(
+    "demand", [{"require": ["roll-fix"]}, {"strict": True}, {"on_drift": "error"}], ids=["require", "strict", "error"]
+)
+def test_who_demands_the_patch_gets_all_of_it_or_an_error(partial, demand):
+    partial.install(EDITED)
+    with pytest.raises(NotMetError, match=r"can be applied in part only, without .*Layer\.forward"):
+        enforce(partial.plan(**demand))
+    enforce(partial.plan())
+
+
+def test_drifted_bodies_can_be_bound_on_demand(partial):
+    """If the signature fits: on_drift="apply" binds the part as well, and "known" wants no unknown body at all."""
+    partial.install(EDITED)
+    found = roll(partial, on_drift="apply")
+    assert found.targets == (ROLL, FORWARD) and not found.dropped and FORWARD in found.fingerprints
+    assert roll(partial, on_drift="known").action == "drifted"
+    assert roll(partial.install(MISSING), on_drift="apply").targets == (ROLL,)
+
+
+def test_a_lock_knows_that_a_part_has_drifted(partial):
+    before = locked(partial.install(BROKEN).plan())
+    after = locked(partial.install(EDITED).plan())
+    assert before["drifted"] == [] and "roll-fix" in after["drifted"]
+    assert FORWARD in before["patches"]["roll-fix"]["fingerprints"]
+    assert FORWARD not in after["patches"]["roll-fix"]["fingerprints"]
+
+
+def test_the_report_says_what_is_left_and_a_warning_what_stays_wrong(partial, caplog):
+    """What is left is upstream's own function, before and after."""
+    partial.install(EDITED)
+    (partial.site / "megatron/core/__init__.py").write_text("")
+    with caplog.at_level(logging.WARNING, "shim"):
+        shim.apply(only=["roll-fix"])
+    import megatron.core.roll as module
+
+    stock = module.Layer.forward
+    found = shim.status()["roll-fix"]
+    assert found.state == "applied" and found.is_partial
+    assert found.targets == {ROLL: "bound", FORWARD: "drifted"}
+    assert found.others == (f"{FORWARD} is left as it is, since its body is not known: {WRONG}",)
+    [text] = [record.getMessage() for record in caplog.records if "applied without" in record.getMessage()]
+    assert f"What stays wrong: {WRONG}. Remedy: " in text
+    shim.revert()
+    assert module.Layer.forward is stock
