@@ -9,7 +9,7 @@ from shim._errors import OptionError
 from shim._matrix import load
 from shim._matrix.load import load_matrix
 from shim._planning.options import matrix_argument
-from shim._tools import commands
+from shim._tools import fetching
 from shim._tools.output import NOT_MET, OK, put, tell
 from shim._tools.progress import Progress
 from shim.testing.releases import at_hand
@@ -35,7 +35,7 @@ def do_new_patch(arguments: argparse.Namespace) -> int:
 
     def fetch(distribution: str, release: str) -> Path:
         progress(f"{distribution} {release}")
-        return commands.fetched(distribution, release)
+        return fetching.fetched(distribution, release)
 
     found = propose(arguments.id, arguments.target, matrix, fetch)
     written = write_patch(found, matrix, top, arguments.dry_run)
@@ -73,7 +73,7 @@ def do_pin(arguments: argparse.Namespace) -> int:
     path = Path(matrix.path).absolute()
     tell(f"shim: fetches {total} releases, where the cache lacks them, and {what} the pins of {path}")
     progress = Progress()
-    found = measure_all(matrix, commands.fetched, progress, anew=arguments.anew or arguments.check)
+    found = measure_all(matrix, fetching.fetched, progress, anew=arguments.anew or arguments.check)
     progress.done()
     for line in found.missing.values():
         tell(f"shim: {line}")
@@ -96,7 +96,7 @@ def _patch(arguments: argparse.Namespace) -> int:
     def there(distribution: str, name: str) -> bool:
         return at_hand(name, distribution)
 
-    found = measure_some(matrix, arguments.patch, commands.fetched, there, progress)
+    found = measure_some(matrix, arguments.patch, fetching.fetched, there, progress)
     changed = write_all(found)
     progress.done()
     for line in (*found.missing.values(), *filter(None, [found.lacking])):
@@ -124,7 +124,7 @@ def _add(arguments: argparse.Namespace) -> int:
     tell(f"shim: adds {new.distribution} {new.name} to {matrix.path}; takes about {about:.0f} s")
     progress = Progress()
     top = load.PACKAGE.parent if matrix.shipped else None
-    found = add(matrix, new, commands.fetched, progress, source=source, of=arguments.of or "main", top=top)
+    found = add(matrix, new, fetching.fetched, progress, source=source, of=arguments.of or "main", top=top)
     progress.done()
     put(found.to_dict(), str(found), arguments.json)
     return NOT_MET if found.decide else OK

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shim._errors import OptionError
 from shim._releases.trees import Tree, open_tree
-from shim._tools.commands import fetched
+from shim._tools.fetching import fetched
 
 __all__ = ["first_on_path"]
 

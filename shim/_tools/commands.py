@@ -8,7 +8,6 @@ import gc
 import importlib
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shim._api import apply, explain, plan, revert, status
@@ -20,6 +19,7 @@ from shim._planning.overview import list_text, listed, nothing_installed
 from shim._planning.requirements import enforce
 from shim._releases.fingerprint import split_target
 from shim._tools.checkout import in_checkout, maintenance
+from shim._tools.fetching import fetched
 from shim._tools.output import NOT_MET, OK, put, say, tell
 from shim._tools.progress import Progress, hushed
 
@@ -39,7 +39,6 @@ __all__ = [
     "do_plan",
     "do_run",
     "do_status",
-    "fetched",
 ]
 
 
@@ -211,16 +210,6 @@ def _uncollected() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def fetched(distribution: str, release: str) -> Path:
-    """A release from the cache, else downloaded. A download is announced on standard error."""
-    from shim.testing.releases import FetchError, fetch
-
-    try:
-        return fetch(release, distribution, tell)
-    except FetchError as error:
-        raise NotMetError(str(error)) from None
 
 
 def do_pin(arguments: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ from shim._errors import NotMetError, OptionError
 from shim._matrix.load import load_matrix
 from shim._planning.overview import nothing_installed
 from shim._releases.detect import PATCHED, detect
-from shim._tools.commands import fetched
+from shim._tools.fetching import fetched
 from shim._tools.output import NOT_MET, OK, put
 from shim._tools.progress import Progress
 

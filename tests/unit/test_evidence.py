@@ -1,6 +1,7 @@
 """What the proofs have shown on a tree decides about its bodies, and about no others."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from unit_helpers import BROKEN, FIXED, PATCH, REWORKED, write_file
@@ -13,7 +14,6 @@ from shim._planning.evidence import FIXED as IS_FIXED
 from shim._planning.lock import read_lock, write_lock
 from shim._planning.match import GONE, fingerprints_of
 from shim._planning.plan import make_plan
-from shim._record import replace
 from shim._releases import sources as sources_module
 from shim._releases.known_files import measure_files
 

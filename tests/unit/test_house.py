@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "_api": {"_errors", "_record", "_releases", "_matrix", "_planning", "_te", "_engine"},
     "_workers": {"_errors", "_planning", "_api"},
     "testing": {"_errors", "_releases", "_matrix", "_planning", "_engine", "_api", "ops"},
-    "_proving": {"_errors", "_printing", "_matrix", "_planning", "testing"},
+    "_proving": {"_errors", "_printing", "_releases", "_matrix", "_planning", "_api", "testing"},
     "_tools": {
         "_errors",
         "_printing",
@@ -182,6 +182,7 @@ TESTED_IN = {
     "_proving.models": "testing/test_prove",
     "_releases.archives": "unit/test_hostile_trees",
     "_releases.recorded": "testing/test_known_files",
+    "_tools.against": "testing/test_pin_prove",
     "_tools.output": "unit/test_cli",
     "_tools.checkout": "unit/test_cli",
     "_workers.run.sitecustomize": "unit/test_run",

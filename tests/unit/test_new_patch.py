@@ -17,6 +17,7 @@ from shim._matrix.model import Matrix
 from shim._tools.cli import main
 from shim.maintenance import new_patch
 from shim.maintenance.new_patch_text import MARK
+from shim.testing import releases  # noqa: F401 - under the matrix that ships: it reads it at its import
 
 TARGET = "megatron.core.roll:Layer.forward"
 METHOD = """
@@ -209,7 +210,7 @@ def checkout(fetch, tmp_path, monkeypatch):
     (top / "version_matrix.yaml").write_text(CHECKOUT)
     write_pins(top / "version_matrix.yaml", fetch)
     monkeypatch.setattr("shim._matrix.load.PACKAGE", top / "shim")
-    monkeypatch.setattr("shim._tools.commands.fetched", fetch)
+    monkeypatch.setattr("shim._tools.fetching.fetched", fetch)
     return top
 
 

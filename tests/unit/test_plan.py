@@ -231,7 +231,19 @@ def test_an_operator_gets_past_a_required_patch(world, monkeypatch):
 
 
 PLAN_KEYS = {"digest", "environment", "patches", "wrong_pairs", "pair_is_known", "lost_features"}
-DECISION_KEYS = {"id", "kind", "action", "reason", "variant", "targets", "fingerprints", "options", "remedy", "left"}
+DECISION_KEYS = {
+    "id",
+    "kind",
+    "action",
+    "reason",
+    "variant",
+    "targets",
+    "fingerprints",
+    "options",
+    "remedy",
+    "left",
+    "dropped",
+}
 INSTALLED_KEYS = {"version", "public", "origin", "location", "problems"}
 
 
