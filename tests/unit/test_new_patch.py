@@ -17,7 +17,7 @@ from shim._matrix.model import Matrix
 from shim._tools.cli import main
 from shim.maintenance import new_patch
 from shim.maintenance.new_patch_text import MARK
-from shim.testing import releases  # noqa: F401 - under the matrix that ships: it reads it at its import
+from shim.testing import releases as _releases  # noqa: F401 - it reads the matrix that ships at its import
 
 TARGET = "megatron.core.roll:Layer.forward"
 METHOD = """
