@@ -6,6 +6,7 @@ Reads one JSON object from standard input, `Work.to_json`. Writes one line of JS
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -13,8 +14,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,24 @@ MODEL = "model:"  # begins the source of a generic proof
 OVERRIDES = "overrides"  # instead of a proof: shim's verdict on the model's overrides
 
 _POLL = 0.02  # seconds between two looks at the processes that run
+
+# What most proofs load beyond a GPT model. A release may lack a part.
+_COMMON = (
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.optimizer",
+    "megatron.core.distributed",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.models.mamba.mamba_layer_specs",
+    "megatron.core.models.hybrid.hybrid_block",
+    "megatron.core.models.mimo.optimizer",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async",
+    "megatron.core.dist_checkpointing.strategies.fully_parallel",
+    "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader",
+    "torch.utils.serialization.config",
+    "torch._subclasses.schema_check_mode",
+    "torch.profiler",
+    "multiprocessing.popen_fork",
+)
 
 UNUSABLE = "unusable"  # the state of an answer: the request makes no sense, and why
 
@@ -86,10 +106,27 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # upstream's output must not get between the answers
     work = Work.from_json(sys.stdin.read())
-    _import_torch()
-    if work.preload:
-        _preload(work.te, work.device)
+    with shared_by_forks():
+        _import_torch()
+        if work.preload:
+            _preload(work.te, work.device)
+            _preload_own(work.tasks)
     _Pool(work, answers).run()
+
+
+@contextlib.contextmanager
+def shared_by_forks() -> Iterator[None]:
+    """Import inside what forked processes share: none of them collects it as garbage.
+
+    A collection writes to each object that it looks at, so each process would copy the memory of all modules, and those
+    that it forks in turn. It takes as long as a small proof. Inside there is no garbage worth a search.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _import_torch() -> None:
@@ -107,7 +144,28 @@ def _preload(te: bool, device: str) -> None:
     if find_spec("megatron") is not None:  # Transformer Engine may be there without it
         import megatron.core.models.gpt.gpt_model  # noqa: F401
 
+        for name in _COMMON:
+            with contextlib.suppress(Exception):
+                import_module(name)
+
     import shim.testing.proof  # noqa: F401
+
+
+def _preload_own(tasks: Sequence[SideTask]) -> None:
+    """Load what is shim's: its engine and matrix, and the patches with their proofs. None of it changes megatron-core.
+
+    An error is told by the side that has it.
+    """
+    import shim.testing
+
+    with contextlib.suppress(Exception):
+        shim.plan()  # it reads the matrix
+    for name in shim.testing.__all__:
+        with contextlib.suppress(Exception):
+            getattr(shim.testing, name)
+    for source in dict.fromkeys(task.source for task in tasks):
+        with contextlib.suppress(Exception):
+            shim.testing.proof.proofs_of(source)
 
 
 def import_te(device: str) -> None:

@@ -248,3 +248,47 @@ def test_an_archive_cannot_be_run(releases, monkeypatch, capsys):
     [wheel] = (releases(RELEASE).parent / "wheels").glob(f"megatron_core-{RELEASE}-*.whl")
     assert main(["prove", "--against", str(wheel)]) == 2
     assert "it has to be a directory; unpack it" in capsys.readouterr().err
+
+
+def test_what_forked_processes_share_is_no_garbage_of_theirs():
+    """A collection in a forked process looks at nothing that it shares, and finds what it makes itself."""
+    code = (
+        "import gc, os, weakref\n"
+        "from shim._proving.worker import shared_by_forks\n"
+        "class Ring:\n    def __init__(self): self.me = self\n"
+        "with shared_by_forks():\n    assert not gc.isenabled()\n    shared = weakref.ref(Ring())\n"
+        "assert gc.isenabled() and gc.get_freeze_count() > 1000 and len(gc.get_objects()) < 1000\n"
+        "own = weakref.ref(Ring())\n"
+        "gc.collect()\n"
+        "assert shared() is not None and own() is None\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment([REPOSITORY]), timeout=PATIENCE)
+
+
+def test_what_is_loaded_for_all_sides_leaves_megatron_core_as_it_is(releases):
+    """The engine and the patches are loaded before stock is forked: nothing is applied, and no import is watched."""
+    code = (
+        "import sys\n"
+        "from shim._proving import worker\n"
+        "worker._import_torch()\n"
+        "worker._preload(False, 'cpu')\n"
+        "finders = list(sys.meta_path)\n"
+        "held = {name: dict(vars(module)) for name, module in sys.modules.items() if name.startswith('megatron')}\n"
+        "import shim\n"
+        "sources = [entry.module for entry in shim.plan().matrix.patches.values()]\n"
+        "worker._preload_own([worker.SideTask('', source, '', None) for source in sources])\n"
+        "assert sum(name.startswith('shim.patches.') for name in sys.modules) > len(sources)\n"
+        "from shim._engine.engine import ENGINE\n"
+        "assert ENGINE.plan is None and sys.meta_path == finders\n"
+        "for name, module in held.items():\n"
+        "    now = vars(sys.modules[name])\n"
+        "    assert all(now[key] is value for key, value in module.items()), name\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment([releases(RELEASE), REPOSITORY]),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stderr
