@@ -4,35 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
-import os
-import select
-import signal
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shim._errors import OptionError
 from shim._matrix.model import RIGHT, PatchEntry
-from shim._planning.arguments import PREFIX
 from shim._planning.decision import Decision
 from shim._planning.plan import Plan
 from shim._proving.kept import Kept
+from shim._proving.processes import Process
 from shim._proving.reached import Spot
 from shim._proving.results import Result, generic_verdict, outcome_of, verdict_of
 from shim._proving.worker import MODEL, OVERRIDES, UNUSABLE, SideTask, Work
-from shim.testing.proof import Proof, proofs_of
+
+if TYPE_CHECKING:
+    from shim.testing.proof import Proof
 
 __all__ = ["SMALL_GPT", "Request", "prove", "prove_generic", "prove_model"]
 
 SMALL_GPT = "shim.testing:build_gpt"  # a model of our own, which nobody patches at import
 TE = "transformer-engine"
 NOTHING_THERE = ("not-installed", "out-of-range", "excluded")
-_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from shim._proving.worker import main; main()"
-_IMPORTS = 300.0  # seconds that a worker may take for imports, in addition to the time limit of a side
 
 
 @dataclass(frozen=True)
@@ -76,6 +69,16 @@ Say = Callable[[str], None]
 
 def prove(plan: Plan, request: Request, say: Say) -> list[Result]:
     """Run the proofs of the patches in the plan. `say` is told what has ended."""
+    wanted = [decision for id, decision in plan.decisions.items() if not request.ids or id in request.ids]
+    if all(decision.action in NOTHING_THERE for decision in wanted):
+        return _proved(plan, request, say, None)
+    with Process("cpu") as first:  # it imports torch while this process does, for the proofs
+        return _proved(plan, request, say, first)
+
+
+def _proved(plan: Plan, request: Request, say: Say, first: Process | None) -> list[Result]:
+    from shim.testing.proof import proofs_of
+
     cases: dict[str, _Case] = {}
     results: dict[str, Result] = {}
     for id, decision in plan.decisions.items():
@@ -97,7 +100,7 @@ def prove(plan: Plan, request: Request, say: Say) -> list[Result]:
                 continue
             results[label] = replace(result, device=device)
             cases[label] = _case(label, entry.module, proof, results[label], device, world, request)
-    answers = _run(cases.values(), request, say)
+    answers = _run(cases.values(), request, say, first=first)
     return [_judged(cases[label], answers) if label in cases else result for label, result in results.items()]
 
 
@@ -159,6 +162,8 @@ def _proofs(decision: Decision, entry: PatchEntry, asked: bool, every: bool) -> 
 
     every: also those about other variants.
     """
+    from shim.testing.proof import proofs_of
+
     base = Result(decision.id, "", decision.id, entry.kind, "", "", "cannot run", "", decision.action, decision.variant)
     if decision.action in NOTHING_THERE:
         if asked:
@@ -225,11 +230,15 @@ def _judged(case: _Case, answers: Mapping[str, Mapping[str, Any]]) -> Result:
 
 
 def _run(
-    cases: Iterable[_Case], request: Request, say: Say, more: Iterable[SideTask] = ()
+    cases: Iterable[_Case],
+    request: Request,
+    say: Say,
+    more: Iterable[SideTask] = (),
+    first: Process | None = None,
 ) -> dict[str, dict[str, Any]]:
     """The answers by the keys of the tasks. Each worker shares what it has imported among its tasks.
 
-    more: further tasks, about a user's model.
+    more: further tasks, about a user's model. first: a process that was started before, and ends with its work.
     """
     groups: dict[tuple[bool, bool, str], list[SideTask]] = {}
     answers: dict[str, dict[str, Any]] = {}
@@ -245,86 +254,26 @@ def _run(
     for task in more:
         groups.setdefault((False, False, task.device), []).append(task)
     total = len(answers) + sum(map(len, groups.values()))
-    for (preload, te, device), tasks in groups.items():
-        work = Work(tuple(tasks), preload, te, device, request.jobs, request.timeout)
-        say(f"{_bar(len(answers), total)} importing")
-        asked = {task.key: task for task in tasks}
-        for answer in _answers(work):
-            answers[answer["key"]] = answer
-            if request.kept is not None:
-                request.kept.keep(asked[answer["key"]], answer)
-            say(f"{_bar(len(answers), total)} {answer['key']}: {answer['text']}")
+    with contextlib.ExitStack() as opened:
+        waiting = []
+        for (preload, te, device), tasks in groups.items():
+            # All import at once. Only then one after the other runs its sides, `jobs` of them at once.
+            if first is not None and first.device == device:
+                process, first = first, None
+            else:
+                process = opened.enter_context(Process(device))
+            process.give(Work(tuple(tasks), preload, te, device, request.jobs, request.timeout))
+            waiting.append((process, {task.key: task for task in tasks}))
+        for process, asked in waiting:
+            say(f"{_bar(len(answers), total)} importing")
+            for answer in process.answers():
+                answers[answer["key"]] = answer
+                if request.kept is not None:
+                    request.kept.keep(asked[answer["key"]], answer)
+                say(f"{_bar(len(answers), total)} {answer['key']}: {answer['text']}")
     return answers
 
 
 def _bar(done: int, total: int, width: int = 20) -> str:
     filled = width * done // total if total else width
     return f"[{'#' * filled}{'.' * (width - filled)}] {done} of {total} sides"
-
-
-def _answers(work: Work) -> Iterator[dict[str, Any]]:
-    """One answer for each task, also if the worker dies."""
-    left = {task.key for task in work.tasks}
-    with tempfile.TemporaryFile() as said:
-        worker = subprocess.Popen(
-            [sys.executable, "-c", _START, json.dumps([entry or os.getcwd() for entry in sys.path])],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=said,
-            env=_environment(work.device),
-        )
-        assert worker.stdin is not None and worker.stdout is not None
-        try:
-            with contextlib.suppress(BrokenPipeError):
-                worker.stdin.write(work.to_json().encode())
-                worker.stdin.close()
-            for line in _lines(worker.stdout.fileno(), work.timeout + _IMPORTS):
-                answer = json.loads(line)
-                left.discard(answer["key"])
-                yield answer
-        finally:
-            _end(worker)
-            worker.stdout.close()
-        said.seek(0)
-        last = said.read().decode(errors="replace").strip().splitlines()[-1:] or ["without a word"]
-    for key in left:
-        yield {"key": key, "state": "broken", "text": f"the process that imports megatron-core ended: {last[0]}"}
-
-
-def _lines(descriptor: int, patience: float) -> Iterator[bytes]:
-    """Lines until the end of the file, or until none comes for `patience` seconds."""
-    rest = b""
-    while select.select([descriptor], [], [], patience)[0]:
-        part = os.read(descriptor, 65536)
-        if not part:
-            return
-        *lines, rest = (rest + part).split(b"\n")
-        yield from lines
-
-
-def _end(worker: subprocess.Popen[bytes]) -> None:
-    """Let it end, and with it the processes that it has forked: on an interrupt it kills them."""
-    if worker.poll() is None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            worker.wait(1)
-    if worker.poll() is None:
-        worker.send_signal(signal.SIGINT)
-        try:
-            worker.wait(10)
-        except subprocess.TimeoutExpired:
-            worker.kill()
-            worker.wait()
-
-
-def _environment(device: str) -> dict[str, str]:
-    """This process's, without what would apply shim on stock, or give a CPU proof a GPU.
-
-    `shim run` does its work by PYTHONPATH. The worker is given sys.path instead.
-    """
-    ours = {name for name in os.environ if name.startswith(PREFIX) and name != f"{PREFIX}MATRIX"}
-    kept = {name: value for name, value in os.environ.items() if name not in {*ours, "PYTHONPATH"}}
-    if device == "cpu":
-        kept["CUDA_VISIBLE_DEVICES"] = ""
-    kept.setdefault("OMP_NUM_THREADS", "1")
-    kept.setdefault("NO_VCS_VERSION", "1")  # else megatron-core runs git at its import
-    return kept

@@ -1,6 +1,7 @@
 """The process in which proofs run. It imports once what they need, and forks one process for each side of each proof.
 
-Reads one JSON object from standard input, `Work.to_json`. Writes one line of JSON for each side that has ended.
+Reads one JSON object from standard input, `Work.to_json`, in one line, and runs it after a second line, `GO`. Writes
+one line of JSON for each side that has ended.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from typing import Any
 from shim._errors import OptionError
 from shim._proving.reached import Spot, reached_in, watch
 
-__all__ = ["MODEL", "OVERRIDES", "UNUSABLE", "SideTask", "Work", "main", "run_side"]
+__all__ = ["GO", "MODEL", "OVERRIDES", "UNUSABLE", "SideTask", "Work", "main", "run_side"]
 
 MODEL = "model:"  # begins the source of a generic proof
 OVERRIDES = "overrides"  # instead of a proof: shim's verdict on the model's overrides
 
-_POLL = 0.02  # seconds between two looks at the processes that run
+GO = "go"
+_POLL = 0.005  # seconds between two looks at the processes that run
 
 # What most proofs load beyond a GPT model. A release may lack a part.
 _COMMON = (
@@ -105,13 +107,17 @@ def main() -> None:
     """Run the work that standard input describes."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # upstream's output must not get between the answers
-    work = Work.from_json(sys.stdin.read())
     with shared_by_forks():
         _import_torch()
+        given = sys.stdin.readline()
+        if not given:
+            return  # no proof needs this process
+        work = Work.from_json(given)
         if work.preload:
             _preload(work.te, work.device)
             _preload_own(work.tasks)
-    _Pool(work, answers).run()
+    if sys.stdin.readline().strip() == GO:
+        _Pool(work, answers).run()
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import yaml
 from thorough import in_full
 
 from shim._proving import worker
+from shim._proving.processes import Process
 from shim._proving.worker import SideTask, Work
 from shim._tools.cli import main
 from shim.testing import environment, fetch
@@ -292,3 +293,36 @@ def test_what_is_loaded_for_all_sides_leaves_megatron_core_as_it_is(releases):
         timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "told, ran", [("", "no"), ("WORK", "no"), ("WORKgo\n", "yes")], ids=["no work", "work", "work and go"]
+)
+def test_a_worker_runs_nothing_before_it_is_told_and_ends_if_nobody_does(told, ran):
+    """It may wait for its turn while another worker runs, and its command may be interrupted meanwhile."""
+    code = (
+        "import os\n"
+        "from shim._proving import worker\n"
+        "worker._import_torch = lambda: None\n"
+        "class Pool:\n"
+        "    def __init__(self, work, answers): self.answers = answers\n"
+        "    def run(self): self.answers.write('yes')\n"
+        "worker._Pool = Pool\n"
+        "worker.main()\n"
+    )
+    work = Work((SideTask("a side", "", "", None),), preload=False).to_json() + "\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=told.replace("WORK", work),
+        env=environment([REPOSITORY]),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert (done.returncode, done.stdout or "no") == (0, ran), done.stderr
+
+
+def test_a_process_that_is_not_used_ends_at_once():
+    with Process("cpu") as process:
+        assert process._process.poll() is None
+    assert process._process.returncode == -signal.SIGKILL
