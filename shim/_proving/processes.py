@@ -114,6 +114,8 @@ def _environment(device: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in {*ours, "PYTHONPATH"}}
     if device == "cpu":
         kept["CUDA_VISIBLE_DEVICES"] = ""
+        # What megatron-core compiles runs as it is written: compiling takes longer than a proof, as does its import.
+        kept.setdefault("TORCHDYNAMO_DISABLE", "1")
     kept.setdefault("OMP_NUM_THREADS", "1")
     kept.setdefault("NO_VCS_VERSION", "1")  # else megatron-core runs git at its import
     return kept
