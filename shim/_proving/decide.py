@@ -17,7 +17,6 @@ from shim._planning.plan import Plan
 from shim._proving.reached import Spot, spots_of
 from shim._proving.results import Outcome, Result
 from shim._proving.run import SMALL_GPT, Request, Say, prove, prove_generic
-from shim.testing.proof import proofs_of
 
 __all__ = ["Decided", "Judgement", "decide", "undecided"]
 
@@ -137,6 +136,8 @@ def _judged(plan: Plan, id: str, variant: str | None, results: Sequence[Result],
 
     That it fixes the tree is said by the proofs about this variant; that the tree is right without it, by all.
     """
+    from shim.testing.proof import proofs_of  # imports torch
+
     proofs = {result.proof: _sides(result) for result in results if result.stock is not None}
     about = {proof.name: proof.variants for proof in proofs_of(plan.matrix.patches[id].module)}
     ran = [result for result in results if _ran(result)]

@@ -180,7 +180,6 @@ TESTED_IN = {
     "_matrix.reader": "unit/test_matrix",
     "_planning.identity": "unit/test_plan",
     "_proving.models": "testing/test_prove",
-    "_proving.processes": "testing/test_prove",
     "_releases.archives": "unit/test_hostile_trees",
     "_releases.recorded": "testing/test_known_files",
     "_tools.against": "testing/test_pin_prove",

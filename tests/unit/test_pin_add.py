@@ -136,7 +136,7 @@ def test_sources_that_are_named_are_not_fetched(shim, fetched, tmp_path):
         (["--add", "0.18.0", "/nowhere/at/all"], "is no directory; put a wheel into the cache"),
         (["--add", "0.18.0", "a", "b"], "at most one SOURCE"),
         (["--add", "0.18.0", "--check"], "leave out --check and --releases"),
-        (["--add", "0.18.0", "--lock", "x"], "leave out --check, --releases and --add"),
+        (["--add", "0.18.0", "--lock", "x"], "leave out --releases, --add and --patch"),
         (["--add", "0.18.0", "--of", "main"], "--of belongs to a commit"),
         (["--of", "main", "--releases"], "--of belongs to --add"),
     ],
