@@ -69,21 +69,25 @@ def decide(plan: Plan, request: Request, say: Say) -> Decided:
     """Run what has to be run. `request` says how: device, jobs, time limits."""
     ids = undecided(plan)
     trials = {id: variants_by_likeness(plan.matrix.patches[id], plan.environment, plan.matrix)[:TRIES] for id in ids}
+    known = tuple(id for id, decision in plan.decisions.items() if decision.wanted and id not in ids)
     judged: dict[str, Judgement] = {}
+    told: tuple[str, ...] = ()
     for number in range(TRIES):
         variants = {
             id: found[number].name for id, found in trials.items() if len(found) > number and _open(judged.get(id))
         }
-        without_any = [id for id in ids if not number and not trials[id]]
-        if not variants and not without_any:
+        # The first round has also what no variant fits, and what needs no decision.
+        tried, beside = (ids, known) if number == 0 else (list(variants), ())
+        if not tried and not beside:
             break
-        beside = {id: j.variant for id, j in judged.items() if j.verdict == FIXED and j.variant is not None}
-        for judgement in _round(plan, [*variants, *without_any], {**beside, **variants}, request, say):
-            if judgement.id not in judged or judgement.verdict == FIXED:
-                judged[judgement.id] = judgement
+        results, watch = _round(plan, tried, {**_accepted(judged), **variants}, beside, request, say)
+        for id in tried:
+            seen = _judged(plan, id, variants.get(id), [r for r in results if r.patch == id], watch[id])
+            if id not in judged or seen.verdict == FIXED:
+                judged[id] = seen
+        told += _against_the_matrix(beside, results)
     judged = _together(plan, judged, request, say)
     judged, generic = _generic(plan, judged, request, say)
-    told = _against_the_matrix(plan, ids, request, say)
     return Decided(tuple(_with_bodies(plan, judged[id]) for id in ids), generic, told)
 
 
@@ -96,14 +100,18 @@ def _open(judgement: Judgement | None) -> bool:
 
 
 def _round(
-    plan: Plan, ids: Sequence[str], variants: Mapping[str, str], request: Request, say: Say
-) -> Iterable[Judgement]:
-    tried = _as_tried(plan, variants)
+    plan: Plan, ids: Sequence[str], variants: Mapping[str, str], known: Iterable[str], request: Request, say: Say
+) -> tuple[list[Result], dict[str, tuple[Spot, ...]]]:
+    """The proofs of these patches with these variants, with the spots that were watched. Of known patches, of stock."""
     watch = {id: spots_of(plan.environment.sources, _unknown_bodies(plan, id, variants.get(id))) for id in ids}
-    asked = replace(request, ids=tuple(ids), trial={**dict.fromkeys(undecided(plan), ""), **variants}, watch=watch)
-    results = prove(tried, asked, say)
-    for id in ids:
-        yield _judged(plan, id, variants.get(id), [result for result in results if result.patch == id], watch[id])
+    asked = replace(
+        request,
+        ids=(*ids, *known),
+        trial={**dict.fromkeys(undecided(plan), ""), **variants},
+        stock_only=frozenset(known),
+        watch=watch,
+    )
+    return prove(_as_tried(plan, variants), asked, say), watch
 
 
 def _as_tried(plan: Plan, variants: Mapping[str, str]) -> Plan:
@@ -270,15 +278,11 @@ def _worse(result: Result) -> bool:
     return stock is not None and patched is not None and stock.state == "right" and patched.state != "right"
 
 
-def _against_the_matrix(plan: Plan, ids: Sequence[str], request: Request, say: Say) -> tuple[str, ...]:
+def _against_the_matrix(known: Iterable[str], results: Sequence[Result]) -> tuple[str, ...]:
     """Patches whose bodies are known and that are to be applied, on whose stock no proof shows the defect."""
-    known = [id for id, decision in plan.decisions.items() if decision.wanted and id not in ids]
-    if not known:
-        return ()
-    results = prove(plan, replace(request, ids=tuple(known), stock_only=True), say)
     told = []
     for id in known:
-        ran = [result for result in results if result.patch == id and result.stock is not None and _ran(result)]
+        ran = [result for result in results if result.patch == id and _ran(result)]
         if ran and all(result.stock is not None and result.stock.state == "right" for result in ran):
             told.append(f"{id}: by its bodies this tree needs it, and its proofs are right on stock ({_stocks(ran)})")
     return tuple(told)

@@ -33,7 +33,8 @@ class Request:
     """A request for proofs. ids: these patches; empty for all. ranks: the number for a proof over ranks.
 
     together: apply all patches on the patched side, not the patch alone. timeout: seconds for each side.
-    stock_only: leave the patched side out. trial: variants to apply whatever the bodies are, by patch.
+    stock_only: patches of which to leave the patched side out.
+    trial: variants to apply whatever the bodies are, by patch.
     watch: for each patch the bodies of which an outcome is to say whether they ran. kept: answers of an earlier run.
     """
 
@@ -43,7 +44,7 @@ class Request:
     together: bool = False
     timeout: float = 120.0
     jobs: int = 2
-    stock_only: bool = False
+    stock_only: frozenset[str] = frozenset()
     trial: Mapping[str, str] | None = None
     watch: Mapping[str, tuple[Spot, ...]] = field(default_factory=dict)
     kept: Kept | None = None
@@ -209,7 +210,7 @@ def _case(label: str, source: str, proof: Proof, result: Result, device: str, wo
     applied = () if request.together or not result.patch else (result.patch, *proof.beside)
     options = {result.patch: dict(proof.options)} if proof.options else None
     patched = replace(stock, key=f"{label} with shim", ids=applied, options=options, trial=request.trial)
-    wanted = (result.action == "apply" or not result.patch) and not request.stock_only
+    wanted = (result.action == "apply" or not result.patch) and result.patch not in request.stock_only
     return _Case(proof, result, source, stock, patched if wanted else None)
 
 
