@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shim._matrix.model import RIGHT as RIGHT_STATES
+from shim._planning.bodies import GONE, all_known, fingerprints_of, keeps_contract, variants_by_likeness
 from shim._planning.evidence import CANNOT_RUN, FIXED, NOT_FIXED, RIGHT
-from shim._planning.match import GONE, all_known, fingerprints_of, keeps_contract, match, variants_by_likeness
+from shim._planning.match import match
 from shim._planning.plan import Plan
 from shim._proving.reached import Spot, spots_of
 from shim._proving.results import Outcome, Result

@@ -15,7 +15,8 @@ from packaging.version import Version
 
 from shim._errors import ShimError, SourceError
 from shim._matrix.model import RIGHT, Matrix, PatchEntry
-from shim._planning.match import GONE, Match, match
+from shim._planning.bodies import GONE
+from shim._planning.match import Match, match
 from shim._releases.detect import DISTRIBUTIONS, Environment, Installed
 from shim._releases.fingerprint import definitions, split_target
 from shim._releases.sources import Sources

@@ -9,10 +9,10 @@ from unit_helpers import BROKEN, FIXED, PATCH, REWORKED, write_file
 import shim
 from shim._errors import NotMetError, OptionError
 from shim._matrix.load import load_matrix
+from shim._planning.bodies import GONE, fingerprints_of
 from shim._planning.evidence import CANNOT_RUN, NOT_FIXED, RIGHT, evidence_for, files_of
 from shim._planning.evidence import FIXED as IS_FIXED
 from shim._planning.lock import read_lock, write_lock
-from shim._planning.match import GONE, fingerprints_of
 from shim._planning.plan import make_plan
 from shim._releases import sources as sources_module
 from shim._releases.known_files import measure_files

@@ -1,0 +1,168 @@
+"""The bodies of a patch: the known ones from the pins, the installed ones from the sources, and how both compare."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from shim._errors import SourceError
+from shim._matrix.model import UPSTREAM, Matrix, PatchEntry, Pin, Variant
+from shim._planning.contract import breach
+from shim._record import computed_once
+from shim._releases.detect import Environment
+from shim._releases.fingerprint import fingerprint, signature_part
+
+__all__ = ["GONE", "Bodies", "all_known", "fingerprints_of", "keeps_contract", "variants_by_likeness"]
+
+GONE = ""  # stands for the fingerprint of a body that cannot be found or read
+
+
+class Bodies:
+    """The bodies of one patch: known ones from the pins, installed ones from the sources."""
+
+    def __init__(self, entry: PatchEntry, environment: Environment, matrix: Matrix) -> None:
+        self.entry = entry
+        self.environment = environment
+        self.matrix = matrix
+        self.problems: dict[str, SourceError] = {}
+        self._known: dict[str, Mapping[str, Collection[str]]] = {}
+        self._found: dict[tuple[str, str | None, bool], str] = {}
+        self._breaches: dict[tuple[str, str], str] = {}
+
+    @computed_once
+    def pins(self) -> list[tuple[str, Pin]]:
+        """The pins with their releases. A plan on a known release needs only `known`."""
+        return list(self.matrix.known(self.entry.id))
+
+    def known(self, variant: str) -> Mapping[str, Collection[str]]:
+        """The known bodies of a variant, by target."""
+        if variant not in self._known:
+            self._known[variant] = self.matrix.known_bodies(self.entry.id, variant)
+        return self._known[variant]
+
+    def found(self, target: str, inherits: str | None = None, may_be_missing: bool = False) -> str:
+        key = (target, inherits, may_be_missing)
+        if key not in self._found:
+            try:
+                self._found[key] = fingerprint(self.environment.sources, target, inherits, may_be_missing)
+            except SourceError as error:
+                self.problems.setdefault(target, error)
+                self._found[key] = GONE
+        return self._found[key]
+
+    def of(self, variant: Variant) -> dict[str, str]:
+        return {t: self.found(t, variant.inherits(t), t in variant.may_be_missing) for t in variant.bodies}
+
+    def unknown(self, name: str, bodies: Mapping[str, str]) -> dict[str, str]:
+        """The bodies that no pin of this variant knows, each with the reason."""
+        known = self.known(name)
+        return {
+            target: str(self.problems[target]) if value == GONE else self._elsewhere(target, value)
+            for target, value in bodies.items()
+            if value not in known.get(target, ())
+        }
+
+    def _elsewhere(self, target: str, value: str) -> str:
+        """The reason why a body is not known: which pinned release has it with another variant, if any."""
+        having = [(release, pin) for release, pin in self.pins if pin.fingerprints.get(target) == value]
+        if not having:
+            return "its body is not that of any pinned release"
+        distribution, of_release = self.entry.distribution, dict(having)
+        release = self.matrix.in_order(distribution, of_release)[-1]
+        variant = of_release[release].variant
+        has = f"which has variant {variant}" if variant else "which needs no patch"
+        return f"its body is that of {distribution} {self.matrix.shown(distribution, release)}, {has}"
+
+    def all_known(self, name: str, bodies: Mapping[str, str]) -> bool:
+        known = self.known(name)
+        return bool(bodies) and all(value in known.get(target, ()) for target, value in bodies.items())
+
+    def breach(self, variant: Variant, target: str) -> str | None:
+        """How a body breaks its contract, in words. "" where it keeps it.
+
+        None where it has none, so that it must be known, or where it is not found as the variant expects it.
+        """
+        if target not in variant.needs or self.found_in(variant, target) == GONE:
+            return None
+        key = (variant.name, target)
+        if key not in self._breaches:
+            body = variant.inherits(target) or target
+            self._breaches[key] = breach(self.environment.sources, body, variant.needs[target])
+        return self._breaches[key]
+
+    def standing(self, variant: Variant) -> tuple[dict[str, str], dict[str, str]]:
+        """The bodies that are not known with this variant, with the reasons: those that keep contracts, and others."""
+        kept: dict[str, str] = {}
+        others: dict[str, str] = {}
+        for target, why in self.unknown(variant.name, self.of(variant)).items():
+            (kept if self.breach(variant, target) == "" else others)[target] = why
+        return kept, others
+
+    def found_in(self, variant: Variant, target: str) -> str:
+        return self.found(target, variant.inherits(target), target in variant.may_be_missing)
+
+    def signatures_fit(self, variant: Variant, bodies: Mapping[str, str], kept: Collection[str]) -> bool:
+        """Whether every target keeps its contract, or has the signature that it has in some pinned release."""
+        known = self.known(variant.name)
+        return all(
+            target in kept
+            or any(signature_part(bodies[target]) == signature_part(value) for value in known.get(target, ()))
+            for target in variant.targets
+        )
+
+    def nearest(self, variants: list[Variant], to: Variant) -> Variant:
+        """The variant with the fewest broken bodies, then with the most known ones for its size, then nearest to `to`.
+
+        Variants of which half is broken come last, by their shares: one of few bodies has few broken ones anywhere.
+        """
+        order = list(self.entry.variants)
+
+        def distance(variant: Variant) -> tuple[bool, float, float, int]:
+            kept, broken = self.standing(variant)
+            apart, count = abs(order.index(variant.name) - order.index(to.name)), len(variant.bodies)
+            share, unknown = len(broken) / count, (len(broken) + len(kept)) / count
+            return (True, share, unknown, apart) if share >= 0.5 else (False, len(broken), unknown, apart)
+
+        return min(variants, key=distance)
+
+    def missing(self, target: str) -> bool:
+        """Whether there is no such body. A file that cannot be read may hold one."""
+        return self.found(target) == GONE and self.problems[target].cause == "missing"
+
+
+def variants_by_likeness(entry: PatchEntry, environment: Environment, matrix: Matrix) -> list[Variant]:
+    """The variants whose targets are all here, the most likely one first: by the rules, then by their bodies."""
+    bodies = Bodies(entry, environment, matrix)
+    versions = environment.versions
+    rule = entry.rule_for(versions, environment.installed.keys() - versions.keys() - {entry.distribution})
+    candidate = None if rule is None or rule.variant is None else entry.variants[rule.variant]
+    left = [
+        v
+        for v in entry.variants.values()
+        if all(bodies.found_in(v, target) != GONE or target in v.skippable for target in v.targets)
+    ]
+    found: list[Variant] = []
+    while left:
+        found.append(bodies.nearest(left, candidate or left[-1]))
+        left.remove(found[-1])
+    return found
+
+
+def fingerprints_of(
+    entry: PatchEntry, variant: Variant | None, environment: Environment, matrix: Matrix
+) -> dict[str, str]:
+    """The bodies of a variant, GONE for one that is missing. None: all bodies of the patch that are here."""
+    bodies = Bodies(entry, environment, matrix)
+    if variant is not None:
+        return bodies.of(variant)
+    return {target: value for target in entry.bodies if (value := bodies.found(target)) != GONE}
+
+
+def keeps_contract(entry: PatchEntry, variant: Variant, target: str, environment: Environment, matrix: Matrix) -> bool:
+    """Whether the body of one of a variant's targets or reads keeps its contract."""
+    return Bodies(entry, environment, matrix).breach(variant, target) == ""
+
+
+def all_known(entry: PatchEntry, matrix: Matrix, variant: str | None, fingerprints: Mapping[str, str]) -> bool:
+    """Whether each of these bodies was seen in a release or commit with this variant (None: that is right)."""
+    known = matrix.known_bodies(entry.id, variant or UPSTREAM)
+    return bool(fingerprints) and all(value in known.get(target, ()) for target, value in fingerprints.items())
