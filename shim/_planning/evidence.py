@@ -21,7 +21,7 @@ CANNOT_RUN = "cannot run"  # so nothing was shown
 VERDICTS = (FIXED, RIGHT, NOT_FIXED, CANNOT_RUN)
 TRIAL = "trial"  # in the processes that run the proofs only: apply it, whatever its bodies are
 
-OTHERWISE = ("state", "reason", "cause")  # of what was decided without proofs, see Proved
+OTHERWISE = ("state", "reason", "cause", "dropped")  # of what was decided without proofs, see Proved
 DECIDED = ("apply", "drifted", "upstream", "not-needed")  # the states that such a decision can have
 
 DISTRIBUTIONS = ("megatron-core", "transformer-engine")
@@ -37,8 +37,8 @@ class Proved:
         that the tree has.
     shown: the measurements in words, or why nothing could be measured.
     date: the day of the run.
-    otherwise: if nothing was shown, what contracts and signs had decided: `state`, `reason` and `cause` of a Match. The
-        same bodies give the same, so that no source is parsed for it again.
+    otherwise: if nothing was shown, what contracts and signs had decided: `state`, `reason` and `cause` of a Match, and
+        its `dropped` targets with blanks between. The same bodies give the same, so no source is parsed for it again.
     """
 
     verdict: str

@@ -148,13 +148,14 @@ def _with(bodies: Bodies, variant: Variant, reason: str) -> Match:
 
 def _otherwise(bodies: Bodies, proved: Proved, variant: Variant | None, found: Mapping[str, str]) -> Match | None:
     """What was decided about these bodies without proofs."""
-    state, reason, cause = (proved.otherwise.get(name, "") for name in OTHERWISE)
+    state, reason, cause, left = (proved.otherwise.get(name, "") for name in OTHERWISE)
     if state not in DECIDED or (variant is None) != (state in RIGHT):
         return None
     reason += f"; its proofs show nothing on this tree ({proved.shown})"
     drifted = dict.fromkeys(found, reason) if state == "drifted" else {}
     if state == "apply" and variant is not None:
-        return replace(_with(bodies, variant, reason), cause=cause)
+        dropped = dict.fromkeys((target for target in left.split() if target in variant.skippable), reason)
+        return Match(state, reason, variant.name, found, dropped=dropped, cause=cause)
     return Match(state, reason, None if variant is None else variant.name, found, drifted, cause=cause)
 
 

@@ -294,7 +294,8 @@ def _with_bodies(plan: Plan, judgement: Judgement) -> Judgement:
     entry = plan.matrix.patches[judgement.id]
     if judgement.verdict == CANNOT_RUN:
         found = match(entry, plan.environment, plan.matrix)
-        otherwise = {"state": found.state, "reason": found.reason, "cause": found.cause}
+        dropped = " ".join(found.dropped)
+        otherwise = {"state": found.state, "reason": found.reason, "cause": found.cause, "dropped": dropped}
         judgement = replace(judgement, variant=found.variant, otherwise=otherwise)
     variant = None if judgement.variant is None else entry.variants[judgement.variant]
     return replace(judgement, fingerprints=fingerprints_of(entry, variant, plan.environment, plan.matrix))

@@ -107,7 +107,12 @@ def test_known_bodies_need_no_proof_and_hear_none(tree):
 @pytest.mark.parametrize(("state", "variant"), [("apply", "old"), ("drifted", "old"), ("upstream", None)])
 def test_where_proofs_show_nothing_the_decision_stays(tree, monkeypatch, state, variant):
     """It was made from the same bodies, so no source is parsed for it again."""
-    otherwise = {"state": state, "reason": "its contract", "cause": "changed" if state == "drifted" else ""}
+    otherwise = {
+        "state": state,
+        "reason": "its contract",
+        "cause": "changed" if state == "drifted" else "",
+        "dropped": "",
+    }
     write(tree, verdict(tree, CANNOT_RUN, variant, otherwise=otherwise))
     monkeypatch.setattr(sources_module, "parse", lambda text: pytest.fail("a source was parsed"))
     found = roll(tree)
@@ -116,7 +121,7 @@ def test_where_proofs_show_nothing_the_decision_stays(tree, monkeypatch, state, 
 
 def test_asking_for_drifted_patches_decides_anew(tree):
     """What was decided without proofs was decided for on_drift="skip"."""
-    otherwise = {"state": "drifted", "reason": "its contract", "cause": "changed"}
+    otherwise = {"state": "drifted", "reason": "its contract", "cause": "changed", "dropped": ""}
     write(tree, verdict(tree, CANNOT_RUN, otherwise=otherwise))
     assert shim.plan(lock=tree.lock, on_drift="apply")["roll-fix"].action == "apply"
 

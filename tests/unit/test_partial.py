@@ -1,13 +1,16 @@
 """A body that is not known takes away only its part of a patch, if the patch can do without it."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 from unit_helpers import BROKEN, MATRIX, PATCH, write_file
 
 import shim
 from shim._errors import NotMetError
+from shim._planning.evidence import CANNOT_RUN, Proved
 from shim._planning.lock import locked
+from shim._planning.match import match
 from shim._planning.requirements import enforce
 
 FORWARD, ROLL = "megatron.core.roll:Layer.forward", "megatron.core.roll:roll"
@@ -99,3 +102,15 @@ def test_the_report_says_what_is_left_and_a_warning_what_stays_wrong(partial, ca
     assert f"What stays wrong: {WRONG}. Remedy: " in text
     shim.revert()
     assert module.Layer.forward is stock
+
+
+def test_proofs_that_show_nothing_leave_the_part_out(partial):
+    """What was decided without proofs holds under the lock as well, the dropped target included."""
+    plan = partial.install(EDITED).plan()
+    found = match(plan.matrix.patches["roll-fix"], plan.environment, plan.matrix)
+    otherwise = {"state": found.state, "reason": found.reason, "cause": found.cause, "dropped": FORWARD}
+    said = Proved(CANNOT_RUN, "old", found.fingerprints, "no proof", "2026-01-02", otherwise)
+    again = match(plan.matrix.patches["roll-fix"], plan.environment, plan.matrix, said)
+    assert again.state == "apply" and list(again.dropped) == [FORWARD]
+    edited = replace(said, otherwise={**otherwise, "dropped": ROLL})
+    assert not match(plan.matrix.patches["roll-fix"], plan.environment, plan.matrix, edited).dropped
