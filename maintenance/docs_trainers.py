@@ -23,9 +23,9 @@ __all__ = ["PINS", "VERDICTS", "Edit", "Item", "Trainer", "edited", "problems", 
 # Verdict -> what it means for the maintainer of a trainer.
 VERDICTS = {
     "unnecessary": "shim does it. The lines can be deleted once shim is applied.",
-    "composes": "It does something of its own in the same place. Both hold, in the order that is given.",
-    "conflicts": "It keeps a patch of shim from its effect, in whole or in part. The row says what follows.",
-    "own": "It is none of shim's business. It is only counted.",
+    "composes": "It does something else in the same place. Both hold, in the given order.",
+    "conflicts": "It keeps a patch of shim from its effect, in whole or in part. The row names the consequence.",
+    "own": "Unrelated to shim. It is only counted.",
 }
 PINS = "trainers_pins.json"  # beside the data: what shim.maintenance.trainer_pins has found
 AUDITED = {
@@ -216,8 +216,8 @@ far as shim has to do with it. [where-to-call.md](where-to-call.md) says where `
 """
 
 HOW = """
-Releases are those in which the trainer's lines have a use. A row with a test was seen to run. A row without one was
-read, and not run.
+The releases are those on which the trainer's lines have a use. A row with a test was run. A row without one was only
+read.
 
 The diffs name the lines that go and do not quote them. They need shim in every process that trains.
 """
