@@ -127,7 +127,7 @@ def _of_its_kind(value: Any, config: Any) -> bool:
 
 def _say_that_it_keeps(where: str, name: str, value: Any) -> None:
     text = (
-        f"config_override: {where} has another config, in which {name!r} is {value!r}, and keeps it. Remedy: "
+        f"config_override: {where} has another config, in which {name!r} stays {value!r}. Remedy: "
         "also override that config, if it is to have the same value."
     )
     if text not in _said:

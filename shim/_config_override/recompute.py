@@ -121,8 +121,8 @@ def _begin(config: Any, name: str, wanted: Held, may_suspend: bool) -> _Claim:
         codes = {code for place in PLACES for code in _recomputing(place)}
         if changes and recomputing_elsewhere(codes, config, lambda frame: _captured(frame, config, name)):
             raise OptionError(
-                f"config_override: another thread is recomputing what can read {name!r} of this {_kind(config)}, and "
-                f"this one wants {wanted.value!r} instead of {now.value!r}. Remedy: give each of them a separate "
+                f"config_override: another thread is recomputing code that can read {name!r} of this {_kind(config)}, "
+                f"and this one wants {wanted.value!r} instead of {now.value!r}. Remedy: give each of them a separate "
                 "config, or wait for the other's backward."
             )
         put(config, name, wanted)
@@ -341,6 +341,6 @@ def refuse_what_is_not_carried() -> None:
             remedy = f"apply the patch {place.patch} (shim.apply()), or give the layers a separate config"
         if not carried:
             raise NotMetError(
-                f"config_override: {place.module}:{place.bound or place.holder} would recompute what runs in here with "
-                f"other values. Remedy: {remedy}."
+                f"config_override: {place.module}:{place.bound or place.holder} would recompute the code in this block "
+                f"with other values. Remedy: {remedy}."
             )

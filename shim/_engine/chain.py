@@ -92,7 +92,7 @@ class Slot:
     def __str__(self) -> str:
         owner = self.owner
         if self.within:
-            return f"what {self.within} calls"
+            return f"the function that {self.within} calls"
         if issubclass(type(owner), type):
             return f"{owner.__module__}.{owner.__qualname__}.{self.name}"
         return f"{namespace_of(owner).get('__name__', 'a module without a name')}.{self.name}"

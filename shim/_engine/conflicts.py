@@ -214,12 +214,12 @@ def _in_place_of_ours(target: str, decision: Decision, plan: Plan, binder: Recor
 
 def remedy_in_doubt(id: str, who: str) -> str:
     """What to do about an object of which nobody knows what it calls."""
-    return f"let {who} call the function that it took from a variable of its own, or exclude {id}"
+    return f"let {who} call the original function from one of its own variables, or exclude {id}"
 
 
 def remedy_for(id: str, who: str) -> str:
     """What to do about an object that does a patch's work its own way."""
-    return f"remove {who}, whose work the patch does, or keep it and exclude {id}"
+    return f"remove {who} (the patch replaces it), or keep it and exclude {id}"
 
 
 def remedy_untried(who: str) -> str:
@@ -252,26 +252,26 @@ def warnings_for(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
         skippable = {} if decision.wiring is None else decision.wiring.skippable
         for target, why in decision.dropped.items():
             text = (
-                f"{decision.id} is applied without {target}: {why}. What stays wrong: {skippable[target]}. "
+                f"{decision.id} is applied without {target}: {why}. Remaining defect: {skippable[target]}. "
                 f"Remedy: {decision.remedy}."
             )
             yield decision.id, "applied in part", f"without {target}", text
         for target, who in ((target, who) for target, who in decision.skipped.items() if who):
             if is_tried(target, decision, plan):
                 text = (
-                    f"{decision.id} is applied without {target}, which holds {who}. Whether that does what the patch "
-                    f"does is not known: {remedy_untried(who)}."
+                    f"{decision.id} is applied without {target}, which holds {who}. It is not known whether that has "
+                    f"the effect of the patch: {remedy_untried(who)}."
                 )
                 yield decision.id, "not tried", f"without {target}", text
             if target not in skippable or is_tried(target, decision, plan):
                 continue
             text = (
                 f"{decision.id} is applied without {target}, which holds {who}. "
-                f"What stays wrong: {skippable[target]}. Remedy: {remedy_for(decision.id, who)}."
+                f"Remaining defect: {skippable[target]}. Remedy: {remedy_for(decision.id, who)}."
             )
             yield decision.id, "applied in part", f"without {target}", text
 
 
 def _stays_wrong(plan: Plan, id: str) -> str:
     entry = plan.matrix.patches[id]
-    return f"What stays wrong: {entry.without}. " if entry.without else f"What is missing: {entry.summary}. "
+    return f"Remaining defect: {entry.without}. " if entry.without else f"Missing: {entry.summary}. "

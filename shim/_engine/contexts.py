@@ -80,7 +80,7 @@ class Contexts:
         if not self._all_around() and not all(_same(wanted, other.plan) for other in self.open):
             raise OptionError(
                 "shim.patched() cannot begin, because another thread or task is within a shim.patched() with other "
-                f"arguments, and patches are of the whole process. {REMEDY}."
+                f"arguments, and patches hold for the whole process. {REMEDY}."
             )
         return (*self.open, Block(context, wanted, in_force))
 
@@ -89,7 +89,7 @@ class Contexts:
         if not self._all_around():
             raise OptionError(
                 f"shim.{what}() cannot be called while another thread or task is within shim.patched(), because the "
-                f"end of that undoes it. {REMEDY}."
+                f"end of that block would undo the call. {REMEDY}."
             )
 
     def over(self) -> Block | None:

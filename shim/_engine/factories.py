@@ -148,7 +148,7 @@ class Factories:
                 try:
                     entry.resource.release()
                 except Exception as error:  # noqa: BLE001 - an error of one patch must not keep others from being freed
-                    text = f"{entry.content[0]} could not end what it keeps: {type(error).__name__}: {error}"
+                    text = f"{entry.content[0]} could not release its resource: {type(error).__name__}: {error}"
                     with self._lock():
                         self._log.warn_once([text])
         ended = {id(entry) for entry in over if not _told(entry.resource)}

@@ -49,7 +49,7 @@ def with_findings(
 CALL_IT = "call the method of the base class in the override, or drop the override"
 EARLIER = "call shim.apply() before the model is built"
 FIND_OUT = (
-    "call the method of the base class in the override; or, where a test shows that the override trains right, mark it "
+    "call the method of the base class in the override; or, if a test shows that the override trains right, mark it "
     "with shim.compatible(TARGET)"
 )
 

@@ -41,7 +41,7 @@ def overrides_of(module: Any, owner: type, name: str, fixed: Any) -> Iterator[Ov
     function = own.__func__ if type(own) is types.MethodType else own
     if own is not None and function is not fixed:
         cls = type(module)
-        does = f"an instance of {cls.__module__}.{cls.__qualname__} holds a {name} of its own ({_place(function, cls)})"
+        does = f"an instance of {cls.__module__}.{cls.__qualname__} holds another {name} ({_place(function, cls)})"
         yield Override(function, name, does, mro, kept)
     for place, holder in enumerate(mro):
         if holder is owner:

@@ -21,7 +21,7 @@ __all__ = ["NO_VERDICT", "Probe", "Tries", "Verdict", "facts_of", "of_patch", "r
 Probe = Callable[[Any, str, list[Any]], "bool | str | None"]
 Verdict = tuple["bool | None", str]  # the second says why nothing is known
 MOST_VERDICTS = 1000
-NO_VERDICT = "what becomes of the patch cannot be told"  # if it says nothing
+NO_VERDICT = "shim cannot tell whether the patch has its effect"  # if it says nothing
 
 
 def run(probe: Probe, module: Any, method: str, models: list[Any]) -> Verdict:
@@ -106,14 +106,14 @@ class Tries:
         """What the patch's probe says of `function`, which `module` runs as `method`."""
         probe = of_patch(decision, self.plan, "probe")
         if probe is None:
-            return None, "shim has no way to try what becomes of the patch"
+            return None, "shim cannot test whether the patch has its effect"
         if id(module) not in self._facts:
             self._facts[id(module)] = facts_of(module), *(type(model).__qualname__ for model in self.models)
         what = (decision.id, decision.variant, repr(sorted(decision.options.items())), method)
         key = (what, getattr(function, "__code__", function), type(module).__qualname__, self._facts[id(module)])
         if key not in self.verdicts:
             if not self.trying:
-                return None, "shim.check(model) has not tried yet what becomes of the patch"
+                return None, "shim.check(model) has not tested yet whether the patch has its effect"
             if len(self.verdicts) >= MOST_VERDICTS:
                 self.verdicts.clear()
             self.verdicts[key] = run(probe, module, method, self.models)

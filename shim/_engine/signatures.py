@@ -39,7 +39,7 @@ def _refused(new: types.FunctionType, before: Mapping[str, inspect.Parameter]) -
     if len(positional) > code.co_argcount and not code.co_flags & inspect.CO_VARARGS:
         return f"its code takes {code.co_argcount} positional arguments; upstream's takes {len(positional)}"
     if len(required) > len(positional):
-        return f"its code needs an argument {required[len(positional)]} that upstream's has not"
+        return f"its code needs an argument {required[len(positional)]} that upstream's lacks"
     always = {p.name for p in before.values() if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
     # After the positional ones stand those that a call passes by name alone, also behind *args.
     for name in names[code.co_argcount :]:
@@ -59,7 +59,7 @@ def _refused(new: types.FunctionType, before: Mapping[str, inspect.Parameter]) -
             if mixed_up or (not taken and not code.co_flags & inspect.CO_VARKEYWORDS):
                 return f"its code does not take the argument {parameter.name} by name"
             if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.name in names[code.co_argcount :]:
-                return f"its code takes the argument {parameter.name} by name alone, which calls pass by position, too"
+                return f"its code takes the argument {parameter.name} by name alone, but calls may pass it by position"
     return ""
 
 

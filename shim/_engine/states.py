@@ -137,7 +137,7 @@ def _state(
         reason = f"{NOT_TOLD} {who} calls shim's function on {unknown[0]}, which it holds"
         made = report("unknown", reason, targets, remedy_in_doubt(decision.id, who))
     elif untried := [question for key, question in binder.found.open.items() if key[0] == decision.id]:
-        reason = f"{NOT_TOLD} {untried[0].who}, which replaces {untried[0].method}, does what the patch does"
+        reason = f"{NOT_TOLD} {untried[0].who}, which replaces {untried[0].method}, has the effect of the patch"
         made = report("unknown", reason, targets, remedy_untried(untried[0].who))
         made = off(decision.options, decision.reason, targets) or made
     else:
@@ -153,7 +153,7 @@ def _bound(decision: Decision, binder: Records) -> tuple[str, str, str]:
     """
     if decision.id in binder.found.doubts:
         what = binder.found.doubts[decision.id][1]
-        return "unknown", f"{NOT_TOLD} {what}", f"exclude {decision.id}, or test what becomes of it"
+        return "unknown", f"{NOT_TOLD} {what}", f"exclude {decision.id}, or test whether it has its effect"
     around = [(target, binder.found.around.get((decision.id, target))) for target in decision.targets]
     told = [f"{target} is {found.who}, which {found.why}" for target, found in around if found is not None]
     return "applied", "; but ".join([decision.reason, *told]), ""
@@ -220,7 +220,7 @@ def read_report(plan: Plan, binder: Records, failed: Mapping[str, str], held: Ma
     }
     fine = ("called", "kept", "released")
     left_alone = tuple(str(item) for item in binder.places.replaced_now() if binder.effect_of(item) not in fine)
-    left_alone += tuple(f"{slot} holds shim's object again, which somebody has put back" for slot in binder.put_back())
+    left_alone += tuple(f"{slot} holds shim's object again: other code put it back" for slot in binder.put_back())
     return Report(patches, plan, releases, left_alone)
 
 

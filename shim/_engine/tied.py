@@ -94,7 +94,7 @@ class Tie:
             return ""
         why, now = _differs(plan, name, module)
         if now[0] != before[0] and now[1] != before[1]:
-            text = f"{file_of(module)} was changed while it was imported, so nobody knows what ran"
+            text = f"{file_of(module)} was changed during its import, so it is unknown which text ran"
             self._untrue[name] = weakref.ref(module), text
             return f"{text}. {_EDITED}"
         if not why:

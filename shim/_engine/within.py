@@ -43,6 +43,6 @@ def _is_of_engine(frame: FrameType) -> bool:
 def refused_within(what: str) -> OptionError:
     """The error for a change from inside of a transaction."""
     return OptionError(
-        f"shim.{what}() was called from inside of another call of shim, by a patch that is being bound, by a "
+        f"shim.{what}() was called within another call of shim, by a patch that is being bound, by a "
         "signal handler or by a finalizer. It has changed nothing. Remedy: call it when that call has returned."
     )

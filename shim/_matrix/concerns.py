@@ -40,6 +40,6 @@ WORDS = {
     "distributed-optimizer": "the distributed optimizer",
     "offloaded-optimizer": "the CPU-offloaded optimizer",
     "muon": "the Muon optimizer",
-    "param-groups": "parameter groups with a learning rate of their own",
+    "param-groups": "parameter groups with separate learning rates",
     "checkpoint": "saving or loading a checkpoint",
 }

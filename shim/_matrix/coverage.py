@@ -59,4 +59,4 @@ def check_coverage(read: Reader, node: yaml.Node, entry: PatchEntry, supported: 
     for point, hit in covered.items():
         if not hit and all(first <= version <= last for version, (first, last) in zip(point, edges)):
             shown = ", ".join(f"{name} {version}" for name, version in zip(axes, point))
-            raise read.fail(node, f"ranges of {entry.id} leave a gap: no rule says what {shown} needs")
+            raise read.fail(node, f"ranges of {entry.id} leave a gap: no rule covers {shown}")

@@ -85,4 +85,4 @@ def _check_variants(
             choices = ", ".join([*known, *RIGHT, NONE])
             raise read.fail(node, f"commit {commit.name} gets variant {variant!r} of {id}; it can get {choices}")
         if NONE in known:
-            raise read.fail(node, f"no variant of {id} can be called {NONE!r} where a commit names variants")
+            raise read.fail(node, f"no variant of {id} can be called {NONE!r} if a commit names variants")

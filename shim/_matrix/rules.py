@@ -226,7 +226,9 @@ def _check_targets(read: Reader, node: yaml.Node, entry: PatchEntry, matrix: Mat
     for release, right in matrix.known(entry.id):
         for release_too, pin in matrix.known(entry.id) if right.variant is None else ():
             if pin.variant and pin.fingerprints.items() <= right.fingerprints.items():
-                what = f"{release} has {entry.id} already, but the same bodies as {release_too}, which needs it"
+                what = (
+                    f"{release} is right without {entry.id}, but its bodies are those of {release_too}, which needs it"
+                )
                 raise read.fail(node, f"{what}; name what upstream changed among the reads of variant {pin.variant}")
     for variant in entry.variants.values() if pinned else ():
         if all(pin.variant != variant.name for pin in pinned):
@@ -341,7 +343,7 @@ def _effects(read: Reader, node: yaml.Node, changes: str) -> dict[str, str]:
     if unknown:
         raise read.fail(node, f"effects says {unknown[0]!r}; it must be one of {', '.join(CHANGES[1:])}")
     if changes != max(found, key=CHANGES.index, default=""):
-        raise read.fail(node, f"the most that effects says is not what changes says: {changes}")
+        raise read.fail(node, f"the strongest of effects is not {changes}, the value of changes")
     return found
 
 

@@ -110,7 +110,7 @@ def _breaches(function: ast.FunctionDef | ast.AsyncFunctionDef, needs: Needs) ->
             yield f"it binds {name} to something else"
     for expression in needs.confined:
         if strays(expression, (*needs.has, *needs.may), function):
-            yield f"it uses `{expression}` elsewhere, too"
+            yield f"it also uses `{expression}` elsewhere"
     if needs.returns:
         returned = returns_only(needs.returns, function)
         if returned is not None:

@@ -49,7 +49,7 @@ def explanation(plan: Plan, id: str) -> str:
         lines.append(f"Variant {variant.name}:")
         for target in variant.targets:
             verb = "adds" if target in variant.may_be_missing else "binds"
-            lines.append(f"  {verb} {target}" + (" where it is imported" if target in variant.optional else ""))
+            lines.append(f"  {verb} {target}" + (" if its module is imported" if target in variant.optional else ""))
         lines += [f"  relies on {read}" for read in variant.depends_on]
     if entry.before:
         lines.append(f"Acts before the code of {one_line(', '.join(entry.before))} runs")

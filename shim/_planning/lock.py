@@ -119,7 +119,7 @@ def write_lock(
 def read_lock(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The content of a lock. OptionError if the file is none, or has a key twice, or one that means nothing."""
     file = Path(path)
-    remedy = "Remedy: write it anew with `shim pin --lock FILE`."
+    remedy = "Remedy: write a new lock with `shim pin --lock FILE`."
     try:
         content = read_bounded(file, MAX_BYTES)
         if len(content) > MAX_BYTES:
@@ -291,5 +291,5 @@ def enforce_lock(plan: Plan) -> None:
             )
         raise NotMetError(
             f"this process is held to the lock {path}, but differs from it: {shown}. Nothing was applied. Remedy: "
-            "install what the lock names, or write it anew with `shim pin --lock FILE` after a review."
+            "install what the lock names, or write a new lock with `shim pin --lock FILE` after a review."
         )

@@ -90,7 +90,7 @@ def match(entry: PatchEntry, environment: Environment, matrix: Matrix, proved: P
         found = bodies.of(variant)
         if bodies.all_known(variant.name, found):
             those = "the body of {} is that" if len(found) == 1 else f"all {len(found)} bodies of {{}} are those"
-            reason = f"{those.format(release)} of variant {variant.name}, whatever its version"
+            reason = f"{those.format(release)} of variant {variant.name}; its version does not matter"
             return Match("apply", reason, variant.name, found)
     shown = None if proved is None else _shown(bodies, proved, release)
     if shown is not None:
@@ -173,7 +173,7 @@ def _right(bodies: Bodies, rule: Rule | None, release: str) -> Match | None:
         return Match(state, f"{release} {_WORDS[state]}: its bodies are those of {shown}{note}", None, alike)
     if rule is not None and rule.gives == NOT_NEEDED and all(map(bodies.missing, entry.targets)):
         note = f" ({rule.note})" if rule.note else ""
-        return Match(NOT_NEEDED, f"{release} {_WORDS[NOT_NEEDED]}: it has nothing of what the patch binds{note}")
+        return Match(NOT_NEEDED, f"{release} {_WORDS[NOT_NEEDED]}: it has none of the patch's targets{note}")
     sources = bodies.environment.sources
     for state, signs in ((UPSTREAM, entry.fixed), (NOT_NEEDED, entry.lacking)):
         sign = next((sign for sign in signs if shows(sources, sign)), None)

@@ -52,14 +52,14 @@ def group(state: str, kind: str, pending_is_amiss: bool) -> str:
 
 _TITLES = {
     "problem": "Problems:",
-    "stuck": "Not applied, because what they patch cannot be imported here:",
+    "stuck": "Not applied, because their modules cannot be imported here:",
     "applied": "{Applied}:",
     "features": "Features {applied}, without effect until you use them (by a flag, an option or a call):",
-    "unknown": "In doubt, because it cannot be told whether they have their effect:",
-    "waiting": "Waiting for the import of what they patch:",
-    "idle": "Idle, until a module is imported that this process may do without:",
-    "upstream": "Not needed, because this release has fixed what they fix:",
-    "not-needed": "Not needed, because this release lacks what they fix:",
+    "unknown": "In doubt, because shim cannot tell whether they have their effect:",
+    "waiting": "Waiting until their modules are imported:",
+    "idle": "Idle, until an optional module is imported:",
+    "upstream": "Not needed, because this release has fixed the defect:",
+    "not-needed": "Not needed, because this release lacks the defect or the feature:",
 }
 _IN_A_LINE = {"excluded": "Left out", "out-of-range": "For other releases", "not-installed": "Nothing to patch"}
 
@@ -151,13 +151,16 @@ def plan_text(
     lines.append(f"  plan {digest}")
     lines += grouped(rows, "to apply", verbose)
     if wrong_pairs:
-        lines += ["", "What this megatron-core and this Transformer Engine get wrong together, and a patch fixes:"]
+        lines += ["", "Defects of this megatron-core with this Transformer Engine, which a patch fixes:"]
     lines += [f"  {id:<27} {one_line(what)}" for id, what in wrong_pairs]
     if lost_features:
-        lines += ["", "What this megatron-core does not get from this Transformer Engine:"]
+        lines += ["", "Features that this megatron-core does not get from this Transformer Engine:"]
     lines += [f"  {feature.verdict:<13} {one_line(feature)}" for feature in lost_features]
     if pair_is_known is False:
-        lines += ["", "What this pair of releases loses was not measured; shim doctor looks through its sources."]
+        lines += [
+            "",
+            "Lost features of this pair of releases were not measured; shim doctor searches its sources.",
+        ]
     return "\n".join(lines)
 
 

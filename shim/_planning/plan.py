@@ -130,12 +130,12 @@ def _drift_remedy(entry: PatchEntry, environment: Environment, matrix: Matrix, f
     if found.cause == "bytecode":
         return f"install {release} with its sources (.py files): shim compares them before it patches"
     if found.cause == "edited":
-        return "start the process anew, so that it runs what its files say"
+        return "restart the process, so that it runs the code in its files"
     if found.cause == "unreadable":
         return f"let this process read the files of {release}"
     if found.cause == "damaged":
         newer = f"a newer Python than {environment.python}"
-        return f"reinstall {release}; if the file is whole, it is written for {newer}: run that"
+        return f"reinstall {release}; if the file is not damaged, it needs {newer}"
     pinned = {release for release, _ in matrix.known(entry.id)}
     if found.cause == "unpinned" or (installed.raw in supported and installed.raw not in pinned):
         command = "make pins" if matrix.shipped else f"shim pin --releases --matrix {matrix.path}"
@@ -149,7 +149,7 @@ def _drift_remedy(entry: PatchEntry, environment: Environment, matrix: Matrix, f
         fits = (
             ""
             if found.cause != "changed"
-            else " (on_drift='apply' would not bind it: the signature of a target changed too)"
+            else " (on_drift='apply' would not bind it: the signature of a target has also changed)"
         )
     prove = "" if proved else f"; or let its proofs decide: {PROVE}"
     if installed.raw in supported:
@@ -189,7 +189,7 @@ def _decide(
                 "unshown": "nothing shows that the patch is needed",
                 "disproved": "the patch was seen not to fix this tree",
             }
-            why = causes.get(found.cause, "the signature of a target changed too")
+            why = causes.get(found.cause, "the signature of a target has also changed")
             reason += f"; on_drift='apply' does not help, because {why}"
     return Decision(
         entry.id,

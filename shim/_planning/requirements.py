@@ -39,7 +39,7 @@ def _refuse_part(plan: Plan, decision: Decision) -> None:
     if demand is not None:
         what = "; ".join(f"{target}: {why}" for target, why in decision.dropped.items())
         raise NotMetError(
-            f"{demand}, but {decision.id} can be applied in part only, without {what}. Nothing was applied. "
+            f"{demand}, but {decision.id} can be applied only in part, without {what}. Nothing was applied. "
             f"Remedy: {decision.remedy}."
         )
 

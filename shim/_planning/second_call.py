@@ -27,7 +27,7 @@ def changed_by(after: Plan, before: Plan) -> str:
     if not changes:
         return ""
     return (
-        f"{after.asked_by} changes what {before.asked_by} had asked for: {'; '.join(changes)}. The last call counts "
+        f"{after.asked_by} changes the request of {before.asked_by}: {'; '.join(changes)}. The last call counts "
         f"for the whole process. Remedy: give all arguments in one call, or in both{_without(before, after)}."
     )
 

@@ -50,7 +50,7 @@ def _examine(file: Path, found: os.stat_result, guarded: bool) -> None:
         if found.st_mode & bit:
             mode = stat.S_IMODE(found.st_mode)
             raise UnsafeFileError(
-                f"may be written by {who} (mode {mode:04o}), who could change what is applied here. Remedy: chmod "
+                f"may be written by {who} (mode {mode:04o}), who could change the applied patches. Remedy: chmod "
                 f"go-w {file}, or copy it to a volume that keeps its mode"
             )
 

@@ -16,13 +16,13 @@ PROVE_FORMATS = ("json", "markdown")
 def add_selection(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--only", metavar="IDS", help="only these patches; ids with commas between")
     sub.add_argument("--exclude", metavar="IDS", help="all patches but these")
-    sub.add_argument("--require", metavar="IDS", help="exit 1 where one of these patches cannot be applied")
+    sub.add_argument("--require", metavar="IDS", help="exit 1 if one of these patches cannot be applied")
     sub.add_argument("--kinds", metavar="KINDS", help="only these kinds: correctness, compat, performance, feature")
-    sub.add_argument("--strict", action="store_true", help="exit 1 where a correctness patch has drifted")
+    sub.add_argument("--strict", action="store_true", help="exit 1 if a correctness patch has drifted")
     sub.add_argument(
         "--on-drift",
         choices=("skip", "error", "apply", "known"),
-        help="what to do with a patch that has drifted; default skip",
+        help="how to treat a patch that has drifted; default skip",
     )
     sub.add_argument("--options", metavar="JSON", help='options of patches: {"paged-stash": {"moe_paged_stash": true}}')
     sub.add_argument("--matrix", metavar="FILE", help="another version_matrix.yaml")
@@ -31,12 +31,12 @@ def add_selection(sub: argparse.ArgumentParser) -> None:
 
 def _add_held(sub: argparse.ArgumentParser) -> None:
     add_selection(sub)
-    sub.add_argument("--lock", metavar="FILE", help="exit 1 where the plan here differs from this lock")
+    sub.add_argument("--lock", metavar="FILE", help="exit 1 if the plan here differs from this lock")
 
 
 def _add_proving(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("ids", nargs="*", metavar="ID", help="only these patches; with --model only these proofs")
-    sub.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where proofs run that can; default cpu")
+    sub.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of the proofs; default cpu")
     sub.add_argument(
         "--ranks", type=int, metavar="N", help="ranks for proofs that need several (default 2); 1 for none"
     )
@@ -47,7 +47,7 @@ def _add_proving(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--against", metavar="TREE", help="run on these sources (a checkout) and name the verdicts of audit"
     )
-    sub.add_argument("--html", metavar="FILE", help="write a page with a picture of each defect, too")
+    sub.add_argument("--html", metavar="FILE", help="also write a page with a picture of each defect")
     formats = sub.add_mutually_exclusive_group()
     for name in PROVE_FORMATS:
         words = "JSON with stable keys (docs/cli.md)" if name == "json" else "Markdown to paste into an issue"
@@ -70,7 +70,7 @@ def command_line() -> argparse.ArgumentParser:
             sub.add_argument("--json", action="store_true", help="print JSON with stable keys (docs/cli.md)")
         return sub
 
-    plan = command("plan", "print what shim.apply() would do here, and why; imports neither torch nor megatron")
+    plan = command("plan", "print the decisions of shim.apply() here, with reasons; imports neither torch nor megatron")
     explain = command("explain", "print what a patch is for, how it is wired, and what was decided about it")
     explain.add_argument("id", metavar="ID")
     listing = command("list", "print all patches by kind, each with what it does and the releases that get it")
@@ -90,10 +90,10 @@ def command_line() -> argparse.ArgumentParser:
     run.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND")
     pin = command(
         "pin",
-        "write a lock of what is installed here (--lock); for developers of shim: measure the pins",
+        "write a lock of the installed packages (--lock); for developers of shim: measure the pins",
     )
     add_selection(pin)
-    pin.add_argument("--lock", metavar="FILE", help="record what is installed here, and what is applied to it")
+    pin.add_argument("--lock", metavar="FILE", help="record the installed packages and the patches that apply to them")
     pin.add_argument(
         "--prove",
         action="store_true",
@@ -129,7 +129,7 @@ def command_line() -> argparse.ArgumentParser:
         help="for developers of shim: add a release (0.20.0, transformer-engine==2.21.0) or a commit to the matrix, "
         "with all that follows; SOURCE is a directory with its sources, or a git directory with the commit",
     )
-    pin.add_argument("--of", metavar="TEXT", help="with --add COMMIT: its branch and who pins it (default main)")
+    pin.add_argument("--of", metavar="TEXT", help="with --add COMMIT: its branch and its users (default main)")
     matrix = command("matrix", "check the matrix, and print which release gets which variant of each patch")
     matrix.add_argument("--cells", action="store_true", help="print the releases a trainer should test, as JSON")
     matrix.add_argument(
@@ -172,7 +172,7 @@ def command_line() -> argparse.ArgumentParser:
     )
     new.add_argument("id", metavar="ID", help="lower-case words with hyphens between")
     new.add_argument(
-        "--target", metavar="MODULE:NAME", action="append", required=True, help="what the patch binds; may be repeated"
+        "--target", metavar="MODULE:NAME", action="append", required=True, help="a target of the patch; may be repeated"
     )
     new.add_argument("--dry-run", action="store_true", help="print what would be written, and write nothing")
     return parser

@@ -215,7 +215,7 @@ def _uncollected() -> Iterator[None]:
 def do_pin(arguments: argparse.Namespace) -> int:
     if arguments.lock is not None:
         if arguments.releases or arguments.add or arguments.patch:
-            raise OptionError("--lock writes a lock of what is installed here; leave out --releases, --add and --patch")
+            raise OptionError("--lock writes a lock of the installed packages; leave out --releases, --add and --patch")
         return _lock(arguments)
     proving = [name for name in ("prove", "against", "also", "markdown") if getattr(arguments, name)]
     if proving:
@@ -226,9 +226,9 @@ def do_pin(arguments: argparse.Namespace) -> int:
     wanted += [] if arguments.of is None else ["--of"]
     if not wanted:
         raise OptionError(
-            "say what to pin. shim pin --lock FILE records what is installed here: trainers want that one. "
+            "name an option. shim pin --lock FILE records the installed packages: trainers need that one. "
             "shim pin --releases is for developers of shim: it fetches every supported release and rewrites the pins "
-            "in version_matrix.lock.json; shim pin --check fetches them too and only says whether the pins are current."
+            "in version_matrix.lock.json; shim pin --check also fetches them, and only compares the pins."
         )
 
     return maintenance(f"shim pin {wanted[0]}", " For a job, use shim pin --lock FILE.").do_pin(arguments)

@@ -201,7 +201,11 @@ def _machine_as_text(machine: Mapping[str, Any]) -> list[str]:
 def _others_as_text(others: Sequence[Mapping[str, Any]]) -> list[str]:
     if not others:
         return []
-    lines = ["", "Others who replace what shim patches (a line with a file counts only if that code runs):", ""]
+    lines = [
+        "",
+        "Other code that replaces shim's targets (a line with a file counts only if that code runs):",
+        "",
+    ]
     for other in others:
         where = f" in {inline(other['where'])}" if other["where"] else ", which is loaded"
         lines.append(f"- {inline(other['who'])}{where}: {code(other['target'])} ({', '.join(other['patches'])})")
@@ -214,7 +218,7 @@ def _lost_as_text(found: dict[str, Any]) -> list[str]:
         return ["", "The features that megatron-core loses cannot be told, because a version is not known."]
     if not lost:
         return []
-    lines = ["", "What this megatron-core does not get from this Transformer Engine:", ""]
+    lines = ["", "Features that this megatron-core does not get from this Transformer Engine:", ""]
     lines += ["| name | lost | remedy |", "|---|---|---|"]
     return lines + [
         f"| {code(feature['name'])} | {cell(feature['lost'])} | {cell(feature['outcome'])} |" for feature in lost

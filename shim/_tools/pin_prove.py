@@ -49,7 +49,7 @@ def do_pin_prove(arguments: argparse.Namespace, selection: Mapping[str, Any]) ->
         try:
             decided = _decided(made, lock, arguments)
         except KeyboardInterrupt:
-            tell("shim: interrupted. What was measured is kept: the same command goes on from there")
+            tell("shim: interrupted. The measurements are kept: the same command continues from there")
             return INTERRUPTED
         if arguments.check:
             return _compared(made, decided, read_lock(lock), arguments)
@@ -186,9 +186,7 @@ def _compared(made: Plan, decided: Decided, lock: Mapping[str, Any], arguments: 
             odd.append(f"{id}: its bodies are not those of the lock")
     for line in odd:
         tell(f"shim: {line}")
-    text = (
-        f"{arguments.lock} says of {len(odd)} patches what the proofs do not say" if odd else f"{arguments.lock} holds"
-    )
+    text = f"{arguments.lock} differs from the proofs for {len(odd)} patches" if odd else f"{arguments.lock} holds"
     _print(text, made, decided, {"differences": odd}, arguments)
     return NOT_MET if odd else OK
 

@@ -60,7 +60,7 @@ def valid_rows(rows: int, valid: Tensor | int | None, device: torch.device) -> V
     if valid.dtype != torch.bool:
         if valid.is_floating_point() or valid.dim() != 1 or not valid.numel() or rows % valid.numel():
             what = f"{valid.dtype} of shape {tuple(valid.shape)}"
-            raise ValueError(f"valid is {what}, which is no number of rows for each of equal segments of {rows} rows")
+            raise ValueError(f"valid is {what}, but it must be the number of rows in each equal segment of {rows} rows")
         capacity = rows // valid.numel()
         valid = (torch.arange(capacity, device=device) < valid[:, None]).flatten()
     if valid.shape != (rows,):

@@ -131,7 +131,7 @@ def proof(
     options: of the patch, on the side that has it, if its defaults switch it off.
     """
     if defect not in DEFECTS:
-        raise ValueError(f"defect={defect!r} is none of {', '.join(DEFECTS)}")
+        raise ValueError(f"defect={defect!r} is not one of {', '.join(DEFECTS)}")
 
     def made(function: Callable[[Here], float | Measured]) -> Proof:
         if not (function.__doc__ or "").strip():

@@ -331,7 +331,7 @@ def test_what_has_no_byte_code_is_unknown(way, first):
     assert found.state == "unknown" and found.reason.startswith(
         "it cannot be told whether builtins.abs, which replaces "
     )
-    assert found.remedy == "exclude p, or test what becomes of it"
+    assert found.remedy == "exclude p, or test whether it has its effect"
 
 
 @in_both_orders

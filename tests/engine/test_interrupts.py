@@ -78,7 +78,7 @@ INTERRUPTED = """
                 call()
             except shim.OptionError as error:
                 if "nothing was applied" not in str(error):
-                    expect("called from inside of another call of shim" in str(error), error)
+                    expect("called within another call of shim" in str(error), error)
                     REFUSED.append(str(error))
         return handle
 
@@ -388,7 +388,7 @@ def test_a_factory_that_calls_shim_is_refused(world, call):
     world.patch("bad", ["megatron.core.ops:double", "megatron.core.ops:halve"], FACTORY.format(body=body))
     world.patch("good", ["megatron.core.layers:Layer.forward"])
     before = world.snapshot()
-    with pytest.raises(shim.BindError, match=r"bad failed .* called from inside of another call of shim"):
+    with pytest.raises(shim.BindError, match=r"bad failed .* called within another call of shim"):
         shim.apply()
     assert same(before, world.snapshot()) == []
     assert shim.apply(exclude=["bad"]).applied == ("good",)

@@ -156,7 +156,7 @@ def test_a_target_that_the_patch_does_without_is_given_back(patch, caplog):
     world = patch(without="doubling is wrong")
     take_back = put(world, replaces)
     shim.apply()
-    assert "What stays wrong: doubling is wrong. Remedy: remove " in caplog.text
+    assert "Remaining defect: doubling is wrong. Remedy: remove " in caplog.text
     assert shim.check()["p"].targets == {DOUBLE: "left", OTHER: "bound"}
     take_back()
     assert nothing_is_amiss(caplog).targets == {DOUBLE: "bound", OTHER: "bound"}
@@ -170,7 +170,7 @@ def test_what_is_unknown_is_made_known_by_a_variable(patch, caplog):
     assert (found.state, found.targets[DOUBLE]) == ("unknown", "unknown") and found.reason.startswith(
         "it cannot be told"
     )
-    assert "call the function that it took from a variable of its own" in found.remedy
+    assert "call the original function from one of its own variables" in found.remedy
     take_back()
     put(world, by_a_variable)
     nothing_is_amiss(caplog)
@@ -188,7 +188,7 @@ def test_one_remedy_is_enough_for_what_is_unknown(patch, caplog):
     """The trainer came first, and holds upstream's function in a list."""
     world = patch()
     take_back = put(world, may_call)
-    assert "call the function that it took from a variable of its own" in shim.apply()["p"].remedy
+    assert "call the original function from one of its own variables" in shim.apply()["p"].remedy
     take_back()
     put(world, by_a_variable)
     nothing_is_amiss(caplog)

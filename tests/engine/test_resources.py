@@ -93,7 +93,7 @@ def test_an_error_in_the_release_is_a_warning(keeping, caplog):
     with caplog.at_level(logging.WARNING, "shim"):
         report = shim.revert()
     assert report["keeps"].holds == ("a buffer of 13 bytes",)
-    assert [r.getMessage() for r in caplog.records] == ["keeps could not end what it keeps: RuntimeError: stuck"]
+    assert [r.getMessage() for r in caplog.records] == ["keeps could not release its resource: RuntimeError: stuck"]
     made()[0].size = 0
 
 

@@ -45,9 +45,7 @@ def test_a_later_call_says_which_patch_comes_back_and_who_had_excluded_it(two, s
     exec(script)
     assert shim.status()["first"].state == "applied"
     (line,) = said()
-    assert line.startswith(
-        "shim.apply() at /home/train.py:3 changes what shim.apply() at /site/lib.py:2 had asked for: "
-    )
+    assert line.startswith("shim.apply() at /home/train.py:3 changes the request of shim.apply() at /site/lib.py:2: ")
     assert "applied now, and not before: first." in line and "second" not in line and "\n" not in line
     assert "MEGATRON_SHIM_EXCLUDE=first" in line
 
@@ -131,7 +129,7 @@ def test_a_call_that_fails_has_taken_nothing(two, said):
     shim.apply(exclude="first", require="second")
     with pytest.raises(shim.NotMetError):
         shim.apply(exclude="second", require="second")
-    assert not any("changes what" in line for line in said())
+    assert not any("changes the request of" in line for line in said())
     assert shim.status()["first"].state == "excluded"
     shim.apply(exclude="first", require="second")
     assert said() == []
@@ -151,7 +149,7 @@ def test_a_call_within_a_block_is_compared_with_the_block(two, said):
     with shim.patched(exclude="first"):
         shim.apply()
         (line,) = said()
-        assert "what shim.patched() at " in line and f"{__file__}:" in line
+        assert "the request of shim.patched() at " in line and f"{__file__}:" in line
     assert shim.status()["first"].state == "excluded" and said() == []
 
 

@@ -117,7 +117,7 @@ def test_a_release_with_one_unknown_body_is_right_by_a_sign_alone(tmp_path, id):
     for number, (files, version) in enumerate(cases):
         found = decided(tree_with(tmp_path / str(number), NEWEST, files, version), id)
         if found.state in ("upstream", "not-needed"):
-            shown = "(seen at " in found.reason or "it has nothing of what the patch binds" in found.reason
+            shown = "(seen at " in found.reason or "it has none of the patch's targets" in found.reason
             assert SEEN not in found.reason and shown, found.reason
 
 
@@ -145,6 +145,6 @@ def test_what_is_right_on_a_known_release_says_why(release):
     for id, entry in MATRIX.patches.items():
         found = match(entry, environment, MATRIX)
         if found.state in ("upstream", "not-needed"):
-            seen = (SEEN, "(seen at ", "it has nothing of what the patch binds")
+            seen = (SEEN, "(seen at ", "it has none of the patch's targets")
             assert any(words in found.reason for words in seen), (id, found.reason)
             assert found.state == MATRIX.wanted(id, release), id

@@ -71,7 +71,7 @@ def test_what_is_right_and_what_is_left_out_stand_apart(shim, world):
     world.install(FIXED, "0.18.0")
     out = shim("plan", "--exclude", "faster-forward")[1]
     assert out.startswith("0 to apply, 1 left out, 1 not needed here, 0 problems\n")
-    assert "Not needed, because this release has fixed what they fix:\n  roll-fix" in out
+    assert "Not needed, because this release has fixed the defect:\n  roll-fix" in out
     assert "Left out: excluded by argument or MEGATRON_SHIM_EXCLUDE (faster-forward)." in out
 
 
@@ -112,7 +112,7 @@ def test_a_report_before_the_imports_says_what_waits(shim, importable):
     with library.patched() as report:
         text = str(report)
     assert text.startswith("0 applied, 2 waiting for an import, 0 not needed here, 0 problems\n")
-    assert "Waiting for the import of what they patch:\n  roll-fix        rolls stay" in text
+    assert "Waiting until their modules are imported:\n  roll-fix        rolls stay" in text
 
 
 def test_list_says_what_there_is(shim, world):
@@ -562,7 +562,7 @@ def test_python_m_shim_is_the_command():
         (["pin", "--lock", ""], "--lock is empty"),
         (["plan", "--lock", ""], "--lock is empty"),
         (["pin", "--only", "roll-fix"], "a selection belongs to --lock"),
-        (["pin"], "say what to pin"),
+        (["pin"], "name an option"),
         (["pin", "--lock", "x", "--releases"], "leave out --releases"),
         (["pin", "--prove"], "--prove belongs to --lock"),
         (["pin", "--lock", "x", "--also"], "belong to --prove"),

@@ -415,7 +415,7 @@ def test_what_is_no_lock_is_an_error_with_the_remedy(held, content, message, cap
     assert str(held.lock) in str(caught.value) and "`shim pin --lock FILE`" in str(caught.value)
     assert active(shim.status()) == ()
     assert main(["plan", "--json", "--lock", str(held.lock)]) == 2
-    assert "Remedy: write it anew" in capsys.readouterr().err
+    assert "Remedy: write a new lock" in capsys.readouterr().err
 
 
 def test_places_that_are_no_files_are_errors(held, tmp_path):

@@ -544,7 +544,7 @@ def test_the_plan_names_what_two_releases_get_wrong_together(pair, other, named)
     assert plan["te-moved-symbols"].wanted
     assert plan.wrong_pairs == ((("te-moved-symbols", "norms lack experts"),) if named else ())
     assert plan.to_dict()["wrong_pairs"] == [{"patch": id, "what": what} for id, what in plan.wrong_pairs]
-    assert ("get wrong together" in str(plan)) is named is ("norms lack experts" in str(plan))
+    assert ("Defects of this megatron-core with" in str(plan)) is named is ("norms lack experts" in str(plan))
     assert world.plan(exclude="te-moved-symbols").wrong_pairs == ()
 
 
@@ -562,7 +562,7 @@ def test_an_unknown_pair_is_said_to_be_unknown_and_doctor_looks_through_it(pair,
     write_file(world.site / "megatron/core/guarded.py", guarded)
     plan = world.plan()
     assert (plan.lost_features, plan.pair_is_known) == ((), False)
-    assert "What this pair of releases loses was not measured" in str(plan)
+    assert "Lost features of this pair of releases were not measured" in str(plan)
     main(["doctor", "--json"])
     lost = json.loads(capsys.readouterr().out)["lost_features"]
     assert [(item["name"], item["remedy"], item["lost"]) for item in lost][:1] == [
@@ -576,7 +576,7 @@ def test_doctor_has_a_table_of_it(pair, capsys):
     pair("0.16.1", "2.12.0")
     main(["doctor"])
     out = capsys.readouterr().out
-    assert "What this megatron-core does not get from this Transformer Engine:" in out
+    assert "Features that this megatron-core does not get from this Transformer Engine:" in out
     assert "| `transformer_engine.pytorch.attention:_SplitAlongDim` | query, key and value are split" in out
 
 

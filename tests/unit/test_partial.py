@@ -63,7 +63,7 @@ def test_a_version_that_is_said_to_be_right_gets_no_part(partial):
 )
 def test_who_demands_the_patch_gets_all_of_it_or_an_error(partial, demand):
     partial.install(EDITED)
-    with pytest.raises(NotMetError, match=r"can be applied in part only, without .*Layer\.forward"):
+    with pytest.raises(NotMetError, match=r"can be applied only in part, without .*Layer\.forward"):
         enforce(partial.plan(**demand))
     enforce(partial.plan())
 
@@ -99,7 +99,7 @@ def test_the_report_says_what_is_left_and_a_warning_what_stays_wrong(partial, ca
     assert found.targets == {ROLL: "bound", FORWARD: "drifted"}
     assert found.others == (f"{FORWARD} is left as it is, since its body is not known: {WRONG}",)
     [text] = [record.getMessage() for record in caplog.records if "applied without" in record.getMessage()]
-    assert f"What stays wrong: {WRONG}. Remedy: " in text
+    assert f"Remaining defect: {WRONG}. Remedy: " in text
     shim.revert()
     assert module.Layer.forward is stock
 

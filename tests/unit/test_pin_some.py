@@ -108,7 +108,8 @@ def test_a_release_that_cannot_be_told_from_one_that_is_right_is_an_error_before
     code, out, err = shim(*how)
     assert (code, out) == (2, "") and lock_path(world.matrix).read_bytes() == before
     assert (
-        "0.18.0 has roll-fix already, but the same bodies as 0.17.0, which needs it; name what upstream changed" in err
+        "0.18.0 is right without roll-fix, but its bodies are those of 0.17.0, which needs it; name what upstream"
+        in err
     )
 
 

@@ -99,7 +99,7 @@ def test_what_cannot_be_read_is_counted(world, tmp_path, caplog, capsys, monkeyp
     code = f"import shim; shim.apply(matrix={str(world.matrix)!r}, packages='trainer_patches')"
     loud = "import logging, sys; logging.basicConfig(format='%(message)s', stream=sys.stdout); "
     done = output_of(loud + code, root, world.own)
-    assert "roll-fix is not applied (drifted)" in done and "What stays wrong: rolls leave. Remedy: install" in done
+    assert "roll-fix is not applied (drifted)" in done and "Remaining defect: rolls leave. Remedy: install" in done
 
 
 def test_a_release_that_is_too_old_stays_out_of_range(world, tmp_path):
@@ -116,8 +116,8 @@ SUPPORTED, LATER, VENDOR = "0.16.0", "0.16.9", "0.16.0+nv1"
 @pytest.mark.parametrize(
     ("content", "version", "remedy"),
     [
-        (b"def roll(:\n", SUPPORTED, "reinstall megatron-core 0.16.0; if the file is whole, it is written for a newer"),
-        (b"def roll(:\n", LATER, "reinstall megatron-core 0.16.9; if the file is whole"),
+        (b"def roll(:\n", SUPPORTED, "reinstall megatron-core 0.16.0; if the file is not damaged, it needs a newer"),
+        (b"def roll(:\n", LATER, "reinstall megatron-core 0.16.9; if the file is not damaged"),
         (b"x = '\xff'\n", SUPPORTED, "reinstall megatron-core 0.16.0; if"),
         (BROKEN.encode()[:60], SUPPORTED, "reinstall megatron-core 0.16.0"),
         (None, SUPPORTED, "reinstall megatron-core 0.16.0, whose code this is not"),

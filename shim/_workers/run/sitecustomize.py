@@ -86,7 +86,7 @@ def _is_found() -> bool:
         return False
     what = getattr(loaded, "__file__", None) or getattr(spec, "origin", None) or repr(loaded)
     raise RuntimeError(
-        f"shim run: {what} is found under the name shim, and hides megatron-shim in this process. Remedy: rename it, "
+        f"shim run: {what} has the name shim, and hides megatron-shim in this process. Remedy: rename it, "
         "or take its directory off sys.path (a script's own directory is on it)."
     )
 
