@@ -92,8 +92,8 @@ MEANINGS = {
     "unknown": (
         "shim cannot tell whether the patch has its effect: the code does not show whether a foreign object calls "
         "shim's function, or `check(model)` has tried an override without a result.",
-        "The reason names the object, and the remedy the next step. Test the object, and mark it with `shim.compatible` "
-        "if it is right.",
+        "The reason names the object, and the remedy the next step. Test the object, and mark it with "
+        "`shim.compatible` if it is right.",
     ),
     "drifted": (
         "A body that the patch binds or relies on cannot be read, or is unknown and keeps no contract.",
@@ -203,12 +203,12 @@ KEYS = {
         "`changes` is the strongest of them. `shim plan` and `shim explain` print them.",
         "concerns": "The models and runs that the patch concerns. Each entry is words that hold together, with `+` "
         "between them, such as `mtp+packed`; the entries are alternatives. The words are in the last table.",
-        "per_model": "The inputs of the patch: `own`, from the module's config or the call; `process`, from the process.",
+        "per_model": "Inputs of the patch: `own`, from the module's config or the call; `process`, from the process.",
         "distribution": "The distribution whose releases decide about the variant.",
         "variants": "The variants by name.",
         "references": "Pull requests and issues upstream.",
-        "met_by": "Projects that met the defect or carry a workaround: `NAME issue N`, `NAME pull request N`, or words.",
-        "delete_when": "The event after which the patch is no longer needed, if the header of its module does not name it.",
+        "met_by": "Projects that met or work around the defect: `NAME issue N`, `NAME pull request N`, or words.",
+        "delete_when": "The event that makes the patch unnecessary, if the header of its module does not name it.",
         "options": "The options by name.",
         "before": "Modules before whose code the patch acts: its `Resource.begin`. It is loaded then at the latest.",
         "contracts": "The patch's needs of unknown bodies, see [contracts.md](contracts.md).",
