@@ -54,7 +54,7 @@ STATES = {"fixed": "", "upstream": "right", "cannot run": "not run"}  # verdict 
 class ProofText:
     """A proof as its file says it. It is read as text, because importing it would import torch.
 
-    label: the id of the patch, with the proof's name where the patch has several. keywords: those of @proof that are
+    label: the id of the patch, with the proof's name if the patch has several. keywords: those of @proof that are
     literals.
     """
 
@@ -66,7 +66,7 @@ class ProofText:
 
 
 def proof_texts(entry: PatchEntry) -> list[ProofText]:
-    """The proofs of a patch in the order of their file; none where it has none."""
+    """The proofs of a patch in the order of their file; empty if it has none."""
     sources = Sources()
     there = [name for name in (f"{entry.module}{ending}" for ending in ENDINGS) if sources.path(name) is not None]
     nodes = [node for module in there for node in sources.tree(module).body]
@@ -91,7 +91,7 @@ def _literals(keywords: list[ast.keyword]) -> Iterator[tuple[str, Any]]:
 
 
 def _made(node: ast.FunctionDef) -> list[ast.keyword]:
-    """The keywords of @proof(...); none where the function is no proof."""
+    """The keywords of @proof(...); none if the function is no proof."""
     for decorator in node.decorator_list:
         if isinstance(decorator, ast.Call) and getattr(decorator.func, "id", "") == "proof":
             # `bound` and others may be left out, so one keyword stands for the fact itself.

@@ -26,5 +26,5 @@ def test_every_patch_has_a_row(id):
 
 
 def test_no_row_is_of_a_patch_that_is_gone():
-    table = PAGE.partition("## What a patch reads")[2].partition("\n\nWhere")[0]
+    table = PAGE.partition("## Inputs of each patch")[2].partition("\n\nIf two")[0]
     assert set(re.findall(r"^\| ([a-z0-9-]+) \|", table, re.M)) - {"patch"} == set(PATCHES)
