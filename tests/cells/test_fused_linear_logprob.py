@@ -258,7 +258,7 @@ def with_a_loss_of_its_own(model):
         (with_hook, "hooks on the output layer"),
         (with_adapter, "a module of its own: adapter"),
         (with_another_class, "is a Adapted"),
-        (with_a_loss_of_its_own, "computes its loss by a function of its own"),
+        (with_a_loss_of_its_own, "computes its loss by another function"),
     ],
 )
 def test_what_takes_stocks_way_and_that_check_says_so(change, said):

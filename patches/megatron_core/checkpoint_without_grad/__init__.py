@@ -1,7 +1,7 @@
 """Checkpoints whose recomputed outputs do not all require a gradient.
 
-What is wrong (0.12 to 0.20): the outputs of a checkpoint require a gradient as soon as one input does, whatever the
-function inside does with it. If the recomputed outputs require none, backward raises.
+What is wrong (0.12 to 0.20): the outputs of a checkpoint require a gradient as soon as one input does, even if
+the function inside does not use that input. If the recomputed outputs require none, backward raises.
 - tensor_parallel.checkpoint raises a ValueError if none of them does: a frozen layer detaches its output, say, and is a
   separate chunk.
 - CheckpointWithoutOutput raises a RuntimeError if one of them does not. The up-projection of multi-latent attention
@@ -16,7 +16,7 @@ Backward of all other checkpoints runs as upstream has it.
 Upstream: open.
 
 Not covered: checkpoints of which no input requires a gradient. See frozen-recompute. A trainer that replaces
-CheckpointFunction.backward needs the same in its own.
+CheckpointFunction.backward needs the same change in its function.
 
 Delete when: both functions leave out outputs that require no gradient, and the releases before that are not supported.
 """

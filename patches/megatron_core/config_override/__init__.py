@@ -3,8 +3,8 @@
 What is missing (0.12 to 0.20): a trainer sets a field of a config around a call and then restores it. Backward
 recomputes the call with the restored value, so the gradient is silently that of another function.
 
-The patch marks this release's checkpoints for shim.config_override: they keep the recomputed function where
-shim/_config_override/recompute.py looks for it, which the fingerprints prove. The patch changes nothing else. While an
+The patch marks this release's checkpoints for shim.config_override: they keep the recomputed function in the
+place that shim/_config_override/recompute.py reads, as the fingerprints prove. The patch changes nothing else. While an
 override is entered, and only then, a checkpoint keeps its function together with the values of that moment.
 
 Covered: tensor_parallel.checkpoint, all callers of it or of CheckpointFunction, and CheckpointWithoutOutput.

@@ -5,23 +5,23 @@ copies them over the weights. Nothing refreshes the copies:
 1. `reload_model_params()` after weights were loaded leaves the copies as they were: always without the precision-aware
    optimizer, and with it in 0.12. The first step silently restores the random initialisation.
 2. A state that is loaded in the format dp_zero_gather_scatter, or from separate files (`load_parameter_state`), does
-   not reach the copies either. The first step restores the weights from before the load.
+   also not reach the copies. The first step restores the weights from before the load.
 3. A first load fills the empty state by a step with random gradients (`dummy_step`), which moves the weights. Weights
    that were loaded before become the random initialisation.
 4. Without the precision-aware optimizer every load raises a KeyError. Main raises another one.
 Besides, Adam's `step`:
 5. A load of dp_reshardable silently keeps the step that the optimizer had before (0.16 to 0.20). Torch's Adam without
-   offloading does so too. There all weights even share one tensor, so that nine weights count nine steps at a time,
+   offloading also does so. There all weights even share one tensor, so that nine weights count nine steps at a time,
    and other formats raise KeyError: 'step'.
 6. In 0.15 saving dp_reshardable raises an AssertionError, also for torch's Adam without offloading.
 7. With a part of the weights on the GPU, FusedAdam counts its steps in its parameter groups, and every step writes the
    loaded number there again. The count stands still after a resume.
 
-The patch: the copies follow whatever is loaded, dummy_step leaves weights alone, every weight keeps the step that came
+The patch: the copies follow every load, dummy_step leaves weights alone, every weight keeps the step that came
 with the parameter groups, in a separate tensor, and FusedAdam keeps its count. 0.15 can save dp_reshardable, without
-the step, which no release reads from there. All else that is written is what stock writes.
+the step, which no release reads from there. Everything else is written as on stock.
 
-Who calls what. On the right is the file that wraps the function, with the defect:
+The calls. On the right is the file that wraps the function, with the defect:
 
     weights were loaded    reload_model_params
                              ._copy_model_params_to_main_params         copies: refreshes them (1)
@@ -36,7 +36,7 @@ it: the step is loaded as it is. Compare `step` of `state["optimizer"]["param_gr
 there before `load_state_dict(state)`. `shim.check_resume` says whether a checkpoint was trained without the patch.
 
 Not fixed: the format fully_sharded_bucket_space of 0.12 to 0.14, which dist_checkpointing cannot write for two weights
-in a bucket, whatever the optimizer. Torch's Adam without offloading, Transformer Engine and Apex, which can only be
+in a bucket, with any optimizer. Torch's Adam without offloading, Transformer Engine and Apex, which can only be
 loaded once it has stepped (AssertionError). fp32 weights, which the distributed optimizer cannot offload (ValueError).
 bf16 weights that are offloaded without the distributed optimizer (issue 4042).
 

@@ -6,8 +6,8 @@ such a weight, which requires a gradient, and `load_parameter_state_from_dp_resh
 "a view of a leaf Variable that requires grad is being used in an in-place operation". The functions that load the other
 formats record no gradients.
 
-What the patch does: no gradients are recorded in this function, either. Weights in bf16 and fp16 have main weights of
-their own, which are loaded as before.
+What the patch does: this function also records no gradients. Weights in bf16 and fp16 have separate main weights, which
+are loaded as before.
 
 Upstream: fixed on the dev branch by commit b6e06e5c4d, and not on main.
 

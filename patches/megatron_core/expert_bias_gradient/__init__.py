@@ -3,7 +3,7 @@
 What is wrong (0.12.0, and 0.15 to main; between them experts cannot have biases): the local layers mark a row-parallel
 bias `sequence_parallel`, also that of an expert's linear_fc2. finalize_model_grads sums the gradients of marked
 parameters over the tensor-parallel ranks. With an expert TP of one, as biases of experts require, these ranks have
-different experts if EP is above one. So each bias gets the gradients of other experts as well, in silence. All ranks
+different experts if EP is above one. So each bias silently also gets the gradients of other experts. All ranks
 that have an expert have summed its gradients before, because it says `allreduce=False`.
 
 What the patch does: when DistributedDataParallel wraps a model whose experts have a tensor parallelism of one,

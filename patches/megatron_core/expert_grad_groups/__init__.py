@@ -4,8 +4,8 @@ What is wrong (0.12 to 0.18): DistributedDataParallel sums the gradients of a we
 the weight says `allreduce=False`, it sums over the ranks that have the same experts. The layers of megatron-core, of
 Transformer Engine and of modelopt say so if expert_model_parallel_size is above one. But the ranks are others as
 soon as expert_tensor_parallel_size differs from tensor_model_parallel_size.
-- Expert TP below TP: several tensor-parallel ranks have the same expert and different tokens. Each keeps the gradient
-  of its own tokens, so the copies of an expert drift apart.
+- Expert TP below TP: several tensor-parallel ranks have the same expert and different tokens. Each keeps only the
+  gradient of its tokens, so the copies of an expert drift apart.
 - Expert TP above TP: gradients of different parts of an expert are summed.
 Both are silent. In 0.12 the local layers of an expert that is not cut also scatter its output over the tensor-parallel
 ranks of the other layers, which is a crash, or gives other values.

@@ -5,8 +5,8 @@ stay so. But the function that adds the output of attention or MLP to the residu
 of that output. So the first layer rounds the stream to bf16, and every layer after it adds in bf16. The flag has no
 effect behind the first addition.
 
-The patch: under the flag, residual and output are fp32 where a layer (TransformerLayer, MambaLayer) adds them, so that
-nothing is left to cast. Messages between pipeline stages are then fp32 as well. That is what the flag asks for: the
+The patch: under the flag, a layer (TransformerLayer, MambaLayer) gets residual and output in fp32 for its addition, so
+that nothing is left to cast. Messages between pipeline stages are then also fp32. That is the meaning of the flag: the
 stream needs the memory of fp32, and the messages twice the bytes, as from 0.17 on. Nothing happens without the flag.
 
 Upstream: fixed in 0.17 by pull request 3504.

@@ -4,7 +4,7 @@ What is wrong (0.12 to 0.20 unless noted):
 - tensor_parallel.checkpoint restores random states in a recompute, but not the FP8/FP4 autocast region. The recompute
   runs outside the region: in BF16, or it crashes.
 - CheckpointWithoutOutput raises a NameError without Transformer Engine (0.13 and later). Its recompute fails if no
-  forward pass was recorded (up to 0.15). In 0.12 it does not restore the region either.
+  forward pass was recorded (up to 0.15). In 0.12 it also does not restore the region.
 - TransformerBlock of 0.12 recomputes outside the regions of its layers, which all recipes but delayed scaling need.
   Forward and recompute then run unquantized.
 

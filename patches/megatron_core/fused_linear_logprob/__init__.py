@@ -8,9 +8,9 @@ The patch does nothing until the option `fuse` is true. Then a call with labels 
 shim.ops.linear_token_logprobs, for the main model and for MTP. Logits exist one tile at a time, in forward and again in
 backward.
 - The model computes its loss on a view of itself. The view's output layer returns a promise of logits, and
-  compute_language_model_loss takes promises. Whatever else touches a promise gets the logits themselves, or an error if
-  their gradient would be lost.
-- What ColumnParallelLinear does around its product stays: sums over tensor-parallel ranks, the gather of
+  compute_language_model_loss takes promises. Any other code that touches a promise gets the logits themselves, or an
+  error if their gradient would be lost.
+- The work of ColumnParallelLinear around its product stays: sums over tensor-parallel ranks, the gather of
   sequence-parallel shards, the sum in main_grad of gradient_accumulation_fusion, which is not rounded before. A frozen
   weight gets no gradient.
 - A LoRA adapter of Megatron-Bridge around the output layer runs itself. Its second layer also promises its logits, and
@@ -24,8 +24,8 @@ backward.
 No release has label smoothing, z-loss or a temperature in this loss.
 
 A model takes stock's way, and shim.check() says why, if
-- its output layer, or the adapter around it, is of another class, such as one in FP8, or has a bias, a module of its
-  own, or hooks that want its logits; an adapter also if it has its dropout behind its second layer,
+- its output layer, or the adapter around it, is of another class, such as one in FP8, or has a bias, a
+  submodule, or hooks that want its logits; an adapter also if it has its dropout behind its second layer,
 - its compute_language_model_loss is not upstream's,
 - the config has defer_embedding_wgrad_compute, GTP or config_logger_dir.
 A call takes stock's way without labels, with an output_processor, and under torch.compile. It does so with a warning
@@ -89,7 +89,7 @@ def obstacle_in(model: Any) -> str | None:
     base = getattr(sys.modules.get(LANGUAGE), "LanguageModule", None)
     loss = "compute_language_model_loss"
     if base is None or getattr(type(model), loss, None) is not getattr(base, loss) or loss in vars(model):
-        return f"{type(model).__name__} computes its loss by a function of its own"
+        return f"{type(model).__name__} computes its loss by another function"
     if getattr(model.config, "config_logger_dir", ""):
         return "config_logger_dir writes the logits"
     return obstacle_of(layer)

@@ -6,8 +6,8 @@ norms. Without sequence parallelism nothing does: each rank trains its copy with
 and different from rank to rank. The copies of the weight drift apart, and a checkpoint keeps that of the first rank.
 
 The patch: after the gradients that finalize_model_grads sums over tensor-parallel ranks, as those of q_layernorm, it
-sums those of the output norms in the same way, in one more all-reduce. That is one small message a step, whatever
-the number of layers and of microbatches. Nothing happens under sequence parallelism, without tensor parallelism, for
+sums those of the output norms in the same way, in one more all-reduce. That is one small message a step, for any
+number of layers and of microbatches. Nothing happens under sequence parallelism, without tensor parallelism, for
 frozen norms and for models without gated delta net. Copies that have drifted apart stay apart until a checkpoint is
 loaded.
 

@@ -1,7 +1,7 @@
 """Loss functions that count the tokens of their rank, under context parallelism, as an option.
 
-What is wrong (0.12 to 0.20): a loss function may return the sum of its losses, the number of its tokens, and what is
-logged. Without calculate_per_token_loss the schedules divide the first by the second. Under context parallelism (CP) a
+What is wrong (0.12 to 0.20): a loss function may return the sum of its losses, the number of its tokens, and values to
+log. Without calculate_per_token_loss the schedules divide the first by the second. Under context parallelism (CP) a
 rank has a part of each sequence, and gradients are averaged over these ranks. So if a loss mask leaves the ranks
 different numbers of tokens, the tokens of a rank with few of them count more. A sequence with one token on two ranks
 has half its gradient.
@@ -12,11 +12,11 @@ in 0.12, and returns the count of its rank from 0.13 on.
 
 The patch does nothing until the option `sum_over_cp` is true. Then a loss function returns the sum and the count of its
 own rank, on every release. The count is summed over the CP group, and the loss is divided by the sum. From 0.13 on the
-loss is multiplied by the size of the group before, in place, as upstream does with the loss of two values. What is
-logged of the loss in the same storage then has the right mean over ranks. The count that the schedules add up stays
+loss is multiplied by the size of the group before, in place, as upstream does with the loss of two values. A
+logged loss in the same storage then has the right mean over ranks. The count that the schedules add up stays
 the rank's own. It costs a message of one number in each microbatch, and no wait of the host.
 
-A trainer that sums counts over the CP group by itself must leave the option off.
+A trainer that already sums counts over the CP group must leave the option off.
 
 Nothing happens with calculate_per_token_loss, for a loss function of two values, on one CP rank, or for outputs that
 are no loss. The loss of multi-token prediction is divided elsewhere.

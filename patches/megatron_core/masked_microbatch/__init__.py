@@ -1,7 +1,7 @@
 """Microbatches whose tokens are all masked.
 
-What is wrong (0.12 to 0.14): a loss function may return the sum of its losses, the number of its tokens, and what is
-logged. Without calculate_per_token_loss the schedules divide the first by the second. If the loss mask of a microbatch
+What is wrong (0.12 to 0.14): a loss function may return the sum of its losses, the number of its tokens, and values to
+log. Without calculate_per_token_loss the schedules divide the first by the second. If the loss mask of a microbatch
 is zero everywhere, that is 0 / 0. The loss is NaN, and so is the gradient of every weight after this step. In a trainer
 without a check for NaN, the weights are lost.
 

@@ -8,10 +8,10 @@ rank has some of the heads, so its gradient for that part is a part of the sum. 
 | column-parallel (local layers; TEColumnParallelLinear) | wrong | wrong |
 | duplicated (TELinear, from 0.14) | wrong, and the copies of the weight drift apart | right |
 
-A column-parallel projection is gathered, and in backward each rank takes its columns of its own gradient. A
+A column-parallel projection is gathered, and in backward each rank takes its columns of its local gradient. A
 duplicated one trains on the rank's own gradient. With sequence parallelism the rotary part of a duplicated one is
-gathered over ranks, whose backward sums. Everything before the projection gets the wrong gradient, too: the hidden
-states, and so all layers below, also if attention itself is frozen.
+gathered over ranks, whose backward sums. Everything before the projection also gets the wrong gradient: the hidden
+states, and so all layers below, even if attention itself is frozen.
 
 The patch sums the gradient over tensor-parallel ranks if stock does not: one all-reduce of [s, b, rotary head
 size] for each layer and microbatch, in backward, which is what upstream does for any input that ranks share. It does

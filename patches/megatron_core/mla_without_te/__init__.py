@@ -3,7 +3,7 @@
 What is wrong (0.16): multi_latent_attention takes Transformer Engine for installed if
 megatron.core.extensions.transformer_engine can be imported. But that can be imported without it, and then has mocks in
 the place of layers. MultiLatentAttention asks whether its output projection is a TELinear. That is a mock and no class,
-so isinstance() raises a TypeError. No model with multi-latent attention can be built, with local layers neither.
+so isinstance() raises a TypeError. No model with multi-latent attention can be built, not even with local layers.
 
 The patch makes the flag of that module False if TELinear is no class. With Transformer Engine the flag stays True.
 

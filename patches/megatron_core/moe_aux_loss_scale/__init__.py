@@ -16,7 +16,7 @@ So a run on two ranks balances its experts half as hard as the same run on one, 
 
 The patch multiplies the scale that forward_step sets for these losses by what is missing, and gives the auxiliary loss
 the tokens of a rank: those of the group, divided by its ranks. It fixes both or neither, so `exclude` takes both. It
-costs two operations on one number in a microbatch, and one in a layer that gets a padding mask. What is logged does not
+costs two operations on one number in a microbatch, and one in a layer that gets a padding mask. Logged values do not
 change. Nothing happens on one rank, nor in a model without experts.
 
 Left alone:

@@ -4,8 +4,8 @@ What is wrong: trainers import names that megatron-core got later or has taken a
 functions refuse. An import without a guard ends the trainer. An import with a guard may end in silence: on 0.12 to 0.14
 Megatron-Bridge takes plain GELU for `fused_bias_geglu.quick_gelu`, and the model computes another activation.
 - 0.12 and 0.13 have no unwrap_model, no megatron.core.activations and no is_pp_first_stage, is_pp_last_stage,
-  is_vp_first_stage and is_vp_last_stage. 0.12 has none of get_pg_size, get_pg_rank,
-  get_tensor_model_parallel_group_if_none, set_experimental_flag and is_experimental_enabled either.
+  is_vp_first_stage and is_vp_last_stage. 0.12 also has none of get_pg_size, get_pg_rank,
+  get_tensor_model_parallel_group_if_none, set_experimental_flag and is_experimental_enabled.
 - 0.12 has get_moe_layer_wise_logging_tracker in parallel_state, and 0.13 in moe_utils.
 - 0.14 has quick_gelu in activations alone, and 0.15 also in fused_bias_geglu.
 - 0.17 has taken custom_layers.transformer_engine away, which was another name of extensions.transformer_engine.

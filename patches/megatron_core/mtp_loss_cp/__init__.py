@@ -24,8 +24,8 @@ The group is the packed row's own (dynamic CP), else the model's; on 0.12 and 0.
 Padding of packed rows, and packed rows before 0.16, need mtp-packed-sequences. Each works without the other.
 
 Not covered:
-- A trainer's function that takes the place of GPTModel._postprocess (up to 0.16) or process_mtp_loss divides by counts
-  of its own. That is a conflict.
+- A trainer's function that takes the place of GPTModel._postprocess (up to 0.16) or process_mtp_loss divides by other
+  counts. That is a conflict.
 - cross_entropy_fusion_impl="linear" of the dev branch of 2026-08, on Blackwell: a rank divides by its own count.
 
 Upstream: open (Megatron-LM pull request 7498, issue 7452; mcore-bridge issue 104).

@@ -8,18 +8,18 @@ none can leave the loss out.
 The patch does nothing until an option is true:
 - `detach` closes the three ways. MTP's own weights get the gradients that they have with stock, those of the main model
   the gradients that they have without MTP, bit for bit. A later depth still trains the earlier ones.
-- `skip_loss` leaves the loss out, with its logits. MTP layers run, so that hooks on them or on the MTP block see what
-  they get and give. A trainer that computes its own loss on that can also have `detach`: the hidden states and the
+- `skip_loss` leaves the loss out, with its logits. MTP layers run, so that hooks on them or on the MTP block see their
+  inputs and outputs. A trainer that computes its own loss on that can also have `detach`: the hidden states and the
   embedding are then without gradient, and the weight of the output layer is the trainer's own to detach.
 
-Who carries it: verl (detach_encoder) and slime detach hidden states and embeddings, and if they compute the loss
+Carried by: verl (detach_encoder) and slime detach hidden states and embeddings, and if they compute the loss
 themselves the output weight; SkyRL leaves the loss out and detaches all three; mcore-bridge (mtp_decoder_input_detach)
 detaches the embeddings alone.
 
 Not covered:
 - The expert all-to-all overlap runs MTP layers without their block, so `detach` misses the hidden states and the
   embedding there (mtp_detach_heads the hidden states). shim.check() says so.
-- What an output layer has beside its weight, such as an adapter, is also trained by MTP, as with mtp_detach_heads.
+- Parts of an output layer beside its weight, such as an adapter, are also trained by MTP, as with mtp_detach_heads.
   shim.check() says so.
 - mcore-bridge runs MTP and its loss by other functions, which call none of these. It has a separate option.
 - Clipping: the norm has the gradients of MTP in it. With mtp_detach_heads 0.19 clips them apart.

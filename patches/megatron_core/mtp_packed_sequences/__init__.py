@@ -11,7 +11,7 @@ What is wrong (0.12 to 0.20):
 The patch leaves cu_seqlens as they are. Inside each sequence, tokens move left by one. The last valid position and the
 padding become zero. They count neither in the loss nor in the number of tokens.
 
-Who calls what on which release. A step is one call of the model; its rolls share the packed row and its index (`step`):
+The calls by release. A step is one call of the model; its rolls share the packed row and its index (`step`):
 
     upstream's function                           file: what the patch does there
     --------------------------------------------  ------------------------------------------------------------------

@@ -20,7 +20,7 @@ checkpoint, and inside it one for the layer, in forward and in recompute. Losses
 recompute, to the bit.
 
 If a release gives the layer a tensor-parallel group (0.17 and later), the checkpoint gets the same group. From 0.18 on
-a hybrid MTP layer also recomputes the layers of its own stack, inside the chunk, as upstream does. If one layer serves
+a hybrid MTP layer also recomputes the layers of its stack, inside the chunk, as upstream does. If one layer serves
 all depths (mtp_use_repeated_layer), that layer is number 0 each time.
 
 Upstream: Megatron-LM issues 6760 and 7452 (the group given to the checkpoint); block and recompute_num_layers are open.

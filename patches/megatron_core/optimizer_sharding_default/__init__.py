@@ -8,8 +8,8 @@ right up to 0.15 cannot checkpoint an optimizer at all.
 What the patch does: it takes "dp_reshardable" instead, as if the caller had named it. That is what Megatron-LM's own
 training takes since 0.15, so that its checkpoints and these can be exchanged. It sends no messages and copies nothing.
 "fully_reshardable" would gather the whole optimizer on every data-parallel rank, in fp32 and in host memory, or keep
-all ranks but one from writing. What "dp_reshardable" cannot do, it refuses with an error: to load into another tensor-
-or pipeline-parallel size, or with other buckets. If you need that, set the option `sharding: fully_reshardable`, or
+all ranks but one from writing. "dp_reshardable" refuses with an error to load into another tensor- or pipeline-parallel
+size, or with other buckets. If you need that, set the option `sharding: fully_reshardable`, or
 name it (see reshardable-padding). If a sharding is named, also a wrong one, and with Megatron-FSDP, stock does it all.
 
 A checkpoint of the old default, which 0.15 and earlier have written, cannot be loaded from 0.16 on, with and without

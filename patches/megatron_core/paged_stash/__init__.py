@@ -15,7 +15,7 @@ The patch keeps upstream's functions and flags, and puts another stash behind th
 1. Every saved tensor owns its pages and its flag, and microbatches may come in any order.
 2. On overflow the stash keeps the original (option overflow). While a CUDA graph is captured it cannot: then
    PagedStashRunner repeats the step, or an error is raised before gradients are used.
-3. Experts without the fused operations are stashed too, if their buffers have spare rows.
+3. Experts without the fused operations are also stashed, if their buffers have spare rows.
 4. A repeated step has the same random numbers, and no stash in any layer.
 5. Without triton the schedules are imported with a stand-in for it (stand_ins.py).
 
@@ -25,7 +25,7 @@ from the config if they are set there, else from the options. The same holds fro
 default value counts as not set. 0.12.0 does not pass the router's probabilities to the experts, so the padding rows
 cannot be told from the others.
 
-Who calls what, in the order of one step. In the middle is what releases from 0.18 on call; up to 0.17 only the three
+The calls, in the order of one step. In the middle are the calls of releases from 0.18 on; up to 0.17 only the three
 rows with a star exist. On the right are methods of ExpertStash (`experts`), of which each apply() makes one:
 
     file, when              upstream                              ExpertStash

@@ -2,15 +2,15 @@
 
 What is wrong (0.12 to main): with two pipeline ranks and virtual stages, `prev` and `next` are the same rank. A batch
 of messages sends to prev and then to next, and receives from prev and then from next. Messages between two ranks find
-each other by their order alone. So what one rank sends to its previous stage, a gradient, arrives where the other one
-receives from its own previous stage, and waits for an activation. Without `overlap_p2p_comm` the steady state of the
+each other by their order alone. So one rank sends a gradient to its previous stage, and the other rank receives it
+from its own previous stage, as the activation that it waits for. Without `overlap_p2p_comm` the steady state of the
 interleaved schedule has such batches:
 - `batch_p2p_comm`, the default, crosses activations and gradients. That is silent if all have the same shape.
 - `variable_seq_lengths` sends shapes in batches in any case. So they are crossed with `batch_p2p_comm=False` as well,
   whose tensors have the right order.
 megatron.training refuses two pipeline ranks with virtual stages without `overlap_p2p_comm`. megatron-core does not.
 
-What the patch does: if prev and next are the same rank, what goes to next is sent first. There are as many messages
+What the patch does: if prev and next are the same rank, messages to next are sent first. There are as many messages
 and batches as on stock, and no rank waits longer. With more than two pipeline ranks upstream gets the call as it is.
 
 gloo pairs messages in the order of the calls. NCCL pairs those of one peer in the order of the calls within a group as

@@ -1,8 +1,8 @@
 """The memory of a pipeline stage's output while it is being sent.
 
 What is wrong (0.12 to 0.17): with `overlap_p2p_comm` the interleaved schedule starts to send an output, and frees it by
-`deallocate_pipeline_outputs` before the message has been waited for. What is read by then from memory that has found
-another use is sent to the next stage, in silence. With `overlap_p2p_comm_warmup_flush` this holds for the outputs of
+`deallocate_pipeline_outputs` before the message has been waited for. If the memory is in other use by then, its
+new content is silently sent to the next stage. With `overlap_p2p_comm_warmup_flush` this holds for the outputs of
 the warm-up as well. The work of the message keeps the tensor, but that does not help: freeing it exchanges the memory
 of this very tensor.
 

@@ -14,7 +14,7 @@ What is wrong (0.16 to 0.20):
    one of the names, and the gradient that of all.
 
 The patch:
-1. A checkpoint remembers what each router did in its forward pass, and its recompute does the same again: the replayed
+1. A checkpoint remembers the choice of each router in its forward pass, and its recompute repeats it: the replayed
    experts, or the router's own choice. It does not matter what the trainer has set since. An entry of
    replay_backward_list that belongs to such a recompute is taken out, as upstream takes one out.
 2. A router takes its replay along when it goes. A router that was built before shim.apply() stays in the list.
@@ -25,7 +25,7 @@ The patch:
    because a graph cannot wait. An expert gets the sum of the probabilities of its names, as with dense_output, which
    has a place for each name, and in an engine that runs the expert for each.
 
-Who calls what, in the order of one step. On the right is the file that wraps the function, with the defect:
+The calls, in the order of one step. On the right is the file that wraps the function, with the defect:
 
     a model is built   TopKRouter.__init__                         gone_routers: watches the router (2)
     the trainer        RouterReplay.set_replay_data                gone_routers: collects routers that are gone (2)

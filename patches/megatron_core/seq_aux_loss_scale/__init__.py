@@ -6,7 +6,7 @@ not those of all sequences of the microbatch. So the gradient is too small by th
 the experts of a run half as hard with two rows in a microbatch as with one.
 
 The patch multiplies the count by the number of sequences. Nothing happens with one sequence in a microbatch, as packed
-rows have, nor without calculate_per_token_loss. What is logged does not change.
+rows have, nor without calculate_per_token_loss. Logged values do not change.
 
 The losses of routers are also wrong by the number of ranks, which moe-aux-loss-scale fixes. Either patch does its part
 without the other.

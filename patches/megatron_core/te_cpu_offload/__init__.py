@@ -1,8 +1,8 @@
 """The flag by which Transformer Engine knows of fine-grained activation offloading, and an argument of 0.17.
 
 What is wrong:
-- 0.16 to 0.20 set CPUOffloadEnabled when they enter a region and clear it when they leave, whatever its value was. An
-  inner region, or a region inside another library's, ends the outer one early.
+- 0.16 to 0.20 set CPUOffloadEnabled when they enter a region and clear it when they leave, even if it was set before.
+  An inner region, or a region inside another library's, ends the outer one early.
 - 0.17 passes retain_pinned_cpu_buffers to Transformer Engine 2.5 to 2.9. The argument came with 2.10, so no GPTModel
   can be built.
 - Transformer Engine 2.10 and later heeds the flag only if NVTE_CPU_OFFLOAD_V1=1 was set before its import. Without the

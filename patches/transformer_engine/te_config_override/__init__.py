@@ -3,8 +3,8 @@
 What is missing (2.1 to 2.20.2): see config-override, which does the same for megatron-core's own checkpoints. Under FP8
 and FP4 megatron-core uses this checkpoint (te_checkpoint).
 
-The patch marks this release's checkpoint for shim.config_override: it keeps the recomputed function where
-shim.config_override looks for it. The patch changes nothing else.
+The patch marks this release's checkpoint for shim.config_override: it keeps the recomputed function in the place that
+shim.config_override reads. The patch changes nothing else.
 
 revert() ends no entered override (see config-override).
 

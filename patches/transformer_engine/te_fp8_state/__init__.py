@@ -22,7 +22,7 @@ The patch: a recompute runs in the region of its forward pass, takes the scales 
 and histories as they were. A region that cannot be entered leaves no trace. Every checkpoint keeps the scales of its
 own forward pass, so the scales are freed with the checkpoint.
 
-Who calls what. On the right is the file that wraps the function, with the defect. `_fp8_scales` of shim.patches has the
+The calls. On the right is the file that wraps the function, with the defect. `_fp8_scales` of shim.patches has the
 ForwardScales of one checkpoint, and which checkpoints this thread is in; it also restores the scales of modules after a
 recompute that raises (6):
 
