@@ -71,7 +71,7 @@ def do_pin(arguments: argparse.Namespace) -> int:
     releases = {name: list(matrix.names(name)) for name in {**matrix.supported, **matrix.commits}}
     total, what = sum(map(len, releases.values())), "compares them with" if arguments.check else "rewrites"
     path = Path(matrix.path).absolute()
-    tell(f"shim: fetches {total} releases, where the cache lacks them, and {what} the pins of {path}")
+    tell(f"shim: fetches those of {total} releases that the cache lacks, and {what} the pins of {path}")
     progress = Progress()
     found = measure_all(matrix, fetching.fetched, progress, anew=arguments.anew or arguments.check)
     progress.done()

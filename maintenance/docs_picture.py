@@ -17,7 +17,7 @@ LETTER = 6.6  # the width of one, on average, at the size of the labels
 def table(releases: Sequence[str], rows: Mapping[str, Sequence[str]], title: str) -> str:
     """A cell for each release and defect, light or dark by the reader's setting.
 
-    rows: label -> the verdict on each release, "" where there is none.
+    rows: label -> the verdict on each release, "" if there is none.
     """
     left = 16 + round(LETTER * max(map(len, rows), default=0))
     width = max(left + len(releases) * (CELL + GAP) + 8, 640)

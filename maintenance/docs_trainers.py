@@ -78,7 +78,7 @@ class Trainer:
 
 
 def read_trainers(file: Path) -> tuple[Trainer, ...]:
-    """The trainers in `file`. MatrixError with the line where it is not of the form."""
+    """The trainers in `file`. MatrixError, with the line, if it is not of the form."""
     read = Reader(str(file))
     top = read.mapping(compose(file, file.read_bytes()), "the file", {"trainers": True})
     return tuple(_trainer(read, name, node) for name, node in read.mapping(top["trainers"], "trainers").items())
@@ -151,7 +151,7 @@ def _edit(read: Reader, node: yaml.Node) -> Edit:
 
 
 def edited(text: str, edits: Iterable[Edit]) -> str:
-    """The text of a file after `edits`, which are all of this file. ValueError where a line is not there."""
+    """The text of a file after `edits`, which are all of this file. ValueError if a line is not there."""
     lines = text.splitlines(keepends=True)
     for edit in sorted(edits, key=lambda edit: edit.first, reverse=True):
         if max(edit.first, edit.last) > len(lines):
@@ -224,7 +224,7 @@ The diffs name the lines that go and do not quote them. They need shim in every 
 
 
 def trainers_page(file: Path, matrix: Matrix) -> str:
-    """The text of docs/trainers.md. MatrixError where `file` contradicts the matrix."""
+    """The text of docs/trainers.md. MatrixError if `file` contradicts the matrix."""
     trainers = read_trainers(file)
     wrong = list(problems(trainers, matrix))
     if wrong:
@@ -294,7 +294,7 @@ def _diff(trainer: Trainer) -> Iterator[str]:
         for edit in sorted((edit for edit in trainer.edits if edit.file == file), key=lambda edit: edit.first):
             gone = edit.last - edit.first + 1 if edit.last else 0
             added = edit.add.splitlines()
-            # As a diff without context counts: where nothing goes or comes, the line before.
+            # As a diff without context counts: if nothing goes or comes, the line before.
             old, new = edit.first - (not gone), edit.first + moved - (not added)
             yield f"@@ -{old},{gone} +{new},{len(added)} @@"
             if gone:
@@ -305,7 +305,7 @@ def _diff(trainer: Trainer) -> Iterator[str]:
 
 
 def _at_its_pin(trainer: Trainer, record: Mapping[str, Any] | None, matrix: Matrix) -> str:
-    """What an audit of the pinned sources has found. MatrixError where it was of another pin."""
+    """The result of an audit of the pinned sources. MatrixError if it was of another pin."""
     if record is None:
         return "Nobody has audited it."
     if record["pin"] != trainer.pin:

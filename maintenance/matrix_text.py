@@ -28,7 +28,7 @@ def _node(text: str) -> yaml.MappingNode:
 
 
 def _get(node: yaml.Node | None, key: str) -> Any:
-    """The value of a key. None where there is none."""
+    """The value of a key. None if there is none."""
     pairs = node.value if isinstance(node, yaml.MappingNode) else ()
     return next((value for name, value in pairs if name.value == key), None)
 
@@ -138,7 +138,7 @@ def _upper(spec: str) -> str | None:
 
 
 def top_bound(text: str, id: str, distribution: str, release: str) -> tuple[str, set[str]] | None:
-    """The bound that `release` lies at or above, and the variants whose ranges end there. None where none does.
+    """The bound that `release` lies at or above, and the variants whose ranges end there. None if none does.
 
     That is the newest bound of the patch: a release in a gap between ranges, or below all of them, has none.
     """

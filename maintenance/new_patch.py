@@ -33,7 +33,7 @@ Fetch = Callable[[str, str], Path]
 def propose(id: str, targets: Sequence[str], matrix: Matrix, fetch: Fetch) -> Proposal:
     """Read the targets on every supported release. `fetch(distribution, release)` gives its sources.
 
-    OptionError where the id or a target is not usable. NotMetError where no release has all targets.
+    OptionError if the id or a target is not usable. NotMetError if no release has all targets.
     """
     if not ID.fullmatch(id) or keyword.iskeyword(id):
         raise OptionError(f"{id!r} is no id for a patch. Remedy: lower-case words with hyphens between: mtp-recompute")
@@ -77,7 +77,7 @@ def _distribution(targets: Sequence[str]) -> str:
 
 
 def _fingerprints(sources: Sources, targets: Sequence[str]) -> tuple[str, ...]:
-    """The fingerprint of each target. Empty where a target is missing."""
+    """The fingerprint of each target. Empty if a target is missing."""
     try:
         return tuple(fingerprint(sources, target) for target in targets)
     except SourceError:
@@ -101,7 +101,7 @@ def _variants(bodies: Sequence[Body]) -> dict[str, tuple[str, ...]]:
 
 
 def minor(release: str, between: str = ".") -> str:
-    """The major and the minor number, with the rest where that is not zero."""
+    """The major and the minor number, with the rest if that is not zero."""
     numbers = release.split(".")
     return between.join(numbers[:2] if set(numbers[2:]) <= {"0"} else numbers)
 
@@ -158,7 +158,7 @@ def _names(body: Sequence[ast.stmt], prefix: str = "") -> list[str]:
 def write_patch(proposal: Proposal, matrix: Matrix, top: Path, dry_run: bool = False) -> dict[Path, str]:
     """Write all files of a patch, and return their paths with their texts. `dry_run` writes nothing.
 
-    OptionError, with nothing written, where one of the files exists.
+    OptionError, with nothing written, if one of the files exists.
     """
     tests = "cells" if proposal.distribution == "megatron-core" else "pairs"
     module = top / "patches" / proposal.folder / proposal.name / "__init__.py"

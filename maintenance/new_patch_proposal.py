@@ -17,7 +17,7 @@ def span(releases: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Body:
-    """Neighbouring releases with the same bodies of all targets. `fingerprints` is empty where a target is missing."""
+    """Neighbouring releases with the same bodies of all targets. `fingerprints` is empty if a target is missing."""
 
     releases: tuple[str, ...]
     fingerprints: tuple[str, ...]

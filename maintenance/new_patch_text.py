@@ -136,7 +136,7 @@ def {name}(here: Here) -> float:
 
 
 def proof(proposal: Proposal) -> str:
-    """The proof of the patch. It is broken until somebody writes it."""
+    """The proof of the patch. It is broken until it is written."""
     return PROOF.format(id=proposal.id, name=proposal.name, mark=MARK)
 
 
@@ -178,7 +178,7 @@ def one_rank():
 
 
 def test(proposal: Proposal) -> str:
-    """The tests of the patch. Each fails until somebody writes it."""
+    """The tests of the patch. Each fails until it is written."""
     core = proposal.distribution == "megatron-core"
     text = TEST.format(
         id=proposal.id,

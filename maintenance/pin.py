@@ -57,7 +57,7 @@ def measure_one(
     known: Mapping[str, Mapping[str, Pin]],
     recorded: Mapping[str, Mapping[str, Pin]] | None = None,
 ) -> Pin | None:
-    """The pin of one patch on a release or commit with these sources. None where the rules give it none.
+    """The pin of one patch on a release or commit with these sources. None if the rules give it none.
 
     known: the pins of the other releases and commits of the distribution.
     recorded: the pins that there were before. A release that the patch had no pin for is checked, see `_undecided`.
@@ -123,7 +123,7 @@ def _is_seen_to_be_right(
 def _check_against_releases(
     matrix: Matrix, entry: PatchEntry, name: str, sources: Sources, pin: Pin, releases: Mapping[str, Mapping[str, Pin]]
 ) -> None:
-    """Raise MatrixError where only the version of a commit speaks for its variant, and its bodies speak against it.
+    """Raise MatrixError if only the version of a commit speaks for its variant, and its bodies speak against it.
 
     A body that no release has must keep its contract, and another variant must not have all bodies. Once it is pinned,
     a body is right wherever it is found.
@@ -171,7 +171,7 @@ def _check_against_releases(
 
 
 def _breach(sources: Sources, variant: Variant, target: str, of_releases: bool) -> str:
-    """Why an unknown body does not fit the variant. "" where it keeps its contract.
+    """Why an unknown body does not fit the variant. "" if it keeps its contract.
 
     of_releases: whether a release has the variant. One that no release has was written for commits such as this one.
     """
@@ -193,7 +193,7 @@ def measure(
     All sources are fetched before the first is read, so that what is missing is said at the start, and all of it.
 
     files: a table to fill with the files and bodies of all releases, see shim._releases.known_files.
-    recorded: the pins that there were. A commit whose sources are not at hand, where `fetch` gives None, keeps them.
+    recorded: the pins that there were. A commit whose sources are not at hand (`fetch` gives None) keeps them.
     """
     recorded = recorded or {}
     places = [(distribution, name) for distribution in _distributions(matrix) for name in matrix.names(distribution)]

@@ -139,11 +139,11 @@ def add(
     of: str = "main",
     top: Path | None = None,
 ) -> Added:
-    """Add `new` to the file of `matrix`, and write all that follows from it. Nothing is written where it raises.
+    """Add `new` to the file of `matrix`, and write all that follows from it. Nothing is written if it raises.
 
     source: a directory with the sources of a release, or a git directory that has the commit.
     of: what a commit is of, as in the matrix.
-    top: the source tree of shim, where the matrix is the one that ships: its tables and documents are written too.
+    top: the source tree of shim, if the matrix is the one that ships: its tables and documents are written too.
     """
     if new.is_commit:
         commit, root, tree = _commit(matrix, new, source, of, say)
@@ -201,7 +201,7 @@ def add(
 
 
 def _release(new: New, root: Path) -> Tree:
-    """The tree at `root`. OptionError where it is another release."""
+    """The tree at `root`. OptionError if it is another release."""
     tree = open_tree(str(root), _nothing)
     installed = tree.environment.installed.get(new.distribution)
     if installed is None:
@@ -254,7 +254,7 @@ def _kept(finding: Finding) -> tuple[str, ...]:
 
 
 def _given(finding: Finding) -> str | None:
-    """The variant that the bodies ask for, or one of RIGHT. None where they ask for none that is known to hold."""
+    """The variant that the bodies ask for, or one of RIGHT. None if they ask for none that is known to hold."""
     return finding.verdict if finding.verdict in RIGHT else finding.variant if finding.verdict == "apply" else None
 
 
@@ -264,7 +264,7 @@ Decide = list[tuple[str, str]]  # patch id, and what is to be decided
 def _with_rules(
     text: str, matrix: Matrix, new: New, findings: Mapping[str, Finding]
 ) -> tuple[str, dict[str, tuple[str, str]], Decide]:
-    """The text with ranges that reach to the release, where its bodies leave nothing to decide."""
+    """The text with ranges that reach to the release, if its bodies leave nothing to decide."""
     version = Version(new.name)
     next_minor = ".".join(map(str, (version.major, version.minor + 1)))
     widened: dict[str, tuple[str, str]] = {}
@@ -325,7 +325,7 @@ def _variants(
 
 
 def _read(path: Path, text: str, shipped: bool) -> Matrix:
-    """The rules of the new text. MatrixError where they cannot be read, which is an error of this module."""
+    """The rules of the new text. MatrixError if they cannot be read, which is an error of this module."""
     found = load.read_content(path, text.encode())
     return found if shipped else replace(found, content="added")
 

@@ -150,7 +150,7 @@ def _tagged(matrix: Matrix, fetch: Fetch, known: Sequence[str]) -> tuple[list[tu
 
 
 def _json(file: Path) -> Any:
-    """The content of a table. None where it is missing or empty."""
+    """The content of a table. None if it is missing or empty."""
     return (json.loads(file.read_text("utf-8")) or None) if file.is_file() else None
 
 

@@ -52,7 +52,7 @@ def recorded(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and write docs/proved.json. Returns 1 where a proof has failed on some release."""
+    """Measure and write docs/proved.json. Returns 1 if a proof has failed on some release."""
     parser = argparse.ArgumentParser(prog="python -m shim.maintenance.prove_all", description=__doc__)
     parser.add_argument("--releases", metavar="A,B", help="only these; what is recorded of the others stays")
     parser.add_argument("--patches", metavar="A,B", help="only these; what is recorded of the others stays")

@@ -42,7 +42,7 @@ def _written(records: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Audit the trees that are named, and write the file. 2 where a name is no trainer with a pin."""
+    """Audit the trees that are named, and write the file. 2 if a name is no trainer with a pin."""
     docs = load.PACKAGE.parent / "docs"
     trainers = {trainer.name: trainer for trainer in read_trainers(docs / "trainers.yaml") if trainer.pin}
     given = dict(each.partition("=")[::2] for each in (sys.argv[1:] if arguments is None else arguments))

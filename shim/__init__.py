@@ -95,7 +95,7 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     module = importlib.import_module(home)
-    # The other names of that module too: while the interpreter ends nothing can be imported, and shim.revert must work.
+    # Also the module's other names: while the interpreter ends nothing can be imported, and shim.revert must work.
     alike = [other for other in __all__ if _HOMES.get(other, "shim._api") == home]
     found = {other: vars(module)[other] for other in {name, *alike} if other in vars(module)}
     if name not in found:  # a signal handler or finalizer has interrupted the first import

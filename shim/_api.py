@@ -87,7 +87,7 @@ def _make_plan(asked: Arguments, what: str = "plan", trial: Mapping[str, str] | 
 
 
 class _LostFeatures:
-    """shim._te.features, imported when somebody asks for lost features. A plan alone does not need it."""
+    """shim._te.features, imported when lost features are asked for. A plan alone does not need it."""
 
     def __getattr__(self, name: str) -> Any:
         from shim._te import features
@@ -133,11 +133,11 @@ def apply(**given: Unpack[Given]) -> Report:
 
     only, exclude: patch ids to apply, or to leave out.
     kinds: the kinds to apply, of correctness, compat, performance and feature.
-    require: patch ids. NotMetError, with nothing applied, where one of them is not applied, and
+    require: patch ids. NotMetError, with nothing applied, if one of them is not applied, and
         the release was not seen to be right without it (upstream, not-needed).
-    strict: NotMetError where a correctness patch has drifted or is in conflict.
-    on_drift: "skip" leaves a drifted patch out, "error" raises, "apply" applies it where the signature still fits.
-        "known" is as "skip", but contracts do not count: a body that nobody has seen is drifted.
+    strict: NotMetError if a correctness patch has drifted or is in conflict.
+    on_drift: "skip" leaves a drifted patch out, "error" raises, "apply" applies it if the signature still fits.
+        "known" is as "skip", but contracts do not count: an unknown body is drifted.
     options: {patch id: {option: value}}, each of the type and in the range that `shim explain ID` shows.
     matrix: another version_matrix.yaml. None: the one that ships with shim.
     lock: a lock file, or None.
@@ -148,10 +148,10 @@ def apply(**given: Unpack[Given]) -> Report:
     given outranks its variable, even with its default value. MEGATRON_SHIM_DISABLE and _EXCLUDE outrank all arguments.
 
     Idempotent and thread-safe. A second call with other arguments adjusts to them: the last call counts for the whole
-    process, whoever makes it. One WARNING names what it takes from the call before, with the file and line of both:
+    process, from any caller. One WARNING names what it takes from the call before, with the file and line of both:
     patches that come or go, options that change, and demands (require, strict, on_drift, lock) that are dropped.
     Raises OptionError for arguments that are not usable, MatrixError for a matrix that is not valid, and BindError
-    where a patch fails. The failed patch is rolled back as a whole.
+    if a patch fails. The failed patch is rolled back as a whole.
     The demands hold for what is imported later as well: an import of another copy, or of an edited file, that does not
     meet them raises NotMetError.
     """
@@ -171,8 +171,8 @@ def apply_on_trial(variants: Mapping[str, str], **given: Any) -> Report:
 def revert() -> Report:
     """Take everything back: every name that shim wrote holds the very object that it held before.
 
-    shim leaves alone what somebody else has replaced meanwhile, and reports it. No later apply() or import takes it
-    back. A function of shim's that somebody holds, and may put on a name again, does what upstream's does from then
+    shim leaves alone what other code has replaced meanwhile, and reports it. No later apply() or import takes it
+    back. A function of shim's that other code holds, and may put on a name again, does what upstream's does from then
     on. Pickles are out of reach.
     """
     _engine.ENGINE.switch_to(None)
@@ -214,14 +214,14 @@ def check(model: Any = None, group: Any = None) -> Report:
         An override of a patched method counts by its effect. One that calls the patched method keeps the patch
         ``applied``. Any other is tried on a tiny input, in milliseconds and without a trace: one that keeps what the
         patch does is fine, and one that hides it makes the patch ``shadowed``. If trying cannot tell, the patch is
-        ``unknown``. `compatible` marks an override that is right. Whatever an override does without harm stands in
+        ``unknown``. `compatible` marks an override that is right. A harmless effect of an override stands in
         ``report[id].others``.
-        A patch is ``inactive`` where something else keeps it from its effect on this model, such as a variable that
+        A patch is ``inactive`` if something else keeps it from its effect on this model, such as a variable that
         had to be set earlier.
         Call it once the model is as it will be trained: adapters added, weights frozen.
         `status` says the same from then on: it looks at the model anew each time. shim holds the model weakly, and
         revert() forgets it.
-    group: a torch.distributed process group. None: the default group, where torch.distributed is initialised. Each
+    group: a torch.distributed process group. None: the default group, if torch.distributed is initialised. Each
         rank contributes one short digest.
 
     Pending, unknown, inactive, shadowed, conflicting and failed patches, and drifted correctness patches, are warnings,
@@ -252,7 +252,7 @@ def check(model: Any = None, group: Any = None) -> Report:
 
 
 def _compared(current: Plan | None) -> tuple[str, dict[str, tuple[str, ...]], dict[str, str]]:
-    """What ranks compare: the digest, the part of each patch in it (empty where not applied), and the releases."""
+    """Ranks compare: the digest, the part of each patch in it (empty if not applied), and the releases."""
     if current is None:
         return NOTHING, {}, {}
     identity = current.identity
@@ -271,7 +271,7 @@ def _compared(current: Plan | None) -> tuple[str, dict[str, tuple[str, ...]], di
 
 def _judge(report: Report, options: Options) -> None:
     for patch in report.patches.values():
-        # What apply() left to somebody else, it has warned of.
+        # apply() has warned of the targets that it left to other code.
         if patch.state == "applied" and "lost" in patch.targets.values() and patch.kind == "correctness":
             what = "; ".join(patch.others)
             _engine.ENGINE.warn_patch([(patch.id, "applied in part", what, f"{patch.id} is applied in part: {what}")])
@@ -291,7 +291,7 @@ def _is_problem(patch: PatchReport, required: bool) -> bool:
     if patch.state == "idle":
         return required
     if patch.state == "inactive":
-        return required or patch.kind != "feature"  # nobody may have wanted the feature
+        return required or patch.kind != "feature"  # the feature may not be wanted
     return patch.state in ("pending", "unknown", "shadowed", "conflict", "failed") or (
         patch.state == "drifted" and patch.kind == "correctness"
     )
@@ -300,7 +300,7 @@ def _is_problem(patch: PatchReport, required: bool) -> bool:
 def checkpoint_state() -> dict[str, Any]:
     """Return what a training checkpoint should keep about the patches in force: plain data of a few kB.
 
-    Raises OptionError where nothing was applied in this process.
+    Raises OptionError if nothing was applied in this process.
     """
     return state_of(_in_force("checkpoint_state"))
 
@@ -309,7 +309,7 @@ def check_resume(saved: Mapping[str, Any] | str | None) -> bool:
     """Say whether the patches that a checkpoint was trained with are in force. A WARNING names every difference.
 
     saved: what `checkpoint_state` returned, or a ``report.digest``. None, for a checkpoint that has neither, counts
-    as a difference. Raises OptionError where nothing was applied in this process.
+    as a difference. Raises OptionError if nothing was applied in this process.
     """
     found = differs(saved, _in_force("check_resume"))
     if found:

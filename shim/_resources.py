@@ -1,4 +1,4 @@
-"""What a patch holds in the process besides its functions: buffers, flags, an override that is entered.
+"""Resources that a patch holds in the process besides its functions: buffers, flags, an override that is entered.
 
 The `bindings()` of such a patch returns a Bindings, with a Resource for each thing that it holds:
 
@@ -22,8 +22,8 @@ __all__ = ["Bindings", "Resource"]
 class Resource(NamedTuple):
     """One thing that a patch holds. The engine calls both functions at any time, from any thread, and more than once.
 
-    tells: says in a few words what is held at this moment, with its size. "" where nothing is held.
-    release: ends as much of it as can end now. None where only the user can end it. The header of the patch then says
+    tells: says in a few words what is held at this moment, with its size. "" if nothing is held.
+    release: ends as much of it as can end now. None if only the user can end it. The header of the patch then says
         so, and status() goes on naming it.
     begin: called with each module that the key `before` of patch.yaml names, just before its code runs, also for a
         reload. It may ask finders, and imports nothing. The patch may have been dropped meanwhile.

@@ -34,7 +34,7 @@ _OF_MODULE = vars(types.ModuleType)["__dict__"]
 def namespace_of(owner: Any) -> Mapping[str, Any]:
     """The dictionary of a module or class, without an attribute read, which would load a lazy module.
 
-    Empty where there is none: C code may hold a class that it has not made ready, such as _socket before socket is
+    Empty if there is none: C code may hold a class that it has not made ready, such as _socket before socket is
     imported, and sys.modules may hold anything.
     """
     kind = type(owner)
@@ -45,7 +45,7 @@ def namespace_of(owner: Any) -> Mapping[str, Any]:
     else:
         try:
             found = object.__getattribute__(owner, "__dict__")
-        except Exception:  # noqa: BLE001 - it has none, or somebody's code computes it
+        except Exception:  # noqa: BLE001 - it has none, or foreign code computes it
             found = None
     return found if issubclass(type(found), (dict, types.MappingProxyType)) else {}  # type: ignore[return-value]
 

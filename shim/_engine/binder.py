@@ -15,13 +15,13 @@ from shim._releases.fingerprint import split_target
 
 __all__ = ["Binder"]
 
-TRIES = 3  # of a transaction whose names somebody else writes meanwhile
+TRIES = 3  # of a transaction whose names other code writes meanwhile
 
 
 class Binder(Records):
     """The records, and the transactions that change them and the process.
 
-    Invariant: a transaction (`commit`) is all or nothing, whatever interrupts it. It computes everything on a copy of
+    Invariant: a transaction (`commit`) is all or nothing, under any interrupt. It computes everything on a copy of
     the records and calls all factories first. Then a Switch writes the names and the records in one step.
     """
 
@@ -105,7 +105,7 @@ class Binder(Records):
             raise BindError(f"{failing.label} does not read back", failing.patch)
 
     def recover(self) -> None:
-        """Take back a switch that failed, or that was interrupted while a class took a write in code of its own."""
+        """Take back a switch that failed, or that was interrupted while code of a class handled a write."""
         switch = self._unfinished
         if switch is not None:
             if switch.failing() is not None:

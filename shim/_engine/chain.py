@@ -59,7 +59,7 @@ class Layer:
 class Held:
     """A place inside of an object: what it holds, and whether the object surely calls it.
 
-    owner: a closure's cell, or an object with the attribute `name`. None where shim cannot write to the place.
+    owner: a closure's cell, or an object with the attribute `name`. None if shim cannot write to the place.
     """
 
     owner: Any
@@ -100,7 +100,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Replaced:
-    """A name that shim no longer governs, mostly because somebody else replaced the object. shim leaves it alone.
+    """A name that shim no longer governs, mostly because other code replaced the object. shim leaves it alone.
 
     partner: the replaced place that is the reason, if this one was not replaced itself.
     foreign: the other object.    held: the places inside of it that shim governs instead.

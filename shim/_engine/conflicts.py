@@ -1,4 +1,4 @@
-"""Conflicts: somebody else's object on a target keeps a patch, or a part of it, from its effect."""
+"""Conflicts: a foreign object on a target keeps a patch, or a part of it, from its effect."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class _Foreign:
 
 
 def with_conflicts(plan: Plan, binder: Records) -> tuple[Plan, Findings]:
-    """The plan with what somebody else's objects keep from it now, and what was found about them. Changes nothing.
+    """The plan with what foreign objects keep from it now, and what was found about them. Changes nothing.
 
     Returns the same plan object if nothing changes.
 
     A patch is in ``conflict`` if such an object stands on a target that it cannot do without, or on the way to one. No
     part of it is bound then, so that it does not matter who came first. On another target the object costs this target
-    only: `Decision.skipped`. So it does where the patch can try the object in a model (`Findings.open`). An object that
+    only: `Decision.skipped`. So it does if the patch can try the object in a model (`Findings.open`). An object that
     calls upstream's function is no conflict: the binder is told where it holds that function (`Findings.wrapped`). Nor
     is one that the patch can go around (`Findings.around`).
     """
@@ -153,7 +153,7 @@ def _foreign_on(
     if since and certain:
         return None  # it may be upstream's own, as a decorator has left it, and calls upstream's function in any case
     writable = tuple(held for held in found if held.owner is not None and held.certain)
-    # An inherited object is another class's too, so what lies inside it is not for this class to change. A property's
+    # An inherited object also belongs to another class, so this class may not change its inside. A property's
     # function is no property.
     if writable and name in namespace_of(owner) and type(inner) is not property:
         upstream = unwrap(binder.wrappers.beneath(unwrap(writable[0].value)))
@@ -173,7 +173,7 @@ def _foreign_on(
 def _unless_around(
     target: str, body: str, inner: Any, decision: Decision, plan: Plan, binder: Records, who: str, what: str
 ) -> _Foreign | None:
-    """Somebody's own function as an obstacle, unless the patch goes around it."""
+    """A foreign function as an obstacle, unless the patch goes around it."""
     goes, why = may_go_around(target, body, inner, decision, plan)
     if goes:
         binder.found.around[decision.id, target] = Around(who, why)
@@ -182,7 +182,7 @@ def _unless_around(
 
 
 def _beneath_ours(target: str, decision: Decision, plan: Plan, binder: Records) -> _Foreign | None:
-    """What follows for a patch where shim's object on a target goes around somebody's own function."""
+    """The consequence for a patch if shim's object on a target goes around a foreign function."""
     inner = unwrap(binder.chains[target].base)
     body = (decision.wiring and decision.wiring.inherits(target)) or target
     who = describe(inner)
@@ -191,7 +191,7 @@ def _beneath_ours(target: str, decision: Decision, plan: Plan, binder: Records) 
 
 
 def _in_place_of_ours(target: str, decision: Decision, plan: Plan, binder: Records) -> _Foreign | None:
-    """What follows where somebody has replaced shim's object on a target by one that does not call it."""
+    """The consequence if other code has replaced shim's object on a target by one that does not call it."""
     replaced = binder.replaced_targets()[target]
     if replaced.partner is not None or binder.will_be_governed(replaced) or binder.effect_of(replaced) != "replaced":
         return None
@@ -202,7 +202,9 @@ def _in_place_of_ours(target: str, decision: Decision, plan: Plan, binder: Recor
     body = (decision.wiring and decision.wiring.inherits(target)) or target
     first = target in binder.first and not binder.is_not_the_first(target, unwrap(value))
     if first or is_upstreams(body, unwrap(value), plan.environment.sources):
-        binder.found.renewed[target] = value  # what shim stood upon, mostly somebody's function, has been taken back
+        binder.found.renewed[target] = (
+            value  # the object beneath shim's, mostly a foreign function, has been taken back
+        )
         binder.found.around.pop((decision.id, target), None)
         return None
     who = describe(unwrap(value))
@@ -213,17 +215,17 @@ def _in_place_of_ours(target: str, decision: Decision, plan: Plan, binder: Recor
 
 
 def remedy_in_doubt(id: str, who: str) -> str:
-    """What to do about an object of which nobody knows what it calls."""
+    """The remedy for an object whose calls are unknown."""
     return f"let {who} call the original function from one of its own variables, or exclude {id}"
 
 
 def remedy_for(id: str, who: str) -> str:
-    """What to do about an object that does a patch's work its own way."""
+    """The remedy for an object that does a patch's work in another way."""
     return f"remove {who} (the patch replaces it), or keep it and exclude {id}"
 
 
 def remedy_untried(who: str) -> str:
-    """What to do about an object that only a model can be tried with."""
+    """The remedy for an object that only a trial in a model can judge."""
     return f"call shim.check(model), which tries {who} on a tiny input"
 
 

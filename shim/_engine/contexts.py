@@ -21,7 +21,7 @@ REMEDY = "Remedy: let it end first, or use the same arguments in both, or call s
 class Context:
     """What a block holds while it runs.
 
-    over: set by its end. A block that was interrupted before that is over as well, once nobody holds its Context.
+    over: set by its end. An interrupted block is also over, once its Context is no longer referenced.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Block:
         self._context = weakref.ref(context)
         self.thread = threading.get_ident()
         task = current_task()
-        # Weakly: a task that nobody runs any more holds its block, which is over once the task is gone.
+        # Weakly: a task that is no longer run holds its block, which is over once the task is gone.
         self._task = None if task is None else weakref.ref(task)
         self.plan, self.beneath = plan, beneath
 

@@ -45,7 +45,7 @@ def _of_another_copy(models: list[Any], package: str, location: str | None) -> I
                 file = _file_of(cls)
                 inside = cls.__module__[f".{cls.__module__}.".index(f".{package}.") :].replace(".", os.sep)
                 is_there = file.endswith((f"{os.sep}{inside}.py", os.path.join(os.sep + inside, "__init__.py")))
-                # A class that somebody makes in the name of upstream's module lies elsewhere, and is no copy of it.
+                # A class that other code makes in the name of upstream's module lies elsewhere, and is no copy of it.
                 if is_there and (location is None or not _is_below(file, location)):
                     yield f"{cls.__qualname__} of {file}"
 
@@ -61,7 +61,7 @@ def _package_of(module: str) -> str | None:
 
 
 def _file_of(cls: type) -> str:
-    """The file that defines a class, by its functions, which know it whatever is in sys.modules. "" if none says so."""
+    """The file that defines a class, by its functions, which know it without sys.modules. "" if none says so."""
     home = sys.modules.get(cls.__module__)
     known = None if home is None else namespace_of(home)
     if known is not None and known.get(cls.__qualname__.partition(".")[0]) is not None and known.get("__file__"):

@@ -60,7 +60,7 @@ class DeferredLog:
     def warn_patch(self, patch: str, state: str, reason: str, text: str) -> None:
         """Queue a warning about a patch once in the process. Ranks other than 0 get one short line of it.
 
-        apply() and check() find the same things, and all ranks mostly do, too.
+        apply() and check() find the same things, and so do mostly all ranks.
         """
         said = text if is_rank_zero() else short_of(f"{patch} is {state}: {reason}")
         self._once(f"{patch} {state} {reason}", said)

@@ -87,7 +87,7 @@ class Draft(Records):
     def _govern_returned(self) -> None:
         """Govern places that hold a retired wrapper again.
 
-        A module imported while shim was bound took the wrapper. Then somebody patched the module, so revert() did not
+        A module imported while shim was bound took the wrapper. Then other code patched the module, so revert() did not
         find the wrapper there, and later put the wrapper back. Costs nothing if no such wrapper is alive.
         """
         self.places.slots.update((slot.key, slot) for slot in self.put_back())
@@ -204,14 +204,14 @@ class Draft(Records):
         for chain, after in changes:
             self.places.put(chain.owner, chain.name, chain, after)
             inner = unwrap(chain.top)
-            # Constants have no identity of their own, so only callables have aliases.
+            # Constants have no identity, so only callables have aliases.
             no_aliases = chain.top is chain.base and after.layers and after.layers[0].no_aliases
             if callable(inner) and not self._is_borrowed(chain) and not no_aliases:
                 old[id(inner)] = (chain, after)
                 (near if imported is not None and self._is_new(chain, imported[0]) else far).append(inner)
                 beneath = unwrap(chain.base)
                 if not chain.layers and beneath is not inner and callable(beneath):
-                    # Somebody has put shim's older object back. Aliases hold upstream's meanwhile.
+                    # Other code has put shim's older object back. Aliases hold upstream's meanwhile.
                     old[id(beneath)] = (chain, after)
                     far.append(beneath)
         self._write_known(changes)
@@ -242,7 +242,7 @@ class Draft(Records):
     def _write_governed(self, changes: Iterable[Change], returned: Container[Key]) -> None:
         """Write to places that may hold upstream's function, or an older one of shim's, beneath a chain that stays.
 
-        These are places inside of other objects, and names that somebody has given back.
+        These are places inside of other objects, and names that other code has given back.
         """
         now = {**self.chains, **{after.target: after for _, after in changes}}
         for slot in list(self.places.slots.values()):

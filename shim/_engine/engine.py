@@ -2,22 +2,22 @@
 
 The invariant: a transaction (apply, revert, the begin and end of a with-block, an import) is one thing. It is prepared
 on copies, where every error and interrupt leaves the process as it was. Then names and records, `plan` included, are
-written in one step of the interpreter (switch.py). What follows from the plan is brought in step after it, by whoever
-comes next if the transaction is interrupted there (`recover`).
+written in one step of the interpreter (switch.py). The consequences of the plan are brought in step after it, or by the
+next call if the transaction is interrupted there (`recover`).
 
 - Every transaction goes through one loop, `transact`. The path of apply() is `switch_to`, `transact` and `_write` here,
   then Binder.commit, which lets a Draft compute the writes, and Switch.perform, which makes them.
-- Whoever calls shim from inside of a transaction of the same thread (a factory, a signal handler, a finalizer) reads
+- A call of shim from inside of a transaction of the same thread (a factory, a signal handler, a finalizer) reads
   what was in force before it, and is refused any change. The end of a with-block waits until the transaction is over,
   and so does what an import has to be bound.
-- A forked process has the state before or after a transaction of another thread, and a lock of its own.
+- A forked process has the state before or after a transaction of another thread, and a new lock.
 
 Whenever `lock` is free:
 - `plan` is the plan in force, conflicts included; None if nothing is wanted.
 - The binder's chains match the plan in all modules that have run to the end, without the patches in `failed`. Modules
   in `watch.late` are the exception; catch_up() brings them up to date.
 - `watch` follows from the plan. The import hook is installed if there is a module to watch.
-- The plan is for the files that the loaded modules ran, as far as anybody has looked: see tied.py.
+- The plan is for the files that the loaded modules ran, as far as was checked: see tied.py.
 - `factories` has factories of the plan only. Everything else that patches hold has ended, or is reported until it can
   end.
 

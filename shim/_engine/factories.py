@@ -76,7 +76,7 @@ class Factories:
         """Import the patch modules that are needed now. Called without the lock. BindError names the failing patch.
 
         Returns the ids of patches that must wait: this call runs inside the import of their module, which imports a
-        target. Whoever imports that module binds the patch in the end.
+        target. The import of that module binds the patch in the end.
         """
         postponed = set()
         for decision in self.missing(plan, but, loaded):
@@ -139,7 +139,7 @@ class Factories:
     def release_dropped(self) -> None:
         """Free what a patch holds once its factories were dropped. Called without the lock: a patch may have its own.
 
-        Whatever is still in use and cannot end yet is tried again at the next call.
+        A resource that is still in use and cannot end yet is tried again at the next call.
         """
         with self._lock():
             over = [entry for entry in self._resources if self._made.get(entry.content) is not entry.factories]

@@ -1,4 +1,4 @@
-"""Whether the object on a target is upstream's own or somebody else's patch."""
+"""Whether the object on a target is upstream's own or other code's patch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
 
 
 def describe(value: Any) -> str:
-    """Module, name and file of an object, for messages: one printable line, whatever its author has named it."""
+    """Module, name and file of an object, for messages: one printable line, with any name."""
     return one_line(_described(value), DESCRIBED)
 
 
@@ -151,7 +151,7 @@ def _imported_from(node: ast.stmt, module: str, name: str, sources: Sources) -> 
 
 
 def is_upstreams(target: str, value: Any, sources: Sources) -> bool:
-    """Whether `value` is what upstream defines as `target`, decorators included. False where the origin is unknown."""
+    """Whether `value` is what upstream defines as `target`, decorators included. False if the origin is unknown."""
     if not callable(value):
         return False
     try:

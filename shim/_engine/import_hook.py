@@ -55,7 +55,7 @@ class _HookedLoader:
             # The loader was importlib.util.LazyLoader. No code has run yet, and an attribute read would run it.
             self._hook.hook_lazy(module)
             return
-        # Somebody may load a private copy of the module. Imports get the module in sys.modules.
+        # Other code may load a private copy of the module. Imports get the module in sys.modules.
         if sys.modules.get(name) is module:
             self._hook.after(module, lambda: _since(known))
 
@@ -91,10 +91,10 @@ class ImportHook:
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if self._watched and next(iter(sys.meta_path), None) is not self:
-            self._come_to_the_front()  # for the next import: somebody has put a finder in front
+            self._come_to_the_front()  # for the next import: other code has put a finder in front
         if not self.wants(name):
             return None
-        # Some other finder may ask all of them too, this one included, which is to ask no further then.
+        # Another finder may also ask all of them, this one included. Then this one asks no further.
         search = threading.get_ident(), name
         if search in self._searches:
             return None

@@ -81,7 +81,7 @@ class Imports:
         self.running.pop(name, None)
 
     def abandon_failed(self) -> None:
-        """Unbind modules whose import has failed, if nobody else has, because of an interrupt. Under the lock."""
+        """Unbind modules whose import has failed, if an interrupt kept other code from it. Under the lock."""
         for name, module in list(self.running.items()):
             if sys.modules.get(name) is not module:
                 self._engine.binder.abandon(name)

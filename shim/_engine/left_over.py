@@ -1,4 +1,4 @@
-"""What shim had bound and cannot make inert after it has taken it off: somebody may put it on its name again."""
+"""What shim had bound and cannot make inert after it has taken it off: other code may put it on its name again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shim._engine.chain import MISSING, Chain, Key, Slot, read_name
 
 __all__ = ["LeftOver"]
 
-# Equal ones may be the same object, so nobody knows whose it is.
+# Equal ones may be the same object, so it is unknown whose it is.
 _WITHOUT_IDENTITY = (type(None), bool, int, float, str, bytes)
 
 

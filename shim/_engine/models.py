@@ -30,7 +30,7 @@ def with_findings(
 ) -> Report:
     """The report, with what overrides in these models do to the patches. Called without the engine's lock.
 
-    raising: whether this is check(). Only check() raises an error in a patch's own check, where a report says that the
+    raising: whether this is check(). Only check() raises an error in a patch's own check; a report says that the
         patch is inactive. And only check() tries overrides: another thread may train while a report is made.
     """
     states = States(report, plan, binder)

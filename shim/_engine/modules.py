@@ -32,7 +32,7 @@ def is_initialising(module: object) -> bool:
     try:
         # importlib writes True. A mock has anything.
         return getattr(namespace_of(module).get("__spec__"), "_initializing", False) is True
-    except Exception:  # noqa: BLE001 - somebody's own spec, of which importlib knows nothing
+    except Exception:  # noqa: BLE001 - a foreign spec, of which importlib knows nothing
         return False
 
 
@@ -45,7 +45,7 @@ def locked_modules() -> set[str]:
 
 
 def _locked() -> set[str] | None:
-    """The modules that some thread imports now, by importlib's locks. None where importlib does not show them.
+    """The modules that some thread imports now, by importlib's locks. None if importlib does not show them.
 
     importlib holds the lock of a module from before its code runs until after it has taken the module out of
     sys.modules for a moment, and put it back.
@@ -92,7 +92,7 @@ class Modules:
         return {name for name in left if not is_initialising(sys.modules.get(name))}
 
     def came_meanwhile(self) -> bool:
-        """Whether modules came between the last search and its results. If none did, nobody need ask again."""
+        """Whether modules came between the last search and its results. If none did, no search has to ask again."""
         if self._came():
             return True
         self.searched = None
@@ -110,7 +110,7 @@ class Modules:
     def note_search(self) -> None:
         """Remember which modules there are now, and which of them are half imported.
 
-        Each of those is locked. To ask all of sys.modules takes 8 ms where torch is loaded.
+        Each of those is locked. To ask all of sys.modules takes 8 ms if torch is loaded.
         """
         self.searched = dict(sys.modules)
         self.unfinished |= locked_modules()

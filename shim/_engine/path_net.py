@@ -1,7 +1,7 @@
 """A second way to the import hook, for imports that do not come to it: an entry of sys.path_importer_cache.
 
-Somebody may take the hook out of sys.meta_path, as a test does that restores the list, or put a finder in front of it.
-Python's own finder asks for each directory the finder in sys.path_importer_cache, whatever sys.meta_path holds. So the
+Other code may take the hook out of sys.meta_path, as a test does that restores the list, or put a finder before it.
+Python's own finder asks for each directory the finder in sys.path_importer_cache, with any sys.meta_path. So the
 directories of watched modules have one that leads to the hook. It is a FileFinder that shares the state of the one that
 it stands for, so that pkgutil, importlib.invalidate_caches and others find what they know. Zips have none.
 """

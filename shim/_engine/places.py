@@ -20,7 +20,7 @@ class Places:
 
     Invariants:
     - A name is in `slots` or in `replaced`, never in both. A name in `slots` held `written` when shim last read it.
-    - shim never writes a name in `replaced`, until somebody puts shim's or upstream's object back there.
+    - shim never writes a name in `replaced`, until other code puts shim's or upstream's object back there.
     - `drafted` is empty, except in the draft of a transaction: what the transaction is to write, name by name.
     """
 
@@ -93,21 +93,21 @@ class Places:
 
     def give_up(self, slot: Slot, why: str, partner: Key | None = None) -> None:
         self.slots.pop(slot.key, None)
-        if not slot.within:  # what lies inside of somebody's object is his, and no name that anybody looks up
+        if not slot.within:  # a place inside a foreign object belongs to that object; no code looks it up as a name
             self.replaced[slot.key] = Replaced(slot, why, partner, slot.current() if partner else None)
 
     def has_replaced(self) -> bool:
-        """Whether `drop_replaced` would find a name whose object somebody has replaced since."""
+        """Whether `drop_replaced` would find a name whose object other code has replaced since."""
         replaced = (item for item in self.replaced.values() if item.partner is None)
         return any(slot.current() is not slot.written for slot in self.slots.values()) or any(map(_is_new, replaced))
 
     def drop_replaced(self, base: Callable[[Slot], Any]) -> None:
-        """Give up the names that somebody has replaced, and govern the places of the new object that hold shim's.
+        """Give up the names that other code has replaced, and govern the places of the new object that hold shim's.
 
-        So revert() takes shim's function out of a wrapper that somebody put around it, and a later plan changes it. A
+        So revert() takes shim's function out of a wrapper that other code put around it, and a later plan changes it. A
         wrapper that holds upstream's function, because it took that before, gets shim's.
 
-        base: upstream's function beneath a slot's object; None where there is none.
+        base: upstream's function beneath a slot's object; None if there is none.
         """
         for slot in list(self.slots.values()):
             if slot.current() is not slot.written:
@@ -159,7 +159,7 @@ class Places:
         return any(map(self.is_back, self.replaced.values()))
 
     def regain(self) -> list[Slot]:
-        """Take names back into `slots` if somebody has put shim's or upstream's object back there."""
+        """Take names back into `slots` if other code has put shim's or upstream's object back there."""
         found = []
         for key, replaced in sorted(self.replaced.items(), key=lambda item: item[1].partner is not None):
             if self.is_back(replaced):
@@ -169,7 +169,7 @@ class Places:
                 original = current if _is_same(current, replaced.slot.original) else replaced.slot.original
                 beneath = self._beneath(current)
                 if beneath is not current and original is not MISSING and not _is_same(beneath, original):
-                    original = beneath  # shim went around somebody's function, which has been taken back
+                    original = beneath  # shim went around a foreign function, which has been taken back
                 self.slots[key] = replace(replaced.slot, original=original, written=current)
                 found.append(self.slots[key])
         return found
@@ -177,7 +177,7 @@ class Places:
     def is_back(self, replaced: Replaced) -> bool:
         """Whether a replaced name holds shim's or upstream's object again."""
         current = replaced.slot.current()
-        # What shim wrote may be a thing without identity of its own, such as None.
+        # shim may have written an object without identity, such as None.
         ours = _is_same(current, replaced.slot.original) or self._beneath(current) is not current
         ours = ours or current is replaced.slot.written
         return replaced.partner not in self.replaced and ours
@@ -189,7 +189,7 @@ class Places:
 
 
 def _is_new(replaced: Replaced) -> bool:
-    """Whether nobody has looked into the object that stands on a replaced name."""
+    """Whether the object that stands on a replaced name has not been examined yet."""
     return replaced.foreign is not replaced.slot.current()
 
 

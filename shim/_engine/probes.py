@@ -93,7 +93,7 @@ def of_patch(decision: Decision, plan: Plan, name: str) -> Any:
 
 
 class Tries:
-    """The verdicts of probes on these models. Each function is tried once, and again where its module differs.
+    """The verdicts of probes on these models. Each function is tried once, and again if its module differs.
 
     trying: whether this is check(). A report only repeats what check() has found.
     """

@@ -1,4 +1,4 @@
-"""Somebody's own functions in the place of methods, tried in a model: what becomes of the patches."""
+"""Foreign functions in the place of methods, tried in a model: do patches keep their effect?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["add_answers"]
 
 
 def add_answers(states: States, models: list[Any], plan: Plan, binder: Records, tries: Tries) -> None:
-    """Add what trying somebody's own functions in these models has shown.
+    """Add what trying foreign functions in these models has shown.
 
     A function that keeps what the patch does leaves it ``applied``, and `others` says so. One that does not is a
     ``conflict``. If trying cannot tell, the patch is ``unknown``.
@@ -34,7 +34,7 @@ def add_answers(states: States, models: list[Any], plan: Plan, binder: Records, 
 
 
 def _around(plan: Plan, binder: Records) -> Iterator[Question]:
-    """The functions that patches go around, where a patch can try them."""
+    """The functions that patches go around, if a patch can try them."""
     for (id, target), found in binder.found.around.items():
         chain = binder.chains.get(target)
         if chain is not None and is_tried(target, plan[id], plan) and plan[id].wanted:

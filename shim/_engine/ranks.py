@@ -14,12 +14,12 @@ __all__ = ["EFFECTS", "NOTHING", "OWN_CODE", "PACKAGES", "PARTS", "is_rank_zero"
 
 # The parts of a patch that are compared, each by 16 bits of the patch's slot, with the words for each in messages.
 PARTS = {"variant": "variant", "fingerprints": "upstream's bodies", "options": "options", "code": "its code"}
-# Releases are compared by a hash. Their text is sent too, so that messages can name them.
+# Releases are compared by a hash. Their text is also sent, so that messages can name them.
 OWN_CODE, PACKAGES = "shim's own code", "files of packages"
 NAMES = ("megatron-shim", "megatron-core", "transformer-engine", "torch", "the matrix", OWN_CODE, PACKAGES)
 TEXT = 3  # slots, of 8 bytes
 HEAD = 2 + len(NAMES) * (1 + TEXT)
-# What somebody else's objects leave of a patch on a rank, with the words for each; one byte for each patch.
+# What foreign objects leave of a patch on a rank, with the words for each; one byte for each patch.
 EFFECTS = {"": "in force", "conflict": "in conflict", "failed": "failed", "in part": "in force in part"}
 # Slots of int64: the digest, a hash of the ids, the releases, one slot for each patch, and the effects. The number is
 # fixed, because a collective in which ranks send different sizes hangs.

@@ -1,7 +1,7 @@
 """What a function holds, reads and calls, by its objects and its byte code. No text is read, and no call is watched.
 
 - `held_by`: the objects inside of a function: its closure, its defaults, what its partials and methods wrap.
-- `callable_paths`: the places inside of somebody's object from which it can call another function.
+- `callable_paths`: the places inside of a foreign object from which it can call another function.
 - `leads_to`: whether the code of a function names another function, itself or by functions of modules that it names.
 - `layers_of`: a function, and what lies beneath its decorators.    `value_of`: what a path in its code stands for.
 
@@ -56,7 +56,7 @@ def callable_paths(
     level deep. An object found in a container or in an attribute that the code does not name is not `certain`: it may
     never be called.
 
-    owner, name: where `value` stands. Of a class, the other attributes that the code reads count too: trainers keep the
+    owner, name: where `value` stands. Of a class, other attributes that the code reads also count: trainers keep the
         earlier method there. Globals and such attributes are followed further only if they have this name or wrap
         something.
     ours: whether shim made an object. What lies inside that is for shim's factories only.
@@ -101,7 +101,7 @@ def holds_in_closure(function: Any, held: Any) -> bool:
 
 
 def _parts_of(holder: Any) -> Iterator[tuple[Held, bool]]:
-    """What `holder` holds, and whether to follow each further. `owner` is None where shim cannot write."""
+    """What `holder` holds, and whether to follow each further. `owner` is None if shim cannot write."""
     kind = type(holder)
     if kind is types.FunctionType:
         for _, cell, value in _cells_of(holder):
@@ -140,7 +140,7 @@ def _read_by(holder: Any, owner: Any, name: str) -> Iterator[tuple[Held, bool]]:
     attributes = namespace_of(owner) if issubclass(type(owner), type) else {}
     for read in (attributes_read & attributes.keys()) - {name}:
         yield Held(owner, read, attributes[read], True), _is_earlier(unwrap(attributes[read]), name)
-    # functools.wraps leaves this attribute, also where the code never calls the function.
+    # functools.wraps leaves this attribute, even if the code never calls the function.
     if "__wrapped__" in attributes_read and hasattr(holder, "__wrapped__"):
         yield Held(holder, "__wrapped__", holder.__wrapped__, True), True
 
@@ -165,7 +165,7 @@ def _in_object(holder: Any) -> Iterator[tuple[Held, bool]]:
 
 
 def _is_earlier(value: Any, name: str) -> bool:
-    """Whether an object may be what somebody found under the name before."""
+    """Whether an object may be what other code found under the name before."""
     named = getattr(value, "__name__", None) == name
     return type(value) is types.FunctionType and (named or hasattr(value, "__wrapped__"))
 

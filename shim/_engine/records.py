@@ -28,7 +28,7 @@ R = TypeVar("R", bound="Records")
 
 @dataclass(frozen=True)
 class Wrapped:
-    """Somebody else's object on a target that shim has not bound yet, and where upstream's function lies inside it."""
+    """A foreign object on a target that shim has not bound yet, and where upstream's function lies inside it."""
 
     foreign: Any
     upstream: Any
@@ -39,7 +39,7 @@ class Findings:
     """What with_conflicts() found about other people's functions, for the plan that it looked at last.
 
     wrapped: of a target without a chain, the object from inside of which upstream's function is called.
-    around: patch and target -> the function of somebody's that the patch goes around.
+    around: patch and target -> the foreign function that the patch goes around.
     open: patch and body -> the question that only a model can answer.
     doubts: patch -> a body, and what cannot be told about it, in words that follow "whether".
     renewed: target -> what stands there in the place of shim's object, for the patches to go around.
@@ -79,7 +79,7 @@ class Findings:
         self.around = {key: found for key, found in self.around.items() if key[1] != target}
 
     def stands_around(self, target: str) -> bool:
-        """Whether what shim has bound on a target goes around somebody's own function."""
+        """Whether what shim has bound on a target goes around a foreign function."""
         return any(bound == target for _, bound in self.around)
 
 
@@ -101,12 +101,12 @@ class Records:
         self.chains: dict[str, Chain] = {}
         self.left_over = LeftOver()
         self.found = Findings()
-        # Target -> what stood there when shim first bound it, and nobody had been there.
+        # Target -> the object there when shim first bound it, if no other code had been there.
         self.first: dict[str, Any] = {}
         self.known_ways: dict[str, Any] = {}  # name -> upstream's own function there: see ways.py
 
     def looking(self: R) -> R:
-        """The same records with findings of their own, for somebody who looks for conflicts."""
+        """The same records with separate findings, for a search for conflicts."""
         view = copy.copy(self)
         view.found = self.found.copy()
         return view
@@ -154,12 +154,12 @@ class Records:
         }
 
     def is_back(self, owner: Any, name: str) -> bool:
-        """Whether a name that somebody had replaced holds shim's or upstream's object again."""
+        """Whether a name that other code had replaced holds shim's or upstream's object again."""
         replaced = self.places.replaced.get((id(owner), name))
         return replaced is not None and self.places.is_back(replaced)
 
     def will_be_governed(self, replaced: Replaced) -> bool:
-        """Whether the next transaction puts shim's object back, or into what somebody has put in its place."""
+        """Whether the next transaction puts shim's object back, or into what other code has put in its place."""
         if self.places.is_back(replaced):
             return True
         slot, base = replaced.slot, self._base_of(replaced.slot)
@@ -174,20 +174,20 @@ class Records:
         return target in self.first and self.first[target] is not inner
 
     def put_there_since(self, owner: Any, name: str, value: Any) -> str:
-        """What somebody has put in the place of shim's object, in words; "" if nobody did, or it is gone again."""
+        """The foreign object in the place of shim's, in words; "" if there is none, or it is gone again."""
         replaced = self.places.replaced.get((id(owner), name))
         since = replaced is not None and replaced.partner is None and not self.places.is_back(replaced)
         return describe(unwrap(value)) if since else ""
 
     def put_back(self) -> list[Slot]:
-        """The names on which somebody has put shim's object again, which still does what the patch does."""
+        """The names on which other code has put shim's object again, which still does what the patch does."""
         return list(self.left_over.back({*self.places.slots, *self.places.replaced}))
 
     def effect_of(self, replaced: Replaced) -> str:
-        """Whether shim's function is called although somebody else's object stands on the name.
+        """Whether shim's function is called although a foreign object stands on the name.
 
         ``called``: the object holds shim's function, and its code names it. ``kept``: it says that it does what the
-        patch does (shim.compatible). ``unknown``: it holds the function where reading does not tell. ``replaced``: it
+        patch does (shim.compatible). ``unknown``: it holds the function, but reading does not tell. ``replaced``: it
         does not hold the function, or an older one. ``released``: shim has taken it out, and nothing is bound.
         """
         chain, current = self.chains.get(replaced.slot.target), replaced.slot.current()
@@ -212,7 +212,7 @@ class Records:
         return owner is chain.owner and unwrap(value) is unwrap(chain.top)
 
     def _base_of(self, slot: Slot) -> Any:
-        """Upstream's function on the target of a slot. None where nothing is bound, or nothing was there before."""
+        """Upstream's function on the target of a slot. None if nothing is bound, or nothing was there before."""
         chain = self.chains.get(slot.target)
         base = None if chain is None or chain.base is MISSING else unwrap(chain.base)
         return base if callable(base) else None
@@ -224,7 +224,7 @@ class Records:
 
 
 def _upstreams(found: type, module: str, qualname: str) -> type:
-    """The class that upstream defines, if somebody has put a subclass of it in its place."""
+    """The class that upstream defines, if other code has put a subclass of it in its place."""
     for cls in found.__mro__:
         if cls.__module__ == module and cls.__qualname__ == qualname:
             return cls

@@ -1,4 +1,4 @@
-"""What follows where somebody's own function has taken the place of upstream's: may a patch go around it, or try it?
+"""A foreign function in the place of upstream's: may a patch go around it, or try it?
 
 Both orders ask here, of a function that was there first and of one that came after shim, so that both end alike.
 """
@@ -23,7 +23,7 @@ __all__ = ["Around", "Question", "is_method", "is_tried", "may_go_around"]
 
 @dataclass(frozen=True)
 class Around:
-    """Somebody's own function that a target stands around, in words, and why shim takes it."""
+    """A foreign function that a target stands around, in words, and why shim takes it."""
 
     who: str
     why: str
@@ -31,7 +31,7 @@ class Around:
 
 @dataclass(frozen=True)
 class Question:
-    """Whether a patch has its effect with somebody's own function in the place of a method. Only a model can tell.
+    """Whether a patch has its effect with a foreign function in the place of a method. Only a model can tell.
 
     target: what the patch binds or relies on.    method: where the function stands, which may be on the way to it.
     """
@@ -49,14 +49,14 @@ def is_method(name: str) -> bool:
 
 
 def is_tried(target: str, decision: Decision, plan: Plan) -> bool:
-    """Whether the patch has a way to try somebody's own function on a target."""
+    """Whether the patch has a way to try a foreign function on a target."""
     return target in plan.matrix.patches[decision.id].probe
 
 
 def may_go_around(target: str, body: str, inner: Any, decision: Decision, plan: Plan) -> tuple[bool, str]:
-    """Whether the factory of a target holds around somebody's own function, and why, or why not ("": it never does).
+    """Whether the factory of a target holds around a foreign function, and why, or why not ("": it never does).
 
-    It does where the matrix says `wraps`, the function takes the calls that upstream's takes, and its text keeps the
+    It does if the matrix says `wraps`, the function takes the calls that upstream's takes, and its text keeps the
     contract of the target, if that has one. body: see Variant.inherits.
     """
     wiring = decision.wiring

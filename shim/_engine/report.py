@@ -58,7 +58,7 @@ class PatchReport:
 
     @property
     def is_partial(self) -> bool:
-        """Whether a target that the patch can do without is somebody else's, or of unknown body or effect."""
+        """Whether a target that the patch can do without holds foreign code, or has an unknown body or effect."""
         if self.state not in ("applied", "pending", "idle", "unknown"):
             return False
         return not {"left", "lost", "untried", "drifted"}.isdisjoint(self.targets.values())
@@ -88,7 +88,7 @@ class _Identified:
 class Report:
     """The states of all patches at one moment. ``report["id"].state`` is one of STATES.
 
-    `releases` are the versions that the plan was made for. `lost` lists names that somebody else has replaced since
+    `releases` are the versions that the plan was made for. `lost` lists names that other code has replaced since
     shim wrote them.
     """
 
@@ -101,7 +101,7 @@ class Report:
     def digest(self) -> str:
         """The digest of the plan; ranks compare it.
 
-        Made when somebody asks: it reads the code of all patches, which takes a tenth of an apply().
+        Made on demand: it reads the code of all patches, which takes a tenth of an apply().
         """
         return self.plan.digest
 

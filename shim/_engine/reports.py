@@ -45,7 +45,7 @@ def check(engine: Engine, models: list[Any] | None, plan: Plan) -> Report:
 
 
 def effects(engine: Engine, plan: Plan) -> dict[str, str]:
-    """Patch id -> what somebody else's objects, or a failure, leave of the patch (see ranks.EFFECTS)."""
+    """Patch id -> what foreign objects, or a failure, leave of the patch (see ranks.EFFECTS)."""
     patches = _read_back(engine, plan, {}).patches
     states = {id: patch.state for id, patch in patches.items() if patch.state in ("conflict", "failed")}
     return {id: "in part" for id, patch in patches.items() if patch.is_partial} | states

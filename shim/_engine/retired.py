@@ -1,6 +1,6 @@
 """Functions of shim's that are no longer in force do what the function beneath them does.
 
-Somebody may put such a function back on a name after revert(): a patch manager that kept what it had found, a test that
+Other code may put such a function back on a name after revert(): a patch manager that kept it, or a test that
 restores what it saved. So its code is exchanged for code that passes every call on. While a function is in force, it
 has its own code, and nothing comes between.
 """
@@ -23,7 +23,7 @@ _BENEATH = "_shim_beneath"  # the name of the argument by which the code gets th
 
 
 class _Own(NamedTuple):
-    """What a function had before its code was exchanged. signature: MISSING if it had none of its own."""
+    """What a function had before its code was exchanged. signature: MISSING if it had none."""
 
     code: types.CodeType
     defaults: tuple[Any, ...] | None
@@ -86,7 +86,7 @@ def _functions(top: Any) -> list[types.FunctionType]:
 
 
 def _pairs(top: Any, base: Any) -> Iterator[tuple[types.FunctionType, Callable[..., Any]]]:
-    """The functions of `top`, each with what is beneath it. None where one of them has nothing beneath it."""
+    """The functions of `top`, each with what is beneath it. None if one of them has nothing beneath it."""
     both: list[tuple[Any, Any]] = [(top, base)]
     if type(top) is property and type(base) is property:
         both = [(top.fget, base.fget), (top.fset, base.fset), (top.fdel, base.fdel)]

@@ -27,8 +27,8 @@ def stale_references(modules: Iterable[Any], plan: Plan, binder: Records) -> Ite
 
     One of shim's that was taken before a revert, or in a block that has ended, does the same as upstream's by now.
 
-    Methods are left out: a model runs a method of its own class by its name, and where it holds one under another name,
-    mostly to put it back, nobody knows whether it ever runs that one. Closures and containers are out of reach.
+    Methods are left out: a model runs a method of its class by its name, and if it holds one under another name,
+    mostly to put it back, it may never run that one. Closures and containers are out of reach.
     """
     wanted: dict[int, list[tuple[str, str]]] = {}
     for decision in plan.decisions.values():

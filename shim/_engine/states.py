@@ -101,7 +101,7 @@ def _state(
         return PatchReport(decision.id, decision.kind, state, reason, decision.variant, targets or {}, remedy, summary)
 
     def off(options: Mapping[str, object], why: str, targets: Mapping[str, str]) -> PatchReport | None:
-        """A patch that is switched off loses nothing by somebody else's object in its place."""
+        """A patch that is switched off loses nothing by a foreign object in its place."""
         names = entry.off_by(options)
         if not names:
             return None
@@ -120,7 +120,7 @@ def _state(
     skippable = {} if decision.wiring is None else decision.wiring.skippable
     others = tuple(_others(decision, targets, binder, overridden))
     replaced = [target for target, state in targets.items() if state == "lost" and target not in skippable]
-    if replaced:  # and nobody has looked since: conflicts are found before a report is made
+    if replaced:  # and there was no search since: conflicts are found before a report is made
         who, slot = _who(overridden[replaced[0]]), overridden[replaced[0]].slot
         reason = f"{replaced[0]}: {slot} {replaced_by(slot.current())}, which does not call shim's function"
         return off(decision.options, reason, targets) or report(
@@ -168,7 +168,7 @@ def _who(overridden: Replaced) -> str:
 
 
 def _on(target: str, decision: Decision, binder: Records, overridden: Mapping[str, Replaced]) -> str:
-    """How a target stands: bound, called by somebody's object, lost or left to it, kept by it, unknown, or waiting."""
+    """How a target stands: bound, called by a foreign object, lost or left to it, kept by it, unknown, or waiting."""
     if (decision.id, target) in binder.found.open:
         return "untried"
     if target in decision.skipped:

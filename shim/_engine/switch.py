@@ -2,7 +2,7 @@
 
 The interpreter runs signal handlers, lets other threads run and collects garbage between instructions of Python, and
 not within a call of a function in C. So all writes of a transaction are made ready as such calls, and one call in C
-makes them all. Whoever is interrupted has changed nothing, or everything.
+makes them all. An interrupted call has changed nothing, or everything.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def step_of(owner: Any, name: str, value: Any) -> _Step:
 
 
 class Switch:
-    """Writes that are made together, and taken back together where one of them fails.
+    """Writes that are made together, and taken back together if one of them fails.
 
-    A write may fail, or be interrupted, only where a class has a metaclass with a __setattr__ in Python.
+    A write may fail, or be interrupted, only if a class has a metaclass with a __setattr__ in Python.
     """
 
     def __init__(self, writes: Iterable[Write]) -> None:
@@ -71,7 +71,7 @@ class Switch:
         """Make all writes. After an exception, undo() is due."""
         steps: list[_Step] = [step_of(write.owner, write.name, write.after) for write in self.writes]
         self._collects = gc.isenabled()
-        if self._collects:  # a finalizer is Python too, and calls in C may collect garbage up to Python 3.11
+        if self._collects:  # a finalizer is also Python, and calls in C may collect garbage up to Python 3.11
             steps = [gc.disable, *steps, gc.enable]
         self._steps = tuple(steps)
         self._left = iter(self._steps)

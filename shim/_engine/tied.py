@@ -1,11 +1,11 @@
 """Ties the plan in force to the files that this process runs.
 
 A plan is made from files. Between the plan and an import another copy may come first on sys.path, a path may come that
-was not there, or somebody may edit a file. So each file is compared with what the plan has read: just before its code
+was not there, or other code may edit a file. So each file is compared with what the plan has read: just before its code
 runs, just after, and whenever a report is made. The engine makes a plan anew that no longer fits.
 
 A file is the same if its stamp is (files.stamp_of: a new time of change is enough to differ), or else its content. What
-has run is remembered: a later plan judges it as it was when it ran, whatever the file says by then.
+has run is remembered: a later plan judges it as it was when it ran, and not the present file.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Tie:
         """Why the plan does not fit a module whose code is about to run."""
         name = namespace_of(module)["__name__"]
         if sys.modules.get(name) is not module or name not in tied_modules(plan):
-            return ""  # a private copy, or none of ours
+            return ""  # a private copy, or another module
         self._ran.pop(name, None), self._untrue.pop(name, None)
         elsewhere = name in _PACKAGES and _elsewhere(plan, name)
         if elsewhere:
@@ -156,7 +156,7 @@ class Renewal:
         """
         engine = self._engine
         if engine.is_within():
-            return  # whoever comes next asks again
+            return  # the next caller asks again
         plan = engine.plan
         why = "" if plan is None else (why_not or self.tie.mismatch)(plan)
         if plan is None or not why:
@@ -203,7 +203,7 @@ def _elsewhere(plan: Plan, package: str) -> str:
     except SourceError:
         return ""
     if place is None or (planned is not None and same_place(place, planned.location)):
-        return ""  # a module that somebody has made by hand has no place
+        return ""  # a module that other code has made by hand has no place
     expected = f"{planned} was" if planned is not None else f"no {distribution} was"
     remedy = _BEFORE.format(plan.asked_by.partition(" at ")[0])
     return f"{package} is imported from {place}, but {expected} there for {plan.asked_by}. {remedy}"

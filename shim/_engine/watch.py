@@ -38,7 +38,7 @@ class Watch:
         self.orphaned: frozenset[str] = frozenset()  # in a forked process, modules that its parent was importing
 
     def of(self, plan: Plan | None) -> dict[str, frozenset[str]]:
-        """The fields that are of a plan, by their names; without `late`, which is of the process too."""
+        """The fields that are of a plan, by their names; without `late`, which also belongs to the process."""
         targets, tied = frozenset(() if plan is None else _target_modules(plan)), tied_modules(plan)
         guests = frozenset(() if plan is None else _guests(plan))
         return {

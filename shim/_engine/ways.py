@@ -1,4 +1,4 @@
-"""Whether a call still reaches a body, if somebody's own function stands on its way there or in its place.
+"""Whether a call still reaches a body, if a foreign function stands on its way there or in its place.
 
 `reached_by` in the matrix names the ways: the functions and methods through which a call comes. "Applied" is what a
 call reaches, so a patch whose target is bound, and which nothing calls any more, is not applied. Of a body that a patch
@@ -27,7 +27,7 @@ __all__ = ["Cut", "cuts", "others_relied_on", "upstreams_inside"]
 
 @dataclass(frozen=True)
 class Cut:
-    """Somebody's own function on the way to a body, which does not lead there.
+    """A foreign function on the way to a body, which does not lead there.
 
     certain: False if reading does not tell.
     """
@@ -43,7 +43,7 @@ class Cut:
 
 
 def cuts(decision: Decision, plan: Plan, binder: Records) -> Iterator[Cut]:
-    """The ways to targets and reads of a patch that somebody's own function has cut off now."""
+    """The ways to targets and reads of a patch that a foreign function has cut off now."""
     for body, ways in decision.wiring.reached_by.items() if decision.wiring else ():
         for way in ways:
             found = _cut(body, way, body in decision.targets, plan, binder)
@@ -71,7 +71,7 @@ def _cut(body: str, way: str, binds: bool, plan: Plan, binder: Records) -> Cut |
     if any(place.certain for place in held):
         return None
     bound, upstreams = unwrap(target), unwrap(binder.wrappers.beneath(target))
-    # What a module has imported, shim binds there too. What a closure has taken stays upstream's.
+    # shim also binds names that a module has imported. A function in a closure stays upstream's.
     stale = binds and holds_in_closure(inner, upstreams)
     if not stale and leads_to(inner, (bound, upstreams)):
         return None
@@ -94,7 +94,7 @@ def _standing(name: str, binder: Records) -> tuple[Any, str, Any]:
 
 
 def others_relied_on(plan: Plan, binder: Records) -> Iterator[tuple[str, str]]:
-    """Pairs (patch, sentence), one for each body that a patch `reads` and that somebody else has replaced or wrapped.
+    """Pairs (patch, sentence), one for each body that a patch `reads` and that other code has replaced or wrapped.
 
     The fingerprint of such a body was taken from its file, so it says nothing about the object that runs.
     Called without the engine's lock: it may read files.

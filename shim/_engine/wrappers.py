@@ -18,7 +18,7 @@ __all__ = ["Wrappers"]
 class Wrappers:
     """Functions and classes of patches by identity, as weak references: an unused wrapper is forgotten.
 
-    A wrapper may outlive revert(): a module took it, somebody wrapped it, or a graph of autograd references it. If the
+    A wrapper may outlive revert(): a module took it, other code wrapped it, or an autograd graph references it. If the
     wrapper appears on a target again, shim recognises it and does not call it foreign.
     """
 
@@ -54,7 +54,7 @@ class Wrappers:
     def can_retire(self, chain: Chain) -> bool:
         """Whether the object on the target of a chain can do what the object beneath it does, once the chain has ended.
 
-        Not one that is not shim's own, or where upstream has nothing, nor a class or a callable object.
+        Not one that is not shim's own, or without one of upstream's, nor a class or a callable object.
         """
         return not chain.borrowed and chain.base is not MISSING and can_pass_on(unwrap(chain.top), unwrap(chain.base))
 

@@ -19,7 +19,7 @@ def cells(matrix: Matrix, spec: str | None = None, pairs: bool = False) -> list[
     spec: a PEP 440 range of megatron-core.
     pairs: combine each cell with every everyday TE release, under "transformer-engine".
 
-    Raises OptionError where `spec` is no range, or leaves no release.
+    Raises OptionError if `spec` is no range, or leaves no release.
     """
     try:
         parse_range(spec or "")
@@ -49,6 +49,6 @@ def _bodies(matrix: Matrix, distribution: str, release: str) -> str:
 
 
 def with_bodies_of(matrix: Matrix, distribution: str, release: str, among: Iterable[str]) -> str:
-    """The one of `among` that no patch can tell from `release`. The release itself where there is none."""
+    """The one of `among` that no patch can tell from `release`. The release itself if there is none."""
     wanted = _bodies(matrix, distribution, release)
     return next((other for other in among if _bodies(matrix, distribution, other) == wanted), release)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 __all__ = ["MAIN", "NONE", "NOT_NEEDED", "RIGHT", "UPSTREAM", "Commit"]
 
 MAIN = "main"  # the branch of tomorrow's release
-# What stands for a variant where a release is right without the patch: it has fixed the defect, or never had it.
+# Stands for a variant if a release is right without the patch: it has fixed the defect, or never had it.
 UPSTREAM = "upstream"
 NOT_NEEDED = "not-needed"
 RIGHT = (UPSTREAM, NOT_NEEDED)
@@ -20,9 +20,9 @@ class Commit:
     """One commit of a repository.
 
     commit: its hash, 40 digits. `name` is the beginning of it.
-    version: what the sources say of themselves, as a pre-release where they come before the release.
+    version: of the sources, a pre-release if they come before the release.
     date: the day it was committed (UTC).    of: the branch or tag that it is of, and who pins it.
-    variants: the variant, UPSTREAM, NOT_NEEDED or NONE of a patch by id, where the rules for `version` are wrong on
+    variants: the variant, UPSTREAM, NOT_NEEDED or NONE of a patch by id, if the rules for `version` are wrong on
         this commit.
     """
 

@@ -72,14 +72,14 @@ def _places(lock: bytes) -> dict[str, tuple[int, int]]:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON does not know: a set becomes a sorted list, and a record a mapping. Contracts become text."""
+    """Types that JSON does not know: a set becomes a sorted list, and a record a mapping. Contracts become text."""
     if isinstance(value, Variant):
         return {**vars(value), "needs": json.dumps(dict(value.needs), default=_plain, separators=(",", ":"))}
     return sorted(value) if isinstance(value, frozenset) else vars(value)
 
 
 def read_compiled(file: Path, digest: str, lock: bytes) -> Matrix | None:
-    """The matrix at `file` with the pins in `lock`. None where FILE has another digest than these two."""
+    """The matrix at `file` with the pins in `lock`. None if FILE has another digest than these two."""
     try:
         head, _, body = FILE.read_bytes().partition(b"\n")
         said = json.loads(head)
@@ -125,7 +125,7 @@ class _Parsed(Mapping[str, Any]):
     __hash__ = None  # type: ignore[assignment]
 
 
-# The file has every field of a record. What JSON made a list of, or a text, becomes what it was.
+# The file has every field of a record. Values that JSON made a list or a text get their type back.
 
 
 def _patch(entry: dict[str, Any]) -> PatchEntry:

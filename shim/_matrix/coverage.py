@@ -34,7 +34,7 @@ def _samples(specs: Iterable[str], supported: Iterable[str]) -> list[Version]:
 
 
 def check_coverage(read: Reader, node: yaml.Node, entry: PatchEntry, supported: Mapping[str, tuple[str, ...]]) -> None:
-    """Raise MatrixError, with the line of the rule or of the patch, where ranges of `entry` overlap or leave a gap."""
+    """Raise MatrixError, with the line of the rule or of the patch, if ranges of `entry` overlap or leave a gap."""
     axes = list(dict.fromkeys(name for rule in entry.rules for name in rule.ranges))
     samples = {
         axis: _samples((r.ranges[axis] for r in entry.rules if axis in r.ranges), supported.get(axis, ()))

@@ -1,4 +1,4 @@
-"""What a patch says of itself: patch.yaml in its folder. The matrix says which release gets which variant of it."""
+"""The description of a patch: patch.yaml in its folder. The matrix says which release gets which variant of it."""
 
 from __future__ import annotations
 

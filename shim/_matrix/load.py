@@ -53,11 +53,11 @@ def load_matrix(
 ) -> Matrix:
     """Read and check a matrix (default: the one that ships with shim). MatrixError names file and line.
 
-    check_ranges: search for gaps and overlaps of ranges. By default shim does so in every matrix but the shipped one,
-        where a test does it, so that a plan need not.
+    check_ranges: search for gaps and overlaps of ranges. By default shim does so in every matrix but the shipped one.
+        A test does it for that one, so that a plan need not.
     pins: False leaves the pins out, for a caller that writes them anew.
 
-    Another matrix than the shipped one may name patch modules outside shim (see `check_modules`). MatrixError where
+    Another matrix than the shipped one may name patch modules outside shim (see `check_modules`). MatrixError if
     others may write such a matrix.
     """
     file = Path(path) if path is not None else matrix_path()
@@ -102,7 +102,7 @@ def read_content(
 
 
 def _descriptions() -> Descriptions:
-    """What finds and reads patch.yaml. MatrixError if others may write that of a patch outside of shim."""
+    """The finder and reader of patch.yaml. MatrixError if others may write that of a patch outside of shim."""
     return Descriptions(patches_path(), lambda file, guarded: _bytes_of(file, guarded=guarded))
 
 
@@ -127,7 +127,7 @@ def compile_matrix() -> tuple[Path, str]:
 
 
 def _bytes_of(file: Path, *, guarded: bool) -> bytes:
-    """The content of `file`. MatrixError where it cannot be read or, if `guarded`, where others may write it."""
+    """The content of `file`. MatrixError if it cannot be read or, if `guarded`, others may write it."""
     try:
         return read_bounded(file, MAX_BYTES, guarded=guarded)
     except UnsafeFileError as error:
@@ -144,7 +144,7 @@ def _is_shipped(file: Path) -> bool:
 
 
 def check_modules(matrix: Matrix, packages: Iterable[str]) -> None:
-    """Raise MatrixError where a patch module lies neither in shim.patches nor in one of `packages`.
+    """Raise MatrixError if a patch module lies neither in shim.patches nor in one of `packages`.
 
     shim imports the code that a matrix names. Writing a matrix, or setting MEGATRON_SHIM_MATRIX, must not be enough to
     have any code imported.

@@ -49,7 +49,7 @@ DISTRIBUTIONS = PATCHED  # ranges are over them
 
 @dataclass(frozen=True)
 class Needs:
-    """The contract of a body: what a patch needs of it. It decides where nobody has seen the body (docs/contracts.md).
+    """The contract of a body: the patch's needs of it. It decides about unknown bodies (docs/contracts.md).
 
     parameters: names that the function takes. "*args" and "**kwargs" stand for the variadic ones.
     first: names that its parameters begin with, for what the patch gives or takes by position.
@@ -83,7 +83,7 @@ class Place:
 
     Without phrases: there is no `target`.
 
-    once: of several definitions of `target` one is enough for `has`, such as the value of a name where an import fails.
+    once: of several definitions of `target` one is enough for `has`, such as the value of a name if an import fails.
     """
 
     target: str
@@ -94,7 +94,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Sign:
-    """What shows that a release is right without the patch: all of `places`. `note` says why it is right then."""
+    """The evidence that a release is right without the patch: all of `places`. `note` says why it is right then."""
 
     places: tuple[Place, ...]
     note: str
@@ -102,7 +102,7 @@ class Sign:
 
 @dataclass(frozen=True)
 class Decided:
-    """What a person has decided about a body that speaks for nothing by itself: a release with it gets `gives`.
+    """A person's decision about a body that decides nothing alone: a release with it gets `gives`.
 
     gives: a variant, UPSTREAM or NOT_NEEDED.    note: why, in words.
     """
@@ -119,15 +119,15 @@ class Variant:
 
     inherited: maps a target on a subclass to the definition that the subclass inherits.
     optional: targets that the patch binds but does not wait for. Not every job imports their modules.
-    may_be_missing: targets that a release may lack. Their factories get MISSING where the name is absent. revert()
+    may_be_missing: targets that a release may lack. Their factories get MISSING if the name is absent. revert()
         removes the names again.
     no_aliases: targets whose object upstream uses under other names for other purposes. shim binds no alias of them.
     wraps_any: targets whose factory holds around any function that takes the same calls and keeps the contract, if the
-        target has one: also around somebody else's.
-    skippable: targets that the patch can do without, if somebody else's object stands there, with what stays wrong
+        target has one: also around a foreign function.
+    skippable: targets that the patch can do without, if a foreign object stands there, with what stays wrong
         then.
-    reached_by: maps a target or a read to the functions and methods through which a call reaches it. A function of
-        somebody else's there, or an override of the method, may hide the patch.
+    reached_by: maps a target or a read to the functions and methods through which a call reaches it. A foreign
+        function there, or an override of the method, may hide the patch.
     needs: contracts of targets and reads. A body without one must be known.
     """
 
@@ -153,11 +153,11 @@ class Variant:
         return replace(self, targets=tuple(target for target in self.targets if target not in targets))
 
     def inherits(self, target: str) -> str | None:
-        """The definition that `target` inherits, whose body counts. None where it has a definition of its own."""
+        """The definition that `target` inherits, whose body counts. None if it has another definition."""
         return (self.inherited or {}).get(target)
 
     def fingerprint(self, sources: Sources, target: str) -> str:
-        """The fingerprint of one of `bodies` in `sources`. SourceError where it is not what the variant expects."""
+        """The fingerprint of one of `bodies` in `sources`. SourceError if it is not what the variant expects."""
         return fingerprint(sources, target, self.inherits(target), target in self.may_be_missing)
 
 
@@ -211,7 +211,7 @@ class PatchEntry:
     references: tuple[str, ...] = ()
     met_by: tuple[str, ...] = ()  # who has met the defect, or carries a workaround
     concerns: tuple[tuple[str, ...], ...] = ()  # alternatives, each of words that hold together: see concerns.WORDS
-    # What it reads: "own", of the module's config or the call; "process", global.
+    # Its inputs: "own", of the module's config or the call; "process", global.
     per_model: Mapping[str, str] = field(default_factory=dict)
     without: str = ""  # what goes wrong in a release that needs the patch and does not get it
     effects: Mapping[str, str] = None  # type: ignore[assignment]  # of what `changes` says: the kind -> what it concerns
@@ -224,7 +224,7 @@ class PatchEntry:
     decided: tuple[Decided, ...] = ()
     pairs: tuple[Rule, ...] = ()  # releases that are wrong together, each note says how; they decide nothing
     line: int = 0
-    probe: tuple[str, ...] = ()  # the methods in whose place the module's `probe` tries somebody else's function
+    probe: tuple[str, ...] = ()  # the methods in whose place the module's `probe` tries a foreign function
 
     def off_by(self, options: Mapping[str, Any]) -> tuple[str, ...]:
         """The switches that are all off with these options, so that the patch does nothing; () if it does something."""
@@ -275,7 +275,7 @@ class PatchEntry:
 class Matrix:
     """The whole matrix. `pinned[patch id][variant]` holds the pinned bodies with their releases.
 
-    `commits` holds the commits of each distribution by name, oldest first. Whatever has pins, a release or a commit, is
+    `commits` holds the commits of each distribution by name, oldest first. Each release or commit that has pins is
     spoken of by its name. `names`, `version` and `in_order` take both. A name of a commit is no version.
 
     `bodies` holds the same bodies without releases, as text with spaces between, by patch, variant and target. Only the
@@ -319,7 +319,7 @@ class Matrix:
         return str(self.commits.get(distribution, {}).get(name, name))
 
     def wanted(self, patch: str, name: str) -> str | None:
-        """The variant of a release or commit, UPSTREAM or NOT_NEEDED. None where the patch has no pin there.
+        """The variant of a release or commit, UPSTREAM or NOT_NEEDED. None if the patch has no pin there.
 
         What the rules say of the version, unless the commit says otherwise.
         """
@@ -347,7 +347,7 @@ class Matrix:
     ) -> tuple[str, dict[str, str]] | None:
         """The first release or commit that is right without the patch and has the same bodies, and these bodies.
 
-        All bodies of the patch count: what the release has, `found` gives alike, and what it lacks is missing here too.
+        All bodies of the patch count: `found` has the release's bodies, and lacks those that it lacks.
         """
         right = self.pinned.get(patch, {}).get(UPSTREAM, {})
         entry = self.patches[patch]

@@ -72,7 +72,7 @@ def read_pins(
 def recorded_pins(content: bytes, patches: Mapping[str, PatchEntry]) -> Mapping[str, Mapping[str, Mapping[str, Pin]]]:
     """The pins in `content` by distribution, release and patch, as they were written: the rules may have changed since.
 
-    Empty where they cannot be read. Patches that have gone are left out.
+    Empty if they cannot be read. Patches that have gone are left out.
     """
     found: dict[str, dict[str, dict[str, Pin]]] = {}
     try:

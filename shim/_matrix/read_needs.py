@@ -81,7 +81,7 @@ def _place(read: Reader, node: yaml.Node, given: Mapping[str, yaml.Node]) -> Pla
 
 
 def read_decided(read: Reader, node: yaml.Node, variants: Mapping[str, Variant]) -> Iterator[Decided]:
-    """The entries of `decided`. Each is about a body of a variant, or of any variant where a release is right."""
+    """The entries of `decided`. Each is about a body of a variant, or of any variant if a release is right."""
     for item in read.sequence(node, "decided"):
         given = read.mapping(item, "an entry of decided", DECIDED_KEYS)
         gives = read.text(given["as"], "as", (*variants, *RIGHT))

@@ -21,7 +21,7 @@ TEXT_LIMIT = 20_000  # characters of a line, and brackets in the text. The whole
 
 
 def compose(file: Path, content: bytes) -> yaml.Node:
-    """The document in `content`, the content of `file`. MatrixError where it is empty, damaged or made to be slow."""
+    """The document in `content`, the content of `file`. MatrixError if it is empty, damaged or made to be slow."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         text = content.decode("utf-8")

@@ -39,7 +39,7 @@ PACKAGES = {name: known.package for name, known in KNOWN.items()}  # what a lead
 PATCH_ID = re.compile(r"(?!none$)[A-Za-z0-9_-]+")
 
 TOP_KEYS = {"supported": True, "commits": False, "patches": True}
-# What a patch says of itself, in its patch.yaml or, with RULES, in the matrix.
+# The description of a patch, in its patch.yaml or, with RULES, in the matrix.
 DESCRIPTION = {
     "summary": True,
     "without": False,
@@ -218,7 +218,7 @@ def _rule(
 
 
 def _check_targets(read: Reader, node: yaml.Node, entry: PatchEntry, matrix: Matrix) -> None:
-    """Raise MatrixError where no release has a variant, or where an upstream release has all bodies of a variant.
+    """Raise MatrixError if no release has a variant, or an upstream release has all bodies of a variant.
 
     Before the first `shim pin` there is nothing to check.
     """
@@ -337,7 +337,7 @@ def _described(
 
 
 def _effects(read: Reader, node: yaml.Node, changes: str) -> dict[str, str]:
-    """What a patch with several effects changes, by the kind of the change. `changes` is the most of them."""
+    """The effects of a patch with several, by the kind of the change. `changes` is the most of them."""
     found = {kind: read.text(given, kind) for kind, given in read.mapping(node, "effects").items()}
     unknown = [kind for kind in found if kind not in CHANGES[1:]]
     if unknown:

@@ -30,7 +30,7 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """A half sentence for an error message: the nearest of `known`, or all of them. "" where `known` is empty."""
+    """A half sentence for an error message: the nearest of `known`, or all of them. "" if `known` is empty."""
     names = list(known)
     return _asked(name, names) or (f"known are {', '.join(names)}" if names else "")
 

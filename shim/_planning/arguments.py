@@ -55,7 +55,7 @@ class Unset:
 
 
 class Given(TypedDict, total=False):
-    """The arguments that `apply`, and whoever else takes them (takes_arguments), can be given by name."""
+    """The arguments that `apply`, and all that share them (takes_arguments), can be given by name."""
 
     only: Ids | None
     exclude: Ids
@@ -97,7 +97,7 @@ class Arguments:
         """The MEGATRON_SHIM_ variables that mean the same to another process as these arguments do here.
 
         An argument that was given with its default value becomes an empty variable, which overrides a variable of the
-        other process. `packages` has no variable. OptionError where no matrix could make an argument usable.
+        other process. `packages` has no variable. OptionError if no matrix could make an argument usable.
         """
         found: dict[str, str] = {}
         for name in ("only", "kinds", "require"):
@@ -161,7 +161,7 @@ def words_of(what: str, given: Ids) -> tuple[str, ...]:
 
 
 def is_true(name: str, text: str) -> bool:
-    """Whether the text of a variable means true. OptionError where it means neither true nor false."""
+    """Whether the text of a variable means true. OptionError if it means neither true nor false."""
     word = text.strip().lower()
     if word in TRUE or word in FALSE:
         return word in TRUE

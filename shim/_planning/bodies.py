@@ -77,9 +77,9 @@ class Bodies:
         return bool(bodies) and all(value in known.get(target, ()) for target, value in bodies.items())
 
     def breach(self, variant: Variant, target: str) -> str | None:
-        """How a body breaks its contract, in words. "" where it keeps it.
+        """How a body breaks its contract, in words. "" if it keeps it.
 
-        None where it has none, so that it must be known, or where it is not found as the variant expects it.
+        None if it has none, so that it must be known, or if it is not found as the variant expects it.
         """
         if target not in variant.needs or self.found_in(variant, target) == GONE:
             return None

@@ -1,4 +1,4 @@
-"""Whether a body that nobody has seen keeps what a patch needs of it."""
+"""Whether a body that is unknown keeps what a patch needs of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["breach", "breach_of", "shows"]
 
 
 def breach(sources: Sources, body: str, needs: Needs) -> str:
-    """How the body ``module:qualname`` breaks the contract `needs`, in words. "" where it keeps the contract."""
+    """How the body ``module:qualname`` breaks the contract `needs`, in words. "" if it keeps the contract."""
     try:
         return next(filter(None, (breach_of(node, needs) for node in _definitions(sources, body))), "")
     except SourceError as error:
@@ -26,12 +26,12 @@ def breach(sources: Sources, body: str, needs: Needs) -> str:
 
 
 def breach_of(function: ast.FunctionDef | ast.AsyncFunctionDef, needs: Needs) -> str:
-    """How a function breaks the contract `needs`, in words. "" where it keeps the contract."""
+    """How a function breaks the contract `needs`, in words. "" if it keeps the contract."""
     return next(_breaches(function, needs), "")
 
 
 def shows(sources: Sources, sign: Sign) -> bool:
-    """Whether all places of a sign are there. False where one cannot be read."""
+    """Whether all places of a sign are there. False if one cannot be read."""
     try:
         return all(_shows(sources, place) for place in sign.places)
     except (SourceError, RecursionError):
@@ -55,7 +55,7 @@ def _shows(sources: Sources, place: Place) -> bool:
 
 
 def _package_is_there(sources: Sources, module: str) -> bool:
-    """A name of a package that is not there is missing too, and shows nothing."""
+    """A name of a package that is not there is also missing, and shows nothing."""
     packages = (distribution.package for distribution in DISTRIBUTIONS.values())
     return any(f"{module}.".startswith(f"{package}.") and sources.path(package) is not None for package in packages)
 

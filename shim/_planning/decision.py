@@ -14,7 +14,7 @@ __all__ = ["Decision"]
 
 @dataclass(frozen=True)
 class Decision:
-    """What is to become of one patch. `action` is ``apply``, or the state that says why not."""
+    """The decision about one patch. `action` is ``apply``, or the state that says why not."""
 
     id: str
     kind: str
@@ -26,7 +26,7 @@ class Decision:
     remedy: str = ""
     # Of a conflict: the decision that holds again without it.
     without_conflict: Decision | None = field(default=None, compare=False, repr=False)
-    # Targets left to somebody else's object, with that object in words ("": it says that it keeps what the patch does).
+    # Targets left to a foreign object, with that object in words ("": it says that it keeps what the patch does).
     skipped: Mapping[str, str] = field(default_factory=dict)
     # Targets of the variant that are not bound, because their bodies are not known, with the reasons.
     dropped: Mapping[str, str] = field(default_factory=dict)

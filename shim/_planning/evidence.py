@@ -1,6 +1,6 @@
 """Evidence: what the proofs of patches have shown on one tree, as `shim pin --prove` writes it into a lock.
 
-It speaks for exactly the bodies that it names, and only where shim has not seen them in a release.
+It speaks for exactly the bodies that it names, and only if they are in no release.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DISTRIBUTIONS = ("megatron-core", "transformer-engine")
 
 @dataclass(frozen=True)
 class Proved:
-    """What was shown of one patch.
+    """The evidence about one patch.
 
     verdict: FIXED, RIGHT, NOT_FIXED or CANNOT_RUN.
     variant: the one that was tried. None if stock is right.
@@ -50,7 +50,7 @@ class Proved:
 
 
 def trial_of(variants: Mapping[str, str]) -> Mapping[str, Proved]:
-    """What makes a plan apply these variants, by patch."""
+    """The options that make a plan apply these variants, by patch."""
     return {id: Proved(TRIAL, variant, {}) for id, variant in variants.items()}
 
 
@@ -78,7 +78,7 @@ def tree_for(lock: Mapping[str, Any], environment: Environment) -> Mapping[str, 
 
 
 def evidence_for(lock: Mapping[str, Any] | None, environment: Environment) -> Mapping[str, Proved]:
-    """What the lock says of the patches on the tree that is installed here."""
+    """The verdicts of the lock about the patches on the installed tree."""
     if lock is None:
         return {}
     proved = tree_for(lock, environment).get("proved")

@@ -29,7 +29,7 @@ __all__ = ["differences", "enforce_lock", "locked", "read_lock", "write_lock"]
 FORMAT = 4
 SHIM = "megatron-shim"
 MAX_BYTES = 4_000_000  # a lock of a hundred patches has 100 kB
-# The keys of a lock and of a patch in it, each with its type. Whatever stands in a lock is compared: a reviewer may
+# The keys of a lock and of a patch in it, each with its type. All of a lock is compared: a reviewer may
 # trust what he reads.
 KEYS: dict[str, type] = {
     "code": dict,
@@ -68,7 +68,7 @@ NAMES = {dict: "mapping", list: "list", str: "text", int: "number"}
 def locked(plan: Plan) -> dict[str, Any]:
     """The content of a lock: the identity of the plan, its digest, the kinds that were asked for, and what has drifted.
 
-    A patch that the release does not need is not in the identity. If somebody edits the release, it drifts.
+    A patch that the release does not need is not in the identity. If other code edits the release, it drifts.
     """
     kinds = [kind for kind in KINDS if plan.options.kinds is None or kind in plan.options.kinds]
     drifted = sorted(id for id, d in plan.decisions.items() if _has_drifted(d.without_conflict or d))
@@ -149,7 +149,7 @@ def read_lock(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _ill_formed(text: str, found: Any) -> str:
-    """What a lock lacks, or "". JsonTextError for a key that no lock has."""
+    """The missing part of a lock, or "". JsonTextError for a key that no lock has."""
     odd = _ill_formed_tree(text, found, (), {**KEYS, **MORE_KEYS})
     for place, tree in enumerate(found.get("also", ()) if not odd else ()):
         odd = odd or _ill_formed_tree(text, tree, ("also", place), {**KEYS, "proved": dict})
@@ -274,7 +274,7 @@ def _exact(value: Any) -> str:
 
 
 def enforce_lock(plan: Plan) -> None:
-    """Raise NotMetError, with every difference, where the plan is not that of its lock."""
+    """Raise NotMetError, with every difference, if the plan is not that of its lock."""
     path = plan.options.lock
     if path is None or plan.options.disabled:
         return

@@ -17,7 +17,7 @@ class LostFeature:
     """A name that the TE release lacks or has in another shape, and what megatron-core loses by that.
 
     remedy: "alias" (the same object is in another place), "adapter" (the object has another shape), "none" (this TE
-        release cannot give it), or "" where nobody has judged it yet.
+        release cannot give it), or "" if it has not been judged yet.
     patch: the id of the patch that fixes it.    fixed: whether this plan applies that patch.
     """
 
@@ -48,7 +48,7 @@ class LostFeature:
 
     @property
     def outcome(self) -> str:
-        """What becomes of the feature, in a few words."""
+        """The outcome for the feature, in a few words."""
         if self.fixed:
             return f"fixed by {self.patch}"
         if self.patch:

@@ -20,7 +20,7 @@ __all__ = ["Match", "match"]
 
 @dataclass(frozen=True)
 class Match:
-    """What the installed sources mean for one patch.
+    """The meaning of the installed sources for one patch.
 
     state: ``apply``, ``upstream``, ``not-needed``, ``not-installed``, ``out-of-range`` or ``drifted``.
     fingerprints: those of the bodies of `variant`.
@@ -48,7 +48,7 @@ class Match:
 
 
 def _beyond(entry: PatchEntry, versions: Mapping[str, Version], matrix: Matrix) -> bool:
-    """Whether the release is newer than all supported ones, or of unknown version: nobody knows what it needs."""
+    """Whether the release is newer than all supported ones, or of unknown version, so that its needs are unknown."""
     supported = matrix.supported.get(entry.distribution)
     version = versions.get(entry.distribution)
     return version is None or not supported or version > max(map(Version, supported))
@@ -84,7 +84,7 @@ def match(entry: PatchEntry, environment: Environment, matrix: Matrix, proved: P
             known = "its body is" if len(found) == 1 else f"all {len(found)} bodies are"
             reason = f"{release} needs it{note}; {known} known"
             return Match("apply", reason, candidate.name, found)
-    # A known body decides even where the version says otherwise or says nothing: nightlies, commits, vendor forks.
+    # A known body decides even if the version says otherwise or says nothing: nightlies, commits, vendor forks.
     possible = [variant for variant in entry.variants.values() if entry.possible(variant.name, versions, unclear)]
     for variant in possible:
         found = bodies.of(variant)
@@ -98,7 +98,7 @@ def match(entry: PatchEntry, environment: Environment, matrix: Matrix, proved: P
     right = _right(bodies, rule, release)
     if right is not None:
         return right
-    # A version that is said to be right, with bodies that nobody has seen: the defect may still be there.
+    # A version that is said to be right, with unknown bodies: the defect may still be there.
     unshown = rule is not None and rule.variant is None
     choices = possible or list(entry.variants.values())
     if unshown:  # another distribution may decide that these very bodies need no patch

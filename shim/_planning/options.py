@@ -147,7 +147,7 @@ def unknown_variables() -> list[str]:
 
 
 def _from_variables(asked: Arguments) -> dict[str, tuple[str, Any]]:
-    """For each argument its name for error messages and its value. Both are the variable's where it was not given."""
+    """For each argument its name for error messages and its value. Both are the variable's if it was not given."""
     found: dict[str, tuple[str, Any]] = {}
     for name, value in vars(asked).items():
         if not isinstance(value, Unset):
@@ -167,7 +167,7 @@ def _from_variables(asked: Arguments) -> dict[str, tuple[str, Any]]:
 
 
 def resolve(matrix: Matrix, asked: Arguments | None = None, **given: Any) -> Options:
-    """Join arguments (`asked`, or given by name) and variables. OptionError where one of them is not usable.
+    """Join arguments (`asked`, or given by name) and variables. OptionError if one of them is not usable.
 
     MEGATRON_SHIM_DISABLE and MEGATRON_SHIM_EXCLUDE always win. The other variables yield to arguments that were given.
     Under MEGATRON_SHIM_DISABLE nothing else is read.

@@ -165,12 +165,12 @@ def plan_text(
 
 
 def effects_of(entry: PatchEntry) -> tuple[str, ...]:
-    """What a patch with several effects changes, each with its kind; () where `changes` says it all."""
+    """The effects of a patch with several, each with its kind; () if `changes` says it all."""
     return tuple(f"{kind}: {what}" for kind, what in (entry.effects or {}).items())
 
 
 def nothing_installed(environment: Environment) -> str:
-    """A sentence and a remedy for a machine without anything to patch. "" where a distribution is installed."""
+    """A sentence and a remedy for a machine without anything to patch. "" if a distribution is installed."""
     if any(name in environment.installed for name in DISTRIBUTIONS):
         return ""
     python = one_line(sys.executable)

@@ -1,6 +1,6 @@
 """Which files of shim decide what is bound and computed, and a hash over them.
 
-They are read anew for each plan whose digest somebody asks for. The RECORD of a wheel says what was installed, and not
+They are read anew for each plan whose digest is asked for. The RECORD of a wheel says what was installed, and not
 what lies there now; to compare the two takes as long as to read the files.
 """
 
@@ -17,7 +17,7 @@ from shim._matrix.pins import lock_path
 
 __all__ = ["BESIDE", "ROOMS", "differing_parts", "file_digest", "files_below", "own_code", "own_files", "summary_of"]
 
-# Every room of the package is in one of these lists. What is in neither counts.
+# Every room of the package is in one of these lists. A part in neither counts.
 ROOMS = (
     "_config_override",
     "_engine",
@@ -36,7 +36,7 @@ BESIDE = ("__main__.py", "_proving", "_tools", "testing")
 PROOFS = ("/proof.py", "/gpu_proof.py")
 
 TEXT = (".py", ".json", ".yaml")
-KINDS = (*TEXT, ".pyc", ".so", ".pyd")  # what an import or shim reads. What an editor leaves does not count.
+KINDS = (*TEXT, ".pyc", ".so", ".pyd")  # what an import or shim reads. Files of an editor do not count.
 CACHE = "__pycache__"
 
 
@@ -69,7 +69,7 @@ def own_files() -> list[tuple[str, str]]:
 
 
 def files_below(directory: str, kinds: tuple[str, ...] = KINDS) -> Iterator[tuple[str, str]]:
-    """(name, path) of each file below a directory that ends in one of `kinds`, by way of links, too; each once."""
+    """(name, path) of each file below a directory that ends in one of `kinds`, also by way of links; each once."""
     waiting, seen = [(directory, "")], set()
     while waiting:
         place, prefix = waiting.pop()

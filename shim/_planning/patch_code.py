@@ -38,7 +38,7 @@ class Code:
 
     def of(self, module: str) -> str:
         """A hash over a patch module and all modules that it imports, directly or not, of shim, of its own top-level
-        package, and of those of the named packages. Parents count, because an import runs them, too."""
+        package, and of those of the named packages. Parents count, because an import also runs them."""
         found: dict[str, str] = {}
         tops = self._tops | {module.partition(".")[0]}
         seen: set[str] = set()
@@ -82,7 +82,7 @@ class Code:
         return self._imports[name]
 
     def _imports_in_tree(self, name: str, is_package: bool) -> Iterator[str]:
-        """What a module may import: its import statements, wherever they stand, and texts that look like a module."""
+        """Imports that a module may make: all its import statements, and texts that look like a module."""
         try:
             nodes = list(ast.walk(self._sources.tree(name)))
         except SourceError:  # no source, or damaged: what it imports is not known, but its content is hashed

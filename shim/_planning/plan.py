@@ -55,7 +55,7 @@ class Plan:
 
     @computed_once
     def lost_features(self) -> tuple[LostFeature, ...]:
-        """The lost features of the installed pair, fixed or not. Empty where `pair_is_known` is not true.
+        """The lost features of the installed pair, fixed or not. Empty if `pair_is_known` is not true.
 
         Looked up by version on first use.
         """
@@ -64,12 +64,12 @@ class Plan:
 
     @property
     def pair_is_known(self) -> bool | None:
-        """Whether somebody has measured what this pair of releases loses. None where one of them is not installed."""
+        """Whether the losses of this pair of releases were measured. None if one of them is not installed."""
         return None if self.losses is None else self.losses.pair_is_known(self.environment)
 
     @property
     def wrong_pairs(self) -> tuple[tuple[str, str], ...]:
-        """(patch, what goes wrong) where a patch of this plan fixes what the installed releases get wrong together."""
+        """(patch, defect) for each defect of the installed releases together that a patch of this plan fixes."""
         return tuple(
             (id, pair.note)
             for id, decision in self.decisions.items()

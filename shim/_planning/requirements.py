@@ -45,7 +45,7 @@ def _refuse_part(plan: Plan, decision: Decision) -> None:
 
 
 def enforce(plan: Plan) -> None:
-    """Raise NotMetError where the plan does not meet `require`, `strict`, ``on_drift="error"`` or the lock."""
+    """Raise NotMetError if the plan does not meet `require`, `strict`, ``on_drift="error"`` or the lock."""
     for decision in plan.decisions.values():
         met = (decision.wanted and not decision.dropped) or decision.action in RIGHT
         if met or plan.options.disabled:

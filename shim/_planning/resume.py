@@ -1,4 +1,4 @@
-"""What a training checkpoint keeps about its patches, and how that differs from the patches in force now."""
+"""The part of a training checkpoint about its patches, and its differences from the patches in force."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["differs", "state_of"]
 
 
 def state_of(plan: Plan) -> dict[str, Any]:
-    """What to store: plain data of a few kB, as in a lock, without the bodies."""
+    """The data to store: plain, of a few kB, as in a lock, without the bodies."""
     whole = locked(plan)
     parts = ("variant", "options", "code")
     patches = {id: {part: p[part] for part in parts} for id, p in whole["patches"].items()}

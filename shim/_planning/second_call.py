@@ -1,4 +1,4 @@
-"""What a second apply() changes of what an earlier one in this process had asked for.
+"""Changes that a second apply() makes to the request of an earlier one in this process.
 
 One process has one set of patches, so the last call counts. Two callers, such as a library and the script that imports
 it, need not know of each other. So the later call says what it takes from the earlier one.
@@ -17,7 +17,7 @@ _WANTED = ("apply", "conflict")  # a conflict of the plan in force is a patch th
 
 
 def changed_by(after: Plan, before: Plan) -> str:
-    """One line about what `after` takes from `before`, the plan in force until now; "" where it takes nothing.
+    """One line about what `after` takes from `before`, the plan in force until now; "" if it takes nothing.
 
     The same arguments take nothing, and neither does a further demand (`require`, `strict`, a lock).
     """

@@ -108,7 +108,7 @@ class JoinedSources(Sources):
 
 
 def inner_path(name: str, roots: Iterable[str]) -> str | None:
-    """The part of `name` below one of `roots` where an audit reads that file: sources of the packages, and metadata."""
+    """The part of `name` below one of `roots`, if an audit reads that file: sources of the packages, and metadata."""
     for root in roots:
         path = name[len(root) :] if name.startswith(root) else ""
         if path.endswith(".py") and path.startswith(("megatron/core/", "transformer_engine/")):

@@ -119,7 +119,7 @@ def _editable(finder: Any, module: str) -> ModuleSpec | None:
 def find_spec(
     module: str, *, everyone: bool = False, searched: dict[str, list[str]] | None = None
 ) -> ModuleSpec | None:
-    """The spec that an import of `module` would use. Imports nothing, no parent either.
+    """The spec that an import of `module` would use. Imports nothing, not even a parent.
 
     Asks only Python's own finders, and reads the tables of editable installs. Other finders, such as post-import hooks,
     may import the module or its parents. With `everyone` they are also asked, for a module that is being imported now.
@@ -209,7 +209,7 @@ class Sources:
             self._found = {key: held for key, held in self._found.items() if key[0] == "digest"}  # type: ignore[index]
 
     def remembered(self, key: object, modules: Iterable[str], find: Callable[[], T]) -> T:
-        """What `find` returns, or its SourceError. `find` is called again only when a file of `modules` has changed."""
+        """The result or SourceError of `find`. `find` is called again only when a file of `modules` has changed."""
         stamps = [self._stamp(module) for module in modules]
         held = self._found.get(key)
         if held is None or held[0] != stamps:

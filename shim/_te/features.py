@@ -83,7 +83,7 @@ def lost_features(
 def missing_names(sources: Sources, package: Path, megatron: Version | None) -> dict[str, list[str]]:
     """The names that the modules of megatron-core below `package` import, and Transformer Engine lacks: the places.
 
-    Both are read in `sources`. What a module does without a name is not known. A name is left out if the last measured
+    Both are read in `sources`. The effect of a missing name is not known. A name is left out if the last measured
     release of megatron-core up to this one imports it, and loses nothing without it beside any measured TE release.
     """
     measured = table()[MEGATRON]

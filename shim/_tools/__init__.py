@@ -1,1 +1,1 @@
-"""What people call: the command line, doctor, audit, pins, generated pages."""
+"""The tools for people: the command line, doctor, audit, pins, generated pages."""

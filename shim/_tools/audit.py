@@ -1,4 +1,4 @@
-"""What a release without pins means for every patch. It is not installed, imported or run."""
+"""The meaning of a release without pins for every patch. It is not installed, imported or run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ VERDICTS = {
     "out-of-range": "out of range",
     "not-installed": "not judged",
 }
-FINE = ("apply", *RIGHT, "out-of-range", "not-installed")  # whoever runs the audit has nothing to do
+FINE = ("apply", *RIGHT, "out-of-range", "not-installed")  # the user has nothing to do
 DIFF_LINES = 60
 LINE_LENGTH = 120  # longer lines are broken at their commas, so that a diff shows the argument that changed
 LINE_LIMIT = 400
@@ -69,7 +69,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the release means for one patch. `verdict` is one of VERDICTS."""
+    """The meaning of the release for one patch. `verdict` is one of VERDICTS."""
 
     id: str
     kind: str
@@ -86,7 +86,7 @@ class Finding:
 
     @property
     def amiss(self) -> bool:
-        """Whether somebody has to look at it."""
+        """Whether a person has to look at it."""
         return self.verdict not in FINE
 
     def to_dict(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class Audit:
 def audit(matrix: Matrix, tree: Tree, fetch: Fetch, others: Iterable[Tree] = ()) -> Audit:
     """Compare every patch with the bodies of `tree`. `fetch` gives the known releases that diffs start from.
 
-    others: what `tree` is judged beside. A patch of theirs has a finding where its rules name what `tree` has.
+    others: what `tree` is judged beside. A patch of theirs has a finding if its rules name the distribution of `tree`.
     """
     installed = tree.environment.installed
     environment = beside(tree, others)
@@ -214,7 +214,7 @@ def _owner(target: str) -> str:
 
 
 def _there(sources: Sources, target: str) -> bool:
-    """False where the module or the definition is missing. In a file that cannot be read it counts as there."""
+    """False if the module or the definition is missing. In a file that cannot be read it counts as there."""
     module, qualname = split_target(target)
     if sources.path(module) is None:
         return False
@@ -236,7 +236,7 @@ class _Known:
     def nearest(
         self, entry: PatchEntry, target: str, found: Match, text: list[str], version: Version | None
     ) -> tuple[str, tuple[str, ...]]:
-        """The release whose known body is most like `text`, and the diff from it. ("", ()) where there is none.
+        """The release whose known body is most like `text`, and the diff from it. ("", ()) if there is none.
 
         A body that is known with another variant is compared with the bodies of the variant found only.
         """
@@ -292,7 +292,7 @@ class _Known:
 def _body(sources: Sources, target: str) -> list[str] | None:
     """The definitions of `target` and their guards as lines in a normal form, without comments and docstrings.
 
-    None where there is no definition, or shim cannot show it.
+    None if there is no definition, or shim cannot show it.
     """
     module, qualname = split_target(target)
     lines: list[str] = []
@@ -322,7 +322,7 @@ def _broken(line: str) -> list[str]:
 
 
 def _unparsed(node: ast.stmt) -> str:
-    """The text of a definition without docstrings, because fingerprints leave them out, too. `node` stays as it is."""
+    """The text of a definition without docstrings, because fingerprints also leave them out. `node` stays as it is."""
     documented: list[tuple[Any, list[ast.stmt]]] = []
     for inner in ast.walk(node):
         if isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):

@@ -1,4 +1,4 @@
-"""What an audit says about the contract of a body that nobody has seen: kept or broken, and what it asks for."""
+"""The words of an audit about the contract of an unknown body: kept or broken, with its terms."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ PHRASE_LIMIT = 100  # characters
 
 
 def judged(needs: Needs | None, breach: str) -> str:
-    """``kept: ...`` with what the contract asks for, ``broken: ...`` with the breach, NONE where there is none."""
+    """``kept: ...`` with the terms of the contract, ``broken: ...`` with the breach, NONE if there is none."""
     if needs is None:
         return NONE
     return f"broken: {breach}" if breach else f"kept: it {'; it '.join(_asked(needs))}"
 
 
 def _asked(needs: Needs) -> Iterator[str]:
-    """What the contract asks for, as what a body does that keeps it. Other decorators are never allowed."""
+    """The terms of the contract, as properties of a body that keeps it. Other decorators are never allowed."""
     taken = list(dict.fromkeys((*needs.first, *needs.parameters)))
     if needs.exact:
         also = f", at most {', '.join(needs.also)} more" if needs.also else ""

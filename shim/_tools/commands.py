@@ -1,4 +1,4 @@
-"""What each command of `shim` does. shim._tools.cli has the arguments."""
+"""The commands of `shim`. shim._tools.cli has the arguments."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def _patches_of_others(made: Plan, known: Mapping[str, Mapping[str, str | None]]
 
 
 def _notes(made: Plan) -> Iterator[str]:
-    """What patches say of this environment, by a file notes.py, which imports neither torch nor upstream."""
+    """The notes of patches about this environment, by a file notes.py, which imports neither torch nor upstream."""
     sources = Sources()
     for decision in made.decisions.values():
         place = f"{made.matrix.patches[decision.id].module}.notes"

@@ -1,4 +1,4 @@
-"""What others do to the targets of shim: objects that stand there now, and sources that assign to them."""
+"""Other code on the targets of shim: objects that stand there now, and sources that assign to them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LARGEST = 1_000_000  # characters. Larger files are skipped.
 
 
 def loaded_foreign(plan: Plan) -> Iterator[tuple[str, str]]:
-    """(target, whose object stands there) for each loaded target of the plan that somebody has replaced."""
+    """(target, whose object stands there) for each loaded target of the plan that other code has replaced."""
     for target in dict.fromkeys(t for d in plan.decisions.values() for t in d.targets):
         module, qualname = split_target(target)
         value = sys.modules.get(module)

@@ -63,7 +63,7 @@ def tell(text: object) -> None:
         print(shown(one_line(text, LONG), sys.stderr), file=sys.stderr, flush=True)
     except BrokenPipeError:
         nobody_reads(sys.stderr)
-    except OSError:  # whoever cannot be told of the result still gets its exit code
+    except OSError:  # without a reader the result still has its exit code
         nobody_reads(sys.stderr)
 
 

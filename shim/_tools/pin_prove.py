@@ -1,4 +1,4 @@
-"""`shim pin --prove`: let proofs decide about the patches whose bodies nobody has seen, and write it into a lock."""
+"""`shim pin --prove`: let proofs decide about the patches with unknown bodies, and write the verdicts into a lock."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _decided(made: Plan, lock: Path, arguments: argparse.Namespace) -> Decided:
 
 
 def _about(made: Plan) -> dict[str, Any]:
-    """What measurements depend on besides the proof: all files of the tree and of shim, torch, and Python."""
+    """The inputs of measurements besides the proof: all files of the tree and of shim, torch, and Python."""
     import shim
     from shim._matrix.load import patches_path
 

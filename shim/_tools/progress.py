@@ -16,7 +16,7 @@ from shim._printing.printable import fits, one_line
 
 __all__ = ["Progress", "hushed", "masked_log"]
 
-PATIENCE = 1.0  # seconds between lines where there is no terminal
+PATIENCE = 1.0  # seconds between lines without a terminal
 
 
 class Progress:

@@ -15,7 +15,7 @@ from typing import Any
 
 __all__ = ["TRAINERS", "machine", "packages"]
 
-PATIENCE = 10  # seconds. nvidia-smi hangs where the driver is broken.
+PATIENCE = 10  # seconds. nvidia-smi hangs if the driver is broken.
 
 # Distributions, and the names of their packages. First those that change which code of megatron-core runs.
 OTHERS: Mapping[str, str] = {
@@ -117,13 +117,13 @@ def _toolkit() -> str | None:
 
 
 def _libraries() -> dict[str, str]:
-    """Versions from packages. For NCCL, where there is no package, from the file in the usual library folders."""
+    """Versions from packages. For NCCL without a package, from the file in the usual library folders."""
     found: dict[str, str] = {}
     for distribution in metadata.distributions():
         try:
             # A damaged installation has metadata without a name.
             name = (distribution.metadata["Name"] or "").lower()
-        except (OSError, UnicodeError):  # or metadata that nobody can read
+        except (OSError, UnicodeError):  # or unreadable metadata
             continue
         for library, prefix in LIBRARIES.items():
             if name.startswith(prefix):
@@ -149,7 +149,7 @@ def packages() -> dict[str, dict[str, str | None]]:
 
 
 def _folder(package: str) -> str | None:
-    """The folder in which an import would find the package. Nothing is imported, no parent package either."""
+    """The folder in which an import would find the package. Nothing is imported, not even a parent package."""
     path: list[str] | None = None
     spec = None
     for part in package.split("."):

@@ -30,8 +30,8 @@ __all__ = ["PackedLogprobs", "linear_packed_logprobs", "packed_logprobs"]
 class PackedLogprobs(NamedTuple):
     """Results per position: [t], or [T] if they were gathered; with a leading 1 if the tokens have it.
 
-    logprob, entropy: fp32 (fp64 for fp64 logits), 0 where the mask is False. `entropy` is None unless asked for.
-    mask: bool, True where a token is predicted. 0 stands for a probability of 1, so a mean or a ratio needs the mask.
+    logprob, entropy: fp32 (fp64 for fp64 logits), 0 if the mask is False. `entropy` is None unless asked for.
+    mask: bool, True if a token is predicted. 0 stands for a probability of 1, so a mean or a ratio needs the mask.
     """
 
     logprob: Tensor
@@ -186,7 +186,7 @@ class _Row:
         device = output.device
         _, self.slots = lengths_on(device, cu_seqlens, cu_seqlens_padded)
         require(self.slots[-1] <= total, f"cu_seqlens exceeds the row of {total} tokens")
-        # A roll puts 0 where a sequence does not continue. Moved by ignore_index, 0 is ignore_index.
+        # A roll puts 0 if a sequence does not continue. Moved by ignore_index, 0 is ignore_index.
         moved = tokens.flatten() - ignore_index
         if self.ranks == 1:
             moved = packed_roll(moved, cu_seqlens, cu_seqlens_padded)

@@ -436,7 +436,7 @@ def test_pin_writes_what_it_measures(shim, world, fetched):
     releases = {"megatron-core": ["0.16.0", "0.17.0", "0.18.0"]}
     told = {"releases": releases, "not_at_hand": []}
     assert (code, json.loads(out)) == (0, {"changed": False, "matrix": str(world.matrix), **told})
-    assert f"fetches 3 releases, where the cache lacks them, and rewrites the pins of {world.matrix}" in err
+    assert f"fetches those of 3 releases that the cache lacks, and rewrites the pins of {world.matrix}" in err
     assert shim("pin", "--check", "--json")[:1] == (0,)
     write_file(world.root / "releases/0.17.0/megatron/core/roll.py", EDITED)
     code, out, _ = shim("pin", "--check", "--json")
