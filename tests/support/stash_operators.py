@@ -121,8 +121,8 @@ torch that torch's own tests can sample, with valid and invalid rows. It compare
 without a stash. Saved tensors of every other operator are left alone: autograd keeps them, and gradients are right.
 
 The stash follows rows from the outputs of a forward back to its inputs. A saved tensor is stashed on three conditions:
-its operator is known to keep rows in place (`shim/ops/_row_rules.py`), every operator from there to an output does so
-too, and the tensor is the operand that holds the rows. Weights, and copies, casts, slices and concatenations of
+its operator, and every operator from there to an output, is known to keep rows in place (`shim/ops/_row_rules.py`),
+and the tensor is the operand that holds the rows. Weights, and copies, casts, slices and concatenations of
 weights, never qualify.
 
 The stash expects of its user:
@@ -144,8 +144,8 @@ A test in `tests/ops` holds each row of this table.
 ## Operators
 
 With torch {version}. "divides": the operator's backward divides by its saved tensors, or raises e to them. "rows end
-here": the operator moves or mixes rows, or is not known to keep them in place, so tensors saved before it are left
-alone too.
+here": the operator moves or mixes rows, or is not known to keep them in place, so tensors saved before it are also
+left alone.
 
 | operator | node | what the stash does |
 |---|---|---|

@@ -32,7 +32,7 @@ def sent(row: Tensor | None, group: Any) -> Tensor:
 
 
 def lost_on_rank() -> int:
-    """Tokens that a rank misses of its own row, which it sends over a group of its own."""
+    """Tokens that a rank misses of its row, which it sends over another group."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     row = row_of(dist.get_rank())
     try:
@@ -54,7 +54,7 @@ def different_on_rank() -> bool:
 
 @proof("{:.0f} tokens lost", right="every rank has its row", ranks=2)
 def a_rank_of_its_own_keeps_its_row(here: Here) -> int:
-    """`tensor_parallel.broadcast_data` cuts rows off where its `tp_group` is not the global group.
+    """`tensor_parallel.broadcast_data` cuts rows off if its `tp_group` is not the global group.
 
     To reproduce: initialise two tensor-parallel ranks, as a student has them. Its teacher has tensor-parallel size 1,
     so each rank sends the teacher's row over a group of that rank alone:

@@ -76,7 +76,7 @@ def collectives_on_rank() -> int:
 
 @proof("collectives: {:.0f}", bound=1, defect="time", ranks=2)
 def collectives_of_the_cross_entropy(here: Here) -> float:
-    """The vocab-parallel cross entropy waits for three collectives, where one would do.
+    """The vocab-parallel cross entropy waits for three collectives instead of one.
 
     To reproduce on two tensor-parallel ranks: call `tensor_parallel.vocab_parallel_cross_entropy(logits, target)`, run
     backward, and count the collectives.

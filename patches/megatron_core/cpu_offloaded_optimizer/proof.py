@@ -151,7 +151,7 @@ class Training:
         return getattr(self.optimizer, "chained_optimizers", [self.optimizer])[0]
 
     def train(self, first: int, last: int) -> Training:
-        """The steps with these numbers, each with rows of its own; every rank has the same."""
+        """The steps with these numbers, each with separate rows; every rank has the same."""
         for number in range(first, last):
             self.ddp.zero_grad_buffer()
             self.optimizer.zero_grad()
@@ -381,7 +381,7 @@ def torchs_adam_keeps_the_step(here: Here) -> int:
     To reproduce: as above, without optimizer_cpu_offload, where neither Transformer Engine nor Apex is installed. Let
     the new optimizer take a step before it is loaded. After the load `step` is 1 and not 2. After two steps with nine
     weights it is 19, because `DistributedOptimizer.load_state_dict` gives all of them the same tensor. It should be 4,
-    and each weight should have a tensor of its own.
+    and each weight should have a separate tensor.
     """
     return here.run(functools.partial(after_a_checkpoint, aware=False, offload=False))[0]
 
@@ -392,7 +392,7 @@ def fused_adam_counts_on(here: Here) -> int:
 
     To reproduce: make a HybridDeviceOptimizer with `offload_fraction=0.5`, whose optimizer for the GPU keeps `step` in
     its parameter groups, as FusedAdam does. Let it take two steps, and load its state, with `step` in the parameter
-    groups as `DistributedOptimizer.state_dict()` puts it there, into another. Let that take two steps, too.
+    groups as `DistributedOptimizer.state_dict()` puts it there, into another. Let that also take two steps.
 
     Every step `_sync_hdo_param_groups_to_sub_optimizers` writes the groups of HybridDeviceOptimizer, with the loaded
     step, over those of FusedAdam, so it counts 3 forever. It should count 4.

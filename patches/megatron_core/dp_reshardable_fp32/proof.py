@@ -36,7 +36,7 @@ def resumed_apart(here: Here, settings: dict[str, Any]) -> float:
 def a_training_with_norms_in_fp32_resumes(here: Here) -> float:
     """A dp_reshardable checkpoint with a weight in fp32 cannot be loaded.
 
-    To reproduce: train low-rank adapters of a GPTModel in bf16 whose norms are trained, too, and are in fp32, with
+    To reproduce: train low-rank adapters of a GPTModel in bf16 whose norms are also trained, and are in fp32, with
     DistributedDataParallel and get_megatron_optimizer, `use_distributed_optimizer=True`. Save
     `optimizer.sharded_state_dict(model.sharded_state_dict(), metadata={"distrib_optim_sharding_type":
     "dp_reshardable"})` by dist_checkpointing.save, and load it. On a CPU, `Tensor.type()` has to answer as on a GPU,

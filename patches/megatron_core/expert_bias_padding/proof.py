@@ -77,7 +77,7 @@ def a_step_with_a_padding_mask_counts_tokens(here: Here) -> int:
 
 @proof("{:.0f} of 4 experts miscounted", right="counts are those without padding")
 def padding_does_not_count_for_the_bias(here: Here) -> int:
-    """The expert bias silently moves the wrong way where a rank has as many tokens as experts.
+    """The expert bias silently moves the wrong way if a rank has as many tokens as experts.
 
     To reproduce: build a GPTModel with `num_moe_experts=4`, `moe_router_score_function="sigmoid"` and
     `moe_router_enable_expert_bias=True`. Run a step on one row of four tokens with a `padding_mask` that is True on the

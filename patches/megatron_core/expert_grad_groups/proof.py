@@ -93,14 +93,14 @@ def error(here: Here, layout: Layout) -> float:
 
 @proof("weights of experts off by {:.1e}", bound=1e-5, ranks=2, crashes=r"^RuntimeError: split_with_sizes expects")
 def experts_that_several_tensor_parallel_ranks_have(here: Here) -> float:
-    """Copies of an expert drift apart where its tensor-parallel size is below that of the other layers.
+    """Copies of an expert drift apart if its tensor-parallel size is below that of the other layers.
 
     To reproduce: train a GPTModel with four experts for every token on two ranks, with `tensor_model_parallel_size=2`,
     `sequence_parallel=True`, `expert_tensor_parallel_size=1` and `expert_model_parallel_size=1`, in
     DistributedDataParallel. Compare the weights of the experts after three steps of SGD with those of one rank alone.
 
     Both ranks have all experts, and each sends them its own half of the tokens. Their gradients have to be summed over
-    both. But weights of experts say `allreduce=False` only where `expert_model_parallel_size` is above one. So they are
+    both. But weights of experts say `allreduce=False` only if `expert_model_parallel_size` is above one. So they are
     reduced over the data-parallel ranks, which is each rank alone. 0.12 crashes in forward: its local layers scatter
     the output of such an expert over the tensor-parallel ranks of the other layers.
 
@@ -111,14 +111,14 @@ def experts_that_several_tensor_parallel_ranks_have(here: Here) -> float:
 
 @proof("weights of experts off by {:.1e}", bound=1e-5, ranks=2)
 def experts_that_are_cut_where_other_layers_are_not(here: Here) -> float:
-    """Gradients of different parts of an expert are summed where only experts are tensor-parallel.
+    """Gradients of different parts of an expert are summed if only experts are tensor-parallel.
 
     To reproduce: train a GPTModel with four experts on two ranks, with `tensor_model_parallel_size=1`,
     `expert_tensor_parallel_size=2` and `expert_model_parallel_size=1`, in DistributedDataParallel. Compare the
     weights of the experts after three steps of SGD with those of one rank alone that gets the rows of both.
 
     Each rank has its own half of every expert, and the two are data-parallel for all other layers. The halves are
-    reduced as if they were copies, because weights of experts say `allreduce=False` only where
+    reduced as if they were copies, because weights of experts say `allreduce=False` only if
     `expert_model_parallel_size` is above one.
 
     Fixed in 0.19 by Megatron-LM pull request 5916.

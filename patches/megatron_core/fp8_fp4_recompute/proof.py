@@ -101,7 +101,7 @@ def recomputed_layers_are_quantized(here: Here) -> float:
     To reproduce: build a GPTModel of two layers with fp8="hybrid", fp8_recipe="mxfp8" and recompute_granularity="full",
     run a step, and look in each layer's forward pre-hook whether `FP8GlobalStateManager.is_fp8_enabled()`.
 
-    TransformerBlock.forward enters the region of each layer only where it does not recompute. `_checkpointed_forward`
+    TransformerBlock.forward enters the region of each layer only if it does not recompute. `_checkpointed_forward`
     enters none, so that the two layers run unquantized, both in the forward pass and in the recompute. Right: every
     layer runs in its region, as without recompute. Only 0.12; 0.13 enters the regions inside of the checkpoint.
     """
@@ -135,7 +135,7 @@ def gradient(recompute: bool) -> list[Tensor]:
     variants=("v0_13", "v0_16"),
 )
 def an_output_is_recomputed_without_transformer_engine(here: Here) -> float:
-    """CheckpointWithoutOutput raises NameError where Transformer Engine is not installed.
+    """CheckpointWithoutOutput raises NameError without Transformer Engine.
 
     To reproduce, without Transformer Engine: `CheckpointWithoutOutput().checkpoint(function, x)`. So does every model
     with selective recompute of "layernorm", "moe_act" or "mla_up_proj".

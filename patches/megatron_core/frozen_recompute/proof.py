@@ -94,7 +94,7 @@ def unequal_behind_norms() -> int:
     beside=("fp8-fp4-recompute",),
 )
 def adapters_behind_recomputed_norms_are_trained(here: Here) -> int:
-    """Backward crashes where norms are recomputed in front of adapters, because the embeddings are frozen.
+    """Backward crashes if norms are recomputed in front of adapters, because the embeddings are frozen.
 
     To reproduce: build a GPTModel with `recompute_granularity="selective"`, `recompute_modules=["layernorm"]`. Freeze
     all weights, add low-rank adapters to the linear layers, and run a step. Backward raises a TypeError about a missing

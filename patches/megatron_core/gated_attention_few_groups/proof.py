@@ -88,14 +88,14 @@ def error(found: dict[str, Tensor], expected: dict[str, Tensor], rank: int, rank
     crashes=r"^RuntimeError: shape '.*' is invalid for input of size",
 )
 def ranks_that_share_a_query_group_gate_their_own_heads(here: Here) -> float:
-    """Gated attention crashes where tensor-parallel ranks share a query group.
+    """Gated attention crashes if tensor-parallel ranks share a query group.
 
     To reproduce: on two tensor-parallel ranks run a SelfAttention with `attention_output_gate=True`, four heads and
     `num_query_groups=1`.
 
     SelfAttention.get_query_key_value_tensors gathers the group and gives each rank its own heads of the query, but the
     gate of all heads. _apply_output_gate cannot view the gate in the shape of the output: a RuntimeError. Right is
-    what one rank computes. In 0.16; 0.17 takes the rank's own heads of the gate, too, by pull request 3575.
+    what one rank computes. In 0.16; 0.17 also takes the rank's own heads of the gate, by pull request 3575.
     """
     (expected,) = here.run(trained)
     ranks = here.run(trained, layout=Layout(tp=here.world))

@@ -100,7 +100,7 @@ def each_stage_is_told_of_the_others(here: Here) -> int:
 
 @proof("{:.0f} of 4 layers are not built", right="each layer is built once", ranks=2)
 def a_model_with_a_pipeline_group_of_its_own_has_all_layers(here: Here) -> int:
-    """With pipeline_model_parallel_layout, a model with a pipeline group of its own lacks layers.
+    """With pipeline_model_parallel_layout, a model with a separate pipeline group lacks layers.
 
     To reproduce: on two ranks, call `parallel_state.initialize_model_parallel()` without pipeline parallelism, and make
     a ProcessGroupCollection whose `pp` is a group of both ranks. Build a GPTModel with it, with four layers,

@@ -16,7 +16,7 @@ LR, EMBEDDING_LR = 1e-3, 5e-4
 
 
 def optimizer_of(distributed: bool, **settings: Any) -> Any:
-    """An optimizer of a new GPT model, whose embedding and output layer have a learning rate of their own.
+    """An optimizer of a new GPT model, whose embedding and output layer have a separate learning rate.
 
     It has taken one step, so it has states. The same seed gives the same states.
     """

@@ -86,7 +86,7 @@ def wrong_main_params(experts: int) -> int:
     crashes=r"^AssertionError: Parameter .*\.experts\.linear_fc1\.weight1 has 3 matches in state dict",
 )
 def numbered_weights_find_their_main_parameters(here: Here) -> int:
-    """Main parameters cannot be loaded from a checkpoint where a rank has more than ten experts.
+    """Main parameters cannot be loaded from a checkpoint if a rank has more than ten experts.
 
     To reproduce: train a mixture of experts in bf16 with TEGroupedMLP, 12 experts per rank, and the distributed
     optimizer. Call `optimizer.reload_model_params(state_dict)` with the fp32 weights of the model, as

@@ -83,7 +83,7 @@ def a_masked_microbatch_adds_nothing(here: Here) -> float:
 
     To reproduce: run `get_forward_backward_func()` on two microbatches, with a loss function that returns three values:
     the sum of the masked losses, the number of tokens that count, and what is logged. The loss mask of the second
-    microbatch is zero everywhere, as it is where a long prompt leaves no room for its answer. Leave
+    microbatch is zero everywhere, as it is if a long prompt leaves no room for its answer. Leave
     `calculate_per_token_loss` at False.
 
     forward_step (forward_step_calc_loss in 0.14) divides the loss by the number of tokens, which is 0 / 0. All

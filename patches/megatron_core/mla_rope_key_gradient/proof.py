@@ -132,9 +132,9 @@ def a_column_parallel_projection_trains_as_on_one_rank(here: Here) -> float:
     those of one rank that has all heads.
 
     All heads share one rotary key, `k_pos_emb`, and a rank has some of the heads. So the gradient of `k_pos_emb` is the
-    sum over ranks. gather_from_tensor_model_parallel_region gives each rank its columns of its own gradient, and nobody
-    sums. The rows of linear_kv_down_proj for the rotary key get the gradient of the heads of one rank, and the
-    gradient of the hidden states is wrong, too.
+    sum over ranks. gather_from_tensor_model_parallel_region gives each rank its columns of its local gradient, without
+    a sum. The rows of linear_kv_down_proj for the rotary key get the gradient of the heads of one rank, and the
+    gradient of the hidden states is also wrong.
 
     Right is what one rank trains: the gradient of k_pos_emb is to be summed over tensor-parallel ranks. From 0.12 to
     0.20.

@@ -59,14 +59,14 @@ def missing_gradients() -> int:
     crashes=r"^TypeError: isinstance\(\) arg 2",
 )
 def a_layer_of_local_modules_trains(here: Here) -> int:
-    """No model with multi-latent attention can be built where Transformer Engine is not installed.
+    """No model with multi-latent attention can be built without Transformer Engine.
 
     To reproduce: without Transformer Engine, build the self attention of
     `get_gpt_layer_local_spec(multi_latent_attention=True)`, or a GPTModel with it. MultiLatentAttention.__init__ asks
     isinstance(self.linear_proj, TELinear) and raises a TypeError.
 
-    The module sets HAVE_TE where its imports from megatron.core.extensions.transformer_engine succeed. They do without
-    Transformer Engine, too: that module then derives its layers from mocks, which makes them mocks.
+    The module sets HAVE_TE if its imports from megatron.core.extensions.transformer_engine succeed. They do without
+    Transformer Engine: that module then derives its layers from mocks, which makes them mocks.
 
     Right is a layer that trains: no module is a TELinear there.
 

@@ -114,7 +114,7 @@ def has_saved() -> bool:
     crashes=r"^TimeoutError: the ranks of a group sum tensors of different length: 2, 3",
 )
 def losses_of_experts_are_logged_beside_a_dense_stage(here: Here) -> float:
-    """Logging hangs where a pipeline stage has no experts and the model has multi-token prediction.
+    """Logging hangs if a pipeline stage has no experts and the model has multi-token prediction.
 
     To reproduce: run a model of two layers on two pipeline stages, with `moe_layer_freq=[0, 1]`, `num_moe_experts=4`,
     `moe_router_load_balancing_type="aux_loss"`, `moe_aux_loss_coeff=0.1` and `mtp_num_layers=1`. After a step call

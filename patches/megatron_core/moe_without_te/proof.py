@@ -19,7 +19,7 @@ EXPERTS: dict[str, Any] = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_rout
     crashes=r"^NameError: name 'te_general_gemm' is not defined",
 )
 def moe_without_te(here: Here) -> float:
-    """A model with experts cannot run where Transformer Engine is not installed.
+    """A model with experts cannot run without Transformer Engine.
 
     To reproduce: build a GPTModel with `TransformerConfig(num_moe_experts=4, moe_router_topk=2)` and the local layer
     spec in an environment without Transformer Engine, and train one step.

@@ -174,7 +174,7 @@ PP, VP = 2, 2
 def expected_layers(layers: int, with_ends: bool) -> dict[tuple[int, int], tuple[int, int]]:
     """(virtual stage, pipeline rank) -> (number of layers, index of the first), by dealing out a row of slots.
 
-    with_ends: the embedding and the loss take a slot of their own each, at the ends of the row.
+    with_ends: the embedding and the loss each take a separate slot, at the ends of the row.
     """
     row: list[int | None] = [*range(layers)]
     if with_ends:

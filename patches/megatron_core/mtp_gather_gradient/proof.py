@@ -91,6 +91,6 @@ def multi_token_prediction_trains_alike_under_sequence_parallelism(here: Here) -
     """The same with `sequence_parallel=True`.
 
     To reproduce: as without sequence parallelism. The layer scatters the gathered states along the sequence, and the
-    backward of that gathers the gradients of all tokens on each rank, so they are the same on all ranks here, too.
+    backward of that gathers the gradients of all tokens on each rank, so they are also the same on all ranks here.
     """
     return error(here, sequence_parallel=True)

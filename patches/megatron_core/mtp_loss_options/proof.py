@@ -79,7 +79,7 @@ def multi_token_prediction_leaves_the_main_model_alone(here: Here) -> int:
 
 @proof("{:.0f} gradients are others", right="bit-equal", defect="missing", options={"skip_loss": True})
 def the_loss_of_multi_token_prediction_can_be_left_out(here: Here) -> int:
-    """The loss of multi-token prediction cannot be left out by a trainer that computes a loss of its own.
+    """The loss of multi-token prediction cannot be left out by a trainer that computes another loss.
 
     To reproduce: build a GPTModel with `mtp_num_layers=2` and one with `mtp_num_layers=None`, with the same weights,
     and compare the gradients of the weights that both have. The model computes the loss of multi-token prediction

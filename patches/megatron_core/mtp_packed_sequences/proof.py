@@ -44,7 +44,7 @@ def two_trainings() -> Measured:
 
 @proof("gradient off by {:.1e}", bound=1e-6, crashes="AssertionError: .*sequence packing is not yet supported")
 def a_padded_row_trains_like_its_sequences_alone(here: Here) -> Measured:
-    """Multi-token prediction trains on the wrong tokens where packed sequences are padded.
+    """Multi-token prediction trains on the wrong tokens if packed sequences are padded.
 
     To reproduce: build a GPTModel with `mtp_num_layers=1`. Pack sequences of 5, 7 and 4 tokens into one row, each
     padded to a multiple of 4: `PackedSeqParams(qkv_format="thd")` with `cu_seqlens_q=[0, 5, 12, 16]` and

@@ -40,7 +40,7 @@ def missing_layers() -> int:
 
 @proof("{:.0f} layers missing", right="the layer is built", defect="crash", crashes=r"^TypeError: isinstance\(\) arg 2")
 def a_layer_of_local_modules_is_built(here: Here) -> int:
-    """No model with multi-token prediction can be built where Transformer Engine is not installed.
+    """No model with multi-token prediction can be built without Transformer Engine.
 
     To reproduce: without Transformer Engine, build a MultiTokenPredictionBlock of
     `get_gpt_mtp_block_spec(config, get_gpt_layer_local_spec(), use_transformer_engine=False)` with `mtp_num_layers=1`,

@@ -339,8 +339,8 @@ def gradients_survive_a_full_buffer(here: Here) -> int:
     iterations of three microbatches, two of them in flight, and compare the gradients of the second with those without
     a stash. The buffer takes the first stash and no other.
 
-    What does not fit is neither kept nor stored: backward reads memory that nobody wrote, and everything stashed before
-    the overflow is lost too. Only PagedStashRunner asks check_paged_stash_overflow and repeats the step. In every other
+    An overflowing tensor is neither kept nor stored: backward reads unwritten memory, and everything stashed before the
+    overflow is also lost. Only PagedStashRunner asks check_paged_stash_overflow and repeats the step. In every other
     loop nothing tells. Right are the gradients without a stash: a tensor that does not fit can stay where it is.
 
     From 0.18 to 0.20. Open upstream.

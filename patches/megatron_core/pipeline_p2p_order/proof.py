@@ -84,7 +84,7 @@ def shapes_of_two_stages_are_those_of_their_tensors(here: Here) -> Measured:
     `_communicate_shapes` sends shapes in the same order, so a stage makes room for a gradient where it is to receive an
     activation. With `batch_p2p_comm` tensors are crossed as shapes are, and the backward pass raises. With
     `batch_p2p_comm=False` tensors have their right order, and do not fit. With `overlap_p2p_comm` both directions have
-    messages of their own, and all is well. Right would be to send shapes to the next rank first. From 0.12 on
+    separate messages, and all is well. Right would be to send shapes to the next rank first. From 0.12 on
     (Megatron-LM issue 1450).
     """
     return compared(here, DIFFERENT, variable_seq_lengths=True)

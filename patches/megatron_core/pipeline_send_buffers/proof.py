@@ -123,7 +123,7 @@ def an_output_is_kept_until_it_is_sent(here: Here) -> Measured:
 
 @proof("losses off by {:.1e}", right="bit-equal", ranks=2)
 def an_output_of_the_warm_up_is_kept_until_it_is_sent(here: Here) -> Measured:
-    """A pipeline stage frees its output before it is sent in the warm-up, too, with `overlap_p2p_comm_warmup_flush`.
+    """A pipeline stage also frees its output before it is sent in the warm-up, with `overlap_p2p_comm_warmup_flush`.
 
     To reproduce: as above, with `overlap_p2p_comm_warmup_flush`.
 

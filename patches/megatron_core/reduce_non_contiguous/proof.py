@@ -78,7 +78,7 @@ def gradient_error_on_rank() -> float:
 
 @proof("losses off by {:.1e}", bound=1e-6, ranks=2)
 def a_transposed_tensor_is_summed_over_ranks(here: Here) -> Measured:
-    """An all-reduce over tensor-parallel ranks returns its input unreduced where that is not contiguous.
+    """An all-reduce over tensor-parallel ranks returns its input unreduced if that is not contiguous.
 
     To reproduce: split the weights of an MLP over two tensor-parallel ranks, compute it batch first, and pass its
     transposed result [s, b, h] to `tensor_parallel.reduce_from_tensor_model_parallel_region`. Train it for some steps,
@@ -95,7 +95,7 @@ def a_transposed_tensor_is_summed_over_ranks(here: Here) -> Measured:
 
 @proof("gradient off by {:.1e}", bound=1e-6, ranks=2)
 def a_transposed_gradient_is_summed_over_ranks(here: Here) -> float:
-    """The gradient of a tensor-parallel region's input is that of one rank where the gradient is not contiguous.
+    """The gradient of a tensor-parallel region's input is that of one rank if the gradient is not contiguous.
 
     To reproduce: split the weights of an MLP over two tensor-parallel ranks, pass the hidden states [s, b, h] through
     `tensor_parallel.copy_to_tensor_model_parallel_region`, and transpose them to [b, s, h] for the MLP. Sum its result

@@ -225,7 +225,7 @@ def fused_rotations_with_mscale(here: Here) -> float:
     `config.apply_rope_fusion`, and compare with the same call without fusion. The result is not scaled.
 
     The factor is not passed to the fused kernel, which knows none. A call that the kernel cannot do should be made
-    unfused, as those of unpacked rows are from 0.16 on; earlier the factor is lost there too. Seen in 0.12 to 0.19.
+    unfused, as those of unpacked rows are from 0.16 on; earlier the factor is also lost there. Seen in 0.12 to 0.19.
     """
     with kernels():
         return max(error_of(form, "mscale") for form in FORMS)
@@ -240,7 +240,7 @@ def fused_rotations_with_the_interleaving_of_mla(here: Here) -> float:
     without fusion. The entries of each head are not put in order first, so other pairs are rotated.
 
     A call that the kernel cannot do should be made unfused, as those of unpacked rows are from 0.19 on; earlier the
-    interleaving is lost there too. Seen in 0.12 to 0.19.
+    interleaving is also lost there. Seen in 0.12 to 0.19.
     """
     with kernels():
         return max(error_of(form, "mla") for form in FORMS)
@@ -263,7 +263,7 @@ def fused_rotations_with_interleaved_pairs(here: Here) -> float:
 
 @proof(f"rotations of packed tokens {TELLS}", bound=1e-6, variants=["v0_12", "v0_12_1"])
 def unfused_rotations_with_a_row_for_each_token(here: Here) -> float:
-    """Rotary embeddings of packed rows take the wrong rows of a table that has one row for each token, unfused too.
+    """Rotary embeddings of packed rows take the wrong rows of a table that has one row for each token, even unfused.
 
     To reproduce: call `apply_rotary_pos_emb(t, freqs, config, cu_seqlens)` without fusion, for three packed sequences,
     and with as many rows in `freqs` as there are tokens, as multimodal embeddings have them. Rotate each sequence

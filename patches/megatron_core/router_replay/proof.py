@@ -297,7 +297,7 @@ def a_fused_router_replays(here: Here) -> int:
     crashes=r"^RuntimeError: split_with_sizes expects split_sizes to sum exactly to 18",
 )
 def experts_named_twice_are_dispatched(here: Here) -> float:
-    """The all-to-all dispatcher raises where a replayed row names an expert twice, as rows of padding do.
+    """The all-to-all dispatcher raises if a replayed row names an expert twice, as rows of padding do.
 
     To reproduce: build a GPTModel with `num_moe_experts=4`, `moe_router_topk=3`, `moe_enable_routing_replay=True` and
     `moe_token_dispatcher_type="alltoall"`. Replay six tokens, one of which has the experts [0, 0, 0].

@@ -73,8 +73,8 @@ def a_model_can_be_built(here: Here) -> float:
 
     To reproduce: build any GPTModel.
 
-    TransformerBlock asks for the context of CPU offloading also where offloading is off, and passes Transformer Engine
-    retain_pinned_cpu_buffers, which came with 2.10: TypeError. Right is what 0.18 does: leave the argument out where
+    TransformerBlock asks for the context of CPU offloading even if offloading is off, and passes Transformer Engine
+    retain_pinned_cpu_buffers, which came with 2.10: TypeError. Right is what 0.18 does: leave the argument out if
     Transformer Engine does not know it.
     """
     known = inspect.signature(import_module(EXTENSIONS)._get_cpu_offload_context).parameters

@@ -56,7 +56,7 @@ def wrong_numbers() -> int:
     crashes=r"^TypeError: '<=' not supported between instances of 'NoneType' and 'int'",
 )
 def a_config_with_empty_fields_for_yarn_is_one_without_them(here: Here) -> int:
-    """Attention crashes where the config has the fields of YaRN and they are None.
+    """Attention crashes if the config has the fields of YaRN and they are None.
 
     To reproduce: derive a dataclass from TransformerConfig, with the fields `yarn_rotary_scaling_factor`,
     `yarn_mscale` and `yarn_mscale_all_dim`, all None. Build a SelfAttention with it, and run it with rotary

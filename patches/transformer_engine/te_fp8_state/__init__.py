@@ -40,7 +40,7 @@ recompute that raises (6):
 megatron-core uses the reentrant `checkpoint`, so in 2.1 use_reentrant=False does not change. The region that
 `checkpoint` restores from 2.2 on has no amax group; a recompute uses none.
 
-Not covered: operations of transformer_engine.pytorch.ops, which Transformer Engine's own bookkeeping leaves out too;
+Not covered: operations of transformer_engine.pytorch.ops, which Transformer Engine's own bookkeeping also leaves out;
 LayerNormMLP(checkpoint=True), which recomputes itself and keeps its queue; the scales of gradients, which every
 recomputed module moves on (upstream). FP8 attention in a module in evaluation mode (2.8 to 2.19) keeps no scales: its
 recompute raises ScalesError.

@@ -18,7 +18,7 @@ SIZES = (1.0, 1.25, 1.5, 1.75)
 def by_transformer_engine(function: Any, values: Tensor) -> Tensor:
     from transformer_engine.pytorch.distributed import checkpoint
 
-    # A function, because it hands modules without layers of its own on to torch's checkpoint.
+    # A function, because it hands modules without TE layers on to torch's checkpoint.
     result: Tensor = checkpoint(lambda given: function(given), values)
     return result
 
