@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 RELEASE ?= 0.16.1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test lint unit unit-pythons coverage helpers cells trainers matrix proofs mutations engine-mutations gpu bench docs pins wheel clean
+.PHONY: help env demo test lint unit unit-pythons coverage helpers cells trainers matrix proofs mutations engine-mutations gpu bench docs pins changelog wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -131,6 +131,9 @@ docs: env  ## write the generated parts of README.md and docs/
 pins: env  ## fingerprint all supported releases and write them into version_matrix.lock.json
 	$(BIN)/python -m shim pin --releases
 	$(BIN)/python -m shim._matrix
+
+changelog: env  ## collect the fragments of changes/ in CHANGELOG.md, as the section of shim.__version__
+	$(BIN)/towncrier build --yes --version "$$($(BIN)/python -c 'import shim; print(shim.__version__)')"
 
 wheel: env
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .

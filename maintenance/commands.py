@@ -14,6 +14,7 @@ from shim._tools.output import NOT_MET, OK, put, tell
 from shim._tools.progress import Progress
 from shim.testing.releases import at_hand
 
+from .changes import unannounced, wrong_fragments
 from .new_patch import propose, said, unfilled, write_patch
 from .pin import write
 from .pin_add import add, parse_new, seconds
@@ -24,8 +25,9 @@ __all__ = ["do_new_patch", "do_pin", "unfilled_places"]
 
 
 def unfilled_places() -> list[str]:
-    """The places of new patches in this source tree that still hold template text."""
-    return unfilled(load.PACKAGE.parent)
+    """What new patches of this source tree lack: places that still hold template text, and fragments of changes/."""
+    top, ids = load.PACKAGE.parent, load_matrix().patches
+    return [*unfilled(top), *wrong_fragments(top, ids), *(line for id in ids for line in unannounced(top, id))]
 
 
 def do_new_patch(arguments: argparse.Namespace) -> int:

@@ -21,6 +21,7 @@ from shim._releases.fingerprint import definitions, fingerprint, names_bound_by,
 from shim._releases.sources import Sources
 
 from . import new_patch_text as text
+from .changes import FOLDER, fragments
 from .new_patch_proposal import Body, Proposal
 
 __all__ = ["propose", "said", "unfilled", "write_patch"]
@@ -165,8 +166,9 @@ def write_patch(proposal: Proposal, matrix: Matrix, top: Path, dry_run: bool = F
     test = top / "tests" / tests / f"test_{proposal.name}.py"
     file = top / "version_matrix.yaml"
     shown = module.with_name("proof.py")
+    news = top / FOLDER / f"{proposal.id}.added.md"
     described = module.with_name(PATCH_FILE)
-    for path in (module, described, shown, test):
+    for path in (module, described, shown, news, test):
         if path.exists():
             raise OptionError(f"{path} is there already, and shim does not overwrite it")
     entry = text.entry(proposal, ranges(proposal, matrix.supported[proposal.distribution]))
@@ -175,6 +177,7 @@ def write_patch(proposal: Proposal, matrix: Matrix, top: Path, dry_run: bool = F
         described: text.description(proposal),
         shown: text.proof(proposal),
         file: with_entry(file.read_text("utf-8"), entry),
+        news: text.news(proposal),
         test: text.test(proposal),
     }
     for path, content in written.items() if not dry_run else ():
@@ -202,6 +205,7 @@ def unfilled(top: Path) -> list[str]:
     patches = top / "patches"
     files = [top / "version_matrix.yaml", *sorted(patches.rglob("*.py")), *sorted(patches.rglob(PATCH_FILE))]
     files += [file for tests in ("cells", "pairs") for file in sorted((top / "tests" / tests).glob("test_*.py"))]
+    files += [file for file in fragments(top) if file.is_file()]
     found = []
     for file in files:
         for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):

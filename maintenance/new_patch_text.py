@@ -9,7 +9,7 @@ from shim._releases.fingerprint import split_target
 
 from .new_patch_proposal import Proposal
 
-__all__ = ["MARK", "description", "entry", "module", "proof", "test"]
+__all__ = ["MARK", "description", "entry", "module", "news", "proof", "test"]
 
 MARK = "FILL" + ":"  # in two parts, so that a search for marked places finds none here
 
@@ -46,6 +46,14 @@ def description(proposal: Proposal) -> str:
         f'met_by: ["{MARK} who has met it or carries a workaround, such as verl issue 1; without any, no key"]',
     ]
     return "\n".join(lines) + "\n"
+
+
+def news(proposal: Proposal) -> str:
+    """The fragment of changes/."""
+    having = [release for releases in proposal.variants.values() for release in releases]
+    releases = having[0] if len(having) == 1 else f"{having[0]} to {having[-1]}"
+    what = f"Patch `{proposal.id}` for {proposal.distribution} {releases}"
+    return f"{what}: {MARK} what goes right now, the symptom first\n"
 
 
 FUNCTION = """\

@@ -44,7 +44,7 @@ Then, in this order (docs/new-release.md):
   make pins docs     after each change of the matrix
   python -m shim.testing.cells --releases {cell} -- -q -p no:warnings {tests}
   make test
-  a line in CHANGELOG.md"""
+  a fragment in changes/"""
 
 Fetch = Callable[[str, str], Path]
 Say = Callable[[str], None]

@@ -14,6 +14,7 @@ from shim._matrix.pins import lock_path, recorded_pins, render_pins
 from shim._matrix.spelling import did_you_mean
 from shim._releases import known_files
 
+from .changes import unannounced, wrong_fragments
 from .new_patch import unfilled
 from .pin import Changed, kept_pins, measure, needs_sources
 from .pin_all import Fetch, Measured, Tables
@@ -99,7 +100,7 @@ def _with_files(matrix: Matrix, files: Tables) -> Tables:
 
 def left_to_do(top: Path, matrix: Matrix, id: str) -> list[str]:
     """What a patch of the source tree `top` still lacks, a line each: what the tests would say many minutes later."""
-    left = unfilled(top)
+    left = [*unfilled(top), *wrong_fragments(top, matrix.patches)]
     nesting, mine = (top / "tests/unit/test_nesting.py").read_text("utf-8"), _bound(matrix, id)
     for other in (other for other in matrix.patches if other != id):
         shared = sorted({target for _, target in mine & _bound(matrix, other)})
@@ -114,9 +115,7 @@ def left_to_do(top: Path, matrix: Matrix, id: str) -> list[str]:
     proved = top / "docs" / "proved.json"
     if f'"{id}"' not in (text := proved.read_text("utf-8")) and f'"{id}/' not in text:
         left.append(f"docs/proved.json: no results; run python -m shim.maintenance.prove_all --patches {id}")
-    if id not in (top / "CHANGELOG.md").read_text("utf-8"):
-        left.append(f"CHANGELOG.md: no line about {id}")
-    return left
+    return left + unannounced(top, id)
 
 
 def _bound(matrix: Matrix, id: str) -> set[tuple[str, str]]:

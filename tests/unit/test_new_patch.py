@@ -203,11 +203,12 @@ patches:
 def checkout(fetch, tmp_path, monkeypatch):
     """A source checkout with one patch, and the command in it."""
     top = tmp_path / "checkout"
-    for folder in ("patches/megatron_core", "tests/cells", "tests/pairs", "shim", "maintenance"):
+    for folder in ("patches/megatron_core", "tests/cells", "tests/pairs", "shim", "maintenance", "changes"):
         (top / folder).mkdir(parents=True)
     (top / "maintenance" / "commands.py").touch()  # that there is one makes it a checkout
     (top / "patches" / "megatron_core" / "first.py").touch()
     (top / "version_matrix.yaml").write_text(CHECKOUT)
+    (top / "CHANGELOG.md").write_text("- Patch `first`.\n")
     write_pins(top / "version_matrix.yaml", fetch)
     monkeypatch.setattr("shim._matrix.load.PACKAGE", top / "shim")
     monkeypatch.setattr("shim._tools.fetching.fetched", fetch)
@@ -232,9 +233,16 @@ def test_the_entry_is_one_that_the_matrix_takes_and_the_checker_asks_to_fill(che
     complained = capsys.readouterr().err.splitlines()
     assert len(complained) > 15 and all(line.startswith("shim: ") for line in complained)
     assert any(line.startswith("shim: patches/megatron_core/new_fix/__init__.py:1: ") for line in complained)
-    for file in (file for kind in ("*matrix.yaml", "new_fix/*", "*new_fix.py") for file in checkout.rglob(kind)):
+    assert any(line.startswith("shim: changes/new-fix.added.md:1: what goes right now") for line in complained)
+    kinds = ("*matrix.yaml", "new_fix/*", "*new_fix.py", "new-fix.*.md")
+    for file in (file for kind in kinds for file in checkout.rglob(kind)):
         file.write_text(file.read_text().replace(MARK, "filled"))
     assert main(["matrix"]) == 0
+    news = checkout / "changes" / "new-fix.added.md"
+    assert news.read_text().startswith("Patch `new-fix` for megatron-core 0.15.2 to 0.17.0: ")
+    news.unlink()
+    assert main(["matrix"]) == 1
+    assert "shim: changes/new-fix.added.md: missing" in capsys.readouterr().err
 
 
 def test_a_dry_run_writes_nothing(checkout, capsys):

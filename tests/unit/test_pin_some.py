@@ -200,7 +200,7 @@ def test_what_a_new_patch_lacks_is_named():
         "tests/unit/test_nesting.py",
         "patch.yaml",
         "docs/proved.json",
-        "CHANGELOG.md",
+        "changes/bias-of-tomorrow.added.md",
     ]
     assert "bias-of-tomorrow and expert-bias-padding share megatron.core.transformer.moe.router:TopKRouter" in left[0]
     assert "shim.maintenance.prove_all --patches bias-of-tomorrow" in left[2]

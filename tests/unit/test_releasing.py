@@ -9,6 +9,7 @@ from packaging.version import Version
 from unit_helpers import REPOSITORY
 
 import shim
+from shim.maintenance.changes import fragments
 
 pytestmark = pytest.mark.skipif(os.environ.get("SHIM_RELEASING") != "1", reason="only before a release")
 CHANGELOG = (REPOSITORY / "CHANGELOG.md").read_text("utf-8")
@@ -27,7 +28,8 @@ def test_the_version_is_one_of_a_release():
 
 
 def test_the_changelog_has_the_version_with_a_date_and_nothing_that_is_not_released():
-    """Its first section is empty, and its second is this version."""
+    """Its first section is this version, none is without one, and no fragment is left in changes/."""
     sections = re.split(r"^## ", CHANGELOG, flags=re.MULTILINE)[1:]
-    assert re.fullmatch(r"\[Unreleased\]\s*", sections[0])
-    assert re.match(rf"\[{re.escape(shim.__version__)}\] - \d{{4}}-\d\d-\d\d\n", sections[1])
+    assert re.match(rf"\[{re.escape(shim.__version__)}\] - \d{{4}}-\d\d-\d\d\n", sections[0])
+    assert not [section for section in sections if section.startswith("[Unreleased]")]
+    assert fragments(REPOSITORY) == []

@@ -125,6 +125,7 @@ def test_the_source_distribution_has_tests_and_documents(sdist):
         "SECURITY.md",
         "Makefile",
         "docs/cli.md",
+        "changes/README.md",
         ".ci/run",
     } <= names
     assert {"tests/unit/test_wheel.py", "tests/other_pythons.sh", "examples/demo.py", "maintenance/docs.py"} <= names
