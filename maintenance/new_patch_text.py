@@ -35,6 +35,7 @@ def description(proposal: Proposal) -> str:
         f'without: "{MARK} what goes wrong without it, in one line"',
         f"kind: correctness  # {MARK} keep it, or compat, performance, feature; then delete this comment",
         f"changes: values  # {MARK} keep it, or rounding, nothing (docs/matrix.md); then delete this comment",
+        f"concerns: [any]  # {MARK} the runs, such as moe+padding-mask (docs/matrix.md); then delete this comment",
         "variants:",
     ]
     for name in proposal.variants:
@@ -44,6 +45,9 @@ def description(proposal: Proposal) -> str:
     lines += [
         f'references: ["{MARK} the pull request or issue upstream, and whether it is open"]',
         f'met_by: ["{MARK} who has met it or carries a workaround, such as verl issue 1; without any, no key"]',
+        "per_model:",
+        f'  own: "{MARK} what the patch reads of the call, or of the config of the module"',
+        f'  process: "{MARK} what it reads of the process, such as a variable; without any, no key"',
     ]
     return "\n".join(lines) + "\n"
 

@@ -17,6 +17,7 @@ __all__ = ["Reader", "compose"]
 
 # Styles of scalars that are text. The C loader and the Python loader differ on plain scalars.
 QUOTED = ("'", '"', "|", ">")
+AFTER_A_COLON = "mapping values are not allowed in this context"  # what YAML says of it, in both loaders
 TEXT_LIMIT = 20_000  # characters of a line, and brackets in the text. The whole text may have a hundred times that.
 
 
@@ -35,7 +36,8 @@ def compose(file: Path, content: bytes) -> yaml.Node:
         document = yaml.compose(_Named(text, file), Loader=loader)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise MatrixError(f"{file}:{line}: {error.problem}") from None
+        hint = "; Remedy: quote the text, which has a colon" if error.problem == AFTER_A_COLON else ""
+        raise MatrixError(f"{file}:{line}: {error.problem}{hint}") from None
     except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:
         raise MatrixError(f"{file}:1: {error}") from None
     if document is None:

@@ -42,6 +42,13 @@ def changed(old, new, text=MATRIX, count=1):
     return text.replace(old, new, count), text[: text.index(old)].count("\n") + 1
 
 
+def test_a_text_with_a_colon_is_told_with_the_remedy(complaint):
+    """A summary is a sentence, and YAML takes its colon for the end of a key."""
+    text, line = changed("    changes: values", "    without: rolls wrong: silently\n    changes: values")
+    place, said = complaint(text)
+    assert place == line and said.endswith("; Remedy: quote the text, which has a colon")
+
+
 def test_the_matrix_of_these_tests_is_valid(world):
     """Else the errors below would prove nothing."""
     matrix = load_matrix(world.matrix)
