@@ -39,7 +39,7 @@ class Kept:
 
     def keep(self, task: SideTask, answer: dict[str, Any]) -> None:
         """Write the answer down, unless it may be another next time: a process that died or did not end in time."""
-        if answer["state"] in ("hung", "died"):
+        if answer["state"] in ("hung", "died", "ended"):
             return
         key = self._key(task)
         self._answers[key] = answer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -16,7 +17,9 @@ from typing import Any
 from shim._planning.arguments import PREFIX
 from shim._proving.worker import GO, Work
 
-__all__ = ["Process"]
+__all__ = ["ENDED", "Process"]
+
+ENDED = "ended"  # the state of an answer: the process has ended before it gave one
 
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from shim._proving.worker import main; main()"
 _IMPORTS = 300.0  # seconds that a worker may take for imports, in addition to the time limit of a side
@@ -66,7 +69,7 @@ class Process:
         self._end()
         for key in left:
             text = f"the process that imports megatron-core ended: {self._last_words()}"
-            yield {"key": key, "state": "broken", "text": text}
+            yield {"key": key, "state": ENDED, "text": text}
 
     def _write(self, line: str) -> None:
         assert self._process.stdin is not None
@@ -76,7 +79,11 @@ class Process:
 
     def _last_words(self) -> str:
         self._said.seek(0)
-        return (self._said.read().decode(errors="replace").strip().splitlines()[-1:] or ["without a word"])[0]
+        lines = self._said.read().decode(errors="replace").strip().splitlines() or ["without a word"]
+        # Libraries print more while the process ends.
+        return next(
+            (line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)), lines[-1]
+        )
 
     def _end(self) -> None:
         """Let it end, and with it the processes that it has forked: on an interrupt it kills them."""

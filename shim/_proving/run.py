@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from shim._errors import OptionError
+from shim._errors import NotMetError, OptionError
 from shim._matrix.model import RIGHT, PatchEntry
 from shim._planning.decision import Decision
 from shim._planning.plan import Plan
 from shim._proving.kept import Kept
-from shim._proving.processes import Process
+from shim._proving.processes import ENDED, Process
 from shim._proving.reached import Spot
 from shim._proving.results import Result, generic_verdict, outcome_of, verdict_of
 from shim._proving.worker import MODEL, OVERRIDES, UNUSABLE, SideTask, Work
@@ -35,6 +35,7 @@ class Request:
     together: apply all patches on the patched side, not the patch alone. timeout: seconds for each side.
     stock_only: patches of which to leave the patched side out.
     trial: variants to apply whatever the bodies are, by patch.
+    complete: raise NotMetError if a process ends without the answers, as when megatron-core cannot be imported.
     watch: for each patch the bodies of which an outcome is to say whether they ran. kept: answers of an earlier run.
     """
 
@@ -48,6 +49,7 @@ class Request:
     trial: Mapping[str, str] | None = None
     watch: Mapping[str, tuple[Spot, ...]] = field(default_factory=dict)
     kept: Kept | None = None
+    complete: bool = False
 
 
 @dataclass(frozen=True)
@@ -268,6 +270,8 @@ def _run(
         for process, asked in waiting:
             say(f"{_bar(len(answers), total)} importing")
             for answer in process.answers():
+                if answer["state"] == ENDED and request.complete:
+                    raise NotMetError(f"no proof can run here: {answer['text']}")
                 answers[answer["key"]] = answer
                 if request.kept is not None:
                     request.kept.keep(asked[answer["key"]], answer)

@@ -78,7 +78,9 @@ def _decided(made: Plan, lock: Path, arguments: argparse.Namespace) -> Decided:
         tell(f"shim: going on with {len(kept)} measurements of the run that was interrupted")
     progress = Progress()
     try:
-        found = decide(made, Request(jobs=arguments.jobs, timeout=arguments.timeout, kept=kept), progress)
+        found = decide(
+            made, Request(jobs=arguments.jobs, timeout=arguments.timeout, kept=kept, complete=True), progress
+        )
     finally:
         progress.done()
     kept.forget()

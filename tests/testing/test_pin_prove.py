@@ -163,6 +163,17 @@ def test_a_tree_is_proved_in_place_of_what_is_installed(tree, tmp_path):
         assert code == 0, err
 
 
+def test_a_tree_that_cannot_be_imported_gets_no_lock(tree, tmp_path):
+    """Else every patch would be one whose proofs cannot run."""
+    shutil.copytree(tree / "megatron", tmp_path / "tree/megatron")
+    file = tmp_path / "tree/megatron/core/models/gpt/gpt_model.py"
+    file.write_text("import a_package_that_is_missing\n" + file.read_text())
+    command = ("pin", "--prove", "--lock", "shim.lock", "--only", "uniform-recompute-end")
+    code, _, err = run(*command, path=[tmp_path / "tree"], cwd=tmp_path)
+    assert code == 1 and "no proof can run here" in err and "a_package_that_is_missing" in err, err
+    assert not (tmp_path / "shim.lock").exists()
+
+
 @pytest.mark.parametrize(
     "arguments", [("--prove",), ("--lock", "shim.lock", "--also"), ("--against", "."), ("--lock", "l", "--markdown")]
 )

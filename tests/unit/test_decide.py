@@ -110,7 +110,7 @@ def test_an_answer_is_kept_for_the_next_run(tmp_path):
     assert len(Kept(tmp_path / "kept", ABOUT)) == 0
 
 
-@pytest.mark.parametrize("state", ["hung", "died"])
+@pytest.mark.parametrize("state", ["hung", "died", "ended"])
 def test_what_may_be_another_next_time_is_measured_again(tmp_path, state):
     kept = Kept(tmp_path / "kept", ABOUT)
     kept.keep(TASK, {"key": "a", "state": state, "text": ""})
