@@ -14,6 +14,7 @@ from shim.testing.proof import CannotRunError, Here, proof
 
 # One decoder layer on the first of two stages, and three on the second. No number is the same on both.
 STAGES = [["embedding", "decoder"], ["decoder"] * 3 + ["loss"]]
+PREDICTING = [["embedding", "decoder"], ["decoder"] * 3 + ["mtp", "loss"]]
 LAYERS = 4
 NUMBERS = [[1], [2, 3, 4]]
 
@@ -33,20 +34,35 @@ def said(config: Any, rank: int | None) -> tuple[int, int]:
     return get_transformer_layer_offset(config, pp_rank=rank), get_num_layers_to_build(config, pp_rank=rank)
 
 
-def said_of_each_stage() -> tuple[tuple[int, int], list[tuple[int, int]]]:
-    """What a rank says of itself, and of each stage."""
+def config_of(stages: list[list[str]], **fields: Any) -> Any:
     from megatron.core.transformer import TransformerConfig
 
-    need_rank()
-    config = TransformerConfig(
+    return TransformerConfig(
         num_layers=LAYERS,
         hidden_size=16,
         num_attention_heads=2,
-        pipeline_model_parallel_size=len(STAGES),
+        pipeline_model_parallel_size=len(stages),
         pipeline_dtype=torch.float32,
-        pipeline_model_parallel_layout=[list(stage) for stage in STAGES],
+        pipeline_model_parallel_layout=[list(stage) for stage in stages],
+        **fields,
     )
+
+
+def said_of_each_stage() -> tuple[tuple[int, int], list[tuple[int, int]]]:
+    """What a rank says of itself, and of each stage."""
+    need_rank()
+    config = config_of(STAGES)
     return said(config, None), [said(config, rank) for rank in range(len(STAGES))]
+
+
+def prediction_layers_of_each_stage() -> list[int]:
+    """How many layers of multi-token prediction each stage has, as a rank says."""
+    from megatron.core.transformer.multi_token_prediction import get_mtp_num_layers_to_build
+
+    if "pp_rank" not in inspect.signature(get_mtp_num_layers_to_build).parameters:
+        raise CannotRunError("get_mtp_num_layers_to_build takes no pp_rank in this release")
+    config = config_of(PREDICTING, mtp_num_layers=1)
+    return [get_mtp_num_layers_to_build(config, pp_rank=rank) for rank in range(len(PREDICTING))]
 
 
 def built_layers() -> list[int]:
@@ -96,6 +112,25 @@ def each_stage_is_told_of_the_others(here: Here) -> int:
         for stage, own in zip(stages, right, strict=True)
         for number, truth in zip(stage, own, strict=True)
     )
+
+
+@proof("{:.0f} of 4 numbers are another stage's", right="as the layout says", ranks=2, variants=("v0_16",))
+def each_stage_is_told_of_the_others_prediction_layers(here: Here) -> int:
+    """With pipeline_model_parallel_layout, `get_mtp_num_layers_to_build` answers for the rank's own stage.
+
+    To reproduce: on two pipeline ranks, make a TransformerConfig with four layers, `mtp_num_layers=1` and
+    `pipeline_model_parallel_layout=[["embedding", "decoder"], ["decoder", "decoder", "decoder", "mtp", "loss"]]`. Call
+    `get_mtp_num_layers_to_build(config, pp_rank=rank)` for both ranks, on each rank. The first rank says none of both,
+    and the second one of both.
+
+    It calls the layout's method without `pp_rank`, although that takes it. Right are none on the first stage, and one
+    on the second.
+
+    From 0.16 to 0.20.
+    """
+    found = here.run(prediction_layers_of_each_stage, layout=Layout(pp=len(PREDICTING)))
+    right = [stage.count("mtp") for stage in PREDICTING]
+    return sum(number != truth for stages in found for number, truth in zip(stages, right, strict=True))
 
 
 @proof("{:.0f} of 4 layers are not built", right="each layer is built once", ranks=2)

@@ -1,8 +1,9 @@
-"""Proof of mtp-packed-sequences."""
+"""Proofs of mtp-packed-sequences."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +26,16 @@ def descend(model: nn.Module, result: Result) -> None:
         for name, weight in model.named_parameters():
             if name in result.grads:
                 weight.sub_(RATE * result.grads[name])
+
+
+FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def recomputed_gradient() -> float:
+    """The error of the gradient of one step under full recompute."""
+    row, exact = padded_row(), testing.build_gpt(num_layers=1)
+    right, found = testing.run_alone(exact, row), testing.run_packed(testing.build_gpt(num_layers=1, **FULL), row)
+    return testing.differences(replace(found, logged=right.logged), right)["grad"]
 
 
 def two_trainings() -> Measured:
@@ -60,3 +71,27 @@ def a_padded_row_trains_like_its_sequences_alone(here: Here) -> Measured:
     """
     measured: Measured = here.run(two_trainings)[0]
     return measured
+
+
+@proof(
+    "gradient off by {:.1e}",
+    bound=1e-6,
+    defect="crash",
+    crashes=r"AssertionError: .*sequence packing is not yet supported"
+    r"|TypeError: (save_for_backward can only save variables|.*_checkpointed_forward\(\) got an unexpected keyword)",
+    variants=("v0_14", "v0_16", "v0_17", "v0_18"),
+)
+def a_padded_row_trains_under_full_recompute(here: Here) -> float:
+    """Packed rows crash in multi-token prediction under full recompute.
+
+    To reproduce: build a GPTModel with `mtp_num_layers=1` and `recompute_granularity="full"`,
+    `recompute_method="uniform"`, `recompute_num_layers=1`, and run the packed row of the other proof.
+
+    From 0.16 to 0.17 the checkpoint of the MTP layer is given the packed row as an argument to save for backward, which
+    takes tensors only. In 0.18 it is given a padding mask that it does not know. Right is the gradient of the sequences
+    run one by one without recompute.
+
+    From 0.14 to 0.18. Up to 0.15 every packed row is refused by an AssertionError.
+    """
+    found: float = here.run(recomputed_gradient)[0]
+    return found
