@@ -113,3 +113,56 @@ def tokens_without_a_target(here: Here) -> float:
     tokens does not. Seen in 0.12 to 0.20.
     """
     return float(here.run(error_on_rank, here.device)[0])
+
+
+def fused_error_on_rank(device: str) -> float:
+    from megatron.core import parallel_state
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+
+    logits, target, weights = (value.to(device) for value in sample())
+    expected_losses, expected = truth(logits, target, weights)
+    computed = logits.clone().requires_grad_() * 1
+    group = parallel_state.get_tensor_model_parallel_group()
+    losses = fused_vocab_parallel_cross_entropy(computed, target, group)
+    (gradient,) = torch.autograd.grad((losses * weights).sum(), computed)
+    off = [(losses - expected_losses).abs().max() / expected_losses.abs().max()]
+    off.append((gradient - expected).norm() / expected.norm())
+    return float(max(off))
+
+
+@proof("losses or gradients off by {:.1e}", bound=1e-6)
+def tokens_without_a_target_in_the_fused_cross_entropy(here: Here) -> float:
+    """The fused cross entropy gives tokens without a target a loss and a gradient, and rounds gradients to bf16.
+
+    To reproduce: call `fused_vocab_parallel_cross_entropy(logits, target, tp_group)` with logits in fp32, a target
+    of -100 for some tokens, and compare with a softmax in fp64.
+
+    Right would be zero for these tokens, and a gradient in the dtype of the logits. Seen in 0.12 to 0.20.
+    """
+    return float(here.run(fused_error_on_rank, here.device)[0])
+
+
+def output_on_rank(device: str) -> float:
+    """The bytes that a half-precision model's last step holds at its peak, in units of its logits."""
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import Float16Module
+
+    config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, bf16=True)
+    model = Float16Module(config, torch.nn.Identity())
+    logits = torch.zeros((MANY_TOKENS[device], 1, LARGE_VOCABULARY), dtype=torch.bfloat16, device=device)
+    with Footprint() as footprint:
+        kept = model(logits)  # until the end of the measurement
+    return footprint.peak_bytes / (kept.numel() * logits.element_size())
+
+
+@proof("{:.1f} times the bytes of the logits", bound=0.25, defect="memory", options={"fp32_output": False})
+def memory_of_the_logits_of_a_half_precision_model(here: Here) -> float:
+    """A model in bf16 returns a copy of its logits in fp32.
+
+    To reproduce: wrap a model in `Float16Module` with `bf16=True`, call it without labels, and look at the peak of its
+    memory beyond the logits.
+
+    The copy has twice the bytes of the logits, which stay beside it until backward. Whoever computes losses from logits
+    in bf16 needs none. Seen in 0.12 to 0.20.
+    """
+    return float(here.run(output_on_rank, here.device)[0])
