@@ -21,7 +21,7 @@ from shim._releases.fingerprint import definitions, split_target
 from shim._releases.sources import Sources
 from shim.testing.releases import fetch
 
-__all__ = ["VERDICTS", "judged", "mutants_of", "verdict"]
+__all__ = ["VERDICTS", "judged", "judged_mutants", "mutants_of", "verdict"]
 
 VERDICTS = ("right yes", "right no", "WRONG YES", "false alarm", "dead", "not placed")
 
@@ -118,12 +118,20 @@ def verdict(broken: str, found: dict) -> str:
 
 def judged(table: dict):
     """(cell, patch, body, name, what breaks the contract, what was measured) of every mutant that still is the same."""
+    for *said, _ in judged_mutants(table):
+        yield tuple(said)
+
+
+def judged_mutants(table: dict, ids: Iterable[str] | None = None):
+    """The same with the mutants, of these patches or all."""
     from measure import digest
 
     matrix = load_matrix()
     for cell, patches in table.items():
         releases = dict(zip(("megatron-core", "transformer-engine"), cell.split("+")))
         for id, bodies in patches.items():
+            if ids and id not in ids:
+                continue
             entry = matrix.patches[id]
             release = releases[entry.distribution]
             variant = entry.variants[matrix.pins[entry.distribution][release][id].variant]
@@ -134,7 +142,7 @@ def judged(table: dict):
                 for name, found in mutants.items():
                     mutant = known.get((body, name))
                     if mutant is not None and digest(mutant.text) == found["text"]:
-                        yield cell, id, body, name, contract_on(reduced, variant, body, mutant), found
+                        yield cell, id, body, name, contract_on(reduced, variant, body, mutant), found, mutant
 
 
 def main() -> int:
