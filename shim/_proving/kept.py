@@ -29,7 +29,8 @@ class Kept:
             for line in file.read_text("utf-8", "replace").splitlines():
                 with contextlib.suppress(ValueError, TypeError, KeyError):  # what cannot be read is run again
                     told = json.loads(line)
-                    self._answers[told["task"]] = told["answer"]
+                    if told["about"] == self._about:
+                        self._answers[told["task"]] = told["answer"]
 
     def __len__(self) -> int:
         return len(self._answers)
@@ -44,13 +45,13 @@ class Kept:
         key = self._key(task)
         self._answers[key] = answer
         with self._file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"task": key, "answer": answer}) + "\n")
+            file.write(json.dumps({"about": self._about, "task": key, "answer": answer}) + "\n")
 
     def forget(self) -> None:
         self._file.unlink(missing_ok=True)
 
     def _key(self, task: SideTask) -> str:
-        return _digest({"about": self._about, **asdict(task), "key": ""})
+        return _digest({**asdict(task), "key": ""})
 
 
 def _digest(value: Mapping[str, Any]) -> str:

@@ -91,10 +91,12 @@ def _about(made: Plan) -> dict[str, Any]:
     """The inputs of measurements besides the proof: all files of the tree and of shim, torch, and Python."""
     import shim
     from shim._matrix.load import patches_path
+    from shim._planning.own_code import own_code
 
     places = [found.location for name, found in made.environment.installed.items() if name != "torch"]
     return {
         "files": [_files_digest(place) for place in (*places, os.path.dirname(shim.__file__), str(patches_path()))],
+        "code": own_code(),  # with the matrix and the pins
         "releases": {name: found.raw for name, found in made.environment.installed.items()},
         "python": platform.python_version(),
         "path": [entry for entry in sys.path if entry],
