@@ -96,7 +96,8 @@ def _about(made: Plan) -> dict[str, Any]:
     places = [found.location for name, found in made.environment.installed.items() if name != "torch"]
     return {
         "files": [_files_digest(place) for place in (*places, os.path.dirname(shim.__file__), str(patches_path()))],
-        "code": own_code(),  # with the matrix and the pins
+        "code": own_code(),  # with the shipped matrix and its pins
+        "matrix": made.matrix.content,
         "releases": {name: found.raw for name, found in made.environment.installed.items()},
         "python": platform.python_version(),
         "path": [entry for entry in sys.path if entry],
