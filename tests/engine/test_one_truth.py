@@ -60,7 +60,7 @@ def test_only_check_tries_an_override(applied):
     shim.check(model)
     layer.forward = lambda x: x
     found = shim.status()["count"]
-    assert found.state == "unknown" and "has not tried" in found.reason
+    assert found.state == "unknown" and "has not tested yet" in found.reason
     assert shim.check()["count"].state == shim.status()["count"].state == "shadowed"
 
 

@@ -146,7 +146,7 @@ def test_methods_bound_to_an_instance_are_read_as_methods_of_a_class(layer):
     kept.forward_backup, hidden.forward_backup = kept.forward, hidden.forward
     kept.forward, hidden.forward = types.MethodType(calls_what_was_there, kept), hides.__get__(hidden)
     assert kept.forward(1)[0] == "count" and state_with(kept) == "applied"
-    assert "holds a forward of its own" in found_with(kept).others[0]
+    assert "holds another forward" in found_with(kept).others[0]
     found = found_with(hidden)
     assert found.state == "shadowed" and f"test_overrides.py:{hides.__code__.co_firstlineno}" in found.reason
 

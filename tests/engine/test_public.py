@@ -218,7 +218,7 @@ def test_check_names_overriding_classes_and_instances(patched_world):
     odd.forward = layers.forward.__get__(odd)
     assert shim.check([FakeModel(odd)])["count"].state == "applied"
     odd.forward = lambda x: x
-    for instance, words in ((Mine(), ("Mine", "overrides forward")), (odd, ("Layer", "holds a forward of its own"))):
+    for instance, words in ((Mine(), ("Mine", "overrides forward")), (odd, ("Layer", "holds another forward"))):
         report = shim.check([FakeModel(layers()), FakeModel(instance)])
         assert report["count"].state == "shadowed"
         assert all(word in report["count"].reason for word in words)

@@ -287,7 +287,7 @@ def test_a_file_that_is_edited_while_it_runs_is_not_called_known(patched_world, 
     shim.apply()
     assert patched_world.get("ops:double")(2) == 4
     assert shim.status()["count"].state == "drifted"
-    assert "changed while it was imported" in warned()[0] and len(warned()) == 1
+    assert "changed during its import" in warned()[0] and len(warned()) == 1
 
 
 # Byte code

@@ -43,13 +43,13 @@ def test_check_says_what_is_stale_and_writes_nothing(tmp_path, monkeypatch, caps
 def test_the_sample_of_prove_is_what_it_prints():
     """Of recorded results, by the function that prints them: a line for each proof, the rest, and the summary."""
     results = {"stock": "off by 1.0e+00", "with_shim": "bit-equal", "verdict": "fixed"}
-    proved = {docs_sample.RELEASE: {"transformer-engine": "2.12.0", "proofs": {docs_sample.PATCHES[0]: results}}}
+    proved = {docs_sample.RELEASE: {"transformer-engine": "2.12.0", "proofs": {docs_sample.PATCHES[1]: results}}}
     assert docs_sample.prove_sample(load_matrix(), proved).splitlines() == [
         "```",
         f"$ shim prove {' '.join(docs_sample.PATCHES)}",
         f"megatron-core {docs_sample.RELEASE}, transformer-engine 2.12.0, CPU (2 gloo ranks where needed)",
         "",
-        f"{docs_sample.PATCHES[0]}   stock: off by 1.0e+00   with shim: bit-equal   fixed",
+        f"{docs_sample.PATCHES[1]}   stock: off by 1.0e+00   with shim: bit-equal   fixed",
         "",
         "1 fixed, 0 not fixed",
         "```",
