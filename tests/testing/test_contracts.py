@@ -79,7 +79,7 @@ def said_of(term, text):
         "has": f"it lacks `{text}`",
         "lacks": f"it has `{text}`",
         "keeps": f"it binds {text} to something else",
-        "confined": f"it uses `{text}` elsewhere",
+        "confined": f"it also uses `{text}` elsewhere",
         "decorators": f"it lacks the decorator {text}",
         "first": "its parameters do not begin with",
         "exact": "it has a parameter more",

@@ -136,7 +136,8 @@ def test_the_proofs_can_be_run_again(tree, locked):
 
 def test_an_interrupted_run_goes_on(tree, tmp_path):
     """What it has measured is kept beside the lock, and the next run says so."""
-    command = ("pin", "--prove", "--lock", "shim.lock", "--only", "uniform-recompute-end")
+    some = "uniform-recompute-end,main-param-names"  # enough sides for one to end while others wait
+    command = ("pin", "--prove", "--lock", "shim.lock", "--only", some, "--jobs", "1")
     process = start(*command, path=[tree], cwd=tmp_path)
     kept = tmp_path / ".shim.lock.proving"
     deadline = time.monotonic() + PATIENCE
@@ -144,7 +145,7 @@ def test_an_interrupted_run_goes_on(tree, tmp_path):
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130 and "the same command goes on from there" in err, err
+    assert process.returncode == 130 and "the same command continues from there" in err, err
     assert not (tmp_path / "shim.lock").exists()
     code, _, err = run(*command, path=[tree], cwd=tmp_path)
     assert code == 0 and "going on with" in err and (tmp_path / "shim.lock").exists() and not kept.exists()

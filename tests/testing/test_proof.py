@@ -118,7 +118,7 @@ def test_a_proof_cannot_run_where_one_rank_cannot(monkeypatch):
 def test_a_proof_needs_a_reproduction_and_a_known_kind():
     with pytest.raises(ValueError, match="no docstring"):
         proof("{}")(lambda here: 0)
-    with pytest.raises(ValueError, match="none of silent"):
+    with pytest.raises(ValueError, match="is not one of silent"):
         proof("{}", defect="loud")
 
 
