@@ -244,32 +244,12 @@ def _measured(matrix, fix: Fix, proof, patched: bool) -> str:
 
 def _apply(matrix, ids: list[str], fix: Fix, options) -> None:
     """Apply these patches, with the variants that they have on the release without the fix."""
-    import shim
     import shim._api as api
-    import shim._planning.plan as plan
-    from shim._errors import SourceError
-    from shim._planning.match import Match, match
-    from shim._releases.fingerprint import fingerprint
 
-    def forced(entry, environment, given):
-        pin = matrix.pins[entry.distribution].get(fix.core, {}).get(entry.id)
-        if entry.id not in ids or pin is None or pin.variant is None:
-            return match(entry, environment, given)
-        variant = entry.variants[pin.variant]
-
-        def value(target):
-            try:
-                return fingerprint(
-                    environment.sources, target, variant.inherits(target), target in variant.may_be_missing
-                )
-            except SourceError:
-                return ""
-
-        return Match("apply", "forced by a test", variant.name, {target: value(target) for target in variant.bodies})
-
-    plan.match = forced
+    pins = {id: matrix.pins[matrix.patches[id].distribution].get(fix.core, {}).get(id) for id in ids}
+    variants = {id: pin.variant for id, pin in pins.items() if pin is not None and pin.variant is not None}
     api.load_matrix = lambda *_: matrix  # while this runs somebody may edit the file
-    shim.apply(only=ids, require=ids, options=options)
+    api.apply_on_trial(variants, only=ids, require=ids, options=options)
 
 
 def read() -> dict:

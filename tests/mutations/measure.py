@@ -258,7 +258,9 @@ def _forked(run, seconds: float) -> dict:
                 os.dup2(devnull, 2)
             found = run()
         except BaseException as error:
-            found = {"error": f"raises {type(error).__name__}: {traceback.format_exc()[-300:]}"}
+            found = {
+                "error": f"raises {type(error).__name__}: {traceback.format_exception_only(error)[-1].strip()[-300:]}"
+            }
         with os.fdopen(writing, "w") as end:
             end.write(json.dumps(found))
         os._exit(0)

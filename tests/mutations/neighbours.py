@@ -140,9 +140,9 @@ def _force(matrix, id: str, name: str) -> None:
 
     variant = matrix.patches[id].variants[name]
 
-    def forced(entry, environment, given):
+    def forced(entry, environment, given, *proved):
         if entry.id != id:
-            return match(entry, environment, given)
+            return match(entry, environment, given, *proved)
         from shim._errors import SourceError
         from shim._releases.fingerprint import fingerprint
 

@@ -242,3 +242,10 @@ def test_what_tests_share_lies_in_one_place():
         TESTS / "mutations/engine.py"
     ]  # no test: it runs tests in copies of the tree, each in a process of its own
     assert not [str(file) for file, text in texts.items() if any(call in text for call in calls)]
+
+
+def test_recorded_measurements_name_no_path_of_a_machine():
+    """A run that failed may leave a traceback in what it records."""
+    files = [file for folder in ("docs", "tests/mutations") for file in (REPOSITORY / folder).glob("*.json")]
+    assert files
+    assert [file.name for file in files if re.search(r'File \\"|/(home|root|work|tmp)/', file.read_text("utf-8"))] == []
