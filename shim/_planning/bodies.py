@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from shim._errors import SourceError
-from shim._matrix.model import UPSTREAM, Matrix, PatchEntry, Pin, Variant
+from shim._matrix.model import Matrix, PatchEntry, Pin, Variant
 from shim._planning.contract import breach
 from shim._record import computed_once
 from shim._releases.detect import Environment
 from shim._releases.fingerprint import fingerprint, signature_part
 
-__all__ = ["GONE", "Bodies", "all_known", "fingerprints_of", "keeps_contract", "variants_by_likeness"]
+__all__ = ["GONE", "Bodies"]
 
 GONE = ""  # stands for the fingerprint of a body that cannot be found or read
 
@@ -128,41 +128,23 @@ class Bodies:
         """Whether there is no such body. A file that cannot be read may hold one."""
         return self.found(target) == GONE and self.problems[target].cause == "missing"
 
+    def here(self) -> dict[str, str]:
+        """All bodies of the patch, of any variant, that the release has."""
+        return {target: value for target in self.entry.bodies if (value := self.found(target)) != GONE}
 
-def variants_by_likeness(entry: PatchEntry, environment: Environment, matrix: Matrix) -> list[Variant]:
-    """The variants whose targets are all here, the most likely one first: by the rules, then by their bodies."""
-    bodies = Bodies(entry, environment, matrix)
-    versions = environment.versions
-    rule = entry.rule_for(versions, environment.installed.keys() - versions.keys() - {entry.distribution})
-    candidate = None if rule is None or rule.variant is None else entry.variants[rule.variant]
-    left = [
-        v
-        for v in entry.variants.values()
-        if all(bodies.found_in(v, target) != GONE or target in v.skippable for target in v.targets)
-    ]
-    found: list[Variant] = []
-    while left:
-        found.append(bodies.nearest(left, candidate or left[-1]))
-        left.remove(found[-1])
-    return found
-
-
-def fingerprints_of(
-    entry: PatchEntry, variant: Variant | None, environment: Environment, matrix: Matrix
-) -> dict[str, str]:
-    """The bodies of a variant, GONE for one that is missing. None: all bodies of the patch that are here."""
-    bodies = Bodies(entry, environment, matrix)
-    if variant is not None:
-        return bodies.of(variant)
-    return {target: value for target in entry.bodies if (value := bodies.found(target)) != GONE}
-
-
-def keeps_contract(entry: PatchEntry, variant: Variant, target: str, environment: Environment, matrix: Matrix) -> bool:
-    """Whether the body of one of a variant's targets or reads keeps its contract."""
-    return Bodies(entry, environment, matrix).breach(variant, target) == ""
-
-
-def all_known(entry: PatchEntry, matrix: Matrix, variant: str | None, fingerprints: Mapping[str, str]) -> bool:
-    """Whether each of these bodies was seen in a release or commit with this variant (None: that is right)."""
-    known = matrix.known_bodies(entry.id, variant or UPSTREAM)
-    return bool(fingerprints) and all(value in known.get(target, ()) for target, value in fingerprints.items())
+    def likely(self) -> list[Variant]:
+        """The variants whose targets are here, or can be done without; the likeliest first: by the rules, by bodies."""
+        versions = self.environment.versions
+        unclear = self.environment.installed.keys() - versions.keys() - {self.entry.distribution}
+        rule = self.entry.rule_for(versions, unclear)
+        candidate = None if rule is None or rule.variant is None else self.entry.variants[rule.variant]
+        left = [
+            variant
+            for variant in self.entry.variants.values()
+            if all(self.found_in(variant, target) != GONE or target in variant.skippable for target in variant.targets)
+        ]
+        found: list[Variant] = []
+        while left:
+            found.append(self.nearest(left, candidate or left[-1]))
+            left.remove(found[-1])
+        return found

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from shim._releases.detect import PATCHED
+
 if TYPE_CHECKING:
     from shim._releases.detect import Environment
 
@@ -23,8 +25,6 @@ TRIAL = "trial"  # in the processes that run the proofs only: apply it, whatever
 
 OTHERWISE = ("state", "reason", "cause", "dropped")  # of what was decided without proofs, see Proved
 DECIDED = ("apply", "drifted", "upstream", "not-needed")  # the states that such a decision can have
-
-DISTRIBUTIONS = ("megatron-core", "transformer-engine")
 
 
 @dataclass(frozen=True)
@@ -59,19 +59,22 @@ def trees_of(lock: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [lock, *lock.get("also", ())]
 
 
+def other_releases(tree: Mapping[str, Any], environment: Environment) -> set[tuple[str, str | None]]:
+    """The releases that are only in the tree of a lock, or only here."""
+    here = {(name, found.raw) for name, found in environment.installed.items() if name in PATCHED}
+    return here ^ {(name, raw) for name, raw in tree["releases"].items() if name in PATCHED}
+
+
 def tree_for(lock: Mapping[str, Any], environment: Environment) -> Mapping[str, Any]:
     """The tree of a lock that is installed here, or else the one that is most like it.
 
     Two commits may say the same version. Then the files decide.
     """
 
-    here = {name: found.raw for name, found in environment.installed.items() if name in DISTRIBUTIONS}
-
     def likeness(tree: Mapping[str, Any]) -> tuple[int, int, int]:
-        there = {name: raw for name, raw in tree["releases"].items() if name in DISTRIBUTIONS}
         files = tree.get("proved", {}).get("files", {})  # those that no release has
         same = sum(environment.sources.digest(module) in digests for module, digests in files.items())
-        return -len(there.items() ^ here.items()), same - len(files), same
+        return -len(other_releases(tree, environment)), same - len(files), same
 
     trees = trees_of(lock)
     return trees[0] if len(trees) == 1 else max(trees, key=likeness)

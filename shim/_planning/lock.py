@@ -24,7 +24,7 @@ from shim._version import __version__
 if TYPE_CHECKING:
     from shim._planning.plan import Decision, Plan
 
-__all__ = ["differences", "enforce_lock", "locked", "read_lock", "write_lock"]
+__all__ = ["VERDICT_KEYS", "differences", "enforce_lock", "locked", "read_lock", "write_lock"]
 
 FORMAT = 4
 SHIM = "megatron-shim"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from packaging.version import Version
 
 from shim._matrix.model import NOT_NEEDED, RIGHT, UPSTREAM, Matrix, PatchEntry, Rule, Variant
-from shim._planning.bodies import GONE, Bodies, fingerprints_of
+from shim._planning.bodies import GONE, Bodies
 from shim._planning.contract import shows
 from shim._planning.evidence import CANNOT_RUN, DECIDED, FIXED, OTHERWISE, TRIAL, Proved
 from shim._planning.evidence import RIGHT as RIGHT_ON_STOCK
@@ -120,7 +120,7 @@ def _shown(bodies: Bodies, proved: Proved, release: str) -> Match | None:
     entry = bodies.entry
     when = f"{proved.date}, {proved.shown}" if proved.shown else proved.date
     if proved.verdict == RIGHT_ON_STOCK or (proved.verdict == CANNOT_RUN and proved.variant is None):
-        found = fingerprints_of(entry, None, bodies.environment, bodies.matrix)
+        found = bodies.here()
         if found != proved.fingerprints:
             return None
         if proved.verdict == CANNOT_RUN:

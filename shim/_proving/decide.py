@@ -1,8 +1,8 @@
-"""What the proofs decide about a tree: which patches fix it, which it does not need, and which are left out.
+"""Decisions of the proofs about a tree: which patches fix it, which it does not need, and which are left out.
 
-A patch whose bodies are all those of a release needs no decision. Of the others the proofs run on stock and with the
-patch, whatever its bodies are. What they accept then runs once more together, with the generic proofs on a small model:
-what is right alone may be wrong beside the others.
+A patch whose bodies are all those of a release needs no decision. The proofs of each other patch run on stock and with
+the patch, whatever its bodies are. All accepted patches then run once more together, with the generic proofs on a small
+model: a patch that is right alone may be wrong beside the others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shim._matrix.model import RIGHT as RIGHT_STATES
-from shim._planning.bodies import GONE, all_known, fingerprints_of, keeps_contract, variants_by_likeness
+from shim._matrix.model import UPSTREAM
+from shim._planning.bodies import GONE, Bodies
 from shim._planning.evidence import CANNOT_RUN, FIXED, NOT_FIXED, RIGHT
 from shim._planning.match import match
 from shim._planning.plan import Plan
@@ -27,7 +28,7 @@ NAMED = 4  # measurements in one sentence
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the proofs say of one patch.
+    """The judgement about one patch.
 
     proofs: for each proof the measurement on stock and with the patch, in words.
     """
@@ -43,10 +44,10 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Decided:
-    """What was decided about a tree.
+    """All judgements about a tree.
 
     generic: the generic proofs without and with all that was accepted, in words.
-    told: what the proofs say against the matrix, of patches whose bodies are known.
+    told: contradictions to the matrix, about patches whose bodies are known.
     """
 
     judgements: tuple[Judgement, ...]
@@ -60,28 +61,33 @@ def undecided(plan: Plan) -> list[str]:
     for id, decision in ((id, d.without_conflict or d) for id, d in plan.decisions.items()):
         if decision.action in ("excluded", "not-installed", "out-of-range"):
             continue
-        variant = decision.variant if decision.action not in RIGHT_STATES else None
-        if decision.dropped or not all_known(plan.matrix.patches[id], plan.matrix, variant, decision.fingerprints):
+        variant = UPSTREAM if decision.action in RIGHT_STATES else decision.variant or ""
+        if decision.dropped or not _bodies(plan, id).all_known(variant, decision.fingerprints):
             found.append(id)
     return found
 
 
+def _bodies(plan: Plan, id: str) -> Bodies:
+    return Bodies(plan.matrix.patches[id], plan.environment, plan.matrix)
+
+
 def decide(plan: Plan, request: Request, say: Say) -> Decided:
-    """Run what has to be run. `request` says how: device, jobs, time limits."""
+    """Run the proofs and judge. `request` gives the number of jobs, the time limit, and earlier answers."""
     ids = undecided(plan)
-    trials = {id: variants_by_likeness(plan.matrix.patches[id], plan.environment, plan.matrix)[:TRIES] for id in ids}
+    likely = {id: _bodies(plan, id).likely()[:TRIES] for id in ids}
     known = tuple(id for id, decision in plan.decisions.items() if decision.wanted and id not in ids)
     judged: dict[str, Judgement] = {}
     told: tuple[str, ...] = ()
     for number in range(TRIES):
         variants = {
-            id: found[number].name for id, found in trials.items() if len(found) > number and _open(judged.get(id))
+            id: found[number].name for id, found in likely.items() if len(found) > number and _open(judged.get(id))
         }
-        # The first round has also what no variant fits, and what needs no decision.
+        # The first round also takes patches without a fitting variant, and those that need no decision.
         tried, beside = (ids, known) if number == 0 else (list(variants), ())
         if not tried and not beside:
             break
-        results, watch = _round(plan, tried, {**_accepted(judged), **variants}, beside, request, say)
+        trial = {**dict.fromkeys(ids, ""), **_accepted(judged), **variants}
+        results, watch = _round(plan, tried, trial, beside, request, say)
         for id in tried:
             seen = _judged(plan, id, variants.get(id), [r for r in results if r.patch == id], watch[id])
             if id not in judged or seen.verdict == FIXED:
@@ -101,18 +107,12 @@ def _open(judgement: Judgement | None) -> bool:
 
 
 def _round(
-    plan: Plan, ids: Sequence[str], variants: Mapping[str, str], known: Iterable[str], request: Request, say: Say
+    plan: Plan, ids: Sequence[str], trial: Mapping[str, str], known: Iterable[str], request: Request, say: Say
 ) -> tuple[list[Result], dict[str, tuple[Spot, ...]]]:
-    """The proofs of these patches with these variants, with the spots that were watched. Of known patches, of stock."""
-    watch = {id: spots_of(plan.environment.sources, _unknown_bodies(plan, id, variants.get(id))) for id in ids}
-    asked = replace(
-        request,
-        ids=(*ids, *known),
-        trial={**dict.fromkeys(undecided(plan), ""), **variants},
-        stock_only=frozenset(known),
-        watch=watch,
-    )
-    return prove(_as_tried(plan, variants), asked, say), watch
+    """The results of these patches with the variants of `trial`, and the watched spots. Known patches run on stock."""
+    watch = {id: spots_of(plan.environment.sources, _unknown_bodies(plan, id, trial[id])) for id in ids}
+    asked = replace(request, ids=(*ids, *known), trial=trial, stock_only=frozenset(known), watch=watch)
+    return prove(_as_tried(plan, {id: name for id, name in trial.items() if name}), asked, say), watch
 
 
 def _as_tried(plan: Plan, variants: Mapping[str, str]) -> Plan:
@@ -124,20 +124,13 @@ def _as_tried(plan: Plan, variants: Mapping[str, str]) -> Plan:
     return replace(plan, decisions=decisions)
 
 
-def _unknown_bodies(plan: Plan, id: str, variant: str | None) -> dict[str, str]:
-    """The bodies of a variant that nothing but the proofs can speak for, each with the name that defines it."""
-    entry = plan.matrix.patches[id]
-    if variant is None:
+def _unknown_bodies(plan: Plan, id: str, variant: str) -> dict[str, str]:
+    """The bodies of a variant ("": of none) that only proofs can speak for, each with the name that defines it."""
+    if not variant:
         return {}
-    wiring = entry.variants[variant]
-    known = plan.matrix.known_bodies(id, variant)
-    found = fingerprints_of(entry, wiring, plan.environment, plan.matrix)
-    return {
-        target: wiring.inherits(target) or target
-        for target, body in found.items()
-        if body not in (GONE, *known.get(target, ()))
-        and not keeps_contract(entry, wiring, target, plan.environment, plan.matrix)
-    }
+    bodies, wiring = _bodies(plan, id), plan.matrix.patches[id].variants[variant]
+    _, unknown = bodies.standing(wiring)
+    return {target: wiring.inherits(target) or target for target in unknown if bodies.found_in(wiring, target) != GONE}
 
 
 def _judged(plan: Plan, id: str, variant: str | None, results: Sequence[Result], watched: Sequence[Spot]) -> Judgement:
@@ -290,12 +283,12 @@ def _against_the_matrix(known: Iterable[str], results: Sequence[Result]) -> tupl
 
 
 def _with_bodies(plan: Plan, judgement: Judgement) -> Judgement:
-    """The judgement with the bodies that it is about, and with what is decided if nothing was shown."""
-    entry = plan.matrix.patches[judgement.id]
+    """The judgement with the bodies that it is about, and with the decision that stands if nothing was shown."""
+    entry, bodies = plan.matrix.patches[judgement.id], _bodies(plan, judgement.id)
     if judgement.verdict == CANNOT_RUN:
         found = match(entry, plan.environment, plan.matrix)
         dropped = " ".join(found.dropped)
         otherwise = {"state": found.state, "reason": found.reason, "cause": found.cause, "dropped": dropped}
         judgement = replace(judgement, variant=found.variant, otherwise=otherwise)
-    variant = None if judgement.variant is None else entry.variants[judgement.variant]
-    return replace(judgement, fingerprints=fingerprints_of(entry, variant, plan.environment, plan.matrix))
+    here = bodies.here() if judgement.variant is None else bodies.of(entry.variants[judgement.variant])
+    return replace(judgement, fingerprints=here)

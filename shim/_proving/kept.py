@@ -27,7 +27,7 @@ class Kept:
         self._answers: dict[str, dict[str, Any]] = {}
         with contextlib.suppress(OSError):
             for line in file.read_text("utf-8", "replace").splitlines():
-                with contextlib.suppress(ValueError, TypeError, KeyError):  # what cannot be read is run again
+                with contextlib.suppress(ValueError, TypeError, KeyError):  # a torn line is measured again
                     told = json.loads(line)
                     if told["about"] == self._about:
                         self._answers[told["task"]] = told["answer"]

@@ -25,9 +25,9 @@ Spot = tuple[str, str, int, int]  # a body: its target, its file, and its first 
 
 
 def spots_of(sources: Sources, bodies: Mapping[str, str]) -> tuple[Spot, ...]:
-    """Where bodies stand. bodies: for each target the name under which its body is defined (see Variant.inherits).
+    """The places of bodies. bodies: for each target the name under which its body is defined (see Variant.inherits).
 
-    What cannot be read has no spot, and neither has what runs at the import: a name, a class without methods.
+    A body that cannot be read has no spot, nor has one that runs at the import: a name, a class without methods.
     """
     found: list[Spot] = []
     for target, body in bodies.items():

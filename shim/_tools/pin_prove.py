@@ -4,46 +4,52 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from shim._api import plan
 from shim._errors import NotMetError, OptionError
+from shim._matrix.load import PACKAGE, patches_path
+from shim._planning.evidence import CANNOT_RUN, FIXED, NOT_FIXED, RIGHT, evidence_for, other_releases, trees_of
+from shim._planning.lock import VERDICT_KEYS, read_lock, write_lock
+from shim._planning.overview import nothing_installed
+from shim._planning.own_code import file_digest, files_below, own_code
+from shim._planning.plan import Plan, make_plan
+from shim._planning.requirements import enforce
+from shim._printing.markdown import plain
+from shim._proving.decide import Decided, Judgement, decide
+from shim._proving.kept import Kept
+from shim._proving.run import Request
+from shim._releases.known_files import known_files, measure_files
+from shim._tools.against import first_on_path
 from shim._tools.output import NOT_MET, OK, put, tell
-
-if TYPE_CHECKING:
-    from shim._planning.plan import Plan
-    from shim._proving.decide import Decided
+from shim._tools.progress import Progress
+from shim._tools.prove import check_sides, require_torch
 
 __all__ = ["do_pin_prove"]
 
 INTERRUPTED = 130  # as a shell says it
 VERDICTS = {
-    "fixed": "Accepted, since stock is wrong here and right with the patch:",
-    "right on stock": "Not needed here, since stock is right:",
-    "not fixed": "Left out, since they do not fix this tree, or make it worse:",
-    "cannot run": "Decided as ever, since their proofs show nothing here:",
+    FIXED: "Accepted, since stock is wrong here and right with the patch:",
+    RIGHT: "Not needed here, since stock is right:",
+    NOT_FIXED: "Left out, since they do not fix this tree, or make it worse:",
+    CANNOT_RUN: "Decided as without proofs, which show nothing here:",
 }
 
 
 def do_pin_prove(arguments: argparse.Namespace, selection: Mapping[str, Any]) -> int:
     """Run the proofs, and write the lock or (with --check) compare it. 1 if --check finds another verdict."""
-    from shim._planning.lock import read_lock
-    from shim._tools.against import first_on_path
-    from shim._tools.prove import require_torch
-
     lock = Path(arguments.lock)
-    if arguments.check:
-        read_lock(lock)
+    content = read_lock(lock) if arguments.check or (arguments.also and lock.exists()) else None
+    check_sides(arguments.jobs, arguments.timeout)
     require_torch("cpu")
     with first_on_path(arguments.against) if arguments.against else nullcontext():
-        from shim._api import plan
-
         made = plan(**{**selection, "lock": None})
         _require_something(made)
         try:
@@ -52,27 +58,19 @@ def do_pin_prove(arguments: argparse.Namespace, selection: Mapping[str, Any]) ->
             tell("shim: interrupted. The measurements are kept: the same command continues from there")
             return INTERRUPTED
         if arguments.check:
-            return _compared(made, decided, read_lock(lock), arguments)
-        return _written(made, decided, lock, arguments)
+            assert content is not None
+            return _compared(made, decided, content, arguments)
+        return _written(made, decided, [] if content is None else trees_of(content), arguments)
 
 
 def _require_something(made: Plan) -> None:
-    from shim._planning.overview import nothing_installed
-
     if made.options.disabled:
         raise OptionError("MEGATRON_SHIM_DISABLE is set, so there is nothing to prove; unset it")
     if missing := nothing_installed(made.environment):
         raise NotMetError(f"{missing} No lock was written.")
-    if not hasattr(os, "fork"):
-        raise NotMetError("proofs run in forked processes, which this system does not have")
 
 
 def _decided(made: Plan, lock: Path, arguments: argparse.Namespace) -> Decided:
-    from shim._proving.decide import decide
-    from shim._proving.kept import Kept
-    from shim._proving.run import Request
-    from shim._tools.progress import Progress
-
     kept = Kept(lock.with_name(f".{lock.name}.proving"), _about(made))
     if len(kept):
         tell(f"shim: going on with {len(kept)} measurements of the run that was interrupted")
@@ -89,13 +87,9 @@ def _decided(made: Plan, lock: Path, arguments: argparse.Namespace) -> Decided:
 
 def _about(made: Plan) -> dict[str, Any]:
     """The inputs of measurements besides the proof: all files of the tree and of shim, torch, and Python."""
-    import shim
-    from shim._matrix.load import patches_path
-    from shim._planning.own_code import own_code
-
     places = [found.location for name, found in made.environment.installed.items() if name != "torch"]
     return {
-        "files": [_files_digest(place) for place in (*places, os.path.dirname(shim.__file__), str(patches_path()))],
+        "files": [_files_digest(place) for place in (*places, str(PACKAGE), str(patches_path()))],
         "code": own_code(),  # with the shipped matrix and its pins
         "matrix": made.matrix.content,
         "releases": {name: found.raw for name, found in made.environment.installed.items()},
@@ -105,16 +99,12 @@ def _about(made: Plan) -> dict[str, Any]:
 
 
 def _files_digest(directory: str) -> str:
-    from shim._planning.own_code import file_digest, files_below
-
     lines = sorted(f"{name} {file_digest(file)}" for name, file in files_below(directory, (".py",)))
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def _proved(made: Plan, decided: Decided) -> dict[str, Any]:
     """The part of the lock that holds the verdicts."""
-    from shim._releases.known_files import known_files, measure_files
-
     files: dict[str, dict[str, dict[str, str]]] = {}
     bodies = sorted({body for entry in made.matrix.patches.values() for body in entry.bodies})
     measure_files(made.environment.sources, bodies, files)
@@ -132,51 +122,32 @@ def _proved(made: Plan, decided: Decided) -> dict[str, Any]:
             if (unknown := {digest: found for digest, found in digests.items() if digest not in known.get(module, {})})
         },
         "patches": {
-            judgement.id: {
-                "verdict": judgement.verdict,
-                "variant": judgement.variant,
-                "fingerprints": judgement.fingerprints,
-                "shown": judgement.shown,
-                "proofs": judgement.proofs,
-                "otherwise": judgement.otherwise,
-            }
-            for judgement in decided.judgements
+            judgement.id: {name: getattr(judgement, name) for name in VERDICT_KEYS} for judgement in decided.judgements
         },
     }
 
 
-def _written(made: Plan, decided: Decided, lock: Path, arguments: argparse.Namespace) -> int:
-    from dataclasses import replace
-
-    from shim._planning.evidence import DISTRIBUTIONS, trees_of
-    from shim._planning.lock import read_lock, write_lock
-    from shim._planning.plan import make_plan
-    from shim._planning.requirements import enforce
-
+def _written(made: Plan, decided: Decided, others: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> int:
+    """Write the lock. others: trees that the lock holds already, and keeps unless they are this very tree."""
     proved = _proved(made, decided)
     seen = {"releases": {}, "proved": proved}
     decided_plan = make_plan(
         made.environment, made.matrix, replace(made.options, lock_content=seen), losses=made.losses
     )
     enforce(decided_plan)
-    here = {name: found.raw for name, found in made.environment.installed.items() if name in DISTRIBUTIONS}
 
     def same(tree: Mapping[str, Any]) -> bool:
         """Whether an entry is of this very tree: it has the same files, or, without proofs, the same releases."""
-        there = {name: raw for name, raw in tree["releases"].items() if name in DISTRIBUTIONS}
-        return there == here and tree.get("proved", proved)["files"] == proved["files"]
+        return not other_releases(tree, made.environment) and tree.get("proved", proved)["files"] == proved["files"]
 
-    others = [tree for tree in trees_of(read_lock(lock)) if not same(tree)] if arguments.also and lock.exists() else []
-    others = [{name: value for name, value in tree.items() if name != "also"} for tree in others]
-    content = write_lock(lock, decided_plan, proved, others)
-    _print(f"wrote {lock}: digest {content['digest']}", decided_plan, decided, content, arguments)
+    also = [{name: part for name, part in tree.items() if name != "also"} for tree in others if not same(tree)]
+    content = write_lock(arguments.lock, decided_plan, proved, also)
+    _print(f"wrote {arguments.lock}: digest {content['digest']}", decided_plan, decided, content, arguments)
     return OK
 
 
 def _compared(made: Plan, decided: Decided, lock: Mapping[str, Any], arguments: argparse.Namespace) -> int:
-    """Whether the proofs say today what the lock says that they said."""
-    from shim._planning.evidence import evidence_for
-
+    """Compare the verdicts with those of the lock. 1 if one differs."""
     excluded = {id for id, decision in made.decisions.items() if decision.action == "excluded"}
     said = {id: proved for id, proved in evidence_for(lock, made.environment).items() if id not in excluded}
     now = {judgement.id: judgement for judgement in decided.judgements}
@@ -222,7 +193,7 @@ def _as_text(first: str, decided: Decided) -> str:
     return "\n".join(lines)
 
 
-def _with_variant(judgement: Any) -> str:
+def _with_variant(judgement: Judgement) -> str:
     return f"{judgement.variant}: " if judgement.variant else ""
 
 
@@ -234,8 +205,6 @@ def _counted(decided: Decided) -> str:
 
 
 def _as_markdown(made: Plan, decided: Decided) -> str:
-    from shim._printing.markdown import plain
-
     releases = ", ".join(f"{name} {found.raw}" for name, found in made.environment.installed.items())
     lines = [f"### shim pin --prove: {plain(releases)}", "", f"{_counted(decided)}.", ""]
     lines += ["| patch | verdict | variant | measured on stock -> with the patch |", "|---|---|---|---|"]
@@ -249,6 +218,4 @@ def _as_markdown(made: Plan, decided: Decided) -> str:
 
 
 def _told(told: Sequence[str]) -> list[str]:
-    from shim._printing.markdown import plain
-
     return ["", "The proofs speak against the matrix:", "", *(f"- {plain(line)}" for line in told)] if told else []

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shim._planning.plan import Plan
     from shim._proving.results import Result
 
-__all__ = ["do_prove", "require_torch"]
+__all__ = ["check_sides", "do_prove", "require_torch"]
 
 
 def do_prove(arguments: argparse.Namespace) -> int:
@@ -66,14 +66,19 @@ def do_prove(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> None:
     if arguments.ranks is not None and arguments.ranks < 1:
         raise OptionError(f"--ranks {arguments.ranks} is no number of ranks")
-    if arguments.jobs < 1:
-        raise OptionError(f"--jobs {arguments.jobs} runs nothing")
-    if not arguments.timeout > 0:
-        raise OptionError(f"--timeout {arguments.timeout:g} leaves no time")
+    check_sides(arguments.jobs, arguments.timeout)
     if arguments.model and not all(arguments.model.partition(":")):
         raise OptionError(f"--model {arguments.model!r} names no function; write my_module:build")
     if arguments.model and arguments.against:
         raise OptionError("--model runs the generic proofs on installed releases; leave out --against")
+
+
+def check_sides(jobs: int, timeout: float) -> None:
+    """Raise OptionError for numbers with which no side of a proof runs, and NotMetError if no process can be forked."""
+    if jobs < 1:
+        raise OptionError(f"--jobs {jobs} runs nothing")
+    if not timeout > 0:
+        raise OptionError(f"--timeout {timeout:g} leaves no time")
     if not hasattr(os, "fork"):
         raise NotMetError("proofs run in forked processes, which this system does not have")
 

@@ -181,3 +181,10 @@ def test_a_tree_that_cannot_be_imported_gets_no_lock(tree, tmp_path):
 def test_options_that_need_others_say_so(tmp_path, arguments):
     code, _, err = run("pin", *arguments, path=[], cwd=tmp_path)
     assert code == 2 and "belong" in err
+
+
+@pytest.mark.parametrize("arguments", [("--jobs", "0"), ("--timeout", "0")])
+def test_numbers_with_which_nothing_runs_are_refused(tmp_path, arguments):
+    """As of shim prove: no job would wait for its turn for ever."""
+    code, _, err = run("pin", "--prove", "--lock", "shim.lock", *arguments, path=[], cwd=tmp_path)
+    assert code == 2 and ("runs nothing" in err or "leaves no time" in err)

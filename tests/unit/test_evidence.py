@@ -9,7 +9,7 @@ from unit_helpers import BROKEN, FIXED, PATCH, REWORKED, write_file
 import shim
 from shim._errors import NotMetError, OptionError
 from shim._matrix.load import load_matrix
-from shim._planning.bodies import GONE, fingerprints_of
+from shim._planning.bodies import GONE, Bodies
 from shim._planning.evidence import CANNOT_RUN, NOT_FIXED, RIGHT, evidence_for, files_of
 from shim._planning.evidence import FIXED as IS_FIXED
 from shim._planning.lock import read_lock, write_lock
@@ -37,7 +37,8 @@ def verdict(world, verdict, variant="old", **more):
     """What a lock says of roll-fix on the tree that is installed."""
     plan = world.plan()
     entry = plan.matrix.patches["roll-fix"]
-    bodies = fingerprints_of(entry, entry.variants.get(variant or ""), plan.environment, plan.matrix)
+    found = Bodies(entry, plan.environment, plan.matrix)
+    bodies = found.here() if variant is None else found.of(entry.variants[variant])
     said = {"verdict": verdict, "variant": variant, "fingerprints": bodies, "shown": "1e-1 -> 0", "proofs": {}}
     return {**said, "otherwise": {}, **more}
 
