@@ -185,11 +185,7 @@ def _others(
     decision: Decision, targets: Mapping[str, str], binder: Records, overridden: Mapping[str, Replaced]
 ) -> list[str]:
     """What other people's objects on the targets do, one sentence each."""
-    found = [
-        f"{target} is left as it is, since its body is not known: {decision.wiring.skippable[target]}"
-        for target in decision.dropped
-        if decision.wiring is not None
-    ]
+    found = [*decision.parts_left]
     for target, state in targets.items():
         around = binder.found.around.get((decision.id, target))
         if state == "untried":

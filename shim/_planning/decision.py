@@ -60,6 +60,12 @@ class Decision:
         return frozenset() if self.wiring is None else self.wiring.no_aliases
 
     @property
+    def parts_left(self) -> tuple[str, ...]:
+        """A sentence for each of `dropped`, with the defect that remains."""
+        skippable = {} if self.wiring is None else self.wiring.skippable
+        return tuple(f"{t} is left as it is, since its body is not known: {skippable[t]}" for t in self.dropped)
+
+    @property
     def modules(self) -> set[str]:
         """The modules of the targets."""
         return {split_target(target)[0] for target in self.targets}

@@ -136,6 +136,7 @@ def plan_text(
             d.remedy,
             d.variant if d.wanted else None,
             dict.fromkeys(d.targets, ""),
+            others=d.parts_left,
             effects=effects_of(matrix.patches[id]) if d.wanted else (),
         )
         for id, d in decisions.items()

@@ -48,6 +48,13 @@ def test_the_rest_is_applied(partial, text):
     assert "shim pin --prove" in found.remedy
 
 
+def test_the_text_of_a_plan_says_what_is_left(partial):
+    """Not only with -v: a remedy alone would say nothing."""
+    assert f"beside it: {FORWARD} is left as it is, since its body is not known: {WRONG}" in str(
+        partial.install(EDITED).plan()
+    )
+
+
 @pytest.mark.parametrize("text", [OTHER, BOTH])
 def test_a_body_that_the_patch_needs_takes_all_of_it(partial, text):
     assert roll(partial.install(text)).action == "drifted"
