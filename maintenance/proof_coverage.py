@@ -74,8 +74,7 @@ def _here(ids: Sequence[str], jobs: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for id, variant in wanted.items():
         own = [result for result in results if result.patch == id]
-        sides = [side for result in own for side in (result.stock, result.patched) if side is not None]
-        ran = {target for side in sides for target in side.reached}
+        ran = set().union(*(result.reached for result in own))
         left = [result.reason or said.text for result in own if (said := _unable(result)) is not None]
         watched = dict.fromkeys(target for target, *_ in watch[id])
         gone = [body for body in watched if body not in ran]

@@ -163,7 +163,7 @@ def _judged(plan: Plan, id: str, variant: str | None, results: Sequence[Result],
     if not fixed:
         others = [result for result in ran if _is_wrong(result.stock)]
         return Judgement(id, NOT_FIXED, variant, _measured(others), proofs)
-    missed = sorted({target for target, *_ in watched} - _reached(results))
+    missed = sorted({target for target, *_ in watched} - set().union(*(result.reached for result in results)))
     if missed:
         why = f"its proofs do not run {', '.join(target.partition(':')[2] for target in missed)}"
         return Judgement(id, CANNOT_RUN, variant, why, proofs)
@@ -178,8 +178,7 @@ def _why_not(result: Result) -> str:
 
 def _ran(result: Result) -> bool:
     """Whether the proof says something. One that breaks on stock alone says that the patch fixes what breaks."""
-    sides = [side for side in (result.stock, result.patched) if side is not None]
-    if any(side.state == "cannot run" for side in sides):
+    if any(side.state == "cannot run" for side in result.sides):
         return False
     return result.stock is not None and (
         result.stock.state != "broken" or (result.patched is not None and result.patched.state == "right")
@@ -188,11 +187,6 @@ def _ran(result: Result) -> bool:
 
 def _is_wrong(side: Outcome | None) -> bool:
     return side is not None and side.state in ("wrong", "broken")
-
-
-def _reached(results: Iterable[Result]) -> set[str]:
-    sides = [side for result in results for side in (result.stock, result.patched) if side is not None]
-    return {target for side in sides for target in side.reached}
 
 
 def _sides(result: Result) -> dict[str, str]:

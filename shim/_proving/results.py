@@ -97,8 +97,18 @@ class Result:
         return self.verdict in FAILURES
 
     @property
+    def sides(self) -> tuple[Outcome, ...]:
+        """The sides that ran, stock first."""
+        return tuple(side for side in (self.stock, self.patched) if side is not None)
+
+    @property
+    def reached(self) -> set[str]:
+        """The watched bodies that ran on either side."""
+        return {target for side in self.sides for target in side.reached}
+
+    @property
     def seconds(self) -> float:
-        return sum(side.seconds for side in (self.stock, self.patched) if side is not None)
+        return sum(side.seconds for side in self.sides)
 
     def to_dict(self) -> dict[str, Any]:
         names = ("patch", "proof", "kind", "defect", "device", "verdict", "reason", "action", "variant", "bound")
