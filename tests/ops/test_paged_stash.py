@@ -511,9 +511,9 @@ def test_sizes_and_policies_that_are_not_possible(options, message):
         (torch.ones(ROWS - 1, dtype=torch.bool), "mask"),
         (torch.ones(ROWS, 1, dtype=torch.bool), "mask"),
         (torch.tensor(True), "mask"),
-        (torch.ones(5, dtype=torch.int64), "equal segments"),
-        (torch.ones(2, 2, dtype=torch.int64), "equal segments"),
-        (torch.ones(0, dtype=torch.int64), "equal segments"),
+        (torch.ones(5, dtype=torch.int64), "each equal segment"),
+        (torch.ones(2, 2, dtype=torch.int64), "each equal segment"),
+        (torch.ones(0, dtype=torch.int64), "each equal segment"),
     ],
 )
 def test_valid_rows_that_do_not_fit(valid, message):
