@@ -95,6 +95,7 @@ if __name__ == "__main__":
             "shim": [
                 "py.typed",
                 "_releases/known_files.json",
+                "_releases/known_trees.json",
                 "_te/wanted_names.json",
                 "_te/lost_names.json",
                 "_te/te_remedies.json",

@@ -191,8 +191,6 @@ KEYS = {
         "version": "The version of the sources, quoted; a pre-release if they come before the release.",
         "date": "The day of the commit, quoted. Commits stand in the order of their days.",
         "of": "The branch or the tag; after a comma, the projects that pin the commit.",
-        "variants": "`{patch: variant}`, if the ranges are wrong for this commit. `upstream`: it has "
-        "fixed the defect. `not-needed`: it never had it. `none`: the patch has no pin there, so its contracts decide.",
     },
     "A patch": {
         "summary": "Fixes or Adds, the symptom first, in one line.",

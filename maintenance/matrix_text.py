@@ -82,8 +82,6 @@ def _entry(commit: Commit) -> str:
         f'      date: "{commit.date}"',
         f"      of: {commit.of}",
     ]
-    if commit.variants:
-        lines += ["      variants:", *(f"        {id}: {variant}" for id, variant in commit.variants.items())]
     return "\n".join(lines) + "\n"
 
 

@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from shim._errors import MatrixError, SourceError
-from shim._matrix.commits import NONE
 from shim._matrix.model import NOT_NEEDED, RIGHT, UPSTREAM, Matrix, PatchEntry, Pin, Variant
 from shim._matrix.pins import lock_path
 from shim._planning.contract import breach, shows
+from shim._planning.evidence import FIXED, shipped_evidence
+from shim._planning.evidence import RIGHT as RIGHT_ON_STOCK
 from shim._releases.fingerprint import fingerprint
 from shim._releases.known_files import measure_files
 from shim._releases.sources import Sources
@@ -29,24 +30,13 @@ def _or_none(sources: Sources, target: str, variant: Variant | None = None) -> s
         return None
 
 
-def _measure(matrix: Matrix, entry: PatchEntry, name: str, sources: Sources) -> Pin | None:
-    wanted = matrix.wanted(entry.id, name)
-    if wanted is None:
-        return None
-    if wanted in RIGHT:
+def _measure(entry: PatchEntry, gives: str, sources: Sources) -> Pin | None:
+    """The pin that gives a variant, or one of RIGHT. None if nothing of a right release is there to pin."""
+    if gives in RIGHT:
         found = {target: value for target in entry.bodies if (value := _or_none(sources, target))}
         return Pin(None, found) if found else None
-    variant = entry.variants[wanted]
-    try:
-        return Pin(wanted, {t: variant.fingerprint(sources, t) for t in variant.bodies})
-    except SourceError as error:
-        shown = f"{entry.distribution} {matrix.shown(entry.distribution, name)}"
-        remedy = "Remedy: correct the targets of the variant or the ranges in version_matrix.yaml"
-        if name in matrix.commits.get(entry.distribution, {}):
-            remedy += (
-                f", or name the variant of {entry.id} under the variants of the commit (none: it has no pin there)"
-            )
-        raise MatrixError(f"{entry.id}: the rules give variant {wanted} to {shown}, but {error}. {remedy}.") from None
+    variant = entry.variants[gives]
+    return Pin(gives, {t: variant.fingerprint(sources, t) for t in variant.bodies})
 
 
 def measure_one(
@@ -62,11 +52,16 @@ def measure_one(
     known: the pins of the other releases and commits of the distribution.
     recorded: the pins that there were before. A release that the patch had no pin for is checked, see `_undecided`.
     """
-    pin = _measure(matrix, entry, name, sources)
-    if pin is not None and name in matrix.commits.get(entry.distribution, {}):
-        releases = {release: known[release] for release in matrix.supported.get(entry.distribution, ())}
-        _check_against_releases(matrix, entry, name, sources, pin, releases)
-    elif pin is not None and recorded:
+    if name in matrix.commits.get(entry.distribution, {}):
+        return _on_commit(matrix, entry, name, sources, known)
+    gives = matrix.wanted(entry.id, name)
+    try:
+        pin = None if gives is None else _measure(entry, gives, sources)
+    except SourceError as error:
+        shown = f"{entry.distribution} {matrix.shown(entry.distribution, name)}"
+        remedy = "Remedy: correct the targets of the variant or the ranges in version_matrix.yaml"
+        raise MatrixError(f"{entry.id}: the rules give variant {gives} to {shown}, but {error}. {remedy}.") from None
+    if pin is not None and recorded:
         undecided = _undecided(matrix, entry, name, sources, pin, recorded)
         if undecided:
             raise MatrixError("; ".join(undecided))
@@ -120,54 +115,68 @@ def _is_seen_to_be_right(
     return pin.fingerprints in others or lacks_all or any(shows(sources, sign) for sign in signs)
 
 
-def _check_against_releases(
-    matrix: Matrix, entry: PatchEntry, name: str, sources: Sources, pin: Pin, releases: Mapping[str, Mapping[str, Pin]]
-) -> None:
-    """Raise MatrixError if only the version of a commit speaks for its variant, and its bodies speak against it.
+def _on_commit(
+    matrix: Matrix, entry: PatchEntry, name: str, sources: Sources, known: Mapping[str, Mapping[str, Pin]]
+) -> Pin | None:
+    """The pin of a commit: what the proofs have shown there, or what the bodies of releases, signs and contracts say.
 
-    A body that no release has must keep its contract, and another variant must not have all bodies. Once it is pinned,
-    a body is right wherever it is found.
-
-    pin: what the rules give.    releases: the pins of the releases.
+    None if only the version of the commit speaks for what the rules give. Once it is pinned, a body is right wherever
+    it is found.
     """
-    if entry.id in matrix.commits[entry.distribution][name].variants:
-        return  # a person has decided
+    releases = [known[release] for release in matrix.supported.get(entry.distribution, ())]
+    of_releases = [pins[entry.id] for pins in releases if entry.id in pins]
+    shown = _proved_on(entry, name) or _alike(entry, sources, of_releases)
+    rule = entry.pinned_rule(matrix.version(entry.distribution, name))
+    gives = shown or (None if rule is None else rule.gives)
+    try:
+        pin = None if gives is None else _measure(entry, gives, sources)
+    except SourceError:
+        return None
+    speak = pin is None or gives is None or shown or _speak_for(entry, gives, sources, pin, of_releases)
+    return pin if speak else None
+
+
+def _proved_on(entry: PatchEntry, name: str) -> str | None:
+    """The variant that fixes a known tree, or UPSTREAM if it is right without. None if nothing of this was shown."""
+    for said in shipped_evidence(entry.id):
+        if name not in said.tree.split(", "):
+            continue
+        if said.verdict == FIXED and said.variant in entry.variants:
+            return said.variant
+        if said.verdict == RIGHT_ON_STOCK:
+            return UPSTREAM
+    return None
+
+
+def _alike(entry: PatchEntry, sources: Sources, of_releases: Sequence[Pin]) -> str | None:
+    """The variant of which all bodies are in releases, or UPSTREAM if one is right that has the same. None: neither."""
+    known = _known(of_releases)
+    for variant in entry.variants.values():
+        bodies = {target: _or_none(sources, target, variant) for target in variant.bodies}
+        if all(body in known.get(variant.name, {}).get(target, ()) for target, body in bodies.items()):
+            return variant.name
+    here = _measure(entry, UPSTREAM, sources)
+    right = (pin.fingerprints for pin in of_releases if pin.variant is None)
+    return UPSTREAM if here is not None and here.fingerprints in right else None
+
+
+def _known(pins: Sequence[Pin]) -> dict[str | None, dict[str, set[str]]]:
+    """The bodies of each variant, by target."""
     known: dict[str | None, dict[str, set[str]]] = {}
-    for pins in releases.values():
-        if entry.id in pins:
-            for target, body in pins[entry.id].fingerprints.items():
-                known.setdefault(pins[entry.id].variant, {}).setdefault(target, set()).add(body)
+    for pin in pins:
+        for target, body in pin.fingerprints.items():
+            known.setdefault(pin.variant, {}).setdefault(target, set()).add(body)
+    return known
 
-    def unknown(variant: str | None, bodies: Mapping[str, str | None]) -> list[str]:
-        return [target for target, body in bodies.items() if body not in known.get(variant, {}).get(target, ())]
 
-    new = unknown(pin.variant, pin.fingerprints)
-    if not new:
-        return
-    against = [
-        f"it has all bodies of variant {other.name}"
-        for other in entry.variants.values()
-        if other.name != pin.variant and not unknown(other.name, {t: _or_none(sources, t, other) for t in other.bodies})
-    ]
+def _speak_for(entry: PatchEntry, gives: str, sources: Sources, pin: Pin, of_releases: Sequence[Pin]) -> bool:
+    """Whether the bodies of a commit speak for what the rules give: a sign of a fix, or a contract for each body."""
     if pin.variant is None:
-        right = [
-            pins[entry.id].fingerprints for pins in releases.values() if entry.id in pins and not pins[entry.id].variant
-        ]
-        if not _is_seen_to_be_right(entry, matrix.wanted(entry.id, name), sources, pin, right):
-            against.append(f"nothing shows that it is right, and nobody has seen its {new[0]}")
-    else:
-        variant, of_releases = entry.variants[pin.variant], pin.variant in known
-        against += [
-            f"nobody has seen its {target}, {why}"
-            for target in new
-            if (why := _breach(sources, variant, target, of_releases))
-        ]
-    if against:
-        raise MatrixError(
-            f"{entry.id}: by its version {entry.distribution} {matrix.shown(entry.distribution, name)} has "
-            f"{matrix.wanted(entry.id, name)}, but {against[0]}. Remedy: name the right variant, {', '.join(RIGHT)} or "
-            f"{NONE} under the variants of the commit in version_matrix.yaml."
-        )
+        right = [other.fingerprints for other in of_releases if other.variant is None]
+        return _is_seen_to_be_right(entry, gives, sources, pin, right)
+    variant, known = entry.variants[pin.variant], _known(of_releases)
+    new = [t for t, body in pin.fingerprints.items() if body not in known.get(pin.variant, {}).get(t, ())]
+    return not any(_breach(sources, variant, target, pin.variant in known) for target in new)
 
 
 def _breach(sources: Sources, variant: Variant, target: str, of_releases: bool) -> str:
@@ -242,25 +251,24 @@ Changed = tuple[str, str, str]  # distribution, patch id with its variant, commi
 def kept_pins(
     matrix: Matrix, distribution: str, name: str, recorded: Mapping[str, Pin]
 ) -> tuple[dict[str, Pin], list[Changed]]:
-    """The recorded pins of a commit, and what the rules have changed since, so that its sources are needed."""
+    """The recorded pins of a commit, and what has changed since, so that its sources are needed."""
     kept: dict[str, Pin] = {}
     changed: list[Changed] = []
-    for id, entry in matrix.patches.items():
-        wanted = matrix.wanted(id, name) if entry.distribution == distribution else None
-        if wanted is None:
+    for id, pin in recorded.items():
+        entry = matrix.patches.get(id)
+        if entry is None or entry.distribution != distribution:
             continue
-        pin = recorded.get(id)
-        if pin is None and wanted in RIGHT:
-            continue  # the commit has none of the bodies
-        bodies = None if wanted in RIGHT else set(entry.variants[wanted].bodies)
-        same = pin is not None and (bodies is None or pin.fingerprints.keys() == bodies)
-        # A variant that is gone was renamed, if the one that the rules give has the same targets and reads.
-        renamed = pin is not None and bodies is not None and pin.variant not in (None, *entry.variants)
-        if pin is None or not same or not (renamed or (pin.variant or UPSTREAM) == matrix.pinned_as(id, name)):
-            changed.append((distribution, f"{id} ({wanted})", matrix.shown(distribution, name)))
+        if pin.variant is None:
+            known = {target: value for target, value in pin.fingerprints.items() if target in entry.bodies}
+            kept[id] = Pin(None, known)
             continue
-        known = {target: value for target, value in pin.fingerprints.items() if target in entry.bodies}
-        kept[id] = Pin(matrix.pinned_as(id, name) if renamed else pin.variant, known)
+        # A variant that is gone was renamed, if there is one with the same targets and reads.
+        same = [found.name for found in entry.variants.values() if pin.fingerprints.keys() == set(found.bodies)]
+        now = pin.variant if pin.variant in entry.variants else next(iter(same), "")
+        if now in same:
+            kept[id] = Pin(now, pin.fingerprints)
+        else:
+            changed.append((distribution, f"{id} ({pin.variant})", matrix.shown(distribution, name)))
     return kept, changed
 
 

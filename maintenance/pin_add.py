@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from shim._errors import MatrixError, NotMetError, OptionError
 from shim._matrix import load
-from shim._matrix.commits import NONE, RIGHT, Commit
+from shim._matrix.commits import RIGHT, Commit
 from shim._matrix.model import DISTRIBUTIONS, Matrix, Pin
 from shim._matrix.pins import lock_path, render_pins
 from shim._releases import known_files
@@ -45,6 +45,11 @@ Then, in this order (docs/new-release.md):
   python -m shim.testing.cells --releases {cell} -- -q -p no:warnings {tests}
   make test
   a fragment in changes/"""
+# Of a commit with patches that have no pin.
+PROVE = """\
+Let their proofs decide:
+  shim pin --prove --against TREE --lock FILE
+  python -m shim.maintenance.known_trees {name} FILE"""
 
 Fetch = Callable[[str, str], Path]
 Say = Callable[[str], None]
@@ -96,9 +101,10 @@ class Added:
         lines += ["Ranges that reach to it now:", *wider, ""] if wider else []
         lines += ["To read, in the audit above: changed bodies that keep their contracts, so that the patch holds"]
         lines += [f"  {id}: {', '.join(targets)}" for id, targets in self.read.items()] or ["  none"]
-        until = "its contracts decide there" if self.new.is_commit else "`shim matrix` and the tests complain"
+        until = "contracts decide there" if self.new.is_commit else "`shim matrix` and the tests complain"
         lines += ["", f"To decide; until then {until}:"]
         lines += [f"  {line}" for line in self.decide] or ["  nothing"]
+        lines += ["", PROVE.format(name=self.name)] if self.new.is_commit and self.decide else []
         core = self.new.distribution == "megatron-core"
         cell = self.name if core else f"{self.newest}+{self.name}"
         return "\n".join([*lines, "", NEXT.format(cell=cell, tests="tests/cells" if core else "tests/pairs")])
@@ -163,8 +169,8 @@ def add(
         text = with_release(text, new.distribution, name)
         text, widened, decide = _with_rules(text, matrix, new, findings)
     else:
-        variants, decide = _variants(matrix, new.distribution, commit, findings)
-        text, widened = with_commit(text, new.distribution, replace(commit, variants=variants)), {}
+        text, widened = with_commit(text, new.distribution, commit), {}
+        decide = _unpinned(matrix, new.distribution, commit, findings)
     after = _read(path, text, matrix.shipped)
     undecided = [id for id, _ in decide]
     say(f"measures {new.distribution} {name}")
@@ -302,26 +308,14 @@ def _remedy(finding: Finding, new: New, says: str | None) -> str:
     return f"{first}; {beside}; {right}; else {rule}write a variant for {new.name}"
 
 
-def _variants(
-    matrix: Matrix, distribution: str, commit: Commit, findings: Mapping[str, Finding]
-) -> tuple[dict[str, str], Decide]:
-    """What the commit has to say because the ranges are wrong for it."""
+def _unpinned(matrix: Matrix, distribution: str, commit: Commit, findings: Mapping[str, Finding]) -> Decide:
+    """The patches that neither bodies nor contracts speak for on the commit: its proofs can."""
     version = Version(commit.version)
-    variants: dict[str, str] = {}
-    decide: Decide = []
-    for id, finding in findings.items():
-        rule, given = matrix.patches[id].pinned_rule(version), _given(finding)
-        says = None if rule is None else rule.gives
-        if given is None:
-            if finding.verdict == "out-of-range" and says is None:
-                continue  # it is no matter of such versions
-            if says is not None:
-                variants[id] = NONE
-            line = f"{id} ({finding.words}): the commit has no pin of it; write a variant that fits, or leave it so"
-            decide.append((id, line))
-        elif given != says:
-            variants[id] = given
-    return variants, decide
+    return [
+        (id, f"{id} ({finding.words}): it has no pin there until its proofs have run, or a variant fits")
+        for id, finding in findings.items()
+        if _given(finding) is None and (finding.verdict != "out-of-range" or matrix.patches[id].pinned_rule(version))
+    ]
 
 
 def _read(path: Path, text: str, shipped: bool) -> Matrix:
@@ -352,13 +346,13 @@ def _pins(
 def _repin_commits(
     before: Matrix, after: Matrix, distribution: str, new: str, fetch: Fetch, pins: dict[str, dict[str, dict[str, Pin]]]
 ) -> Decide:
-    """Pin the commits whose variants have changed with the ranges, in `pins`. Returns what stands in the way."""
+    """Pin the commits again for whose versions the ranges have changed, in `pins`. Returns what stands in the way."""
     decide: Decide = []
     for name in after.commits.get(distribution, {}):
         changed = [
             id
             for id, entry in after.patches.items()
-            if entry.distribution == distribution and name != new and before.wanted(id, name) != after.wanted(id, name)
+            if entry.distribution == distribution and name != new and _rule(before, id, name) != _rule(after, id, name)
         ]
         try:
             sources = Sources([fetch(distribution, name)]) if changed else None
@@ -369,11 +363,19 @@ def _repin_commits(
                 if sources is None:
                     raise MatrixError(f"{id}: {distribution} {after.shown(distribution, name)} is not at hand")
                 pin = measure_one(after, after.patches[id], name, sources, pins[distribution])
+                pins[distribution][name].pop(id, None)
                 if pin is not None:
                     pins[distribution][name][id] = pin
             except MatrixError as error:
                 decide.append((id, str(error)))
     return decide
+
+
+def _rule(matrix: Matrix, id: str, name: str) -> str | None:
+    """What the ranges of a patch give to the version of a release or commit."""
+    entry = matrix.patches[id]
+    rule = entry.pinned_rule(matrix.version(entry.distribution, name))
+    return None if rule is None else rule.gives
 
 
 def _write(written: Mapping[Path, str], say: Say, top: Path | None) -> list[Path]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-__all__ = ["MAIN", "NONE", "NOT_NEEDED", "RIGHT", "UPSTREAM", "Commit"]
+__all__ = ["MAIN", "NOT_NEEDED", "RIGHT", "UPSTREAM", "Commit"]
 
 MAIN = "main"  # the branch of tomorrow's release
 # Stands for a variant if a release is right without the patch: it has fixed the defect, or never had it.
 UPSTREAM = "upstream"
 NOT_NEEDED = "not-needed"
 RIGHT = (UPSTREAM, NOT_NEEDED)
-NONE = "none"  # stands for a variant: the patch has no pin on the commit, whatever the rules say
 
 
 @dataclass(frozen=True)
@@ -22,8 +20,6 @@ class Commit:
     commit: its hash, 40 digits. `name` is the beginning of it.
     version: of the sources, a pre-release if they come before the release.
     date: the day it was committed (UTC).    of: the branch or tag that it is of, and who pins it.
-    variants: the variant, UPSTREAM, NOT_NEEDED or NONE of a patch by id, if the rules for `version` are wrong on
-        this commit.
     """
 
     name: str
@@ -31,7 +27,6 @@ class Commit:
     version: str
     date: str
     of: str
-    variants: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def branch(self) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from packaging.version import Version
 
 from shim._errors import MatrixError
-from shim._matrix.commits import NONE, NOT_NEEDED, RIGHT, UPSTREAM, Commit
+from shim._matrix.commits import NOT_NEEDED, RIGHT, UPSTREAM, Commit
 from shim._matrix.declared import Declared
 from shim._record import computed_once
 from shim._releases.detect import PATCHED
@@ -271,6 +271,15 @@ class PatchEntry:
         return tuple(dict.fromkeys(t for variant in self.variants.values() for t in variant.targets))
 
 
+def _only(pinned: Pinned, releases: Collection[str]) -> Pinned:
+    """The bodies that one of these releases has."""
+    found = {
+        target: {body: names for body, having in bodies.items() if (names := [n for n in having if n in releases])}
+        for target, bodies in pinned.items()
+    }
+    return {target: bodies for target, bodies in found.items() if bodies}
+
+
 @dataclass(frozen=True)
 class Matrix:
     """The whole matrix. `pinned[patch id][variant]` holds the pinned bodies with their releases.
@@ -321,15 +330,32 @@ class Matrix:
     def wanted(self, patch: str, name: str) -> str | None:
         """The variant of a release or commit, UPSTREAM or NOT_NEEDED. None if the patch has no pin there.
 
-        What the rules say of the version, unless the commit says otherwise.
+        The rules say it of a release. Of a commit its pins do: the rules for its version may be wrong there.
         """
         entry = self.patches[patch]
-        commit = self.commits.get(entry.distribution, {}).get(name)
-        if commit is not None and patch in commit.variants:
-            chosen = commit.variants[patch]
-            return None if chosen == NONE else chosen
         rule = entry.pinned_rule(self.version(entry.distribution, name))
-        return None if rule is None else rule.gives
+        given = None if rule is None else rule.gives
+        commit = self.commits.get(entry.distribution, {}).get(name)
+        if commit is None:
+            return given
+        pinned = next((variant for variant, names in self._pinned_names(patch) if name in names), None)
+        # A release that only a tag has may be right because it has none of the bodies.
+        right = pinned == UPSTREAM or (pinned is None and commit.tagged)
+        return given if right and given in RIGHT else pinned
+
+    def _pinned_names(self, patch: str) -> Iterator[tuple[str, set[str]]]:
+        """The variants that a patch is pinned with, and UPSTREAM, each with its releases and commits."""
+        for variant, targets in self.pinned.get(patch, {}).items():
+            yield variant, {name for bodies in targets.values() for names in bodies.values() for name in names}
+
+    @computed_once
+    def released(self) -> Matrix:
+        """The same matrix without what is known of commits."""
+        pinned = {
+            id: {name: _only(targets, self.supported[self.patches[id].distribution]) for name, targets in given.items()}
+            for id, given in self.pinned.items()
+        }
+        return replace(self, pinned=pinned, bodies={}, commits={})
 
     def pinned_as(self, patch: str, name: str) -> str | None:
         """The key of its pin on a release or commit: a variant, or UPSTREAM for all that is right without the patch."""

@@ -7,25 +7,24 @@ from collections.abc import Mapping
 from datetime import date
 from typing import TYPE_CHECKING
 
-from shim._matrix.commits import NONE, RIGHT, Commit
+from shim._matrix.commits import Commit
 from shim._matrix.model import DISTRIBUTIONS
 
 if TYPE_CHECKING:
     import yaml
 
-    from shim._matrix.model import PatchEntry
     from shim._matrix.reader import Reader
 
 __all__ = ["COMMIT_KEYS", "NAME_LENGTH", "read_commits"]
 
 NAME_LENGTH = 10  # the hexadecimal digits of a commit that name it
-COMMIT_KEYS = {"commit": True, "version": True, "date": True, "of": True, "variants": False}
+COMMIT_KEYS = {"commit": True, "version": True, "date": True, "of": True}
 HASH = re.compile(r"[0-9a-f]{40}")
 DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 
 def read_commits(
-    read: Reader, node: yaml.Node, patches: Mapping[str, PatchEntry], supported: Mapping[str, tuple[str, ...]]
+    read: Reader, node: yaml.Node, supported: Mapping[str, tuple[str, ...]]
 ) -> dict[str, dict[str, Commit]]:
     """The commits in `node` by distribution and name, in the order of their dates. MatrixError names file and line."""
     found: dict[str, dict[str, Commit]] = {}
@@ -37,7 +36,6 @@ def read_commits(
                 raise read.fail(item, f"{name} is both a release and a commit of {distribution}")
             if commit.date < before:
                 raise read.fail(item, f"commit {name} is of {commit.date}, but stands after one of {before}")
-            _check_variants(read, item, commit, distribution, patches)
             before = commit.date
             found.setdefault(distribution, {})[name] = commit
     return found
@@ -53,14 +51,12 @@ def _commit(read: Reader, name: str, node: yaml.Node) -> Commit:
         raise read.fail(node, f"a commit is named by its first {NAME_LENGTH} digits: {first}, not {name}")
     if not _is_day(texts["date"]):
         raise read.fail(given["date"], f"the date of commit {name} is {texts['date']!r}; write it as 2026-08-22")
-    variants = read.mapping(given["variants"], f"variants of commit {name}") if "variants" in given else {}
     return Commit(
         name,
         texts["commit"],
         read.version(given["version"], f"the version of commit {name}"),
         texts["date"],
         read.text(given["of"], f"what commit {name} is of"),
-        {id: read.text(value, f"the variant of {id} on commit {name}") for id, value in variants.items()},
     )
 
 
@@ -72,17 +68,3 @@ def _is_day(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _check_variants(
-    read: Reader, node: yaml.Node, commit: Commit, distribution: str, patches: Mapping[str, PatchEntry]
-) -> None:
-    for id, variant in commit.variants.items():
-        if id not in patches or patches[id].distribution != distribution:
-            raise read.fail(node, f"commit {commit.name} has a variant of {id!r}, which is no patch of {distribution}")
-        known = patches[id].variants
-        if variant not in (*known, *RIGHT, NONE):
-            choices = ", ".join([*known, *RIGHT, NONE])
-            raise read.fail(node, f"commit {commit.name} gets variant {variant!r} of {id}; it can get {choices}")
-        if NONE in known:
-            raise read.fail(node, f"no variant of {id} can be called {NONE!r} if a commit names variants")

@@ -372,14 +372,7 @@ def read_matrix(
     }
     nodes = read.mapping(top["patches"], "patches")
     patches = {id: _patch(read, id, node, module_exists, descriptions) for id, node in nodes.items()}
-    commits = read_commits(read, top["commits"], patches, supported) if "commits" in top else {}
-    given = {(id, name) for all in commits.values() for commit in all.values() for id, name in commit.variants.items()}
-    for id, entry in patches.items():
-        given |= {(id, rule.variant) for rule in entry.rules if rule.variant}
-        unused = [name for name in entry.variants if (id, name) not in given]
-        if unused:
-            place = read.mapping(nodes[id], f"patch {id}").get("variants", nodes[id])
-            raise read.fail(place, f"no rule of {id} leads to the variant {unused[0]!r}, and no commit has it")
+    commits = read_commits(read, top["commits"], supported) if "commits" in top else {}
     if check_ranges:
         for id, entry in patches.items():
             check_coverage(read, nodes[id], entry, supported)

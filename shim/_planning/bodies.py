@@ -145,6 +145,6 @@ class Bodies:
         ]
         found: list[Variant] = []
         while left:
-            found.append(self.nearest(left, candidate or left[-1]))
+            found.append(candidate if candidate in left else self.nearest(left, candidate or left[-1]))
             left.remove(found[-1])
         return found

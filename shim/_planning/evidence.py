@@ -1,6 +1,7 @@
 """Evidence: what the proofs of patches have shown on one tree, as `shim pin --prove` writes it into a lock.
 
-It speaks for exactly the bodies that it names, and only if they are in no release.
+It speaks for exactly the bodies that it names, and only if they are in no release. Evidence about the commits and forks
+that trainers run ships with shim.
 """
 
 from __future__ import annotations
@@ -10,11 +11,23 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shim._releases.detect import PATCHED
+from shim._releases.known_trees import known_trees
 
 if TYPE_CHECKING:
     from shim._releases.detect import Environment
 
-__all__ = ["CANNOT_RUN", "FIXED", "NOT_FIXED", "RIGHT", "TRIAL", "Proved", "evidence_for", "files_of", "trial_of"]
+__all__ = [
+    "CANNOT_RUN",
+    "FIXED",
+    "NOT_FIXED",
+    "RIGHT",
+    "TRIAL",
+    "Proved",
+    "evidence_for",
+    "files_of",
+    "shipped_evidence",
+    "trial_of",
+]
 
 FIXED = "fixed"  # stock is wrong, and right with the patch
 RIGHT = "right on stock"
@@ -37,6 +50,7 @@ class Proved:
         that the tree has.
     shown: the measurements in words, or why nothing could be measured.
     date: the day of the run.
+    tree: the names of the known trees that it ran on. "" for the tree of a lock.
     otherwise: if nothing was shown, what contracts and signs had decided: `state`, `reason` and `cause` of a Match, and
         its `dropped` targets with blanks between. The same bodies give the same, so no source is parsed for it again.
     """
@@ -46,6 +60,7 @@ class Proved:
     fingerprints: Mapping[str, str]
     shown: str = ""
     date: str = ""
+    tree: str = ""
     otherwise: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -92,6 +107,22 @@ def evidence_for(lock: Mapping[str, Any] | None, environment: Environment) -> Ma
         id: Proved(date=proved["date"], **{name: said[name] for name in names})
         for id, said in proved["patches"].items()
     }
+
+
+def shipped_evidence(id: str) -> list[Proved]:
+    """What the proofs of a patch have shown on known trees, for one set of bodies each."""
+    known = known_trees()
+    return [
+        Proved(
+            said["verdict"],
+            said["variant"],
+            said["fingerprints"],
+            said["shown"],
+            known["trees"][said["trees"][0]]["date"],
+            ", ".join(said["trees"]),
+        )
+        for said in known["patches"].get(id, ())
+    ]
 
 
 def files_of(lock: Mapping[str, Any] | None) -> Mapping[str, Mapping[str, Mapping[str, str]]]:

@@ -10,7 +10,7 @@ from packaging.version import Version
 from shim._matrix.model import NOT_NEEDED, RIGHT, UPSTREAM, Matrix, PatchEntry, Rule, Variant
 from shim._planning.bodies import GONE, Bodies
 from shim._planning.contract import shows
-from shim._planning.evidence import CANNOT_RUN, DECIDED, FIXED, OTHERWISE, TRIAL, Proved
+from shim._planning.evidence import CANNOT_RUN, DECIDED, FIXED, OTHERWISE, TRIAL, Proved, shipped_evidence
 from shim._planning.evidence import RIGHT as RIGHT_ON_STOCK
 from shim._releases.detect import Environment
 from shim._releases.fingerprint import split_target
@@ -92,10 +92,14 @@ def match(entry: PatchEntry, environment: Environment, matrix: Matrix, proved: P
             those = "the body of {} is that" if len(found) == 1 else f"all {len(found)} bodies of {{}} are those"
             reason = f"{those.format(release)} of variant {variant.name}; its version does not matter"
             return Match("apply", reason, variant.name, found)
-    shown = None if proved is None else _shown(bodies, proved, release)
-    if shown is not None:
-        return shown
-    right = _right(bodies, rule, release)
+    right = _like_a_right_release(bodies, rule, release)
+    if right is not None:
+        return right
+    for said in _evidence(entry, matrix, proved):
+        shown = _shown(bodies, said, release)
+        if shown is not None:
+            return shown
+    right = _seen_to_be_right(bodies, rule, release)
     if right is not None:
         return right
     # A version that is said to be right, with unknown bodies: the defect may still be there.
@@ -115,17 +119,25 @@ def match(entry: PatchEntry, environment: Environment, matrix: Matrix, proved: P
     return _unshown(drift, rule, release) if rule is not None and unshown else drift
 
 
+def _evidence(entry: PatchEntry, matrix: Matrix, proved: Proved | None) -> list[Proved]:
+    """What proofs have shown, here first. If they could not run here, what they have shown on known trees first."""
+    here = [] if proved is None else [proved]
+    known = shipped_evidence(entry.id) if matrix.shipped else []
+    return [*known, *here] if proved is not None and proved.verdict == CANNOT_RUN else [*here, *known]
+
+
 def _shown(bodies: Bodies, proved: Proved, release: str) -> Match | None:
     """What the proofs have shown, if they ran on the very bodies that are here. None: nothing, or of other bodies."""
     entry = bodies.entry
     when = f"{proved.date}, {proved.shown}" if proved.shown else proved.date
+    tree = f"the same bodies in {proved.tree}" if proved.tree else "this tree"
     if proved.verdict == RIGHT_ON_STOCK or (proved.verdict == CANNOT_RUN and proved.variant is None):
         found = bodies.here()
         if found != proved.fingerprints:
             return None
         if proved.verdict == CANNOT_RUN:
             return _otherwise(bodies, proved, None, found)
-        return Match(UPSTREAM, f"{release} is right without it: proved on this tree ({when})", None, found)
+        return Match(UPSTREAM, f"{release} is right without it: proved on {tree} ({when})", None, found)
     variant = entry.variants.get(proved.variant or "")
     found = {} if variant is None else bodies.of(variant)
     if variant is None or found != proved.fingerprints:
@@ -133,9 +145,9 @@ def _shown(bodies: Bodies, proved: Proved, release: str) -> Match | None:
     if proved.verdict == CANNOT_RUN:
         return _otherwise(bodies, proved, variant, found)
     if proved.verdict == FIXED:
-        return _with(bodies, variant, f"proved on this tree ({when})")
+        return _with(bodies, variant, f"proved on {tree} ({when})")
     unknown = bodies.unknown(variant.name, found)
-    reason = f"its proofs fail on this tree ({when})"
+    reason = f"its proofs fail on {tree} ({when})"
     return Match("drifted", reason, variant.name, found, unknown or dict.fromkeys(found, reason), cause="disproved")
 
 
@@ -159,8 +171,8 @@ def _otherwise(bodies: Bodies, proved: Proved, variant: Variant | None, found: M
     return Match(state, reason, None if variant is None else variant.name, found, drifted, cause=cause)
 
 
-def _right(bodies: Bodies, rule: Rule | None, release: str) -> Match | None:
-    """What shows that the release is right without the patch: bodies that are known to be, or a sign. None: nothing."""
+def _like_a_right_release(bodies: Bodies, rule: Rule | None, release: str) -> Match | None:
+    """The release or tag that is right without the patch and has the same bodies. None if there is none."""
     entry, matrix = bodies.entry, bodies.matrix
     like = matrix.right_like(entry.id, bodies.found, bodies.missing)
     state = UPSTREAM if like is None else matrix.wanted(entry.id, like[0]) or UPSTREAM
@@ -171,6 +183,12 @@ def _right(bodies: Bodies, rule: Rule | None, release: str) -> Match | None:
         note = f" ({rule.note})" if rule is not None and rule.variant is None and rule.note else ""
         shown = matrix.shown(entry.distribution, name)
         return Match(state, f"{release} {_WORDS[state]}: its bodies are those of {shown}{note}", None, alike)
+    return None
+
+
+def _seen_to_be_right(bodies: Bodies, rule: Rule | None, release: str) -> Match | None:
+    """What shows that the release is right without the patch: it lacks all targets, or has a sign. None: nothing."""
+    entry = bodies.entry
     if rule is not None and rule.gives == NOT_NEEDED and all(map(bodies.missing, entry.targets)):
         note = f" ({rule.note})" if rule.note else ""
         return Match(NOT_NEEDED, f"{release} {_WORDS[NOT_NEEDED]}: it has none of the patch's targets{note}")

@@ -1,8 +1,8 @@
 """Decisions of the proofs about a tree: which patches fix it, which it does not need, and which are left out.
 
 A patch whose bodies are all those of a release needs no decision. The proofs of each other patch run on stock and with
-the patch, whatever its bodies are. All accepted patches then run once more together, with the generic proofs on a small
-model: a patch that is right alone may be wrong beside the others.
+the patch, whatever its bodies are, and also on a commit that shim knows. All accepted patches then run once more
+together, with the generic proofs on a small model: a patch that is right alone may be wrong beside the others.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def undecided(plan: Plan) -> list[str]:
 
 
 def _bodies(plan: Plan, id: str) -> Bodies:
-    return Bodies(plan.matrix.patches[id], plan.environment, plan.matrix)
+    return Bodies(plan.matrix.patches[id], plan.environment, plan.matrix.released)
 
 
 def decide(plan: Plan, request: Request, say: Say) -> Decided:

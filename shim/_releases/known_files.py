@@ -1,8 +1,8 @@
 """Files of known releases by digest, so that shim knows their bodies without parsing.
 
 `shim pin --releases` writes known_files.json: {module: {digest of a file: {qualified name: fingerprint}}}, for all
-names that a patch of the matrix binds or reads. The digest covers the whole file, so no entry can be stale. A file with
-an unknown digest is parsed.
+names that a patch of the matrix binds or reads. The digest covers the whole file, so no entry can be stale. Files of
+commits and forks are in known_trees.json. A file with an unknown digest is parsed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from shim._errors import SourceError
 from shim._releases.fingerprint import ABSENT, fingerprint, split_target
+from shim._releases.known_trees import known_trees
 from shim._releases.sources import Known, Sources
 
 __all__ = ["FILE", "KnownFiles", "known_files", "known_value", "known_with", "measure_files", "render_files"]
@@ -53,7 +54,10 @@ def known_value(digest: str, module: str, qualname: str, added: bool) -> str | N
 
     Raises SourceError if the name is missing from the file, as fingerprint() does.
     """
-    return _value_in(known_files(), digest, module, qualname, added)
+    table = known_files()
+    if digest not in table.get(module, ()):
+        table = known_trees()["files"]
+    return _value_in(table, digest, module, qualname, added)
 
 
 def known_with(files: KnownFiles) -> Known:

@@ -7,6 +7,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from edited_trees import tree  # noqa: F401 - a fixture
 from unit_helpers import World
 from untraced import pytest_runtest_call  # noqa: F401 - a hook
 

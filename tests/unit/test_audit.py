@@ -174,13 +174,15 @@ commits:
       version: "0.17.1.dev0"
       date: "2026-08-22"
       of: main
-      variants: {roll-fix: new}
 """
 
 
 @pytest.mark.parametrize(("text", "nearest"), [(REWORKED, "0.17.0"), (REWORKED.replace("shift", "by"), "0123456789")])
-def test_a_diff_begins_from_a_commit_only_where_no_release_has_its_body(world, verdicts, text, nearest):
+def test_a_diff_begins_from_a_commit_only_where_no_release_has_its_body(world, verdicts, monkeypatch, text, nearest):
     """A wheel is fetched sooner than a repository. The header says what the commit is."""
+    said = {"trees": ["0123456789"], "verdict": "fixed", "variant": "new", "fingerprints": {}, "shown": ""}
+    found = {"trees": {"0123456789": {"date": "2026-11-25"}}, "patches": {"roll-fix": [said]}}
+    monkeypatch.setattr("shim._planning.evidence.known_trees", lambda: found)
     megatron(world.root / "releases/0123456789", "0.17.1", {"roll.py": text})
     world.pin(MATRIX.replace("\n\npatches:", f"\n{COMMIT}\npatches:", 1))
     [roll] = verdicts(text.replace("return helper(x)", "return helper(x) + 1"), "0.17.2")["roll-fix"].differences

@@ -8,9 +8,12 @@ import pytest
 from unit_helpers import BROKEN, FIXED, MATRIX, REWORKED, megatron
 
 from shim._errors import MatrixError, NotMetError
+from shim._matrix.commits import UPSTREAM
 from shim._matrix.compiled import read_compiled, render_compiled
 from shim._matrix.load import load_matrix
 from shim._matrix.pins import lock_path, read_pins, recorded_pins, render_pins
+from shim._planning.evidence import FIXED as IS_FIXED
+from shim._planning.evidence import RIGHT
 from shim._planning.overview import listed
 from shim._tools.stale_pins import stale
 from shim._tools.support import support, support_table
@@ -19,13 +22,13 @@ from shim.maintenance.pin_all import measure_all, write_all
 
 MAIN = "1234567890" + "a" * 30  # of digits alone, its name is a version to packaging
 DEV = "5e00000000" + "b" * 30
+EDITED = REWORKED.replace("return helper(x)", "return helper(x) + 1")
+assert EDITED != REWORKED
 
 
-def commit(hash, version="0.18.0.dev0", date="2026-08-22", of="main", **variants):
+def commit(hash, version="0.18.0.dev0", date="2026-08-22", of="main"):
     lines = [f'    "{hash[:10]}":', f'      commit: "{hash}"', f'      version: "{version}"', f'      date: "{date}"']
-    lines += [f"      of: {of}", "      variants:" if variants else ""]
-    lines += [f"        {id.replace('_', '-')}: {variant}" for id, variant in variants.items()]
-    return "\n".join(filter(None, lines)) + "\n"
+    return "\n".join([*lines, f"      of: {of}"]) + "\n"
 
 
 def with_commits(*texts):
@@ -33,7 +36,26 @@ def with_commits(*texts):
 
 
 @pytest.fixture
-def pinned(world):
+def proofs(monkeypatch):
+    """Stands in for known_trees.json: `proofs(commit, roll_fix="new")`; UPSTREAM if stock is right."""
+    patches = {}
+    found = {"trees": {}, "patches": patches, "files": {}}
+    monkeypatch.setattr("shim._planning.evidence.known_trees", lambda: found)
+
+    def shown(hash, **gives):
+        found["trees"][hash[:10]] = {"date": "2026-11-25"}
+        for id, variant in gives.items():
+            verdict = {"verdict": IS_FIXED, "variant": variant}
+            if variant == UPSTREAM:
+                verdict = {"verdict": RIGHT, "variant": None}
+            said = {"trees": [hash[:10]], **verdict, "fingerprints": {}, "shown": ""}
+            patches.setdefault(id.replace("_", "-"), []).append(said)
+
+    return shown
+
+
+@pytest.fixture
+def pinned(world, proofs):
     """Pins the matrix with commits, whose sources are given by the first ten digits."""
 
     def pin(sources, *texts):
@@ -64,61 +86,65 @@ def test_a_commit_is_pinned_beside_the_releases(pinned):
     assert list(found.values()) == [["0.18.0", MAIN[:10]]]
 
 
-def test_a_body_that_only_a_commit_has_is_known(pinned, world):
+def test_a_body_that_only_a_commit_has_is_known(pinned, proofs, world):
     """Whoever runs the commit gets the patch, whatever version it has there."""
-    text = REWORKED.replace("dims=0", "dims=1")
-    pinned({MAIN[:10]: text}, commit(MAIN, roll_fix="new", faster_forward="only"))
+    text = EDITED
+    proofs(MAIN, roll_fix="new", faster_forward="only")
+    pinned({MAIN[:10]: text}, commit(MAIN))
     world.install(text, "0.99.0")
     decision = world.plan()["roll-fix"]
     assert (decision.action, decision.variant) == ("apply", "new")
 
 
-def test_where_a_commit_says_none_it_has_no_pin(pinned):
-    matrix = pinned({MAIN[:10]: FIXED}, commit(MAIN, roll_fix="none"))
-    assert list(matrix.pins["megatron-core"][MAIN[:10]]) == ["faster-forward"] and stale(matrix) == []
-    assert support(matrix)["megatron-core"][MAIN[:10]] == {"roll-fix": "-", "faster-forward": "only"}
-
-
-def test_a_commit_that_is_right_by_itself_tells_so(pinned, world):
+def test_a_commit_that_proofs_have_shown_to_be_right_tells_so(pinned, proofs, world):
     """Its bodies are those of no release, and the version says that the patch is needed."""
     backport = FIXED.replace("dims is None", "not dims")
-    pinned({DEV[:10]: backport}, commit(DEV, "0.17.0.dev0", of="dev", roll_fix="upstream"))
+    proofs(DEV, roll_fix=UPSTREAM)
+    pinned({DEV[:10]: backport}, commit(DEV, "0.17.0.dev0", of="dev"))
     world.install(backport, "0.17.0.dev5")
     decision = world.plan()["roll-fix"]
     assert decision.action == "upstream"
     assert "its bodies are those of commit 5e00000000 (dev of 2026-08-22)" in decision.reason
 
 
-def test_bodies_of_another_variant_than_the_version_says_are_an_error(pinned):
-    """A person decides. Pinned as the version says, the wrong variant would be known for these bodies."""
-    with pytest.raises(MatrixError) as caught:
-        pinned({MAIN[:10]: BROKEN}, commit(MAIN, "0.17.0.dev0"))
-    assert "by its version megatron-core commit 1234567890 (main of 2026-08-22) has new, but it has all" in str(
-        caught.value
-    )
-    assert "bodies of variant old" in str(caught.value) and "under the variants of the commit" in str(caught.value)
-    matrix = pinned({}, commit(MAIN, "0.17.0.dev0", roll_fix="old"))
-    assert matrix.pins["megatron-core"][MAIN[:10]]["roll-fix"].variant == "old"
+def gives(matrix, hash=MAIN):
+    return support(matrix)["megatron-core"][hash[:10]]["roll-fix"]
 
 
-def test_an_unknown_body_without_a_contract_is_not_pinned_by_the_version_alone(pinned, world):
-    """Somebody names the variant. A variant that no release has was written for such commits, and needs no more."""
-    text = REWORKED.replace("dims=0", "dims=1").replace("return helper(x)", "return helper(x) + 1")
-    with pytest.raises(MatrixError, match=r"has new, but nobody has seen its \S+:roll, and there is no contract of it"):
-        pinned({MAIN[:10]: text}, commit(MAIN, "0.17.0.dev0", faster_forward="only"))
-    old = '      - {megatron-core: ">=0.17.0.dev0,<0.18.0.dev0", variant: new}\n'
-    rules = MATRIX.replace(old, old + '      - {megatron-core: ">=0.18.0.dev0,<0.19.0.dev0", variant: newest}\n')
-    start, end = rules.index("    upstream:"), rules.index("    delete_when: megatron-core 0.17")
-    rules = (rules[:start] + rules[end:]).replace('"0.17.0", "0.18.0"]', '"0.17.0"]')
-    rules = rules.replace("      new:\n", '      newest:\n        targets: ["megatron.core.roll:roll"]\n      new:\n')
-    section = "\ncommits:\n  megatron-core:\n" + commit(MAIN, "0.18.0.dev0", faster_forward="only") + "\npatches:"
-    world.pin(rules.replace("\n\npatches:", section, 1))
-    assert load_matrix(world.matrix).pins["megatron-core"][MAIN[:10]]["roll-fix"].variant == "newest"
+def test_bodies_of_another_variant_than_the_version_says_decide(pinned):
+    """Pinned as the version says, the wrong variant would be known for these bodies."""
+    matrix = pinned({MAIN[:10]: BROKEN}, commit(MAIN, "0.17.0.dev0"))
+    assert gives(matrix) == "old" and stale(matrix) == []
 
 
-def test_a_target_that_a_commit_lacks_is_an_error(pinned):
-    with pytest.raises(MatrixError, match=r"roll-fix: the rules give variant new to megatron-core commit 1234567890"):
-        pinned({MAIN[:10]: "x = 1\n"}, commit(MAIN, "0.17.0.dev0"))
+def test_a_commit_with_all_bodies_of_a_right_release_is_right(pinned):
+    """The version says that it needs the patch."""
+    matrix = pinned({MAIN[:10]: FIXED}, commit(MAIN, "0.17.0.dev0"))
+    assert gives(matrix) == "upstream" and stale(matrix) == []
+
+
+def test_an_unknown_body_without_a_contract_is_not_pinned_by_the_version(pinned, proofs):
+    text = EDITED
+    assert gives(pinned({MAIN[:10]: text}, commit(MAIN, "0.17.0.dev0"))) == "-"
+    proofs(MAIN, roll_fix="new")
+    assert gives(pinned({}, commit(MAIN, "0.17.0.dev0"))) == "new"
+
+
+def test_a_commit_that_lacks_a_target_has_no_pin(pinned):
+    assert gives(pinned({MAIN[:10]: "x = 1\n"}, commit(MAIN, "0.17.0.dev0"))) == "-"
+
+
+def test_the_matrix_of_the_releases_knows_no_commit(pinned, proofs):
+    """The proofs of a commit's patches run again, although the commit is pinned."""
+    text = EDITED
+    proofs(MAIN, roll_fix="new")
+    matrix = pinned({MAIN[:10]: text}, commit(MAIN))
+    released = matrix.released
+    assert set(released.names("megatron-core")) == {"0.16.0", "0.17.0", "0.18.0"}
+    assert len(matrix.known_bodies("roll-fix", "new")["megatron.core.roll:roll"]) == 2
+    assert len(released.known_bodies("roll-fix", "new")["megatron.core.roll:roll"]) == 1
+    for release in released.supported["megatron-core"]:
+        assert released.pins["megatron-core"][release] == matrix.pins["megatron-core"][release]
 
 
 def test_a_commit_comes_before_the_release_and_after_older_ones(pinned):
@@ -134,7 +160,7 @@ def test_a_commit_comes_before_the_release_and_after_older_ones(pinned):
 
 
 def test_the_fast_form_has_the_commits(pinned, tmp_path, monkeypatch):
-    matrix = pinned({MAIN[:10]: FIXED}, commit(MAIN, of="main, pinned by a trainer", faster_forward="only"))
+    matrix = pinned({MAIN[:10]: FIXED}, commit(MAIN, of="main, pinned by a trainer"))
     monkeypatch.setattr("shim._matrix.compiled.FILE", tmp_path / "fast.json")
     lock = lock_path(Path(matrix.path)).read_bytes()
     (tmp_path / "fast.json").write_text(render_compiled(matrix, "digest", lock))
@@ -165,15 +191,12 @@ def test_lists_of_releases_stay_lists_of_releases(pinned):
         ("of: main", "off: main", "unknown key 'off' in commit 1234567890; known are commit, version, date, of"),
         ("      of: main\n", "", "commit 1234567890 lacks 'of'"),
         ("of: main", "of: ''", "is empty"),
-        ("faster-forward: only", "slower-forward: only", "which is no patch of megatron-core"),
-        ("faster-forward: only", "roll-fix: newer", "it can get old, new, upstream, not-needed, none"),
-        ("faster-forward: only", "roll-fix: old\n        roll-fix: new", "duplicate key 'roll-fix'"),
         ("commits:\n  megatron-core:", "commits:\n  torch:", "unknown key 'torch' in commits"),
         ('["0.16.0", ', f'["{MAIN[:10]}", "0.16.0", ', "is both a release and a commit"),
     ],
 )  # fmt: skip
 def test_a_commit_is_read_strictly(world, old, new, message):
-    text = with_commits(commit(MAIN, faster_forward="only"))
+    text = with_commits(commit(MAIN))
     assert text.count(old) >= 1
     world.matrix.write_text(text.replace(old, new))
     with pytest.raises(MatrixError, match=r"matrix.yaml:\d+: ") as caught:
@@ -207,10 +230,11 @@ def test_recorded_pins_are_what_was_written(pinned):
     assert recorded_pins(b'{"gone-fix": {"old": {"a:b": {"c": ["0.16.0"]}}}}', matrix.patches) == {}
 
 
-def test_a_commit_that_cannot_be_fetched_keeps_its_pins(pinned, world):
+def test_a_commit_that_cannot_be_fetched_keeps_its_pins(pinned, proofs, world):
     """Releases are measured as ever."""
-    text = REWORKED.replace("dims=0", "dims=1")
-    matrix = pinned({MAIN[:10]: text}, commit(MAIN, roll_fix="new", faster_forward="only"))
+    text = EDITED
+    proofs(MAIN, roll_fix="new", faster_forward="only")
+    matrix = pinned({MAIN[:10]: text}, commit(MAIN))
     before = lock_path(world.matrix).read_text()
     shutil.rmtree(world.root / "releases" / MAIN[:10])
     found = measure_all(matrix, fetch_in(world, {MAIN[:10]}), lambda text: None)
@@ -230,29 +254,23 @@ def test_a_release_that_cannot_be_fetched_is_an_error(pinned, world):
         measure_all(matrix, fetch_in(world, {"0.17.0"}), lambda text: None)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("roll-fix: new", "roll-fix: old"),
-        ("roll-fix: new", "roll-fix: upstream"),
-        ('new:\n        targets: ["megatron.core.roll:roll"]', 'new:\n        targets: ["megatron.core.roll:Layer"]'),
-    ],
-)
-def test_pins_of_other_rules_are_not_kept(pinned, world, old, new):
+def test_pins_of_other_targets_are_not_kept(pinned, proofs, world):
     """They would be wrong, and nobody could measure the right ones."""
-    pinned({MAIN[:10]: REWORKED}, commit(MAIN, roll_fix="new", faster_forward="only"))
-    text = world.matrix.read_text()
+    proofs(MAIN, roll_fix="new")
+    pinned({MAIN[:10]: REWORKED}, commit(MAIN))
+    text, old = world.matrix.read_text(), 'new:\n        targets: ["megatron.core.roll:roll"]'
     assert old in text
-    world.matrix.write_text(text.replace(old, new))
+    world.matrix.write_text(text.replace(old, 'new:\n        targets: ["megatron.core.roll:Layer"]'))
     matrix = load_matrix(world.matrix, pins=False, check_ranges=False)
     with pytest.raises(MatrixError, match=r"sources are not at hand\. Remedy: .* clone .* in SHIM_MEGATRON_GIT"):
         measure_all(matrix, fetch_in(world, {MAIN[:10]}), lambda text: None)
 
 
-def test_known_files_of_a_missing_commit_are_kept(pinned, world, monkeypatch):
+def test_known_files_of_a_missing_commit_are_kept(pinned, proofs, world, monkeypatch):
     """Nobody can tell which of the other files it has, so all of them stay."""
-    text = REWORKED.replace("dims=0", "dims=1")
-    matrix = pinned({MAIN[:10]: text}, commit(MAIN, roll_fix="new", faster_forward="only"))
+    text = EDITED
+    proofs(MAIN, roll_fix="new")
+    matrix = pinned({MAIN[:10]: text}, commit(MAIN))
     table = world.root / "known_files.json"
     monkeypatch.setattr("shim._matrix.load.matrix_path", lambda: world.matrix)
     monkeypatch.setattr("shim._releases.known_files.FILE", table)

@@ -1,53 +1,29 @@
 """What the proofs have shown on a tree decides about its bodies, and about no others."""
 
 import json
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from unit_helpers import BROKEN, FIXED, PATCH, REWORKED, write_file
+from edited_trees import EDITED, EDITED_AGAIN, proved, verdict
+from unit_helpers import BROKEN, FIXED, REWORKED
 
 import shim
 from shim._errors import NotMetError, OptionError
 from shim._matrix.load import load_matrix
-from shim._planning.bodies import GONE, Bodies
+from shim._planning.bodies import GONE
 from shim._planning.evidence import CANNOT_RUN, NOT_FIXED, RIGHT, evidence_for, files_of
 from shim._planning.evidence import FIXED as IS_FIXED
 from shim._planning.lock import read_lock, write_lock
 from shim._planning.plan import make_plan
 from shim._releases import sources as sources_module
-from shim._releases.known_files import measure_files
-
-EDITED = BROKEN.replace("return helper(x)", "return helper(x) + 1")
-EDITED_AGAIN = BROKEN.replace("return helper(x)", "return helper(x) + 2")
-BODIES = ("megatron.core.roll:roll", "megatron.core.roll:Layer.forward", "megatron.core.roll:helper")
 
 
-@pytest.fixture
-def tree(world, monkeypatch):
-    """A world with an edited release, which nobody has seen, and a trainer's patch for it."""
-    write_file(world.own / "trainer_patches" / "roll_fix.py", PATCH)
-    monkeypatch.setenv("MEGATRON_SHIM_MATRIX", str(world.matrix))
-    world.install(EDITED)
-    world.lock = world.root / "shim.lock"
-    yield world
-    shim.revert()
-
-
-def verdict(world, verdict, variant="old", **more):
-    """What a lock says of roll-fix on the tree that is installed."""
-    plan = world.plan()
-    entry = plan.matrix.patches["roll-fix"]
-    found = Bodies(entry, plan.environment, plan.matrix)
-    bodies = found.here() if variant is None else found.of(entry.variants[variant])
-    said = {"verdict": verdict, "variant": variant, "fingerprints": bodies, "shown": "1e-1 -> 0", "proofs": {}}
-    return {**said, "otherwise": {}, **more}
-
-
-def proved(world, said):
-    files = {}
-    measure_files(world.plan().environment.sources, BODIES, files)
-    about = {"date": "2026-01-02", "python": "3.11", "torch": "2.13.0", "where": "CPU"}
-    return {**about, "generic": {}, "files": files, "patches": {"roll-fix": said}}
+@contextmanager
+def nothing_parsed(monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(sources_module, "parse", lambda text: pytest.fail("a source was parsed"))
+        yield
 
 
 def write(world, said, also=()):
@@ -115,8 +91,8 @@ def test_where_proofs_show_nothing_the_decision_stays(tree, monkeypatch, state, 
         "dropped": "",
     }
     write(tree, verdict(tree, CANNOT_RUN, variant, otherwise=otherwise))
-    monkeypatch.setattr(sources_module, "parse", lambda text: pytest.fail("a source was parsed"))
-    found = roll(tree)
+    with nothing_parsed(monkeypatch):
+        found = roll(tree)
     assert found.action == state and found.reason == "its contract; its proofs show nothing on this tree (1e-1 -> 0)"
 
 
@@ -182,8 +158,8 @@ def test_further_trees_are_checked_as_well(tree):
 def test_a_plan_under_a_lock_parses_nothing(tree, monkeypatch):
     """The bodies of its files are in the lock, as those of releases are in known_files.json."""
     write(tree, verdict(tree, IS_FIXED))
-    monkeypatch.setattr(sources_module, "parse", lambda text: pytest.fail("a source was parsed"))
-    assert roll(tree).action == "apply"
+    with nothing_parsed(monkeypatch):
+        assert roll(tree).action == "apply"
 
 
 def test_bodies_of_a_lock_end_with_it(tree):

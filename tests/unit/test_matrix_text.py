@@ -115,8 +115,8 @@ def test_commits_stand_by_their_days():
 
 def test_a_commit_keeps_the_comment_of_the_next_one():
     found = with_commit(COMMENTED, "megatron-core", COMMIT).replace('    "aaa', '    # about a\n    "aaa')
-    early = Commit("b" * 10, "b" * 40, "0.20.0", "2026-01-01", "dev", {"a-fix": "none"})
-    assert "        a-fix: none\n    # about a\n" in with_commit(found, "megatron-core", early)
+    early = Commit("b" * 10, "b" * 40, "0.20.0", "2026-01-01", "dev")
+    assert "      of: dev\n    # about a\n" in with_commit(found, "megatron-core", early)
 
 
 def test_the_newest_bound_and_what_ends_there():

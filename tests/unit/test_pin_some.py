@@ -17,13 +17,12 @@ EDITED = REWORKED.replace("return helper(x)", "return helper(x) + 1").replace("d
 MAIN, DEV = "1234567890" + "a" * 30, "5e00000000" + "b" * 30
 
 
-def with_commits(matrix=MATRIX, variant="new"):
-    """A matrix with two commits that get this variant of roll-fix."""
+def with_commits(matrix=MATRIX):
+    """A matrix with two commits."""
     lines = ["commits:", "  megatron-core:"]
     for hash, of in ((DEV, "dev"), (MAIN, "main")):
-        lines += [f'    "{hash[:10]}":', f'      commit: "{hash}"', '      version: "0.18.0.dev0"']
-        lines += ['      date: "2026-08-22"', f"      of: {of}", "      variants:"]
-        lines += [f"        roll-fix: {variant}", "        faster-forward: only"]
+        lines += [f'    "{hash[:10]}":', f'      commit: "{hash}"', '      version: "0.17.1.dev0"']
+        lines += ['      date: "2026-08-22"', f"      of: {of}"]
     return matrix.replace("\n\npatches:", "\n" + "\n".join(lines) + "\n\npatches:", 1)
 
 
@@ -147,7 +146,7 @@ def test_a_renamed_variant_needs_no_sources_of_a_commit(shim, commits, how):
     """It has the same targets and reads, whose bodies were measured."""
     before = roll_bodies(commits, DEV[:10])
     renamed = MATRIX.replace("      new:", "      v0_17:").replace("variant: new", "variant: v0_17")
-    commits.matrix.write_text(with_commits(renamed, "v0_17"))
+    commits.matrix.write_text(with_commits(renamed))
     shim.gone.update((DEV[:10], MAIN[:10]))
     assert shim(*how)[0] == 0
     pin = load_matrix(commits.matrix).pins["megatron-core"][DEV[:10]]["roll-fix"]

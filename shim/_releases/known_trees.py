@@ -1,0 +1,26 @@
+"""Commits and forks that trainers run: what the proofs of patches have shown there, and the bodies in their files.
+
+`python -m shim.maintenance.known_trees` writes known_trees.json from locks that `shim pin --prove` has made:
+
+    trees: {name: {of, releases, date, torch, python, where}}
+    patches: {patch id: [{trees, verdict, variant, fingerprints, shown}]}, trees with the same bodies together
+    files: as in known_files.json, for files that no release has
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+__all__ = ["FILE", "known_trees"]
+
+FILE = Path(__file__).with_name("known_trees.json")
+
+
+@lru_cache(maxsize=1)
+def known_trees() -> Mapping[str, Any]:
+    """The table that ships with shim. It is read on first use: a plan on a release does not need it."""
+    return json.loads(FILE.read_text("utf-8"))

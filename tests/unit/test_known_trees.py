@@ -1,0 +1,145 @@
+"""Evidence that ships with shim: what proofs have shown on commits and forks counts for those bodies alone."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from edited_trees import EDITED, EDITED_AGAIN, proved, verdict
+from unit_helpers import FIXED
+
+from shim._errors import OptionError
+from shim._matrix.load import load_matrix
+from shim._planning.evidence import CANNOT_RUN, NOT_FIXED, RIGHT, VERDICTS
+from shim._planning.evidence import FIXED as IS_FIXED
+from shim._planning.plan import make_plan
+from shim._releases.known_files import known_value
+from shim._releases.known_trees import FILE, known_trees
+from shim.maintenance.known_trees import main, render_trees, with_tree
+
+EMPTY = {"trees": {}, "patches": {}, "files": {}}
+MATRIX = load_matrix()
+
+
+def lock_of(world, said):
+    return {"releases": {"megatron-core": "0.17.0"}, "proved": proved(world, said)}
+
+
+@pytest.fixture
+def shipped(tree, monkeypatch):
+    """The world with its matrix in the place of the shipped one; `ship(table)` is the evidence beside it."""
+    monkeypatch.setattr("shim._matrix.model.Matrix.shipped", True)
+
+    def ship(table):
+        monkeypatch.setattr("shim._planning.evidence.known_trees", lambda: table)
+
+    ship(EMPTY)
+    tree.ship = ship
+    return tree
+
+
+def decided(world):
+    return world.plan()["roll-fix"]
+
+
+@pytest.mark.parametrize(
+    ("said", "variant", "action", "reason"),
+    [
+        (IS_FIXED, "old", "apply", "proved on the same bodies in a-fork (2026-01-02, 1e-1 -> 0)"),
+        (RIGHT, None, "upstream", "is right without it: proved on the same bodies in a-fork (2026-01-02, 1e-1 -> 0)"),
+        (NOT_FIXED, "old", "drifted", "its proofs fail on the same bodies in a-fork (2026-01-02, 1e-1 -> 0)"),
+    ],
+)
+def test_what_was_shown_on_a_known_tree_decides(shipped, said, variant, action, reason):
+    assert decided(shipped).action == "drifted" and "proofs" not in decided(shipped).reason
+    shipped.ship(with_tree(EMPTY, "a-fork", "a fork", lock_of(shipped, verdict(shipped, said, variant))))
+    found = decided(shipped)
+    assert found.action == action and reason in found.reason
+    shipped.install(EDITED_AGAIN)
+    assert decided(shipped).action == "drifted" and "proofs" not in decided(shipped).reason
+
+
+def test_another_matrix_has_no_part_in_it(tree, monkeypatch):
+    """Its patches may bear the same names."""
+    table = with_tree(EMPTY, "a-fork", "a fork", lock_of(tree, verdict(tree, IS_FIXED)))
+    monkeypatch.setattr("shim._planning.evidence.known_trees", lambda: table)
+    assert decided(tree).action == "drifted"
+
+
+def test_bodies_of_a_right_release_need_no_evidence(shipped, monkeypatch):
+    """So that a plan on a release does not read the table."""
+    shipped.install(FIXED, "0.18.0")
+    monkeypatch.setattr("shim._planning.evidence.known_trees", lambda: pytest.fail("the table was read"))
+    assert decided(shipped).action == "upstream"
+
+
+def test_proofs_that_could_not_run_here_yield_to_those_of_a_known_tree(shipped):
+    """A lock is made where a module of the image may be missing."""
+    shipped.ship(with_tree(EMPTY, "a-fork", "a fork", lock_of(shipped, verdict(shipped, IS_FIXED))))
+    plan = shipped.plan()
+    otherwise = {"state": "drifted", "reason": "changed", "cause": "changed", "dropped": ""}
+    for said, reason in ((CANNOT_RUN, "in a-fork"), (NOT_FIXED, "on this tree")):
+        lock = lock_of(shipped, verdict(shipped, said, otherwise=otherwise))
+        options = replace(plan.options, lock_content={**lock, "releases": {}})
+        made = make_plan(plan.environment, plan.matrix, options, plan.losses)
+        assert reason in made["roll-fix"].reason
+
+
+def test_trees_with_the_same_bodies_stand_together(shipped):
+    one = with_tree(EMPTY, "one", "a commit", lock_of(shipped, verdict(shipped, IS_FIXED)))
+    both = with_tree(one, "two", "a fork", lock_of(shipped, verdict(shipped, IS_FIXED, shown="2e-1 -> 0")))
+    [said] = both["patches"]["roll-fix"]
+    assert said["trees"] == ["one", "two"] and said["shown"] == "1e-1 -> 0" and set(both["trees"]) == {"one", "two"}
+    shipped.install(EDITED_AGAIN)
+    apart = with_tree(both, "two", "a fork", lock_of(shipped, verdict(shipped, IS_FIXED)))
+    assert [said["trees"] for said in apart["patches"]["roll-fix"]] == [["one"], ["two"]]
+    text = render_trees(apart)
+    assert json.loads(text) == apart and render_trees(json.loads(text)) == text
+
+
+def test_what_showed_nothing_is_not_in_the_table(shipped):
+    """And takes away what the tree had shown before."""
+    one = with_tree(EMPTY, "one", "a commit", lock_of(shipped, verdict(shipped, IS_FIXED)))
+    assert with_tree(one, "one", "a commit", lock_of(shipped, verdict(shipped, CANNOT_RUN)))["patches"] == {}
+    with pytest.raises(OptionError, match="has no proofs"):
+        with_tree(EMPTY, "one", "a commit", {"releases": {}})
+
+
+def test_files_of_a_known_tree_are_not_parsed(shipped, monkeypatch):
+    table = with_tree(EMPTY, "one", "a commit", lock_of(shipped, verdict(shipped, IS_FIXED)))
+    monkeypatch.setattr("shim._releases.known_files.known_trees", lambda: table)
+    [(digest, bodies)] = table["files"]["megatron.core.roll"].items()
+    assert known_value(digest, "megatron.core.roll", "roll", False) == bodies["roll"]
+    assert known_value("another", "megatron.core.roll", "roll", False) is None
+    assert EDITED != EDITED_AGAIN
+
+
+def test_a_fork_needs_words(tmp_path, shipped, monkeypatch):
+    monkeypatch.setattr("shim.maintenance.known_trees.FILE", tmp_path / "known_trees.json")
+    (tmp_path / "known_trees.json").write_text(render_trees(EMPTY))
+    with pytest.raises(OptionError, match="say with --of what it is"):
+        main(["a-fork", str(tmp_path / "no.lock")])
+
+
+# The shipped table
+
+TABLE = known_trees()
+
+
+def test_the_table_is_as_it_is_written():
+    assert render_trees(TABLE) == FILE.read_text("utf-8")
+
+
+@pytest.mark.parametrize("id", TABLE["patches"])
+def test_what_was_shown_is_of_today_s_variants(id):
+    """Of other targets it would speak for bodies that nobody has measured."""
+    entry = MATRIX.patches[id]
+    for said in TABLE["patches"][id]:
+        assert said["verdict"] in VERDICTS and set(said["trees"]) <= set(TABLE["trees"])
+        if said["variant"] is None:
+            assert set(said["fingerprints"]) <= set(entry.bodies)
+        else:
+            assert set(said["fingerprints"]) == set(entry.variants[said["variant"]].bodies)
+
+
+def test_each_commit_is_in_the_table():
+    assert set(MATRIX.commits["megatron-core"]) <= set(TABLE["trees"])
