@@ -65,7 +65,7 @@ def test_the_case_sees_a_broken_engine_in_a_process_that_shares_modules(case):
     ("imports", "told"),
     [
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "exit status -9"),
-        ("import time; print('so far', flush=True); time.sleep(60)", "did not end within 2 s:\nso far"),
+        ("import time; print('so far', flush=True); time.sleep(600)", "did not end within 10 s:\nso far"),
         ("raise SystemExit(0)", "left before its end"),
         ("import os; os._exit(0)", "left before its end"),
         ("raise SystemExit(3)", "exit status 3"),
@@ -76,7 +76,7 @@ def test_the_case_sees_a_broken_engine_in_a_process_that_shares_modules(case):
 def test_no_end_of_a_process_is_taken_for_success(case, monkeypatch, imports, told, can_fork):
     monkeypatch.setattr(fork_server, "CAN_FORK", can_fork and fork_server.CAN_FORK)
     with pytest.raises(AssertionError, match=f"(?s)import order 'apply import' .*{told}"):
-        ImportOrders(case.targets, imports=imports, timeout=2 if "sleep" in imports else 30, apply=ALLOWED).run(
+        ImportOrders(case.targets, imports=imports, timeout=10 if "sleep" in imports else 100, apply=ALLOWED).run(
             "apply import"
         )
 

@@ -165,7 +165,7 @@ def test_an_interrupt_anywhere_leaves_nothing_half_applied(tree, events, stride)
         sweep("change", lambda: shim.apply(only=["count"]), lambda: shim.apply(only=["more"]), {stride})
         """),
         tree,
-        timeout=times(100, 900),
+        timeout=times(400, 1800),
     )
     counts = [int(line.split()[1]) for line in out.splitlines()]
     assert len(counts) == 3 and min(counts) > times(10, 40), out
@@ -202,7 +202,7 @@ def test_an_interrupted_import_is_no_import(tree):
         print(hits)
         """),
         tree,
-        timeout=times(100, 900),
+        timeout=times(400, 1800),
     )
     assert int(out) > times(10, 40)
 
@@ -222,7 +222,7 @@ def test_a_second_interrupt_leaves_nothing_half_applied_either(tree, again):
         sweep("change", less, more, {times(31, 3)}, again={again})
         """),
         tree,
-        timeout=times(100, 900),
+        timeout=times(400, 1800),
     )
     counts = [int(line.split()[1]) for line in out.splitlines()]
     assert len(counts) == 3 and min(counts) > times(8, 80), out
@@ -262,7 +262,7 @@ def test_a_signal_handler_that_calls_shim(tree, call):
         print("refused", len(REFUSED))
         """),
         tree,
-        timeout=times(100, 900),
+        timeout=times(400, 1800),
     )
     *swept, refused = (int(line.split()[1]) for line in out.splitlines())
     assert min(swept) > times(10, 150), out
@@ -363,7 +363,7 @@ FORKS = """
 def test_a_process_that_is_forked_while_another_thread_is_in_shim(tree):
     """As by DataLoader beside a thread in shim.patched(): nothing hangs, and a transaction is there or is not."""
     tree.module("late", "from megatron.core.ops import double\n")
-    out = run(f"TURNS = {times(60, 600)}\n" + dedent(FORKS), tree, timeout=times(100, 900))
+    out = run(f"TURNS = {times(60, 600)}\n" + dedent(FORKS), tree, timeout=times(400, 1800))
     assert int(out) > times(5, 50), "the thread was hardly ever within a transaction"
 
 

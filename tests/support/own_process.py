@@ -63,14 +63,14 @@ def tree_with_patches(root):
     return world
 
 
-def run(code, tree, *flags, timeout=100, **variables):
+def run(code, tree, *flags, timeout=400, **variables):
     environ = {n: v for n, v in os.environ.items() if not n.startswith(("MEGATRON_SHIM_", "PYTHON"))}
     environ |= {
         "PYTHONPATH": os.pathsep.join(map(str, (tree.root, REPOSITORY, REPOSITORY / "tests/support"))),
         "MEGATRON_SHIM_MATRIX": str(tree.matrix),
         **variables,
     }
-    # A deadlock shows where it is, and ends.
+    # A deadlock shows where it is, and ends. A machine with much else to do is no deadlock.
     limit = f"import faulthandler; faulthandler.dump_traceback_later({timeout - 10}, exit=True)\n"
     code = limit + dedent(HEAD) + dedent(code)
     command = [sys.executable, *flags, "-c", code]
