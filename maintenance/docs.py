@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from shim._matrix import load
 from shim._matrix.load import load_matrix
 from shim._matrix.model import Matrix
+from shim._planning.evidence import FIXED, NOT_FIXED, RIGHT
 from shim._planning.explain import patch_docstring
 from shim._planning.overview import effects_of, listed
+from shim._releases.known_trees import known_trees
 from shim._tools.support import support, support_table
 
 from . import docs_sample
@@ -76,9 +79,39 @@ lists the targets of each variant. On other commits, on forks and on nightlies t
 """
 
 
+TREES = """\
+## What proofs have shown on commits and forks
+
+`shim pin --prove` has run on these trees ([evidence.md](evidence.md)). The table has the patches with a body that is
+in no release. What was shown holds for exactly these bodies, also in a tree that is not in this table.
+"""
+
+
 def releases_page(matrix: Matrix) -> str:
     """The text of docs/releases.md."""
-    return f"{RELEASES}\n{support_table(matrix)}\n"
+    return f"{RELEASES}\n{support_table(matrix)}\n\n{TREES}\n{trees_table()}\n"
+
+
+def trees_table() -> str:
+    """Markdown, with a line for each known tree: the patches that it needs, that it is right without, and left out."""
+    known = known_trees()
+    lines = ["| tree | what it is | fixed | right on stock | not fixed |", "|---|---|---|---|---|"]
+    for name, tree in known["trees"].items():
+        said = {verdict: _judged(known, name, verdict) for verdict in (FIXED, RIGHT, NOT_FIXED)}
+        about = f"{tree['of']} ({tree['date']}, torch {tree['torch']})"
+        lines.append(f"| {name} | {about} | {' | '.join(said.values())} |")
+    return "\n".join(lines)
+
+
+def _judged(known: Mapping[str, Any], name: str, verdict: str) -> str:
+    """The patches with this verdict on a tree, each with its variant."""
+    found = [
+        f"{id} {said['variant']}" if said["variant"] else id
+        for id, entries in known["patches"].items()
+        for said in entries
+        if name in said["trees"] and said["verdict"] == verdict
+    ]
+    return ", ".join(found) or "-"
 
 
 def catalogue(matrix: Matrix) -> str:
