@@ -2,14 +2,13 @@
 
 import contextlib
 import importlib
-import types
 
 import pytest
 import torch
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.fp32_residual.proof import LAYERS, TOKENS, build, norms_as_of_apex
+from shim.patches.megatron_core.fp32_residual.proof import LAYERS, TOKENS, build, mamba_layer, norms_as_of_apex
 from shim.patches.megatron_core.masked_microbatch.proof import microbatches, scheduled
 
 ID = "fp32-residual"
@@ -95,37 +94,17 @@ def test_an_exception_leaves_the_layer_as_it_was():
     assert all(vars(layer)[name] is held for name, held in before.items())
 
 
-class Mixer(torch.nn.Module):
-    """In the place of Mamba's kernels: bf16 in, bf16 out."""
-
-    def forward(self, hidden, *args, **kwargs):
-        assert hidden.dtype == torch.bfloat16
-        return hidden * 0.5, None
-
-
-def mamba_layer(flag):
-    """A Mamba layer without what needs a kernel."""
-    module = importlib.import_module("megatron.core.ssm.mamba_layer")
-    bda = importlib.import_module("megatron.core.fusions.fused_bias_dropout").get_bias_dropout_add
-    layer = module.MambaLayer.__new__(module.MambaLayer)
-    torch.nn.Module.__init__(layer)
-    layer.config = types.SimpleNamespace(
-        fp32_residual_connection=flag, params_dtype=torch.bfloat16, bias_dropout_fusion=False
-    )
-    layer.residual_in_fp32, layer.hidden_dropout, layer.mamba_bda = False, 0.0, bda
-    layer.norm, layer.mixer = torch.nn.Identity(), Mixer()
-    layer.bias_dropout_add_exec_handler = torch.enable_grad
-    return layer
-
-
 @needed
 @pytest.mark.parametrize("flag", [True, False])
 def test_mamba_layers(flag):
     hidden = torch.randn(TOKENS, 1, 32, generator=torch.Generator().manual_seed(0))
     hidden = hidden if flag else hidden.bfloat16()
+    layer, given = mamba_layer(flag), []
+    layer.mixer.register_forward_pre_hook(lambda mixer, args: given.append(args[0].dtype))
     with patched():
-        found = mamba_layer(flag).forward(hidden, None)
-    expected = hidden + (hidden.bfloat16() * 0.5).to(hidden.dtype)
+        found = layer.forward(hidden, None)
+    assert given == [torch.bfloat16]
+    expected = hidden + layer.mixer(hidden)[0].to(hidden.dtype)
     assert found.dtype == hidden.dtype
     assert torch.equal(found, expected)
 

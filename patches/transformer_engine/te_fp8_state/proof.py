@@ -15,16 +15,19 @@ WIDTH, TOKENS = 64, 32
 SIZES = (1.0, 1.25, 1.5, 1.75)
 
 
-def by_transformer_engine(function: Any, values: Tensor) -> Tensor:
+def by_transformer_engine(function: Any, values: Tensor, **options: bool) -> Tensor:
     from transformer_engine.pytorch.distributed import checkpoint
 
     # A function, because it hands modules without TE layers on to torch's checkpoint.
-    result: Tensor = checkpoint(lambda given: function(given), values)
+    result: Tensor = checkpoint(lambda given: function(given), values, **options)
     return result
 
 
-def gradient_of_a_layer(recompute: bool, device: str) -> Tensor:
-    """Of the weight of a quantized layer [WIDTH, WIDTH], by the sum of the losses of microbatches of growing size."""
+def gradient_of_a_layer(recompute: bool, device: str, **options: bool) -> Tensor:
+    """Of the weight of a quantized layer [WIDTH, WIDTH], by the sum of the losses of microbatches of growing size.
+
+    options: of Transformer Engine's checkpoint.
+    """
     generator = torch.Generator().manual_seed(1)
     with fresh_fp8_state():
         layer, recipe = fp8_linear(WIDTH, device), delayed_scaling(device=device)
@@ -33,7 +36,7 @@ def gradient_of_a_layer(recompute: bool, device: str) -> Tensor:
         for size in SIZES:
             values = (size * torch.randn(TOKENS, WIDTH, generator=generator)).to(weight).requires_grad_()
             with fp8_region(recipe):
-                output = by_transformer_engine(layer, values) if recompute else layer(values)
+                output = by_transformer_engine(layer, values, **options) if recompute else layer(values)
             losses.append(output.float().square().mean())
         torch.stack(losses).sum().backward()
         assert weight.grad is not None
@@ -56,6 +59,23 @@ def a_recompute_takes_the_scales_of_its_forward_pass(here: Here) -> float:
     Right is the gradient without the checkpoint, to the bit. From 2.1 on.
     """
     found, right = (here.run(gradient_of_a_layer, recompute, here.device)[0] for recompute in (True, False))
+    return float((found.double() - right.double()).norm() / right.double().norm())
+
+
+def gradient_without_reentrance(device: str) -> Tensor:
+    return gradient_of_a_layer(True, device, use_reentrant=False)
+
+
+@proof("gradient off by {:.1e}", right="bit-equal", te=True, devices=("cpu", "cuda"))
+def a_recompute_without_reentrance_takes_the_scales_of_its_forward_pass(here: Here) -> float:
+    """Under delayed scaling, a recompute with `use_reentrant=False` takes the scales of another forward pass.
+
+    To reproduce: run the other proof with `te.distributed.checkpoint(..., use_reentrant=False)`. This checkpoint runs
+    the function again by hooks on saved tensors, in the contexts of `get_activation_recompute_contexts`, whose queue is
+    the same. Right is the gradient without the checkpoint, to the bit. From 2.1 on.
+    """
+    found = here.run(gradient_without_reentrance, here.device)[0]
+    right = here.run(gradient_of_a_layer, False, here.device)[0]
     return float((found.double() - right.double()).norm() / right.double().norm())
 
 
