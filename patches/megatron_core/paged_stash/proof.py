@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from importlib import import_module
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -14,7 +15,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from shim import testing
+from shim import ShimError, testing
+from shim.patches.megatron_core.paged_stash.grouped_on_cpu import grouped, sequential, te_grouped
 from shim.testing.proof import CannotRunError, Here, proof
 
 # A real model, whose experts compute in buffers of a fixed capacity
@@ -72,11 +74,14 @@ def loss_of(model: nn.Module, microbatch: int) -> Tensor:
 
 
 def held_between(stash: bool, **options: Any) -> tuple[int, dict[str, Tensor]]:
-    """Bytes held between forward and backward of a microbatch, pools included, and the gradients.
+    """Bytes held between forward and backward of a microbatch, pools included, and the gradients at the step's end.
 
     A stash learns its size in a step before that.
     """
-    model = testing.build_gpt(**{**EMPTY_ROWS, **options})
+    from megatron.core.distributed import finalize_model_grads
+
+    model: Any = testing.build_gpt(**{**EMPTY_ROWS, **options})
+    model.finish_grad_sync = lambda **options: None  # as of a model without replicas
     held = 0
     with testing.Footprint() as footprint, contextlib.ExitStack() as undo:
         if stash:
@@ -86,10 +91,11 @@ def held_between(stash: bool, **options: Any) -> tuple[int, dict[str, Tensor]]:
             loss = loss_of(model, 0)
             held = footprint.held_bytes
             loss.backward()
+            finalize_model_grads([model])
     return held, {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
 
 
-def times_what_tokens_take() -> float:
+def times_what_tokens_take(experts: Callable[[], AbstractContextManager[dict[str, Any]]]) -> float:
     """With the stash asked for, over buffers that have no empty rows."""
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.experts import SequentialMLP
@@ -97,10 +103,10 @@ def times_what_tokens_take() -> float:
     if "permuted_probs" not in inspect.signature(SequentialMLP.forward).parameters:
         raise CannotRunError("experts of this release are not told which rows are padding")
     # 0.16 looks it up in every step, and has it with Transformer Engine only.
-    with mock.patch.object(moe_utils, "te_general_gemm", None, create=True):
-        needed, _ = held_between(False, moe_pad_expert_input_to_capacity=False)
-        _, right = held_between(False)
-        held, found = held_between(True)
+    with mock.patch.object(moe_utils, "te_general_gemm", None, create=True), experts() as options:
+        needed, _ = held_between(False, moe_pad_expert_input_to_capacity=False, **options)
+        _, right = held_between(False, **options)
+        held, found = held_between(True, **options)
     if not equal_bits(found, right):
         raise RuntimeError("the stash has changed gradients")
     return held / needed
@@ -120,7 +126,29 @@ def empty_rows_of_experts_take_no_memory(here: Here) -> float:
     tokens take. From 0.18 `moe_paged_stash` stashes these rows only, but for fused operations alone; there too nothing
     changes here. Up to 0.17 there is no stash.
     """
-    times: float = here.run(times_what_tokens_take)[0]
+    times: float = here.run(times_what_tokens_take, sequential)[0]
+    return times
+
+
+@proof("holds {:.2f} times the bytes of its tokens", bound=1.2, defect="missing")
+def empty_rows_of_grouped_experts_take_no_memory(here: Here) -> float:
+    """Grouped experts without fused operations keep the empty rows of their buffers for backward, too.
+
+    To reproduce: run the model of the other proof with TEGroupedMLP. Torch takes the place of the grouped kernels, and
+    keeps what they keep. Right is what the rows with tokens take.
+    """
+    times: float = here.run(times_what_tokens_take, te_grouped)[0]
+    return times
+
+
+@proof("holds {:.2f} times the bytes of its tokens", bound=1.2, defect="missing", variants=("v0_12_1",))
+def empty_rows_of_legacy_grouped_experts_take_no_memory(here: Here) -> float:
+    """The grouped experts of releases up to 0.16 keep the empty rows of their buffers for backward, too.
+
+    To reproduce: run the model of the first proof with GroupedMLP (`moe_use_legacy_grouped_gemm`). Torch takes the
+    place of the kernels of grouped_gemm, and keeps what they keep. Right is what the rows with tokens take.
+    """
+    times: float = here.run(times_what_tokens_take, grouped)[0]
     return times
 
 
@@ -381,3 +409,207 @@ def an_evaluation_may_come_before_the_first_step(here: Here) -> int:
     """
     wrong: int = here.run(wrong_after_an_evaluation)[0]
     return wrong
+
+
+# Upstream's fused experts, its runner, and the ends of a step
+
+
+class Part(nn.Module):
+    """A module that has nothing but the given attributes."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+def fused_experts() -> Any:
+    """Upstream's TEGroupedMLP with stand-ins for two attributes that need a GPU: fused operations, linear layers."""
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
+
+    class Fused(TEGroupedMLP):  # type: ignore[misc]
+        def __init__(self, config: Any = SETTINGS, **more: Any) -> None:
+            nn.Module.__init__(self)
+            torch.manual_seed(0)
+            shapes = {"first": (HIDDEN, ROWS), "second": (ROWS, HIDDEN)}
+            self.weights = nn.ParameterDict({name: torch.randn(shape) for name, shape in shapes.items()})
+            self.config = SimpleNamespace(
+                **{**vars(config), **more},
+                moe_router_padding_for_quantization=True,
+                moe_expert_rank_capacity_factor=CAPACITY_FACTOR,
+                delay_offload_until_cuda_graph=False,
+            )
+            self._fused_ops, self._with_fused_impl, self._use_grouped_tensor = (self.operations,), True, True
+            self.linear_fc2 = Part(use_bias=False)
+
+        def operations(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor, *others: Any) -> Any:
+            weights = self.weights.values()
+            return GroupedMLP.apply(x, int(tokens_per_expert.sum()), *weights, True)
+
+    return Fused
+
+
+def fused_gradients(experts: Any, counts: Sequence[int], stash: bool) -> dict[str, Tensor]:
+    """Of one step over microbatches of `counts` tokens, all forward before all backward."""
+    experts.config.moe_paged_stash = stash
+    if stash:
+        upstream().paged_stash_reset(enabled=True, config=experts.config)
+    experts.zero_grad()
+    losses = []
+    for number, count in enumerate(counts):
+        if stash:
+            upstream().paged_stash_init_chunk_handler(None, 0)
+        x = torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(number)).requires_grad_()
+        # Into a separate memory, as dispatchers hand it over.
+        output, _ = experts(x * 1, torch.tensor([count - 1, 1]), torch.ones(ROWS))
+        losses.append(output[:count].square().sum())
+    for loss in losses:
+        loss.backward()
+    return {name: weight.grad.clone() for name, weight in experts.named_parameters() if weight.grad is not None}
+
+
+def wrong_in_fused_experts() -> int:
+    """In the second iteration, with a buffer for half of what the first one took."""
+    with new_manager():
+        experts, counts = fused_experts()(settings(factor=-0.5)), (5, 5, 5)
+        found = {}
+        for _ in range(2):
+            found = fused_gradients(experts, counts, stash=True)
+        return wrong_gradients(found, fused_gradients(experts, counts, stash=False))
+
+
+@proof("{:.0f} of 2 gradients wrong", right="bit-equal", variants=("v0_18",))
+def gradients_of_fused_experts_survive_a_full_buffer(here: Here) -> int:
+    """The paged stash silently corrupts gradients of TEGroupedMLP when its buffer is full.
+
+    To reproduce: the other proof of a full buffer, with a TEGroupedMLP under `use_transformer_engine_op_fuser`. Its
+    `_fused_forward` stashes. The fused operations need a GPU, and are stood in. Right are the gradients without a
+    stash.
+
+    From 0.18 to 0.20. Open upstream.
+    """
+    wrong: int = here.run(wrong_in_fused_experts)[0]
+    return wrong
+
+
+class OverBudgetOnce:
+    """A token dispatcher that dropped tokens: PagedStashRunner runs the iteration again, and then it did not."""
+
+    def __init__(self) -> None:
+        self.config = SimpleNamespace(moe_expert_rank_capacity_factor=CAPACITY_FACTOR)
+        self._comm_manager = SimpleNamespace(moe_expert_rank_capacity_factor=CAPACITY_FACTOR)
+        self.over_budget = torch.ones(1, dtype=torch.bool)
+
+    def check_over_budget(self) -> Tensor:
+        return self.over_budget
+
+    def reset_over_budget(self) -> None:
+        self.over_budget.zero_()
+
+    # From 0.20. HybridEP reports no capacity, and has no state to set up anew.
+
+    def check_required_capacity(self) -> None:
+        return None
+
+    def invalidate_ep_bootstrap(self) -> None: ...
+
+
+STEP: dict[str, Any] = {"num_microbatches": 1, "seq_length": ROWS, "forward_only": False}
+
+
+def run_twice(step: Callable[[], Any], config: Any, layer_config: Any) -> list[Any]:
+    """PagedStashRunner around `step` and a chunk with one MoE layer, which makes it run again; what `step` returned."""
+    mlp = Part(config=layer_config, experts=Part(config=layer_config), token_dispatcher=OverBudgetOnce())
+    decoder = Part(layers=nn.ModuleList([Part(mlp=mlp)]))
+    chunk = Part(decoder=decoder, config=config, mtp_process=False, zero_grad_buffer=lambda: None)
+    tries: list[Any] = []
+    runner = upstream().PagedStashRunner(config, False, [chunk], None, lambda **_: tries.append(step()))
+    runner(model=[chunk], data_iterator=iter([None]), **STEP)
+    return tries
+
+
+def drawn_anew() -> int:
+    """Random tensors of a repeated step that are other ones: of the default generator, and of megatron's tracker."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    def draw() -> tuple[Tensor, Tensor]:
+        with get_cuda_rng_tracker().fork():
+            forked = torch.rand(4)
+        return torch.rand(4), forked
+
+    with new_manager():
+        config = settings()
+        first, second = run_twice(draw, config, config)
+        return sum(not torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+@proof("{:.0f} of 2 random tensors are other ones", right="the same random numbers", variants=("v0_18",))
+def a_repeated_step_draws_the_same_random_numbers(here: Here) -> int:
+    """PagedStashRunner repeats a step with other random numbers, so that the step has another dropout.
+
+    To reproduce: let PagedStashRunner run a `forward_backward_func` that draws random numbers, with a token dispatcher
+    whose `check_over_budget()` is true once. `prepare_for_rerun` restores no random state. Right are the numbers of the
+    first try, with which the step is the one that was asked for.
+
+    From 0.18 to 0.20. Open upstream.
+    """
+    others: int = here.run(drawn_anew)[0]
+    return others
+
+
+def by_finalizing(model: nn.ModuleList, step: Callable[[], Any]) -> None:
+    """The end of a step without a CUDA graph."""
+    from megatron.core.distributed import finalize_model_grads
+
+    step()
+    whole: Any = testing.build_gpt(num_layers=1, mtp_num_layers=None)
+    whole.finish_grad_sync = lambda **options: None
+    finalize_model_grads([whole])
+
+
+def by_a_graph(model: nn.ModuleList, step: Callable[[], Any]) -> None:
+    """The end of a step that is to be captured, while it warms up."""
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+
+    FullCudaGraphWrapper(lambda **_: step())(model=[model], data_iterator=None, **STEP)
+
+
+def says_nothing(end: Callable[[nn.ModuleList, Callable[[], Any]], None]) -> bool:
+    """Whether a step whose buffer was too small ends without an error, although its gradients are wrong."""
+    with new_manager():
+        model, counts, found = build(), (5, 5, 5), {}
+        right = train(model, counts, stash=False)
+        train(model, counts, config=settings(factor=-0.5))  # from which the stash learns its size
+
+        def step() -> None:
+            found.update(train(model, counts, config=settings(factor=-0.5)))
+
+        try:
+            end(model, step)
+        except ShimError:
+            return False
+        return not equal_bits(found, right)
+
+
+def ends_that_say_nothing() -> int:
+    return sum(says_nothing(end) for end in (by_finalizing, by_a_graph))
+
+
+@proof(
+    "{:.0f} of 2 steps with wrong gradients end without an error",
+    right="wrong gradients are an error",
+    variants=("v0_18",),
+    options={"overflow": "raise"},
+)
+def a_full_buffer_is_an_error_at_the_end_of_the_step(here: Here) -> int:
+    """Nothing tells that the paged stash has lost tensors, unless PagedStashRunner runs the step.
+
+    To reproduce: two iterations of toy experts whose buffer is full, as in another proof. End the second one by
+    `finalize_model_grads`, and once more inside FullCudaGraphWrapper. The gradients are wrong, and are used. Nothing
+    but PagedStashRunner calls `check_paged_stash_overflow`. Right is an error before gradients are used, if nothing but
+    the stash may hold them (the option `overflow` is "raise" here).
+
+    From 0.18 to 0.20. Open upstream.
+    """
+    silent: int = here.run(ends_that_say_nothing)[0]
+    return silent
