@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from shim._matrix.load import check_modules, load_matrix
 from shim._matrix.model import Matrix
 from shim._matrix.spelling import did_you_mean
 from shim._planning.arguments import Arguments, Given, Ids, PatchOptions, takes_arguments  # noqa: F401 - for get_type_hints()
-from shim._planning.evidence import files_of, trial_of
+from shim._planning.evidence import Proved, files_of, trial_of
 from shim._planning.explain import explanation
 from shim._planning.lock import read_lock
 from shim._planning.options import Options, is_disabled, matrix_argument, resolve, unknown_variables
@@ -74,7 +74,7 @@ def _asked_by(what: str) -> str:
     return f"shim.{what}(){where}"
 
 
-def _make_plan(asked: Arguments, what: str = "plan", trial: Mapping[str, str] | None = None) -> Plan:
+def _make_plan(asked: Arguments, what: str = "plan", trial: Mapping[str, Proved] | None = None) -> Plan:
     """The plan for arguments. Warns of unknown variables, and of another matrix than the shipped one.
 
     what: the function that asks for it.    trial: see `apply_on_trial`.
@@ -95,10 +95,10 @@ class _LostFeatures:
         return getattr(features, name)
 
 
-def _planned(matrix: Matrix, asked: Arguments, trial: Mapping[str, str] | None = None) -> Plan:
+def _planned(matrix: Matrix, asked: Arguments, trial: Mapping[str, Proved] | None = None) -> Plan:
     options = resolve(matrix, asked)
     if trial is not None:
-        options = replace(options, trial=trial_of(trial))
+        options = replace(options, trial=trial)
     if options.lock is not None:
         options = replace(options, lock_content=read_lock(options.lock))
     sources = _engine.ENGINE.renewal.new_sources(known_with(files_of(options.lock_content)))
@@ -159,12 +159,13 @@ def apply(**given: Unpack[Given]) -> Report:
     return status()
 
 
-def apply_on_trial(variants: Mapping[str, str], **given: Any) -> Report:
+def apply_on_trial(variants: Mapping[str, str], left: Mapping[str, Sequence[str]], **given: Any) -> Report:
     """`apply`, but with these variants by patch, whatever the bodies are; "" leaves a patch out.
 
+    left: for each patch the targets to do without.
     Not public: for the processes in which `shim pin --prove` runs proofs.
     """
-    _engine.ENGINE.switch_to(_make_plan(Arguments(**given), "apply", variants))
+    _engine.ENGINE.switch_to(_make_plan(Arguments(**given), "apply", trial_of(variants, left)))
     return status()
 
 

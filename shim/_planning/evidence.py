@@ -53,6 +53,7 @@ class Proved:
     tree: the names of the known trees that it ran on. "" for the tree of a lock.
     otherwise: if nothing was shown, what contracts and signs had decided: `state`, `reason` and `cause` of a Match, and
         its `dropped` targets with blanks between. The same bodies give the same, so no source is parsed for it again.
+    dropped: targets without which it was tried: no proof runs their bodies, and the patch can do without them.
     """
 
     verdict: str
@@ -62,11 +63,12 @@ class Proved:
     date: str = ""
     tree: str = ""
     otherwise: Mapping[str, str] = field(default_factory=dict)
+    dropped: Sequence[str] = ()
 
 
-def trial_of(variants: Mapping[str, str]) -> Mapping[str, Proved]:
-    """The options that make a plan apply these variants, by patch."""
-    return {id: Proved(TRIAL, variant, {}) for id, variant in variants.items()}
+def trial_of(variants: Mapping[str, str], left: Mapping[str, Sequence[str]]) -> Mapping[str, Proved]:
+    """The options that make a plan apply these variants, by patch, without the targets in `left`."""
+    return {id: Proved(TRIAL, variant, {}, dropped=left.get(id, ())) for id, variant in variants.items()}
 
 
 def trees_of(lock: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -104,7 +106,7 @@ def evidence_for(lock: Mapping[str, Any] | None, environment: Environment) -> Ma
         return {}
     names = ("verdict", "variant", "fingerprints", "shown", "otherwise")
     return {
-        id: Proved(date=proved["date"], **{name: said[name] for name in names})
+        id: Proved(date=proved["date"], dropped=said.get("dropped", ()), **{name: said[name] for name in names})
         for id, said in proved["patches"].items()
     }
 

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from shim._errors import NotMetError, OptionError
@@ -61,6 +62,8 @@ VERDICT_KEYS: dict[str, Any] = {
     "variant": (str, type(None)),
     "verdict": str,
 }
+# A verdict may have this as well: the targets without which the patch was accepted.
+MORE_VERDICT_KEYS: dict[str, Any] = {"dropped": list}
 PATCH_KEYS: dict[str, type] = {"code": str, "fingerprints": dict, "module": str, "options": dict, "variant": str}
 NAMES = {dict: "mapping", list: "list", str: "text", int: "number"}
 
@@ -164,10 +167,8 @@ def _ill_formed_tree(text: str, found: Any, place: Place, allowed: Mapping[str, 
     if odd:
         return odd
     unknown_key(text, found, place, allowed)
-    for name in MORE_KEYS.keys() & found.keys():
-        if type(found[name]) is not MORE_KEYS[name]:
-            return f"{name!r} of {_spelled(place)} is no {NAMES[MORE_KEYS[name]]}"
-    odd = _ill_formed_members(text, found["patches"], (*place, "patches"), PATCH_KEYS)
+    odd = _ill_typed(found, MORE_KEYS, _spelled(place))
+    odd = odd or _ill_formed_members(text, found["patches"], (*place, "patches"), PATCH_KEYS)
     return odd or ("" if "proved" not in found else _ill_formed_proofs(text, found["proved"], (*place, "proved")))
 
 
@@ -176,7 +177,7 @@ def _ill_formed_proofs(text: str, proved: Mapping[str, Any], place: Place) -> st
     if odd:
         return odd
     unknown_key(text, proved, place, PROVED_KEYS)
-    odd = _ill_formed_members(text, proved["patches"], (*place, "patches"), VERDICT_KEYS)
+    odd = _ill_formed_members(text, proved["patches"], (*place, "patches"), VERDICT_KEYS, MORE_VERDICT_KEYS)
     for id, said in proved["patches"].items() if not odd else ():
         what = _spelled((*place, "patches", id))
         if said["verdict"] not in VERDICTS:
@@ -190,13 +191,27 @@ def _ill_formed_proofs(text: str, proved: Mapping[str, Any], place: Place) -> st
     return odd
 
 
-def _ill_formed_members(text: str, found: Mapping[str, Any], place: Place, keys: Mapping[str, Any]) -> str:
+def _ill_formed_members(
+    text: str,
+    found: Mapping[str, Any],
+    place: Place,
+    keys: Mapping[str, Any],
+    more: Mapping[str, Any] = MappingProxyType({}),
+) -> str:
+    """more: keys that a member may have, and need not."""
     for name, member in found.items():
-        odd = _lacking(member, keys, _spelled((*place, name)))
+        what = _spelled((*place, name))
+        odd = _lacking(member, keys, what) or _ill_typed(member, more, what)
         if odd:
             return odd
-        unknown_key(text, member, (*place, name), keys)
+        unknown_key(text, member, (*place, name), {**keys, **more})
     return ""
+
+
+def _ill_typed(found: Mapping[str, Any], keys: Mapping[str, Any], what: str) -> str:
+    """The first of these keys that is there with a value of another type, or ""."""
+    odd = next((key for key, kind in keys.items() if key in found and type(found[key]) is not kind), None)
+    return "" if odd is None else f"{odd!r} of {what} is no {NAMES[keys[odd]]}"
 
 
 def _spelled(place: Place) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from packaging.version import Version
@@ -77,7 +77,7 @@ def match(entry: PatchEntry, environment: Environment, matrix: Matrix, proved: P
         if not proved.variant:
             return Match("drifted", "left out of this trial", cause="disproved")
         variant = entry.variants[proved.variant]
-        return _with(bodies, variant, f"tried on {release}")
+        return _with(bodies, variant, f"tried on {release}", proved.dropped)
     if candidate is not None:
         found = bodies.of(candidate)
         if bodies.all_known(candidate.name, found):
@@ -145,16 +145,17 @@ def _shown(bodies: Bodies, proved: Proved, release: str) -> Match | None:
     if proved.verdict == CANNOT_RUN:
         return _otherwise(bodies, proved, variant, found)
     if proved.verdict == FIXED:
-        return _with(bodies, variant, f"proved on {tree} ({when})")
+        return _with(bodies, variant, f"proved on {tree} ({when})", proved.dropped)
     unknown = bodies.unknown(variant.name, found)
     reason = f"its proofs fail on {tree} ({when})"
     return Match("drifted", reason, variant.name, found, unknown or dict.fromkeys(found, reason), cause="disproved")
 
 
-def _with(bodies: Bodies, variant: Variant, reason: str) -> Match:
-    """The variant, without the targets that are missing and that it can do without."""
+def _with(bodies: Bodies, variant: Variant, reason: str, left: Sequence[str]) -> Match:
+    """The variant, without the targets that it can do without and that are missing, or in `left`."""
     found = bodies.of(variant)
-    dropped = {t: str(bodies.problems[t]) for t in variant.skippable if found.get(t) == GONE}
+    dropped = {t: "its proofs do not run it" for t in variant.skippable if t in left}
+    dropped |= {t: str(bodies.problems[t]) for t in variant.skippable if found.get(t) == GONE}
     return Match("apply", reason, variant.name, found, dropped=dropped)
 
 

@@ -51,7 +51,8 @@ def enforce(plan: Plan) -> None:
         if met or plan.options.disabled:
             continue
         if decision.dropped:
-            _refuse_part(plan, decision)
+            if plan.options.trial is None:  # a trial asks for the parts that are there
+                _refuse_part(plan, decision)
             continue
         what = f"{decision.id} is {decision.action}: {_unmet(plan, decision)} Nothing was applied."
         if decision.id in plan.options.require:

@@ -31,6 +31,7 @@ class Judgement:
     """The judgement about one patch.
 
     proofs: for each proof the measurement on stock and with the patch, in words.
+    dropped: targets without which the patch is accepted: no proof runs their bodies, and it can do without them.
     """
 
     id: str
@@ -40,6 +41,11 @@ class Judgement:
     proofs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     fingerprints: Mapping[str, str] = field(default_factory=dict)
     otherwise: Mapping[str, str] = field(default_factory=dict)
+    dropped: tuple[str, ...] = ()
+
+    def refused(self, shown: str) -> Judgement:
+        """The judgement about a patch that was accepted, and is wrong beside others."""
+        return replace(self, verdict=NOT_FIXED, shown=shown, dropped=())
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,7 @@ def decide(plan: Plan, request: Request, say: Say) -> Decided:
         if not tried and not beside:
             break
         trial = {**dict.fromkeys(ids, ""), **_accepted(judged), **variants}
-        results, watch = _round(plan, tried, trial, beside, request, say)
+        results, watch = _round(plan, tried, trial, _left(judged), beside, request, say)
         for id in tried:
             seen = _judged(plan, id, variants.get(id), [r for r in results if r.patch == id], watch[id])
             if id not in judged or seen.verdict == FIXED:
@@ -107,11 +113,21 @@ def _open(judgement: Judgement | None) -> bool:
 
 
 def _round(
-    plan: Plan, ids: Sequence[str], trial: Mapping[str, str], known: Iterable[str], request: Request, say: Say
+    plan: Plan,
+    ids: Sequence[str],
+    trial: Mapping[str, str],
+    left: Mapping[str, tuple[str, ...]],
+    known: Iterable[str],
+    request: Request,
+    say: Say,
 ) -> tuple[list[Result], dict[str, tuple[Spot, ...]]]:
-    """The results of these patches with the variants of `trial`, and the watched spots. Known patches run on stock."""
+    """The results of these patches with the variants of `trial`, and the watched spots. Known patches run on stock.
+
+    left: targets without which patches beside them are applied.
+    """
     watch = {id: spots_of(plan.environment.sources, _unknown_bodies(plan, id, trial[id])) for id in ids}
-    asked = replace(request, ids=(*ids, *known), trial=trial, stock_only=frozenset(known), watch=watch)
+    stock_only = frozenset(known)
+    asked = replace(request, ids=(*ids, *known), trial=trial, left=left, stock_only=stock_only, watch=watch)
     return prove(_as_tried(plan, {id: name for id, name in trial.items() if name}), asked, say), watch
 
 
@@ -164,10 +180,15 @@ def _judged(plan: Plan, id: str, variant: str | None, results: Sequence[Result],
         others = [result for result in ran if _is_wrong(result.stock)]
         return Judgement(id, NOT_FIXED, variant, _measured(others), proofs)
     missed = sorted({target for target, *_ in watched} - set().union(*(result.reached for result in results)))
-    if missed:
-        why = f"its proofs do not run {', '.join(target.partition(':')[2] for target in missed)}"
-        return Judgement(id, CANNOT_RUN, variant, why, proofs)
-    return Judgement(id, FIXED, variant, _measured(fixed), proofs)
+    wiring = plan.matrix.patches[id].variants[variant]
+    if set(missed) - wiring.skippable.keys() or set(missed) >= set(wiring.targets):
+        return Judgement(id, CANNOT_RUN, variant, f"its proofs do not run {_names(missed)}", proofs)
+    without = f"; without {_names(missed)}, which its proofs do not run" if missed else ""
+    return Judgement(id, FIXED, variant, _measured(fixed) + without, proofs, dropped=tuple(missed))
+
+
+def _names(targets: Iterable[str]) -> str:
+    return ", ".join(target.partition(":")[2] for target in targets)
 
 
 def _why_not(result: Result) -> str:
@@ -220,6 +241,11 @@ def _accepted(judged: Mapping[str, Judgement]) -> dict[str, str]:
     return {id: j.variant for id, j in judged.items() if j.verdict == FIXED and j.variant is not None}
 
 
+def _left(judged: Mapping[str, Judgement]) -> dict[str, tuple[str, ...]]:
+    """The targets without which patches are accepted."""
+    return {id: j.dropped for id, j in judged.items() if j.dropped}
+
+
 def _trial(judged: Mapping[str, Judgement], without: str = "") -> dict[str, str]:
     """What the process applies beside all patches whose bodies are known. What was not shown is decided as ever."""
     left_out = {id: "" for id, j in judged.items() if j.verdict in (NOT_FIXED, RIGHT)}
@@ -231,12 +257,11 @@ def _together(plan: Plan, judged: dict[str, Judgement], request: Request, say: S
     accepted = _accepted(judged)
     if not accepted:
         return judged
-    asked = replace(request, ids=tuple(accepted), together=True, trial=_trial(judged))
+    asked = replace(request, ids=tuple(accepted), together=True, trial=_trial(judged), left=_left(judged))
     found = dict(judged)
     for result in prove(_as_tried(plan, accepted), asked, say):
         if result.stock is not None and _ran(result) and (result.patched is None or result.patched.state != "right"):
-            shown = f"beside all other patches {_measured([result])}"
-            found[result.patch] = replace(judged[result.patch], verdict=NOT_FIXED, shown=shown)
+            found[result.patch] = judged[result.patch].refused(f"beside all other patches {_measured([result])}")
     return found
 
 
@@ -249,15 +274,14 @@ def _generic(
     """
     if "megatron-core" not in plan.environment.installed or not _accepted(judged):
         return judged, {}
-    asked = replace(request, ids=(), trial=_trial(judged))
+    asked = replace(request, ids=(), trial=_trial(judged), left=_left(judged))
     results = prove_generic(SMALL_GPT, asked, say)
     for worse in [result for result in results if _worse(result)]:
         for id in _accepted(judged):
             again = replace(asked, ids=(worse.proof,), trial=_trial(judged, without=id))
             [result] = prove_generic(SMALL_GPT, again, say)
             if result.patched is not None and result.patched.state == "right":
-                shown = f"with it {worse.proof}: {_measured([worse])}"
-                judged = {**judged, id: replace(judged[id], verdict=NOT_FIXED, shown=shown)}
+                judged = {**judged, id: judged[id].refused(f"with it {worse.proof}: {_measured([worse])}")}
     return judged, {result.proof: _sides(result) for result in results}
 
 

@@ -34,7 +34,7 @@ class Request:
 
     together: apply all patches on the patched side, not the patch alone. timeout: seconds for each side.
     stock_only: patches of which to leave the patched side out.
-    trial: variants to apply whatever the bodies are, by patch.
+    trial: variants to apply whatever the bodies are, by patch. left: by patch the targets to do without.
     complete: raise NotMetError if a process ends without the answers, as when megatron-core cannot be imported.
     watch: for each patch the bodies of which an outcome is to say whether they ran. kept: answers of an earlier run.
     """
@@ -48,6 +48,7 @@ class Request:
     stock_only: frozenset[str] = frozenset()
     trial: Mapping[str, str] | None = None
     watch: Mapping[str, tuple[Spot, ...]] = field(default_factory=dict)
+    left: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     kept: Kept | None = None
     complete: bool = False
 
@@ -208,10 +209,13 @@ def _missing(proof: Proof, plan: Plan) -> str:
 def _case(label: str, source: str, proof: Proof, result: Result, device: str, world: int, request: Request) -> _Case:
     beside, watched = proof.beside or None, request.watch.get(result.patch, ())
     tried = request.trial if beside else None
-    stock = SideTask(f"{label} stock", source, proof.name, beside, device, world, proof.te, None, tried, watched)
+    left = request.left if tried else {}
+    stock = SideTask(f"{label} stock", source, proof.name, beside, device, world, proof.te, None, tried, watched, left)
     applied = () if request.together or not result.patch else (result.patch, *proof.beside)
     options = {result.patch: dict(proof.options)} if proof.options else None
-    patched = replace(stock, key=f"{label} with shim", ids=applied, options=options, trial=request.trial)
+    patched = replace(
+        stock, key=f"{label} with shim", ids=applied, options=options, trial=request.trial, left=request.left
+    )
     wanted = (result.action == "apply" or not result.patch) and result.patch not in request.stock_only
     return _Case(proof, result, source, stock, patched if wanted else None)
 

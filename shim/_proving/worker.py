@@ -16,7 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,7 +61,7 @@ class SideTask:
     source: the module of the patch, or "model:my_module:build" for a generic proof on that model.
     proof: its name. ids: the patches to apply; None applies nothing, an empty tuple all that shim.apply() would.
     options: of patches, by id, as shim.apply() takes them.
-    trial: variants to apply whatever the bodies are, by id, as shim.apply_on_trial() takes them.
+    trial: variants to apply whatever the bodies are, by id, as shim.apply_on_trial() takes them. left: so, too.
     watch: bodies of which the answer is to say under "reached" whether they ran.
     """
 
@@ -75,6 +75,7 @@ class SideTask:
     options: Mapping[str, Mapping[str, Any]] | None = None
     trial: Mapping[str, str] | None = None
     watch: tuple[Spot, ...] = ()
+    left: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -290,7 +291,7 @@ def run_side(task: SideTask, preloaded: bool = True) -> dict[str, Any]:
             else:
                 from shim._api import apply_on_trial
 
-                apply_on_trial(task.trial, **chosen, options=task.options)
+                apply_on_trial(task.trial, task.left, **chosen, options=task.options)
         elif task.source.startswith(MODEL):
             os.environ["MEGATRON_SHIM_DISABLE"] = "1"  # the user's module may apply shim itself
         if task.proof == OVERRIDES:

@@ -122,7 +122,11 @@ def _proved(made: Plan, decided: Decided) -> dict[str, Any]:
             if (unknown := {digest: found for digest, found in digests.items() if digest not in known.get(module, {})})
         },
         "patches": {
-            judgement.id: {name: getattr(judgement, name) for name in VERDICT_KEYS} for judgement in decided.judgements
+            judgement.id: {
+                **{name: getattr(judgement, name) for name in VERDICT_KEYS},
+                **({"dropped": list(judgement.dropped)} if judgement.dropped else {}),
+            }
+            for judgement in decided.judgements
         },
     }
 
@@ -156,7 +160,7 @@ def _compared(made: Plan, decided: Decided, lock: Mapping[str, Any], arguments: 
         then, today = said.get(id), now.get(id)
         if then is None or today is None:
             odd.append(f"{id}: {_of(then)} in the lock, {_of(today)} now")
-        elif (then.verdict, then.variant) != (today.verdict, today.variant):
+        elif (then.verdict, then.variant, *then.dropped) != (today.verdict, today.variant, *today.dropped):
             odd.append(f"{id}: {_of(then)} in the lock, {_of(today)} now ({today.shown})")
         elif dict(then.fingerprints) != dict(today.fingerprints):
             odd.append(f"{id}: its bodies are not those of the lock")
@@ -168,7 +172,10 @@ def _compared(made: Plan, decided: Decided, lock: Mapping[str, Any], arguments: 
 
 
 def _of(found: Any) -> str:
-    return "nothing" if found is None else found.verdict + (f" (variant {found.variant})" if found.variant else "")
+    if found is None:
+        return "nothing"
+    without = f" without {', '.join(map(str, found.dropped))}" if found.dropped else ""
+    return found.verdict + (f" (variant {found.variant}{without})" if found.variant else "")
 
 
 def _print(first: str, made: Plan, decided: Decided, data: Mapping[str, Any], arguments: argparse.Namespace) -> None:

@@ -11,7 +11,8 @@ from shim._proving.kept import Kept
 from shim._proving.results import Outcome, Result
 from shim._proving.worker import SideTask
 
-BODY = "megatron.core.roll:roll"
+BODY, HELPER, PART = (f"megatron.core.roll:{name}" for name in ("roll", "helper", "part"))
+VARIANT = SimpleNamespace(targets=(BODY, PART), skippable={PART: "layers roll past the end"})
 
 
 def side(state, *reached):
@@ -26,14 +27,14 @@ def result(stock, patched=None, proof="first", reason=""):
 @pytest.fixture
 def judge(monkeypatch):
     """The judgement of roll-fix, whose proof "second" is about the variant "new" only."""
-    entry = SimpleNamespace(module="m")
+    entry = SimpleNamespace(module="m", variants={"old": VARIANT, "new": VARIANT})
     proofs = [SimpleNamespace(name="first", variants=()), SimpleNamespace(name="second", variants=("new",))]
     # A stand-in for a module that imports torch: what is loaded counts as installed for the other tests.
     monkeypatch.setitem(sys.modules, "shim.testing.proof", SimpleNamespace(proofs_of=lambda module: proofs))
     plan = SimpleNamespace(matrix=SimpleNamespace(patches={"roll-fix": entry}))
 
-    def judged(*results, variant="old", body=BODY):
-        return decide._judged(plan, "roll-fix", variant, results, [(body, "roll.py", 1, 2)])
+    def judged(*results, variant="old", bodies=(BODY,)):
+        return decide._judged(plan, "roll-fix", variant, results, [(body, "roll.py", 1, 2) for body in bodies])
 
     return judged
 
@@ -83,8 +84,27 @@ def test_a_tree_is_right_only_if_all_proofs_say_so(judge):
 
 def test_a_proof_speaks_only_for_bodies_that_it_runs(judge):
     """The body of another function was changed, and no proof has called it."""
-    found = judge(result("wrong", "right"), body="megatron.core.roll:helper")
+    found = judge(result("wrong", "right"), bodies=[HELPER])
     assert found.verdict == CANNOT_RUN and "do not run helper" in found.shown
+
+
+def test_a_part_that_the_patch_can_do_without_is_left_if_no_proof_runs_it(judge):
+    found = judge(result("wrong", "right"), bodies=[BODY, PART])
+    assert (found.verdict, found.dropped) == (FIXED, (PART,))
+    assert found.shown == "wrong -> right; without part, which its proofs do not run"
+    refused = found.refused("beside all other patches wrong")
+    assert (refused.verdict, refused.dropped) == (NOT_FIXED, ())
+
+
+def test_with_a_body_that_the_patch_needs_no_part_is_accepted(judge):
+    found = judge(result("wrong", "right"), bodies=[HELPER, PART])
+    assert (found.verdict, found.dropped) == (CANNOT_RUN, ())
+    assert found.shown == "its proofs do not run helper, part"
+
+
+def test_a_patch_of_which_no_part_would_be_left_is_not_accepted(judge, monkeypatch):
+    monkeypatch.setattr(VARIANT, "targets", (PART,))
+    assert judge(result("wrong", "right"), bodies=[PART]).verdict == CANNOT_RUN
 
 
 def test_a_patch_without_a_variant_for_the_tree_is_left_out_if_stock_is_wrong(judge):

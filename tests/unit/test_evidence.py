@@ -136,6 +136,7 @@ def test_an_edited_verdict_decides_nothing_else(tree, change):
         (lambda proved: proved["patches"]["roll-fix"].update(verdict="perfect"), "'perfect' is no verdict"),
         (lambda proved: proved["patches"]["roll-fix"].update(variant=1), "'variant' of proved.patches.roll-fix"),
         (lambda proved: proved["patches"]["roll-fix"].update(code="import os"), "code"),
+        (lambda proved: proved["patches"]["roll-fix"].update(dropped="roll"), "'dropped' of proved.patches.roll-fix"),
         (lambda proved: proved["patches"]["roll-fix"].update(otherwise={"state": "apply"}), "'otherwise'"),
         (lambda proved: proved["files"].update({"megatron.core.roll": 1}), "is no mapping of mappings"),
     ],

@@ -8,9 +8,11 @@ from unit_helpers import BROKEN, MATRIX, PATCH, write_file
 
 import shim
 from shim._errors import NotMetError
-from shim._planning.evidence import CANNOT_RUN, Proved
+from shim._planning.bodies import Bodies
+from shim._planning.evidence import CANNOT_RUN, FIXED, Proved, trial_of
 from shim._planning.lock import locked
 from shim._planning.match import match
+from shim._planning.plan import make_plan
 from shim._planning.requirements import enforce
 
 FORWARD, ROLL = "megatron.core.roll:Layer.forward", "megatron.core.roll:roll"
@@ -121,3 +123,33 @@ def test_proofs_that_show_nothing_leave_the_part_out(partial):
     assert again.state == "apply" and list(again.dropped) == [FORWARD]
     edited = replace(said, otherwise={**otherwise, "dropped": ROLL})
     assert not match(plan.matrix.patches["roll-fix"], plan.environment, plan.matrix, edited).dropped
+
+
+def proved_without(world, *targets):
+    """What the proofs have shown of an edited release, without these targets."""
+    plan = world.install(BOTH).plan()
+    entry = plan.matrix.patches["roll-fix"]
+    bodies = Bodies(entry, plan.environment, plan.matrix).of(entry.variants["old"])
+    said = Proved(FIXED, "old", bodies, "1e-1 -> 0", "2026-01-02", dropped=targets)
+    return match(entry, plan.environment, plan.matrix, said)
+
+
+def test_what_no_proof_ran_is_left_out_of_what_was_proved(partial):
+    found = proved_without(partial, FORWARD)
+    assert found.state == "apply" and "proved on this tree" in found.reason
+    assert found.dropped == {FORWARD: "its proofs do not run it"}
+    assert not proved_without(partial).dropped
+
+
+def test_a_lock_cannot_take_away_a_body_that_the_patch_needs(partial):
+    assert not proved_without(partial, ROLL, ["no name"]).dropped
+
+
+@pytest.mark.parametrize(("text", "left"), [(MISSING, ()), (EDITED, (FORWARD,))], ids=["missing", "not run"])
+def test_a_trial_asks_for_the_parts_that_are_there(partial, text, left):
+    """Its process requires the patch, so that one that is not applied is told."""
+    plan = partial.install(text).plan(require=["roll-fix"])
+    trial = replace(plan.options, trial=trial_of({"roll-fix": "old"}, {"roll-fix": left}))
+    tried = make_plan(plan.environment, plan.matrix, trial, plan.losses)
+    enforce(tried)
+    assert tried["roll-fix"].targets == (ROLL,)
