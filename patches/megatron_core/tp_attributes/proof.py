@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -41,7 +42,23 @@ def optimizers_of_torch() -> Iterator[None]:
         yield
 
 
-def wrapped_and_optimizer(model: Any, distributed: bool = False, **settings: Any) -> tuple[Any, Any]:
+def muon_on_cpu(config: Any, model_chunks: Sequence[Any]) -> Any:
+    """The muon optimizer of 0.16 and 0.17. SGD takes the place of its kernels, which come in another package."""
+    muon: Any = import_module("megatron.core.optimizer.muon")
+    stand_ins = {
+        "HAVE_EMERGING_OPTIMIZERS": True,
+        "TensorParallelMuon": lambda groups, lr, **options: torch.optim.SGD(groups, lr=lr),
+    }
+    with mock.patch.multiple(muon, **stand_ins):
+        return muon.get_megatron_muon_optimizer(config, model_chunks, use_gloo_process_groups=False)
+
+
+def wrapped_and_optimizer(
+    model: Any,
+    distributed: bool = False,
+    make: Callable[[Any, Sequence[Any]], Any] = optimizer_on_cpu,
+    **settings: Any,
+) -> tuple[Any, Any]:
     """The model in DistributedDataParallel, and its optimizer, which clips every step of this test."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
@@ -51,7 +68,7 @@ def wrapped_and_optimizer(model: Any, distributed: bool = False, **settings: Any
     chosen = {"optimizer": "adam" if distributed else "sgd", "lr": 0.1, "clip_grad": 0.01, **settings}
     config = OptimizerConfig(use_distributed_optimizer=distributed, **chosen)
     with optimizers_of_torch():
-        return wrapped, optimizer_on_cpu(config, [wrapped])
+        return wrapped, make(config, [wrapped])
 
 
 def trained(build: Callable[[], Any], **settings: Any) -> list[float]:
@@ -103,6 +120,18 @@ def a_model_built_without_initialisation_is_clipped_by_its_whole_norm(here: Here
     request 4084.
     """
     return off(here, without_initialisation)
+
+
+@proof("clip norm off by {:.1e}", bound=1e-5, ranks=2, variants=("v0_16", "v0_17"))
+def muon_clips_by_the_whole_norm(here: Here) -> float:
+    """With perform_initialization=False muon clips the gradient by the norm of one tensor-parallel rank, too.
+
+    To reproduce: run the first proof with `get_megatron_muon_optimizer`. Its norm is that of the other optimizers, over
+    the same marks. SGD takes the place of muon's kernels here. Right is the norm of one rank.
+
+    In 0.16 and 0.17. From 0.18 on muon goes the way of the others.
+    """
+    return off(here, without_initialisation, make=muon_on_cpu)
 
 
 def with_sinks() -> nn.Module:
