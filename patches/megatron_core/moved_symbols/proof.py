@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shim.testing.layout import Layout
+from shim.testing.model import ON_CPU
 from shim.testing.proof import Here, proof
 
 CORE = "megatron.core."
@@ -257,3 +258,55 @@ def the_layers_of_another_rank_can_be_asked_for(here: Here) -> float:
     Right: as the rank itself would count them.
     """
     return float(sum(here.run(wrong_chunks, False, layout=Layout(pp=PP, vp=VP))))
+
+
+CHUNKED = 8  # layers, of a model that is built
+
+
+def misbuilt_chunks() -> int:
+    """Chunks of this rank that have other layers than they should, built as on later releases."""
+    state: Any = import_module(CORE + "parallel_state")
+    specs: Any = import_module(CORE + "models.gpt.gpt_layer_specs")
+    block = named("transformer.transformer_block", "TransformerBlock")
+    config = named("transformer.transformer_config", "TransformerConfig")(
+        num_layers=CHUNKED,
+        hidden_size=8,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=PP,
+        virtual_pipeline_model_parallel_size=VP,
+        pipeline_dtype=torch.float32,
+        **ON_CPU,
+    )
+    rank, wrong = state.get_pipeline_model_parallel_rank(), 0
+    for stage in range(VP):
+        state.set_virtual_pipeline_model_parallel_rank(stage)
+        spec = specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage)
+        model = named("models.gpt.gpt_model", "GPTModel")(config, spec, 64, 16, vp_stage=stage)
+        count, first = expected_layers(CHUNKED, with_ends=False)[stage, rank]
+        right = [*range(first + 1, first + 1 + count)]
+        for built in (model.decoder, block(config, spec, vp_stage=stage)):
+            wrong += [layer.layer_number for layer in built.layers] != right
+        # Without a layer of multi-token prediction there is nothing to build.
+        given = {"use_transformer_engine": False, "vp_stage": stage}
+        wrong += specs.get_gpt_mtp_block_spec(config, spec, **given) is not None
+    return wrong
+
+
+@proof(
+    "{:.0f} chunks with other layers",
+    right="every chunk has its layers",
+    defect="crash",
+    crashes=r"^TypeError: .*got an unexpected keyword argument 'vp_stage'",
+    ranks=2,
+    variants=("v0_12",),
+)
+def a_virtual_stage_is_built_by_an_argument(here: Here) -> float:
+    """A model of a virtual pipeline stage cannot be built with `vp_stage` on 0.12.
+
+    To reproduce: on two ranks with `virtual_pipeline_model_parallel_size=2`, call `get_gpt_decoder_block_spec(config,
+    use_transformer_engine=False, vp_stage=0)`, then `GPTModel(..., vp_stage=0)` with it, TransformerBlock and
+    `get_gpt_mtp_block_spec`. Each raises a TypeError before 0.13, where they read the virtual rank of parallel_state.
+
+    Right: the chunk has the layers that are dealt out to it.
+    """
+    return float(sum(here.run(misbuilt_chunks, layout=Layout(pp=PP, vp=VP))))
