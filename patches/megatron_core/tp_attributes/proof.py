@@ -45,7 +45,7 @@ def optimizers_of_torch() -> Iterator[None]:
 def muon_on_cpu(config: Any, model_chunks: Sequence[Any]) -> Any:
     """The muon optimizer of 0.16 and 0.17. SGD takes the place of its kernels, which come in another package."""
     muon: Any = import_module("megatron.core.optimizer.muon")
-    stand_ins = {
+    stand_ins: dict[str, Any] = {
         "HAVE_EMERGING_OPTIMIZERS": True,
         "TensorParallelMuon": lambda groups, lr, **options: torch.optim.SGD(groups, lr=lr),
     }
