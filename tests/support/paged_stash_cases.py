@@ -2,7 +2,7 @@
 
 import megatron.core.transformer.moe.paged_stash as paged_stash  # noqa: F401  for the tests
 
-from shim.patches.megatron_core.paged_stash.proof import (  # noqa: F401  for the tests
+from shim.patches.megatron_core.paged_stash.upstream_on_cpu import (  # noqa: F401  for the tests
     CAPACITY_FACTOR,
     HIDDEN,
     ROWS,
