@@ -103,6 +103,12 @@ def test_asking_for_drifted_patches_decides_anew(tree):
     assert shim.plan(lock=tree.lock, on_drift="apply")["roll-fix"].action == "apply"
 
 
+def test_the_part_without_which_a_patch_was_accepted_is_read(tree):
+    write(tree, verdict(tree, IS_FIXED, dropped=[BODIES[1]]))
+    [said] = evidence_for(read_lock(tree.lock), tree.plan().environment).values()
+    assert said.dropped == [BODIES[1]]
+
+
 def test_a_lock_holds_several_trees(tree):
     """The one that is installed is found by its version, and of two with one version by their files."""
     write(tree, verdict(tree, IS_FIXED))
