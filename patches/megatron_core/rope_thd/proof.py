@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,6 +14,7 @@ from shim.patches.megatron_core.rope_fusion.proof import HEADS, WIDTH, alone, co
 from shim.testing.proof import Here, proof
 
 FEW, MANY, TOKENS = 2, 16, 64
+RANKS = ((1, 0), (2, 0), (2, 1))  # of how many context-parallel ranks this is which
 
 
 class Operations(TorchDispatchMode):
@@ -42,6 +45,27 @@ def operations_of(sequences: int, device: str) -> int:
     return counted.count
 
 
+def refuse_other_bits(device: str) -> None:
+    """Raise if upstream's function rotates to other bits, on one context-parallel rank or two, by each kind of table.
+
+    A table has a row for each position, or for each token of the packed row.
+    """
+    from megatron.core.models.common.embeddings import rope_utils
+
+    upstream = inspect.unwrap(rope_utils._apply_rotary_pos_emb_thd)
+    config, cu_seqlens = config_of(fused=False), offsets([TOKENS // 4] * 4, device)
+    for ranks, rank in RANKS:
+        t = torch.randn(TOKENS // ranks, HEADS, WIDTH).to(device)
+        for rows in (TOKENS + 1, TOKENS):
+            with on_rank(ranks, rank) as group:
+                given = {"t": t, "freqs": table(rows, device=device), "cu_seqlens": cu_seqlens, **group}
+                found = rope_utils.apply_rotary_pos_emb(config=config, **given)
+                with mock.patch.object(rope_utils, "_apply_rotary_pos_emb_thd", upstream):
+                    right = rope_utils.apply_rotary_pos_emb(config=config, **given)
+            if not torch.equal(found, right):
+                raise AssertionError(f"upstream rotates to other bits on rank {rank} of {ranks}, by {rows} rows")
+
+
 @proof("{:.1f} operations more for each sequence", right="no operation more", defect="time", devices=("cpu", "cuda"))
 def operations_of_a_rotation_for_each_packed_sequence(here: Here) -> float:
     """Unfused rotary embeddings of packed rows loop over the sequences, and read their lengths on the host.
@@ -51,6 +75,7 @@ def operations_of_a_rotation_for_each_packed_sequence(here: Here) -> float:
 
     Each sequence is rotated by itself (0.12 to 0.14, and 0.19), or has its own slice of the table (0.15 to 0.18), after
     `cu_seqlens` has been read on the host. One gather of the table's rows for all tokens, and one rotation, would take
-    as many operations for any number of sequences. 0.20 does so.
+    as many operations for any number of sequences. 0.20 does so. Right is such a rotation only to the same bits.
     """
+    refuse_other_bits(here.device)
     return (operations_of(MANY, here.device) - operations_of(FEW, here.device)) / (MANY - FEW)
