@@ -179,7 +179,7 @@ def _judged(plan: Plan, id: str, variant: str | None, results: Sequence[Result],
     if not fixed:
         others = [result for result in ran if _is_wrong(result.stock)]
         return Judgement(id, NOT_FIXED, variant, _measured(others), proofs)
-    missed = sorted({target for target, *_ in watched} - set().union(*(result.reached for result in results)))
+    missed = sorted({target for target, *_ in watched} - set().union(*(result.reached for result in own)))
     wiring = plan.matrix.patches[id].variants[variant]
     if set(missed) - wiring.skippable.keys() or set(missed) >= set(wiring.targets):
         return Judgement(id, CANNOT_RUN, variant, f"its proofs do not run {_names(missed)}", proofs)

@@ -19,8 +19,8 @@ def side(state, *reached):
     return None if state is None else Outcome(state, state, reached=reached)
 
 
-def result(stock, patched=None, proof="first", reason=""):
-    outcomes = side(stock, BODY), side(patched)
+def result(stock, patched=None, proof="first", reason="", reached=BODY):
+    outcomes = side(stock, reached), side(patched)
     return Result("roll-fix", proof, proof, "correctness", "silent", "cpu", "", reason, "apply", "old", *outcomes)
 
 
@@ -85,6 +85,14 @@ def test_a_tree_is_right_only_if_all_proofs_say_so(judge):
 def test_a_proof_speaks_only_for_bodies_that_it_runs(judge):
     """The body of another function was changed, and no proof has called it."""
     found = judge(result("wrong", "right"), bodies=[HELPER])
+    assert found.verdict == CANNOT_RUN and "do not run helper" in found.shown
+
+
+@pytest.mark.parametrize("variant", ["old", "new"])
+def test_a_proof_without_a_result_speaks_for_no_body(judge, variant):
+    """It calls the changed function, and breaks with the patch as well; or is about another variant."""
+    broken = result("broken", "broken", "second", reached=HELPER)
+    found = judge(result("wrong", "right"), broken, variant=variant, bodies=[HELPER])
     assert found.verdict == CANNOT_RUN and "do not run helper" in found.shown
 
 
