@@ -26,7 +26,7 @@ from shim._releases.known_trees import FILE
 __all__ = ["main", "render_trees", "with_tree"]
 
 ABOUT = ("date", "torch", "python", "where")  # of a tree, beside its releases
-SAID = ("verdict", "variant", "fingerprints", "shown")  # of a patch
+SAID = ("verdict", "variant", "fingerprints", "shown", "dropped")  # of a patch
 
 
 def with_tree(found: Mapping[str, Any], name: str, of: str, lock: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,7 +44,9 @@ def with_tree(found: Mapping[str, Any], name: str, of: str, lock: Mapping[str, A
         patches.setdefault(id, []).append(said)
     for id, judged in sorted(proved["patches"].items()):
         if judged["verdict"] != CANNOT_RUN:
-            _add(patches.setdefault(id, []), name, {key: judged[key] for key in SAID})
+            _add(
+                patches.setdefault(id, []), name, {"dropped": [], **{key: judged[key] for key in SAID if key in judged}}
+            )
     known = known_files()
     files = {module: dict(digests) for module, digests in found["files"].items()}
     for module, digests in proved["files"].items():
@@ -65,7 +67,7 @@ def _entries(found: Mapping[str, Any], name: str, judged: Collection[str]) -> It
 
 def _add(entries: list[dict[str, Any]], name: str, said: Mapping[str, Any]) -> None:
     """Name the tree in the entry of the same verdict about the same bodies, or make one."""
-    same = ("verdict", "variant", "fingerprints")
+    same = ("verdict", "variant", "fingerprints", "dropped")
     for entry in entries:
         if all(entry[key] == said[key] for key in same):
             entry["trees"].append(name)

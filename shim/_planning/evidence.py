@@ -50,10 +50,10 @@ class Proved:
         that the tree has.
     shown: the measurements in words, or why nothing could be measured.
     date: the day of the run.
-    tree: the names of the known trees that it ran on. "" for the tree of a lock.
     otherwise: if nothing was shown, what contracts and signs had decided: `state`, `reason` and `cause` of a Match, and
         its `dropped` targets with blanks between. The same bodies give the same, so no source is parsed for it again.
     dropped: targets without which it was tried: no proof runs their bodies, and the patch can do without them.
+    tree: the names of the known trees that it ran on. "" for the tree of a lock.
     """
 
     verdict: str
@@ -61,9 +61,9 @@ class Proved:
     fingerprints: Mapping[str, str]
     shown: str = ""
     date: str = ""
-    tree: str = ""
     otherwise: Mapping[str, str] = field(default_factory=dict)
     dropped: Sequence[str] = ()
+    tree: str = ""
 
 
 def trial_of(variants: Mapping[str, str], left: Mapping[str, Sequence[str]]) -> Mapping[str, Proved]:
@@ -121,7 +121,8 @@ def shipped_evidence(id: str) -> list[Proved]:
             said["fingerprints"],
             said["shown"],
             known["trees"][said["trees"][0]]["date"],
-            ", ".join(said["trees"]),
+            dropped=said["dropped"],
+            tree=", ".join(said["trees"]),
         )
         for said in known["patches"].get(id, ())
     ]

@@ -146,7 +146,14 @@ def _unknown_bodies(plan: Plan, id: str, variant: str) -> dict[str, str]:
         return {}
     bodies, wiring = _bodies(plan, id), plan.matrix.patches[id].variants[variant]
     _, unknown = bodies.standing(wiring)
-    return {target: wiring.inherits(target) or target for target in unknown if bodies.found_in(wiring, target) != GONE}
+    # What the patch only relies on has not changed if it is in a release, whatever variant the release gets.
+    seen = {(target, body) for _, pin in bodies.pins for target, body in pin.fingerprints.items()}
+    found = {target: bodies.found_in(wiring, target) for target in unknown}
+    return {
+        target: wiring.inherits(target) or target
+        for target, body in found.items()
+        if body != GONE and (target in wiring.targets or (target, body) not in seen)
+    }
 
 
 def _judged(plan: Plan, id: str, variant: str | None, results: Sequence[Result], watched: Sequence[Spot]) -> Judgement:

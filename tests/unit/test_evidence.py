@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from edited_trees import EDITED, EDITED_AGAIN, proved, verdict
+from edited_trees import BODIES, EDITED, EDITED_AGAIN, proved, verdict
 from unit_helpers import BROKEN, FIXED, REWORKED
 
 import shim

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from edited_trees import EDITED, EDITED_AGAIN, proved, verdict
+from edited_trees import BODIES, EDITED, EDITED_AGAIN, proved, verdict
 from unit_helpers import FIXED
 
 from shim._errors import OptionError
@@ -12,6 +12,7 @@ from shim._matrix.load import load_matrix
 from shim._planning.evidence import CANNOT_RUN, NOT_FIXED, RIGHT, VERDICTS
 from shim._planning.evidence import FIXED as IS_FIXED
 from shim._planning.plan import make_plan
+from shim._proving.decide import _unknown_bodies
 from shim._releases.known_files import known_value
 from shim._releases.known_trees import FILE, known_trees
 from shim.maintenance.known_trees import main, render_trees, with_tree
@@ -118,6 +119,17 @@ def test_a_fork_needs_words(tmp_path, shipped, monkeypatch):
     (tmp_path / "known_trees.json").write_text(render_trees(EMPTY))
     with pytest.raises(OptionError, match="say with --of what it is"):
         main(["a-fork", str(tmp_path / "no.lock")])
+
+
+def test_what_a_patch_relies_on_has_not_changed_if_it_is_in_a_release(shipped):
+    """No proof has to run it, whatever variant the release gets. What the patch binds has to run."""
+    plan = shipped.plan()
+    roll, helper = "megatron.core.roll:roll", "megatron.core.roll:helper"
+    assert set(_unknown_bodies(plan, "roll-fix", "old")) == {roll}
+    pinned = {**plan.matrix.pinned["roll-fix"], "old": {}}
+    matrix = replace(plan.matrix, pinned={**plan.matrix.pinned, "roll-fix": pinned})
+    assert helper in matrix.pinned["roll-fix"]["new"]
+    assert set(_unknown_bodies(replace(plan, matrix=matrix), "roll-fix", "old")) == set(BODIES) - {helper}
 
 
 # The shipped table
