@@ -19,11 +19,12 @@ from shim._matrix.load import PACKAGE
 from shim.testing.cells import EVERYDAY
 from shim.testing.releases import environment, fetch
 
+from .prove_all import of_its_time
+
 __all__ = ["RECORD", "as_text", "main", "missed", "table"]
 
 RECORD = "proved_coverage.json"  # in docs
-BESIDE = ("0.16.1+2.12.0", "0.19.2+2.20.2")  # pairs that stand for the releases of megatron-core in them
-CELLS = (*BESIDE, *(release for release in EVERYDAY if not any(pair.startswith(f"{release}+") for pair in BESIDE)))
+CELLS = tuple(f"{release}+{of_its_time(release)}" for release in EVERYDAY)
 
 Covered = Mapping[str, Mapping[str, Mapping[str, Any]]]  # cell -> patch -> what `_here` says of it
 

@@ -40,7 +40,13 @@ def gradient_off(exact: nn.Module, packed: nn.Module) -> float:
 
 
 def recomputed_gradient() -> float:
-    return gradient_off(testing.build_gpt(num_layers=1), testing.build_gpt(num_layers=1, **FULL))
+    """The larger error under full recompute: of the sequences alone, and of the packed row."""
+    row, exact, recomputed = padded_row(), testing.build_gpt(num_layers=1), testing.build_gpt(num_layers=1, **FULL)
+    found = []
+    if not testing.release().startswith("0.18."):  # where no model recomputes these layers, whatever its rows are
+        right, alone = testing.run_alone(exact, row), testing.run_alone(recomputed, row)
+        found.append(testing.differences(alone, right)["grad"])
+    return max([*found, gradient_off(exact, recomputed)])
 
 
 def hybrid_gradient() -> float:
