@@ -133,7 +133,10 @@ class Bodies:
         return {target: value for target in self.entry.bodies if (value := self.found(target)) != GONE}
 
     def likely(self) -> list[Variant]:
-        """The variants whose targets are here, or can be done without; the likeliest first: by the rules, by bodies."""
+        """The variants whose targets are here, or can be done without, the likeliest first.
+
+        That is the one by the rules, unless a body breaks its contract; of the others the nearest by bodies.
+        """
         versions = self.environment.versions
         unclear = self.environment.installed.keys() - versions.keys() - {self.entry.distribution}
         rule = self.entry.rule_for(versions, unclear)
@@ -144,7 +147,10 @@ class Bodies:
             if all(self.found_in(variant, target) != GONE or target in variant.skippable for target in variant.targets)
         ]
         found: list[Variant] = []
+        if candidate in left and not any(self.breach(candidate, target) for target in candidate.bodies):
+            found.append(candidate)
+            left.remove(candidate)
         while left:
-            found.append(candidate if candidate in left else self.nearest(left, candidate or left[-1]))
+            found.append(self.nearest(left, candidate or left[-1]))
             left.remove(found[-1])
         return found

@@ -8,6 +8,7 @@ from unit_helpers import BROKEN, FIXED, MATRIX, REWORKED, write_file
 from shim._errors import MatrixError, NotMetError
 from shim._matrix.load import load_matrix
 from shim._matrix.pins import lock_path
+from shim._planning.bodies import Bodies
 from shim._planning.match import match
 from shim._planning.requirements import enforce
 from shim._releases.detect import Environment, Installed, detect
@@ -369,3 +370,19 @@ def test_where_the_version_says_otherwise_known_bodies_need_a_sign_beside_them(w
     assert roll(world.install(FIXED, "0.16.0")).action == "drifted"
     fixed = FIXED + "\n    def caller(x):\n        return fix(x)\n"
     assert roll(world.install(fixed, "0.16.0")).action == "upstream"
+
+
+CONTRACT = '    contracts:\n      - {target: megatron.core.roll:roll, variants: [new], parameters: [x, shift, dims]}\n'
+
+
+@pytest.mark.parametrize(("contract", "first"), [("", "new"), (CONTRACT, "old")])
+def test_the_variant_of_the_version_is_tried_first_unless_its_contract_is_broken(world, contract, first):
+    """No release has its bodies if it was written for one to come, so the nearest bodies are those of another."""
+    reads = '        reads: ["megatron.core.roll:helper"]\n'
+    assert MATRIX.count(reads) >= 1
+    head, _, tail = MATRIX.rpartition(reads)
+    world.pin(head + reads + contract + tail)
+    world.install(EDITED, "0.17.0")
+    plan = world.plan()
+    bodies = Bodies(plan.matrix.patches["roll-fix"], plan.environment, plan.matrix)
+    assert bodies.likely()[0].name == first
