@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from shim._errors import MatrixError, SourceError
-from shim._matrix.model import NOT_NEEDED, RIGHT, UPSTREAM, Matrix, PatchEntry, Pin, Variant
+from shim._matrix.model import NOT_NEEDED, RIGHT, UPSTREAM, Matrix, PatchEntry, Pin, Rule, Variant
 from shim._matrix.pins import lock_path
 from shim._planning.contract import breach, shows
 from shim._planning.evidence import FIXED, shipped_evidence
@@ -125,8 +125,8 @@ def _on_commit(
     """
     releases = [known[release] for release in matrix.supported.get(entry.distribution, ())]
     of_releases = [pins[entry.id] for pins in releases if entry.id in pins]
-    shown = _proved_on(entry, name) or _alike(entry, sources, of_releases)
     rule = entry.pinned_rule(matrix.version(entry.distribution, name))
+    shown = _proved_on(entry, name) or _alike(entry, rule, sources, of_releases)
     gives = shown or (None if rule is None else rule.gives)
     try:
         pin = None if gives is None else _measure(entry, gives, sources)
@@ -148,10 +148,14 @@ def _proved_on(entry: PatchEntry, name: str) -> str | None:
     return None
 
 
-def _alike(entry: PatchEntry, sources: Sources, of_releases: Sequence[Pin]) -> str | None:
-    """The variant of which all bodies are in releases, or UPSTREAM if one is right that has the same. None: neither."""
+def _alike(entry: PatchEntry, rule: Rule | None, sources: Sources, of_releases: Sequence[Pin]) -> str | None:
+    """The variant of which all bodies are in releases, or UPSTREAM if one is right that has the same. None: neither.
+
+    Of several that of the rule, or else that with the most bodies, as a plan takes it.
+    """
     known = _known(of_releases)
-    for variant in entry.variants.values():
+    by_rule = "" if rule is None else rule.gives
+    for variant in sorted(entry.most_bodies_first, key=lambda variant: variant.name != by_rule):
         bodies = {target: _or_none(sources, target, variant) for target in variant.bodies}
         if all(body in known.get(variant.name, {}).get(target, ()) for target, body in bodies.items()):
             return variant.name

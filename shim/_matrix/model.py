@@ -261,6 +261,11 @@ class PatchEntry:
         return any(rule.variant == variant and rule.holds(versions, but) for rule in self.rules)
 
     @property
+    def most_bodies_first(self) -> list[Variant]:
+        """The variants; one with more bodies fixes more, and those of another may be a part of its bodies."""
+        return sorted(self.variants.values(), key=lambda variant: -len(variant.bodies))
+
+    @property
     def bodies(self) -> tuple[str, ...]:
         """Bodies of all variants, each once."""
         return tuple(dict.fromkeys(b for variant in self.variants.values() for b in variant.bodies))

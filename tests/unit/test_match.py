@@ -372,7 +372,7 @@ def test_where_the_version_says_otherwise_known_bodies_need_a_sign_beside_them(w
     assert roll(world.install(fixed, "0.16.0")).action == "upstream"
 
 
-CONTRACT = '    contracts:\n      - {target: megatron.core.roll:roll, variants: [new], parameters: [x, shift, dims]}\n'
+CONTRACT = "    contracts:\n      - {target: megatron.core.roll:roll, variants: [new], parameters: [x, shift, dims]}\n"
 
 
 @pytest.mark.parametrize(("contract", "first"), [("", "new"), (CONTRACT, "old")])
