@@ -31,6 +31,7 @@ from shim._matrix.read_needs import read_decided, read_signs, with_contracts
 from shim._matrix.read_options import read_declared
 from shim._matrix.reader import Reader, compose
 from shim._releases.detect import DISTRIBUTIONS as KNOWN
+from shim._releases.known_trees import known_trees
 
 __all__ = ["read_matrix"]
 
@@ -347,6 +348,12 @@ def _effects(read: Reader, node: yaml.Node, changes: str) -> dict[str, str]:
     return found
 
 
+def _given(entry: PatchEntry) -> set[str | None]:
+    """The variants that a rule gives to some release, or that proofs have shown to fix a commit or a fork."""
+    shown = known_trees()["patches"].get(entry.id, ())
+    return {rule.variant for rule in entry.rules} | {said["variant"] for said in shown}
+
+
 def read_matrix(
     file: Path,
     content: bytes,
@@ -373,6 +380,12 @@ def read_matrix(
     nodes = read.mapping(top["patches"], "patches")
     patches = {id: _patch(read, id, node, module_exists, descriptions) for id, node in nodes.items()}
     commits = read_commits(read, top["commits"], supported) if "commits" in top else {}
+    for id, entry in patches.items():
+        unused = next((name for name in entry.variants if name not in _given(entry)), None)
+        if unused is not None:
+            place = read.mapping(nodes[id], f"patch {id}").get("variants", nodes[id])
+            what = f"no rule of {id} leads to the variant {unused!r}, and no known tree has it"
+            raise read.fail(place, what)
     if check_ranges:
         for id, entry in patches.items():
             check_coverage(read, nodes[id], entry, supported)

@@ -1,9 +1,9 @@
 """Commits and forks that trainers run: what the proofs of patches have shown there, and the bodies in their files.
 
-`python -m shim.maintenance.known_trees` writes known_trees.json from locks that `shim pin --prove` has made:
+known_trees.json is made of locks that `shim pin --prove` has written (docs/evidence.md):
 
     trees: {name: {of, releases, date, torch, python, where}}
-    patches: {patch id: [{trees, verdict, variant, fingerprints, shown}]}, trees with the same bodies together
+    patches: {patch id: [{trees, verdict, variant, fingerprints, shown, dropped}]}, trees with the same bodies together
     files: as in known_files.json, for files that no release has
 """
 

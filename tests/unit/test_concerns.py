@@ -20,7 +20,7 @@ ASKED = {
 # In these proofs it is one case of several.
 BESIDE = {
     "mtp": {"fused-linear-logprob"},
-    "recompute": {"router-replay"},
+    "recompute": {"router-replay", "mla-rope-key-gradient"},
     "lora": {"main-param-names", "tp-attributes"},
 }
 

@@ -146,6 +146,7 @@ def test_the_wheel_holds_matrix_and_patches_inside_the_package(wheel):
         "shim/_te/wanted_names.json",
         "shim/_matrix/matrix.json",
         "shim/_releases/known_files.json",
+        "shim/_releases/known_trees.json",
     }
     wanted |= {"shim/_te/lost_names.json", "shim/_te/te_remedies.json"}
     for directory, into in (("shim", "shim"), ("patches", "shim/patches")):
