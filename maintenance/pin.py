@@ -127,6 +127,8 @@ def _on_commit(
     of_releases = [pins[entry.id] for pins in releases if entry.id in pins]
     rule = entry.pinned_rule(matrix.version(entry.distribution, name))
     shown = _proved_on(entry, name) or _alike(entry, rule, sources, of_releases)
+    if not shown and any(shows(sources, sign) for sign in entry.fixed):
+        shown = UPSTREAM
     gives = shown or (None if rule is None else rule.gives)
     try:
         pin = None if gives is None else _measure(entry, gives, sources)

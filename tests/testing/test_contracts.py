@@ -12,6 +12,7 @@ from shim._errors import SourceError
 from shim._matrix.load import load_matrix
 from shim._matrix.model import RIGHT
 from shim._planning.contract import breach
+from shim._planning.evidence import shipped_evidence
 from shim._releases.phrases import parsed, stands_in
 from shim._releases.sources import Sources
 from shim.testing.releases import at_hand, fetch
@@ -34,13 +35,16 @@ def sources_of(distribution, release):
 def bodies_of(id, variant, target):
     """(release, sources) of one release or commit for each body that is pinned with this variant, the newest last.
 
-    The sources of commits are not everywhere: none, where only commits have the variant and none is at hand.
+    The sources of commits are not everywhere: none, where only commits have the variant and none is at hand. A commit
+    whose proofs gave it the variant of a release need not keep its contracts.
     """
     distribution = MATRIX.patches[id].distribution
+    having = [(release, pin) for release, pin in MATRIX.known(id) if pin.variant == variant]
+    released = [(release, pin) for release, pin in having if release in MATRIX.supported[distribution]]
+    proved = {name for said in shipped_evidence(id) for name in said.tree.split(", ")} if released else set()
     found = {}
-    for release, pin in MATRIX.known(id):
-        there = release in MATRIX.supported[distribution] or at_hand(release, distribution)
-        if pin.variant == variant and there:
+    for release, pin in having:
+        if (release, pin) in released or (at_hand(release, distribution) and release not in proved):
             found[pin.fingerprints.get(target)] = release
     return [(release, sources_of(distribution, release)) for release in found.values()]
 
