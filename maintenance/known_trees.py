@@ -20,13 +20,13 @@ from shim._matrix.load import load_matrix
 from shim._matrix.model import Matrix
 from shim._planning.evidence import CANNOT_RUN
 from shim._planning.lock import read_lock
-from shim._releases.known_files import known_files
+from shim._releases.known_files import known_files, render_files
 from shim._releases.known_trees import FILE
 
 __all__ = ["main", "render_trees", "with_tree"]
 
 ABOUT = ("date", "torch", "python", "where")  # of a tree, beside its releases
-SAID = ("verdict", "variant", "fingerprints", "shown", "dropped")  # of a patch
+SAID = ("verdict", "variant", "fingerprints", "shown")  # of a patch
 
 
 def with_tree(found: Mapping[str, Any], name: str, of: str, lock: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,15 +44,14 @@ def with_tree(found: Mapping[str, Any], name: str, of: str, lock: Mapping[str, A
         patches.setdefault(id, []).append(said)
     for id, judged in sorted(proved["patches"].items()):
         if judged["verdict"] != CANNOT_RUN:
-            _add(
-                patches.setdefault(id, []), name, {"dropped": [], **{key: judged[key] for key in SAID if key in judged}}
-            )
+            said = {key: judged[key] for key in SAID}
+            _add(patches.setdefault(id, []), name, {**said, "dropped": judged.get("dropped", [])})
     known = known_files()
-    files = {module: dict(digests) for module, digests in found["files"].items()}
-    for module, digests in proved["files"].items():
-        files.setdefault(module, {}).update(digests)
-    for module, digests in files.items():
-        files[module] = {digest: bodies for digest, bodies in digests.items() if digest not in known.get(module, ())}
+    files: dict[str, dict[str, Any]] = {}
+    for module in {**found["files"], **proved["files"]}:
+        digests = {**found["files"].get(module, {}), **proved["files"].get(module, {})}
+        new = {digest: bodies for digest, bodies in digests.items() if digest not in known.get(module, ())}
+        files |= {module: new} if new else {}
     return {"trees": trees, "patches": patches, "files": files}
 
 
@@ -82,16 +81,9 @@ def render_trees(found: Mapping[str, Any]) -> str:
     for id, entries in sorted(found["patches"].items()):
         lines = ",\n".join(f"   {json.dumps(said)}" for said in entries)
         patches.append(f"  {json.dumps(id)}: [\n{lines}\n  ]")
-    files = []
-    for module, digests in sorted(found["files"].items()):
-        lines = ",\n".join(
-            f"   {json.dumps(digest)}: {json.dumps(bodies, sort_keys=True)}"
-            for digest, bodies in sorted(digests.items())
-        )
-        files += [f"  {json.dumps(module)}: {{\n{lines}\n  }}"] if digests else []
-    parts = {"trees": trees, "patches": patches, "files": files}
-    text = ",\n".join(f' "{key}": {{\n' + ",\n".join(lines) + "\n }" for key, lines in parts.items())
-    return f"{{\n{text}\n}}\n"
+    parts = {"trees": trees, "patches": patches}
+    text = "".join(f' "{key}": {{\n' + ",\n".join(lines) + "\n },\n" for key, lines in parts.items())
+    return f'{{\n{text} "files": {render_files(found["files"]).strip()}\n}}\n'
 
 
 def main(argv: Sequence[str] | None = None) -> int:
