@@ -188,6 +188,19 @@ def expected_layers(layers: int, with_ends: bool) -> dict[tuple[int, int], tuple
     return found
 
 
+def chunked_config(layers: int, **more: Any) -> Any:
+    """The configuration of a small model whose layers are dealt out to all chunks."""
+    return named("transformer.transformer_config", "TransformerConfig")(
+        num_layers=layers,
+        hidden_size=8,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=PP,
+        virtual_pipeline_model_parallel_size=VP,
+        pipeline_dtype=torch.float32,
+        **more,
+    )
+
+
 def wrong_chunks(own_rank: bool) -> int:
     """Chunks whose layers are miscounted, on this rank.
 
@@ -198,15 +211,8 @@ def wrong_chunks(own_rank: bool) -> int:
     here = named("parallel_state", "get_pipeline_model_parallel_rank")()
     wrong = 0
     for layers, with_ends in ((8, False), (6, True)):
-        config = named("transformer.transformer_config", "TransformerConfig")(
-            num_layers=layers,
-            hidden_size=8,
-            num_attention_heads=1,
-            pipeline_model_parallel_size=PP,
-            virtual_pipeline_model_parallel_size=VP,
-            pipeline_dtype=torch.float32,
-            account_for_embedding_in_pipeline_split=with_ends,
-            account_for_loss_in_pipeline_split=with_ends,
+        config = chunked_config(
+            layers, account_for_embedding_in_pipeline_split=with_ends, account_for_loss_in_pipeline_split=with_ends
         )
         for (stage, rank), expected in expected_layers(layers, with_ends).items():
             where = {"vp_stage": stage} if own_rank else {"vp_stage": stage, "pp_rank": rank}
@@ -268,15 +274,7 @@ def misbuilt_chunks() -> int:
     state: Any = import_module(CORE + "parallel_state")
     specs: Any = import_module(CORE + "models.gpt.gpt_layer_specs")
     block = named("transformer.transformer_block", "TransformerBlock")
-    config = named("transformer.transformer_config", "TransformerConfig")(
-        num_layers=CHUNKED,
-        hidden_size=8,
-        num_attention_heads=1,
-        pipeline_model_parallel_size=PP,
-        virtual_pipeline_model_parallel_size=VP,
-        pipeline_dtype=torch.float32,
-        **ON_CPU,
-    )
+    config = chunked_config(CHUNKED, **ON_CPU)
     rank, wrong = state.get_pipeline_model_parallel_rank(), 0
     for stage in range(VP):
         state.set_virtual_pipeline_model_parallel_rank(stage)
