@@ -141,7 +141,7 @@ def _on_commit(
 def _proved_on(entry: PatchEntry, name: str) -> str | None:
     """The variant that fixes a known tree, or UPSTREAM if it is right without. None if nothing of this was shown."""
     for said in shipped_evidence(entry.id):
-        if name not in said.tree.split(", ") or said.dropped:  # a pin would bind the parts that were not shown
+        if name not in said.trees or said.dropped:  # a pin would bind the parts that were not shown
             continue
         if said.verdict == FIXED and said.variant in entry.variants:
             return said.variant

@@ -53,7 +53,7 @@ class Proved:
     otherwise: if nothing was shown, what contracts and signs had decided: `state`, `reason` and `cause` of a Match, and
         its `dropped` targets with blanks between. The same bodies give the same, so no source is parsed for it again.
     dropped: targets without which it was tried: no proof runs their bodies, and the patch can do without them.
-    tree: the names of the known trees that it ran on. "" for the tree of a lock.
+    trees: the known trees that it ran on. Empty for the tree of a lock.
     """
 
     verdict: str
@@ -63,7 +63,7 @@ class Proved:
     date: str = ""
     otherwise: Mapping[str, str] = field(default_factory=dict)
     dropped: Sequence[str] = ()
-    tree: str = ""
+    trees: Sequence[str] = ()
 
 
 def trial_of(variants: Mapping[str, str], left: Mapping[str, Sequence[str]]) -> Mapping[str, Proved]:
@@ -122,7 +122,7 @@ def shipped_evidence(id: str) -> list[Proved]:
             said["shown"],
             known["trees"][said["trees"][0]]["date"],
             dropped=said["dropped"],
-            tree=", ".join(said["trees"]),
+            trees=said["trees"],
         )
         for said in known["patches"].get(id, ())
     ]

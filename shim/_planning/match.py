@@ -78,10 +78,20 @@ def match(entry: PatchEntry, environment: Environment, matrix: Matrix, proved: P
             return Match("drifted", "left out of this trial", cause="disproved")
         variant = entry.variants[proved.variant]
         return _with(bodies, variant, f"tried on {release}", proved.dropped)
+    if candidate is not None:
+        found = bodies.of(candidate)
+        if bodies.all_known(candidate.name, found):
+            known = "its body is" if len(found) == 1 else f"all {len(found)} bodies are"
+            reason = f"{release} needs it{note}; {known} known"
+            return Match("apply", reason, candidate.name, found)
+    # A known body decides even if the version says otherwise or says nothing: nightlies, commits, vendor forks.
     possible = [variant for variant in entry.variants.values() if entry.possible(variant.name, versions, unclear)]
-    known = _known_variant(bodies, candidate, possible)
-    if known is not None:
-        return _known(bodies, known, candidate, release, note)
+    for variant in (variant for variant in entry.most_bodies_first if variant in possible):
+        found = bodies.of(variant)
+        if bodies.all_known(variant.name, found):
+            those = "the body of {} is that" if len(found) == 1 else f"all {len(found)} bodies of {{}} are those"
+            reason = f"{those.format(release)} of variant {variant.name}; its version does not matter"
+            return Match("apply", reason, variant.name, found)
     right = _like_a_right_release(bodies, rule, release)
     if right is not None:
         return right
@@ -109,26 +119,6 @@ def match(entry: PatchEntry, environment: Environment, matrix: Matrix, proved: P
     return _unshown(drift, rule, release) if rule is not None and unshown else drift
 
 
-def _known_variant(bodies: Bodies, candidate: Variant | None, possible: Sequence[Variant]) -> Variant | None:
-    """The variant whose bodies are all known. A known body decides also if the version says otherwise, or nothing.
-
-    The candidate of the version comes first, then that with the most bodies: it fixes more.
-    """
-    others = [variant for variant in bodies.entry.most_bodies_first if variant in possible and variant is not candidate]
-    choices = others if candidate is None else [candidate, *others]
-    return next((variant for variant in choices if bodies.all_known(variant.name, bodies.of(variant))), None)
-
-
-def _known(bodies: Bodies, variant: Variant, candidate: Variant | None, release: str, note: str) -> Match:
-    found = bodies.of(variant)
-    if variant is candidate:
-        those = "its body is" if len(found) == 1 else f"all {len(found)} bodies are"
-        return Match("apply", f"{release} needs it{note}; {those} known", variant.name, found)
-    those = "the body of {} is that" if len(found) == 1 else f"all {len(found)} bodies of {{}} are those"
-    reason = f"{those.format(release)} of variant {variant.name}; its version does not matter"
-    return Match("apply", reason, variant.name, found)
-
-
 def _evidence(entry: PatchEntry, matrix: Matrix, proved: Proved | None) -> list[Proved]:
     """What proofs have shown, here first. If they could not run here, what they have shown on known trees first."""
     here = [] if proved is None else [proved]
@@ -140,7 +130,7 @@ def _shown(bodies: Bodies, proved: Proved, release: str) -> Match | None:
     """What the proofs have shown, if they ran on the very bodies that are here. None: nothing, or of other bodies."""
     entry = bodies.entry
     when = f"{proved.date}, {proved.shown}" if proved.shown else proved.date
-    tree = f"the same bodies in {proved.tree}" if proved.tree else "this tree"
+    tree = f"the same bodies in {', '.join(proved.trees)}" if proved.trees else "this tree"
     if proved.verdict == RIGHT_ON_STOCK or (proved.verdict == CANNOT_RUN and proved.variant is None):
         found = bodies.here()
         if found != proved.fingerprints:

@@ -41,7 +41,7 @@ def bodies_of(id, variant, target):
     distribution = MATRIX.patches[id].distribution
     having = [(release, pin) for release, pin in MATRIX.known(id) if pin.variant == variant]
     released = [(release, pin) for release, pin in having if release in MATRIX.supported[distribution]]
-    proved = {name for said in shipped_evidence(id) for name in said.tree.split(", ")} if released else set()
+    proved = {name for said in shipped_evidence(id) for name in said.trees} if released else set()
     found = {}
     for release, pin in having:
         if (release, pin) in released or (at_hand(release, distribution) and release not in proved):
