@@ -319,7 +319,9 @@ def by_a_graph(model: nn.ModuleList, step: Callable[[], Any]) -> None:
     """The end of a step that is to be captured, while it warms up."""
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
-    FullCudaGraphWrapper(lambda **_: step())(model=[model], data_iterator=None, **STEP)
+    # It counts the iterations of all its instances, and captures the second.
+    with mock.patch.dict(FullCudaGraphWrapper.curr_iteration, training=0):
+        FullCudaGraphWrapper(lambda **_: step())(model=[model], data_iterator=None, **STEP)
 
 
 def says_nothing(end: Callable[[nn.ModuleList, Callable[[], Any]], None]) -> bool:
