@@ -10,7 +10,7 @@ from packaging.version import Version
 from shim._matrix.model import NOT_NEEDED, RIGHT, UPSTREAM, Matrix, PatchEntry, Rule, Variant
 from shim._planning.bodies import GONE, Bodies
 from shim._planning.contract import shows
-from shim._planning.evidence import CANNOT_RUN, DECIDED, FIXED, OTHERWISE, TRIAL, Proved, shipped_evidence
+from shim._planning.evidence import CANNOT_RUN, DECIDED, FIXED, NOT_FIXED, OTHERWISE, TRIAL, Proved, shipped_evidence
 from shim._planning.evidence import RIGHT as RIGHT_ON_STOCK
 from shim._releases.detect import Environment
 from shim._releases.fingerprint import split_target
@@ -78,6 +78,11 @@ def match(entry: PatchEntry, environment: Environment, matrix: Matrix, proved: P
             return Match("drifted", "left out of this trial", cause="disproved")
         variant = entry.variants[proved.variant]
         return _with(bodies, variant, f"tried on {release}", proved.dropped)
+    if proved is not None and proved.verdict in (FIXED, NOT_FIXED):
+        # Known bodies as well: the tree may differ in code that the patch neither binds nor reads.
+        shown = _shown(bodies, proved, release)
+        if shown is not None:
+            return shown
     if candidate is not None:
         found = bodies.of(candidate)
         if bodies.all_known(candidate.name, found):

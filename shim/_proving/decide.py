@@ -1,8 +1,9 @@
 """Decisions of the proofs about a tree: which patches fix it, which it does not need, and which are left out.
 
-A patch whose bodies are all those of a release needs no decision. The proofs of each other patch run on stock and with
-the patch, whatever its bodies are, and also on a commit that shim knows. All accepted patches then run once more
-together, with the generic proofs on a small model: a patch that is right alone may be wrong beside the others.
+The proofs of each patch run on stock and with the patch, on a commit that shim knows as well. A patch whose bodies are
+all those of a release needs no decision, unless its proofs fail: the tree may differ in code that the patch neither
+binds nor reads. All accepted patches then run once more together, with the generic proofs on a small model: a patch
+that is right alone may be wrong beside the others.
 """
 
 from __future__ import annotations
@@ -80,28 +81,33 @@ def _bodies(plan: Plan, id: str) -> Bodies:
 def decide(plan: Plan, request: Request, say: Say) -> Decided:
     """Run the proofs and judge. `request` gives the number of jobs, the time limit, and earlier answers."""
     ids = undecided(plan)
-    likely = {id: _bodies(plan, id).likely()[:TRIES] for id in ids}
+    likely = {id: [variant.name for variant in _bodies(plan, id).likely()[:TRIES]] for id in ids}
     known = tuple(id for id, decision in plan.decisions.items() if decision.wanted and id not in ids)
     judged: dict[str, Judgement] = {}
     told: tuple[str, ...] = ()
     for number in range(TRIES):
-        variants = {
-            id: found[number].name for id, found in likely.items() if len(found) > number and _open(judged.get(id))
-        }
-        # The first round also takes patches without a fitting variant, and those that need no decision.
+        variants = {id: names[number] for id, names in likely.items() if len(names) > number and _open(judged.get(id))}
+        # The first round also takes patches without a fitting variant, and those whose bodies are known.
         tried, beside = (ids, known) if number == 0 else (list(variants), ())
         if not tried and not beside:
             break
-        trial = {**dict.fromkeys(ids, ""), **_accepted(judged), **variants}
+        trial = {**dict.fromkeys(likely, ""), **_accepted(judged), **variants}
         results, watch = _round(plan, tried, trial, _left(judged), beside, request, say)
         for id in tried:
-            seen = _judged(plan, id, variants.get(id), [r for r in results if r.patch == id], watch[id])
+            seen = _judged(plan, id, variants.get(id), _of(id, results), watch[id])
             if id not in judged or seen.verdict == FIXED:
                 judged[id] = seen
         told += _against_the_matrix(beside, results)
+        for id in beside:
+            given = plan.decisions[id].variant or ""
+            seen = _judged(plan, id, given, _of(id, results), ())
+            if seen.verdict == NOT_FIXED:  # right where its bodies come from, and not here
+                judged[id] = seen
+                others = [variant.name for variant in _bodies(plan, id).likely() if variant.name != given]
+                likely[id] = [given, *others][:TRIES]
     judged = _together(plan, judged, request, say)
     judged, generic = _generic(plan, judged, request, say)
-    return Decided(tuple(_with_bodies(plan, judged[id]) for id in ids), generic, told)
+    return Decided(tuple(_with_bodies(plan, judged[id]) for id in likely), generic, told)
 
 
 def _open(judgement: Judgement | None) -> bool:
@@ -121,14 +127,17 @@ def _round(
     request: Request,
     say: Say,
 ) -> tuple[list[Result], dict[str, tuple[Spot, ...]]]:
-    """The results of these patches with the variants of `trial`, and the watched spots. Known patches run on stock.
+    """The results of these patches with the variants of `trial`, and of the known ones; and the watched spots.
 
     left: targets without which patches beside them are applied.
     """
     watch = {id: spots_of(plan.environment.sources, _unknown_bodies(plan, id, trial[id])) for id in ids}
-    stock_only = frozenset(known)
-    asked = replace(request, ids=(*ids, *known), trial=trial, left=left, stock_only=stock_only, watch=watch)
+    asked = replace(request, ids=(*ids, *known), trial=trial, left=left, watch=watch)
     return prove(_as_tried(plan, {id: name for id, name in trial.items() if name}), asked, say), watch
+
+
+def _of(id: str, results: Iterable[Result]) -> list[Result]:
+    return [result for result in results if result.patch == id]
 
 
 def _as_tried(plan: Plan, variants: Mapping[str, str]) -> Plan:
@@ -301,7 +310,7 @@ def _against_the_matrix(known: Iterable[str], results: Sequence[Result]) -> tupl
     """Patches whose bodies are known and that are to be applied, on whose stock no proof shows the defect."""
     told = []
     for id in known:
-        ran = [result for result in results if result.patch == id and _ran(result)]
+        ran = [result for result in _of(id, results) if _ran(result)]
         if ran and all(result.stock is not None and result.stock.state == "right" for result in ran):
             told.append(f"{id}: by its bodies this tree needs it, and its proofs are right on stock ({_stocks(ran)})")
     return tuple(told)

@@ -33,7 +33,6 @@ class Request:
     """A request for proofs. ids: these patches; empty for all. ranks: the number for a proof over ranks.
 
     together: apply all patches on the patched side, not the patch alone. timeout: seconds for each side.
-    stock_only: patches of which to leave the patched side out.
     trial: variants to apply whatever the bodies are, by patch. left: by patch the targets to do without.
     complete: raise NotMetError if a process ends without the answers, as when megatron-core cannot be imported.
     watch: for each patch the bodies of which an outcome is to say whether they ran. kept: answers of an earlier run.
@@ -45,7 +44,6 @@ class Request:
     together: bool = False
     timeout: float = 120.0
     jobs: int = 2
-    stock_only: frozenset[str] = frozenset()
     trial: Mapping[str, str] | None = None
     watch: Mapping[str, tuple[Spot, ...]] = field(default_factory=dict)
     left: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -216,16 +214,14 @@ def _case(label: str, source: str, proof: Proof, result: Result, device: str, wo
     patched = replace(
         stock, key=f"{label} with shim", ids=applied, options=options, trial=request.trial, left=request.left
     )
-    wanted = (result.action == "apply" or not result.patch) and result.patch not in request.stock_only
+    wanted = result.action == "apply" or not result.patch
     return _Case(proof, result, source, stock, patched if wanted else None)
 
 
 def _judged(case: _Case, answers: Mapping[str, Mapping[str, Any]]) -> Result:
     sides = [outcome_of(answers[task.key], case.proof.defect, case.proof.crashes) for task in case.tasks]
     stock, patched = sides[0], sides[1] if len(sides) > 1 else None
-    if case.result.patch and patched is None and case.result.action == "apply":
-        verdict, reason = stock.state, ""
-    elif case.result.patch:
+    if case.result.patch:
         verdict, reason = verdict_of(case.result.action, stock, patched)
     else:
         assert patched is not None

@@ -1,4 +1,4 @@
-"""`shim pin --prove`: let proofs decide about the patches with unknown bodies, and write the verdicts into a lock."""
+"""`shim pin --prove`: proofs decide about the patches that their bodies do not decide, and the lock says so."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def _counted(decided: Decided) -> str:
     counts = {verdict: sum(j.verdict == verdict for j in decided.judgements) for verdict in VERDICTS}
     names = ("accepted", "right on stock", "left out", "cannot run")
     shown = ", ".join(f"{count} {name}" for name, count in zip(names, counts.values(), strict=True))
-    return f"{len(decided.judgements)} patches with unknown bodies: {shown}"
+    return f"{len(decided.judgements)} patches judged by their proofs: {shown}"
 
 
 def _as_markdown(made: Plan, decided: Decided) -> str:

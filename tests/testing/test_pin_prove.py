@@ -37,8 +37,15 @@ EDITS = {
         "for index in range(start, end):\n                    layer = self.layers[index]",
         "not fixed",
     ),
+    "expert-bias-padding": (  # another defect in the caller, which the patch neither binds nor reads
+        "transformer/moe/router.py",
+        "self._apply_expert_bias(routing_map, padding_mask=padding_mask)",
+        "self._apply_expert_bias(routing_map, padding_mask=None if padding_mask is None else padding_mask.roll(1))",
+        "not fixed",
+    ),
 }
 IDS = ",".join(EDITS)
+ELSEWHERE = "expert-bias-padding"
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +96,7 @@ def test_the_proofs_decide(locked):
     place, out = locked
     proved = json.loads((place / "shim.lock").read_text())["proved"]
     assert {id: said["verdict"] for id, said in proved["patches"].items()} == {id: e[-1] for id, e in EDITS.items()}
-    assert "3 patches with unknown bodies: 1 accepted, 1 right on stock, 1 left out, 0 cannot run" in out
+    assert "4 patches judged by their proofs: 1 accepted, 1 right on stock, 2 left out, 0 cannot run" in out
     assert "IndexError: list index out of range" in proved["patches"]["cp-comm-type-list"]["shown"]
     assert proved["generic"]["recompute-equals-none"] == {"stock": "bit-equal", "with_shim": "bit-equal"}
     assert [file.name for file in place.iterdir()] == ["shim.lock"]  # nothing is left of the run
@@ -98,8 +105,9 @@ def test_the_proofs_decide(locked):
 def test_without_the_lock_all_three_have_drifted_or_are_taken_for_upstreams(tree, locked):
     code, out, _ = run("plan", "--json", "--only", IDS, path=[tree], cwd=locked[0])
     patches = json.loads(out)["patches"]
-    assert {patches[id]["action"] for id in EDITS} == {"drifted"}
-    assert all("shim pin --prove --lock FILE" in patches[id]["remedy"] for id in EDITS)
+    assert patches.pop(ELSEWHERE)["action"] == "apply"  # its bodies are those of a release
+    assert {patches[id]["action"] for id in EDITS if id != ELSEWHERE} == {"drifted"}
+    assert all("shim pin --prove --lock FILE" in patches[id]["remedy"] for id in EDITS if id != ELSEWHERE)
     assert code == 0
 
 
@@ -136,7 +144,7 @@ def test_the_proofs_can_be_run_again(tree, locked):
 
 def test_an_interrupted_run_goes_on(tree, tmp_path):
     """What it has measured is kept beside the lock, and the next run says so."""
-    some = "uniform-recompute-end,main-param-names"  # enough sides for one to end while others wait
+    some = "uniform-recompute-end,cp-comm-type-list"  # one is accepted, and then runs again with a small model
     command = ("pin", "--prove", "--lock", "shim.lock", "--only", some, "--jobs", "1")
     process = start(*command, path=[tree], cwd=tmp_path)
     kept = tmp_path / ".shim.lock.proving"
@@ -156,7 +164,7 @@ def test_a_tree_is_proved_in_place_of_what_is_installed(tree, tmp_path):
     command = ("pin", "--prove", "--lock", "shim.lock", "--only", "main-param-names")
     release = fetch(RELEASE)
     code, out, err = run(*command, path=[release], cwd=tmp_path)
-    assert code == 0 and "0 patches with unknown bodies" in out, err
+    assert code == 0 and "0 patches judged by their proofs" in out, err
     code, out, err = run(*command, "--against", str(tree), "--also", "--markdown", path=[release], cwd=tmp_path)
     assert code == 0 and "| main-param-names | right on stock |" in out, err
     for path in ([release], [tree]):

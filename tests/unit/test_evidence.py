@@ -74,11 +74,19 @@ def test_what_was_not_fixed_is_left_out_also_if_asked_for(tree):
     assert "shim prove roll-fix" in found.remedy
 
 
-def test_known_bodies_need_no_proof_and_hear_none(tree):
-    """A lock cannot take away a patch that a release was seen to need."""
+def test_known_bodies_need_no_proof(tree):
+    """Proofs that are right on stock may miss a defect that a release was seen to have."""
+    tree.install(BROKEN)
+    write(tree, verdict(tree, RIGHT, None))
+    assert roll(tree).action == "apply" and "known" in roll(tree).reason
+
+
+def test_a_proof_that_fails_with_the_patch_counts_for_known_bodies_as_well(tree):
+    """The tree differs from the release in code that the patch neither binds nor reads."""
     tree.install(BROKEN)
     write(tree, verdict(tree, NOT_FIXED))
-    assert roll(tree).action == "apply" and "known" in roll(tree).reason
+    found = roll(tree)
+    assert found.action == "drifted" and found.reason == "its proofs fail on this tree (2026-01-02, 1e-1 -> 0)"
 
 
 @pytest.mark.parametrize(("state", "variant"), [("apply", "old"), ("drifted", "old"), ("upstream", None)])
