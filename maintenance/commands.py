@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from shim._errors import OptionError
 from shim._matrix import load
 from shim._matrix.load import load_matrix
+from shim._planning.evidence import evidence_in
+from shim._planning.lock import read_lock
 from shim._planning.options import matrix_argument
 from shim._tools import fetching
 from shim._tools.output import NOT_MET, OK, put, tell
@@ -61,6 +64,10 @@ def do_pin(arguments: argparse.Namespace) -> int:
         raise OptionError("--anew belongs to --releases")
     if arguments.of is not None and not arguments.add:
         raise OptionError("--of belongs to --add")
+    if arguments.proved is not None and (
+        arguments.check or not (arguments.add or arguments.patch or arguments.releases)
+    ):
+        raise OptionError("--proved belongs to --add, --patch or --releases")
     if arguments.add:
         if arguments.check or arguments.releases:
             raise OptionError("--add pins one release more; leave out --check and --releases")
@@ -75,7 +82,8 @@ def do_pin(arguments: argparse.Namespace) -> int:
     path = Path(matrix.path).absolute()
     tell(f"shim: fetches those of {total} releases that the cache lacks, and {what} the pins of {path}")
     progress = Progress()
-    found = measure_all(matrix, fetching.fetched, progress, anew=arguments.anew or arguments.check)
+    anew = arguments.anew or arguments.check
+    found = measure_all(matrix, fetching.fetched, progress, anew=anew, proved=evidence_in(_proved(arguments)))
     progress.done()
     for line in found.missing.values():
         tell(f"shim: {line}")
@@ -98,7 +106,8 @@ def _patch(arguments: argparse.Namespace) -> int:
     def there(distribution: str, name: str) -> bool:
         return at_hand(name, distribution)
 
-    found = measure_some(matrix, arguments.patch, fetching.fetched, there, progress)
+    proved = evidence_in(_proved(arguments))
+    found = measure_some(matrix, arguments.patch, fetching.fetched, there, progress, proved)
     changed = write_all(found)
     progress.done()
     for line in (*found.missing.values(), *filter(None, [found.lacking])):
@@ -113,6 +122,11 @@ def _patch(arguments: argparse.Namespace) -> int:
     return NOT_MET if found.lacking else OK
 
 
+def _proved(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The lock with the verdicts of proofs, or {}."""
+    return {} if arguments.proved is None else read_lock(arguments.proved)
+
+
 def _add(arguments: argparse.Namespace) -> int:
     if len(arguments.add) > 2:
         raise OptionError("--add takes a release or a commit, and at most one SOURCE")
@@ -121,12 +135,25 @@ def _add(arguments: argparse.Namespace) -> int:
         raise OptionError(f"SOURCE {source} is no directory; put a wheel into the cache instead (docs/new-release.md)")
     if arguments.of is not None and not new.is_commit:
         raise OptionError("--of belongs to a commit")
+    if arguments.proved is not None and new.is_commit:
+        raise OptionError(
+            "--proved belongs to a release; the proofs of a commit ship (docs/new-release.md, known trees)"
+        )
     matrix = load_matrix(matrix_argument(arguments.matrix), check_ranges=False)
     about = seconds(matrix, new, lambda distribution, release: at_hand(release, distribution), matrix.shipped)
     tell(f"shim: adds {new.distribution} {new.name} to {matrix.path}; takes about {about:.0f} s")
     progress = Progress()
     top = load.PACKAGE.parent if matrix.shipped else None
-    found = add(matrix, new, fetching.fetched, progress, source=source, of=arguments.of or "main", top=top)
+    found = add(
+        matrix,
+        new,
+        fetching.fetched,
+        progress,
+        source=source,
+        of=arguments.of or "main",
+        top=top,
+        proved=_proved(arguments),
+    )
     progress.done()
     put(found.to_dict(), str(found), arguments.json)
     return NOT_MET if found.decide else OK

@@ -11,16 +11,18 @@ from shim._errors import MatrixError, SourceError
 from shim._matrix.model import NOT_NEEDED, RIGHT, UPSTREAM, Matrix, PatchEntry, Pin, Rule, Variant
 from shim._matrix.pins import lock_path
 from shim._planning.contract import breach, shows
-from shim._planning.evidence import FIXED, shipped_evidence
+from shim._planning.evidence import FIXED, Proved, shipped_evidence
 from shim._planning.evidence import RIGHT as RIGHT_ON_STOCK
 from shim._releases.fingerprint import fingerprint
 from shim._releases.known_files import measure_files
 from shim._releases.sources import Sources
 from shim.testing.repositories import REPOSITORIES
 
-__all__ = ["kept_pins", "measure", "measure_one", "needs_sources", "replace_file", "write"]
+__all__ = ["Evidence", "kept_pins", "measure", "measure_one", "needs_sources", "replace_file", "write"]
 
 Pins = Mapping[str, Mapping[str, Mapping[str, Pin]]]  # distribution -> release or commit -> patch id -> pin
+
+Evidence = Mapping[str, Sequence[Proved]]  # patch id -> what its proofs have shown
 
 
 def _or_none(sources: Sources, target: str, variant: Variant | None = None) -> str | None:
@@ -46,11 +48,13 @@ def measure_one(
     sources: Sources,
     known: Mapping[str, Mapping[str, Pin]],
     recorded: Mapping[str, Mapping[str, Pin]] | None = None,
+    proved: Sequence[Proved] = (),
 ) -> Pin | None:
     """The pin of one patch on a release or commit with these sources. None if the rules give it none.
 
     known: the pins of the other releases and commits of the distribution.
     recorded: the pins that there were before. A release that the patch had no pin for is checked, see `_undecided`.
+    proved: what the proofs of the patch have shown, on any sources.
     """
     if name in matrix.commits.get(entry.distribution, {}):
         return _on_commit(matrix, entry, name, sources, known)
@@ -62,10 +66,19 @@ def measure_one(
         remedy = "Remedy: correct the targets of the variant or the ranges in version_matrix.yaml"
         raise MatrixError(f"{entry.id}: the rules give variant {gives} to {shown}, but {error}. {remedy}.") from None
     if pin is not None and recorded:
-        undecided = _undecided(matrix, entry, name, sources, pin, recorded)
+        undecided = [] if _is_proved(entry, pin, proved) else _undecided(matrix, entry, name, sources, pin, recorded)
         if undecided:
             raise MatrixError("; ".join(undecided))
     return pin
+
+
+def _is_proved(entry: PatchEntry, pin: Pin, proved: Sequence[Proved]) -> bool:
+    """Whether proofs have shown on exactly these bodies what the pin gives, in `proved` or on a known tree."""
+    verdict = RIGHT_ON_STOCK if pin.variant is None else FIXED
+    return any(
+        (said.verdict, said.variant, said.fingerprints) == (verdict, pin.variant, pin.fingerprints) and not said.dropped
+        for said in (*proved, *shipped_evidence(entry.id))
+    )
 
 
 def _undecided(
@@ -202,6 +215,7 @@ def measure(
     progress: Callable[[str, str], None] | None = None,
     files: dict[str, dict[str, dict[str, str]]] | None = None,
     recorded: Pins | None = None,
+    proved: Evidence | None = None,
 ) -> dict[str, dict[str, dict[str, Pin]]]:
     """The pins of every patch on every supported release and commit. `fetch(distribution, name)` gives its sources.
 
@@ -209,8 +223,9 @@ def measure(
 
     files: a table to fill with the files and bodies of all releases, see shim._releases.known_files.
     recorded: the pins that there were. A commit whose sources are not at hand (`fetch` gives None) keeps them.
+    proved: what proofs have shown, by patch.
     """
-    recorded = recorded or {}
+    recorded, proved = recorded or {}, proved or {}
     places = [(distribution, name) for distribution in _distributions(matrix) for name in matrix.names(distribution)]
     roots = {place: fetch(*place) for place in places}
     kept, changed = {}, []
@@ -235,7 +250,8 @@ def measure(
                 if entry.distribution != distribution:
                     continue
                 try:
-                    pin = measure_one(matrix, entry, name, sources, of_distribution, recorded.get(distribution))
+                    before, said = recorded.get(distribution), proved.get(id, ())
+                    pin = measure_one(matrix, entry, name, sources, of_distribution, before, said)
                 except MatrixError as error:
                     wrong.append(str(error))
                     continue

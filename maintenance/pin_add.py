@@ -16,6 +16,7 @@ from shim._matrix import load
 from shim._matrix.commits import RIGHT, Commit
 from shim._matrix.model import DISTRIBUTIONS, Matrix, Pin
 from shim._matrix.pins import lock_path, render_pins
+from shim._planning.evidence import evidence_for, evidence_in
 from shim._releases import known_files
 from shim._releases.known_files import measure_files
 from shim._releases.sources import Sources
@@ -29,7 +30,7 @@ from shim.testing.repositories import REPOSITORIES, GitError, described, local_r
 
 from .docs import generated
 from .matrix_text import top_bound, with_commit, with_release, with_wider_ranges
-from .pin import measure_one, replace_file
+from .pin import Evidence, measure_one, replace_file
 from .pin_all import tables_of_names
 
 __all__ = ["Added", "New", "add", "parse_new", "seconds"]
@@ -51,6 +52,7 @@ Let their proofs decide:
   shim pin --prove --against TREE --lock FILE
   python -m shim.maintenance.known_trees {name} FILE"""
 
+Lock = Mapping[str, Any]
 Fetch = Callable[[str, str], Path]
 Say = Callable[[str], None]
 
@@ -72,7 +74,7 @@ class Added:
     audited: the audit against the pins as they were.    files: what was written.
     widened: patch id -> the bound of its range before and after.
     decide: what has no answer yet, a line each.
-    read: changed bodies that keep their contracts, so that the patch holds: patch id -> targets.
+    read: changed bodies that keep their contracts or were proved, so that the patch holds: patch id -> targets.
     """
 
     new: New
@@ -99,7 +101,7 @@ class Added:
         lines = [as_text(self.audited), "", *(f"wrote {file}" for file in self.files), ""]
         wider = [f"  {id}: <{old} became <{new}" for id, (old, new) in self.widened.items()]
         lines += ["Ranges that reach to it now:", *wider, ""] if wider else []
-        lines += ["To read, in the audit above: changed bodies that keep their contracts, so that the patch holds"]
+        lines += ["To read, in the audit above: changed bodies with which the patch holds, by contract or by proof"]
         lines += [f"  {id}: {', '.join(targets)}" for id, targets in self.read.items()] or ["  none"]
         until = "contracts decide there" if self.new.is_commit else "`shim matrix` and the tests complain"
         lines += ["", f"To decide; until then {until}:"]
@@ -144,11 +146,13 @@ def add(
     source: Path | None = None,
     of: str = "main",
     top: Path | None = None,
+    proved: Lock | None = None,
 ) -> Added:
     """Add `new` to the file of `matrix`, and write all that follows from it. Nothing is written if it raises.
 
     source: a directory with the sources of a release, or a git directory that has the commit.
     of: what a commit is of, as in the matrix.
+    proved: a lock of `shim pin --prove` on the sources of a release. Its verdicts count for the bodies that they name.
     top: the source tree of shim, if the matrix is the one that ships: its tables and documents are written too.
     """
     if new.is_commit:
@@ -161,7 +165,7 @@ def add(
         root = source if source is not None else fetch(new.distribution, name)
         tree = _release(new, root)
     say(f"audits {new.distribution} {name}")
-    found = audit(matrix, tree, fetch)
+    found = audit(matrix, tree, fetch, proved=evidence_for(proved, tree.environment))
     findings = {f.id: f for f in found.findings if f.distribution == new.distribution}
     path = Path(matrix.path)
     text = path.read_text("utf-8")
@@ -172,9 +176,9 @@ def add(
         text, widened = with_commit(text, new.distribution, commit), {}
         decide = _unpinned(matrix, new.distribution, commit, findings)
     after = _read(path, text, matrix.shipped)
-    undecided = [id for id, _ in decide]
     say(f"measures {new.distribution} {name}")
-    pins = _pins(matrix, after, new.distribution, name, Sources([root]), undecided)
+    pins = _pins(matrix, after, new.distribution, name, Sources([root]), decide, evidence_in(proved or {}))
+    undecided = [id for id, _ in decide]
     decide += _repin_commits(matrix, after, new.distribution, name, fetch, pins)
     written = {path: text, lock_path(path): render_pins(pins)}
     if top is not None:
@@ -255,7 +259,7 @@ def _commit(matrix: Matrix, new: New, source: Path | None, of: str, say: Say) ->
 
 
 def _kept(finding: Finding) -> tuple[str, ...]:
-    """The targets whose unknown bodies keep their contracts."""
+    """The targets whose unknown bodies keep their contracts, or run in proofs that are right."""
     return tuple(d.target for d in finding.differences) if finding.verdict == "apply" else ()
 
 
@@ -325,17 +329,31 @@ def _read(path: Path, text: str, shipped: bool) -> Matrix:
 
 
 def _pins(
-    before: Matrix, after: Matrix, distribution: str, name: str, sources: Sources, undecided: list[str]
+    before: Matrix,
+    after: Matrix,
+    distribution: str,
+    name: str,
+    sources: Sources,
+    decide: Decide,
+    proved: Evidence,
 ) -> dict[str, dict[str, dict[str, Pin]]]:
-    """All pins: those there were, and those of the new release for every patch that is decided."""
+    """All pins: those there were, and those of the new release for every patch that is decided.
+
+    A patch for which the ranges alone speak joins `decide`.
+    """
     known = before.pins.get(distribution, {})
-    new = {
-        id: pin
-        for id, entry in after.patches.items()
-        if entry.distribution == distribution
-        and id not in undecided
-        and (pin := measure_one(after, entry, name, sources, known, known)) is not None
-    }
+    undecided = {id for id, _ in decide}
+    new: dict[str, Pin] = {}
+    for id, entry in after.patches.items():
+        if entry.distribution != distribution or id in undecided:
+            continue
+        try:
+            pin = measure_one(after, entry, name, sources, known, known, proved.get(id, ()))
+        except MatrixError as error:
+            decide.append((id, str(error)))
+            continue
+        if pin is not None:
+            new[id] = pin
     old = before.pins
     return {
         d: {n: new if (d, n) == (distribution, name) else dict(old.get(d, {}).get(n, {})) for n in after.names(d)}

@@ -15,7 +15,7 @@ from shim._matrix.pins import lock_path, recorded_pins, render_pins
 from shim._releases import known_files
 from shim._te import names, tables
 
-from .pin import measure, write
+from .pin import Evidence, measure, write
 from .te_losses import MORE_TE, measure_losses, render_losses
 from .te_names import measure_names, render_names
 
@@ -45,9 +45,17 @@ class Measured:
         return any(not file.is_file() or file.read_text("utf-8") != text for file, text in wanted.items())
 
 
-def measure_all(matrix: Matrix, fetch: Fetch, progress: Callable[[str], None], *, anew: bool = True) -> Measured:
+def measure_all(
+    matrix: Matrix,
+    fetch: Fetch,
+    progress: Callable[[str], None],
+    *,
+    anew: bool = True,
+    proved: Evidence | None = None,
+) -> Measured:
     """Measure every release and commit. A release that cannot be fetched is an error, see NotMetError.
 
+    proved: what proofs have shown, by patch.
     anew: False keeps what the tables of names say of releases that they have, which takes most of the time. That is
         right as long as the code that measures them has not changed.
     """
@@ -73,7 +81,7 @@ def measure_all(matrix: Matrix, fetch: Fetch, progress: Callable[[str], None], *
     files: Tables = {}
     before = lock_path(path)
     recorded = recorded_pins(before.read_bytes(), matrix.patches) if before.is_file() else {}
-    pins = render_pins(measure(matrix, fetched, say, files, recorded))
+    pins = render_pins(measure(matrix, fetched, say, files, recorded, proved))
     written: dict[Path, str] = {}
     if shipped:
         if gone:

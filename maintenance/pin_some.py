@@ -16,7 +16,7 @@ from shim._releases import known_files
 
 from .changes import unannounced, wrong_fragments
 from .new_patch import unfilled
-from .pin import Changed, kept_pins, measure, needs_sources
+from .pin import Changed, Evidence, kept_pins, measure, needs_sources
 from .pin_all import Fetch, Measured, Tables
 
 __all__ = ["left_to_do", "measure_some"]
@@ -28,11 +28,13 @@ def measure_some(
     fetch: Fetch,
     at_hand: Callable[[str, str], bool],
     progress: Callable[[str], None],
+    proved: Evidence | None = None,
 ) -> Measured:
     """Measure the patches `ids`. The pins of the others stay.
 
     A commit that is not at hand keeps its pins of them. Where the rules have changed since, it has none, see `lacking`.
 
+    proved: what proofs have shown, by patch.
     at_hand: whether `fetch(distribution, commit)` needs no network.
 
     OptionError if there is no such patch. MatrixError as `shim.maintenance.pin.measure` raises it.
@@ -57,7 +59,7 @@ def measure_some(
         },
     )
     files: Tables = {}
-    pins = measure(alone, fetch, lambda d, name: progress(f"{d} {matrix.shown(d, name)}"), files, recorded)
+    pins = measure(alone, fetch, lambda d, name: progress(f"{d} {matrix.shown(d, name)}"), files, recorded, proved)
     missing: dict[str, str] = {}
     changed: list[Changed] = []
     for distribution in alone.commits:

@@ -24,6 +24,7 @@ __all__ = [
     "TRIAL",
     "Proved",
     "evidence_for",
+    "evidence_in",
     "files_of",
     "shipped_evidence",
     "trial_of",
@@ -101,7 +102,11 @@ def evidence_for(lock: Mapping[str, Any] | None, environment: Environment) -> Ma
     """The verdicts of the lock about the patches on the installed tree."""
     if lock is None:
         return {}
-    proved = tree_for(lock, environment).get("proved")
+    return _of_tree(tree_for(lock, environment))
+
+
+def _of_tree(tree: Mapping[str, Any]) -> dict[str, Proved]:
+    proved = tree.get("proved")
     if proved is None:
         return {}
     names = ("verdict", "variant", "fingerprints", "shown", "otherwise")
@@ -109,6 +114,15 @@ def evidence_for(lock: Mapping[str, Any] | None, environment: Environment) -> Ma
         id: Proved(date=proved["date"], dropped=said.get("dropped", ()), **{name: said[name] for name in names})
         for id, said in proved["patches"].items()
     }
+
+
+def evidence_in(lock: Mapping[str, Any]) -> dict[str, list[Proved]]:
+    """The verdicts of the lock about all its trees, by patch."""
+    found: dict[str, list[Proved]] = {}
+    for tree in trees_of(lock):
+        for id, said in _of_tree(tree).items():
+            found.setdefault(id, []).append(said)
+    return found
 
 
 def shipped_evidence(id: str) -> list[Proved]:

@@ -130,6 +130,11 @@ def command_line() -> argparse.ArgumentParser:
         "with all that follows; SOURCE is a directory with its sources, or a git directory with the commit",
     )
     pin.add_argument("--of", metavar="TEXT", help="with --add COMMIT: its branch and its users (default main)")
+    pin.add_argument(
+        "--proved",
+        metavar="FILE",
+        help="with --add, --patch or --releases: a lock of shim pin --prove, whose verdicts count for a new release",
+    )
     matrix = command("matrix", "check the matrix, and print which release gets which variant of each patch")
     matrix.add_argument("--cells", action="store_true", help="print the releases a trainer should test, as JSON")
     matrix.add_argument(

@@ -7,7 +7,7 @@ import difflib
 import itertools
 import zipfile
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,8 @@ from packaging.version import Version
 
 from shim._errors import ShimError, SourceError
 from shim._matrix.model import RIGHT, Matrix, PatchEntry
-from shim._planning.bodies import GONE
+from shim._planning.bodies import GONE, Bodies
+from shim._planning.evidence import Proved
 from shim._planning.match import Match, match
 from shim._releases.detect import DISTRIBUTIONS, Environment, Installed
 from shim._releases.fingerprint import definitions, split_target
@@ -132,16 +133,19 @@ class Audit:
         }
 
 
-def audit(matrix: Matrix, tree: Tree, fetch: Fetch, others: Iterable[Tree] = ()) -> Audit:
+def audit(
+    matrix: Matrix, tree: Tree, fetch: Fetch, others: Iterable[Tree] = (), proved: Mapping[str, Proved] | None = None
+) -> Audit:
     """Compare every patch with the bodies of `tree`. `fetch` gives the known releases that diffs start from.
 
     others: what `tree` is judged beside. A patch of theirs has a finding if its rules name the distribution of `tree`.
+    proved: what proofs have shown on this tree, by patch.
     """
     installed = tree.environment.installed
     environment = beside(tree, others)
     known = _Known(matrix, fetch)
     concerned = [entry for entry in matrix.patches.values() if _ranges(entry) & installed.keys()]
-    findings = tuple(_finding(entry, environment, matrix, known) for entry in concerned)
+    findings = tuple(_finding(entry, environment, matrix, known, (proved or {}).get(entry.id)) for entry in concerned)
     te = installed.get("transformer-engine")
     lost: tuple[LostName, ...] = ()
     if te is not None:
@@ -182,8 +186,10 @@ def _beside_unknown(entry: PatchEntry, environment: Environment) -> Environment:
     return replace(environment, installed={**unknown, **environment.installed})
 
 
-def _finding(entry: PatchEntry, environment: Environment, matrix: Matrix, known: _Known) -> Finding:
-    found = match(entry, _beside_unknown(entry, environment), matrix)
+def _finding(
+    entry: PatchEntry, environment: Environment, matrix: Matrix, known: _Known, proved: Proved | None
+) -> Finding:
+    found = match(entry, _beside_unknown(entry, environment), matrix, proved)
     if entry.distribution not in environment.installed:
         reason = f"it is a patch of {entry.distribution}; name a release of that with --with {entry.distribution}==X"
         return Finding(entry.id, entry.kind, entry.distribution, found.state, reason)
@@ -192,7 +198,11 @@ def _finding(entry: PatchEntry, environment: Environment, matrix: Matrix, known:
     if found.variant is None:
         return Finding(entry.id, entry.kind, entry.distribution, found.state, found.reason)
     variant = entry.variants[found.variant]
-    reasons = {**found.kept, **found.drifted}
+    reasons, breaches = {**found.kept, **found.drifted}, dict(found.breaches)
+    if not reasons and found.state == "apply":  # proofs speak for the bodies that are not known
+        bodies = Bodies(entry, environment, matrix)
+        reasons = bodies.unknown(variant.name, found.fingerprints)
+        breaches = {target: said for target in reasons if (said := bodies.breach(variant, target))}
     differences = []
     gone = False
     for target in filter(reasons.__contains__, variant.bodies):
@@ -201,7 +211,7 @@ def _finding(entry: PatchEntry, environment: Environment, matrix: Matrix, known:
         gone = gone or (target in variant.targets and not (_there(sources, body) and _there(sources, _owner(target))))
         nearest, diff = ("", ()) if text is None else known.nearest(entry, target, found, text, version)
         readable = found.fingerprints[target] != GONE
-        contract = judged(variant.needs.get(target), found.breaches.get(target, "")) if readable else ""
+        contract = judged(variant.needs.get(target), breaches.get(target, "")) if readable else ""
         differences.append(Difference(target, target in variant.targets, reasons[target], nearest, diff, contract))
     verdict = "gone" if gone and found.state == "drifted" else found.state
     return Finding(entry.id, entry.kind, entry.distribution, verdict, found.reason, found.variant, tuple(differences))

@@ -224,6 +224,7 @@ def do_pin(arguments: argparse.Namespace) -> int:
         raise OptionError("pins cover all patches; a selection belongs to --lock FILE")
     wanted = [f"--{name}" for name in ("add", "patch", "releases", "check", "anew") if getattr(arguments, name)]
     wanted += [] if arguments.of is None else ["--of"]
+    wanted += [] if arguments.proved is None else ["--proved"]
     if not wanted:
         raise OptionError(
             "name an option. shim pin --lock FILE records the installed packages: trainers need that one. "

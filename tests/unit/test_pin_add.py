@@ -7,11 +7,15 @@ import shutil
 import subprocess
 
 import pytest
+from edited_trees import proved, verdict
 from unit_helpers import FIXED, MATRIX, REWORKED, SOURCES, megatron, write_file
 
 from shim._errors import OptionError
 from shim._matrix.load import load_matrix
 from shim._matrix.pins import lock_path
+from shim._planning.evidence import FIXED as IS_FIXED
+from shim._planning.evidence import RIGHT
+from shim._planning.lock import write_lock
 from shim._tools.cli import main
 from shim._tools.stale_pins import stale
 from shim.maintenance import pin_add
@@ -71,7 +75,7 @@ def test_a_release_with_known_bodies_leaves_nothing_to_decide(shim, fetched):
     code, out, err = shim("pin", "--add", "0.18.0")
     assert code == 0 and "takes about" in err
     assert "  roll-fix: <0.18 became <0.19\n  faster-forward: <0.18 became <0.19" in out
-    assert "so that the patch holds\n  none\n" in out and "complain:\n  nothing\n" in out
+    assert "by contract or by proof\n  none\n" in out and "complain:\n  nothing\n" in out
     matrix = load_matrix(fetched.matrix, check_ranges=True)
     pins = matrix.pins["megatron-core"]
     assert pins["0.18.0"] == pins["0.17.0"] and stale(matrix) == []
@@ -117,6 +121,69 @@ def test_a_release_inside_of_a_range_that_breaks_the_contract_is_not_pinned(shim
     assert "roll-fix" not in load_matrix(fetched.matrix).pins["megatron-core"]["0.17.1"]
     code, _, err = shim("matrix")
     assert code == 1 and "megatron-core 0.17.1 lacks a pin of roll-fix, variant new" in err
+
+
+def proofs_of(world, name, text, said, variant):
+    """A lock with this verdict of proofs about roll-fix on the release, whose sources lie at `name`."""
+    release(world, name, text)
+    world.install(text, name)
+    write_lock(world.root / "new.lock", world.plan(), proved(world, verdict(world, said, variant)))
+    world.install(None)
+    return "--proved", str(world.root / "new.lock")
+
+
+def test_a_body_that_was_proved_is_pinned_and_shown(shim, fetched):
+    """It breaks its contract, and the proofs are right with the patch. Ranges are widened for it as well."""
+    proofs = proofs_of(fetched, "0.18.0", BROKEN_CONTRACT, IS_FIXED, "new")
+    code, out, err = shim("pin", "--add", "0.18.0", *proofs)
+    assert code == 0, err
+    assert "complain:\n  nothing\n" in out and "roll-fix: <0.18 became <0.19" in out
+    assert "by contract or by proof\n  roll-fix: megatron.core.roll:roll\n" in out
+    assert "+def roll(x, shift=-1, *, axes=None):" in out
+    assert load_matrix(fetched.matrix).pins["megatron-core"]["0.18.0"]["roll-fix"].variant == "new"
+    assert shim("pin", "--releases")[0] == 0  # what is pinned stays pinned
+
+
+def test_proofs_about_other_bodies_say_nothing_of_a_release(shim, fetched):
+    proofs = proofs_of(fetched, "0.18.0", BROKEN_CONTRACT, IS_FIXED, "new")
+    release(fetched, "0.18.0", BROKEN_CONTRACT.replace("axes", "axis"))
+    code, out, _ = shim("pin", "--add", "0.18.0", *proofs)
+    assert code == 1 and "  roll-fix (drifted): read megatron.core.roll:roll above" in out
+
+
+def test_a_release_that_was_proved_right_needs_a_range_and_no_sign(shim, fetched):
+    """A person gives the range. Then the proofs speak for the pin, which `--patch` writes."""
+    proofs = proofs_of(fetched, "0.18.0", BROKEN_CONTRACT, RIGHT, None)
+    code, out, _ = shim("pin", "--add", "0.18.0", *proofs)
+    assert code == 1 and "is right without it: proved on this tree" in out
+    assert "Give upstream a range that has 0.18.0" in out
+    rule = '{megatron-core: ">=0.17,<0.18", variant: new}\n'
+    text = fetched.matrix.read_text()
+    assert rule in text
+    fetched.matrix.write_text(
+        text.replace(rule, rule + '    upstream:\n      - {megatron-core: ">=0.18,<0.19", note: right}\n')
+    )
+    code, _, err = shim("pin", "--patch", "roll-fix")
+    assert code and "nothing shows that it is right" in err
+    assert shim("pin", "--patch", "roll-fix", *proofs)[0] == 0
+    assert load_matrix(fetched.matrix).pins["megatron-core"]["0.18.0"]["roll-fix"].variant is None
+
+
+def test_a_patch_for_which_the_ranges_alone_speak_does_not_hold_up_the_others(shim, fetched, monkeypatch):
+    """As if the audit took it, and its pin is refused: a line under "To decide", and the release is added."""
+    release(fetched, "0.17.1", BROKEN_CONTRACT)
+    monkeypatch.setattr(pin_add, "_with_rules", lambda text, *_: (text, {}, []))
+    code, out, _ = shim("pin", "--add", "0.17.1")
+    assert code == 1 and "roll-fix: nobody has seen megatron.core.roll:roll of megatron-core 0.17.1" in out
+    assert list(load_matrix(fetched.matrix).pins["megatron-core"]["0.17.1"]) == ["faster-forward"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--proved", "x"), ("--check", "--releases", "--proved", "x"), ("--add", "ab" * 20, "--proved", "x")]
+)
+def test_proofs_without_a_release_to_pin_are_refused(shim, arguments):
+    code, _, err = shim("pin", *arguments)
+    assert code == 2 and "--proved belongs to" in err
 
 
 def test_sources_that_are_named_are_not_fetched(shim, fetched, tmp_path):
