@@ -208,16 +208,29 @@ def wrong_chunks(own_rank: bool) -> int:
     """
     build = named("transformer.transformer_block", "get_num_layers_to_build")
     offset = named("transformer.transformer_layer", "get_transformer_layer_offset")
+    specs = named("models.gpt.gpt_layer_specs", "get_gpt_decoder_block_spec")
     here = named("parallel_state", "get_pipeline_model_parallel_rank")()
     wrong = 0
     for layers, with_ends in ((8, False), (6, True)):
+        with_experts = [0, 0, 0, 1, 1, 1, 1, 0][:layers]  # no two chunks are alike
         config = chunked_config(
-            layers, account_for_embedding_in_pipeline_split=with_ends, account_for_loss_in_pipeline_split=with_ends
+            layers,
+            account_for_embedding_in_pipeline_split=with_ends,
+            account_for_loss_in_pipeline_split=with_ends,
+            num_moe_experts=2,
+            moe_layer_freq=with_experts,
+            add_bias_linear=False,
         )
         for (stage, rank), expected in expected_layers(layers, with_ends).items():
             where = {"vp_stage": stage} if own_rank else {"vp_stage": stage, "pp_rank": rank}
             if rank == here or not own_rank:
+                count, first = expected
                 wrong += (build(config, **where), offset(config, **where)) != expected
+                found = [
+                    spec.submodules.mlp.module.__name__ == "MoELayer"
+                    for spec in specs(config, use_transformer_engine=False, **where).layer_specs
+                ]
+                wrong += found != with_experts[first : first + count]
     return wrong
 
 
@@ -236,8 +249,9 @@ def a_virtual_stage_is_named_by_an_argument(here: Here) -> float:
     """The layers of a virtual pipeline stage cannot be asked for by `vp_stage` on 0.12.
 
     To reproduce: on two ranks with `virtual_pipeline_model_parallel_size=2`, call `get_num_layers_to_build(config,
-    vp_stage=0)` and `get_transformer_layer_offset(config, vp_stage=0)`. Both raise a TypeError before 0.13, where they
-    read the global virtual rank of parallel_state instead.
+    vp_stage=0)`, `get_transformer_layer_offset(config, vp_stage=0)` and `get_gpt_decoder_block_spec(config,
+    use_transformer_engine=False, vp_stage=0)`. Each raises a TypeError before 0.13, where they read the global virtual
+    rank of parallel_state instead.
 
     Right: layers, embedding and loss dealt out to the chunks in their order. 8 layers give the first rank layers 0, 1
     and 4, 5. With `account_for_embedding_in_pipeline_split` and `account_for_loss_in_pipeline_split` both count as a
@@ -257,9 +271,10 @@ def a_virtual_stage_is_named_by_an_argument(here: Here) -> float:
 def the_layers_of_another_rank_can_be_asked_for(here: Here) -> float:
     """The layers of another pipeline rank cannot be asked for by `pp_rank` before 0.15.
 
-    To reproduce: on two ranks, call `get_num_layers_to_build(config, vp_stage=0, pp_rank=1)` and
-    `get_transformer_layer_offset(config, vp_stage=0, pp_rank=1)` on both. Trainers that convert weights do so, because
-    one rank names the layers of all.
+    To reproduce: on two ranks, call `get_num_layers_to_build(config, vp_stage=0, pp_rank=1)`,
+    `get_transformer_layer_offset(config, vp_stage=0, pp_rank=1)` and `get_gpt_decoder_block_spec(config,
+    use_transformer_engine=False, vp_stage=0, pp_rank=1)` on both. Trainers that convert weights do so, because one rank
+    names the layers of all. Some layers have experts, so that the specs of the layers tell which they are.
 
     Right: as the rank itself would count them.
     """
