@@ -133,7 +133,8 @@ def megatron_on_cpu() -> Iterator[None]:
     """Let the calling thread run megatron-core 0.12 to 0.20 without a GPU; everything is undone on exit.
 
     Substitutes `SUBSTITUTIONS` (process-wide) and enters a torch function mode (this thread only) that turns
-    literal CUDA devices into CPU. May be nested; code compiled with torch.compile traces through it.
+    literal CUDA devices into CPU. May be nested; code compiled with torch.compile traces through it. Nothing is
+    compiled in C++ either, see `storage_shared_in_python`.
 
     Raises ImportError if megatron-core cannot be imported.
     """
@@ -145,6 +146,7 @@ def megatron_on_cpu() -> Iterator[None]:
             callable_original = original.__func__ if isinstance(original, staticmethod) else original
             undo.callback(setattr, owner, name, original)
             setattr(owner, name, build(callable_original))
+        undo.enter_context(storage_shared_in_python())
         undo.enter_context(_CudaMeansCpu())
         yield
 
@@ -181,7 +183,11 @@ def share_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def storage_shared_in_python() -> Iterator[None]:
-    """From 0.17 outputs are refilled by a C++ helper that is compiled on first use, for half a minute. Spare that."""
+    """From 0.17 outputs are refilled by a C++ helper that is compiled on first use, for half a minute. Spare that.
+
+    torch locks the directory in which it compiles. A process that is killed meanwhile leaves the lock, and each later
+    one waits for it without an end.
+    """
     random = import_module("megatron.core.tensor_parallel.random")
     if not hasattr(random, "_get_share_storage"):
         yield
