@@ -10,7 +10,7 @@ from torch.distributed import all_reduce
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.mla_rope_key_gradient import proof as cases
+from shim.testing import mla_layer as cases
 from shim.testing.model import _Adapter, _add_update
 
 ID = "mla-rope-key-gradient"
