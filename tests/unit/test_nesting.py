@@ -35,6 +35,10 @@ OUTSIDE = {
         MODULE + "process_mtp_loss",
         "megatron.core.models.gpt.gpt_model:GPTModel._postprocess",
     },
+    # Outside, one sums more weights by a second call, which has no attention to look for: either order does.
+    ("mla-query-norm-gradient", "gated-delta-net-norm"): {
+        "megatron.core.distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads"
+    },
     # config-override only marks the function and calls it: either order does.
     ("fp8-fp4-recompute", "config-override"): {
         RANDOM + "CheckpointFunction.forward",
