@@ -107,10 +107,14 @@ def minor(release: str, between: str = ".") -> str:
     return between.join(numbers[:2] if set(numbers[2:]) <= {"0"} else numbers)
 
 
-def ranges(proposal: Proposal, supported: Sequence[str]) -> dict[tuple[str, ...], str]:
-    """The range of each group of neighbours: from its first release to the first release of the next group."""
-    ordered = sorted(supported, key=Version)
-    major, last_minor = Version(ordered[-1]).release[:2]
+def ranges(proposal: Proposal, matrix: Matrix) -> dict[tuple[str, ...], str]:
+    """The range of each group of neighbours: from its first release to the first release of the next group.
+
+    The last one ends behind the newest commit, as those of the other patches do.
+    """
+    distribution = proposal.distribution
+    ordered = sorted(matrix.supported[distribution], key=Version)
+    major, last_minor = max(matrix.version(distribution, name) for name in matrix.names(distribution)).release[:2]
     found = {}
     for group in (*proposal.variants.values(), *proposal.without):
         after = ordered.index(group[-1]) + 1
@@ -171,7 +175,7 @@ def write_patch(proposal: Proposal, matrix: Matrix, top: Path, dry_run: bool = F
     for path in (module, described, shown, news, test):
         if path.exists():
             raise OptionError(f"{path} is there already, and shim does not overwrite it")
-    entry = text.entry(proposal, ranges(proposal, matrix.supported[proposal.distribution]))
+    entry = text.entry(proposal, ranges(proposal, matrix))
     written = {
         module: text.module(proposal),
         described: text.description(proposal),

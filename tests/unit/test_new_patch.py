@@ -4,6 +4,7 @@ import ast
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from pinned import write_pins
 from unit_helpers import REPOSITORY, megatron
 
 from shim._errors import NotMetError, OptionError
+from shim._matrix.commits import Commit
 from shim._matrix.load import load_matrix
 from shim._matrix.model import Matrix
 from shim._tools.cli import main
@@ -64,12 +66,19 @@ def test_bodies_that_are_called_alike_share_a_variant(fetch):
 
 def test_ranges_leave_no_gap(fetch):
     """Each ends where the next begins, the last one with the minor release."""
-    found = new_patch.ranges(propose(fetch), RELEASES)
+    found = new_patch.ranges(propose(fetch), matrix_of(*RELEASES))
     assert found == {
         ("0.15.0",): ">=0.15,<0.15.2",
         ("0.15.2", "0.16.0"): ">=0.15.2,<0.16.1",
         ("0.16.1", "0.17.0"): ">=0.16.1,<0.18",
     }
+
+
+def test_the_last_range_holds_the_newest_commit(fetch):
+    """Without this no range holds a tree of that version."""
+    commit = Commit("12345abcde", "12345abcde" * 4, "0.18.0.dev0", "2026-08-22", "main")
+    matrix = replace(matrix_of(*RELEASES), commits={"megatron-core": {"12345abcde": commit}})
+    assert new_patch.ranges(propose(fetch), matrix)["0.16.1", "0.17.0"] == ">=0.16.1,<0.19"
 
 
 def test_a_wrong_name_is_told_with_the_right_one(fetch):
