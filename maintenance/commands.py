@@ -114,7 +114,7 @@ def _patch(arguments: argparse.Namespace) -> int:
         tell(f"shim: {line}")
     left = []
     if matrix.shipped:
-        left = [line for id in arguments.patch for line in left_to_do(load.PACKAGE.parent, matrix, id)]
+        left = [line for id in arguments.patch for line in left_to_do(load.PACKAGE.parent, load_matrix(), id)]
     told = {"changed": changed, "matrix": matrix.path, "not_at_hand": list(found.missing), "left": left}
     lines = [f"pins {'written' if changed else 'were current'} beside {matrix.path}"]
     lines += ["", "Left to do:", *(f"  {line}" for line in left)] if left else []

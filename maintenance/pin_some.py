@@ -114,6 +114,13 @@ def left_to_do(top: Path, matrix: Matrix, id: str) -> list[str]:
     ):
         if not getattr(matrix.patches[id], key):
             left.append(f"patch.yaml: no {key} of {id}: {what}")
+    distribution = matrix.patches[id].distribution
+    without = [name for name in matrix.commits.get(distribution, {}) if matrix.wanted(id, name) is None]
+    if without:
+        where = ", ".join(matrix.shown(distribution, name) for name in without)
+        left.append(
+            f"version_matrix.lock.json: no pins of {id} on {where}: no variant has its bodies, see docs/evidence.md"
+        )
     proved = top / "docs" / "proved.json"
     if f'"{id}"' not in (text := proved.read_text("utf-8")) and f'"{id}/' not in text:
         left.append(f"docs/proved.json: no results; run python -m shim.maintenance.prove_all --patches {id}")

@@ -198,8 +198,10 @@ def test_what_a_new_patch_lacks_is_named():
     assert [line.partition(": ")[0] for line in left] == [
         "tests/unit/test_nesting.py",
         "patch.yaml",
+        "version_matrix.lock.json",
         "docs/proved.json",
         "changes/bias-of-tomorrow.added.md",
     ]
     assert "bias-of-tomorrow and expert-bias-padding share megatron.core.transformer.moe.router:TopKRouter" in left[0]
-    assert "shim.maintenance.prove_all --patches bias-of-tomorrow" in left[2]
+    assert "no pins of bias-of-tomorrow on commit 1dcf0dafa8 (dev of 2026-02-14), commit 71e418ea7d" in left[2]
+    assert "shim.maintenance.prove_all --patches bias-of-tomorrow" in left[3]
