@@ -195,3 +195,15 @@ def test_the_index_leads_to_every_page():
     assert {page for page in PAGES if page.startswith("docs/")} - found == {"docs/index.md"}
     assert {"README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"} <= found
     assert "docs/index.md" in {path for path, _ in links("README.md")}
+
+
+def test_the_commands_for_a_new_patch_run_that_patch_alone():
+    """Without -k the file with the proofs runs those of all patches. Every file that a command names is there."""
+    page = (REPOSITORY / "docs" / "writing-a-patch.md").read_text().replace("\\\n", "")
+    commands = [line for line in page.splitlines() if line.startswith(".venv/bin/python ")]
+    assert len(commands) >= 4
+    for command in commands:
+        assert "test_proofs.py" not in command or " -k " in command, command
+        for folder, braced, name in re.findall(r"(tests/\w+/test_)(?:\{([\w,]+)\}|(\w+))\.py", command):
+            missing = [f for f in (braced or name).split(",") if not (REPOSITORY / f"{folder}{f}.py").is_file()]
+            assert not missing, command
