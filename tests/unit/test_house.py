@@ -199,7 +199,6 @@ TESTED_IN = {
     "maintenance.docs_te": "unit/test_docs",
     "maintenance.new_patch_proposal": "unit/test_new_patch",
     "testing.footprint": "ops/test_logprob_memory",
-    "testing.schedules": "cells/test_harness",
 }
 
 

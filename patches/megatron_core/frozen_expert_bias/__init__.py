@@ -1,17 +1,19 @@
-"""The expert bias (moe_router_enable_expert_bias) of routers that are not trained.
+"""The bias of experts in routers that are not trained.
 
-What is wrong (0.12 to 0.19): at the end of a step, finalize_model_grads moves the buffer `expert_bias` of every router
-by the tokens of its experts, whether the router is trained or not. With LoRA, or with a frozen router, tokens go to
-other experts in each step. Adapters do not hold the buffer: the adapters that were trained fit a model that is saved
+What is wrong (0.12 to 0.19): at the end of a step, finalize_model_grads moves the bias of every router by the tokens
+of its experts, whether the router is trained or not. The bias is a buffer: `expert_bias` under
+moe_router_enable_expert_bias, and in 0.19 `qb_beta` under quantile balancing. With LoRA, or with a frozen router,
+tokens go to other experts in each step. Adapters do not hold the buffer: the trained adapters fit a model that is saved
 nowhere.
 
-The patch gives routers back the bias that they had before, if none of their weights requires a gradient. Upstream's
-function runs as it is, so every rank takes part in its collective, and the counts of tokens begin anew. The bias of a
-router with a weight that is trained still moves.
+The patch gives a router back the bias that it had before, if none of its weights requires a gradient, also if an
+adapter is around the router. Upstream's function runs as it is, so every rank takes part in its collective, and counts
+begin anew. The bias of a router that is trained still moves, such as that of a copy for modules_to_save.
 
-Upstream: open. 0.19 has a flag `frozen_expert_bias` of the router, off by default (Megatron-LM pull request 5019).
+Upstream: open. 0.19 has a flag `frozen_expert_bias` of the router, off by default, which trainers must set
+(Megatron-LM pull requests 4785 and 5019). It does not hold `qb_beta`.
 
-Delete when: no supported release moves the bias of a frozen router by default.
+Delete when: no supported release moves the bias of a router whose weights are frozen.
 """
 
 from __future__ import annotations
@@ -24,33 +26,60 @@ import torch
 
 from shim.patches._arguments import Function, argument
 
-UPDATE_ROUTER_EXPERT_BIAS = "megatron.core.distributed.finalize_model_grads:_update_router_expert_bias"
+FINALIZE = "megatron.core.distributed.finalize_model_grads:"
+BIAS_OF = {
+    FINALIZE + "_update_router_expert_bias": "expert_bias",
+    FINALIZE + "_update_router_qb_beta": "qb_beta",
+}
 
 
-def _update_router_expert_bias(original: Function) -> Function:
+def _update(original: Function, bias: str) -> Function:
     chunks_of = argument(original, "model")
 
     @functools.wraps(original)
-    def _update_router_expert_bias(*args: Any, **kwargs: Any) -> Any:
-        held = [(router, router.expert_bias.clone()) for router in _frozen_routers(chunks_of(args, kwargs))]
+    def update(*args: Any, **kwargs: Any) -> Any:
+        held = [(router, getattr(router, bias).clone()) for router in _frozen(chunks_of(args, kwargs), bias)]
         result = original(*args, **kwargs)
         with torch.no_grad():
-            for router, bias in held:
-                router.expert_bias.copy_(bias)
+            for router, value in held:
+                getattr(router, bias).copy_(value)
         return result
 
-    return _update_router_expert_bias
+    return update
 
 
-def _frozen_routers(chunks: Iterable[Any]) -> Iterator[Any]:
-    """The routers with a bias whose weights require no gradient."""
+def _frozen(chunks: Iterable[Any], bias: str) -> Iterator[Any]:
+    """The routers with a bias of this name that have weights, of which none requires a gradient."""
+    for _, router in _with_bias(chunks, bias):
+        if {weight.requires_grad for weight in router.parameters()} == {False}:
+            yield router
+
+
+def _with_bias(chunks: Iterable[Any], bias: str) -> Iterator[tuple[str, Any]]:
     for chunk in chunks:
-        for module in chunk.modules():
-            has_bias = getattr(module, "expert_bias", None) is not None
-            if has_bias and not any(weight.requires_grad for weight in module.parameters()):
-                yield module
+        for name, module in chunk.named_modules():
+            if getattr(module, bias, None) is not None:
+                yield name, module
+
+
+def problems(models: Iterable[Any]) -> Iterator[tuple[str, str]]:
+    """What keeps the patch from its effect: a bias whose module has no weight that says whether it is frozen."""
+    for model in models:
+        if all(weight.requires_grad for weight in model.parameters()):
+            continue
+        for bias in BIAS_OF.values():
+            for name, module in _with_bias([model], bias):
+                held = getattr(module, "frozen_expert_bias", False) and bias == "expert_bias"
+                if not held and next(module.parameters(), None) is None:
+                    yield (
+                        f"{bias} of {name} moves in every step, because {name} has no weight that says it is frozen",
+                        "set moe_router_bias_update_rate to 0, or frozen_expert_bias of the module from 0.19 on",
+                    )
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
-    return {UPDATE_ROUTER_EXPERT_BIAS: _update_router_expert_bias}
+    bound = {target: functools.partial(_update, bias=bias) for target, bias in BIAS_OF.items()}
+    if variant != "v0_19":
+        del bound[FINALIZE + "_update_router_qb_beta"]
+    return bound

@@ -1,4 +1,4 @@
-"""Proof of frozen-expert-bias."""
+"""Proofs of frozen-expert-bias."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ MODEL: dict[str, Any] = {
     "moe_router_load_balancing_type": "none",
     "moe_aux_loss_coeff": 0.0,
 }
+QUANTILE: dict[str, Any] = {
+    "moe_router_load_balancing_type": "quantile_balancing",
+    "moe_router_enable_expert_bias": False,
+}
 STEPS, ROWS, TOKENS = 20, 4, 64
 
 
@@ -42,11 +46,11 @@ def step(wrapped: Any) -> Tensor:
     return maps[0]
 
 
-def rerouted_tokens() -> int:
-    """Tokens that go to other experts after some steps in which no weight changes."""
+def rerouted_tokens(**options: Any) -> int:
+    """Tokens that go to other experts after some steps in which no weight changes. options: of the model."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    model: Any = testing.build_gpt(**MODEL)
+    model: Any = testing.build_gpt(**{**MODEL, **options})
     testing.add_lora(model)
     wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
     with torch.compiler.set_stance("force_eager"):  # a part of the router is compiled on first use, for many seconds
@@ -73,4 +77,25 @@ def a_frozen_router_keeps_its_bias(here: Here) -> int:
     5019).
     """
     moved: int = here.run(rerouted_tokens)[0]
+    return moved
+
+
+def rerouted_by_quantiles() -> int:
+    return rerouted_tokens(**QUANTILE)
+
+
+@proof("{:.0f} of 256 tokens go to other experts", right="each token keeps its experts", variants=["v0_19"])
+def a_frozen_router_keeps_its_quantiles(here: Here) -> int:
+    """Quantile balancing moves the bias of a frozen router, so that its tokens go to other experts.
+
+    To reproduce: build a GPTModel with `num_moe_experts=8` and `moe_router_load_balancing_type="quantile_balancing"`.
+    Freeze its weights, add adapters, wrap it in DistributedDataParallel, and run 20 steps of forward, backward and
+    `finalize_model_grads` on the same rows, without changing any weight.
+
+    `_update_router_qb_beta` moves the buffer `qb_beta` of every router, whether its weight is trained or not, and also
+    with `frozen_expert_bias`. Right is a bias that stays, and with it the experts of every token.
+
+    In 0.19.
+    """
+    moved: int = here.run(rerouted_by_quantiles)[0]
     return moved
