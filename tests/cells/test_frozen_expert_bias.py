@@ -186,11 +186,9 @@ def test_a_router_in_modules_to_save_still_moves():
 
 @pytest.mark.parametrize("flag", [True, False])
 def test_the_flag_of_0_19(flag):
-    """True holds the bias of a trained router, as on stock. False, which is the default, does not free a frozen one."""
+    """True holds the bias of a trained router, in all releases. False, upstream's default, frees no frozen one."""
     with applied():
         model = first_trained()
-        if not hasattr(routers(model)[0], "frozen_expert_bias"):
-            pytest.skip("this release has no such flag")
         for router in routers(model):
             router.frozen_expert_bias = flag
         trained, frozen = biases(model)
@@ -249,7 +247,7 @@ class Balance(torch.nn.Module):
 
 
 def test_check_says_which_bias_would_move(caplog):
-    """No weight says whether its router is frozen, so it moves as on stock."""
+    """No weight says whether its router is frozen, so it moves as on stock, unless the flag of 0.19 is set."""
     with shim.patched(only=[ID]):
         model = with_lora()
         assert shim.check(model)[ID].state == "applied"
@@ -260,6 +258,8 @@ def test_check_says_which_bias_would_move(caplog):
         assert found.reason in caplog.text
         routers(model)[1].text.frozen_expert_bias = True
         assert shim.check(model)[ID].state == "applied"
+        routers(model)[1].text.local_tokens_per_expert[0] = 1
+        assert not biases(model)[1].any() and not routers(model)[1].text.expert_bias.any()
         del routers(model)[1].text.frozen_expert_bias
         model.requires_grad_(True)
         assert shim.check(model)[ID].state == "applied", "without a frozen weight each bias is to move"

@@ -8,7 +8,8 @@ nowhere.
 
 The patch gives a router back the bias that it had before, if none of its weights requires a gradient, also if an
 adapter is around the router. Upstream's function runs as it is, so every rank takes part in its collective, and counts
-begin anew. The bias of a router that is trained still moves, such as that of a copy for modules_to_save.
+begin anew. The bias of a router that is trained still moves, such as that of a copy for modules_to_save, unless its
+flag `frozen_expert_bias` is set. The patch reads this flag in all releases.
 
 Upstream: open. 0.19 has a flag `frozen_expert_bias` of the router, off by default, which trainers must set
 (Megatron-LM pull requests 4785 and 5019). It does not hold `qb_beta`.
@@ -49,10 +50,14 @@ def _update(original: Function, bias: str) -> Function:
 
 
 def _frozen(chunks: Iterable[Any], bias: str) -> Iterator[Any]:
-    """The routers with a bias of this name that have weights, of which none requires a gradient."""
+    """The routers whose bias is to stay: their flag says so, or they have weights of which none requires a gradient."""
     for _, router in _with_bias(chunks, bias):
-        if {weight.requires_grad for weight in router.parameters()} == {False}:
+        if _has_flag(router) or {weight.requires_grad for weight in router.parameters()} == {False}:
             yield router
+
+
+def _has_flag(router: Any) -> bool:
+    return bool(getattr(router, "frozen_expert_bias", False))
 
 
 def _with_bias(chunks: Iterable[Any], bias: str) -> Iterator[tuple[str, Any]]:
@@ -67,14 +72,12 @@ def problems(models: Iterable[Any]) -> Iterator[tuple[str, str]]:
     for model in models:
         if all(weight.requires_grad for weight in model.parameters()):
             continue
-        for bias in BIAS_OF.values():
-            for name, module in _with_bias([model], bias):
-                held = getattr(module, "frozen_expert_bias", False) and bias == "expert_bias"
-                if not held and next(module.parameters(), None) is None:
-                    yield (
-                        f"{bias} of {name} moves in every step, because {name} has no weight that says it is frozen",
-                        "set moe_router_bias_update_rate to 0, or frozen_expert_bias of the module from 0.19 on",
-                    )
+        for name, module in _with_bias([model], "expert_bias"):
+            if not _has_flag(module) and next(module.parameters(), None) is None:
+                yield (
+                    f"expert_bias of {name} moves in every step, because {name} has no weight that says it is frozen",
+                    "set frozen_expert_bias of this module to True if its router is frozen",
+                )
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
