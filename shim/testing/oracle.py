@@ -329,8 +329,13 @@ def _logged_losses() -> Tensor:
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     tracker = MTPLossLoggingHelper.tracker
-    logged = tracker.get("loss_values", tracker.get("values"))  # renamed in 0.19
-    return torch.zeros(0) if logged is None else logged.detach().clone()
+    # Renamed in 0.19, and on the dev branch, which keeps the tokens of sums beside them.
+    found = (tracker.get(name) for name in ("loss_values", "values", "loss_sums"))
+    logged = next((losses for losses in found if losses is not None), None)
+    if logged is None:
+        return torch.zeros(0)
+    tokens = tracker.get("num_tokens")
+    return logged.detach().clone() if tokens is None else logged.detach() / tokens.clamp(min=1)
 
 
 def _result(
