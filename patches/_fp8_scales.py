@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-import torch
-
 from shim._errors import ShimError
+from shim._torch_names import find
 from shim.patches._named import Named
 
 # Where Transformer Engine keeps the number of a module's queue, from 2.1 on.
@@ -130,9 +129,10 @@ def replay() -> Replay | None:
 def graph_is_kept() -> bool:
     """Whether the running backward keeps its graph, so that a second backward may follow."""
     # Outside a backward nothing is freed. If torch cannot tell, the graph counts as kept.
-    if torch._C._current_graph_task_id() == -1:
+    task = find("torch:_C._current_graph_task_id")
+    if task is None or task() == -1:
         return True
-    keeps = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    keeps = find("torch:_C._autograd._get_current_graph_task_keep_graph")
     return keeps is None or bool(keeps())
 
 

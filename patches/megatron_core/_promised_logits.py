@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shim._errors import ShimError
+from shim._torch_names import required
 from shim.ops import Largest
 from shim.patches.megatron_core._linear_losses import Head, losses_of
 
@@ -116,7 +117,7 @@ class Promise:
             largest = args[0]._largest
             if largest is not None:
                 return largest.column
-        args, kwargs = torch.utils._pytree.tree_map(_given, (args, kwargs))
+        args, kwargs = required("torch.utils._pytree:tree_map")(_given, (args, kwargs))
         return function(*args, **kwargs)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shim._torch_names import outside_graph
 from shim.ops._logprob_small import is_small, small_token_losses
 from shim.ops.logprob import token_logprobs
 
@@ -36,7 +37,7 @@ def token_losses(logits: Tensor, target: Tensor, group: Any, label_smoothing: fl
 
 # Outside the graph, because token_losses reads values on CPU and branches on the number of logits. The first call
 # imports dynamo.
-_losses_outside_graph = torch._disable_dynamo(token_losses)
+_losses_outside_graph = outside_graph(token_losses)
 
 
 def _may_be_overwritten(logits: Tensor) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 from shim._engine.aliases import namespace_of
 from shim._planning.plan import Decision, Plan
+from shim._torch_names import required
 
 __all__ = ["NO_VERDICT", "Probe", "Tries", "Verdict", "facts_of", "of_patch", "run"]
 
@@ -65,14 +66,14 @@ def _device_of(module: Any, torch: Any) -> Any:
 
 def _no_messages() -> Any:
     """A mode that refuses collectives and messages: other ranks may have no such override, and would not answer."""
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     def dispatch(mode: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.namespace in ("c10d", "_c10d_functional"):
             raise RuntimeError(f"it sends messages between ranks ({function})")
         return function(*args, **(kwargs or {}))
 
-    made: Any = type("NoMessages", (TorchDispatchMode,), {"__torch_dispatch__": dispatch})
+    mode: Any = required("torch.utils._python_dispatch:TorchDispatchMode")
+    made: Any = type("NoMessages", (mode,), {"__torch_dispatch__": dispatch})
     return made()
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from shim._errors import OptionError
 from shim._proving.reached import Spot, reached_in, watch
+from shim._torch_names import find
 
 __all__ = ["GO", "MODEL", "OVERRIDES", "UNUSABLE", "SideTask", "Work", "main", "run_side"]
 
@@ -46,7 +47,6 @@ _COMMON = (
     "megatron.core.dist_checkpointing.strategies.fully_parallel",
     "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader",
     "torch.utils.serialization.config",
-    "torch._subclasses.schema_check_mode",
     "torch.profiler",
     "multiprocessing.popen_fork",
 )
@@ -154,6 +154,7 @@ def _preload(te: bool, device: str) -> None:
         for name in _COMMON:
             with contextlib.suppress(Exception):
                 import_module(name)
+        find("torch._subclasses.schema_check_mode:__name__")  # for checkpoints
 
     import shim.testing.proof  # noqa: F401
 

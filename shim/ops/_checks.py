@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from shim._torch_names import find
+
 __all__ = ["require"]
+
+_assert_async = find("torch:_assert_async")  # asked once, because compiled functions call `require`
 
 
 def require(condition: Tensor, message: str) -> None:
@@ -15,6 +18,7 @@ def require(condition: Tensor, message: str) -> None:
     the meta device have no values, so nothing is checked there.
     """
     if condition.device.type == "cuda":
-        torch._assert_async(condition, message)
+        if _assert_async is not None:
+            _assert_async(condition, message)
     elif condition.device.type != "meta" and not bool(condition):
         raise ValueError(message)

@@ -10,9 +10,11 @@ from collections.abc import Hashable, Iterable, Iterator
 from functools import cache
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import disable_saved_tensors_hooks
+
+from shim._torch_names import required
 
 __all__ = ["HOOKED", "Saved", "foreign_hooks_active", "now", "saved_by"]
 
@@ -38,13 +40,17 @@ class Saved(NamedTuple):
 
 def now() -> int:
     """The number of the next node in this thread's autograd graph."""
-    return torch._C._autograd._get_sequence_nr()
+    number: int = required("torch:_C._autograd._get_sequence_nr")()
+    return number
 
 
 def foreign_hooks_active() -> bool:
     """Whether foreign default hooks on saved tensors are active: offloading, or torch's checkpoint."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is not None and top(False) is not None
+    try:
+        with disable_saved_tensors_hooks("shim looks for hooks"):  # refused if there are any
+            return False
+    except RuntimeError:
+        return True
 
 
 def saved_by(node: Any) -> Iterator[Saved]:

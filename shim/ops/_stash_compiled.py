@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from shim._torch_names import COMPILED_BY
 from shim.ops._stash_pool import capturing
 
 __all__ = ["CompiledRegions", "is_compiled"]
@@ -32,7 +33,7 @@ class CompiledRegions:
 
 
 def is_compiled(node: Any) -> bool:
-    return (getattr(getattr(node, "_forward_cls", None), "__module__", None) or "").startswith("torch._functorch")
+    return (getattr(getattr(node, "_forward_cls", None), "__module__", None) or "").startswith(COMPILED_BY)
 
 
 def _has_made(function: Callable[..., Any], node: Any) -> bool:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from shim._torch_names import missing, required
 from shim.ops._row_provenance import RowTensor, row_tensors
 from shim.ops._row_rules import Span
 from shim.ops._saved_tensors import HOOKED, foreign_hooks_active, now
@@ -25,6 +25,10 @@ __all__ = ["StashGroup", "tensors_in"]
 # The least bytes of a row. A narrower row costs more in the list of pages than it saves.
 NARROWEST = 16
 GIVEN_UP = "its memory was given up and will be recomputed"
+
+
+NUMBER, TASK = "torch:_C._autograd._get_sequence_nr", "torch:_C._current_graph_task_id"
+TRANSFORMS, LEVEL = "torch:_C._functorch.peek_interpreter_stack", "torch.autograd.forward_ad:_current_level"
 
 
 class Stash(Protocol):
@@ -72,10 +76,10 @@ class StashGroup:
         stash.begin_forward()
         if not torch.is_grad_enabled():
             return self
-        reason = _transformed()
+        reason = _unable() or _transformed()
         if reason:
             stash.skip(reason)
-        elif torch._C._current_graph_task_id() != -1:
+        elif required(TASK)() != -1:
             stash.skip("it is recomputed in backward, which uses it at once")
         elif foreign_hooks_active():
             stash.skip(HOOKED)
@@ -190,11 +194,17 @@ class _Chosen(NamedTuple):
     slots: list[Any]
 
 
+def _unable() -> str:
+    """Why no group can be stashed with this torch, or ""."""
+    name = missing((NUMBER, TASK, TRANSFORMS, LEVEL))
+    return f"torch {torch.__version__} has no {name}, without which autograd's graph cannot be read" if name else ""
+
+
 def _transformed() -> str:
     """Why a forward under an active transform is left alone; "" without a transform."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if required(TRANSFORMS)() is not None:
         return "a transform of torch.func is active, whose tensors have no separate memory"
-    if forward_ad._current_level >= 0:
+    if required(LEVEL) >= 0:
         return "forward-mode differentiation is active, and a copy in pages has no tangent"
     return ""
 

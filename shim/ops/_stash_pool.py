@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shim._locks import renew_in_children
+from shim._torch_names import find
 from shim.ops import _stash_eager
 from shim.ops._stash_layout import BITS, HEAD, HOST_HEAD, HOST_TAIL, MOST_WANTED, STATES, TAIL
 from shim.ops._stash_rows import ValidRows
@@ -30,8 +31,10 @@ def capturing() -> bool:
 
 def _tracing() -> bool:
     """Whether a dispatch mode is active, such as torch.compile's trace, under which operators get no real tensors."""
-    keys = torch._C._TorchDispatchModeKey.__members__.values()
-    return any(torch._C._get_dispatch_mode(key) is not None for key in keys)
+    keys, mode_of = find("torch:_C._TorchDispatchModeKey.__members__"), find("torch:_C._get_dispatch_mode")
+    if keys is None or mode_of is None:
+        return torch.compiler.is_compiling()
+    return any(mode_of(key) is not None for key in keys.values())
 
 
 def backend_for(name: str | None, device: torch.device) -> ModuleType:

@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from shim._torch_names import find, outside_graph
 from shim.ops._logprob_chunks import LOG2E
 from shim.ops._logprob_linear import LinearTokenLogprobs
 from shim.ops._logprob_products import Largest, LowRank
@@ -220,8 +221,8 @@ def _linear_token_logprobs(
 
 
 # torch.compile cannot trace value reads (the checks on CPU) or writes over an input. The first call imports dynamo.
-_outside_graph = torch._disable_dynamo(_token_logprobs)
-_linear_outside_graph = torch._disable_dynamo(_linear_token_logprobs)
+_outside_graph = outside_graph(_token_logprobs)
+_linear_outside_graph = outside_graph(_linear_token_logprobs)
 
 
 class Rows:
@@ -253,7 +254,7 @@ def _is_shared(tensor: Tensor) -> bool:
     Autograd tracks views. It does not track the result of detach() in a custom function, which may share the memory of
     a leaf, a cache or a CUDA graph, nor the results that nodes keep.
     """
-    count = getattr(torch._C, "_storage_Use_Count", None)  # older torch lacks the counter
+    count = find("torch:_C._storage_Use_Count")
     memory = tensor.untyped_storage()
     return count is None or count(memory._cdata) > 2 + tensor._is_view()  # 2: `tensor` and `memory`
 

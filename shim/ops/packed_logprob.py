@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shim._torch_names import outside_graph
 from shim.ops._checks import require
 from shim.ops.context_parallel_roll import PARTITIONS, rank_roll_index, roll_on_rank
 from shim.ops.logprob import TokenLogprobs, linear_token_logprobs, token_logprobs
@@ -253,7 +254,7 @@ def _results(
     return _Row(*of_row).results(function, temperature, gather)
 
 
-_outside_graph = torch._disable_dynamo(_results)  # it checks values, as token_logprobs does
+_outside_graph = outside_graph(_results)  # it checks values, as token_logprobs does
 
 
 class _Gathered(torch.autograd.Function):

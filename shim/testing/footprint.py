@@ -8,13 +8,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+
+from shim._torch_names import required
 
 __all__ = ["Footprint"]
 
+_Mode: Any = required("torch.utils._python_dispatch:TorchDispatchMode")
+tree_iter = required("torch.utils._pytree:tree_iter")
 
-class Footprint(TorchDispatchMode):
+
+class Footprint(_Mode):
     """Watches every operation below autograd inside the context, also in backward.
 
         with testing.Footprint() as footprint:

@@ -10,6 +10,8 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+from shim._torch_names import find, required
+
 from .proof import CannotRunError
 
 __all__ = ["interpreted"]
@@ -29,12 +31,10 @@ def interpreted(*modules: ModuleType) -> Iterator[None]:
     if find_spec("triton") is None:
         raise CannotRunError("the kernels need triton, which is not installed")
     language: Any = import_module("triton.language")
-    for lazy in ("triton.experimental", "triton.experimental.gluon", "triton.experimental.gluon.language"):
-        # Triton imports it at the first launch, and it wants compiled functions there.
-        with contextlib.suppress(ModuleNotFoundError):
-            import_module(lazy)
-    wrapped: Any = import_module("triton.runtime.interpreter").InterpretedFunction
-    compiled = import_module("triton.runtime.jit").JITFunction
+    # Triton imports it at the first launch, and it wants compiled functions there.
+    find("triton.experimental.gluon.language:__name__")
+    wrapped = required("triton.runtime.interpreter:InterpretedFunction")
+    compiled = required("triton.runtime.jit:JITFunction")
     with contextlib.ExitStack() as undo:
         for owner in _language():
             undo.callback(_restore, owner, dict(vars(owner)))

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from shim._torch_names import missing
+
 __all__ = ["Layout", "layout_initialised"]
 
 
@@ -116,6 +118,8 @@ def _recorded_groups() -> Iterator[list[dist.ProcessGroup]]:
 _DEVICES: dict[int, Any] = {}  # process id -> device; a forked rank lacks its parent's threads
 
 
+_C10D = "torch.distributed.distributed_c10d:"
+_GLOO = [f"{_C10D}ProcessGroupGloo{name}" for name in ("", "._Options", ".create_device", ".create_default_device")]
 _STORE_RANK_SIZE = ("store", "rank", "size")  # torch passes these to a gloo group by position
 
 
@@ -143,6 +147,9 @@ def _one_device() -> Iterator[None]:
     second, and takes ten milliseconds to end.
     """
     torchs: Any = c10d
+    if missing(_GLOO):
+        yield
+        return
     gloo = torchs.ProcessGroupGloo
     process = os.getpid()
     if process not in _DEVICES:

@@ -24,10 +24,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shim._torch_names import find
+
 from .forks import forking
 
 __all__ = ["RankError", "Ranks"]
 
+COMPILING_THREADS = "torch._inductor.async_compile:AsyncCompile.pool"
 _GRACE = 0.5  # seconds for the other ranks to answer once one of them has failed
 _GRACE_OF_CAUSE = 10.0  # the same while each of those that have failed says that it has lost a peer: the peer knows why
 _LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe|Socket closed")
@@ -230,10 +233,10 @@ def _serve(rank: int, pipes: list[Any], directory: Path, collect_what_comes: Cal
     collect_what_comes()
     parallel_state = sys.modules.get("megatron.core.parallel_state")
     _kept_alive = [] if parallel_state is None else list(vars(parallel_state).values())
-    compiler = sys.modules.get("torch._inductor.async_compile")
-    if compiler is not None:
+    threads = find(COMPILING_THREADS) if COMPILING_THREADS.partition(":")[0] in sys.modules else None
+    if threads is not None:
         # torch forgets compiling processes at a fork, but not compiling threads, and would wait for those forever.
-        compiler.AsyncCompile.pool.cache_clear()
+        threads.cache_clear()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and kills the ranks
     with open(directory / f"stack.{rank}", "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)

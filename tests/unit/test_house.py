@@ -16,8 +16,9 @@ MAY_IMPORT = {
     "_tasks": set(),
     "_resources": set(),
     "_locks": set(),
+    "_torch_names": set(),
     "_compatible": {"_errors", "_version"},
-    "ops": {"_errors", "_locks"},
+    "ops": {"_errors", "_locks", "_torch_names"},
     "_config_override": {"_errors", "_locks", "_tasks"},
     "_releases": {"_errors", "_locks", "_printing", "_record"},
     "_matrix": {"_errors", "_record", "_releases"},
@@ -30,14 +31,15 @@ MAY_IMPORT = {
         "_tasks",
         "_resources",
         "_compatible",
+        "_torch_names",
         "_releases",
         "_matrix",
         "_planning",
     },
     "_api": {"_errors", "_record", "_releases", "_matrix", "_planning", "_te", "_engine"},
     "_workers": {"_errors", "_planning", "_api"},
-    "testing": {"_errors", "_releases", "_matrix", "_planning", "_engine", "_api", "ops"},
-    "_proving": {"_errors", "_printing", "_releases", "_matrix", "_planning", "_api", "testing"},
+    "testing": {"_errors", "_torch_names", "_releases", "_matrix", "_planning", "_engine", "_api", "ops"},
+    "_proving": {"_errors", "_printing", "_torch_names", "_releases", "_matrix", "_planning", "_api", "testing"},
     "_tools": {
         "_errors",
         "_printing",
@@ -65,7 +67,7 @@ MAY_IMPORT = {
         "_proving",
         "_tools",
     },
-    "patches": {"_errors", "_resources", "_locks", "_config_override", "ops"},
+    "patches": {"_errors", "_resources", "_locks", "_torch_names", "_config_override", "ops"},
 }
 FILES = {
     ".".join(["shim", *file.relative_to(top).with_suffix("").parts]).removesuffix(".__init__"): file

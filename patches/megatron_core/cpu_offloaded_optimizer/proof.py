@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shim import testing
+from shim._torch_names import required
 from shim.testing import sharded
 from shim.testing.proof import Here, proof
 
@@ -26,7 +27,7 @@ STEPS, SAVED_AT = 4, 2
 SAVED_BY_BUCKETS = ("v0_15", "v0_16", "v0_20")  # the variants of the releases that have this format
 
 _ON_HOST = "_on_host"
-_IS_CUDA = vars(torch._C.TensorBase)["is_cuda"].__get__
+_IS_CUDA = required("torch:_C.TensorBase.is_cuda").__get__
 
 
 class Devices(TorchFunctionMode):
@@ -46,7 +47,7 @@ class Devices(TorchFunctionMode):
         if device.startswith(("cpu", "cuda")):
             if on_host == device.startswith("cpu"):
                 return first
-            with torch._C.DisableTorchFunction():
+            with required("torch:_C.DisableTorchFunction")():
                 copied = args[0].clone()
             return self._on_host(copied) if device.startswith("cpu") else copied
         result = func(*args, **kwargs)

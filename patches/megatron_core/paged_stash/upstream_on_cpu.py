@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shim._torch_names import required
+
 __all__ = [
     "CAPACITY_FACTOR",
     "Chunk",
@@ -190,8 +192,8 @@ def equal_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 def interpreted_kernels() -> Iterator[None]:
     """Upstream's kernels in Triton's interpreter, here only: TRITON_INTERPRET=1 would be for the whole process."""
     triton: Any = import_module("triton")
-    interpreted: Any = import_module("triton.runtime.interpreter").InterpretedFunction
-    compiled = import_module("triton.runtime.jit").JITFunction
+    interpreted = required("triton.runtime.interpreter:InterpretedFunction")
+    compiled = required("triton.runtime.jit:JITFunction")
     with contextlib.ExitStack() as undo:
         for module, names in (upstream(), list(vars(upstream()))), (triton.language, ["cdiv"]):
             for name in names:

@@ -8,8 +8,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from shim._torch_names import required
 from shim.patches.megatron_core.rope_fusion.proof import HEADS, WIDTH, alone, config_of, offsets, on_rank, table
 from shim.testing.proof import Here, proof
 
@@ -17,7 +17,10 @@ FEW, MANY, TOKENS = 2, 16, 64
 RANKS = ((1, 0), (2, 0), (2, 1))  # of how many context-parallel ranks this is which
 
 
-class Operations(TorchDispatchMode):
+_Mode: Any = required("torch.utils._python_dispatch:TorchDispatchMode")
+
+
+class Operations(_Mode):
     """Counts what is dispatched."""
 
     count = 0

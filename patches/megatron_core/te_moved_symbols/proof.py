@@ -7,9 +7,9 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shim import testing
+from shim._torch_names import required
 from shim.testing.proof import CannotRunError, Here, proof
 
 CORE = "megatron.core."
@@ -99,7 +99,10 @@ def functions_that_moved_are_used(here: Here) -> float:
     return float(len(here.run(lost)[0]))
 
 
-class Copies(TorchDispatchMode):
+_Mode: Any = required("torch.utils._python_dispatch:TorchDispatchMode")
+
+
+class Copies(_Mode):
     """Counts how often tensors are put together into a new one."""
 
     def __init__(self) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import tempfile
 from importlib import import_module
-from importlib.util import find_spec
-from typing import Any
 from unittest import mock
 
+from shim._torch_names import find, required
 from shim.testing.proof import CannotRunError, Here, proof
 
 KERNEL = "_row_id_map_pass_3_kernel"
@@ -17,14 +16,12 @@ EXPERTS = 8
 
 def failures() -> int:
     """How many of the kernels that sort cannot be compiled: 0 or 1. Compiling for a GPU needs none."""
-    if find_spec("triton") is None or not hasattr(import_module("triton"), "constexpr_function"):
+    if find("triton:constexpr_function") is None:
         raise CannotRunError("this needs Triton 3.5 or later")
     kernel = getattr(import_module("transformer_engine.pytorch.triton.permutation"), KERNEL, None)
     if kernel is None:
         raise CannotRunError("the kernels of this release do not sort")
-    triton: Any = import_module("triton")
-    compiler: Any = import_module("triton.compiler")
-    target = import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+    target = required("triton.backends.compiler:GPUTarget")("cuda", 90, 32)
     kinds = {
         parameter.name: "constexpr" if parameter.is_constexpr else "*i32" if parameter.name.endswith("ptr") else "i32"
         for parameter in kernel.params
@@ -33,8 +30,8 @@ def failures() -> int:
     # Else a result of another time would be taken, and one would be left behind.
     with tempfile.TemporaryDirectory() as empty, mock.patch.dict(os.environ, TRITON_CACHE_DIR=empty):
         try:
-            triton.compile(compiler.ASTSource(kernel, kinds, constants), target=target)
-        except (triton.CompilationError, RuntimeError) as error:
+            required("triton:compile")(required("triton.compiler:ASTSource")(kernel, kinds, constants), target=target)
+        except (required("triton:CompilationError"), RuntimeError) as error:
             if "Unsupported function referenced: <function get_int_dtype" not in str(error):
                 raise
             return 1
