@@ -1,12 +1,24 @@
-"""Forks that leave alone what they inherit."""
+"""Forks that leave alone what they inherit, and the end of process groups, whose threads belong to one process."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-__all__ = ["forking"]
+import torch
+import torch.distributed as dist
+from torch.torch_version import TorchVersion
+
+__all__ = ["forking", "free_groups"]
+
+# Before torch 2.8 (pull request 154976) the destructor of a gloo group keeps Python's lock while it waits for the
+# group's thread. The thread may want the same lock, to free the tensor of the last collective. Both wait forever.
+_MAY_HANG = TorchVersion(torch.__version__) < (2, 8)
+# process id -> groups whose destructors have not run yet; a forked process must not run those of its parent
+_ENDED: dict[int, list[Any]] = {}
 
 
 @contextlib.contextmanager
@@ -30,3 +42,14 @@ def forking() -> Iterator[Callable[[], None]]:
     finally:
         if enabled:
             gc.enable()
+
+
+def free_groups(groups: Sequence[Any]) -> None:
+    """Destroy these process groups. Where torch may hang in that, their destructors run at the next call.
+
+    By then their threads have freed what they had. Those of the last call run at the end of the process, if at all.
+    """
+    for group in groups:
+        dist.destroy_process_group(group)
+    if _MAY_HANG:
+        _ENDED[os.getpid()] = list(groups)

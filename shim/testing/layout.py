@@ -17,6 +17,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from shim._torch_names import missing
 
+from .forks import free_groups
+
 __all__ = ["Layout", "layout_initialised"]
 
 
@@ -198,7 +200,9 @@ def layout_initialised(layout: Layout, seed: int = 123) -> Iterator[Layout]:
         with _one_device(), _recorded_groups() as groups:
             cleanup.callback(_forget_groups)
             cleanup.callback(parallel_state.destroy_model_parallel)
-            cleanup.callback(_free, groups)  # runs before destroy_model_parallel, which would free some groups again
+            cleanup.callback(
+                free_groups, groups
+            )  # runs before destroy_model_parallel, which would free some groups again
             cleanup.callback(_clear_what_survives)
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=layout.tp,
@@ -213,11 +217,6 @@ def layout_initialised(layout: Layout, seed: int = 123) -> Iterator[Layout]:
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed)
         yield layout
-
-
-def _free(groups: list[dist.ProcessGroup]) -> None:
-    for group in groups:
-        dist.destroy_process_group(group)
 
 
 def _forget_groups() -> None:

@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
@@ -32,6 +33,14 @@ from .ranks import RankError, Ranks
 __all__ = ["CannotRunError", "Here", "Measured", "Proof", "Side", "measure", "proof", "proofs_of"]
 
 ENDINGS = (".proof", ".gpu_proof")  # of the modules with the proofs of a patch; the second if they fill a file
+# Errors that say what torch or Triton cannot do here: an expression for "Type: message", and the reason in words.
+_LACKING = (
+    # up to torch 2.6
+    (r"Cannot use (?P<what>ReduceOp\.\w+) with Gloo", "gloo of torch {torch} has no {what}"),
+    (r"(Backend gloo|ProcessGroupGloo) does not support (?P<what>\w+)", "gloo of torch {torch} has no {what}"),
+    # Triton 3.5
+    (r"InterpreterError: .*only 0-dimensional arrays", "the interpreter of Triton {triton} fails with numpy {numpy}"),
+)
 DEFECTS = ("silent", "crash", "hang", "memory", "time", "missing")
 
 
@@ -244,11 +253,30 @@ def _crashed(found: Proof, error: Exception, seconds: float) -> Side:
         # Any rank may be the one that fails first, and with each of the errors that a defect gives the ranks.
         if re.search(found.crashes, text):
             return Side("wrong", _short(text), seconds, math.inf)
+    lacking = _lacking(raised)
+    if lacking:
+        return Side("cannot run", lacking, seconds)
     said = "; ".join(map(_short, raised))
     if found.crashes:
         said += f" (the proof expects {found.crashes!r})"
     tracebacks = [traceback.format_exc(), *(str(each) for each in failed[1:])]
     return Side("broken", said, seconds, details="\n".join(tracebacks))
+
+
+def _lacking(raised: Sequence[str]) -> str:
+    """What the errors say that this torch or Triton cannot do, or ""."""
+    for expression, reason in _LACKING:
+        found = next(filter(None, (re.search(expression, text) for text in raised)), None)
+        if found is not None:
+            return reason.format_map(_Versions(found.groupdict()))
+    return ""
+
+
+class _Versions(dict[str, str]):
+    """Beside what is in it: by the name of a package its version here."""
+
+    def __missing__(self, package: str) -> str:
+        return version(package)
 
 
 def _raised(error: Exception) -> str:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from shim._torch_names import find
 
-from .forks import forking
+from .forks import forking, free_groups
 
 __all__ = ["RankError", "Ranks"]
 
@@ -211,7 +211,7 @@ def _leave_single_world() -> None:
     busy = parallel_state is not None and parallel_state.model_parallel_is_initialized()
     if busy or dist.get_world_size() > 1:
         raise RuntimeError("ranks cannot be forked while torch.distributed is in use in this process")
-    dist.destroy_process_group()
+    free_groups([dist.group.WORLD])
 
 
 def _serve(rank: int, pipes: list[Any], directory: Path, collect_what_comes: Callable[[], None]) -> None:
