@@ -2,7 +2,10 @@
 
 The name of a cell says what it runs on: "0.15.3" is a release of megatron-core, "0.15.3+2.9.0" adds a TE release (its
 Python sources, see `transformer_engine_on_cpu`), "+2.9.0" is a TE release alone. A commit of the matrix takes the
-place of a release: "d98e8a64dd", "d98e8a64dd+2.20.2".
+place of a release: "d98e8a64dd", "d98e8a64dd+2.20.2". "torch" is a cell with neither, for tests that need torch alone.
+
+`--torch 2.9.1 --python 3.12` runs them with that torch on that Python, in an environment that is made and kept in the
+cache (see `shim.testing.environments`). It has what `--requirements` names, by default this environment's own file.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from shim._matrix.cells import cells as distinct_cells
 from shim._matrix.commits import MAIN as _MAIN
 from shim._matrix.load import load_matrix
 
+from .environments import Environment, is_at_hand, made, needs, source_tree
 from .releases import RELEASES, FetchError, at_hand, cache_dir, environment, fetch
 
 __all__ = ["ALL_PAIRS", "EVERYDAY", "EVERYDAY_PAIRS", "MAIN", "run_cells"]
@@ -64,48 +68,72 @@ ALL_PAIRS = tuple(
     dict.fromkeys([*(f"{release}+{te}" for release in EVERYDAY for te in _TE_TURNS), *EVERYDAY_PAIRS, *_IN_USE])
 )
 
+TORCH_ALONE = "torch"  # the name of a cell without releases
+_REQUIREMENTS = Path("tests/requirements.txt")  # of the source tree, or of the working directory
+_THIS_PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
+
 _TAIL = 40  # lines of a failing cell's log that are printed
 _COLUMNS = "240"  # of pytest's output: in 80, its summary has no place for the reasons
 _NO_TESTS = 5  # pytest's exit status when it ran none
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class Outcome:
+    """What pytest did on a cell. result: "passed", "failed", "no test ran" or "not fetched"."""
+
     cell: str
-    result: str  # "passed", "failed", "no test ran", "not fetched"
+    result: str
     cases: int
     seconds: float
     log: Path
+    failed: int = 0
 
     def __str__(self) -> str:
         return f"{self.cell:<14} {self.result:<12} {self.cases:4d} cases  {self.seconds:6.1f} s"
 
 
-def run_cells(cells: Sequence[str], pytest_args: Sequence[str], jobs: int = 2, log_dir: Path | None = None) -> int:
+def run_cells(
+    cells: Sequence[str],
+    pytest_args: Sequence[str],
+    jobs: int = 2,
+    log_dir: Path | None = None,
+    python: Path | None = None,
+) -> int:
     """Run `pytest <pytest_args>` once per cell, `jobs` at a time, and print one line per cell as it ends.
 
-    A cell is "0.15.3" (megatron-core), "0.15.3+2.9.0" (with Transformer Engine) or "+2.9.0" (that alone).
+    A cell is "0.15.3" (megatron-core), "0.15.3+2.9.0" (with Transformer Engine), "+2.9.0" (that alone) or "torch" (none
+    of them). `python`: the interpreter of another environment, by default this one.
     Output goes to <log_dir>/<cell>.log (by default below the cache). Of a failing cell's log, what pytest says of the
     failures is printed. Returns 0 when every cell passed, 1 when one failed, could not be fetched, or ran no test. A
     cell whose tests were all skipped ran none.
     """
+    outcomes = outcomes_of(cells, pytest_args, jobs, log_dir, python)
+    return 0 if outcomes and all(outcome.result == "passed" for outcome in outcomes) else 1
+
+
+def outcomes_of(
+    cells: Sequence[str],
+    pytest_args: Sequence[str],
+    jobs: int = 2,
+    log_dir: Path | None = None,
+    python: Path | None = None,
+) -> list[Outcome]:
+    """As `run_cells`, with the outcome of each cell as it ended."""
     logs = log_dir if log_dir is not None else cache_dir() / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    failed = []
+    ended = []
     # The longest first, so that none of them is left to run alone; new releases have more to test.
     before = {cell: (_seconds(logs / f"{cell}.log"), place) for place, cell in enumerate(cells)}
     cells = sorted(before, key=before.__getitem__, reverse=True)
     with ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
-        running = [pool.submit(_run_cell, cell, pytest_args, logs / f"{cell}.log") for cell in cells]
+        running = [pool.submit(_run_cell, cell, pytest_args, logs / f"{cell}.log", python) for cell in cells]
         for done in as_completed(running):
-            outcome = done.result()
-            print(outcome, flush=True)
-            if outcome.result != "passed":
-                failed.append(outcome)
-    for outcome in failed:
+            ended.append(done.result())
+            print(ended[-1], flush=True)
+    for outcome in [outcome for outcome in ended if outcome.result != "passed"]:
         print(f"\n---- {outcome.cell}: {outcome.result}; all of it in {outcome.log}")
         print("\n".join(_failures(outcome.log.read_text(errors="replace"))), flush=True)
-    return 1 if failed or not cells else 0
+    return ended
 
 
 def with_main(cells: Sequence[str]) -> list[str]:
@@ -122,31 +150,35 @@ def with_main(cells: Sequence[str]) -> list[str]:
 
 def _fetch(cell: str) -> list[Path]:
     """The directories of the releases that a cell runs on."""
+    if cell == TORCH_ALONE:
+        return []
     core, _, te = cell.partition("+")
     found = [fetch(core)] if core else []
     return [*found, fetch(te, "transformer-engine")] if te else found
 
 
-def _run_cell(cell: str, pytest_args: Sequence[str], log: Path) -> _Outcome:
+def _run_cell(cell: str, pytest_args: Sequence[str], log: Path, python: Path | None) -> Outcome:
     started = time.monotonic()
     try:
         directories = _fetch(cell)
     except FetchError as error:
         log.write_text(f"{error}\n")
-        return _Outcome(cell, "not fetched", 0, time.monotonic() - started, log)
+        return Outcome(cell, "not fetched", 0, time.monotonic() - started, log)
+    tree = source_tree() if python is not None else None  # shim is in no other environment
     with log.open("w") as output:
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", *pytest_args],
-            env={**environment(directories), "COLUMNS": _COLUMNS},
+            [python or sys.executable, "-m", "pytest", *pytest_args],
+            env={**environment([*directories, *([tree] if tree else [])]), "COLUMNS": _COLUMNS},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
         )
-    cases = _cases(log.read_text(errors="replace"))
+    said = log.read_text(errors="replace")
+    cases, failed = _cases(said), _cases(said, "failed|errors?")
     result = "passed" if done.returncode == 0 else "failed"
     if done.returncode == _NO_TESTS or (done.returncode == 0 and cases == 0):
         result = "no test ran"
-    return _Outcome(cell, result, cases, time.monotonic() - started, log)
+    return Outcome(cell, result, cases, time.monotonic() - started, log, failed)
 
 
 def _failures(output: str) -> list[str]:
@@ -163,9 +195,9 @@ def _summary(output: str) -> str:
     return next((line for line in reversed(output.splitlines()) if re.search(r" in [\d.]+s", line)), "")
 
 
-def _cases(output: str) -> int:
+def _cases(output: str, kinds: str = "passed|failed|errors?|xfailed|xpassed") -> int:
     """Tests that ran, by pytest's own summary."""
-    counts = re.findall(r"(\d+) (?:passed|failed|errors?|xfailed|xpassed)\b", _summary(output))
+    counts = re.findall(rf"(\d+) (?:{kinds})\b", _summary(output))
     return sum(int(count) for count in counts)
 
 
@@ -189,6 +221,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen.add_argument("--everyday", action="store_true", help="one release per set of bodies (the default)")
     chosen.add_argument("--all-pairs", action="store_true", help="with Transformer Engine, around each of its turns")
     chosen.add_argument("--everyday-pairs", action="store_true", help="with Transformer Engine, a few pairs")
+    parser.add_argument("--torch", metavar="VERSION", help="with this torch, in an environment that pip makes")
+    parser.add_argument("--python", metavar="VERSION", help=f"on this Python, with --torch (default {_THIS_PYTHON})")
+    parser.add_argument("--requirements", type=Path, metavar="FILE", help=f"for --torch (default {_REQUIREMENTS})")
+    parser.add_argument("--if-made", action="store_true", help="with --torch: only say so if that is not made yet")
     parser.add_argument("--jobs", type=int, default=2, help="cells at once (default 2)")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="the directory for logs")
     options = parser.parse_args(own)
@@ -201,7 +237,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         cells = EVERYDAY_PAIRS
     elif options.releases:
         cells = [cell.strip() for cell in options.releases.split(",")]
-    return run_cells(cells, pytest_args, options.jobs, options.logs)
+    if options.torch is None:
+        if options.python or options.requirements or options.if_made:
+            parser.error("--python, --requirements and --if-made need --torch")
+        return run_cells(cells, pytest_args, options.jobs, options.logs)
+    return _with_torch(Environment(options.torch, options.python or _THIS_PYTHON), options, cells, pytest_args)
+
+
+def _with_torch(
+    chosen: Environment, options: argparse.Namespace, cells: Sequence[str], pytest_args: Sequence[str]
+) -> int:
+    if options.if_made and not is_at_hand(chosen):
+        print(f"skipped: {chosen} (make environments makes it, with some GB)", flush=True)
+        return 0
+    file = options.requirements or (source_tree() or Path()) / _REQUIREMENTS
+    try:
+        python = made(chosen, needs(file))
+    except (FetchError, OSError) as error:
+        print(error, flush=True)
+        return 1
+    print(f"{chosen}:", flush=True)
+    return run_cells(cells, pytest_args, options.jobs, options.logs or cache_dir() / "logs" / chosen.name, python)
 
 
 if __name__ == "__main__":

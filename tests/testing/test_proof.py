@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import proof_cases
@@ -12,6 +13,14 @@ from shim import testing
 from shim._matrix.load import load_matrix
 from shim.maintenance.docs_defects import proof_texts
 from shim.testing.proof import CannotRunError, Here, Measured, Side, measure, proof, proofs_of
+
+
+class InterpreterError(Exception):
+    """Triton's is of this name."""
+
+
+class ModelError(Exception):
+    """That of the proofs about checkpoints is of this name."""
 
 
 def side_of(measured, **options):
@@ -45,6 +54,21 @@ def test_a_number_is_right_up_to_the_bound(measured, bound, state, text):
 def test_zero_has_words_of_its_own():
     assert side_of(0, right="bit-equal").text == "bit-equal"
     assert side_of(2, says="{:.0f} differ", right="bit-equal").text == "2 differ"
+
+
+def test_what_torch_or_triton_cannot_do_is_no_defect():
+    for error, reason in (
+        (ValueError("Cannot use ReduceOp.AVG with Gloo"), f"gloo of torch {version('torch')} has no ReduceOp.AVG"),
+        (RuntimeError("ProcessGroupGloo does not support reduce_scatter"), "has no reduce_scatter"),
+        (RuntimeError("Backend gloo does not support alltoall_base"), "has no alltoall_base"),
+        (ModelError("saving, RuntimeError: Backend gloo does not support gather"), "has no gather"),
+        (InterpreterError("TypeError('only 0-dimensional arrays can be converted')"), f"numpy {version('numpy')}"),
+    ):
+        side = side_of(error)
+        assert side.state == "cannot run" and reason in side.text, error
+    assert side_of(RuntimeError("gloo: connection refused")).state == "broken"
+    named = side_of(RuntimeError("Backend gloo does not support x"), crashes="Backend gloo does not support")
+    assert named.state == "wrong"
 
 
 def test_curves_are_handed_on():

@@ -1,0 +1,146 @@
+"""Environments with another torch on another Python: made once with pip, and kept in the cache.
+
+Each is a virtual environment of some GB, because the builds of torch on the package index are for CUDA. They also run
+on a CPU. Any number of source trees share one: shim is not installed in it, its tree is put on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.version import Version
+
+from .releases import FetchError, cache_dir
+
+__all__ = ["AXIS", "CHEAP", "Environment", "interpreter", "is_at_hand", "made", "needs", "source_tree"]
+
+# Written last, with the requirements that were installed.
+_COMPLETE = ".complete"
+# What an environment gets in the wanted version, or what torch brings in the right one.
+_OF_TORCH = re.compile(r"(torch|triton)\s*([=<>!~;].*)?")
+_VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A release of torch on a version of Python: "2.6.0" on "3.10"."""
+
+    torch: str
+    python: str
+
+    def __str__(self) -> str:
+        return f"torch {self.torch} on Python {self.python}"
+
+    @property
+    def name(self) -> str:
+        return f"torch-{self.torch}-python-{self.python}"
+
+    @property
+    def directory(self) -> Path:
+        return cache_dir() / "environments" / self.name
+
+
+# The lowest torch and Python that shim supports, two between, and the newest torch that was at hand.
+AXIS = (
+    Environment("2.6.0", "3.10"),
+    Environment("2.9.1", "3.12"),
+    Environment("2.12.1", "3.13"),
+    Environment("2.14.1", "3.11"),
+)
+CHEAP = AXIS[-1]  # the one whose tests `make test` runs if it is at hand
+
+
+def needs(requirements: Path) -> list[str]:
+    """The lines of a file of requirements, without torch and triton, which an environment has in other versions."""
+    lines = [line.partition("#")[0].strip() for line in requirements.read_text("utf-8").splitlines()]
+    return [line for line in lines if line and not _OF_TORCH.fullmatch(line)]
+
+
+def source_tree() -> Path | None:
+    """The tree that shim is imported from; None if that is an installation."""
+    tree = Path(__file__).parents[2]
+    return tree if (tree / "pyproject.toml").is_file() and (tree / "patches").is_dir() else None
+
+
+def interpreter(python: str) -> Path | None:
+    """An interpreter of this version that runs, from PATH or pyenv."""
+    pyenv = Path(os.environ.get("PYENV_ROOT") or "~/.pyenv").expanduser()
+    on_path = shutil.which(f"python{python}")
+    found = [Path(on_path)] if on_path else []
+    for candidate in [*found, *sorted((pyenv / "versions").glob(f"{python}.*/bin/python"))]:
+        said = subprocess.run([candidate, "-c", _VERSION], capture_output=True, text=True)
+        if said.stdout.strip() == python:
+            return candidate
+    return None
+
+
+def is_at_hand(environment: Environment) -> bool:
+    """Whether the environment has been made, so that `made` downloads at most a package that is new in the needs."""
+    return (environment.directory / _COMPLETE).exists()
+
+
+def made(environment: Environment, needed: Sequence[str], say: Callable[[str], None] = print) -> Path:
+    """The interpreter of the environment, which is made if it is missing, and completed if it lacks something.
+
+    needed: the requirements beside torch, see `needs`. Several processes may ask for the same environment at once.
+
+    Raises FetchError if there is no such interpreter, or if pip cannot install, with pip's message.
+    """
+    home = environment.directory
+    home.parent.mkdir(parents=True, exist_ok=True)
+    needed = [*needed, *_beside(environment.torch)]
+    python, wanted = home / "bin" / "python", "\n".join(sorted(needed)) + "\n"
+    with _alone(home.parent / f"{home.name}.lock"):
+        if is_at_hand(environment) and (home / _COMPLETE).read_text("utf-8") == wanted:
+            return python
+        if not python.exists():
+            say(f"making the environment of {environment}")
+            _run([_found(environment), "-m", "venv", str(home)], environment)
+        # No cache of pip: it would keep each of these gigabytes a second time.
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
+        _run([*pip, f"torch=={environment.torch}", *needed], environment)
+        (home / _COMPLETE).write_text(wanted, "utf-8")
+    return python
+
+
+def _beside(torch: str) -> list[str]:
+    """What a release of torch cannot do without, and does not ask for."""
+    # The interpreter of Triton 3.5, which comes with torch 2.9, fails with numpy 2.5.
+    return ["numpy<2.5"] if Version(torch) < Version("2.12") else []
+
+
+@contextlib.contextmanager
+def _alone(file: Path) -> Iterator[None]:
+    with file.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _found(environment: Environment) -> str:
+    found = interpreter(environment.python)
+    if found is None:
+        raise FetchError(
+            f"no Python {environment.python} for {environment}: put python{environment.python} on PATH, or install it "
+            f"with pyenv."
+        )
+    return str(found)
+
+
+def _run(command: Sequence[str], environment: Environment) -> None:
+    # What this process imports is of another Python.
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode:
+        said = "\n".join((done.stderr or done.stdout).strip().splitlines()[-5:]) or "it said nothing"
+        raise FetchError(
+            f"could not make the environment of {environment}:\n{said}\n"
+            f"Check the network, and a constraint on torch in pip's settings (python -m pip config list)."
+        )
