@@ -87,6 +87,7 @@ NAMES = {
     "triton.compiler:ASTSource": PrivateName(_PROOF),
     "triton.backends.compiler:GPUTarget": PrivateName(_PROOF),
     "triton.runtime.interpreter:InterpretedFunction": PrivateName(_INTERPRETER),
+    "triton.runtime.driver:driver": PrivateName("Transformer Engine cannot be imported on a CPU with Triton 3.2"),
     "triton.runtime.jit:JITFunction": PrivateName(_INTERPRETER),
     "triton.experimental.gluon.language:__name__": PrivateName("nothing imports it late", since="3.4"),
 }
@@ -102,7 +103,7 @@ ATTRIBUTES = {
     ("a node", "_input_metadata"): PrivateName("AttributeError in PagedStash"),
     ("a node of a custom function", "_raw_saved_tensors"): PrivateName("PagedStash finds nothing to stash"),
     ("a node of a custom function", "_forward_cls"): PrivateName("PagedStash does not recognise compiled functions"),
-    ("a saved tensor", "unpack_hook"): PrivateName("PagedStash reads what a checkpoint has, which computes it", "2.9"),
+    ("a saved tensor", "unpack_hook"): PrivateName("PagedStash reads what a checkpoint has, which computes it", "2.12"),
 }
 
 

@@ -27,11 +27,16 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from packaging.version import Version
+
+from shim._torch_names import find
 
 from . import cpu
 from .cpu import Substitution
@@ -146,9 +151,29 @@ def _no_libraries() -> Iterator[None]:
                 os.environ[name] = value
 
 
+class _NoDriver:
+    """Triton's driver of a GPU that is not there, for a Triton that asks it for a clock where a kernel is defined."""
+
+    def get_benchmarker(self) -> None:
+        return None
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"there is no GPU for this Triton kernel (driver.active.{name})")
+
+
+def _let_kernels_be_defined() -> None:
+    """Without a GPU, Triton before 3.3 lets no module be imported in which kernels are tuned."""
+    if find_spec("triton") is None or Version(version("triton")) >= Version("3.3"):
+        return
+    driver = find("triton.runtime.driver:driver")
+    if driver is not None and not torch.cuda.is_available():
+        driver.set_active(_NoDriver())
+
+
 @contextlib.contextmanager
 def _stand_in_loaded() -> Iterator[None]:
     """During the import of transformer_engine.pytorch, its loader of the extension finds the stand-in."""
+    _let_kernels_be_defined()
     common = import_module(f"{_TE}.common")
     substitutes: dict[str, Any] = {
         "load_framework_extension": lambda framework: import_module(f"{_TE}_{framework}"),  # from 2.4

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 
-from shim.testing import RankError, Ranks  # noqa: E402
+from shim.testing import RankError, Ranks, forks  # noqa: E402
 
 
 @pytest.fixture
@@ -225,3 +226,37 @@ def is_running(process):
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+def test_groups_end_later_where_their_end_may_hang(monkeypatch):
+    """A destructor of gloo's that waits for a thread, which waits for Python, is torch's up to 2.7."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for later in (False, True):
+        monkeypatch.setattr(forks, "_MAY_HANG", later)
+        group = dist.new_group([0])
+        seen = weakref.ref(group)
+        forks.free_groups([group])
+        del group
+        gc.collect()
+        assert (seen() is not None) == later
+    forks.free_groups([])
+    gc.collect()
+    assert seen() is None
+
+
+MANY_GROUPS = """
+import torch, torch.distributed as dist
+from shim.testing.forks import free_groups
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for _ in range(300):
+    group = dist.new_group([0])
+    dist.all_reduce(torch.ones(1000), group=group)  # the thread of the group has the last reference
+    free_groups([group])
+    del group
+"""
+
+
+@pytest.mark.skipif(torch.torch_version.TorchVersion(torch.__version__) >= (2, 8), reason="this torch does not hang")
+def test_three_hundred_groups_end():
+    subprocess.run([sys.executable, "-c", MANY_GROUPS], check=True, timeout=120)
