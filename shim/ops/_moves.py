@@ -75,7 +75,8 @@ class Places:
 
     def pick(self, tensor: Tensor, fill: Any = 0) -> Tensor:
         """[size, ...] -> [n, ...], `fill` without a source; any dtype; a new tensor."""
-        zero = isinstance(fill, int | float) and fill == 0
+        # A tuple, because torch.compile traces no union before torch 2.12.
+        zero = isinstance(fill, (int, float)) and fill == 0
         if self.complete or not zero or tensor.size(0) == 0:
             return _picked(tensor, *self.tensors, fill)
         return self._mask.clear_(tensor.index_select(0, self.index), 0)

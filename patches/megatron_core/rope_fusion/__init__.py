@@ -47,6 +47,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from shim.patches._arguments import Function, argument, replacing
 from shim.patches.megatron_core._packed_rotation import ROPE, rotate_as_one
 
@@ -88,18 +90,34 @@ def _apply_rotary_pos_emb(original: Function, unpacked: frozenset[str], packed: 
     def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
         config = get["config"](args, kwargs)
         if config.apply_rope_fusion and wants_the_untold(args, kwargs, config):
-            args, kwargs = put_config(args, kwargs, _with(config, apply_rope_fusion=False))
+            args, kwargs = put_config(args, kwargs, _unfused_config(config))
         return original(*args, **kwargs)
 
     return apply_rotary_pos_emb
 
 
-def _with(config: Any, **fields: Any) -> Any:
-    """A shallow copy of the shared `config` with new values for `fields`."""
+def _unfused_config(config: Any) -> Any:
+    """The shared `config` with fusion off: a shallow copy, or a view of it for a trace.
+
+    torch.compile traces no copy before torch 2.12.
+    """
+    if torch.compiler.is_compiling():
+        return _Unfused(config)
     config = copy.copy(config)
-    for name, value in fields.items():
-        setattr(config, name, value)
+    config.apply_rope_fusion = False
     return config
+
+
+class _Unfused:
+    """Reads all but one field from the config that it was made from."""
+
+    apply_rope_fusion = False
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
 
 
 def _mla(original: Function) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
