@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 RELEASE ?= 0.16.1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test lint unit unit-pythons coverage helpers cells trainers matrix proofs mutations engine-mutations gpu bench docs pins changelog wheel clean
+.PHONY: help env demo test lint unit unit-pythons coverage helpers other-torch cells trainers environments matrix proofs mutations engine-mutations gpu bench docs pins changelog wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -27,7 +27,7 @@ demo: env  ## train a small GPT with MTP on packed text, stock against shim (REL
 # Types are checked, and environments for the other Pythons made, by one process each: side by side.
 test: env  ## everything CI runs
 	$(MAKE) -j 2 lint unit-pythons
-	$(MAKE) unit helpers cells trainers
+	$(MAKE) unit helpers other-torch cells trainers
 
 lint: env
 	$(BIN)/ruff check .
@@ -62,6 +62,18 @@ unit-pythons: env  ## what can differ there, on every other Python there is
 
 helpers: env  ## shim.testing, shim.ops, and the engine with torch
 	$(BIN)/python -m pytest -q -n 3 $(WITH_TORCH)
+
+# The newest torch of the axis, if `make environments` has made it here; else a line says that it is skipped.
+OTHER := --torch 2.14.1 --python 3.11 --if-made
+other-torch: env  ## private names of torch, and layouts and operators, with another torch if it is at hand
+	$(BIN)/python -m shim.testing.cells $(OTHER) --releases torch -- -q -p no:warnings -p no:cacheprovider \
+		tests/testing/test_torch_names.py tests/testing/test_layout.py tests/ops/test_packed_roll.py tests/ops/test_packing.py
+	$(BIN)/python -m shim.testing.cells $(OTHER) --releases 0.16.1 -- -q -p no:warnings -p no:cacheprovider \
+		tests/cells/test_rope_fusion.py tests/cells/test_frozen_recompute.py
+
+environments: env  ## tests and proofs with torch 2.6.0, 2.9.1, 2.12.1 and 2.14.1, for docs/environments.md; some GB, two hours
+	$(BIN)/python -m shim.maintenance.environments
+	$(BIN)/python -m shim.maintenance.docs
 
 # One release per set of bodies, and a patch's own tests once per variant, whose cases they share (make matrix: all on
 # all). tests/support/chosen.py says which; three cells at once, with one thread each.

@@ -18,6 +18,7 @@ from shim._tools.support import support, support_table
 
 from . import docs_sample
 from .docs_defects import defects_page, defects_picture, read_proved
+from .docs_environments import environments_page, read_record, tested_with
 from .docs_reference import commands, matrix_page, states_page
 from .docs_sample import prove_sample
 from .docs_te import feature_page
@@ -173,7 +174,7 @@ def generated(top: Path) -> dict[Path, str]:
     """Each document that is generated, wholly or in part, with its text."""
     matrix = load_matrix()
     docs = top / "docs"
-    proved = read_proved(docs)
+    proved, record = read_proved(docs), read_record(docs)
     whole = {
         docs / "patches.md": catalogue(matrix),
         docs / "releases.md": releases_page(matrix),
@@ -182,10 +183,11 @@ def generated(top: Path) -> dict[Path, str]:
         docs / "transformer-engine.md": feature_page(),
         docs / "defects.md": defects_page(matrix, proved),
         docs / "defects.svg": defects_picture(matrix, proved),
+        docs / "environments.md": environments_page(record),
         docs / "trainers.md": trainers_page(docs / "trainers.yaml", matrix),
     }
     parts = {
-        top / "README.md": patch_table(matrix),
+        top / "README.md": f"{patch_table(matrix)}\n{tested_with(record)}",
         docs / "cli.md": commands(),
         docs / "per-model.md": per_model_table(matrix),
     }

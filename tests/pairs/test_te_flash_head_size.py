@@ -140,14 +140,20 @@ def test_it_is_traced_as_on_stock():
 
     # What is installed is asked of the device before the first warning, which needs the device's stand-in in the graph.
     warned = {name: True for name in vars(module.FlashAttentionUtils) if name.endswith("warning_printed")}
-    with (
-        shim.patched(only=[ID], require=[ID]),
-        gpu(B300),
-        mock.patch.multiple(module.FlashAttentionUtils, **warned),
-    ):
-        torch._dynamo.reset()
-        found = torch.compile(step, backend="eager", fullgraph=True)(torch.zeros(1))
-        torch._dynamo.reset()
+
+    def traced():
+        with gpu(B300), mock.patch.multiple(module.FlashAttentionUtils, **warned):
+            torch._dynamo.reset()
+            found = torch.compile(step, backend="eager", fullgraph=True)(torch.zeros(1))
+            torch._dynamo.reset()
+        return found
+
+    try:
+        assert traced().item() == -1
+    except torch._dynamo.exc.TorchDynamoException as error:
+        pytest.skip(f"this torch cannot trace it without shim either: {type(error).__name__}")
+    with shim.patched(only=[ID], require=[ID]):
+        found = traced()
     assert found.item() == 1
 
 

@@ -257,17 +257,19 @@ def test_the_steps_that_are_not_run_here_only_install(jobs):
     ]
     assert lines and all(line.startswith("python -m pip install ") for line in lines)
     assert not [line for line in lines if re.search(r"index|://|\$\{\{", line)]
-    [release] = [line for line in lines if "megatron-core" in line]
-    assert release == 'python -m pip install --no-deps --ignore-requires-python "megatron-core==$MEGATRON_CORE"'
+    releases = [line for line in lines if "megatron-core" in line]
+    install = "python -m pip install --no-deps --ignore-requires-python"
+    assert releases == [f'{install} "megatron-core==$MEGATRON_CORE"', f"{install} megatron-core"]
     assert jobs["test"]["env"]["MEGATRON_CORE"] == "${{ matrix.megatron-core }}"
-    assert [name for job in ("cells", "test", "audit", "prove") for name in steps_of(jobs[job]) if not downloads(
-        steps_of(jobs[job])[name]["run"])] == [
+    named = [(job, name) for job in ("cells", "test", "audit", "prove", "newest-torch") for name in steps_of(jobs[job])]
+    assert [name for job, name in named if not downloads(steps_of(jobs[job])[name]["run"])] == [
         "List the cells",
         "Say which patches apply",
         "Test",
         "Audit the main branch",
         "Prove on the main branch",
         "Let the proofs decide about changed functions",
+        "Prove with the newest torch",
     ]  # fmt: skip
 
 
@@ -275,7 +277,7 @@ def test_the_audit_runs_on_a_schedule_and_the_tests_do_not():
     """`on` is true to a YAML reader of version 1.1."""
     workflow = yaml.safe_load(WORKFLOW.read_text("utf-8"))
     assert workflow[True]["schedule"] and workflow["permissions"] == {"contents": "read"}
-    for daily in ("audit", "prove"):
+    for daily in ("audit", "prove", "newest-torch"):
         assert "== 'schedule'" in workflow["jobs"][daily]["if"]
     assert workflow["jobs"]["cells"]["if"] == "github.event_name != 'schedule'"
 
@@ -287,7 +289,9 @@ def test_the_commands_in_the_document_are_commands():
     assert len(lines) >= 5
     for line in lines:
         program, *arguments = shlex.split(line)
-        assert program in ("shim", "git")
+        assert program in ("shim", "git", "python")
+        if program == "python":
+            assert arguments[:2] == ["-m", "shim.testing.cells"]
         if program == "shim":
             command_line().parse_args(arguments)
     assert "examples/github-workflow.yml" in text

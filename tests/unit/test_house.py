@@ -57,6 +57,7 @@ MAY_IMPORT = {
         "_errors",
         "_printing",
         "_record",
+        "_torch_names",
         "_version",
         "_releases",
         "_matrix",

@@ -27,9 +27,6 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-from torch.torch_version import TorchVersion
-
 from shim.patches._arguments import Function
 
 GETTERS = {
@@ -38,7 +35,6 @@ GETTERS = {
     "v2_3": "transformer_engine.pytorch.attention.dot_product_attention.utils:get_device_compute_capability",
 }
 KNOWN = (10, 0)
-TRACES_IT = TorchVersion(torch.__version__) >= (2, 13)  # before, torch.compile compares no subclass of tuple
 
 
 class LikeKnown(tuple[int, ...]):
@@ -56,10 +52,7 @@ def _get_device_compute_capability(original: Function) -> Function:
     @functools.wraps(original)
     def get_device_compute_capability(*args: Any, **kwargs: Any) -> tuple[int, ...]:
         found: tuple[int, ...] = original(*args, **kwargs)
-        if found[0] != KNOWN[0] or found == KNOWN:
-            return found
-        # Every other bound that Transformer Engine has for a capability is below (10, 0), or above all of 10.x.
-        return LikeKnown(found) if TRACES_IT or not torch.compiler.is_compiling() else KNOWN
+        return LikeKnown(found) if found[0] == KNOWN[0] and found != KNOWN else found
 
     return get_device_compute_capability
 
