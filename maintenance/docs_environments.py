@@ -55,8 +55,8 @@ LIMITS = """
 - Python 3.14 was not run, because no interpreter was at hand. `annotationlib` and lazy annotations are untested.
 - torch 2.4, 2.5, 2.7, 2.8, 2.10, 2.11 and 2.15 were not run.
 - pip installs megatron-core 0.17 and later only on Python 3.12 and later. The tests on 3.11 unpack their wheels.
-- The interpreter of Triton 3.5, which comes with torch 2.9, fails with numpy 2.5. Proofs that need it say so. With an
-  earlier numpy they run.
+- The interpreter of Triton 3.5, which comes with torch 2.9, fails with numpy 2.4 and later. Proofs that need it say so,
+  and run with numpy 2.3.
 - Before torch 2.8 the end of a process group of gloo may hang: it waits for a thread with Python's lock held (PyTorch
   pull request 154976). `shim.testing` lets its groups end later.
 - Before torch 2.12 a saved tensor does not show its hooks. PagedStash does nothing while hooks are active, but reads

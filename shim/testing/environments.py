@@ -113,8 +113,8 @@ def made(environment: Environment, needed: Sequence[str], say: Callable[[str], N
 
 def _beside(torch: str) -> list[str]:
     """What a release of torch cannot do without, and does not ask for."""
-    # The interpreter of Triton 3.5, which comes with torch 2.9, fails with numpy 2.5.
-    return ["numpy<2.5"] if Version(torch) < Version("2.12") else []
+    # The interpreter of Triton 3.5, which comes with torch 2.9, fails with numpy 2.4 and later.
+    return ["numpy<2.4"] if Version(torch) < Version("2.12") else []
 
 
 @contextlib.contextmanager

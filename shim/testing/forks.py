@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.torch_version import TorchVersion
+from packaging.version import Version
 
 __all__ = ["forking", "free_groups"]
 
 # Before torch 2.8 (pull request 154976) the destructor of a gloo group keeps Python's lock while it waits for the
 # group's thread. The thread may want the same lock, to free the tensor of the last collective. Both wait forever.
-_MAY_HANG = TorchVersion(torch.__version__) < (2, 8)
+_MAY_HANG = Version(torch.__version__) < Version("2.8")
 # process id -> groups whose destructors have not run yet; a forked process must not run those of its parent
 _ENDED: dict[int, list[Any]] = {}
 
