@@ -1,0 +1,223 @@
+"""What stands in for torch.cuda: streams and events without work to order, one device, its random numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from .graphs import CUDAGraph, capture_of, graph_pool_handle
+from .state import state
+from .tensor import DEVICE
+
+__all__ = ["Event", "Stream", "substituted"]
+
+MEMORY = 80 << 30
+PROPERTIES = SimpleNamespace(
+    name="pretended",
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    total_memory=MEMORY,
+    warp_size=32,
+    shared_memory_per_block_optin=232448,
+)
+
+
+class Event:
+    """An event that has happened at once. `captured`: the graph in which it was recorded."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.recorded = False
+        self.captured: Any = None
+
+    def record(self, stream: Any = None) -> None:
+        self.recorded, self.captured = True, state().capture
+
+    def wait(self, stream: Any = None) -> None:
+        if self.recorded and self.captured is not state().capture:
+            state().not_while_capturing("a wait for an event that was recorded outside of the capture")
+
+    def synchronize(self) -> None:
+        state().host_waits("Event.synchronize")
+
+    def query(self) -> bool:
+        state().not_while_capturing("Event.query")
+        return True
+
+    def elapsed_time(self, end: Any) -> float:
+        return 0.0
+
+
+class Stream:
+    """A stream: kernels run at the call, so there is nothing to order."""
+
+    def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
+        self.device, self.priority = DEVICE, priority
+        self.cuda_stream = self.stream_id = id(self)
+        self._before: list[Any] = []
+
+    def synchronize(self) -> None:
+        state().host_waits("Stream.synchronize")
+
+    def query(self) -> bool:
+        state().not_while_capturing("Stream.query")
+        return True
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Event) -> None:
+        event.wait(self)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def __enter__(self) -> Stream:
+        self._before.append(current_stream())
+        set_stream(self)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        set_stream(self._before.pop())
+
+
+_DEFAULT = Stream()
+
+
+def current_stream(device: Any = None) -> Stream:
+    return getattr(state().streams, "current", _DEFAULT)
+
+
+def set_stream(stream: Any) -> None:
+    if stream is not None:
+        state().streams.current = stream
+
+
+@contextlib.contextmanager
+def stream_context(stream: Stream | None) -> Iterator[None]:
+    with stream if stream is not None else contextlib.nullcontext():
+        yield
+
+
+class _NoContext(contextlib.nullcontext[None]):
+    """Of torch.cuda.device: there is one device."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+
+class _Generators:
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, place: int) -> torch.Generator:
+        return torch.default_generator
+
+
+def _always(value: Any) -> Callable[..., Any]:
+    """A separate function each time: dynamo refuses one that stands for several of torch."""
+    return lambda *args, **kwargs: value
+
+
+def _nothing() -> Callable[..., Any]:
+    return _always(None)
+
+
+def _seed(seed: int) -> None:
+    torch.default_generator.manual_seed(int(seed))
+
+
+def _rng_state(device: Any = None) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, device: Any = None, **kwargs: Any) -> None:
+    torch.set_rng_state(new_state)
+
+
+def _synchronize(device: Any = None) -> None:
+    state().host_waits("torch.cuda.synchronize")
+
+
+def _is_capturing() -> bool:
+    return state().capture is not None
+
+
+_RANDOM: dict[str, Any] = {
+    "manual_seed": lambda seed: _seed(seed),
+    "manual_seed_all": lambda seed: _seed(seed),
+    "seed": _nothing(),
+    "initial_seed": lambda: torch.initial_seed(),
+    "get_rng_state": _rng_state,
+    "set_rng_state": _set_rng_state,
+}
+_CUDA: dict[str, Any] = {
+    **_RANDOM,
+    "is_available": _always(True),
+    "is_initialized": _always(True),
+    "_lazy_init": _nothing(),
+    "_lazy_call": lambda function, **kwargs: function(),
+    "init": _nothing(),
+    "device_count": _always(1),
+    "current_device": _always(0),
+    "set_device": _nothing(),
+    "device": _NoContext,
+    "device_of": _NoContext,
+    "get_device_properties": _always(PROPERTIES),
+    "get_device_capability": _always((PROPERTIES.major, PROPERTIES.minor)),
+    "get_device_name": _always(PROPERTIES.name),
+    "is_bf16_supported": _always(True),
+    "default_generators": _Generators(),
+    "synchronize": _synchronize,
+    "Event": Event,
+    "Stream": Stream,
+    "stream": stream_context,
+    "current_stream": current_stream,
+    "default_stream": _always(_DEFAULT),
+    "set_stream": set_stream,
+    "is_current_stream_capturing": _is_capturing,
+    "CUDAGraph": CUDAGraph,
+    "graph": capture_of,
+    "graph_pool_handle": graph_pool_handle,
+    "empty_cache": _nothing(),
+    "mem_get_info": _always((MEMORY, MEMORY)),
+    "reset_peak_memory_stats": _nothing(),
+    **{f"{what}memory_{kind}": _always(0) for what in ("", "max_") for kind in ("allocated", "reserved")},
+}
+_SUBSTITUTES: dict[str, dict[str, Any]] = {
+    "torch.cuda": _CUDA,
+    "torch.cuda.random": _RANDOM,
+    "torch.cuda.streams": {"Event": Event, "Stream": Stream},
+    "torch.cuda.graphs": {
+        "is_current_stream_capturing": _is_capturing,
+        "CUDAGraph": CUDAGraph,
+        "graph": capture_of,
+        "graph_pool_handle": graph_pool_handle,
+    },
+    "torch.cuda.nvtx": {name: _nothing() for name in ("range_push", "range_pop", "mark")},
+    "torch._C": {
+        "_cuda_setRNGState": lambda new_state: torch.set_rng_state(new_state),
+        "_cuda_isCurrentStreamCapturing": lambda: state().capture is not None,
+    },
+}
+
+
+@contextlib.contextmanager
+def substituted() -> Iterator[None]:
+    """torch.cuda as it is with one GPU, for all threads of the process."""
+    with contextlib.ExitStack() as undo:
+        for module, names in _SUBSTITUTES.items():
+            owner = import_module(module)
+            for name, value in names.items():
+                if name in vars(owner):
+                    undo.callback(setattr, owner, name, vars(owner)[name])
+                else:
+                    undo.callback(delattr, owner, name)
+                setattr(owner, name, value)
+        yield
