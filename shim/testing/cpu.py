@@ -19,6 +19,7 @@ __all__ = [
     "megatron_on_cpu",
     "share_storage",
     "storage_shared_in_python",
+    "torch_norm_under_sequence_parallelism",
     "type_on_a_gpu",
 ]
 
@@ -138,16 +139,27 @@ def megatron_on_cpu() -> Iterator[None]:
 
     Raises ImportError if megatron-core cannot be imported.
     """
+    with _substituted(SUBSTITUTIONS), storage_shared_in_python(), _CudaMeansCpu():
+        yield
+
+
+@contextlib.contextmanager
+def torch_norm_under_sequence_parallelism() -> Iterator[None]:
+    """Lets layers without Apex and Transformer Engine use sequence parallelism, on any device."""
+    with _substituted([each for each in SUBSTITUTIONS if each.build is _norm_under_sequence_parallelism]):
+        yield
+
+
+@contextlib.contextmanager
+def _substituted(substitutions: Sequence[Substitution]) -> Iterator[None]:
     with contextlib.ExitStack() as undo:
-        for owner_name, name, build, _reason in SUBSTITUTIONS:
+        for owner_name, name, build, _reason in substitutions:
             owner = _resolve(owner_name)
             original = vars(owner)[name]
             # A static method is restored as the descriptor that the class holds.
             callable_original = original.__func__ if isinstance(original, staticmethod) else original
             undo.callback(setattr, owner, name, original)
             setattr(owner, name, build(callable_original))
-        undo.enter_context(storage_shared_in_python())
-        undo.enter_context(_CudaMeansCpu())
         yield
 
 

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_iter
 
 from .state import CaptureError, state
+from .trees import tensors_in
 
 __all__ = ["CUDAGraph", "Graph", "capture_of", "graph_pool_handle"]
 
@@ -27,14 +26,14 @@ class Graph:
 
     def add(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], found: Any) -> None:
         """An operation with the values of its arguments, and its result, which every replay writes again."""
-        given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
-        made = [tensor for tensor in _tensors(found) if tensor.untyped_storage()._cdata not in given]
+        given = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
+        made = [tensor for tensor in tensors_in(found) if tensor.untyped_storage()._cdata not in given]
         if not made and not function._schema.is_mutable:
             return  # a view
 
         def again() -> None:
             new = function(*args, **kwargs)
-            for old, tensor in zip(_tensors(found), _tensors(new), strict=True):
+            for old, tensor in zip(tensors_in(found), tensors_in(new), strict=True):
                 if old.untyped_storage()._cdata not in given:
                     old.copy_(tensor)
 
@@ -49,10 +48,6 @@ class Graph:
             raise CaptureError("pretended CUDA: a graph cannot be launched while a stream is capturing")
         for step in self._steps:
             step()
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [value for value in tree_iter(tree) if isinstance(value, Tensor)]
 
 
 class CUDAGraph:

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map_only
 
 from .collectives import check_for_nccl
 from .counts import is_uncounted
 from .state import state
 from .tensor import DEVICE, DeviceTensor, values_of
 from .traffic import moved
+from .trees import tensors_in, with_tensors
 
 __all__ = ["Dispatching", "is_cuda", "run"]
 
@@ -78,7 +78,7 @@ def is_cuda(device: Any) -> bool:
 def run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on the values."""
     name = function.overloadpacket.__name__
-    tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
+    tensors = tensors_in((args, kwargs))
     if function.namespace == "prim" and name == "device":
         return DEVICE
     if function.namespace in _COLLECTIVES:
@@ -94,7 +94,7 @@ def run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if function is aten._to_copy.default:
         return _copied(function, args, kwargs, to_device, to is not None and not to_device)
     if to is not None and not to_device:  # like a tensor of the device, on the host
-        return function(*tree_map_only(DeviceTensor, values_of, args), **kwargs)
+        return function(*with_tensors(values_of, args), **kwargs)
     if function is aten.copy_.default:
         return _copied_into(function, *args)
     if torch.Tag.inplace_view in function.tags:
@@ -170,7 +170,7 @@ def _computed(
     what = _waits(name, args, kwargs)
     if what:
         state().host_waits(what)
-    given = tree_map_only(DeviceTensor, values_of, (args, kwargs))
+    given = with_tensors(values_of, (args, kwargs))
     found = _ON_CPU.get(function, function)(*given[0], **given[1])
     if isinstance(found, _HOST_RESULTS):
         return found
@@ -180,7 +180,7 @@ def _computed(
     def on_device(values: Tensor) -> DeviceTensor:
         return written[id(values)] if id(values) in written else DeviceTensor(values)
 
-    return tree_map_only(Tensor, on_device, found)
+    return with_tensors(on_device, found)
 
 
 def _check_devices(function: Any, name: str, of_host: Sequence[Tensor]) -> None:
@@ -219,7 +219,7 @@ def _written(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
     for place, argument in enumerate(function._schema.arguments if function._schema.is_mutable else ()):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[place] if place < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
-            found.update({id(t.values): t for t in tree_iter(given) if isinstance(t, DeviceTensor)})
+            found.update({id(t.values): t for t in tensors_in(given) if isinstance(t, DeviceTensor)})
     return found
 
 
@@ -239,12 +239,12 @@ def _collective(
     function: Any, name: str, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     check_for_nccl(name, tensors)
-    given = tree_map_only(DeviceTensor, values_of, (args, kwargs))
+    given = with_tensors(values_of, (args, kwargs))
     wrappers = {id(tensor.values): tensor for tensor in tensors if isinstance(tensor, DeviceTensor)}
     found = function(*given[0], **given[1])
     if function.namespace == "c10d":  # returns what it was given
-        return tree_map_only(Tensor, lambda tensor: wrappers.get(id(tensor), tensor), found)
-    return tree_map_only(Tensor, DeviceTensor, found) if wrappers else found
+        return with_tensors(lambda tensor: wrappers.get(id(tensor), tensor), found)
+    return with_tensors(DeviceTensor, found) if wrappers else found
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter
+
+from .trees import tensors_in
 
 __all__ = ["moved"]
 
 _OVERWRITING = ("copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "exponential_")  # written, but not read
 # Of their first tensor they touch the picked entries only.
 _INDEXING = ("gather", "index", "index_select", "scatter_", "scatter_add_", "index_put_", "_index_put_impl_")
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [value for value in tree_iter(tree) if isinstance(value, Tensor)]
 
 
 def moved(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> list[tuple[int, int]]:
@@ -27,14 +23,14 @@ def moved(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result:
     that are picked. Views, allocations and collectives move nothing.
     """
     schema, name = function._schema, function.overloadpacket.__name__
-    given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
-    touched = [tensor for tensor in _tensors(result) if tensor.untyped_storage()._cdata not in given]
+    given = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
+    touched = [tensor for tensor in tensors_in(result) if tensor.untyped_storage()._cdata not in given]
     if name.startswith(("empty", "new_empty")) or function.namespace == "c10d" or not (touched or schema.is_mutable):
         return []
     # Of a factory such as zeros_like, the argument only says what the result looks like.
     shaped_alike = name.startswith("new_") or name.endswith("_like")
     for place, argument in enumerate(() if shaped_alike else schema.arguments):
-        tensors = _tensors(args[place] if place < len(args) else kwargs.get(argument.name))
+        tensors = tensors_in(args[place] if place < len(args) else kwargs.get(argument.name))
         written = argument.alias_info is not None and argument.alias_info.is_write
         if written:
             touched += tensors

@@ -1,0 +1,285 @@
+"""Training steps on the pretended CUDA, and their counts on stock and under patches. For tests and benchmarks/device.py.
+
+A step is built inside a layout. It runs once before it is counted, so that what a model makes once does not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import shim
+from shim import testing
+from shim.patches.megatron_core.mla_rope_key_gradient import proof as mla
+from shim.patches.megatron_core.mrope_thd import proof as mrope
+from shim.patches.megatron_core.paged_stash import proof as paged_stash
+from shim.patches.megatron_core.router_replay import proof as router_replay
+from shim.testing import Layout, pretend_cuda
+from shim.testing.cpu import storage_shared_in_python, torch_norm_under_sequence_parallelism
+from shim.testing.trainings import EXPERTS, FULL
+
+LENGTHS, ALIGN, VOCABULARY = (9, 21, 2, 16), 8, 64
+PATCHES = Path(shim.__file__).parent.parent / "patches"
+
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """A step of one rank. build: makes the model on the device and returns the step; inside it, a context is entered
+    that lasts as long as the step. options: of patches, as the step needs them."""
+
+    build: Callable[[contextlib.ExitStack], Step]
+    layout: Layout = field(default_factory=Layout)
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def backward(model: nn.Module, loss: Tensor) -> None:
+    for weight in model.parameters():
+        weight.grad = None
+    loss.backward()
+
+
+def gpt(**options: Any) -> nn.Module:
+    return testing.build_gpt(**{"num_layers": 1, "mtp_num_layers": None, **options}).cuda()
+
+
+def of_row(**options: Any) -> Callable[[contextlib.ExitStack], Step]:
+    """One row, [1, s]."""
+
+    def build(undo: contextlib.ExitStack) -> Step:
+        model = gpt(**options)
+        if options.get("num_moe_experts"):
+            undo.enter_context(without_te_in_experts())
+        ids = torch.arange(32, device="cuda")[None] % VOCABULARY
+        return lambda: backward(model, model(ids, ids, None, labels=ids).mean())
+
+    return build
+
+
+def of_packed(padded: bool = False, lora: bool = False, **options: Any) -> Callable[[contextlib.ExitStack], Step]:
+    """A packed row, whose sequences are padded or not."""
+
+    def build(undo: contextlib.ExitStack) -> Step:
+        model = gpt(**options)
+        if lora:
+            testing.add_lora(model)
+            model.cuda()
+        lengths = LENGTHS if padded else tuple(-(-length // ALIGN) * ALIGN for length in LENGTHS)
+        row = testing.pack(testing.random_sequences(lengths, VOCABULARY), align=ALIGN)
+        given = packed_inputs(row)
+
+        def step() -> None:
+            losses = model(attention_mask=None, **given)
+            backward(model, (losses * given["loss_mask"]).sum() / row.total)
+
+        return step
+
+    return build
+
+
+def packed_inputs(row: testing.PackedRow) -> dict[str, Any]:
+    """On this context-parallel rank, on the device; offsets too."""
+    places = torch.cat([mrope.own(end - start, start) for (start, _), end in zip(row.spans, row.ends)])
+    names = ("input_ids", "position_ids", "labels", "loss_mask")
+    packed = row.packed_seq_params()
+    for name, value in vars(packed).items():
+        if isinstance(value, Tensor):
+            setattr(packed, name, value.cuda())
+    return {**{name: getattr(row, name)[:, places].cuda() for name in names}, "packed_seq_params": packed}
+
+
+def of_mla(undo: contextlib.ExitStack) -> Step:
+    """A layer of multi-latent attention on a packed row."""
+    module = undo.enter_context(mla.without_te())
+    layer = mla.build(module).cuda()
+    packed = mrope.packed_of((8, 8, 16))
+    for name, value in vars(packed).items():
+        if isinstance(value, Tensor):
+            setattr(packed, name, value.cuda())
+    hidden = torch.randn(32, 1, mla.HIDDEN).cuda().requires_grad_()
+    return lambda: backward(layer, layer(hidden, None, packed_seq_params=packed)[0].square().sum())
+
+
+def of_mrope(undo: contextlib.ExitStack) -> Step:
+    """A packed row with positions in three dimensions."""
+    model = mrope.build().cuda()
+    ids, labels, places = (tensor.cuda() for tensor in mrope.row_of())
+    packed = mrope.packed_of(mrope.LENGTHS)
+    for name, value in vars(packed).items():
+        if isinstance(value, Tensor):
+            setattr(packed, name, value.cuda())
+    return lambda: backward(model, model(ids, places, None, labels=labels, packed_seq_params=packed).mean())
+
+
+def without_te_in_experts() -> Any:
+    """0.16 looks up a name in each step that it has with Transformer Engine only."""
+    from megatron.core.transformer.moe import moe_utils
+
+    return mock.patch.object(moe_utils, "te_general_gemm", None, create=True)
+
+
+def of_replay(undo: contextlib.ExitStack) -> Step:
+    """A pass without gradients and a recomputed one, both with given experts."""
+    undo.enter_context(router_replay.alone())
+    module = router_replay.replay_module()
+    model = testing.build_gpt(**router_replay.MODEL, **router_replay.FULL).cuda()
+    given = [each.cuda() for each in router_replay.experts(1)]
+    row, positions = router_replay.row().cuda(), torch.arange(router_replay.TOKENS)[None].cuda()
+
+    def step() -> None:
+        router_replay.replay(given)
+        with torch.no_grad():
+            model(row, positions, None, labels=row)
+        router_replay.replay(given)
+        loss = model(row, positions, None, labels=row).mean()
+        module.RouterReplay.set_global_router_replay_action(module.RouterReplayAction.REPLAY_BACKWARD)
+        backward(model, loss)
+
+    return step
+
+
+def of_capacity(stash: bool) -> Callable[[contextlib.ExitStack], Step]:
+    """Experts with buffers of a fixed capacity, and the end of the step."""
+
+    def build(undo: contextlib.ExitStack) -> Step:
+        from megatron.core.distributed import finalize_model_grads
+
+        undo.enter_context(without_te_in_experts())
+        model = testing.build_gpt(**paged_stash.MODEL).cuda()
+        model.finish_grad_sync = lambda **options: None  # as of a model without replicas
+        if stash:
+            undo.enter_context(paged_stash.flags([model], page_size=4, buffer_size_factor_cuda=-1.0))
+        ids = (torch.arange(2 * paged_stash.TOKENS, device="cuda") * 7 % VOCABULARY).view(2, -1)
+        positions = torch.arange(paged_stash.TOKENS, device="cuda").expand(2, -1)
+
+        def step() -> None:
+            backward(model, model(ids, positions, None, labels=ids).mean())
+            finalize_model_grads([model])
+
+        return step
+
+    return build
+
+
+MTP = {"mtp_num_layers": 1}
+SP = Layout(tp=2, sequence_parallel=True)
+CP = Layout(cp=2)
+FUSE = {"fused-linear-logprob": {"fuse": True}}
+STEPS: Mapping[str, DeviceStep] = {
+    "dense": DeviceStep(of_row()),
+    "packed": DeviceStep(of_packed()),
+    "MTP": DeviceStep(of_row(**MTP)),
+    "MTP, packed": DeviceStep(of_packed(**MTP)),
+    "MTP, packed and padded": DeviceStep(of_packed(padded=True, **MTP)),
+    "recompute": DeviceStep(of_row(**FULL, **MTP)),
+    "recompute, packed": DeviceStep(of_packed(**FULL, **MTP)),
+    "LoRA, recompute": DeviceStep(of_packed(lora=True, **FULL)),
+    "MLA, packed": DeviceStep(of_mla),
+    "mrope, packed": DeviceStep(of_mrope),
+    "experts": DeviceStep(of_row(**EXPERTS)),
+    "experts, replay": DeviceStep(of_replay),
+    "experts, capacity": DeviceStep(of_capacity(stash=False)),
+    "experts, stash": DeviceStep(of_capacity(stash=True)),
+    "fused linear": DeviceStep(of_row(**MTP, vocab_size=4096), options=FUSE),
+    "TP 2, SP": DeviceStep(of_row(sequence_parallel=True, **MTP), SP),
+    "CP 2, packed": DeviceStep(of_packed(), CP),
+    "CP 2, MTP, packed and padded": DeviceStep(of_packed(padded=True, **MTP), CP),
+}
+
+
+# Counts
+
+
+@dataclass
+class Run:
+    """What a run of a step has shown on this rank. counts: or the error that it raises. files: of patches, whose
+    functions it has called."""
+
+    counts: pretend_cuda.Counts | str
+    files: frozenset[str] = frozenset()
+
+    @property
+    def error(self) -> str:
+        return self.counts if isinstance(self.counts, str) else ""
+
+
+def run_counted(name: str) -> Run:
+    """Two steps, of which the second is counted."""
+    step = STEPS[name]
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(pretend_cuda.cuda_pretended())
+        undo.enter_context(torch_norm_under_sequence_parallelism())
+        undo.enter_context(storage_shared_in_python())
+        undo.enter_context(testing.layout_initialised(step.layout))
+        torch.manual_seed(0)
+        try:
+            run = step.build(undo)
+            with called_files() as files:
+                run()
+            with pretend_cuda.counted() as counts:
+                run()
+        except Exception as error:  # what stock cannot do has no counts
+            return Run(f"{type(error).__name__}: {error}".splitlines()[0][:200])
+        return Run(counts, frozenset(files))
+
+
+def patched_counted(name: str, ids: Sequence[str]) -> Run:
+    """The same under these patches, with the options that the step needs."""
+    options = {id: dict(given) for id, given in STEPS[name].options.items() if id in ids}
+    with shim.patched(only=list(ids), require=list(ids), options=options):
+        return run_counted(name)
+
+
+def reached(run: Run, ids: Sequence[str]) -> list[str]:
+    """The patches whose code has run."""
+    return [id for id in ids if run.files & files_of(id)]
+
+
+@contextlib.contextmanager
+def called_files() -> Iterator[set[str]]:
+    """The files of patches whose functions are called, also in threads that begin inside."""
+    files: set[str] = set()
+    seen: set[Any] = set()
+    below = str(PATCHES)
+
+    def watch(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code not in seen:
+            seen.add(frame.f_code)
+            if frame.f_code.co_filename.startswith(below):
+                files.add(frame.f_code.co_filename)
+
+    before = sys.getprofile()
+    threading.setprofile(watch)
+    sys.setprofile(watch)
+    try:
+        yield files
+    finally:
+        sys.setprofile(before)
+        threading.setprofile(before)
+
+
+@functools.cache
+def files_of(id: str) -> frozenset[str]:
+    """Those of a patch: of its folder but proofs, and the helpers of several patches that they import."""
+    folder = next(found for found in PATCHES.glob("*/" + id.replace("-", "_")))
+    waiting = [file for file in folder.glob("*.py") if "proof" not in file.name]
+    found: set[Path] = set()
+    while waiting:
+        file = waiting.pop()
+        found.add(file)
+        helpers = re.findall(r"^(?:from|import) .*\b(_[a-z_]+)\b", file.read_text("utf-8"), re.MULTILINE)
+        beside = {folder.parent / f"{helper}.py" for helper in helpers}
+        waiting += [helper for helper in beside if helper.exists() and helper not in found]
+    return frozenset(map(str, found))
