@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shim.ops import Largest, LowRank, linear_token_logprobs
+from shim.ops._checks import is_plain
 
 __all__ = ["NO_TARGET", "Head", "head_of", "losses_of"]
 
@@ -130,7 +131,7 @@ def _low_rank_of(head: Head, factor: float, scale: float, chosen: Tensor | None)
 def head_of(layer: Any, hidden: Any, weight: Any, gather: Any) -> Head | str:
     """The head for one call of a layer without an obstacle, or why the layer itself has to run, in words."""
     weight = layer.weight if weight is None else weight
-    if type(weight) not in (Tensor, torch.nn.Parameter) or type(hidden) is not Tensor:
+    if not (is_plain(weight) or type(weight) is torch.nn.Parameter) or not is_plain(hidden):
         return f"the weight is a {type(weight).__name__}, and the hidden states are a {type(hidden).__name__}"
     right = weight.shape == (layer.output_size_per_partition, layer.input_size)
     if not right or hidden.dim() != 3 or hidden.size(-1) != layer.input_size:

@@ -1,4 +1,4 @@
-"""Value checks without a device sync."""
+"""Checks of tensors without a device sync."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ from torch import Tensor
 
 from shim._torch_names import find
 
-__all__ = ["require"]
+__all__ = ["is_plain", "require"]
+
+# Classes of tensors that have memory and nothing else: shim.testing.pretend_cuda adds that of its tensors.
+PLAIN: tuple[type, ...] = (Tensor,)
 
 _assert_async = find("torch:_assert_async")  # asked once, because compiled functions call `require`
+
+
+def is_plain(tensor: object) -> bool:
+    """Whether it is a tensor of torch itself. A subclass, such as a quantized tensor, may hold other memory."""
+    return type(tensor) in PLAIN
 
 
 def require(condition: Tensor, message: str) -> None:

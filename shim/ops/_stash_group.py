@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shim._torch_names import missing, required
+from shim.ops._checks import is_plain
 from shim.ops._row_provenance import RowTensor, row_tensors
 from shim.ops._row_rules import Span
 from shim.ops._saved_tensors import HOOKED, foreign_hooks_active, now
@@ -146,7 +147,7 @@ class StashGroup:
         """The rows of a tensor, or why it stays; None if it is expected to stay (a weight)."""
         if isinstance(tensor, torch.nn.Parameter):
             return None
-        if type(tensor) is not Tensor or tensor.layout != torch.strided:
+        if not is_plain(tensor) or tensor.layout != torch.strided:
             return f"it is a {type(tensor).__name__} of layout {tensor.layout}"
         if tensor.untyped_storage().data_ptr() in weights:
             return None

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from shim.ops._checks import is_plain
 from shim.patches._arguments import Function
 
 BACKWARD = "megatron.core.tensor_parallel.random:CheckpointFunction.backward"
@@ -71,7 +72,7 @@ def _backward(original: Function, release: bool) -> Function:
 
 
 def _can_be_let_go(tensor: Any) -> bool:
-    return type(tensor) is torch.Tensor and tensor.requires_grad  # quantized ones cannot be made empty
+    return is_plain(tensor) and tensor.requires_grad  # quantized ones cannot be made empty
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:

@@ -26,8 +26,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from unittest import mock
 
 import torch
+
+from shim.ops import _checks
 
 from .backward import THREAD, backward_in_a_thread
 from .compiling import run_as_they_are
@@ -76,6 +79,7 @@ def cuda_pretended() -> Iterator[None]:
         undo.enter_context(_lifted_from_the_cpu())
         undo.enter_context(module_moves())
         undo.enter_context(kernels_interpreted())
+        undo.enter_context(mock.patch.object(_checks, "PLAIN", (*_checks.PLAIN, DeviceTensor)))
         undo.enter_context(backward_in_a_thread(_modes))
         undo.enter_context(_modes())
         yield
