@@ -1,6 +1,6 @@
 """Training steps on the pretended CUDA, and their counts on stock and under patches. For tests and benchmarks/device.py.
 
-A step is built inside a layout. It runs once before it is counted, so that what a model makes once does not count.
+A step is built inside a layout. It runs before it is counted, so that what a model makes once does not count.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from shim.testing import Layout, pretend_cuda
 from shim.testing.cpu import storage_shared_in_python, torch_norm_under_sequence_parallelism
 from shim.testing.trainings import EXPERTS, FULL
 
-LENGTHS, ALIGN, VOCABULARY = (9, 21, 2, 16), 8, 64
+# As many sequences as rows have at least that are worth packing: stock's loops take longer with each of them.
+LENGTHS, ALIGN, VOCABULARY = (9, 14, 2, 16, 5, 7, 12, 3, 8, 4), 8, 64
+EQUAL = (8,) * len(LENGTHS)
 PATCHES = Path(shim.__file__).parent.parent / "patches"
 
 Step = Callable[[], object]
@@ -38,11 +40,12 @@ Step = Callable[[], object]
 @dataclass(frozen=True)
 class DeviceStep:
     """A step of one rank. build: makes the model on the device and returns the step; inside it, a context is entered
-    that lasts as long as the step. options: of patches, as the step needs them."""
+    that lasts as long as the step. options: of patches, as the step needs them. warm: steps before the counted one."""
 
     build: Callable[[contextlib.ExitStack], Step]
     layout: Layout = field(default_factory=Layout)
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    warm: int = 1
 
 
 def backward(model: nn.Module, loss: Tensor) -> None:
@@ -104,19 +107,19 @@ def of_mla(undo: contextlib.ExitStack) -> Step:
     """A layer of multi-latent attention on a packed row."""
     module = undo.enter_context(mla.without_te())
     layer = mla.build(module).cuda()
-    packed = mrope.packed_of((8, 8, 16))
+    packed = mrope.packed_of(EQUAL)
     for name, value in vars(packed).items():
         if isinstance(value, Tensor):
             setattr(packed, name, value.cuda())
-    hidden = torch.randn(32, 1, mla.HIDDEN).cuda().requires_grad_()
+    hidden = torch.randn(sum(EQUAL), 1, mla.HIDDEN).cuda().requires_grad_()
     return lambda: backward(layer, layer(hidden, None, packed_seq_params=packed)[0].square().sum())
 
 
 def of_mrope(undo: contextlib.ExitStack) -> Step:
     """A packed row with positions in three dimensions."""
     model = mrope.build().cuda()
-    ids, labels, places = (tensor.cuda() for tensor in mrope.row_of())
-    packed = mrope.packed_of(mrope.LENGTHS)
+    ids, labels, places = (tensor.cuda() for tensor in mrope.row_of(EQUAL))
+    packed = mrope.packed_of(EQUAL)
     for name, value in vars(packed).items():
         if isinstance(value, Tensor):
             setattr(packed, name, value.cuda())
@@ -160,7 +163,7 @@ def of_capacity(stash: bool) -> Callable[[contextlib.ExitStack], Step]:
         model = testing.build_gpt(**paged_stash.MODEL).cuda()
         model.finish_grad_sync = lambda **options: None  # as of a model without replicas
         if stash:
-            undo.enter_context(paged_stash.flags([model], page_size=4, buffer_size_factor_cuda=-1.0))
+            undo.enter_context(paged_stash.flags([model], page_size=4, buffer_size_factor_cuda=1.1))
         ids = (torch.arange(2 * paged_stash.TOKENS, device="cuda") * 7 % VOCABULARY).view(2, -1)
         positions = torch.arange(paged_stash.TOKENS, device="cuda").expand(2, -1)
 
@@ -191,7 +194,7 @@ STEPS: Mapping[str, DeviceStep] = {
     "experts": DeviceStep(of_row(**EXPERTS)),
     "experts, replay": DeviceStep(of_replay),
     "experts, capacity": DeviceStep(of_capacity(stash=False)),
-    "experts, stash": DeviceStep(of_capacity(stash=True)),
+    "experts, stash": DeviceStep(of_capacity(stash=True), warm=2),  # which learns its size in the first
     "fused linear": DeviceStep(of_row(**MTP, vocab_size=4096), options=FUSE),
     "TP 2, SP": DeviceStep(of_row(sequence_parallel=True, **MTP), SP),
     "CP 2, packed": DeviceStep(of_packed(), CP),
@@ -216,7 +219,7 @@ class Run:
 
 
 def run_counted(name: str) -> Run:
-    """Two steps, of which the second is counted."""
+    """Some steps, of which the last is counted."""
     step = STEPS[name]
     with contextlib.ExitStack() as undo:
         undo.enter_context(pretend_cuda.cuda_pretended())
@@ -227,7 +230,8 @@ def run_counted(name: str) -> Run:
         try:
             run = step.build(undo)
             with called_files() as files:
-                run()
+                for _ in range(step.warm):
+                    run()
             with pretend_cuda.counted() as counts:
                 run()
         except Exception as error:  # what stock cannot do has no counts

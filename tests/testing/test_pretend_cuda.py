@@ -135,6 +135,16 @@ def test_the_host_does_not_wait_for_these(device, name):
     assert not counts.host_reads and not counts.blocking_copies
 
 
+def test_the_host_does_not_wait_for_an_event_that_it_knows_to_have_happened(device):
+    event = torch.cuda.Event()
+    event.synchronize()  # was never recorded
+    event.record()
+    assert event.query()
+    assert not counts_of(event.synchronize).host_reads
+    event.record()
+    assert counts_of(event.synchronize).host_reads
+
+
 def test_what_a_test_does_itself_is_not_counted(device):
     with pretend_cuda.counted() as counts, pretend_cuda.uncounted():
         row(device).tolist()

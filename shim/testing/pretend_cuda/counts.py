@@ -11,16 +11,15 @@ from collections.abc import Iterator, Mapping
 from types import CodeType, FrameType
 from typing import NamedTuple
 
-import torch
-
 __all__ = ["Counts", "Event", "current_place", "uncounted"]
 
-_LEFT_OUT = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep, os.path.dirname(os.__file__))
+_LEFT_OUT = {"torch", "triton"}  # top-level packages
+_PYTHON = os.path.dirname(os.__file__)
 _INSTALLED = ("site-packages", "dist-packages")
 
 
 class Event(NamedTuple):
-    """An event and its place: the innermost line that is neither of torch nor of Python, or "" if there is none.
+    """An event and its place: the innermost line that is neither of torch, of Triton, nor of Python, or "" if there is none.
 
     Operations that autograd runs in C++ have no line.
     """
@@ -101,7 +100,7 @@ _FILES: dict[CodeType, str] = {}  # code -> its file as it is shown, "" if its l
 
 
 def current_place() -> str:
-    """The innermost line that is neither of torch, nor of Python, nor of this package: "megatron/core/utils.py:12"."""
+    """The innermost line that is neither of torch, of Triton, of Python, nor of this package: "megatron/core/utils.py:12"."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -115,12 +114,8 @@ def current_place() -> str:
 
 
 def _shown(path: str, module: str) -> str:
-    if path.startswith("<") or (path.startswith(_LEFT_OUT) and not _is_installed(path)):
+    of_python = path.startswith("<") or (path.startswith(_PYTHON) and not any(name in path for name in _INSTALLED))
+    if of_python or module.partition(".")[0] in _LEFT_OUT or module.startswith(__package__):
         return ""
     name = module.replace(".", "/")
     return f"{name}/__init__.py" if os.path.basename(path) == "__init__.py" else f"{name}.py"
-
-
-def _is_installed(path: str) -> bool:
-    """Whether a file below the standard library belongs to an installed package other than torch."""
-    return not path.startswith(_LEFT_OUT[:2]) and any(f"{os.sep}{name}{os.sep}" in path for name in _INSTALLED)

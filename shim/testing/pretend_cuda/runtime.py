@@ -29,24 +29,32 @@ PROPERTIES = SimpleNamespace(
 
 
 class Event:
-    """An event that has happened at once. `captured`: the graph in which it was recorded."""
+    """An event that has happened at once, which the host knows once it has asked.
+
+    captured: the graph in which it was recorded.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.recorded = False
+        self.known = True
         self.captured: Any = None
 
     def record(self, stream: Any = None) -> None:
-        self.recorded, self.captured = True, state().capture
+        self.recorded, self.known, self.captured = True, False, state().capture
 
     def wait(self, stream: Any = None) -> None:
         if self.recorded and self.captured is not state().capture:
             state().not_while_capturing("a wait for an event that was recorded outside of the capture")
 
     def synchronize(self) -> None:
-        state().host_waits("Event.synchronize")
+        state().not_while_capturing("Event.synchronize")
+        if not self.known:
+            state().count("host_reads", "Event.synchronize")
+        self.known = True
 
     def query(self) -> bool:
         state().not_while_capturing("Event.query")
+        self.known = True
         return True
 
     def elapsed_time(self, end: Any) -> float:
