@@ -18,6 +18,7 @@ from shim._tools.support import support, support_table
 
 from . import docs_sample
 from .docs_defects import defects_page, defects_picture, read_proved
+from .docs_device import device_tables
 from .docs_environments import environments_page, read_record, tested_with
 from .docs_reference import commands, matrix_page, states_page
 from .docs_sample import prove_sample
@@ -188,6 +189,7 @@ def generated(top: Path) -> dict[Path, str]:
     }
     parts = {
         top / "README.md": f"{patch_table(matrix)}\n{tested_with(record)}",
+        docs / "benchmarks.md": device_tables(docs),
         docs / "cli.md": commands(),
         docs / "per-model.md": per_model_table(matrix),
     }

@@ -260,10 +260,10 @@ def rescaled(parts: Tensor, top: Tensor, scale: Scale, entropy: bool) -> Tensor:
     bits = ((parts[..., TOP, :] - _finite(top)) * scale).clamp_(min=_NOTHING)
     weight = torch.exp2(bits)
     result = parts.clone()
-    result[..., SUM, :] *= weight
+    # In place by name: an augmented assignment would copy each part onto itself.
+    result[..., SUM, :].mul_(weight)
     if entropy:
-        result[..., BITS, :] *= weight
-        result[..., BITS, :] += result[..., SUM, :] * bits
+        result[..., BITS, :].mul_(weight).add_(result[..., SUM, :] * bits)
     return result
 
 

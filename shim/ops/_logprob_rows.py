@@ -113,7 +113,7 @@ def checked_options(
         temperature = 1.0
     elif not 0 < temperature < math.inf:
         raise ValueError(f"temperature is {temperature}; it must be positive and finite")
-    inside = (target >= 0) & (target < vocabulary)
+    inside = target == target.clamp(0, vocabulary - 1)
     if ignore_index is not None:
         inside |= target == ignore_index
     where = f"of {vocabulary} on {ranks} rank{'s' * (ranks > 1)}"
@@ -171,18 +171,24 @@ def results(
     top, total = stats[TOP], stats[SUM]
     log_total = total.log()
     # Both terms are relative to the largest entry, which keeps the digits of large logits.
-    logprob = (stats[TARGET] - top) / temperature - log_total
+    logprob = _over(stats[TARGET] - top, temperature) - log_total
     if options.smoothing:
         vocabulary = columns * options.ranks
         a = options.smoothing * vocabulary / (vocabulary - 1)
-        logprob = (1 - a) * logprob + a * ((stats[TOTAL] / vocabulary - top) / temperature - log_total)
+        logprob = (1 - a) * logprob + a * (_over(stats[TOTAL] / vocabulary - top, temperature) - log_total)
     entropy = log_total - stats[BITS] / total / LOG2E if options.entropy else None
-    logsumexp = top / temperature + log_total
+    logsumexp = _over(top, temperature) + log_total
     if ignored is not None:
-        logprob, logsumexp = torch.where(ignored, 0, logprob), torch.where(ignored, 0, logsumexp)
-        entropy = None if entropy is None else torch.where(ignored, 0, entropy)
+        for result in (logprob, entropy, logsumexp):  # all of them new
+            if result is not None:
+                result.masked_fill_(ignored, 0)
     learned = Learned(top.clone(), total.clone(), entropy if options.entropy is True else None)
     return (logprob, entropy, logsumexp), learned
+
+
+def _over(value: Tensor, temperature: float | Tensor) -> Tensor:
+    """value / temperature, without an operation for a temperature of one."""
+    return value if isinstance(temperature, float) and temperature == 1.0 else value / temperature
 
 
 def row_gradient(
@@ -196,33 +202,35 @@ def row_gradient(
     """The parts of each row's gradient, from the gradients of logprob, entropy and logsumexp, [T] each (None: zero)."""
     top, total, entropy = learned
     of_logprob, of_entropy, of_logsumexp = of_results
-    by_p = at_target = torch.zeros_like(top)
-    slope = everywhere = None
+    slope = everywhere = at_target = by_p = None
     if of_logprob is not None:
-        of_logprob = of_logprob / temperature
-        by_p, at_target = by_p - of_logprob, of_logprob
+        at_target = of_logprob = _over(of_logprob, temperature)
+        by_p = -of_logprob
         if options.smoothing:
             vocabulary = columns * options.ranks
             a = options.smoothing * vocabulary / (vocabulary - 1)
             at_target, everywhere = (1 - a) * of_logprob, of_logprob * (a / vocabulary)
+    by_p = torch.zeros_like(top) if by_p is None else by_p
     if of_logsumexp is not None:
-        by_p = by_p + of_logsumexp / temperature
+        by_p = by_p + _over(of_logsumexp, temperature)
     if of_entropy is not None and entropy is not None:
-        of_entropy = of_entropy / temperature
+        of_entropy = _over(of_entropy, temperature)
         by_p = by_p - of_entropy * (entropy - total.log())
         slope = -of_entropy / LOG2E / total
     factor = by_p / total
+    at_target = torch.zeros_like(top) if at_target is None else at_target
     if ignored is not None:
-        factor, at_target = torch.where(ignored, 0, factor), torch.where(ignored, 0, at_target)
-        slope = None if slope is None else torch.where(ignored, 0, slope)
-        everywhere = None if everywhere is None else torch.where(ignored, 0, everywhere)
+        factor.masked_fill_(ignored, 0)
+        at_target = at_target.masked_fill(ignored, 0)  # may be what autograd gave
+        slope = None if slope is None else slope.masked_fill_(ignored, 0)
+        everywhere = None if everywhere is None else everywhere.masked_fill_(ignored, 0)
     return RowGradient(top, factor, slope, everywhere, at_target)
 
 
 def places(target: Tensor, ignored: Tensor | None, start: int, columns: int) -> Tensor:
     """[T]: the target's column among the `columns` from `start` on, -1 for none."""
     place = target.to(torch.int64) - start
-    outside = (place < 0) | (place >= columns)
+    outside = place != place.clamp(0, columns - 1)
     if ignored is not None:
         outside |= ignored
     return place.masked_fill_(outside, -1)

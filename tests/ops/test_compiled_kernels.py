@@ -2,11 +2,9 @@
 
 import json
 import os
-import re
 from pathlib import Path
 
 import pytest
-from thorough import times
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="triton is not installed, so no kernel is compiled")

@@ -53,6 +53,7 @@ ONLY = {
 EVERYWHERE = {
     "test_alignment",
     "test_all_patches",
+    "test_device",
     "test_factories",
     "test_generic_proofs_rounding",
     "test_harness",

@@ -1,4 +1,4 @@
-"""Training steps on the pretended CUDA, and their counts on stock and under patches. For tests and benchmarks/device.py.
+"""Training steps on the pretended CUDA, and their counts on stock and under patches; also for benchmarks/device.py.
 
 A step is built inside a layout. It runs before it is counted, so that what a model makes once does not count.
 """
@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +32,7 @@ LENGTHS, ALIGN, VOCABULARY = (9, 14, 2, 16, 5, 7, 12, 3, 8, 4), 8, 64
 EQUAL = (8,) * len(LENGTHS)
 PATCHES = Path(shim.__file__).parent.parent / "patches"
 
-Step = Callable[[], object]
+Step = Callable[[], list[Tensor]]  # returns gradients
 
 
 @dataclass(frozen=True)
@@ -48,10 +46,12 @@ class DeviceStep:
     warm: int = 1
 
 
-def backward(model: nn.Module, loss: Tensor) -> None:
+def backward(model: nn.Module, loss: Tensor) -> list[Tensor]:
+    """The gradients of the weights."""
     for weight in model.parameters():
         weight.grad = None
     loss.backward()
+    return [weight.grad for weight in model.parameters() if weight.grad is not None]
 
 
 def gpt(**options: Any) -> nn.Module:
@@ -83,9 +83,9 @@ def of_packed(padded: bool = False, lora: bool = False, **options: Any) -> Calla
         row = testing.pack(testing.random_sequences(lengths, VOCABULARY), align=ALIGN)
         given = packed_inputs(row)
 
-        def step() -> None:
+        def step() -> list[Tensor]:
             losses = model(attention_mask=None, **given)
-            backward(model, (losses * given["loss_mask"]).sum() / row.total)
+            return backward(model, (losses * given["loss_mask"]).sum() / row.total)
 
         return step
 
@@ -141,14 +141,14 @@ def of_replay(undo: contextlib.ExitStack) -> Step:
     given = [each.cuda() for each in router_replay.experts(1)]
     row, positions = router_replay.row().cuda(), torch.arange(router_replay.TOKENS)[None].cuda()
 
-    def step() -> None:
+    def step() -> list[Tensor]:
         router_replay.replay(given)
         with torch.no_grad():
             model(row, positions, None, labels=row)
         router_replay.replay(given)
         loss = model(row, positions, None, labels=row).mean()
         module.RouterReplay.set_global_router_replay_action(module.RouterReplayAction.REPLAY_BACKWARD)
-        backward(model, loss)
+        return backward(model, loss)
 
     return step
 
@@ -167,9 +167,10 @@ def of_capacity(stash: bool) -> Callable[[contextlib.ExitStack], Step]:
         ids = (torch.arange(2 * paged_stash.TOKENS, device="cuda") * 7 % VOCABULARY).view(2, -1)
         positions = torch.arange(paged_stash.TOKENS, device="cuda").expand(2, -1)
 
-        def step() -> None:
-            backward(model, model(ids, positions, None, labels=ids).mean())
+        def step() -> list[Tensor]:
+            gradients = backward(model, model(ids, positions, None, labels=ids).mean())
             finalize_model_grads([model])
+            return gradients
 
         return step
 
@@ -207,19 +208,18 @@ STEPS: Mapping[str, DeviceStep] = {
 
 @dataclass
 class Run:
-    """What a run of a step has shown on this rank. counts: or the error that it raises. files: of patches, whose
-    functions it has called."""
+    """The counts of a step on this rank, or the error that it raises."""
 
     counts: pretend_cuda.Counts | str
-    files: frozenset[str] = frozenset()
 
     @property
     def error(self) -> str:
         return self.counts if isinstance(self.counts, str) else ""
 
 
-def run_counted(name: str) -> Run:
-    """Some steps, of which the last is counted."""
+@contextlib.contextmanager
+def warmed(name: str) -> Iterator[Step]:
+    """A step that has run as often as it must before it is counted."""
     step = STEPS[name]
     with contextlib.ExitStack() as undo:
         undo.enter_context(pretend_cuda.cuda_pretended())
@@ -227,56 +227,69 @@ def run_counted(name: str) -> Run:
         undo.enter_context(storage_shared_in_python())
         undo.enter_context(testing.layout_initialised(step.layout))
         torch.manual_seed(0)
-        try:
-            run = step.build(undo)
-            with called_files() as files:
-                for _ in range(step.warm):
-                    run()
-            with pretend_cuda.counted() as counts:
-                run()
-        except Exception as error:  # what stock cannot do has no counts
-            return Run(f"{type(error).__name__}: {error}".splitlines()[0][:200])
-        return Run(counts, frozenset(files))
+        run = step.build(undo)
+        for _ in range(step.warm):
+            run()
+        yield run
+
+
+def run_counted(name: str) -> Run:
+    """Some steps, of which the last is counted."""
+    try:
+        with warmed(name) as run, pretend_cuda.counted() as counts:
+            run()
+    except Exception as error:  # what stock cannot do has no counts
+        return Run(f"{type(error).__name__}: {error}".splitlines()[0][:200])
+    return Run(counts)
+
+
+def replayed(name: str, ids: Sequence[str]) -> tuple[int, int]:
+    """Under these patches, a step captured into a graph: (gradients that it has, those that a replay gets wrong)."""
+    with shim.patched(only=list(ids), require=list(ids), options=options_of(name, ids)), warmed(name) as run:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            gradients = run()
+        right = [pretend_cuda.values_of(gradient).clone() for gradient in gradients]
+        for gradient in gradients:
+            gradient.fill_(float("nan"))
+        graph.replay()
+        found = [pretend_cuda.values_of(gradient) for gradient in gradients]
+        return len(right), sum(not torch.equal(one, other) for one, other in zip(found, right))
 
 
 def patched_counted(name: str, ids: Sequence[str]) -> Run:
     """The same under these patches, with the options that the step needs."""
-    options = {id: dict(given) for id, given in STEPS[name].options.items() if id in ids}
-    with shim.patched(only=list(ids), require=list(ids), options=options):
+    with shim.patched(only=list(ids), require=list(ids), options=options_of(name, ids)):
         return run_counted(name)
 
 
-def reached(run: Run, ids: Sequence[str]) -> list[str]:
-    """The patches whose code has run."""
-    return [id for id in ids if run.files & files_of(id)]
+def each_counted(name: str, ids: Sequence[str]) -> dict[str, Run]:
+    """The same with each of these patches alone."""
+    return {id: patched_counted(name, [id]) for id in ids}
 
 
-@contextlib.contextmanager
-def called_files() -> Iterator[set[str]]:
-    """The files of patches whose functions are called, also in threads that begin inside."""
-    files: set[str] = set()
-    seen: set[Any] = set()
-    below = str(PATCHES)
+def options_of(name: str, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+    return {id: dict(given) for id, given in STEPS[name].options.items() if id in ids}
 
-    def watch(frame: Any, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code not in seen:
-            seen.add(frame.f_code)
-            if frame.f_code.co_filename.startswith(below):
-                files.add(frame.f_code.co_filename)
 
-    before = sys.getprofile()
-    threading.setprofile(watch)
-    sys.setprofile(watch)
-    try:
-        yield files
-    finally:
-        sys.setprofile(before)
-        threading.setprofile(before)
+def at_work(run: Run, ids: Sequence[str]) -> list[str]:
+    """The patches that may have asked something of the device: theirs is the place of an event, or they use the
+    shim.ops of one."""
+    if run.error:
+        return []
+    counters = (run.counts.host_reads, run.counts.blocking_copies, run.counts.launches)
+    places = {event.place.partition(":")[0] for counter in counters for event in counter}
+    of_ops = any(place.startswith("shim/ops/") for place in places)
+    return [id for id in ids if places & files_of(id) or (of_ops and "shim.ops" in source_of(id))]
+
+
+def source_of(id: str) -> str:
+    return "".join((PATCHES.parent / file.removeprefix("shim/")).read_text("utf-8") for file in files_of(id))
 
 
 @functools.cache
 def files_of(id: str) -> frozenset[str]:
-    """Those of a patch: of its folder but proofs, and the helpers of several patches that they import."""
+    """Those of a patch, below the top: of its folder but proofs, and the shared helpers that they import."""
     folder = next(found for found in PATCHES.glob("*/" + id.replace("-", "_")))
     waiting = [file for file in folder.glob("*.py") if "proof" not in file.name]
     found: set[Path] = set()
@@ -286,4 +299,4 @@ def files_of(id: str) -> frozenset[str]:
         helpers = re.findall(r"^(?:from|import) .*\b(_[a-z_]+)\b", file.read_text("utf-8"), re.MULTILINE)
         beside = {folder.parent / f"{helper}.py" for helper in helpers}
         waiting += [helper for helper in beside if helper.exists() and helper not in found]
-    return frozenset(map(str, found))
+    return frozenset(f"shim/{file.relative_to(PATCHES.parent).as_posix()}" for file in found)

@@ -63,9 +63,9 @@ __all__ = [
 def cuda_pretended() -> Iterator[None]:
     """Let this thread, and backward, use a pretended GPU; everything is undone on exit.
 
-    torch.cuda says for the whole process that there is one GPU. Tensors of the device are made by device="cuda", .cuda()
-    and so on. nn.Module.cuda moves modules, with the attributes of their weights. What torch.compile would compile runs
-    as it is. May not be nested, also not in `megatron_on_cpu`, which turns CUDA into the CPU.
+    torch.cuda says for the whole process that there is one GPU. Tensors of the device are made by device="cuda",
+    .cuda() and so on. nn.Module.cuda moves modules, with the attributes of their weights. What torch.compile would
+    compile runs as it is. May not be nested, also not in `megatron_on_cpu`, which turns CUDA into the CPU.
 
     Raises RuntimeError inside another one, or inside `megatron_on_cpu`.
     """

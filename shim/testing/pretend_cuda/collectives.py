@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from types import FrameType
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ def _refused(tensor: Tensor) -> str:
 
 def _moves_objects() -> bool:
     """Whether torch sends a pickled object: on the CPU by gloo, on the device by NCCL."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name, module = frame.f_code.co_name, frame.f_globals.get("__name__", "")
         if module == "torch.distributed.distributed_c10d" and "object" in name:

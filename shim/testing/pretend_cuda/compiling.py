@@ -1,4 +1,4 @@
-"""torch.compile while a device is pretended: functions run as they are, because nothing inside compiled code is seen."""
+"""torch.compile while a device is pretended: functions run as they are, for nothing inside compiled code is seen."""
 
 from __future__ import annotations
 

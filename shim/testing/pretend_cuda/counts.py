@@ -19,7 +19,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 class Event(NamedTuple):
-    """An event and its place: the innermost line that is neither of torch, of Triton, nor of Python, or "" if there is none.
+    """An event and its place: the innermost line that is not of torch, Triton or Python, or "" if there is none.
 
     Operations that autograd runs in C++ have no line.
     """
@@ -36,7 +36,7 @@ class Counts:
 
     faults: what a GPU refuses. A fault also raises an error, so it is seen here only if that was caught.
     refused_by_nccl: tensors in collectives that NCCL does not take: of the CPU, of a dtype that it lacks, or with gaps.
-    host_reads: operations that make the host wait for the device: values, sizes that depend on values, synchronizations.
+    host_reads: what makes the host wait for the device: values, sizes that depend on values, synchronizations.
     blocking_copies: copies from host to device for which the host waits.
     asynchronous_copies: copies in either direction for which it does not.
     launches: operations and Triton kernels that read or write memory of the device.
@@ -100,7 +100,7 @@ _FILES: dict[CodeType, str] = {}  # code -> its file as it is shown, "" if its l
 
 
 def current_place() -> str:
-    """The innermost line that is neither of torch, of Triton, of Python, nor of this package: "megatron/core/utils.py:12"."""
+    """The innermost line that is not of torch, Triton, Python or this package: "megatron/core/utils.py:12"."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code

@@ -64,8 +64,9 @@ class _Launcher:
                 self._interpreted(kernel)[grid](*values[0], **values[1])
 
         again()
-        if state().capture is not None:
-            state().capture.add_kernel(again)
+        graph = state().capture
+        if graph is not None:
+            graph.add_kernel(again)
 
     def _interpreted(self, kernel: Any) -> Any:
         if not self._ready:  # puts the library of Triton into the interpreter

@@ -49,7 +49,7 @@ def module_moves() -> Iterator[None]:
         return moved_to_device(module)
 
     def to_device(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         if device is not None and device.type == "cuda":
             moved_to_device(module)
             return module if dtype is None else to(module, dtype)

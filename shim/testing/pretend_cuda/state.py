@@ -60,7 +60,8 @@ class State:
     def not_while_capturing(self, what: str) -> None:
         if self.capture is not None and not is_uncounted():
             self.count("faults", f"{what} while capturing")
-            raise CaptureError(f"pretended CUDA: {what} is not permitted while a stream is capturing; {current_place()}")
+            place = current_place()
+            raise CaptureError(f"pretended CUDA: {what} is not permitted while a stream is capturing, at {place}")
 
     # Pinned memory
 

@@ -11,7 +11,7 @@ from torch import Tensor
 __all__ = ["DEVICE", "DeviceTensor", "values_of"]
 
 DEVICE = torch.device("cuda", 0)
-_DATA: Any = vars(torch._C.TensorBase)["data"] if "data" in vars(torch._C.TensorBase) else torch.Tensor.data
+_DATA: Any = torch.Tensor.data
 _TYPES = {
     torch.float32: "Float",
     torch.float64: "Double",
@@ -32,8 +32,8 @@ class DeviceTensor(torch.Tensor):
     For torch's C++ its device is meta, so autograd works as without a GPU, in any process. For Python it is cuda:0.
     """
 
-    values: Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    values: Tensor  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, values: Tensor, requires_grad: bool = False) -> DeviceTensor:
@@ -44,7 +44,7 @@ class DeviceTensor(torch.Tensor):
             storage_offset=values.storage_offset(),
             dtype=values.dtype,
             layout=values.layout,
-            device="meta",
+            device=torch.device("meta"),
             requires_grad=requires_grad,
         )
         made.values = values
@@ -53,7 +53,7 @@ class DeviceTensor(torch.Tensor):
     def __init__(self, values: Tensor, requires_grad: bool = False) -> None: ...
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         from .operations import run
@@ -81,7 +81,8 @@ class DeviceTensor(torch.Tensor):
         return _DATA.__get__(self)
 
     @data.setter
-    def data(self, other: DeviceTensor) -> None:
+    def data(self, other: Tensor) -> None:
+        assert isinstance(other, DeviceTensor), "a tensor of the device cannot hold memory of the host"
         _DATA.__set__(self, other)
         self.values = other.values
 
@@ -134,7 +135,7 @@ class DeviceTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a tensor of the pretended device cannot be pickled: save its .cpu()")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DeviceTensor({self.values!r}, device='cuda:0')"
 
 

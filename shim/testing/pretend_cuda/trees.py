@@ -1,4 +1,4 @@
-"""Tensors in the arguments of an operation: lists, tuples and dictionaries, nothing else. Faster than torch's pytree."""
+"""Tensors in the arguments of an operation: in lists, tuples and dictionaries. Faster than torch's pytree."""
 
 from __future__ import annotations
 
