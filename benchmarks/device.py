@@ -44,7 +44,7 @@ def measure() -> None:
         for name, step in device_steps.STEPS.items():
             ranks = {1: one, 2: two}[step.layout.world]
             stock = ranks.run(device_steps.run_counted, name, timeout=300)[0]
-            patched = ranks.run(device_steps.patched_counted, name, ids, timeout=300)[0]
+            patched = ranks.run(device_steps.run_counted, name, ids, timeout=300)[0]
             sides = {"stock": shown(stock), "all patches": shown(patched)}
             working = device_steps.at_work(patched, ids)
             alone = ranks.run(device_steps.each_counted, name, working, timeout=600)[0]

@@ -12,6 +12,7 @@ They run in a trainer's own CI, with any release from 0.12 on the path, without 
             alone = testing.run_alone(model, row)
         assert testing.worst(testing.differences(packed, alone)) < 1e-6
 
+`pretend_cuda` pretends a GPU, and counts host reads, copies and launches by place.
 `Ranks(2).run(function)` does the same under tensor, sequence, context or pipeline parallelism.
 `python -m shim.testing.cells --all -- tests` runs tests on every release. `transformer_engine_on_cpu()` adds
 Transformer Engine's real Python layer: its FP8 contexts, not its kernels. Importing this package imports neither

@@ -25,6 +25,7 @@ from shim.patches.megatron_core.paged_stash import proof as paged_stash
 from shim.patches.megatron_core.router_replay import proof as router_replay
 from shim.testing import Layout, pretend_cuda
 from shim.testing.cpu import storage_shared_in_python, torch_norm_under_sequence_parallelism
+from shim.testing.proof import CannotRunError
 from shim.testing.trainings import EXPERTS, FULL
 
 # As many sequences as rows have at least that are worth packing: stock's loops take longer with each of them.
@@ -218,11 +219,14 @@ class Run:
 
 
 @contextlib.contextmanager
-def warmed(name: str) -> Iterator[Step]:
-    """A step that has run as often as it must before it is counted."""
+def warmed(name: str, ids: Sequence[str]) -> Iterator[Step]:
+    """A step under these patches, with the options that it needs, that has run as often as it must."""
     step = STEPS[name]
     with contextlib.ExitStack() as undo:
         undo.enter_context(pretend_cuda.cuda_pretended())
+        if ids:
+            options = {id: dict(given) for id, given in step.options.items() if id in ids}
+            undo.enter_context(shim.patched(only=list(ids), require=list(ids), options=options))
         undo.enter_context(torch_norm_under_sequence_parallelism())
         undo.enter_context(storage_shared_in_python())
         undo.enter_context(testing.layout_initialised(step.layout))
@@ -233,11 +237,15 @@ def warmed(name: str) -> Iterator[Step]:
         yield run
 
 
-def run_counted(name: str) -> Run:
-    """Some steps, of which the last is counted."""
+def run_counted(name: str, ids: Sequence[str] = ()) -> Run:
+    """A step of which what a model makes once is no part."""
     try:
-        with warmed(name) as run, pretend_cuda.counted() as counts:
+        with warmed(name, ids) as run, pretend_cuda.counted() as counts:
             run()
+    except shim.ShimError as error:
+        if not isinstance(error, CannotRunError):
+            raise
+        return Run(f"cannot run: {error}")
     except Exception as error:  # what stock cannot do has no counts
         return Run(f"{type(error).__name__}: {error}".splitlines()[0][:200])
     return Run(counts)
@@ -245,11 +253,11 @@ def run_counted(name: str) -> Run:
 
 def replayed(name: str, ids: Sequence[str]) -> tuple[int, int]:
     """Under these patches, a step captured into a graph: (gradients that it has, those that a replay gets wrong)."""
-    with shim.patched(only=list(ids), require=list(ids), options=options_of(name, ids)), warmed(name) as run:
+    with warmed(name, ids) as run:
+        right = [pretend_cuda.values_of(gradient) for gradient in run()]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             gradients = run()
-        right = [pretend_cuda.values_of(gradient).clone() for gradient in gradients]
         for gradient in gradients:
             gradient.fill_(float("nan"))
         graph.replay()
@@ -257,19 +265,9 @@ def replayed(name: str, ids: Sequence[str]) -> tuple[int, int]:
         return len(right), sum(not torch.equal(one, other) for one, other in zip(found, right))
 
 
-def patched_counted(name: str, ids: Sequence[str]) -> Run:
-    """The same under these patches, with the options that the step needs."""
-    with shim.patched(only=list(ids), require=list(ids), options=options_of(name, ids)):
-        return run_counted(name)
-
-
 def each_counted(name: str, ids: Sequence[str]) -> dict[str, Run]:
     """The same with each of these patches alone."""
-    return {id: patched_counted(name, [id]) for id in ids}
-
-
-def options_of(name: str, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-    return {id: dict(given) for id, given in STEPS[name].options.items() if id in ids}
+    return {id: run_counted(name, [id]) for id in ids}
 
 
 def at_work(run: Run, ids: Sequence[str]) -> list[str]:

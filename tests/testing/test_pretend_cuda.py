@@ -332,6 +332,30 @@ def test_a_graph_computes_again_from_what_is_in_its_memory(device):
     assert total.item() == 12
 
 
+def test_a_capture_computes_nothing(device):
+    counter = torch.zeros(2, device=device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        counter += 1
+        counter[1] += 1
+    assert counter.tolist() == [0, 0]
+    graph.replay()
+    graph.replay()
+    assert counter.tolist() == [2, 4]
+
+
+def test_a_graph_that_uses_memory_that_was_freed_since_is_a_fault(device):
+    kept, freed = torch.ones(2, device=device), torch.ones(3, device=device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        inside = freed * 2
+        kept.add_(inside[:2])
+    graph.replay()
+    del freed
+    with pytest.raises(DeviceFaultError, match=r"freed since: \(3,\)"):
+        graph.replay()
+
+
 NOT_WHILE_CAPTURING = {
     "read": lambda tensor: tensor.sum().item(),
     "copy": lambda tensor: torch.tensor([1.0], device="cuda"),

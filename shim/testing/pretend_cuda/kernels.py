@@ -18,6 +18,7 @@ from ..interpreted import interpreted
 from .counts import uncounted
 from .state import state
 from .tensor import DeviceTensor, values_of
+from .trees import with_tensors
 
 __all__ = ["kernels_interpreted"]
 
@@ -57,16 +58,17 @@ class _Launcher:
                 raise state().fault(f"a tensor of the CPU {tuple(tensor.shape)} in the Triton kernel {name}")
         state().count("launches", name)
         state().count("bytes_moved", name, sum(values_of(tensor).nbytes for tensor in given))
-        values = tuple(map(values_of, args)), {key: values_of(value) for key, value in kwargs.items()}
+        values = with_tensors(values_of, (args, kwargs))
+        graph = state().capture
 
-        def again() -> None:
+        def run(values: Any) -> None:
             with uncounted(), _disable_current_modes(), torch._C.DisableTorchFunction():
                 self._interpreted(kernel)[grid](*values[0], **values[1])
 
-        again()
-        graph = state().capture
         if graph is not None:
-            graph.add_kernel(again)
+            graph.will_write(map(values_of, given))
+            graph.add_kernel(run, values)
+        run(values)
 
     def _interpreted(self, kernel: Any) -> Any:
         if not self._ready:  # puts the library of Triton into the interpreter

@@ -147,11 +147,13 @@ def _copied(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], to_dev
 def _copied_into(function: Any, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """Tensor.copy_: between host and device, or on the device."""
     if isinstance(target, DeviceTensor) and isinstance(source, DeviceTensor):
+        _will_write([target])
         function(target.values, source.values)
         _launched(function, "copy_", (target.values, source.values), {}, target.values)
         return target
     if isinstance(target, DeviceTensor):
         _to_device(source, non_blocking)
+        _will_write([target])
     else:
         _to_host(source, non_blocking)
     function(values_of(target), values_of(source))
@@ -170,12 +172,12 @@ def _computed(
     what = _waits(name, args, kwargs)
     if what:
         state().host_waits(what)
-    given = with_tensors(values_of, (args, kwargs))
+    given, written = with_tensors(values_of, (args, kwargs)), _written(function, args, kwargs)
+    _will_write(written.values())
     found = _ON_CPU.get(function, function)(*given[0], **given[1])
     if isinstance(found, _HOST_RESULTS):
         return found
     _launched(function, name, given[0], given[1], found)
-    written = _written(function, args, kwargs)
 
     def on_device(values: Tensor) -> DeviceTensor:
         return written[id(values)] if id(values) in written else DeviceTensor(values)
@@ -221,6 +223,12 @@ def _written(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
             given = args[place] if place < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
             found.update({id(t.values): t for t in tensors_in(given) if isinstance(t, DeviceTensor)})
     return found
+
+
+def _will_write(tensors: Iterable[DeviceTensor]) -> None:
+    graph = state().capture
+    if graph is not None:
+        graph.will_write(tensor.values for tensor in tensors)
 
 
 def _launched(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], found: Any) -> None:
