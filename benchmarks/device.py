@@ -29,7 +29,7 @@ def shown(run: Any) -> dict[str, int] | str:
     return run.error or {name: run.counts.totals()[name] for name in SHOWN}
 
 
-def measure() -> None:
+def measure(chosen: str) -> None:
     """Print the results of the release on the path, in JSON: step -> side -> counts."""
     import device_steps
     import megatron.core.models.gpt.gpt_model  # noqa: F401  what patches wait for
@@ -42,6 +42,8 @@ def measure() -> None:
     found: dict[str, dict[str, Any]] = {}
     with testing.Ranks(1) as one, testing.Ranks(2) as two:
         for name, step in device_steps.STEPS.items():
+            if chosen and name != chosen:
+                continue
             ranks = {1: one, 2: two}[step.layout.world]
             stock = ranks.run(device_steps.run_counted, name, timeout=300)[0]
             patched = ranks.run(device_steps.run_counted, name, ids, timeout=300)[0]
@@ -54,29 +56,37 @@ def measure() -> None:
     print(json.dumps({"torch": torch.__version__, "steps": found}))
 
 
+def of_kernels(path: dict[str, str]) -> dict[str, Any]:
+    """What the kernels take, and the Triton that has compiled them."""
+    program = [sys.executable, "-W", "ignore", str(SUPPORT / "compiled_kernels.py")]
+    done = subprocess.run(program, env=path, stdout=subprocess.PIPE, text=True, check=True)
+    return {"triton": version("triton"), "kernels": [json.loads(line) for line in done.stdout.splitlines()]}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="What steps ask of a GPU, stock against shim, on a pretended CUDA.")
     parser.add_argument("--releases", metavar="A,B", default=RELEASES)
+    parser.add_argument("--step", default="", help="this step only; the other results stay, and those of kernels too")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
-        measure()
+        measure(arguments.step)
         return 0
     sys.path.insert(0, str(TOP))
     from shim.testing import environment, fetch
 
-    results: dict[str, Any] = {"releases": {}, "kernels": []}
+    old: dict[str, Any] = json.loads(RESULTS.read_text("utf-8")) if arguments.step else {}
+    releases: dict[str, Any] = {}
     for release in arguments.releases.split(","):
         print(release, file=sys.stderr, flush=True)
-        command = [sys.executable, "-W", "ignore", __file__, "--measure"]
+        command = [sys.executable, "-W", "ignore", __file__, "--measure", "--step", arguments.step]
         path = environment([fetch(release), TOP, SUPPORT])
         done = subprocess.run(command, env=path, stdout=subprocess.PIPE, text=True, check=True)
-        results["releases"][release] = json.loads(done.stdout.splitlines()[-1])
-    program = [sys.executable, "-W", "ignore", str(SUPPORT / "compiled_kernels.py")]
-    done = subprocess.run(program, env=environment([TOP]), stdout=subprocess.PIPE, text=True, check=True)
-    results["triton"] = version("triton")
-    results["kernels"] = [json.loads(line) for line in done.stdout.splitlines()]
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
+        releases[release] = json.loads(done.stdout.splitlines()[-1])
+        if old:
+            releases[release]["steps"] = old["releases"][release]["steps"] | releases[release]["steps"]
+    kernels = {"triton": old["triton"], "kernels": old["kernels"]} if old else of_kernels(environment([TOP]))
+    RESULTS.write_text(json.dumps({"releases": releases, **kernels}, indent=1) + "\n", "utf-8")
     print(f"wrote {RESULTS.relative_to(TOP)}; make docs shows it")
     return 0
 

@@ -30,7 +30,7 @@ from shim.testing.trainings import EXPERTS, FULL
 
 # As many sequences as rows have at least that are worth packing: stock's loops take longer with each of them.
 LENGTHS, ALIGN, VOCABULARY = (9, 14, 2, 16, 5, 7, 12, 3, 8, 4), 8, 64
-EQUAL = (8,) * len(LENGTHS)
+EQUAL = (16,) * len(LENGTHS)
 PATCHES = Path(shim.__file__).parent.parent / "patches"
 
 Step = Callable[[], list[Tensor]]  # returns gradients
@@ -59,14 +59,14 @@ def gpt(**options: Any) -> nn.Module:
     return testing.build_gpt(**{"num_layers": 1, "mtp_num_layers": None, **options}).cuda()
 
 
-def of_row(**options: Any) -> Callable[[contextlib.ExitStack], Step]:
+def of_row(tokens: int = 32, **options: Any) -> Callable[[contextlib.ExitStack], Step]:
     """One row, [1, s]."""
 
     def build(undo: contextlib.ExitStack) -> Step:
         model = gpt(**options)
         if options.get("num_moe_experts"):
             undo.enter_context(without_te_in_experts())
-        ids = torch.arange(32, device="cuda")[None] % VOCABULARY
+        ids = torch.arange(tokens, device="cuda")[None] % VOCABULARY
         return lambda: backward(model, model(ids, ids, None, labels=ids).mean())
 
     return build
@@ -178,6 +178,7 @@ def of_capacity(stash: bool) -> Callable[[contextlib.ExitStack], Step]:
     return build
 
 
+FEW = 8  # tokens, where kernels are interpreted row by row
 MTP = {"mtp_num_layers": 1}
 SP = Layout(tp=2, sequence_parallel=True)
 CP = Layout(cp=2)
@@ -197,8 +198,8 @@ STEPS: Mapping[str, DeviceStep] = {
     "experts, replay": DeviceStep(of_replay),
     "experts, capacity": DeviceStep(of_capacity(stash=False)),
     "experts, stash": DeviceStep(of_capacity(stash=True), warm=2),  # which learns its size in the first
-    "fused linear": DeviceStep(of_row(**MTP, vocab_size=4096), options=FUSE),
-    "TP 2, SP": DeviceStep(of_row(sequence_parallel=True, **MTP), SP),
+    "fused linear": DeviceStep(of_row(FEW, **MTP, vocab_size=4096), options=FUSE),
+    "TP 2, SP": DeviceStep(of_row(FEW, sequence_parallel=True, **MTP), SP),
     "CP 2, packed": DeviceStep(of_packed(), CP),
     "CP 2, MTP, packed and padded": DeviceStep(of_packed(padded=True, **MTP), CP),
 }
