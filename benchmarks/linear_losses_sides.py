@@ -13,12 +13,12 @@ from typing import Any
 import logprob_peers
 import torch
 import torch.distributed as dist
-from logprob import moved
 from torch import Tensor
 
 from shim import testing
 from shim.ops import _logprob_linear
 from shim.testing import Footprint
+from shim.testing.pretend_cuda.traffic import moved
 
 Side = Callable[[Tensor, Tensor, Tensor], Tensor]
 STOCK, PATCH = "megatron-core", "shim, the patch"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -27,6 +28,14 @@ def parser_of(description: str, release: str, *, peers: bool = False, repeats: i
         parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     return parser
+
+
+def cpu_name() -> str:
+    """The model of this machine's CPU, as far as the system tells: times belong to it."""
+    cpus = Path("/proc/cpuinfo")
+    lines = cpus.read_text("utf-8").splitlines() if cpus.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "an unknown CPU"
 
 
 def peers_on_path(arguments: argparse.Namespace) -> None:

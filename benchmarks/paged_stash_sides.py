@@ -9,16 +9,14 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-import logprob
 import torch
 from torch import Tensor
 
 from shim.testing import Footprint, megatron_on_cpu
+from shim.testing.pretend_cuda.traffic import moved
 
 ROWS, HIDDEN, FFN, LAYERS, MICROBATCHES = 1024, 256, 128, 4, 8
 UPSTREAM = "megatron.core.transformer.moe.paged_stash"
-logprob.INDEXING += ("index_copy_",)
-logprob.OVERWRITING += ("index_copy_",)
 
 
 class Watching(Footprint):
@@ -36,7 +34,7 @@ class Watching(Footprint):
         name = function.overloadpacket.__name__
         if not function.is_view and not name.startswith(("empty", "new_empty", "detach", "lift_fresh")):
             self.operations += 1
-        self.traffic += sum(size for size, _ in logprob.moved(function, args, kwargs or {}, result))
+        self.traffic += sum(size for size, _ in moved(function, args, kwargs or {}, result))
         return result
 
     @contextlib.contextmanager

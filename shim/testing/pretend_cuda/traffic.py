@@ -11,9 +11,27 @@ from .trees import tensors_in
 
 __all__ = ["moved"]
 
-_OVERWRITING = ("copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "exponential_")  # written, but not read
+_OVERWRITING = (
+    "copy_",
+    "index_copy_",
+    "zero_",
+    "fill_",
+    "normal_",
+    "uniform_",
+    "random_",
+    "exponential_",
+)  # written, but not read
 # Of their first tensor they touch the picked entries only.
-_INDEXING = ("gather", "index", "index_select", "scatter_", "scatter_add_", "index_put_", "_index_put_impl_")
+_INDEXING = (
+    "gather",
+    "index",
+    "index_copy_",
+    "index_select",
+    "scatter_",
+    "scatter_add_",
+    "index_put_",
+    "_index_put_impl_",
+)
 
 
 def moved(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> list[tuple[int, int]]:
