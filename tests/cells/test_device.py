@@ -38,7 +38,7 @@ PRICES = (
     Price(("recompute",), 45, 700_000, "mtp-recompute, up to 0.14: stock keeps what the config wants recomputed"),
     Price(("experts, replay",), 40, 10_000, "router-replay: each router looks for experts that are named twice"),
     Price(("experts, stash",), 130, 6_000_000, "paged-stash: it copies rows, which stock keeps with all empty ones"),
-    Price(("fused linear",), 80, 700_000, "fused-linear-logprob: logits are made twice, and are few here"),
+    Price(("fused linear",), 80, 400_000, "fused-linear-logprob: logits are made twice, and are few beside the weight"),
     Price(("TP 2, SP",), 55, 8_000, "chunked-logprob: one message instead of three, and more numbers for each token"),
 )
 
@@ -120,9 +120,11 @@ def shown_here(id):
 
 @pytest.mark.parametrize("name", chosen.half(list(STEPS), RELEASE))
 def test_each_patch_alone(name, runs, ranks):
+    stock, world = runs(name), STEPS[name].layout.world
+    if stock.error and world > 1:
+        pytest.skip("one patch is not all that this step needs: a rank that fails would leave the other waiting")
     working = [id for id in device_steps.at_work(runs(name, IDS), IDS) if shown_here(id)]
-    alone = ranks[STEPS[name].layout.world].run(device_steps.each_counted, name, working, timeout=300)[0]
-    stock = runs(name)
+    alone = ranks[world].run(device_steps.each_counted, name, working, timeout=300)[0]
     told = {id: amiss(stock, run, limits(name)) for id, run in alone.items()}
     assert {id: text for id, text in told.items() if text} == {}
 

@@ -198,7 +198,7 @@ STEPS: Mapping[str, DeviceStep] = {
     "experts, replay": DeviceStep(of_replay),
     "experts, capacity": DeviceStep(of_capacity(stash=False)),
     "experts, stash": DeviceStep(of_capacity(stash=True), warm=2),  # which learns its size in the first
-    "fused linear": DeviceStep(of_row(FEW, **MTP, vocab_size=4096), options=FUSE),
+    "fused linear": DeviceStep(of_row(FEW, **MTP, vocab_size=512), options=FUSE),
     "TP 2, SP": DeviceStep(of_row(FEW, sequence_parallel=True, **MTP), SP),
     "CP 2, packed": DeviceStep(of_packed(), CP),
     "CP 2, MTP, packed and padded": DeviceStep(of_packed(padded=True, **MTP), CP),
