@@ -1,6 +1,6 @@
 """What steps ask of a GPU, on stock and with the patches, counted on a pretended CUDA; what its kernels take of it.
 
-    python benchmarks/device.py [--releases 0.13.1,0.16.1,0.19.2]
+    python benchmarks/device.py [--releases 0.16.1,0.19.2]
 
 Writes docs/device.json, of which `make docs` makes the tables in docs/benchmarks.md. Counts have no noise, so no run is
 repeated. The steps are those of tests/support/device_steps.py, the kernels those of tests/support/compiled_kernels.py.
@@ -20,7 +20,7 @@ from typing import Any
 TOP = Path(__file__).resolve().parent.parent
 SUPPORT = TOP / "tests" / "support"
 RESULTS = TOP / "docs" / "device.json"
-RELEASES = "0.13.1,0.16.1,0.19.2"
+RELEASES = "0.19.2"
 SHOWN = ("host_reads", "blocking_copies", "launches", "bytes_moved")
 
 

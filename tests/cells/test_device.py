@@ -31,7 +31,7 @@ PRICES = (
     Price(
         ("packed", "MLA, packed", "mrope, packed", "CP 2, packed"),
         30,
-        8_000,
+        25_000,
         "rope-thd: from 0.15 on stock takes views of some tables, and reads each sequence's length for that",
     ),
     Price(("MTP", "TP 2, SP"), 8, 0, "mtp-packed-sequences: a roll sees from its index which row it is of"),

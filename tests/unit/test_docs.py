@@ -27,12 +27,14 @@ def test_check_says_what_is_stale_and_writes_nothing(tmp_path, monkeypatch, caps
     monkeypatch.setattr("shim._matrix.load.patches_path", lambda: REPOSITORY / "patches")
     (tmp_path / "docs").mkdir()
     sample = f"{docs_sample.BEGIN}\nold\n{docs_sample.END}\n"
-    for name, more in (("README.md", sample), ("docs/cli.md", ""), ("docs/per-model.md", "")):
+    pages = ("docs/benchmarks.md", "docs/cli.md", "docs/per-model.md")
+    for name, more in (("README.md", sample), *((page, "") for page in pages)):
         (tmp_path / name).write_text(f"before\n{_docs.BEGIN}\nold\n{_docs.END}\n{more}after\n")
-    shutil.copy(REPOSITORY / "docs" / "trainers.yaml", tmp_path / "docs")
+    for name in ("trainers.yaml", "device.json"):
+        shutil.copy(REPOSITORY / "docs" / name, tmp_path / "docs")
     assert _docs.main(["--check"]) == 1
     said = capsys.readouterr().out.split("\n")
-    assert said[:3] == ["README.md is stale", "docs/cli.md is stale", "docs/per-model.md is stale"]
+    assert said[:4] == ["README.md is stale", *(f"{page} is stale" for page in pages)]
     assert not (tmp_path / "docs" / "patches.md").exists()
     assert _docs.main([]) == 0
     assert _docs.main(["--check"]) == 0

@@ -265,3 +265,4 @@ def _on_cpu() -> dict[Any, Callable[..., Any]]:
 
 
 _ON_CPU = _on_cpu()
+DeviceTensor.run = staticmethod(run)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ class DeviceTensor(torch.Tensor):
     """
 
     values: Tensor  # type: ignore[assignment]
+    run: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]  # what runs operations: see operations.run
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -56,9 +57,7 @@ class DeviceTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        from .operations import run
-
-        return run(function, args, dict(kwargs or {}))
+        return cls.run(function, args, dict(kwargs or {}))
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
