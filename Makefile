@@ -134,6 +134,7 @@ bench: env  ## all benchmarks, as ratios
 	$(BIN)/python benchmarks/packed_logprob.py
 	$(BIN)/python benchmarks/linear_losses.py
 	$(BIN)/python benchmarks/paged_stash.py
+	$(BIN)/python benchmarks/device.py
 
 docs: env  ## write the generated parts of README.md and docs/
 	$(BIN)/python -m shim.maintenance.docs
