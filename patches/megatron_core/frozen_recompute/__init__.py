@@ -4,7 +4,8 @@ What is wrong (0.12 to 0.20): if the base weights are frozen, as under LoRA, the
 - The output of a checkpoint requires a gradient only if an input does. With recompute_granularity="full" no layer of
   the decoder gets one. Adapters in the decoder silently do not train. If all adapters are there, backward raises.
 - With recompute_modules=["layernorm"] the norms in front of the first adapter save nothing for their recompute, and
-  backward raises a TypeError (StopIteration in 0.20).
+  backward raises a TypeError (StopIteration in 0.20). With torch 2.12 and earlier it raises a RuntimeError instead:
+  "Trying to backward through the graph a second time".
 - 0.20 has hyper connections. With recompute_modules=["mhc"] those in front of the first adapter are recomputed in the
   same way, and backward raises StopIteration, if they are frozen as well.
 
