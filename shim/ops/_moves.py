@@ -89,7 +89,7 @@ def _picked(tensor: Tensor, index: Tensor, there: Tensor | None, fill: Any) -> T
     if there is None:
         return picked
     nothing = ~there.view(-1, *[1] * (tensor.dim() - 1))
-    if tensor.is_floating_point() and tensor.element_size() == 1:  # these dtypes have no masked_fill
+    if tensor.dtype.is_floating_point and tensor.element_size() == 1:  # these dtypes have no masked_fill
         bits = torch.full((), fill).to(tensor.dtype).view(torch.int8)
         return picked.view(torch.int8).masked_fill_(nothing, bits).view(tensor.dtype)
     return picked.masked_fill_(nothing, fill)

@@ -32,6 +32,8 @@ def lines_of_compiling(run_python, tmp_path):
         done = run_python("-W", "ignore", "-c", program, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
         if "0 active drivers" in done.stderr or "No module named 'triton.backends" in done.stderr:
             pytest.skip("this Triton has no compiler for NVIDIA devices")
+        if "'dict' object has no attribute 'hash'" in done.stderr:
+            pytest.skip("Triton before 3.3 takes attributes of arguments in another form")
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout.splitlines()
 

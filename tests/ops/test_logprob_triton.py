@@ -31,7 +31,7 @@ for kernel in (kernels._statistics_kernel, kernels._gradient_kernel):
             signature[name] = TYPES.get(name, "i32" if integer else "*bf16" if name in ("x", "out") else "*fp32")
             if name != "scale":
                 aligned[place,] = [["tt.divisibility", 16]]
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+        source = ASTSource(kernel, signature, constants, aligned)
         ptx = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"]
         print(kernel.__name__, *sorted(set(re.findall(r"(?:ld|st)\\.global\\S*v4\\S*|cvt\\.\\S*bf16\\.f32", ptx))))
 """

@@ -25,7 +25,7 @@ def ptx_of(kernel, word="i64", **constants):
         for place, name in enumerate(kernel.arg_names)
         if signature[name][0] == "*" and name not in kernels._VARYING
     }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    source = ASTSource(kernel, signature, constants, aligned)
     return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
 
 for kernel in (kernels._allocate_kernel, kernels._release_kernel):
