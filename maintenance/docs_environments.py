@@ -61,6 +61,8 @@ LIMITS = """
   pull request 154976). `shim.testing` lets its groups end later.
 - Before torch 2.12 a saved tensor does not show its hooks. PagedStash does nothing while hooks are active, but reads
   what a checkpoint saved earlier, which computes it once more.
+- torch 2.6 traces no assignment to an attribute of a tensor. There router-replay leaves a compiled graph where it marks
+  what it has chosen, and values are right. torch 2.9 and later keep one graph.
 - torch 2.12 cannot trace Transformer Engine's get_attention_backend, with shim or without: InternalTorchDynamoError at
   the comparison of two tuples.
 """

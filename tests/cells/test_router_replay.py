@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from packaging.version import Version
 
 import shim
 from shim import testing
@@ -325,6 +326,9 @@ def test_two_ranks_exchange_what_the_map_says(ranks2):
 
 
 @needed
+@pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.9"), reason="torch 2.6 traces no assignment to an attribute of a tensor"
+)
 def test_it_compiles(patched):
     from megatron.core.transformer.moe import moe_utils
 
