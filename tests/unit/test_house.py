@@ -185,7 +185,6 @@ TESTED_IN = {
     "_proving.models": "testing/test_prove",
     "_releases.archives": "unit/test_hostile_trees",
     "_releases.recorded": "testing/test_known_files",
-    "_tools.against": "testing/test_pin_prove",
     "_tools.output": "unit/test_cli",
     "_tools.checkout": "unit/test_cli",
     "_workers.run.sitecustomize": "unit/test_run",
