@@ -19,11 +19,10 @@ from torch import Tensor, nn
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.mla_rope_key_gradient import proof as mla
 from shim.patches.megatron_core.mrope_thd import proof as mrope
 from shim.patches.megatron_core.paged_stash import proof as paged_stash
 from shim.patches.megatron_core.router_replay import proof as router_replay
-from shim.testing import Layout, pretend_cuda
+from shim.testing import Layout, mla_layer, pretend_cuda
 from shim.testing.cpu import storage_shared_in_python, torch_norm_under_sequence_parallelism
 from shim.testing.proof import CannotRunError
 from shim.testing.trainings import EXPERTS, FULL
@@ -106,13 +105,13 @@ def packed_inputs(row: testing.PackedRow) -> dict[str, Any]:
 
 def of_mla(undo: contextlib.ExitStack) -> Step:
     """A layer of multi-latent attention on a packed row."""
-    module = undo.enter_context(mla.without_te())
-    layer = mla.build(module).cuda()
+    module = undo.enter_context(mla_layer.without_te())
+    layer = mla_layer.build(module).cuda()
     packed = mrope.packed_of(EQUAL)
     for name, value in vars(packed).items():
         if isinstance(value, Tensor):
             setattr(packed, name, value.cuda())
-    hidden = torch.randn(sum(EQUAL), 1, mla.HIDDEN).cuda().requires_grad_()
+    hidden = torch.randn(sum(EQUAL), 1, mla_layer.HIDDEN).cuda().requires_grad_()
     return lambda: backward(layer, layer(hidden, None, packed_seq_params=packed)[0].square().sum())
 
 
