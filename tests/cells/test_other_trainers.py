@@ -81,7 +81,7 @@ CASES = {
         packed_equals_alone,
         False,
         (0, 14),
-        displaced=("gated-delta-net-norm",),
+        displaced=("gated-delta-net-norm", "mla-query-norm-gradient"),
     ),
     "Primus, recompute": Case(
         trainers.primus_recompute, RECOMPUTE, LAYER, "called", recompute_equals_none, False, (0, 14)
