@@ -17,6 +17,8 @@ __all__ = [
     "NAMES",
     "MissingNameError",
     "PrivateName",
+    "IN_C",
+    "TRACE_RULES",
     "find",
     "missing",
     "outside_graph",
@@ -26,6 +28,8 @@ __all__ = [
 Function = TypeVar("Function", bound=Callable[..., Any])
 _NOTHING = object()
 COMPILED_BY = "torch._functorch"  # begins the module of the functions that torch.compile makes
+TRACE_RULES = "torch._dynamo.trace_rules"  # the module that keeps which functions are torch's, once it is loaded
+IN_C = "torch._C"  # the module of functions in C++, of which the pretended device replaces some
 
 
 class MissingNameError(ImportError):
@@ -46,6 +50,7 @@ class PrivateName(NamedTuple):
 _STASH = "PagedStash leaves the group alone and says why: its memory is not saved"
 _TRACING = "torch.compiler.is_compiling() is asked, which does not know a trace by make_fx"
 _PROOF = "the proof cannot run"
+_DEVICE = "the pretended device cannot run"
 _INTERPRETER = "kernels are not interpreted: the proofs that need it cannot run"
 
 NAMES = {
@@ -77,6 +82,15 @@ NAMES = {
     "torch.distributed.distributed_c10d:ProcessGroupGloo._Options": PrivateName("the same"),
     "torch.distributed.distributed_c10d:ProcessGroupGloo.create_device": PrivateName("the same"),
     "torch.distributed.distributed_c10d:ProcessGroupGloo.create_default_device": PrivateName("the same"),
+    # For the pretended device
+    "torch.utils._python_dispatch:_disable_current_modes": PrivateName(_DEVICE),
+    "torch.overrides:_get_current_function_mode_stack": PrivateName(_DEVICE),
+    "torch:_C._only_lift_cpu_tensors": PrivateName(_DEVICE),
+    "torch:_C._set_only_lift_cpu_tensors": PrivateName(_DEVICE),
+    "torch:_C._disabled_torch_function_impl": PrivateName(_DEVICE),
+    "torch:_C._is_multithreading_enabled": PrivateName(_DEVICE),
+    "torch:_C._nn._parse_to": PrivateName(_DEVICE),
+    "torch:Tensor._make_wrapper_subclass": PrivateName(_DEVICE),
     # For proofs
     "torch:_C.TensorBase.is_cuda": PrivateName(_PROOF),
     "torch:_C.DisableTorchFunction": PrivateName(_PROOF),

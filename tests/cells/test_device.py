@@ -35,6 +35,12 @@ PRICES = (
         "rope-thd: from 0.15 on stock takes views of some tables, and reads each sequence's length for that",
     ),
     Price(("MTP", "TP 2, SP"), 8, 0, "mtp-packed-sequences: a roll sees from its index which row it is of"),
+    Price(
+        ("MTP, packed and padded",),
+        0,
+        4_000,
+        "mtp-packed-sequences: masks of padding, a byte for each token, where stock's loop reads slices of the row",
+    ),
     Price(("recompute",), 45, 700_000, "mtp-recompute, up to 0.14: stock keeps what the config wants recomputed"),
     Price(("experts, replay",), 40, 10_000, "router-replay: each router looks for experts that are named twice"),
     Price(("experts, stash",), 130, 6_000_000, "paged-stash: it copies rows, which stock keeps with all empty ones"),

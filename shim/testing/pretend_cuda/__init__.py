@@ -28,8 +28,7 @@ import contextlib
 from collections.abc import Iterator
 from unittest import mock
 
-import torch
-
+from shim._torch_names import required
 from shim.ops import _checks
 
 from .backward import THREAD, backward_in_a_thread
@@ -39,7 +38,7 @@ from .interception import Intercepting
 from .kernels import kernels_interpreted
 from .moving import module_moves, moved_to_device
 from .operations import Dispatching
-from .runtime import substituted
+from .runtime import streams_made_anew, substituted
 from .state import _STATE, CaptureError, DeviceFaultError, State, state
 from .tensor import DEVICE, DeviceTensor, values_of
 
@@ -69,13 +68,14 @@ def cuda_pretended() -> Iterator[None]:
 
     Raises RuntimeError inside another one, or inside `megatron_on_cpu`.
     """
-    if _STATE or torch.overrides._get_current_function_mode_stack():
+    if _STATE or required("torch.overrides:_get_current_function_mode_stack")():
         raise RuntimeError("cuda_pretended: leave the other pretended device, or megatron_on_cpu, first")
     with contextlib.ExitStack() as undo:
         _STATE.append(State())
         undo.callback(_STATE.clear)
         undo.enter_context(run_as_they_are())
         undo.enter_context(substituted())
+        undo.enter_context(streams_made_anew())
         undo.enter_context(_lifted_from_the_cpu())
         undo.enter_context(module_moves())
         undo.enter_context(kernels_interpreted())
@@ -105,9 +105,10 @@ def _modes() -> Iterator[None]:
 @contextlib.contextmanager
 def _lifted_from_the_cpu() -> Iterator[None]:
     """Let torch make tensors of data on the CPU, and copy them by an operation that can be seen."""
-    before = torch._C._only_lift_cpu_tensors()
-    torch._C._set_only_lift_cpu_tensors(True)
+    choose = required("torch:_C._set_only_lift_cpu_tensors")
+    before = required("torch:_C._only_lift_cpu_tensors")()
+    choose(True)
     try:
         yield
     finally:
-        torch._C._set_only_lift_cpu_tensors(before)
+        choose(before)

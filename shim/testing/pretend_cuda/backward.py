@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from shim._torch_names import required
+
 __all__ = ["THREAD", "backward_in_a_thread"]
 
 THREAD = "pretended cuda:0"
@@ -25,10 +27,11 @@ def backward_in_a_thread(modes: Callable[[], contextlib.AbstractContextManager[N
     a recomputation, stays in the thread.
     """
     original = getattr(torch.autograd.graph, _ENGINE)
+    threaded = required("torch:_C._is_multithreading_enabled")
     device = ThreadPoolExecutor(1, thread_name_prefix=THREAD)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if threading.current_thread().name.startswith(THREAD) or not torch._C._is_multithreading_enabled():
+        if threading.current_thread().name.startswith(THREAD) or not threaded():
             return original(*args, **kwargs)
         return device.submit(inside, args, kwargs).result()
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from shim._torch_names import TRACE_RULES
+
 __all__ = ["run_as_they_are"]
 
 
@@ -19,6 +21,6 @@ def run_as_they_are() -> Iterator[None]:
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        rules: Any = sys.modules.get("torch._dynamo.trace_rules")
+        rules: Any = sys.modules.get(TRACE_RULES)
         if rules is not None:
             rules.clear_lru_cache()

@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shim._torch_names import find
+
 from .state import CaptureError, state
+from .tensor import without_modes
 from .trees import tensors_in, with_tensors
 
 __all__ = ["CUDAGraph", "Graph", "capture_of", "graph_pool_handle"]
@@ -84,7 +87,7 @@ class Graph:
 
 def _is_last(aliases: Sequence[Tensor]) -> bool:
     """Whether nothing but these tensors uses their memory. False if this torch cannot tell."""
-    uses: Any = getattr(torch._C, "_storage_Use_Count", None)
+    uses: Any = find("torch:_C._storage_Use_Count")
     return uses is not None and uses(aliases[0].untyped_storage()._cdata) <= len(aliases) + 1  # the storage in Python
 
 
@@ -102,11 +105,11 @@ class CUDAGraph:
 
     def capture_end(self) -> None:
         state().capture = None
-        with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
+        with without_modes():
             self.graph.end()
 
     def replay(self) -> None:
-        with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
+        with without_modes():
             self.graph.replay()
 
     def reset(self) -> None:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from importlib.util import find_spec
 from types import FunctionType, ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+
+from shim._torch_names import required
 
 from ..interpreted import interpreted
 from .counts import uncounted
 from .state import state
-from .tensor import DeviceTensor, values_of
+from .tensor import DeviceTensor, values_of, without_modes
 from .trees import with_tensors
 
 __all__ = ["kernels_interpreted"]
@@ -29,7 +28,7 @@ def kernels_interpreted() -> Iterator[None]:
     if find_spec("triton") is None:
         yield
         return
-    compiled: Any = import_module("triton.runtime.jit").JITFunction
+    compiled: Any = required("triton.runtime.jit:JITFunction")
     original = compiled.run
     with contextlib.ExitStack() as stack:
         launcher = _Launcher(stack)
@@ -62,7 +61,7 @@ class _Launcher:
         graph = state().capture
 
         def run(values: Any) -> None:
-            with uncounted(), _disable_current_modes(), torch._C.DisableTorchFunction():
+            with uncounted(), without_modes():
                 self._interpreted(kernel)[grid](*values[0], **values[1])
 
         if graph is not None:
@@ -80,8 +79,8 @@ class _Launcher:
         """The globals of a module, with interpreted functions for compiled ones that see each other."""
         if module.__name__ in self._spaces:
             return self._spaces[module.__name__]
-        wrapped: Any = import_module("triton.runtime.interpreter").InterpretedFunction
-        compiled: Any = import_module("triton.runtime.jit").JITFunction
+        wrapped: Any = required("triton.runtime.interpreter:InterpretedFunction")
+        compiled: Any = required("triton.runtime.jit:JITFunction")
         space = self._spaces[module.__name__] = dict(vars(module))
         for name, value in list(space.items()):
             if isinstance(value, compiled):

@@ -10,6 +10,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from shim._torch_names import required
+
 from .counts import uncounted
 from .tensor import DeviceTensor
 
@@ -43,13 +45,13 @@ def _moved(tensor: Tensor, known: dict[int, DeviceTensor]) -> Any:
 @contextlib.contextmanager
 def module_moves() -> Iterator[None]:
     """Let Module.cuda and Module.to(device) use it: torch's own makes new weights, without their attributes."""
-    to = nn.Module.to
+    to, parsed = nn.Module.to, required("torch:_C._nn._parse_to")
 
     def cuda(module: nn.Module, device: Any = None) -> nn.Module:
         return moved_to_device(module)
 
     def to_device(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, *_ = parsed(*args, **kwargs)
         if device is not None and device.type == "cuda":
             moved_to_device(module)
             return module if dtype is None else to(module, dtype)

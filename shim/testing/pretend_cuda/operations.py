@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from shim._torch_names import required
 
 from .collectives import check_for_nccl
 from .counts import is_uncounted
@@ -57,7 +58,10 @@ _COLLECTIVES = ("c10d", "_c10d_functional")
 _HOST_RESULTS = (bool, int, float)
 
 
-class Dispatching(TorchDispatchMode):
+_Mode: Any = required("torch.utils._python_dispatch:TorchDispatchMode")
+
+
+class Dispatching(_Mode):
     """Sees the operations without a tensor of the device: those that make one, and collectives."""
 
     def __torch_dispatch__(

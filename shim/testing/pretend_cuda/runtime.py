@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+from shim._torch_names import IN_C
 
 from .graphs import CUDAGraph, capture_of, graph_pool_handle
 from .state import state
@@ -209,11 +212,39 @@ _SUBSTITUTES: dict[str, dict[str, Any]] = {
         "graph_pool_handle": graph_pool_handle,
     },
     "torch.cuda.nvtx": {name: _nothing() for name in ("range_push", "range_pop", "mark")},
-    "torch._C": {
+    IN_C: {
         "_cuda_setRNGState": lambda new_state: torch.set_rng_state(new_state),
         "_cuda_isCurrentStreamCapturing": lambda: state().capture is not None,
     },
 }
+
+
+# Classes of megatron-core that keep a stream for all of their instances, once they have made one.
+_KEPT_STREAMS = (
+    ("megatron.core.transformer.moe.token_dispatcher", "MoEAlltoAllTokenDispatcher", "cuda_dtoh_stream"),
+    ("megatron.core.transformer.moe.shared_experts", "SharedExpertMLP", "stream"),
+    ("megatron.core.extensions.transformer_engine", "TEDotProductAttention", "cp_stream"),
+)
+
+
+@contextlib.contextmanager
+def streams_made_anew() -> Iterator[None]:
+    """Streams that were made before, such as those of `megatron_on_cpu`, do not count; and none stays afterwards."""
+    before = {owner: vars(owner)[name] for owner, name in _keeping_streams()}
+    for owner, name in _keeping_streams():
+        setattr(owner, name, None)
+    try:
+        yield
+    finally:
+        for owner, name in _keeping_streams():
+            setattr(owner, name, before.get(owner))
+
+
+def _keeping_streams() -> Iterator[tuple[type, str]]:
+    for module, cls, name in _KEPT_STREAMS:
+        owner = getattr(sys.modules.get(module), cls, None)
+        if isinstance(owner, type) and name in vars(owner):
+            yield owner, name
 
 
 @contextlib.contextmanager

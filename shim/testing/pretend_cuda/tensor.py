@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+
+from shim._torch_names import required
 
 __all__ = ["DEVICE", "DeviceTensor", "values_of"]
 
@@ -34,11 +37,11 @@ class DeviceTensor(torch.Tensor):
 
     values: Tensor  # type: ignore[assignment]
     run: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]  # what runs operations: see operations.run
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = required("torch:_C._disabled_torch_function_impl")
 
     @staticmethod
     def __new__(cls, values: Tensor, requires_grad: bool = False) -> DeviceTensor:
-        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made = required("torch:Tensor._make_wrapper_subclass")(
             cls,
             values.size(),
             strides=values.stride(),
@@ -144,3 +147,11 @@ def values_of(tensor: Any) -> Any:
     Nothing is copied or counted: for what a test does itself, such as a comparison.
     """
     return tensor.values if isinstance(tensor, DeviceTensor) else tensor
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Inside, operations on values run as torch's own."""
+    disabled = required("torch.utils._python_dispatch:_disable_current_modes")
+    with disabled(), required("torch:_C.DisableTorchFunction")():
+        yield
