@@ -8,7 +8,6 @@ import moe_cases
 import pytest
 import torch
 from megatron.core.transformer.moe import moe_utils
-from recompute_cases import share_storage_in_python
 
 import shim
 from shim import testing
@@ -27,7 +26,6 @@ EXPERTS = {"num_moe_experts": 2, "moe_router_enable_expert_bias": True, "moe_rou
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch):
-    share_storage_in_python(monkeypatch)
     # 0.16 looks it up in every step, and has it with Transformer Engine only.
     monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
     with testing.layout_initialised(Layout()):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import random
-from recompute_cases import share_storage_in_python
 
 import shim
 from shim import testing
@@ -18,8 +17,7 @@ ID, QUANTIZED = "checkpoint-without-grad", "fp8-fp4-recompute"
 
 
 @pytest.fixture(autouse=True)
-def one_rank(monkeypatch):
-    share_storage_in_python(monkeypatch)
+def one_rank():
     with testing.layout_initialised(Layout()):
         yield
 

@@ -7,7 +7,6 @@ import moe_cases
 import pytest
 import torch
 from megatron.core.tensor_parallel import random
-from recompute_cases import share_storage_in_python
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import shim
@@ -23,8 +22,7 @@ class Config:
 
 
 @pytest.fixture(autouse=True)
-def one_rank(monkeypatch):
-    share_storage_in_python(monkeypatch)
+def one_rank():
     with testing.layout_initialised(testing.Layout()):
         random.model_parallel_cuda_manual_seed(1)
         yield

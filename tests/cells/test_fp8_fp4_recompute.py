@@ -10,7 +10,6 @@ from megatron.core.tensor_parallel.random import CheckpointFunction, CheckpointW
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.fp8_fp4_recompute.proof import storage_shared_in_python
 from shim.testing import Layout, fork_server
 
 pytestmark = pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="tests/pairs is about that")
@@ -32,12 +31,6 @@ def applied():
 @pytest.fixture
 def one_rank():
     with testing.layout_initialised(Layout()):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def share_storage_is_python():
-    with storage_shared_in_python():
         yield
 
 

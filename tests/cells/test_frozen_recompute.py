@@ -7,7 +7,6 @@ import pytest
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel import random
-from recompute_cases import share_storage_in_python
 
 import shim
 from shim import testing
@@ -75,12 +74,7 @@ WITH_NORMS = [ID, "fp8-fp4-recompute"]
 NOTHING_SAVED = StopIteration if hasattr(random, "_load_args_from_ctx") else TypeError
 
 
-@pytest.fixture
-def share_storage_is_python(monkeypatch):
-    share_storage_in_python(monkeypatch)
-
-
-def test_adapters_behind_recomputed_norms_get_the_same_gradients(share_storage_is_python):
+def test_adapters_behind_recomputed_norms_get_the_same_gradients():
     plain = testing.run_packed(adapted(), row())
     with shim.patched(only=WITH_NORMS[1:]), pytest.raises(NOTHING_SAVED):
         testing.run_packed(adapted(**NORMS), row())
@@ -101,7 +95,7 @@ MHC_METHODS = [MHC, {**MHC, "recompute_modules": ["mhc", "layernorm"]}, {**MHC, 
 
 
 @pytest.fixture
-def hyper_connections(monkeypatch, share_storage_is_python):
+def hyper_connections(monkeypatch):
     """All layers that are built have hyper connections. They run as written, because to compile them takes a minute."""
     from megatron.core.transformer.hyper_connection import HyperConnectionModule
     from megatron.core.transformer.transformer_layer import HyperConnectionTransformerLayer

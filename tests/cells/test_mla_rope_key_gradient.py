@@ -65,12 +65,6 @@ class Quantization:
     get_fp8_recipe = is_fp8_enabled
 
 
-def share_storage(output, recomputed):
-    with torch.no_grad():
-        output.untyped_storage().resize_(recomputed.untyped_storage().size())
-        output.untyped_storage().copy_(recomputed.untyped_storage())
-
-
 @contextlib.contextmanager
 def checkpoints_without_te():
     random = import_module("megatron.core.tensor_parallel.random")
@@ -80,8 +74,6 @@ def checkpoints_without_te():
         "activation_recompute_forward": lambda **_: contextlib.nullcontext(),
     }
     with contextlib.ExitStack() as stack:
-        if hasattr(random, "_get_share_storage"):  # compiles C++
-            stand_ins["_get_share_storage"] = lambda: share_storage
         for name, value in stand_ins.items():
             stack.enter_context(mock.patch.object(random, name, value, create=True))
         yield

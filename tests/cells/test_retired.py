@@ -9,7 +9,6 @@ import types
 import pytest
 import torch
 from contract_cases import import_targets
-from recompute_cases import share_storage_in_python
 
 import shim
 from shim import testing
@@ -72,9 +71,8 @@ def same(one, other):
 
 
 @pytest.fixture
-def put_back(monkeypatch):
+def put_back():
     """Training of each model on stock; then shim is applied, managed, reverted, and the manager has ended."""
-    share_storage_in_python(monkeypatch)
     import_targets(shim.plan())
     stock = {name: outcome(options) for name, options in MODELS.items()}
     manager = Manager()

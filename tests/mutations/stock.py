@@ -216,19 +216,15 @@ def fp8():
 
 def _without_output():
     """A checkpoint that discards its output, which stock has with Transformer Engine only."""
-    import pytest
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed, random
-    from recompute_cases import share_storage_in_python
 
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        share_storage_in_python(monkeypatch)
-        model_parallel_cuda_manual_seed(5)
-        x, checkpoint = torch.randn(3, 4, requires_grad=True), random.CheckpointWithoutOutput()
-        y = checkpoint.checkpoint(lambda given: torch.nn.functional.dropout(given.sin(), 0.5), x)
-        z = y.sin()
-        checkpoint.discard_output_and_register_recompute(z)
-        z.sum().backward()
-        return [z, x.grad]
+    model_parallel_cuda_manual_seed(5)
+    x, checkpoint = torch.randn(3, 4, requires_grad=True), random.CheckpointWithoutOutput()
+    y = checkpoint.checkpoint(lambda given: torch.nn.functional.dropout(given.sin(), 0.5), x)
+    z = y.sin()
+    checkpoint.discard_output_and_register_recompute(z)
+    z.sum().backward()
+    return [z, x.grad]
 
 
 PROBES = {f.__name__: f for f in (mtp, packed, recompute, checkpoints, loss, half, rope, yarn, moe, bias, stash, fp8)}

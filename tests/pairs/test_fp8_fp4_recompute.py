@@ -16,7 +16,6 @@ from transformer_engine.pytorch.distributed import checkpoint as te_checkpoint
 import shim
 from shim import testing
 from shim.testing import Fp8Event, Layout
-from shim.testing.cpu import storage_shared_in_python
 
 ID, TE_ID = "fp8-fp4-recompute", "te-fp8-state"
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
@@ -286,12 +285,6 @@ def test_inside_the_checkpoint_of_transformer_engine_its_flags_are_kept(patched)
 # CheckpointWithoutOutput
 
 
-@pytest.fixture
-def share_storage_is_python():
-    with storage_shared_in_python():
-        yield
-
-
 def without_output(function, given):
     checkpoint = CheckpointWithoutOutput()
     output = checkpoint.checkpoint(function, given)
@@ -301,7 +294,7 @@ def without_output(function, given):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_without_output_the_recompute_is_in_the_region(share_storage_is_python, patched, name):
+def test_without_output_the_recompute_is_in_the_region(patched, name):
     probe, recipe, given = Probe(), recipe_of(name), values()
     with testing.te_cuda_stand_ins((9, 0)) if isinstance(recipe, block_scaling()) else contextlib.nullcontext():
         with region(recipe):

@@ -21,7 +21,6 @@ import shim
 from shim import testing
 from shim.patches._fp8_scales import ForwardScales
 from shim.testing import Layout
-from shim.testing.cpu import storage_shared_in_python
 
 ABOUT = ["te-fp8-state"]  # the patches, see chosen.py
 
@@ -50,12 +49,6 @@ def applied():
 @pytest.fixture(scope="module", autouse=True)
 def one_rank():
     with testing.megatron_on_cpu(), testing.layout_initialised(Layout()):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def share_storage_is_python():
-    with storage_shared_in_python():
         yield
 
 

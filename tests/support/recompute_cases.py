@@ -2,11 +2,8 @@
 
 import itertools
 
-from megatron.core.tensor_parallel import random
-
 from shim import testing
 from shim.patches.megatron_core.mtp_recompute.proof import OneSequence
-from shim.testing.cpu import share_storage
 
 METHODS = {
     f"{method} {layers}": {
@@ -18,12 +15,6 @@ METHODS = {
 }
 # Which of two MTP layers are recomputed.
 RECOMPUTED = {"uniform 1": [1, 1], "uniform 2": [1, 1], "block 1": [1, 0], "block 2": [1, 1]}
-
-
-def share_storage_in_python(monkeypatch):
-    """From 0.17 outputs are refilled by a C++ helper, which is compiled on first use, for half a minute."""
-    if hasattr(random, "_get_share_storage"):
-        monkeypatch.setattr(random, "_get_share_storage", lambda: share_storage)
 
 
 def row_of(rows, kind):
