@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, TypeVar
 __all__ = [
     "ATTRIBUTES",
     "COMPILED_BY",
+    "IN_C",
     "NAMES",
+    "TRACE_RULES",
     "MissingNameError",
     "PrivateName",
-    "IN_C",
-    "TRACE_RULES",
     "find",
     "missing",
     "outside_graph",

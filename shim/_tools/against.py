@@ -14,8 +14,6 @@ from shim._tools.fetching import fetched
 
 __all__ = ["first_on_path"]
 
-TE = "transformer-engine"
-
 
 @contextlib.contextmanager
 def first_on_path(target: str) -> Iterator[Tree]:
@@ -29,7 +27,7 @@ def first_on_path(target: str) -> Iterator[Tree]:
         raise OptionError(f"--against {target}: it is run, so it has to be a directory; unpack it")
     before = list(sys.path)
     with tempfile.TemporaryDirectory(prefix="shim-against-") as scratch:
-        engine = tree.environment.installed.get(TE)
+        engine = tree.environment.installed.get("transformer-engine")
         if engine is not None and engine.raw and not any(Path(engine.location).glob("transformer_engine*-info")):
             _write_metadata(Path(scratch), engine.raw)
             places.add(Path(scratch))

@@ -200,9 +200,8 @@ def layout_initialised(layout: Layout, seed: int = 123) -> Iterator[Layout]:
         with _one_device(), _recorded_groups() as groups:
             cleanup.callback(_forget_groups)
             cleanup.callback(parallel_state.destroy_model_parallel)
-            cleanup.callback(
-                free_groups, groups
-            )  # runs before destroy_model_parallel, which would free some groups again
+            # Runs before destroy_model_parallel, which would free some groups again.
+            cleanup.callback(free_groups, groups)
             cleanup.callback(_clear_what_survives)
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=layout.tp,

@@ -117,16 +117,14 @@ def trained_with(cases: list[dict[str, Any]]) -> list[dict[str, tuple[Tensor, Te
     return [trained(overrides) for overrides in cases]
 
 
-def error(here: Here, *cases: dict[str, Any], **settings: Any) -> float:
+def training_error(here: Here, *cases: dict[str, Any], **settings: Any) -> float:
     """How far a weight of any rank has moved elsewhere than on one rank, over how far it has moved there; the worst.
 
     settings: of one rank, and of all cases.
     """
     (truth,) = here.run(trained, settings)
-    worst = 0.0
-    for rank, results in enumerate(
-        here.run(trained_with, [{**settings, **c} for c in cases], layout=Layout(tp=here.world))
-    ):
+    worst, trainings = 0.0, [{**settings, **case} for case in cases]
+    for rank, results in enumerate(here.run(trained_with, trainings, layout=Layout(tp=here.world))):
         for name, (_, after, dim) in (item for found in results for item in found.items()):
             old, new = (whole if dim is None else whole.chunk(here.world, dim)[rank] for whole in truth[name][:2])
             worst = max(worst, float((after - new).norm() / (new - old).norm()))

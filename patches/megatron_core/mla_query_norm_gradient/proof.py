@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shim.testing.mla_layer import error
+from shim.testing.mla_layer import training_error
 from shim.testing.proof import Here, proof
 
 
@@ -22,4 +22,4 @@ def the_norm_of_the_query_trains_as_on_one_rank(here: Here) -> float:
     Right is what one rank trains. Both sides run with mla-rope-key-gradient, because without it the projection of the
     key also trains wrongly.
     """
-    return error(here, {"sequence_parallel": False}, {"sequence_parallel": True}, qk_layernorm=True)
+    return training_error(here, {"sequence_parallel": False}, {"sequence_parallel": True}, qk_layernorm=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from shim.testing.mla_layer import MLA, error
+from shim.testing.mla_layer import MLA, training_error
 from shim.testing.proof import Here, proof
 
 
@@ -37,7 +37,7 @@ def a_column_parallel_projection_trains_as_on_one_rank(here: Here) -> float:
         "recompute_modules": ["mla_up_proj"],
     }
     cases = [recomputed] if here.run(recomputes_the_projections)[0] else []
-    return error(here, {"sequence_parallel": False}, {"sequence_parallel": True}, *cases)
+    return training_error(here, {"sequence_parallel": False}, {"sequence_parallel": True}, *cases)
 
 
 @proof("weights off by {:.1e}", bound=1e-4, ranks=2, variants=("v0_13",))
@@ -53,4 +53,4 @@ def a_duplicated_projection_trains_alike_on_all_ranks(here: Here) -> float:
 
     Right is the same weight on all ranks, that of one rank. From 0.14, which has such projections, to 0.20.
     """
-    return error(here, {"sequence_parallel": False}, duplicated=True)
+    return training_error(here, {"sequence_parallel": False}, duplicated=True)
