@@ -49,8 +49,9 @@ def checkpointed_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         add_parameters(_checkpointed_forward, original, "padding_mask")
         layer = vars(sys.modules[original.__module__])["MultiTokenPredictionLayer"]
         known = parameters_of(layer._proj_and_transformer_layer)
-        # Somebody's wrapper around it may take any, and hand them on.
-        takes(_checkpointed_forward, names if takes_any(known) else known)
+        # Somebody's wrapper around it may take any, and hand them on: padding_mask as well.
+        added = inspect.signature(_checkpointed_forward).parameters
+        takes(_checkpointed_forward, added if takes_any(known) else known)
     else:
         takes(_checkpointed_forward, ["forward_func"])
     return _checkpointed_forward
