@@ -19,12 +19,13 @@ NEVER_MORE = ("faults", "host_reads", "blocking_copies", "launches", "bytes_move
 
 
 class Price(NamedTuple):
-    """The most by which steps may exceed stock's launches and bytes, and why they do."""
+    """The most by which steps may exceed stock's launches and bytes, and why they do. alone: only under one patch."""
 
     steps: tuple[str, ...]
     launches: int
     bytes_moved: int
     why: str
+    alone: bool = False
 
 
 PRICES = (
@@ -34,7 +35,14 @@ PRICES = (
         25_000,
         "rope-thd: from 0.15 on stock takes views of some tables, and reads each sequence's length for that",
     ),
-    Price(("MTP", "TP 2, SP"), 8, 0, "mtp-packed-sequences: a roll sees from its index which row it is of"),
+    Price(
+        ("MTP, packed", "MTP, packed and padded", "CP 2, packed"),
+        55,
+        25_000,
+        "rope-thd: as above, for two layers or two halves; beside the other patches there are fewer in all",
+        alone=True,
+    ),
+    Price(("MTP", "TP 2, SP"), 8, 200, "mtp-packed-sequences: a roll sees from its index which row it is of"),
     Price(
         ("MTP, packed and padded",),
         0,
@@ -49,9 +57,9 @@ PRICES = (
 )
 
 
-def limits(name):
+def limits(name, alone=False):
     """By how much a step may exceed stock."""
-    found = [price for price in PRICES if name in price.steps]
+    found = [price for price in PRICES if name in price.steps and (alone or not price.alone)]
     return {what: sum(getattr(price, what) for price in found) for what in ("launches", "bytes_moved")}
 
 
@@ -131,7 +139,7 @@ def test_each_patch_alone(name, runs, ranks):
         pytest.skip("one patch is not all that this step needs: a rank that fails would leave the other waiting")
     working = [id for id in device_steps.at_work(runs(name, IDS), IDS) if shown_here(id)]
     alone = ranks[world].run(device_steps.each_counted, name, working, timeout=300)[0]
-    told = {id: amiss(stock, run, limits(name)) for id, run in alone.items()}
+    told = {id: amiss(stock, run, limits(name, alone=True)) for id, run in alone.items()}
     assert {id: text for id, text in told.items() if text} == {}
 
 
@@ -140,14 +148,22 @@ CAPTURED = [name for name in STEPS if name not in ("experts", "experts, replay")
 
 @pytest.mark.newest
 @pytest.mark.parametrize("name", CAPTURED)
-def test_a_step_is_captured_and_replayed(name, ranks):
+def test_a_step_is_captured_and_replayed(name, ranks, runs):
     """No host read, no event, no copy that waits while capturing; and no memory of the host that a replay lacks."""
+    patched = runs(name, IDS)
+    if cannot(name, patched.error):
+        pytest.skip(patched.error)
+    if patched.counts.host_reads:  # buffers of experts up to 0.12
+        assert not of_shim(patched.counts, "host_reads")
+        pytest.skip(f"this release reads on the host:\n{patched.counts.told('host_reads')}")
     gradients, wrong = ranks[1].run(device_steps.replayed, name, IDS)[0]
     assert gradients > 2 and wrong == 0
 
 
 @pytest.mark.newest
-def test_stock_is_not_captured_on_packed_rows(ranks):
+def test_stock_is_not_captured_on_packed_rows(ranks, runs):
+    if runs("MTP, packed").error:
+        pytest.skip("stock cannot do this step, captured or not")
     with pytest.raises(testing.RankError, match=r"CaptureError.*while a stream is capturing"):
         ranks[1].run(device_steps.replayed, "MTP, packed", [])
 

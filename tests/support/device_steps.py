@@ -219,11 +219,14 @@ class Run:
 
 
 @contextlib.contextmanager
-def warmed(name: str, ids: Sequence[str]) -> Iterator[Step]:
-    """A step under these patches, with the options that it needs, that has run as often as it must."""
+def warmed(name: str, ids: Sequence[str], device: Callable[[], Any] = pretend_cuda.cuda_pretended) -> Iterator[Step]:
+    """A step under these patches, with the options that it needs, that has run as often as it must.
+
+    device: enters the pretended device; `contextlib.nullcontext` on a real one.
+    """
     step = STEPS[name]
     with contextlib.ExitStack() as undo:
-        undo.enter_context(pretend_cuda.cuda_pretended())
+        undo.enter_context(device())
         if ids:
             options = {id: dict(given) for id, given in step.options.items() if id in ids}
             undo.enter_context(shim.patched(only=list(ids), require=list(ids), options=options))
