@@ -135,6 +135,7 @@ bench: env  ## all benchmarks, as ratios
 	$(BIN)/python benchmarks/linear_losses.py
 	$(BIN)/python benchmarks/paged_stash.py
 	$(BIN)/python benchmarks/device.py
+	$(BIN)/python benchmarks/gpu_steps.py
 
 docs: env  ## write the generated parts of README.md and docs/
 	$(BIN)/python -m shim.maintenance.docs
