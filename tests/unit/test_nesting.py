@@ -26,6 +26,10 @@ OUTSIDE = {
     },
     # One gives the model another output layer, and the other counts: either order does.
     ("mtp-loss-cp", "fused-linear-logprob"): {"megatron.core.models.gpt.gpt_model:GPTModel._postprocess"},
+    # Outside, one takes promises before anything asks for their size, which would make the logits.
+    ("gathered-logits-loss", "fused-linear-logprob"): {
+        "megatron.core.models.common.language_module.language_module:LanguageModule.compute_language_model_loss"
+    },
     # The checkpoint runs its function again, so what packed rows need has to be in there. _checkpointed_forward of
     # mtp-recompute does the whole job itself, and calls that of mtp-packed-sequences no more.
     ("mtp-packed-sequences", "mtp-recompute"): {MTP + "forward", MTP + "_checkpointed_forward"},
