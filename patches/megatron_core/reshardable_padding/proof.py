@@ -75,17 +75,24 @@ class Training:
     All ranks have the same row, and their shares of its gradient add up exactly. So a training is the same, bit for
     bit, with any number of data-parallel replicas that is a power of two.
     metadata: the argument of the optimizer's sharded_state_dict; None to leave it out. bf16: all weights are; mixed:
-    but those of norms, which are in fp32. lora: only adapters are trained; norms: and norms.
+    but those of norms, which are in fp32. lora: only adapters are trained; norms: and norms. saved: whether it is about
+    checkpoints.
     """
 
     def __init__(
-        self, metadata: Mapping[str, Any] | None, *, lora: bool = False, bucket: int | None = BUCKET, **model: Any
+        self,
+        metadata: Mapping[str, Any] | None,
+        *,
+        lora: bool = False,
+        bucket: int | None = BUCKET,
+        saved: bool = True,
+        **model: Any,
     ) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-        if not hasattr(DistributedOptimizer, "sharded_param_state_fully_reshardable"):
+        if saved and not hasattr(DistributedOptimizer, "sharded_param_state_fully_reshardable"):
             raise CannotRunError("this release has none of the checkpoints that this is about")
         half, mixed, norms = (bool(model.pop(name, False)) for name in ("bf16", "mixed", "norms"))
         dtypes: dict[str, Any] = {}
