@@ -68,10 +68,10 @@ def test_packed_equals_alone(state, recompute):
 
 def in_rank(layout, rows, shimmed, state):
     with testing.megatron_on_cpu():
-        apply_in_rank(shimmed, {})
+        apply_in_rank([ID] if shimmed else [], {})
         with testing.layout_initialised(layout):
             found = packed_and_alone(build(sequence_parallel=layout.sequence_parallel), rows, state)
-        apply_in_rank(False, {})
+        apply_in_rank([], {})
     return found
 
 

@@ -114,7 +114,7 @@ def mamba_layer(flag: bool = True) -> Any:
     layer.config = SimpleNamespace(
         fp32_residual_connection=flag, params_dtype=torch.bfloat16, bias_dropout_fusion=False
     )
-    layer.residual_in_fp32, layer.hidden_dropout, layer.mamba_bda = False, 0.0, bda
+    layer.residual_in_fp32, layer.hidden_dropout, layer.mamba_bda, layer.layer_number = False, 0.0, bda, 1
     layer.norm, layer.mixer = torch.nn.Identity(), Mixer()
     layer.bias_dropout_add_exec_handler = torch.enable_grad
     return layer
