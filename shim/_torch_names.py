@@ -71,6 +71,7 @@ NAMES = {
     "torch:_disable_dynamo": PrivateName("torch.compiler.disable does it, which imports the compiler at once"),
     "torch._inductor.async_compile:AsyncCompile.pool": PrivateName("a forked rank may wait for threads that compile"),
     "torch._functorch:__name__": PrivateName("PagedStash does not recognise compiled functions"),
+    "torch.utils.cpp_extension:_get_build_directory": PrivateName("a stale lock is not seen, and torch waits for it"),
     # Checks
     "torch:_assert_async": PrivateName("wrong arguments on a GPU are not told"),
     # Extension points without a stable interface

@@ -7,17 +7,19 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from shim.ops._storage import copy_storage
+
 __all__ = [
     "SUBSTITUTIONS",
     "Substitution",
     "megatron_on_cpu",
-    "share_storage",
     "storage_shared_in_python",
     "torch_norm_under_sequence_parallelism",
     "type_on_a_gpu",
@@ -184,15 +186,6 @@ def optimizer_on_cpu(config: Any, model_chunks: Sequence[Any]) -> Any:
         return make(config, model_chunks, **({gloo: False} if gloo in known else {}))
 
 
-def share_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
-    """Put what was recomputed into the storage of the discarded output, as megatron-core does up to 0.16.
-
-    No operation on the tensor does it, which autograd would take for a change of it.
-    """
-    output.untyped_storage().resize_(recomputed.untyped_storage().size())
-    output.untyped_storage().copy_(recomputed.untyped_storage())
-
-
 @contextlib.contextmanager
 def storage_shared_in_python() -> Iterator[None]:
     """From 0.17 outputs are refilled by a C++ helper that is compiled on first use, for half a minute. Spare that.
@@ -204,9 +197,6 @@ def storage_shared_in_python() -> Iterator[None]:
     if not hasattr(random, "_get_share_storage"):
         yield
         return
-    original = random._get_share_storage
-    random._get_share_storage = lambda: share_storage  # type: ignore[attr-defined]
-    try:
+    # In the place of what is compiled, so that the function that asks for it stays upstream's.
+    with mock.patch.object(random, "_share_storage_ext", SimpleNamespace(share_storage=copy_storage)):
         yield
-    finally:
-        random._get_share_storage = original  # type: ignore[attr-defined]
