@@ -59,7 +59,7 @@ def stages_have_the_layers_that_are_asked_for(here: Here) -> int:
     and MLP layers number themselves by `get_transformer_layer_offset`, which knows both options, so that numbers of
     layers occur twice. Right are two layers on the first stage and four on the second.
 
-    From 0.12 to 0.16.0. The stack of 0.12 cannot be imported without Transformer Engine. From 0.17 on the pattern of the
+    From 0.12 to 0.16.0. That of 0.12 cannot be imported without Transformer Engine. From 0.17 on the pattern of the
     model says where stages begin.
     """
     found = here.run(selected, FIRST, None, layout=Layout(pp=2))
