@@ -39,11 +39,11 @@ WITHOUT_TORCH := tests/unit tests/engine --ignore tests/engine/test_with_torch.p
 WITH_TORCH := tests/testing tests/ops tests/engine/test_with_torch.py
 
 comma := ,
-# COVERAGE= leaves the measure out, which takes half of the time.
-COVERAGE ?= --cov --cov-report=
+# COVERAGE="--cov --cov-report=" measures coverage too, which takes as long again; `make coverage` is whole.
+COVERAGE ?=
 
 # Three processes for two cores, here and below: a test that waits for a process or a rank leaves its core to another.
-unit: env  ## the engine, without torch; and the coverage of shim by these tests, branches included
+unit: env  ## the engine, without torch
 	$(BIN)/python -m pytest -q -n 3 $(COVERAGE) $(WITHOUT_TORCH)
 	$(if $(COVERAGE),$(BIN)/python -m coverage report --omit "patches/*$(comma)shim/ops/*$(comma)shim/testing/*")
 
