@@ -42,4 +42,5 @@ WORDS = {
     "muon": "the Muon optimizer",
     "param-groups": "parameter groups with separate learning rates",
     "checkpoint": "saving or loading a checkpoint",
+    "datasets": "megatron-core's own datasets, such as GPTDataset",
 }
