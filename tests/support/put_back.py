@@ -311,4 +311,11 @@ DEFECTS = [
         "tensor, write_item, storage_key, **extra_kwargs)",
         "tensor, write_item, storage_key)",
     ),
+    (
+        "sft-identity-prompts",
+        0,
+        CORE + "tokenizers.text.libraries.sft_tokenizer:SFTTokenizer.tokenize_conversation",
+        "self._prompt_format == 'default'",
+        "self._prompt_format in ['default', 'identity']",
+    ),
 ]

@@ -1,0 +1,84 @@
+"""Proof of sft-identity-prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+from shim.testing.proof import CannotRunError, Here, proof
+
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Two and two?"},
+    {"role": "assistant", "content": "Four."},
+    {"role": "user", "content": "Sure?"},
+    {"role": "assistant", "content": "Yes."},
+]
+HIDDEN = -100
+
+
+class Letters:
+    """A tokenizer of transformers, as far as SFTTokenizer asks: each letter is a token."""
+
+    bos_token_id, eos_token_id, pad_token_id, chat_template = None, 0, 1, "{{ messages[0]['content'] }}"
+
+    def __len__(self) -> int:
+        return 256
+
+    def convert_tokens_to_ids(self, token: str) -> int:
+        return 2
+
+    def apply_chat_template(self, conversation: Any, chat_template: str, return_tensors: str = "", **_: Any) -> Any:
+        import numpy
+        from jinja2 import Template
+
+        ids = list(map(ord, Template(chat_template).render(messages=conversation)))
+        return numpy.array([ids]) if return_tensors else ids
+
+
+def tokenizer(prompt_format: str) -> Any:
+    """megatron-core's SFTTokenizer around `Letters`."""
+    try:
+        sft_tokenizer = import_module("megatron.core.tokenizers.text.libraries.sft_tokenizer")
+    except ModuleNotFoundError as error:
+        raise CannotRunError("this release has no SFTTokenizer") from error
+    transformers = mock.Mock()
+    transformers.AutoTokenizer.from_pretrained.return_value = Letters()
+    with (
+        mock.patch.object(sft_tokenizer, "HAVE_TRANSFORMERS", True),
+        mock.patch.object(sft_tokenizer, "transformers", transformers, create=True),
+    ):
+        return sft_tokenizer.SFTTokenizer("letters", prompt_format)
+
+
+def right_targets(conversation: Sequence[dict[str, str]]) -> list[int]:
+    """What the assistant says, and nothing else."""
+    return [
+        ord(letter) if turn["role"] == "assistant" else HIDDEN for turn in conversation for letter in turn["content"]
+    ]
+
+
+def wrong_targets() -> int:
+    _, targets = tokenizer("identity").tokenize_conversation(
+        CONVERSATION, return_target=True, add_generation_prompt=False
+    )
+    return sum(found != right for found, right in zip(targets.tolist(), right_targets(CONVERSATION), strict=True))
+
+
+@proof("{:.0f} of 35 tokens are targets by mistake", right="only the assistant is trained")
+def prompts_are_no_targets(here: Here) -> int:
+    """SFT with the prompt format "identity" trains on prompts.
+
+    To reproduce: `SFTTokenizer(path, "identity").tokenize_conversation(conversation, return_target=True,
+    add_generation_prompt=False)` of a conversation with turns of system, user and assistant. Compare the second result
+    with -100.
+
+    The targets are the tokens themselves: for "identity" the function returns before it hides what the assistant has
+    not said. Right are targets of the assistant's turns alone.
+
+    From 0.18 to 0.19. Fixed on the main branch (Megatron-LM pull request 6682).
+    """
+    wrong: int = here.run(wrong_targets)[0]
+    return wrong
