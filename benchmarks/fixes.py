@@ -135,9 +135,28 @@ def multi_token_prediction() -> Step:
     return step
 
 
+def rows_of_corpus(patch: str, pad: int) -> Step:
+    """Ask for four rows. The first step, which is not counted, asks for the first row."""
+    import tempfile
+
+    from shim.testing.corpus import Tokenizer, gpt_dataset, write_corpus
+
+    cases, folder = proof(patch), tempfile.TemporaryDirectory()
+    dataset = gpt_dataset(write_corpus(cases.DOCUMENTS, folder.name), cases.LENGTH, Tokenizer(pad, cases.EOD))
+
+    def step() -> None:
+        assert folder  # it goes with its last reference
+        for row in range(4):
+            dataset[row]
+
+    return step
+
+
 PER_TOKEN = {"calculate_per_token_loss": True}
 CASES: Mapping[int, Sequence[Case]] = {  # by the number of ranks
     1: (
+        Case("gpt-dataset-loss-mask", "4 rows", partial(rows_of_corpus, "gpt-dataset-loss-mask", 0)),
+        Case("gpt-dataset-pad-token", "4 rows", partial(rows_of_corpus, "gpt-dataset-pad-token", 1)),
         Case("seq-aux-loss-scale", "two sequences", sequence_loss),
         Case("seq-aux-loss-scale", "two sequences, padding mask", partial(sequence_loss, [3, 1])),
         Case("dsa-indexer-loss-scale", "4 microbatches", indexer_loss),
