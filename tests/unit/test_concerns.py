@@ -20,7 +20,7 @@ ASKED = {
 # In these proofs it is one case of several.
 BESIDE = {
     "moe": {"moved-symbols"},  # its layers have experts so that they can be told apart
-    "mtp": {"fused-linear-logprob"},
+    "mtp": {"fused-linear-logprob", "checkpoint-non-tensors"},
     "recompute": {"router-replay", "mla-rope-key-gradient"},
     "lora": {"main-param-names", "tp-attributes"},
 }

@@ -48,6 +48,8 @@ OUTSIDE = {
         RANDOM + "CheckpointFunction.forward",
         RANDOM + "CheckpointWithoutOutput.checkpoint",
     },
+    # One leaves the checkpoint out without gradients, and the other gives it other arguments: either order does.
+    ("fp8-fp4-recompute", "checkpoint-non-tensors"): {RANDOM + "checkpoint"},
     # Each puts something around the function that a checkpoint runs: either order does.
     ("fp8-fp4-recompute", "router-replay"): {RANDOM + "CheckpointFunction.forward"},
     ("config-override", "router-replay"): {RANDOM + "CheckpointFunction.forward"},
