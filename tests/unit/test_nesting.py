@@ -24,6 +24,13 @@ OUTSIDE = {
         MODULE + "process_mtp_loss",
         "megatron.core.models.gpt.gpt_model:GPTModel._postprocess",
     },
+    # One gives the block or its layers another embedding, and the other handles what comes after: either order does.
+    ("mtp-loss-cp", "mtp-full-embeddings"): {MODULE + "MultiTokenPredictionBlock.forward"},
+    ("mtp-loss-options", "mtp-full-embeddings"): {MODULE + "MultiTokenPredictionBlock.forward"},
+    ("mtp-packed-sequences", "mtp-full-embeddings"): {
+        MODULE + "MultiTokenPredictionBlock.forward",
+        MTP + "_get_embeddings",
+    },
     # One gives the model another output layer, and the other counts: either order does.
     ("mtp-loss-cp", "fused-linear-logprob"): {"megatron.core.models.gpt.gpt_model:GPTModel._postprocess"},
     # Outside, one takes promises before anything asks for their size, which would make the logits.
