@@ -1,8 +1,10 @@
 """yarn-none-fields: the factor of YaRN is 1.0 where its field is None, and upstream's everywhere else."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding as yarn
 
 import shim
@@ -11,10 +13,11 @@ from shim import testing
 ID = "yarn-none-fields"
 NAME = "_yarn_get_concentration_factor_from_config"
 NEEDED = shim.plan()[ID].wanted
+OF_0_15 = testing.release().startswith("0.15.")
 needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
-RIGHT = [(), (4.0, 1.0, 0.5), (0.5, 1.0, 1.0)]
-if not testing.release().startswith("0.15."):  # which has no YaRN without both of the other fields
-    RIGHT += [(4.0, None, None), (4.0, 1.0, None)]
+RIGHT = [(), (4.0, 1.0, 0.5), (0.5, 1.0, 1.0), (4.0, 0.707, 0.707), (4.0, 0.0, 1.0)]
+# Without a value for one of the other fields. 0.15 takes 1.0 or raises.
+WITHOUT = [(4.0,), (4.0, None, None), (4.0, 1.0, None), (4.0, None, 1.0), (4.0, 0.5), (1.0,), (0.5, None, None)]
 
 
 def config(*values):
@@ -23,7 +26,7 @@ def config(*values):
 
 
 @needed
-@pytest.mark.parametrize("values", RIGHT)
+@pytest.mark.parametrize("values", RIGHT + ([] if OF_0_15 else WITHOUT))
 def test_what_stock_does_right_stays(values):
     expected = getattr(yarn, NAME)(config(*values))
     with shim.patched(only=[ID], require=[ID]):
@@ -35,6 +38,45 @@ def test_what_stock_does_right_stays(values):
 def test_a_field_that_is_none_counts_as_absent(values):
     with shim.patched(only=[ID], require=[ID]):
         assert getattr(yarn, NAME)(config(*values)) == 1.0
+
+
+@needed
+@pytest.mark.parametrize("values", WITHOUT)
+def test_without_mscale_the_factor_is_that_of_the_paper(values):
+    """In all releases, and in the table as well. It is 1.0 if the scaling does not stretch."""
+    scaling, *fields = values
+    expected = pytest.approx(0.1 * math.log(max(scaling, 1.0)) + 1)
+    with shim.patched(only=[ID], require=[ID]):
+        assert getattr(yarn, NAME)(config(*values)) == expected
+        if len(fields) == 2:
+            assert yarn._yarn_get_concentration_factor(scaling, *fields) == expected
+            assert yarn._yarn_get_concentration_factor(scaling, mscale=fields[0], mscale_all_dim=fields[1]) == expected
+
+
+def table(*fields):
+    with testing.layout_initialised(testing.Layout()):
+        rotary = yarn.YarnRotaryEmbedding(8, 1.0, False, None, 10000.0, True, 32.0, 16, 32.0, 1.0, *fields)
+        return rotary(6)
+
+
+@needed
+def test_the_table_is_that_of_the_same_factor():
+    """Angles do not depend on it."""
+    angles, factor = table(1.0, 0.0)
+    with shim.patched(only=[ID], require=[ID]):
+        found = table(None, None)
+        again = table(1.0, 0.0)
+    assert torch.equal(found[0], angles) and torch.equal(again[0], angles)
+    assert found[1] == again[1] == factor == pytest.approx(1.3466, abs=1e-4)
+
+
+@needed
+def test_the_cache_of_the_factor_can_be_cleared():
+    with shim.patched(only=[ID], require=[ID]):
+        yarn._yarn_get_concentration_factor(4.0, 1.0, 0.0)
+        assert yarn._yarn_get_concentration_factor.cache_info().currsize > 0
+        yarn._yarn_get_concentration_factor.cache_clear()
+        assert yarn._yarn_get_concentration_factor.cache_info().currsize == 0
 
 
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
