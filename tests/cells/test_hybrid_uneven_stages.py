@@ -8,10 +8,7 @@ from shim.patches.megatron_core.hybrid_uneven_stages.proof import FIRST, PATTERN
 from shim.testing import Layout
 
 ID = "hybrid-uneven-stages"
-pytestmark = [
-    pytest.mark.skipif(not shim.plan()[ID].wanted, reason="this release needs no patch"),
-    pytest.mark.skipif(testing.release().startswith("0.12"), reason="its hybrid stack imports Transformer Engine"),
-]
+pytestmark = pytest.mark.skipif(not shim.plan()[ID].wanted, reason="this release needs no patch")
 LAST = len(PATTERN) - FIRST
 ALL = "".join(PATTERN)
 
@@ -25,6 +22,8 @@ def on_stage(first, last, on):
 
 @pytest.mark.parametrize(("first", "last"), [(FIRST, LAST), (FIRST, None), (None, LAST), (1, None), (4, 2)])
 def test_each_stage_has_its_layers(ranks2, first, last):
+    if None not in (first, last) and testing.release().startswith("0.12"):
+        pytest.skip("without a stage in the middle 0.12 divides by zero, in every attention layer too")
     cut = first if first is not None else len(PATTERN) - last
     assert ranks2.run(on_stage, first, last, True) == [(0, ALL[:cut]), (cut, ALL[cut:])]
 
@@ -40,7 +39,7 @@ def numbers_of_stage(on):
 
     with testing.megatron_on_cpu(), testing.layout_initialised(Layout(pp=2)):
         with shim.patched(only=[ID] if on else [], require=[ID] if on else []):
-            return transformer_layer.get_transformer_layer_offset(config_of(FIRST, LAST)), selected(FIRST, LAST)[0]
+            return transformer_layer.get_transformer_layer_offset(config_of(FIRST, None)), selected(FIRST, None)[0]
 
 
 @pytest.mark.parametrize("on", [False, True], ids=["stock", "patched"])
