@@ -1,6 +1,7 @@
 """What others read of a function that shim has wrapped, beside calling it: the contracts that nobody wrote down."""
 
 import contextlib
+import functools
 import importlib
 import inspect
 import pickle
@@ -40,15 +41,23 @@ EXCHANGED = {
 APPLIES = {"transformer_engine.pytorch.cross_entropy:parallel_cross_entropy"}
 # Bound under one alias alone. At home is upstream's function, which pickle finds by its name, and refuses to confuse.
 AWAY = {target for decision in shim.plan().decisions.values() if decision.wanted for target in decision.no_aliases}
+CACHED, OF_CACHE = type(functools.lru_cache(len)), ("cache_info", "cache_clear", "cache_parameters")
 NAMES = ("__module__", "__qualname__", "__name__", "__doc__", "__annotations__")
 
 
 def import_targets(plan):
     """Import every module with a target of this plan, and return the targets in loaded modules, in order."""
-    for decision in plan.decisions.values():
-        for module in decision.modules if decision.wanted else ():
+    wanted = [decision for decision in plan.decisions.values() if decision.wanted]
+    left_out = set()
+    for module in {module for decision in wanted for module in decision.modules}:
+        try:
             importlib.import_module(module)
-    return sorted({target for decision in plan.decisions.values() if decision.wanted for target in decision.targets})
+        except ModuleNotFoundError as error:
+            if error.name != "transformer_engine":
+                raise
+            left_out.add(module)  # the hybrid stack of 0.12, where Transformer Engine is not installed
+    targets = {target for decision in wanted for target in decision.targets}
+    return sorted(target for target in targets if target.partition(":")[0] not in left_out)
 
 
 def broken_contracts(target):
@@ -59,6 +68,11 @@ def broken_contracts(target):
         return []  # a name that the release lacks, or whose import it guards: nobody can have read it
     if target in APPLIES and isinstance(before, types.MethodType) and callable(after):
         return []
+    if isinstance(before, CACHED) and type(after) is types.FunctionType:
+        gone = [
+            f"{name} of the cache is gone" for name in OF_CACHE if getattr(after, name, None) != getattr(before, name)
+        ]
+        return [*gone, *_broken(before, after, set())]
     if type(before) is not type(after):
         return [f"a {type(before).__name__} became a {type(after).__name__}"]
     if not isinstance(unwrap(before), types.FunctionType):
