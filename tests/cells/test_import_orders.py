@@ -5,6 +5,7 @@ import os
 
 import pytest
 from chosen import ONCE
+from contract_cases import can_be_imported
 from thorough import in_full
 
 import shim
@@ -12,7 +13,7 @@ from shim import testing
 from shim.testing import EVERYDAY, fork_server
 from shim.testing.import_orders import ORDERS, ImportOrders, run_together
 
-WANTED = [id for id, decision in shim.plan().decisions.items() if decision.wanted]
+WANTED = [id for id, decision in shim.plan().decisions.items() if decision.wanted and can_be_imported(decision)]
 # An order takes seconds here. Every day the one is run that the other tests of a cell, which apply to what is imported
 # already, say least about, with all patches at once; each of them in all orders with SHIM_TEST_ALL_ORDERS=1.
 EVERY_DAY = [("apply import alias revert apply", WANTED)]

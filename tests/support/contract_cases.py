@@ -45,19 +45,22 @@ CACHED, OF_CACHE = type(functools.lru_cache(len)), ("cache_info", "cache_clear",
 NAMES = ("__module__", "__qualname__", "__name__", "__doc__", "__annotations__")
 
 
-def import_targets(plan):
-    """Import every module with a target of this plan, and return the targets in loaded modules, in order."""
-    wanted = [decision for decision in plan.decisions.values() if decision.wanted]
-    left_out = set()
-    for module in {module for decision in wanted for module in decision.modules}:
+def can_be_imported(decision):
+    """Whether all modules that a patch binds can be. The hybrid stack of 0.12 needs Transformer Engine."""
+    for module in decision.modules:
         try:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
             if error.name != "transformer_engine":
                 raise
-            left_out.add(module)  # the hybrid stack of 0.12, where Transformer Engine is not installed
-    targets = {target for decision in wanted for target in decision.targets}
-    return sorted(target for target in targets if target.partition(":")[0] not in left_out)
+            return False
+    return True
+
+
+def import_targets(plan):
+    """Import every module with a target of this plan, and return the targets in loaded modules, in order."""
+    wanted = [decision for decision in plan.decisions.values() if decision.wanted and can_be_imported(decision)]
+    return sorted({target for decision in wanted for target in decision.targets})
 
 
 def broken_contracts(target):
