@@ -37,6 +37,20 @@ DEFECTS = [
         "packed_seq_params.cu_seqlens_q",
     ),
     (
+        "mtp-full-embeddings",
+        0,
+        MTP + "MultiTokenPredictionLayer._get_embeddings",
+        "scatter_to_sequence_parallel_region(decoder_input, group=self.tp_group)",
+        "decoder_input",
+    ),
+    (
+        "sp-unscattered-embeddings",
+        0,
+        CORE + "models.gpt.gpt_model:GPTModel._preprocess",
+        "tensor_parallel.scatter_to_sequence_parallel_region(decoder_input, group=self.pg_collection.tp)",
+        "decoder_input",
+    ),
+    (
         "te-skip-weight-update",
         0,
         QUANTIZATION + SKIP,

@@ -31,6 +31,20 @@ OUTSIDE = {
         MODULE + "MultiTokenPredictionBlock.forward",
         MTP + "_get_embeddings",
     },
+    # One gives the model embeddings instead of tokens, and the other handles what is behind them: either order does.
+    ("mtp-packed-sequences", "sp-unscattered-embeddings"): {
+        "megatron.core.models.hybrid.hybrid_model:HybridModel.forward",
+        "megatron.core.models.mamba.mamba_model:MambaModel.forward",
+    },
+    ("mrope-thd", "sp-unscattered-embeddings"): {
+        "megatron.core.models.gpt.gpt_model:GPTModel._preprocess",
+        "megatron.core.models.gpt.gpt_model:GPTModel.forward",
+    },
+    ("fused-linear-logprob", "sp-unscattered-embeddings"): {
+        "megatron.core.models.gpt.gpt_model:GPTModel.forward",
+        "megatron.core.models.hybrid.hybrid_model:HybridModel.forward",
+        "megatron.core.models.mamba.mamba_model:MambaModel.forward",
+    },
     # One gives the model another output layer, and the other counts: either order does.
     ("mtp-loss-cp", "fused-linear-logprob"): {"megatron.core.models.gpt.gpt_model:GPTModel._postprocess"},
     # Outside, one takes promises before anything asks for their size, which would make the logits.

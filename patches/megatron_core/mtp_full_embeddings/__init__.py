@@ -28,6 +28,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shim.patches._arguments import Function, argument, replacing
+from shim.patches.megatron_core._row_shares import ranks_of, row_share
 
 MTP = "megatron.core.transformer.multi_token_prediction:"
 CALLERS = {
@@ -63,16 +64,11 @@ class _Shares:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """[s, b, h]. What has any other length is for upstream to judge."""
-        from megatron.core import parallel_state
-        from megatron.core.tensor_parallel import mappings
-
         made = self._embedding(*args, **kwargs)
         group = getattr(self._module, "tp_group", None)  # from 0.17 on
-        ranks = parallel_state.get_tensor_model_parallel_world_size() if group is None else group.size()
-        if len(made) == self._length or len(made) != self._length * ranks:
+        if len(made) == self._length or len(made) != self._length * ranks_of(group)[0]:
             return made
-        share = mappings.scatter_to_sequence_parallel_region(made, *(() if group is None else (group,)))
-        return share.clone() if self._module.config.clone_scatter_output_in_embedding else share
+        return row_share(made, group, self._module.config)
 
 
 def probe(module: Any, method: str, models: list[Any]) -> bool | str:
