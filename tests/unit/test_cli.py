@@ -345,6 +345,19 @@ def test_status_survives_a_package_that_cannot_be_imported(shim):
     assert "megatron.core.roll cannot be imported here: RuntimeError: megatron.core was imported" in err
 
 
+@pytest.mark.parametrize(("name", "expected"), [("mamba_ssm.ops", 0), ("megatron.core.gone", 1)])
+def test_status_does_not_miss_what_needs_a_package_that_is_not_installed(shim, world, importable, name, expected):
+    """Nobody can use that module here. A part of megatron-core itself has to be there."""
+    file = world.site / "megatron/core/roll.py"
+    file.write_text(f"import {name}\n" + file.read_text())
+    code, out, err = shim("status")
+    assert code == expected and "cannot be imported here:\n  roll-fix" in out
+    assert (
+        f"megatron.core.roll cannot be imported here: ModuleNotFoundError: No module named '{name.rpartition('.')[0]}"
+        in err
+    )
+
+
 def test_explain_says_what_for_and_why(shim):
     """Header of the patch file, decision, ranges, targets, and when to delete it."""
     code, out, _ = shim("explain", "roll-fix")
