@@ -262,8 +262,11 @@ class PatchEntry:
 
     @property
     def most_bodies_first(self) -> list[Variant]:
-        """The variants; one with more bodies fixes more, and those of another may be a part of its bodies."""
-        return sorted(self.variants.values(), key=lambda variant: -len(variant.bodies))
+        """The variants; one with more bodies fixes more, and those of another may be a part of its bodies.
+
+        Of two with the same bodies the later one is first: what has no range yet is mostly new.
+        """
+        return sorted(reversed([*self.variants.values()]), key=lambda variant: -len(variant.bodies))
 
     @property
     def bodies(self) -> tuple[str, ...]:

@@ -51,6 +51,20 @@ DEFECTS = [
         "decoder_input",
     ),
     (
+        "expert-main-params",
+        0,
+        OPTIMIZER + "ChainedOptimizer._split_state_dict",
+        "state_dicts = [state_dict] * len(self.chained_optimizers)",
+        "state_dicts[0] = state_dict",
+    ),
+    (
+        "expert-main-params",
+        0,
+        OPTIMIZER + "ChainedOptimizer._split_state_dict",
+        "for chunk_idx, model_chunk in enumerate(optimizer.model_chunks)",
+        "for chunk_idx in range(len(optimizer.model_chunks))",
+    ),
+    (
         "te-skip-weight-update",
         0,
         QUANTIZATION + SKIP,

@@ -66,6 +66,7 @@ def tree(tmp_path_factory):
 
 
 def start(*arguments, path, cwd):
+    """An interrupt ends it, also where the tests run in the background of a shell, which lets it be ignored."""
     return subprocess.Popen(
         [sys.executable, "-m", "shim", *arguments],
         stdout=subprocess.PIPE,
@@ -73,6 +74,7 @@ def start(*arguments, path, cwd):
         text=True,
         env=environment([*path, REPOSITORY]),
         cwd=cwd,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 

@@ -26,6 +26,10 @@ SILENT = {
     ): "they have the defect, and nothing that takes the argument",
     ("sft-identity-prompts", NOT_NEEDED): "they lack the only target, which says it without a sign",
     ("multimodal-conversation", NOT_NEEDED): "they lack the only target, which says it without a sign",
+    ("expert-main-params", NOT_NEEDED): "they lack the only target, which says it without a sign",
+    ("recompute-helper-build", NOT_NEEDED): "they lack the only target, which says it without a sign",
+    ("hybrid-uneven-stages", UPSTREAM): "one release is right, and no later one has the function",
+    ("hybrid-uneven-stages", NOT_NEEDED): "they lack the only target, which says it without a sign",
 }
 # Patches that another distribution than their own decides about: by pairs of releases, see test_a_pair_...
 BY_PAIRS = ("te-moved-symbols", "max-logit-graph")
