@@ -266,7 +266,7 @@ class PatchEntry:
 
         Of two with the same bodies the later one is first: what has no range yet is mostly new.
         """
-        return sorted(reversed([*self.variants.values()]), key=lambda variant: -len(variant.bodies))
+        return sorted(self.variants.values(), key=lambda variant: len(variant.bodies))[::-1]
 
     @property
     def bodies(self) -> tuple[str, ...]:
