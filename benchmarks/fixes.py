@@ -76,13 +76,14 @@ def mrope(**options: Any) -> Step:
 def latent_attention(**options: Any) -> Step:
     import torch
 
-    cases = proof("mla-rope-key-gradient")
-    with cases.without_te() as module:
-        layer = cases.build(module, **options)
-    hidden = torch.ones(cases.TOKENS // (2 if options else 1), cases.BATCH, cases.HIDDEN)
+    from shim.testing import mla_layer
+
+    with mla_layer.without_te() as module:
+        layer = mla_layer.build(module, **options)
+    hidden = torch.ones(mla_layer.TOKENS // (2 if options else 1), mla_layer.BATCH, mla_layer.HIDDEN)
 
     def step() -> None:
-        with cases.without_te():
+        with mla_layer.without_te():
             layer(hidden.clone().requires_grad_(), None)[0].sum().backward()
 
     return step
