@@ -83,28 +83,21 @@ def do_status(arguments: argparse.Namespace) -> int:
     made = plan(**_held(arguments))
     missing = nothing_installed(made.environment)
     apply(**_held(arguments))
-    unusable = _import_targets(made, arguments.verbose)
+    _import_targets(made, arguments.verbose)
     report = status()
     revert()
     text = missing or report.text(arguments.verbose, pending_is_amiss=True)
     put(report.to_dict(), text, arguments.json)
     amiss = ("pending", "unknown", "drifted", "conflict", "failed", "shadowed")
-    # Nobody can use a module that needs a package which is not installed, so its patches are not missed.
-    idle = {id for id, decision in made.decisions.items() if unusable.intersection(decision.modules)}
-    wrong = [id for id, patch in report.patches.items() if patch.state in amiss]
-    return NOT_MET if missing or any(report[id].state != "pending" or id not in idle for id in wrong) else OK
+    return NOT_MET if missing or any(p.state in amiss for p in report.patches.values()) else OK
 
 
-def _import_targets(made: Plan, verbose: bool) -> set[str]:
-    """Import every module that the plan patches. `verbose` shows what upstream prints meanwhile.
-
-    Returns those that need a package of somebody else which is not installed.
-    """
+def _import_targets(made: Plan, verbose: bool) -> None:
+    """Import every module that the plan patches. `verbose` shows what upstream prints meanwhile."""
 
     progress = Progress()
     modules = list(dict.fromkeys(split_target(t)[0] for d in made.decisions.values() if d.wanted for t in d.targets))
     failures: dict[str, list[str]] = {}
-    unusable = set()
     for place, module in enumerate(modules, 1):
         progress(f"importing {module} ({place} of {len(modules)})")
         try:
@@ -114,16 +107,10 @@ def _import_targets(made: Plan, verbose: bool) -> set[str]:
             raise
         except Exception as error:  # noqa: BLE001 - without a GPU, upstream's imports raise errors of any kind
             failures.setdefault(f"{type(error).__name__}: {error}", []).append(module)
-            if (
-                isinstance(error, ModuleNotFoundError)
-                and (error.name or "").partition(".")[0] != module.partition(".")[0]
-            ):
-                unusable.add(module)
     progress.done()
     for what, failed in failures.items():
         first, more = failed[0], f" and {len(failed) - 1} more modules" if failed[1:] else ""
         tell(f"shim: {first}{more} cannot be imported here: {what}")
-    return unusable
 
 
 def do_list(arguments: argparse.Namespace) -> int:

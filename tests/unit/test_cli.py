@@ -335,7 +335,7 @@ def test_status_exits_with_1_where_something_is_amiss(shim, world, importable):
     assert code == 1 and "Problems:\n  roll-fix" in out
 
 
-def test_status_survives_a_package_that_cannot_be_imported(shim, world):
+def test_status_survives_a_package_that_cannot_be_imported(shim):
     """The fake megatron.core raises RuntimeError; upstream does the like without a GPU."""
     code, out, err = shim("status", "--json")
     assert code == 1
@@ -343,10 +343,6 @@ def test_status_survives_a_package_that_cannot_be_imported(shim, world):
     out = shim("status")[1]
     assert "2 problems" in out and "cannot be imported here:\n  roll-fix" in out and "waits for" not in out
     assert "megatron.core.roll cannot be imported here: RuntimeError: megatron.core was imported" in err
-    # Nobody can use what needs a package that is not installed.
-    for missing, code in ("mamba_ssm", 0), ("megatron.core.gone", 1):
-        (world.site / "megatron/core/__init__.py").write_text(f"import {missing}")
-        assert shim("status")[0] == code
 
 
 def test_explain_says_what_for_and_why(shim):
