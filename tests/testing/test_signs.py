@@ -93,6 +93,11 @@ PAIRS = [
     *(("te-moved-symbols", core, "2.3.0", []) for core in ("0.12.3", "0.13.1", "0.14.0")),
     *(("te-moved-symbols", core, "2.8.0", []) for core in ("0.12.3", "0.13.1", "0.16.1", "0.17.0")),
     *(("te-moved-symbols", core, "2.1.0", []) for core in ("0.14.0", "0.16.1", "0.17.0", "0.19.2")),
+    *(
+        ("max-logit-graph", core, te, [NOT_NEEDED])
+        for core in ("0.16.1", "0.18.2")
+        for te in ("2.1.0", "2.2.0", "2.3.0")
+    ),
     *(("max-logit-graph", core, "2.8.0", [NOT_NEEDED]) for core in ("0.16.0", "0.16.1", "0.17.1", "0.18.2")),
     *(("max-logit-graph", core, "2.9.0", []) for core in ("0.16.0", "0.17.1", "0.18.2")),
     *(("max-logit-graph", core, "2.20.2", []) for core in ("0.16.1", "0.18.2")),
