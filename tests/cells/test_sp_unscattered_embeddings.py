@@ -151,3 +151,30 @@ def test_this_release_needs_no_patch(ranks2):
     assert shim.plan()[ID].action == "upstream"
     right = ranks2.run(results, SP2, True, "packed", {}, False, timeout=60)
     assert all(map(equal, ranks2.run(results, SP2, False, "packed", {}, False, timeout=60), right))
+
+
+def checked(layout, scatters, replaces):
+    """What check() says of a model on this rank. replaces: whether its class has a method of a trainer."""
+
+    def own(self, *args, **kwargs):
+        raise NotImplementedError  # it is not called
+
+    with inside(layout):
+        model = build(layout.sequence_parallel, scatters)
+        if replaces:
+            name = "_preprocess" if hasattr(model, "_preprocess") else "forward"
+            model.__class__ = type("Own", (type(model),), {name: own})
+        return shim.check(model)[ID]
+
+
+@needed
+@pytest.mark.parametrize(
+    ("layout", "scatters", "replaces", "state"),
+    [(SP2, False, False, "applied"), (SP2, False, True, "unknown"), (SP2, True, True, "applied")],
+    ids=str,
+)
+def test_what_check_says(ranks2, layout, scatters, replaces, state):
+    """A method of a trainer is a matter of this patch only if the embedding of its model does not scatter."""
+    for found in ranks2.run(checked, layout, scatters, replaces, timeout=60):
+        assert found.state == state
+        assert ("shim does not try whether it scatters" in found.reason) is (state == "unknown")

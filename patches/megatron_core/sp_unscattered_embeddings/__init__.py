@@ -71,6 +71,13 @@ def _gets_whole_rows(model: Any) -> bool:
     return getattr(model.embedding, "scatter_to_sequence_parallel", None) is False
 
 
+def probe(module: Any, method: str, models: list[Any]) -> bool | str:
+    """See docs/patch-modules.md."""
+    if not _gets_whole_rows(module):
+        return True  # its embedding scatters, or nothing is to be scattered
+    return "shim does not try whether it scatters embeddings of the whole row"
+
+
 BINDINGS: dict[str, dict[str, Callable[[Function], Function]]] = {
     "v0_12": {GPT + "forward": _from_tokens, MAMBA: _from_tokens},
     "v0_13": {GPT + "_preprocess": functools.partial(_from_tokens, cuts_mask=True), MAMBA: _from_tokens},
