@@ -391,8 +391,7 @@ class _Unsettled:
         return self._event is None or self._event.query()
 
     def settle(self) -> None:
-        if not self.is_known():
-            assert self._event is not None
+        if self._event is not None and not self._event.query():
             self._event.synchronize()
         for reference, where in zip(self.records, self._flags.tolist(), strict=True):
             record = reference()
