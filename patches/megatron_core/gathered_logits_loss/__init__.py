@@ -16,20 +16,13 @@ Delete when: compute_language_model_loss takes gathered logits, and the releases
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from shim.patches._arguments import Function, argument, replacing
+from shim.patches.megatron_core._row_shares import ranks_of
 
 LANGUAGE = "megatron.core.models.common.language_module.language_module:LanguageModule."
-
-
-def _group_of(model: Any) -> Any:
-    """The tensor-parallel group of a model: its own, from 0.15 on, else the process's."""
-    own = getattr(model, "pg_collection", None)
-    state: Any = sys.modules["megatron.core.parallel_state"]
-    return state.get_tensor_model_parallel_group() if own is None else own.tp
 
 
 def _compute_language_model_loss(original: Function) -> Function:
@@ -39,10 +32,11 @@ def _compute_language_model_loss(original: Function) -> Function:
     def compute_language_model_loss(*args: Any, **kwargs: Any) -> Any:
         model, logits = args[0], logits_of(args, kwargs)
         if logits.size(-1) == getattr(model, "vocab_size", None):
-            group = _group_of(model)
-            if group.size() > 1:
+            groups = getattr(model, "pg_collection", None)  # from 0.15 on
+            ranks, mine = ranks_of(groups and groups.tp)
+            if ranks > 1:
                 # Upstream's kernels take whole rows only.
-                part = logits.chunk(group.size(), -1)[group.rank()].contiguous()
+                part = logits.chunk(ranks, -1)[mine].contiguous()
                 args, kwargs = with_logits(args, kwargs, part)
         return original(*args, **kwargs)
 

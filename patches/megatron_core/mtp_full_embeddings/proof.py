@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from shim import testing
-from shim.patches.megatron_core.mtp_gather_gradient.proof import Weights, distance
+from shim.patches.megatron_core.mtp_gather_gradient.proof import Weights, descend, distance, trained_weights
 from shim.testing import Layout
 from shim.testing.proof import Here, proof
 
-TOKENS, STEPS, LR = 8, 3, 0.1
+TOKENS = 8
 
 
 def build(sequence_parallel: bool = False, scatters: bool = False, **options: Any) -> Any:
@@ -25,7 +25,6 @@ def build(sequence_parallel: bool = False, scatters: bool = False, **options: An
 
 def step(model: Any, seed: int) -> None:
     """A step of SGD, as a wrapper makes it: it adds an image to the embeddings, and gives each rank its share."""
-    from megatron.core import parallel_state
     from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 
     generator = torch.Generator().manual_seed(seed)
@@ -38,24 +37,12 @@ def step(model: Any, seed: int) -> None:
         states = scatter_to_sequence_parallel_region(states)
     losses = model(row, places, None, decoder_input=states, labels=row.roll(-1, 1), loss_mask=torch.ones(1, TOKENS))
     losses.mean().backward()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.grad is None:
-                continue
-            if model.config.sequence_parallel and getattr(weight, "sequence_parallel", False):
-                torch.distributed.all_reduce(weight.grad, group=parallel_state.get_tensor_model_parallel_group())
-            weight -= LR * weight.grad
+    descend(model)
 
 
 def trained(sequence_parallel: bool) -> Weights:
     """The weights after some steps."""
-    model = build(sequence_parallel)
-    for seed in range(STEPS):
-        step(model, seed)
-    return {
-        name: (weight.detach(), weight.partition_dim if getattr(weight, "tensor_model_parallel", False) else None)
-        for name, weight in model.named_parameters()
-    }
+    return trained_weights(build(sequence_parallel), step)
 
 
 def error(here: Here) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,23 +24,28 @@ def build(sequence_parallel: bool = False, **overrides: Any) -> Any:
 
 
 def step(model: Any, seed: int) -> None:
-    """A step of SGD on a random row, with the gradients of replicated weights summed where ranks share the tokens."""
-    from megatron.core import parallel_state
-
+    """A step of SGD on a random row."""
     row = torch.randint(0, 64, (1, TOKENS), generator=torch.Generator().manual_seed(seed))
     model.zero_grad()
     losses = model(row, torch.arange(TOKENS)[None], None, labels=row.roll(-1, 1), loss_mask=torch.ones(1, TOKENS))
     losses.mean().backward()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.grad is None:
-                continue
-            if model.config.sequence_parallel and getattr(weight, "sequence_parallel", False):
-                torch.distributed.all_reduce(weight.grad, group=parallel_state.get_tensor_model_parallel_group())
-            weight -= LR * weight.grad
+    descend(model)
 
 
-def trained_weights(model: Any) -> Weights:
+@torch.no_grad()
+def descend(model: Any) -> None:
+    """Change the weights by their gradients. Ranks that share the tokens sum those of replicated weights."""
+    from megatron.core import parallel_state
+
+    for weight in model.parameters():
+        if weight.grad is None:
+            continue
+        if model.config.sequence_parallel and getattr(weight, "sequence_parallel", False):
+            torch.distributed.all_reduce(weight.grad, group=parallel_state.get_tensor_model_parallel_group())
+        weight -= LR * weight.grad
+
+
+def trained_weights(model: Any, step: Callable[[Any, int], None] = step) -> Weights:
     for seed in range(STEPS):
         step(model, seed)
     return {
