@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from megatron.core.tensor_parallel import mappings
+from unscattered_cases import FULL, LENGTHS, MODELS, equal, outcome
 
 import shim
 from shim import testing
@@ -15,8 +16,6 @@ ID = "mtp-full-embeddings"
 NEEDED = shim.plan()[ID].wanted
 pytestmark = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
 SP2 = Layout(tp=2, sequence_parallel=True)
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-LENGTHS = {"one": (16,), "packed": (5, 13, 3)}
 # What packed rows, full recompute and tensor parallelism need beside it, each on some releases.
 BESIDE = ("mtp-packed-sequences", "mtp-recompute", "mtp-gather-gradient", "rope-thd")
 
@@ -39,22 +38,11 @@ def results(layout, scatters, kind, options, patched=True):
         generator = torch.Generator().manual_seed(2)
         states = torch.randn(row.input_ids.numel(), 1, model.config.hidden_size, generator=generator)
         found = testing.run_packed(model, row, decoder_input=states)
-        return [found.main, *found.mtp, found.grads]
-
-
-def equal(found, right):
-    *losses, grads = found
-    *true_losses, true_grads = right
-    assert grads and grads.keys() == true_grads.keys()
-    return all(map(torch.equal, losses, true_losses)) and all(torch.equal(grads[n], true_grads[n]) for n in grads)
+        return outcome(found)
 
 
 @pytest.mark.parametrize("kind", LENGTHS)
-@pytest.mark.parametrize(
-    "options",
-    [{}, FULL, {"position_embedding_type": "learned_absolute"}, {"clone_scatter_output_in_embedding": False}],
-    ids=["plain", "recompute", "positions", "no copy"],
-)
+@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
 def test_the_bits_of_an_embedding_that_scatters(ranks2, kind, options):
     """Which is right on stock."""
     right = ranks2.run(results, SP2, True, kind, options, False, timeout=60)

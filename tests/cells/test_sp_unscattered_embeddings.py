@@ -7,6 +7,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe import moe_utils
+from unscattered_cases import FULL, LENGTHS, MODELS, equal, outcome
 
 import shim
 from shim import testing
@@ -20,8 +21,6 @@ NEEDED = shim.plan()[ID].wanted
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
 needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
 SP2 = Layout(tp=2, sequence_parallel=True)
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-LENGTHS = {"one": (16,), "packed": (5, 13, 3)}
 
 
 @contextlib.contextmanager
@@ -37,27 +36,12 @@ def results(layout, scatters, kind, options, patched=True):
     """What a rank gets of a row of tokens. scatters: whether the model's embedding does."""
     with inside(layout, patched):
         model = build(layout.sequence_parallel, scatters, **options)
-        return of(testing.run_packed(model, testing.pack(testing.random_sequences(LENGTHS[kind]), align=8)))
-
-
-def of(found):
-    return [found.main, *found.mtp, found.grads]
-
-
-def equal(found, right):
-    *losses, grads = found
-    *true_losses, true_grads = right
-    assert grads and grads.keys() == true_grads.keys()
-    return all(map(torch.equal, losses, true_losses)) and all(torch.equal(grads[n], true_grads[n]) for n in grads)
+        return outcome(testing.run_packed(model, testing.pack(testing.random_sequences(LENGTHS[kind]), align=8)))
 
 
 @needed
 @pytest.mark.parametrize("kind", LENGTHS)
-@pytest.mark.parametrize(
-    "options",
-    [{}, FULL, {"position_embedding_type": "learned_absolute"}, {"clone_scatter_output_in_embedding": False}],
-    ids=["plain", "recompute", "positions", "no copy"],
-)
+@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
 def test_the_bits_of_an_embedding_that_scatters(ranks2, kind, options):
     """Which is right on stock."""
     right = ranks2.run(results, SP2, True, kind, options, False, timeout=60)
@@ -120,7 +104,7 @@ def with_hook_that_scatters(patched):
     with inside(SP2, patched):
         model = build(True)
         model.embedding.register_forward_hook(lambda _, __, made: mappings.scatter_to_sequence_parallel_region(made))
-        return of(testing.run_packed(model, testing.pack(testing.random_sequences((16,)), align=8)))
+        return outcome(testing.run_packed(model, testing.pack(testing.random_sequences((16,)), align=8)))
 
 
 @needed
