@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from shim._engine.report import STATES
 from shim._matrix import declared, read_commits, read_needs, read_options, rules
 from shim._matrix.concerns import WORDS
-from shim._matrix.model import CHANGES, DISTRIBUTIONS, KINDS
+from shim._matrix.model import CHANGES, DISTRIBUTIONS, KINDS, SYMPTOMS
 from shim._tools.arguments import add_selection, command_line
 
 __all__ = ["KEYS", "MEANINGS", "TABLES", "commands", "matrix_page", "states_page"]
@@ -199,6 +199,9 @@ KEYS = {
         "changes": f"The effect of the patch on the numbers of a run: {', '.join(CHANGES)}.",
         "effects": f"For a patch with several effects: `{{kind: what}}` for each of {', '.join(CHANGES[1:])}. "
         "`changes` is the strongest of them. `shim plan` and `shim explain` print them.",
+        "symptom": f"What goes wrong without the patch, the worst of it: {', '.join(SYMPTOMS)}. `silent`: numbers are "
+        "wrong, and nothing says so. `crash`, `hang`: the run ends or stands still. `memory`: it takes more memory or "
+        "time than it needs. `missing`: the release lacks a feature.",
         "concerns": "The models and runs that the patch concerns. Each entry is words that hold together, with `+` "
         "between them, such as `mtp+packed`; the entries are alternatives. The words are in the last table.",
         "per_model": "Inputs of the patch: `own`, from the module's config or the call; `process`, from the process.",

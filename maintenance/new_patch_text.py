@@ -35,6 +35,7 @@ def description(proposal: Proposal) -> str:
         f'without: "{MARK} what goes wrong without it, in one line"',
         f"kind: correctness  # {MARK} keep it, or compat, performance, feature; then delete this comment",
         f"changes: values  # {MARK} keep it, or rounding, nothing (docs/matrix.md); then delete this comment",
+        f"symptom: silent  # {MARK} keep it, or crash, hang, memory, missing; then delete this comment",
         f"concerns: [any]  # {MARK} the runs, such as moe+padding-mask (docs/matrix.md); then delete this comment",
         "variants:",
     ]

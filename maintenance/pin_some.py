@@ -109,6 +109,7 @@ def left_to_do(top: Path, matrix: Matrix, id: str) -> list[str]:
         if shared and not re.search(rf'\("{id}", "{other}"\)|\("{other}", "{id}"\)', nesting):
             left.append(f"tests/unit/test_nesting.py: {id} and {other} share {', '.join(shared)}: which is outside?")
     for key, what in (
+        ("symptom", "what goes wrong without it"),
         ("concerns", "which runs it concerns"),
         ("per_model", "what it reads of a config, and its options"),
     ):

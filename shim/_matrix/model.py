@@ -33,6 +33,7 @@ __all__ = [
     "Pinned",
     "Place",
     "Rule",
+    "SYMPTOMS",
     "Sign",
     "Variant",
 ]
@@ -42,6 +43,10 @@ KINDS = ("correctness", "compat", "performance", "feature")
 
 
 CHANGES = ("nothing", "rounding", "values")
+
+
+# The worst first. Numbers that are wrong without a word come before a run that ends.
+SYMPTOMS = ("silent", "crash", "hang", "memory", "missing")
 
 
 DISTRIBUTIONS = PATCHED  # ranges are over them
@@ -213,6 +218,7 @@ class PatchEntry:
     concerns: tuple[tuple[str, ...], ...] = ()  # alternatives, each of words that hold together: see concerns.WORDS
     # Its inputs: "own", of the module's config or the call; "process", global.
     per_model: Mapping[str, str] = field(default_factory=dict)
+    symptom: str = ""  # the worst of what goes wrong, one of SYMPTOMS; "" if nobody said it
     without: str = ""  # what goes wrong in a release that needs the patch and does not get it
     effects: Mapping[str, str] = None  # type: ignore[assignment]  # of what `changes` says: the kind -> what it concerns
     delete_when: str = ""

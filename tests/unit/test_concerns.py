@@ -1,4 +1,4 @@
-"""`concerns` says which models and runs a patch concerns; its proof runs such a model."""
+"""`concerns` says which models and runs a patch concerns, `symptom` what goes wrong; its proofs show both."""
 
 import re
 
@@ -7,6 +7,8 @@ from unit_helpers import REPOSITORY
 
 from shim._matrix.concerns import WORDS
 from shim._matrix.load import load_matrix
+from shim._matrix.model import SYMPTOMS
+from shim.maintenance.docs_defects import proof_texts
 
 PATCHES = load_matrix().patches
 # What a proof asks for, and the word that the patch has to have then.
@@ -33,6 +35,14 @@ def proof_of(id):
 
 def test_each_patch_says_whom_it_concerns():
     assert all(entry.concerns for entry in PATCHES.values())
+
+
+@pytest.mark.parametrize("id", PATCHES)
+def test_the_symptom_of_a_patch_is_the_worst_that_its_proofs_show(id):
+    """Time comes last, and has no word among the symptoms: it is told with memory."""
+    shown = {text.keywords.get("defect", "silent") for text in proof_texts(PATCHES[id])}
+    worst = min(shown, key=(*SYMPTOMS, "time").index)
+    assert PATCHES[id].symptom == {"time": "memory"}.get(worst, worst)
 
 
 def test_each_word_is_used_or_one_that_a_user_asks_with():

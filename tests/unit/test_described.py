@@ -26,6 +26,7 @@ summary: Fixes rolls
 kind: correctness
 changes: values
 distribution: megatron-core
+symptom: silent
 concerns: [mtp+packed, cp]
 variants:
   v0_16:
@@ -65,7 +66,7 @@ def test_the_rules_are_of_the_matrix_and_all_else_is_of_the_patch(described):
         (NOT_NEEDED, {"megatron-core": ">=0.19.dev0,<0.20.dev0"}),
     ]
     assert (entry.summary, entry.module) == ("Fixes rolls", "trainer_patches.roll_fix")
-    assert entry.concerns == (("mtp", "packed"), ("cp",))
+    assert (entry.symptom, entry.concerns) == ("silent", (("mtp", "packed"), ("cp",)))
 
 
 def test_targets_can_be_given_by_module_and_modules_by_their_package(described):
@@ -84,11 +85,11 @@ def test_targets_can_be_given_by_module_and_modules_by_their_package(described):
     ("old", "new", "file", "message"),
     [
         ("kind: correctness", "kind: odd", "patch.yaml:2", "it must be one of"),
-        ("mtp+packed", "mtp+packd", "patch.yaml:5", "there is no word 'packd'"),
+        ("mtp+packed", "mtp+packd", "patch.yaml:6", "there is no word 'packd'"),
         ("distribution: megatron-core\n", "", "patch.yaml:1", "lacks 'distribution'"),
-        ("contracts:", "applies: []\ncontracts:", "patch.yaml:12", "unknown key 'applies'"),
+        ("contracts:", "applies: []\ncontracts:", "patch.yaml:13", "unknown key 'applies'"),
         ("    targets: [.roll:roll]", '    applies: {megatron-core: ">=1"}\n    targets: [".roll:roll"]',
-         "patch.yaml:11", "unknown key 'applies' in variant v0_17"),
+         "patch.yaml:12", "unknown key 'applies' in variant v0_17"),
         ('v0_17: ">=0.17,<0.18"', 'v0_18: ">=0.17,<0.18"', "matrix.yaml:7", "there is no variant 'v0_18'"),
         ('v0_17: ">=0.17,<0.18"', "v0_17: 0.17", "matrix.yaml:7", "must be a quoted version string"),
         ("    module: trainer_patches.roll_fix\n", "", "matrix.yaml:5", "a patch outside of shim needs module:"),

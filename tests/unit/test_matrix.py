@@ -125,6 +125,7 @@ def test_the_shipped_matrix_names_only_patches_of_shim(tmp_path, monkeypatch, co
         ("variant: old}", 'variant: old, torch: "<3"}', "unknown key 'torch'"),
         # values
         ("kind: correctness", "kind: correct", "one of correctness, compat, performance, feature"),
+        ("    changes: values", "    changes: values\n    symptom: bad", "one of silent, crash, hang, memory, missing"),
         ("changes: values", "changes: much", "one of nothing, rounding, values"),
         ("    changes: values", "    changes: values\n    effects: {much: all}", "'much'; it must be one of rounding"),
         (

@@ -243,9 +243,10 @@ def test_the_entry_is_one_that_the_matrix_takes_and_the_checker_asks_to_fill(che
     assert len(complained) > 15 and all(line.startswith("shim: ") for line in complained)
     assert any(line.startswith("shim: patches/megatron_core/new_fix/__init__.py:1: ") for line in complained)
     asked = [line.partition(": ")[2].split(" ")[0] for line in complained if "new_fix/patch.yaml:" in line]
-    assert len(asked) == 11 and asked.count("patches/megatron_core/new_fix/patch.yaml:5:") == 1
+    assert len(asked) == 12 and asked.count("patches/megatron_core/new_fix/patch.yaml:5:") == 1
     # Else `shim pin --patch` would ask for them after all places are filled.
-    assert matrix.patches["new-fix"].concerns and matrix.patches["new-fix"].per_model
+    new = matrix.patches["new-fix"]
+    assert new.concerns and new.per_model and new.symptom
     assert any(line.startswith("shim: changes/new-fix.added.md:1: what goes right now") for line in complained)
     kinds = ("*matrix.yaml", "new_fix/*", "*new_fix.py", "new-fix.*.md")
     for file in (file for kind in kinds for file in checkout.rglob(kind)):
