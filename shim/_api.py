@@ -248,7 +248,7 @@ def check(model: Any = None, group: Any = None) -> Report:
             "megatron-shim included, call shim.apply() with the same arguments, and make the same other patches."
         )
     if is_rank_zero():
-        logger().info("%s", report.summary)
+        logger().info("%s", "; ".join(filter(None, [report.summary, report.concern])))
     return report
 
 

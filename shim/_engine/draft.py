@@ -32,6 +32,7 @@ class Draft(Records):
         self.found = found.copy()
         self.first = dict(records.first)
         self.known_ways = records.known_ways
+        self.ran = records.ran
         self._retiring: list[Chain] = []
 
     def bring_to(self, wanted: Mapping[str, tuple[Layer, ...]], imported: Imported | None) -> None:
@@ -166,6 +167,8 @@ class Draft(Records):
             problem = "" if inner is MISSING else misfit(outer, inner)
             if problem:
                 raise BindError(f"{layer.target} would no longer take the calls it took: {problem}", layer.patch)
+            if outer is not inner:
+                self.ran.watch(layer.patch, outer)
             inner = outer
         top = rewrap(chain.base, inner) if layers else chain.base
         # Asked before the write: once bound, a wrapper too is found by upstream's name. An added name is borrowed as

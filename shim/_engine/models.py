@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from shim._compatible import marks_of
@@ -10,6 +11,7 @@ from shim._engine.aliases import namespace_of, unwrap
 from shim._engine.chain import Chain
 from shim._engine.checked import Checked
 from shim._engine.copies import of_copies
+from shim._engine.model_facts import run_of_models
 from shim._engine.overrides import Override, calls, overrides_of
 from shim._engine.probes import NO_VERDICT, Tries, of_patch
 from shim._engine.questions import add_answers
@@ -43,7 +45,17 @@ def with_findings(
     ):
         for claim in claims:
             states.add(claim)
-    return states.report()
+    return _with_concerns(states.report(), models, plan)
+
+
+def _with_concerns(report: Report, models: list[Any], plan: Plan) -> Report:
+    """The report, with whether each patch concerns these models."""
+    run, known = run_of_models(models, plan), plan.matrix.patches
+    patches = {
+        id: replace(patch, concerns=run.concern_of(known[id].concerns), not_known=run.missing_words(known[id].concerns))
+        for id, patch in report.patches.items()
+    }
+    return replace(report, patches=patches)
 
 
 CALL_IT = "call the method of the base class in the override, or drop the override"

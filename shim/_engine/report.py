@@ -7,13 +7,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shim._planning.overview import Row, group, grouped, headline
+from shim._planning.overview import Row, concern_line, group, grouped, headline
 from shim._printing.printable import one_line
 
 if TYPE_CHECKING:
     from shim._planning.plan import Plan
 
 __all__ = ["STATES", "PatchReport", "Report", "switched_off"]
+
+
+MODEL = "this model"  # what `concerns` is about
 
 
 def switched_off(id: str, names: tuple[str, ...]) -> tuple[str, str]:
@@ -55,6 +58,11 @@ class PatchReport:
     summary: str = ""  # what the patch does
     holds: tuple[str, ...] = ()  # what it holds in the process besides its functions, in words
     others: tuple[str, ...] = ()  # what other people's code does to it without hiding it, in words
+    symptom: str = ""  # what goes wrong without it: silent, crash, hang, memory or missing
+    changes: str = ""  # its effect on a run: nothing, rounding or values
+    without: str = ""  # what goes wrong, in a sentence
+    concerns: str = ""  # whether it concerns the models of check(): "yes", "no", "unknown", or "" without a model
+    not_known: tuple[str, ...] = ()  # the words that would decide an "unknown", such as "packed"
 
     @property
     def is_partial(self) -> bool:
@@ -74,6 +82,10 @@ class PatchReport:
             "remedy": self.remedy,
             "holds": list(self.holds),
             "others": list(self.others),
+            "symptom": self.symptom,
+            "changes": self.changes,
+            "concerns": self.concerns,
+            "not_known": list(self.not_known),
         }
 
 
@@ -89,13 +101,15 @@ class Report:
     """The states of all patches at one moment. ``report["id"].state`` is one of STATES.
 
     `releases` are the versions that the plan was made for. `lost` lists names that other code has replaced since
-    shim wrote them.
+    shim wrote them. `ran` are the patches of which a function has run in this process: from the first call on, on
+    Python 3.11 from the eighth; None on Python 3.10, which does not show it. torch.compile hides what it has traced.
     """
 
     patches: Mapping[str, PatchReport]
     plan: Plan | _Identified = field(compare=False, repr=False)
     releases: Mapping[str, str]
     lost: tuple[str, ...] = ()
+    ran: tuple[str, ...] | None = None
 
     @property
     def digest(self) -> str:
@@ -108,7 +122,8 @@ class Report:
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
             return NotImplemented
-        return vars(self) | {"plan": self.digest} == vars(other) | {"plan": other.digest}
+        # `ran` grows with each step of training, and says nothing about what is in force.
+        return vars(self) | {"plan": self.digest, "ran": None} == vars(other) | {"plan": other.digest, "ran": None}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "plan": _Identified(self.digest)}
@@ -143,14 +158,17 @@ class Report:
             "applied": list(self.applied),
             "patches": {id: patch.to_dict() for id, patch in self.patches.items()},
             "lost": list(self.lost),
+            "ran": None if self.ran is None else list(self.ran),
         }
 
-    def text(self, verbose: bool = False, pending_is_amiss: bool = False) -> str:
-        """The report for people. `verbose` adds the reason of every state.
+    @property
+    def concern(self) -> str:
+        """One line: which of the applied patches concern the models of check(), by symptom. "" without a model."""
+        rows = self._rows(False)
+        return concern_line(rows, MODEL, named=True) if any(row.concern for row in rows) else ""
 
-        pending_is_amiss: nothing will be imported any more, so a pending or unknown patch is a problem.
-        """
-        rows = [
+    def _rows(self, pending_is_amiss: bool) -> list[Row]:
+        return [
             Row(
                 id,
                 group(p.state, p.kind, pending_is_amiss),
@@ -162,13 +180,28 @@ class Report:
                 p.targets,
                 p.holds,
                 p.others,
+                symptom=p.symptom,
+                changes=p.changes,
+                without=p.without,
+                concern=p.concerns,
+                not_known=p.not_known,
             )
             for id, p in self.patches.items()
         ]
+
+    def text(self, verbose: bool = False, pending_is_amiss: bool = False) -> str:
+        """The report for people. `verbose` adds the reason of every state.
+
+        pending_is_amiss: nothing will be imported any more, so a pending or unknown patch is a problem.
+        """
+        rows = self._rows(pending_is_amiss)
         releases = ", ".join(f"{name} {version}" for name, version in self.releases.items()) or "nothing installed"
         lines = [headline(rows, "applied", len(self.lost)), f"  on {releases} (digest {self.digest})"]
+        if any(row.concern for row in rows):
+            lines.insert(1, concern_line(rows, MODEL))
+        lines += [f"  have run in this process: {', '.join(self.ran)}"] if self.ran else []
         lines += [f"  ! {one_line(item)}" for item in self.lost]
-        return "\n".join([*lines, *grouped(rows, "applied", verbose)])
+        return "\n".join([*lines, *grouped(rows, "applied", verbose, MODEL)])
 
     def __str__(self) -> str:
         return self.text()

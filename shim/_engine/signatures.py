@@ -16,7 +16,7 @@ _TAKES = "_shim_takes"  # set by takes() of shim.patches._arguments
 
 def _said_to_take(function: Any) -> frozenset[str] | None:
     code, names = vars(function).get(_TAKES, (None, None))
-    return names if code is function.__code__ else None
+    return names if code == function.__code__ else None
 
 
 def _wrong_kind(new: Any, old: Any) -> str:

@@ -211,13 +211,21 @@ def read_report(plan: Plan, binder: Records, failed: Mapping[str, str], held: Ma
     releases = {name: i.raw or "unknown" for name, i in plan.environment.installed.items()}
     overridden = binder.replaced_targets()
     patches = {
-        id: replace(_state(decision, plan, binder, failed, overridden), holds=held.get(id, ()))
+        id: replace(
+            _state(decision, plan, binder, failed, overridden),
+            holds=held.get(id, ()),
+            symptom=plan.matrix.patches[id].symptom,
+            changes=plan.matrix.patches[id].changes,
+            without=plan.matrix.patches[id].without,
+        )
         for id, decision in plan.decisions.items()
     }
     fine = ("called", "kept", "released")
     left_alone = tuple(str(item) for item in binder.places.replaced_now() if binder.effect_of(item) not in fine)
     left_alone += tuple(f"{slot} holds shim's object again: other code put it back" for slot in binder.put_back())
-    return Report(patches, plan, releases, left_alone)
+    seen = binder.ran.ids()
+    ran = None if seen is None else tuple(id for id in patches if id in seen)
+    return Report(patches, plan, releases, left_alone, ran)
 
 
 def not_applied(plan: Plan) -> Plan:

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shim._matrix.model import DISTRIBUTIONS, Matrix, PatchEntry
+from shim._matrix.model import DISTRIBUTIONS, SYMPTOMS, Matrix, PatchEntry
 from shim._planning.decision import Decision
 from shim._planning.losses import LostFeature
+from shim._planning.relevance import NO, UNKNOWN, YES, Run
 from shim._printing.printable import one_line
 from shim._releases.detect import Environment
 
-__all__ = ["Row", "effects_of", "group", "grouped", "headline", "list_text", "listed", "nothing_installed", "plan_text"]
+__all__ = [
+    "Row",
+    "concern_line",
+    "effects_of",
+    "group",
+    "grouped",
+    "headline",
+    "list_text",
+    "listed",
+    "nothing_installed",
+    "plan_text",
+]
 
 LONG = 8000  # characters of a reason, which may name many targets
 AMISS = ("drifted", "conflict", "failed", "shadowed")
@@ -34,6 +47,11 @@ class Row:
     holds: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     effects: tuple[str, ...] = ()
+    symptom: str = ""
+    changes: str = ""
+    concern: str = ""  # YES, NO or UNKNOWN (relevance.py) of a run that something is known of, else ""
+    not_known: tuple[str, ...] = ()  # the words that an UNKNOWN one depends on
+    without: str = ""  # what goes wrong without the patch
 
 
 def group(state: str, kind: str, pending_is_amiss: bool) -> str:
@@ -50,27 +68,43 @@ def group(state: str, kind: str, pending_is_amiss: bool) -> str:
 
 # Text
 
+_WHAT = {
+    "silent": "wrong numbers, no error",
+    "crash": "an error in a build, a step, a save or a load",
+    "hang": "a run that waits for ever",
+    "memory": "more of it than the model needs",
+    "missing": "a feature or a speed that the release lacks",
+}
+_APPLIED = {f"applied {symptom}": f"{{Applied}}, {symptom} ({_WHAT[symptom]}):" for symptom in SYMPTOMS}
+_APPLIED["applied "] = "{Applied}:"  # of a matrix that does not say
 _TITLES = {
     "problem": "Problems:",
     "stuck": "Not applied, because their modules cannot be imported here:",
-    "applied": "{Applied}:",
+    **_APPLIED,
+    "open": "{Applied}, and of concern if the words behind the summary hold, which is not known:",
     "features": "Features {applied}, without effect until you use them (by a flag, an option or a call):",
     "unknown": "In doubt, because shim cannot tell whether they have their effect:",
     "waiting": "Waiting until their modules are imported:",
     "idle": "Idle, until an optional module is imported:",
-    "upstream": "Not needed, because this release has fixed the defect:",
-    "not-needed": "Not needed, because this release lacks the defect or the feature:",
 }
-_IN_A_LINE = {"excluded": "Left out", "out-of-range": "For other releases", "not-installed": "Nothing to patch"}
+_IN_A_LINE = {
+    "elsewhere": "{Applied}, and of no concern to {run}",
+    "upstream": "Not needed, because this release has fixed the defect",
+    "not-needed": "Not needed, because this release lacks the defect or the feature",
+    "excluded": "Left out",
+    "out-of-range": "For other releases",
+    "not-installed": "Nothing to patch",
+}
+_HEADER = ("patch", "changes", "what shim does")
 
 
 def headline(rows: Sequence[Row], applied: str, more_problems: int = 0) -> str:
-    """For instance "8 applied, 2 left out, 5 not needed here, 0 problems"."""
+    """For instance "8 applied (6 silent, 2 crash), 2 left out, 5 not needed here, 0 problems"."""
 
     def count(*groups: str) -> int:
         return sum(row.group in groups for row in rows)
 
-    parts = [f"{count('applied', 'features')} {applied}"]
+    parts = [f"{count('applied', 'features')} {applied}{_by_symptom(rows)}"]
     others = {
         "unknown": "in doubt",
         "waiting": "waiting for an import",
@@ -84,31 +118,85 @@ def headline(rows: Sequence[Row], applied: str, more_problems: int = 0) -> str:
     return ", ".join(parts)
 
 
-def grouped(rows: Sequence[Row], applied: str, verbose: bool) -> Iterable[str]:
+def _by_symptom(rows: Sequence[Row]) -> str:
+    counts = Counter(row.symptom for row in rows if row.group == "applied" and row.symptom)
+    return f" ({', '.join(f'{counts[s]} {s}' for s in SYMPTOMS if counts[s])})" if counts else ""
+
+
+def concern_line(rows: Sequence[Row], run: str, named: bool = False) -> str:
+    """For instance "12 of 43 concern a run with packed, lora (9 silent, 3 crash); 2 more may". `named`: with ids."""
+    applied = [row for row in rows if row.group == "applied"]
+    sure = [row for row in applied if row.concern == YES]
+    counts = _by_symptom(sure)
+    if named and sure:
+        ids = {symptom: ", ".join(row.id for row in sure if row.symptom == symptom) for symptom in SYMPTOMS}
+        counts = ": " + "; ".join(f"{symptom}: {those}" for symptom, those in ids.items() if those)
+    line = f"{len(sure)} of {len(applied)} concern{'s' if len(sure) == 1 else ''} {run}{counts}"
+    more = sum(row.concern == UNKNOWN for row in applied)
+    return f"{line}; {more} more may" if more else line
+
+
+def grouped(rows: Sequence[Row], applied: str, verbose: bool, run: str = "") -> Iterable[str]:
+    """The patches in sections. run: the run that `concern` of the rows is about, in words."""
     width = max((len(row.id) for row in rows), default=0)
-    for group, title in _TITLES.items():
-        members = [row for row in rows if row.group == group]
-        if members:
-            yield ""
-            yield title.format(applied=applied, Applied=applied.capitalize())
+    sections = [_section(row) for row in rows]
+    header = any(section in _APPLIED for section in sections)
+    for section, title in _TITLES.items():
+        members = [row for row, its in zip(rows, sections) if its == section]
+        if not members:
+            continue
+        yield from ["", title.format(applied=applied, Applied=applied.capitalize())]
+        if header and section in _APPLIED:
+            header = False
+            yield f"  {_HEADER[0]:<{width}}  {_HEADER[1]:<8}  {'without it' if members[0].concern else _HEADER[2]}"
         for row in members:
-            state = f" ({row.state})" if group == "problem" else ""
-            yield f"  {row.id:<{width}}  {one_line(row.summary)}{state}"
-            yield from (f"      changes {one_line(text)}" for text in row.effects)
-            if verbose and row.variant:
-                yield f"      variant {row.variant} of {one_line(', '.join(row.targets), LONG)}"
-            if verbose or group in ("problem", "unknown"):
-                yield f"      {one_line(row.reason, LONG)}"
-            if row.remedy:
-                yield f"      Remedy: {one_line(row.remedy, LONG)}"
-            yield from (f"      keeps {one_line(text)}" for text in row.holds)
-            yield from (f"      beside it: {one_line(text)}" for text in row.others)
-    for group, title in _IN_A_LINE.items():
-        members = [row for row in rows if row.group == group]
-        for reason in dict.fromkeys(row.reason for row in members):
-            ids = [row.id for row in members if row.reason == reason]
-            named = group == "excluded" or verbose
-            yield from ["", f"{title}: {one_line(reason)} ({', '.join(ids) if named else _patches(len(ids))})."]
+            changes = f"{row.changes:<8}  " if section in (*_APPLIED, "open") else ""
+            about = f" ({row.state})" if section == "problem" else ""
+            about += f" [{row.symptom}: {', '.join(row.not_known)}]" if section == "open" else ""
+            # A run that is known asks what would go wrong, and one that is not what there is.
+            what = row.without if changes and row.concern and row.without else row.summary
+            yield f"  {row.id:<{width}}  {changes}{one_line(what)}{about}"
+            yield from _more_of(row, verbose, section in ("problem", "unknown"))
+    for section, title in _IN_A_LINE.items():
+        members = [row for row, its in zip(rows, sections) if its == section]
+        yield from _in_a_line(title.format(Applied=applied.capitalize(), run=run), section, members, verbose, width)
+
+
+def _section(row: Row) -> str:
+    if row.group in ("applied", "features") and row.concern == NO:
+        return "elsewhere"
+    if row.group != "applied":
+        return row.group
+    return "open" if row.concern == UNKNOWN else f"applied {row.symptom}"
+
+
+def _more_of(row: Row, verbose: bool, with_reason: bool) -> Iterable[str]:
+    yield from (f"      changes {one_line(text)}" for text in row.effects)
+    if verbose and row.variant:
+        yield f"      variant {row.variant} of {one_line(', '.join(row.targets), LONG)}"
+    if verbose or with_reason:
+        yield f"      {one_line(row.reason, LONG)}"
+    if row.remedy:
+        yield f"      Remedy: {one_line(row.remedy, LONG)}"
+    yield from (f"      keeps {one_line(text)}" for text in row.holds)
+    yield from (f"      beside it: {one_line(text)}" for text in row.others)
+
+
+def _in_a_line(title: str, section: str, members: Sequence[Row], verbose: bool, width: int) -> Iterable[str]:
+    """Patches that do nothing here: their ids, or how many there are of them."""
+    if members and section in ("elsewhere", *NOT_NEEDED[:2]):
+        if not verbose:
+            yield from ["", f"{title}: {', '.join(row.id for row in members)}."]
+            return
+        yield from ["", f"{title}:"]
+        for row in members:
+            yield f"  {row.id:<{width}}  {one_line(row.summary)}"
+            yield from _more_of(row, True, True)
+        return
+    for reason in dict.fromkeys(row.reason for row in members):
+        ids = [row.id for row in members if row.reason == reason]
+        named = section == "excluded" or verbose
+        yield from ["", f"{title}: {one_line(reason)} ({', '.join(ids) if named else _patches(len(ids))})."]
 
 
 def _patches(count: int) -> str:
@@ -124,8 +212,12 @@ def plan_text(
     lost_features: Sequence[LostFeature],
     pair_is_known: bool | None,
     verbose: bool = False,
+    run: Run | None = None,
 ) -> str:
-    """The text of a plan, with what the releases get wrong together and lose. `verbose` adds all reasons."""
+    """The text of a plan, with what the releases get wrong together and lose. `verbose` adds all reasons.
+
+    run: what is known of the run that is to be trained; patches that concern it come first.
+    """
     rows = [
         Row(
             id,
@@ -138,6 +230,11 @@ def plan_text(
             dict.fromkeys(d.targets, ""),
             others=d.parts_left,
             effects=effects_of(matrix.patches[id]) if d.wanted else (),
+            symptom=matrix.patches[id].symptom,
+            changes=matrix.patches[id].changes,
+            concern=run.concern_of(matrix.patches[id].concerns) if run is not None and d.wanted else "",
+            without=matrix.patches[id].without,
+            not_known=run.missing_words(matrix.patches[id].concerns) if run is not None else (),
         )
         for id, d in decisions.items()
     ]
@@ -145,12 +242,14 @@ def plan_text(
     problems = [f"  ! {i.distribution}: {one_line(problem)}" for i in installed for problem in i.problems]
     missing = nothing_installed(environment)
     lines = [missing] if missing else [headline(rows, "to apply", len(problems))]
+    lines += [concern_line(rows, run.words)] if run is not None and not missing else []
+    lines += [f"  {note}" for note in run.notes] if run is not None else []
     lines += [f"  {i}" for i in installed]
     lines += problems
     if missing and not verbose:
         return "\n".join(lines)
     lines.append(f"  plan {digest}")
-    lines += grouped(rows, "to apply", verbose)
+    lines += grouped(rows, "to apply", verbose, run.words if run is not None else "")
     if wrong_pairs:
         lines += ["", "Defects of this megatron-core with this Transformer Engine, which a patch fixes:"]
     lines += [f"  {id:<27} {one_line(what)}" for id, what in wrong_pairs]

@@ -14,6 +14,7 @@ from shim._planning.losses import Losses, LostFeature
 from shim._planning.match import Match, match
 from shim._planning.options import Options
 from shim._planning.overview import plan_text
+from shim._planning.relevance import Run
 from shim._record import computed_once
 from shim._releases.detect import Environment
 
@@ -77,12 +78,13 @@ class Plan:
             if pair.holds(self.environment.versions)
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self, run: Run | None = None) -> dict[str, Any]:
+        """Plain data. With `run`, whether each patch concerns it: "yes", "no" or "unknown"."""
         return {
             "digest": self.digest,
             "environment": self.environment.to_dict(),
             "patches": {
-                id: {**decision.to_dict(), "summary": self.matrix.patches[id].summary}
+                id: {**decision.to_dict(), **_described(self.matrix.patches[id], run)}
                 for id, decision in self.decisions.items()
             },
             "wrong_pairs": [{"patch": id, "what": what} for id, what in self.wrong_pairs],
@@ -90,8 +92,8 @@ class Plan:
             "lost_features": [feature.to_dict() for feature in self.lost_features],
         }
 
-    def text(self, verbose: bool = False) -> str:
-        """The plan for people. `verbose` adds the reason of every decision."""
+    def text(self, verbose: bool = False, run: Run | None = None) -> str:
+        """The plan for people. `verbose` adds the reason of every decision, `run` tells what concerns it."""
         return plan_text(
             self.decisions,
             self.matrix,
@@ -101,10 +103,16 @@ class Plan:
             self.lost_features,
             self.pair_is_known,
             verbose,
+            run,
         )
 
     def __str__(self) -> str:
         return self.text()
+
+
+def _described(entry: PatchEntry, run: Run | None) -> dict[str, str]:
+    concerns = {} if run is None else {"concerns": run.concern_of(entry.concerns)}
+    return {"summary": entry.summary, "symptom": entry.symptom, "changes": entry.changes, **concerns}
 
 
 def _excluded(entry: PatchEntry, options: Options) -> str:

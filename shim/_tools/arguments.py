@@ -71,6 +71,18 @@ def command_line() -> argparse.ArgumentParser:
         return sub
 
     plan = command("plan", "print the decisions of shim.apply() here, with reasons; imports neither torch nor megatron")
+    about = plan.add_mutually_exclusive_group()
+    about.add_argument(
+        "--for",
+        dest="training",
+        metavar="WORDS",
+        help="put what concerns such a run first: packed,lora,mtp,moe,tp,...; an unknown word prints all",
+    )
+    about.add_argument(
+        "--config",
+        metavar="FILE",
+        help="the same for a trainer's arguments: YAML or JSON, or a script with --flags or a.b=c",
+    )
     explain = command("explain", "print what a patch is for, how it is wired, and what was decided about it")
     explain.add_argument("id", metavar="ID")
     listing = command("list", "print all patches by kind, each with what it does and the releases that get it")

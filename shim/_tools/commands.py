@@ -16,6 +16,7 @@ from shim._matrix.load import load_matrix
 from shim._planning.lock import write_lock
 from shim._planning.options import from_json, matrix_argument
 from shim._planning.overview import list_text, listed, nothing_installed
+from shim._planning.relevance import run_named
 from shim._planning.requirements import enforce
 from shim._releases.fingerprint import split_target
 from shim._tools.checkout import in_checkout, maintenance
@@ -26,6 +27,7 @@ from shim._tools.progress import Progress, hushed
 if TYPE_CHECKING:
     from shim._matrix.model import Matrix
     from shim._planning.plan import Plan
+    from shim._planning.relevance import Run
 
 
 __all__ = [
@@ -73,9 +75,21 @@ def _held(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def do_plan(arguments: argparse.Namespace) -> int:
     made = plan(**_held(arguments))
-    put(made.to_dict(), made.text(arguments.verbose), arguments.json)
+    run = _run(arguments, "transformer-engine" in made.environment.installed)
+    put(made.to_dict(run), made.text(arguments.verbose, run), arguments.json)
     enforce(made)
     return NOT_MET if nothing_installed(made.environment) else OK
+
+
+def _run(arguments: argparse.Namespace, te_is_installed: bool) -> Run | None:
+    """What --for or --config says of the run to come."""
+    if arguments.training is not None:
+        return run_named(arguments.training, te_is_installed)
+    if arguments.config is None:
+        return None
+    from shim._tools.trainer_config import run_of_config
+
+    return run_of_config(arguments.config, te_is_installed)
 
 
 def do_status(arguments: argparse.Namespace) -> int:

@@ -48,7 +48,8 @@ def test_plan_begins_with_a_headline_and_says_what_each_patch_does(shim):
     code, out, err = shim("plan")
     assert (code, err) == (0, "")
     assert out.startswith("2 to apply, 0 not needed here, 0 problems\n")
-    assert "\nTo apply:\n  roll-fix        rolls stay inside their sequence\n" in out
+    header = "  patch           changes   what shim does\n"
+    assert f"\nTo apply:\n{header}  roll-fix        values    rolls stay inside their sequence\n" in out
     assert "are known" not in out
     out = shim("plan", "-v")[1]
     assert "variant old of megatron.core.roll:roll, megatron.core.roll:Layer.forward\n" in out
@@ -56,12 +57,40 @@ def test_plan_begins_with_a_headline_and_says_what_each_patch_does(shim):
     assert "megatron-core 0.16.0 needs it; its body is known" in out
 
 
+def test_patches_are_grouped_by_what_goes_wrong_without_them(shim, world):
+    """The silent ones first, and the totals in the headline."""
+    text = MATRIX.replace("    changes: values", "    changes: values\n    symptom: silent")
+    world.pin(text.replace("    changes: nothing", "    changes: nothing\n    symptom: memory"))
+    world.install(BROKEN)
+    out = shim("plan")[1]
+    assert out.startswith("2 to apply (1 silent, 1 memory), 0 not needed here, 0 problems\n")
+    silent, memory = out.index("To apply, silent (wrong numbers, no error):"), out.index("To apply, memory (")
+    assert silent < out.index("  roll-fix ") < memory < out.index("  faster-forward ")
+
+
+def test_what_concerns_a_run_comes_first_and_the_rest_in_one_line(shim, world, tmp_path):
+    """By words, or by a trainer's own arguments, which may leave something open. JSON says it of each patch."""
+    described = "    symptom: silent\n    without: rolls cross sequences\n    concerns: [packed+tp]"
+    world.pin(MATRIX.replace("    changes: values", f"    changes: values\n{described}"))
+    world.install(BROKEN)
+    out = shim("plan", "--for", "packed,tp", "--only", "roll-fix")[1]
+    assert "\n1 of 1 concerns a run with packed, tp (1 silent)\n" in out and "values    rolls cross sequences" in out
+    out = shim("plan", "--for", "moe", "--only", "roll-fix")[1]
+    assert "\n0 of 1 concern a run with moe\n" in out and "of no concern to a run with moe: roll-fix." in out
+    (tmp_path / "run.yaml").write_text("tensor_model_parallel_size: 2")
+    out = shim("plan", "--config", str(tmp_path / "run.yaml"), "--only", "roll-fix")[1]
+    assert "0 of 1 concern a run with tp; 1 more may\n" in out and "rolls cross sequences [silent: packed]" in out
+    found = json.loads(shim("plan", "--for", "moe", "--json")[1])["patches"]
+    assert (found["roll-fix"]["concerns"], found["faster-forward"]["concerns"]) == ("no", "unknown")
+    assert shim("plan", "--for", "paked")[0] == 2
+
+
 def test_problems_come_first(shim, world):
     """With reason and remedy, which the others do without."""
     world.install(EDITED)
     out = shim("plan")[1]
     assert out.startswith("1 to apply, 0 not needed here, 1 problem\n")
-    assert out.index("Problems:\n  roll-fix") < out.index("To apply:\n  faster-forward")
+    assert out.index("Problems:\n  roll-fix") < out.index("To apply:\n  patch")
     assert "their sequence (drifted)\n      megatron-core 0.16.0 differs at megatron.core.roll:roll" in out
     assert "\n      Remedy: reinstall megatron-core 0.16.0" in out
 
@@ -71,7 +100,7 @@ def test_what_is_right_and_what_is_left_out_stand_apart(shim, world):
     world.install(FIXED, "0.18.0")
     out = shim("plan", "--exclude", "faster-forward")[1]
     assert out.startswith("0 to apply, 1 left out, 1 not needed here, 0 problems\n")
-    assert "Not needed, because this release has fixed the defect:\n  roll-fix" in out
+    assert "Not needed, because this release has fixed the defect: roll-fix." in out
     assert "Left out: excluded by argument or MEGATRON_SHIM_EXCLUDE (faster-forward)." in out
 
 
@@ -81,7 +110,7 @@ def test_features_are_not_mixed_with_fixes(shim, world):
     world.install(BROKEN)
     out = shim("plan")[1]
     assert out.startswith("2 to apply,")
-    assert "To apply:\n  roll-fix" in out and "without effect until you use them" in out
+    assert "To apply:\n  patch     " in out and "without effect until you use them" in out
     assert out.index("until you use them") < out.index("faster-forward")
 
 
@@ -318,9 +347,10 @@ def test_status_applies_reads_back_and_reverts(shim, importable):
     code, out, _ = shim("status", "--json")
     found = json.loads(out)
     assert code == 0, out
-    assert set(found) == {"summary", "digest", "releases", "applied", "patches", "lost"}
+    assert set(found) == {"summary", "digest", "releases", "applied", "patches", "lost", "ran"}
     assert found["applied"] == ["roll-fix", "faster-forward"]
     keys = {"kind", "state", "reason", "variant", "targets", "remedy", "summary", "holds", "others"}
+    keys |= {"symptom", "changes", "concerns", "not_known"}
     assert set(found["patches"]["roll-fix"]) == keys
     assert found["patches"]["roll-fix"]["targets"]["megatron.core.roll:roll"] == "bound"
     roll = sys.modules["megatron.core.roll"].roll

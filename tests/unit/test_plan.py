@@ -253,7 +253,7 @@ def test_to_dict_has_the_documented_keys(world):
     assert set(found) == PLAN_KEYS
     assert set(found["environment"]) == {"python", "installed"}
     assert set(found["environment"]["installed"]["megatron-core"]) == INSTALLED_KEYS
-    assert set(found["patches"]["roll-fix"]) == {*DECISION_KEYS, "summary"}
+    assert set(found["patches"]["roll-fix"]) == {*DECISION_KEYS, "summary", "symptom", "changes"}
 
 
 def test_the_text_has_one_line_per_patch_and_says_what_is_wrong(world):

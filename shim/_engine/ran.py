@@ -1,0 +1,111 @@
+"""Which patches' functions have run in this process. Nothing is added to them, and none of their calls costs more.
+
+- Python 3.12 and later: sys.monitoring tells the first start of a function, and is switched off for that function then.
+- Python 3.11: the interpreter rewrites the code of a function at its eighth call, and that is looked for when asked.
+- Python 3.10 shows neither, so nothing is known.
+
+A function that torch.compile has traced into a graph does not run itself, and is not seen.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from shim._engine.aliases import unwrap
+
+__all__ = ["Ran"]
+
+_OTHERS = ("megatron", "transformer_engine", "torch")  # whose functions a factory may pass on or wrap with
+_MONITORING: Any = getattr(sys, "monitoring", None)  # from Python 3.12 on
+_NAME = "megatron-shim"
+_TOOLS = (4, 3)  # ids that debuggers, coverage and profilers leave to others
+
+
+class Ran:
+    """Functions of patches, and the ids of patches of which one has run. Called under the engine's lock."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+        # By id() of a code: the code, the patch, and the code as the interpreter had it at first.
+        self._watched: dict[int, tuple[weakref.ref[types.CodeType], str, bytes]] = {}
+        self._tool: int | None = None
+
+    def ids(self) -> frozenset[str] | None:
+        """The patches of which a function was seen to run. None if this interpreter does not show it."""
+        if not self._shows():
+            return None
+        if self._tool is None:
+            for reference, patch, before in list(self._watched.values()):
+                code = reference()
+                if code is not None and patch not in self._seen and _as_run(code) != before:
+                    self._seen.add(patch)
+        return frozenset(self._seen)
+
+    def watch(self, patch: str, value: Any) -> None:
+        """Look out for calls of what a factory has just made, which no other code has yet."""
+        if patch in self._seen or not self._shows():
+            return
+        for function in _own_functions(value):
+            code = function.__code__
+            known = self._watched.get(id(code))
+            shared = known is not None and known[0]() is code and known[1] != patch
+            # Functions that one `def` has made share its code, which may have run in one of them already.
+            if shared or _MONITORING is None:
+                function.__code__ = code = code.replace()
+            key = id(code)
+            self._watched[key] = (
+                weakref.ref(code, functools.partial(self._drop, key)),
+                patch,
+                b"" if _MONITORING is not None else _as_run(code),
+            )
+            if _MONITORING is not None:
+                _MONITORING.set_local_events(self._tool, code, _MONITORING.events.PY_START)
+
+    def _drop(self, key: int, _: object) -> None:
+        self._watched.pop(key, None)
+        if self._tool is not None and not self._watched:  # as after revert()
+            _MONITORING.free_tool_id(self._tool)
+            self._tool = None
+
+    def _shows(self) -> bool:
+        if _MONITORING is None:
+            return sys.version_info >= (3, 11) and sys.implementation.name == "cpython"
+        if self._tool is None:
+            names = {tool: _MONITORING.get_tool(tool) for tool in _TOOLS}
+            free = next((tool for tool in _TOOLS if names[tool] in (None, _NAME)), None)
+            if free is not None:
+                if names[free] is None:
+                    _MONITORING.use_tool_id(free, _NAME)
+                _MONITORING.register_callback(free, _MONITORING.events.PY_START, self._started)
+                self._tool = free
+        return self._tool is not None
+
+    def _started(self, code: types.CodeType, offset: int) -> Any:
+        known = self._watched.get(id(code))
+        if known is not None:
+            self._seen.add(known[1])
+        return _MONITORING.DISABLE
+
+
+def _as_run(code: types.CodeType) -> bytes:
+    found: bytes = code._co_code_adaptive  # type: ignore[attr-defined]
+    return found
+
+
+def _own_functions(value: Any) -> Iterator[types.FunctionType]:
+    inner = unwrap(value)
+    if issubclass(type(inner), type):
+        for found in vars(inner).values():
+            yield from () if issubclass(type(unwrap(found)), type) else _own_functions(found)
+        return
+    while issubclass(type(inner), types.FunctionType):
+        root = str(inner.__globals__.get("__name__", "")).partition(".")[0]
+        if root not in _OTHERS:
+            yield inner
+            return
+        inner = vars(inner).get("__wrapped__") if root == "torch" else None  # torch.compiler.disable, for instance
