@@ -330,11 +330,14 @@ def _in_force(caller: str) -> Plan:
     return current
 
 
-def explain(id: str) -> str:
-    """Return a text: what a patch is for, how it is wired, what was decided about it here, and why."""
+def explain(id: str, verbose: bool = True) -> str:
+    """Return a text: what a patch is for, how it is wired, what was decided about it here, and why.
+
+    verbose: also how it works, and its releases, variants and targets.
+    """
     with contextlib.suppress(NotMetError):
         _engine.ENGINE.renewal.keep_tied()
     made = _engine.ENGINE.plan or default_plan()
     if id not in made.decisions:
         raise OptionError(f"there is no patch {id!r}; {did_you_mean(id, made.decisions)}")
-    return explanation(made, id)
+    return explanation(made, id, verbose)

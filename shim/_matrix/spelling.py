@@ -8,6 +8,7 @@ __all__ = ["all_of", "did_you_mean", "nearest", "one_of"]
 
 SHORTEST = 3  # letters. A shorter name is part of too many others.
 MOST = 3
+NAMED = 20  # names that a message lists. It says of more only how many there are.
 
 
 def _plain(name: str) -> str:
@@ -30,9 +31,10 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """A half sentence for an error message: the nearest of `known`, or all of them. "" if `known` is empty."""
+    """A half sentence for an error message: the nearest of `known`, or a few of them. "" if `known` is empty."""
     names = list(known)
-    return _asked(name, names) or (f"known are {', '.join(names)}" if names else "")
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return _asked(name, names) or (f"known are {', '.join(names[:NAMED])}{more}" if names else "")
 
 
 def one_of(name: object, known: Iterable[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 
 from shim._errors import SourceError
+from shim._matrix.concerns import WORDS
 from shim._matrix.model import NOT_NEEDED, UPSTREAM, PatchEntry
 from shim._planning.overview import effects_of
 from shim._planning.plan import Plan
@@ -25,22 +26,42 @@ def patch_docstring(entry: PatchEntry) -> str:
 _RIGHT = {UPSTREAM: "upstream has fixed it", NOT_NEEDED: "lacks what this patch fixes"}
 
 
-def explanation(plan: Plan, id: str) -> str:
-    """The text, in several paragraphs."""
+def explanation(plan: Plan, id: str, verbose: bool = True) -> str:
+    """The text, in several paragraphs. Without `verbose`, what a user asks first, and nothing for developers."""
     entry, decision = plan.matrix.patches[id], plan[id]
-    lines = [
-        f"{id}: {one_line(entry.summary)}",
-        f"kind: {entry.kind}; changes: {entry.changes}",
-        *(f"  {one_line(effect)}" for effect in effects_of(entry)),
-        "",
-        printable(patch_docstring(entry)),
-        "",
-        f"Here: {decision.action}: {one_line(decision.reason)}",
-    ]
+    lines = [f"{id}: {one_line(entry.summary)}"]
+    lines += [f"Without it: {one_line(entry.without)}"] if entry.without else []
+    lines += [f"Goes wrong: {entry.symptom}"] if entry.symptom else []
+    lines += [f"Concerns: {'; or '.join(map(_in_words, entry.concerns))}"] if entry.concerns else []
+    lines += [f"kind: {entry.kind}; changes: {entry.changes}"]
+    lines += [f"  {one_line(effect)}" for effect in effects_of(entry)]
+    if verbose:
+        lines += ["", printable(patch_docstring(entry))]
+    lines += ["", f"Here: {decision.action}: {one_line(decision.reason)}"]
     if decision.remedy:
         lines.append(f"Remedy: {one_line(decision.remedy)}")
     lines += [f"  installed: {installed}" for installed in plan.environment.installed.values()]
-    lines += ["", "Where it applies:"]
+    lines += _wiring(entry) if verbose else []
+    lines += [f"Option {o.name}={o.default!r}: {o.takes}" for o in entry.declared.values()]
+    lines += [f"Upstream: {one_line(reference)}" for reference in entry.references]
+    lines += [f"Met by: {one_line(who)}" for who in entry.met_by]
+    if verbose and entry.delete_when:  # else the header says it
+        lines.append(f"Delete when: {one_line(entry.delete_when)}")
+    lines.append(f"Leave it out: MEGATRON_SHIM_EXCLUDE={id}, or shim.apply(exclude=[{id!r}])")
+    if Sources().path(f"{entry.module}.proof") is not None:
+        lines.append(f"See it on this machine: shim prove {id}")
+    if not verbose:
+        lines.append(f"How it works, on which releases, and what it binds: shim explain {id} -v")
+    return "\n".join(lines)
+
+
+def _in_words(words: tuple[str, ...]) -> str:
+    return " with ".join(WORDS[word] for word in words)
+
+
+def _wiring(entry: PatchEntry) -> list[str]:
+    """The rules and variants: for developers."""
+    lines = ["", "Where it applies:"]
     for rule in entry.rules:
         ranges = ", ".join(f"{name} {spec}" for name, spec in rule.ranges.items())
         what = f"variant {rule.variant}" if rule.variant else _RIGHT[rule.right]
@@ -53,11 +74,4 @@ def explanation(plan: Plan, id: str) -> str:
         lines += [f"  relies on {read}" for read in variant.depends_on]
     if entry.before:
         lines.append(f"Acts before the code of {one_line(', '.join(entry.before))} runs")
-    lines += [f"Option {o.name}={o.default!r}: {o.takes}" for o in entry.declared.values()]
-    lines += [f"Upstream: {one_line(reference)}" for reference in entry.references]
-    lines += [f"Met by: {one_line(who)}" for who in entry.met_by]
-    if entry.delete_when:  # else the header says it
-        lines.append(f"Delete when: {one_line(entry.delete_when)}")
-    if Sources().path(f"{entry.module}.proof") is not None:
-        lines.append(f"See it on this machine: shim prove {id}")
-    return "\n".join(lines)
+    return lines

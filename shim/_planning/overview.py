@@ -152,7 +152,8 @@ def grouped(rows: Sequence[Row], applied: str, verbose: bool, run: str = "") -> 
         for row in members:
             changes = f"{row.changes:<8}  " if section in (*_APPLIED, "open") else ""
             about = f" ({row.state})" if section == "problem" else ""
-            about += f" [{row.symptom}: {', '.join(row.not_known)}]" if section == "open" else ""
+            words = [row.symptom, ", ".join(row.not_known)]
+            about += f" [{': '.join(filter(None, words))}]" if section == "open" and any(words) else ""
             # A run that is known asks what would go wrong, and one that is not what there is.
             what = row.without if changes and row.concern and row.without else row.summary
             yield f"  {row.id:<{width}}  {changes}{one_line(what)}{about}"

@@ -34,6 +34,7 @@ __all__ = ["Tree", "beside", "open_tree"]
 
 REQUIREMENT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)?==([A-Za-z0-9.+!_-]+)")
 COMMIT_NAME = re.compile(r"[0-9a-f]{10}")  # as the matrix names the commits that it knows
+BARE = re.compile(r"[0-9]+(?:\.[0-9]+)+[A-Za-z0-9.+!_-]*")  # 0.19.2, which means ==0.19.2
 LIKE_REQUIREMENT = re.compile(r"(?:[A-Za-z0-9][A-Za-z0-9._-]*)?\s*(?:[<>~!=]=?|===)\s*[0-9].*")
 URL = re.compile(r"(?:[a-z][a-z0-9+.-]*://|git@).*", re.IGNORECASE)
 HEADS = [f"{DISTRIBUTIONS[distribution].package.replace('.', '/')}/__init__.py" for distribution in PATCHED]
@@ -55,14 +56,16 @@ class Tree:
 
 
 def open_tree(target: str, fetch: Fetch, ref: str | None = None) -> Tree:
-    """Find releases at `target`: ``megatron-core==0.19.2``, ``==0.19.2``, a wheel, an sdist, or a directory.
+    """Find releases at `target`: ``megatron-core==0.19.2``, ``0.19.2``, a wheel, an sdist, or a directory.
 
     A directory may be a git checkout, a source tree as trainers put it on PYTHONPATH, a package in it
     (``.../megatron/core``), or site-packages. With `ref` it is a git directory, and git reads that commit.
     Raises OptionError if there is nothing to audit. The message names the remedy.
     """
-    named = REQUIREMENT.fullmatch(target)
+    named = REQUIREMENT.fullmatch(target) or (BARE.fullmatch(target) and REQUIREMENT.fullmatch(f"=={target}"))
     path = os.path.abspath(target) if target and "\0" not in target else ""
+    if named and os.path.exists(path):  # ./0.19.2, or a directory of that name
+        named = None
     if ref is not None:
         if named or not os.path.isdir(path):
             raise OptionError(f"--ref belongs to a git directory, and {target!r} is no directory")
@@ -103,8 +106,6 @@ def _instead(target: str) -> str:
         return f"say which release, for instance {name}==X, or ./{target} for a directory"
     if LIKE_REQUIREMENT.fullmatch(target):
         return "name one release with ==, for instance megatron-core==0.19.2"
-    if re.fullmatch(r"[0-9]+(\.[0-9]+)+\S*", target):
-        return f"a release of megatron-core is named =={target}"
     if re.fullmatch(r"[0-9a-f]{7,40}|main|dev|(?:core_)?v?[0-9]\S*|core_\S+", target):
         return f"a commit, branch or tag is named beside its git directory: shim audit DIRECTORY --ref {target}"
     there = "there is no such file; " if re.search(r"/|\.(whl|zip|tar|t?gz)$", target) else ""

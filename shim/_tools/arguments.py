@@ -83,8 +83,11 @@ def command_line() -> argparse.ArgumentParser:
         metavar="FILE",
         help="the same for a trainer's arguments: YAML or JSON, or a script with --flags or a.b=c",
     )
-    explain = command("explain", "print what a patch is for, how it is wired, and what was decided about it")
+    explain = command("explain", "print what a patch is for, what was decided about it here, and how to leave it out")
     explain.add_argument("id", metavar="ID")
+    explain.add_argument(
+        "-v", "--verbose", action="store_true", help="add how it works, its releases, variants and targets"
+    )
     listing = command("list", "print all patches by kind, each with what it does and the releases that get it")
     status = command("status", "apply here, import the targets, print the state of every patch, and revert")
     for sub in (plan, status):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from shim._matrix.model import RIGHT
@@ -18,7 +19,8 @@ def as_text(found: Audit) -> str:
     lines += [f"  commit {found.tree.commit}"] if found.tree.commit else []
     lines += [f"  {one_line(str(installed))}" for installed in found.tree.environment.installed.values()]
     lines += [f"  beside {one_line(str(installed))}" for installed in found.beside]
-    for finding in found.findings:
+    lines += [_totals(found), ""]
+    for finding in sorted(found.findings, key=lambda finding: not finding.amiss):
         lines.append(f"  {finding.words:<17} {finding.id}: {one_line(finding.reason)}")
         for difference in finding.differences:
             # Of a body that keeps its contract one line is enough here. Markdown folds it up, and JSON has it all.
@@ -31,6 +33,13 @@ def as_text(found: Audit) -> str:
     return "\n".join(lines)
 
 
+def _totals(found: Audit) -> str:
+    counts = Counter(finding.verdict for finding in found.findings)
+    parts = [f"{count} {verdict}" for verdict, count in counts.most_common()]
+    parts += [f"{len(found.lost)} lost names"] if found.lost else []
+    return f"  {', '.join(parts)}; " + ("nothing to do" if found.clean else "what has to be looked at comes first")
+
+
 def as_markdown(found: Audit) -> str:
     """The audit for a pull request: a table, and below it the differences, folded up."""
     audited = ", ".join(
@@ -38,8 +47,16 @@ def as_markdown(found: Audit) -> str:
     )
     audited += f", commit {found.tree.commit[:10]}" if found.tree.commit else ""
     audited += "".join(f", beside {i.distribution} {i.raw or 'of unknown version'}" for i in found.beside)
-    lines = [f"### shim audit: {plain(audited)}", "", "| patch | verdict | |", "|---|---|---|"]
-    lines += [f"| {f.id} | {f.words} | {plain(f.reason)} |" for f in found.findings]
+    lines = [
+        f"### shim audit: {plain(audited)}",
+        "",
+        _totals(found).strip(),
+        "",
+        "| patch | verdict | |",
+        "|---|---|---|",
+    ]
+    ordered = sorted(found.findings, key=lambda finding: not finding.amiss)
+    lines += [f"| {f.id} | {f.words} | {plain(f.reason)} |" for f in ordered]
     right = [finding.id for finding in found.findings if finding.verdict in RIGHT]
     if right:
         lines += [

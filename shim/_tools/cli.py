@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from shim._errors import MatrixError, OptionError, ShimError
 from shim._tools import commands, prove
 from shim._tools.arguments import command_line
-from shim._tools.output import NOT_MET, USAGE, complain, nobody_reads
+from shim._tools.output import INTERRUPTED, NOT_MET, USAGE, complain, nobody_reads, tell
 from shim._tools.progress import masked_log
 
 __all__ = ["main"]
@@ -59,3 +59,6 @@ def _main(argv: Sequence[str] | None) -> int:
     except ShimError as error:
         complain(error)
         return NOT_MET
+    except KeyboardInterrupt:
+        tell(f"shim {arguments.command}: interrupted. Nothing was written, and nothing is left patched.")
+        return INTERRUPTED

@@ -134,7 +134,7 @@ def do_list(arguments: argparse.Namespace) -> int:
 
 
 def do_explain(arguments: argparse.Namespace) -> int:
-    text = explain(arguments.id)
+    text = explain(arguments.id, arguments.verbose)
     decision = plan()[arguments.id]
     put({"text": text, **decision.to_dict()}, text, arguments.json)
     return OK

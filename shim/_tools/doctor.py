@@ -157,7 +157,8 @@ def _finder(finder: Any) -> str:
 
 def as_text(found: dict[str, Any]) -> str:
     """The findings as Markdown, to be pasted into an issue."""
-    lines = ["### shim doctor", ""]
+    lines = ["### shim doctor", "", "Problems:" if found["problems"] else "No problems found."]
+    lines += [*(f"- {inline(problem)}" for problem in found["problems"]), "", "Where:"]
     lines.append(f"- shim {found['shim']['version']} from {code(found['shim']['location'])}")
     content = found["shim"]["matrix_content"]
     other = f" (not the one that ships; content {inline(content)})" if content else ""
@@ -182,8 +183,6 @@ def as_text(found: dict[str, Any]) -> str:
     lines += ["", "Notes:", *(f"- {inline(note)}" for note in found["notes"])] if found["notes"] else []
     lines += _others_as_text(found["others"])
     lines += _lost_as_text(found)
-    lines += ["", "Problems:" if found["problems"] else "No problems found."]
-    lines += [f"- {inline(problem)}" for problem in found["problems"]]
     return "\n".join(lines)
 
 

@@ -10,16 +10,19 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import sys
 from typing import Any, NoReturn, TextIO
 
 from shim._errors import NotMetError
+from shim._matrix.spelling import did_you_mean
 from shim._printing.masks import masked, masked_data
 from shim._printing.printable import fits, one_line, printable
+from shim._printing.terminal import for_stream
 
-__all__ = ["NOT_MET", "OK", "USAGE", "Parser", "complain", "nobody_reads", "put", "say", "shown", "tell"]
+__all__ = ["INTERRUPTED", "NOT_MET", "OK", "USAGE", "Parser", "complain", "nobody_reads", "put", "say", "shown", "tell"]
 
-OK, NOT_MET, USAGE = 0, 1, 2
+OK, NOT_MET, USAGE, INTERRUPTED = 0, 1, 2, 130
 LONG = 20_000  # characters of a message, which may name all patches
 
 
@@ -27,6 +30,9 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors are printed as all else is: they quote what was given."""
 
     def error(self, message: str) -> NoReturn:
+        wrong = re.match(r"argument COMMAND: invalid choice: '(.*)' \(choose from (.*)\)", message)
+        if wrong:
+            message = f"there is no command {wrong[1]!r}; {did_you_mean(wrong[1], re.findall(r'[a-z-]+', wrong[2]))}"
         super().error(one_line(masked(message)))
 
     def _print_message(self, message: str, file: Any = None) -> None:
@@ -41,13 +47,20 @@ def shown(text: str, stream: TextIO | None) -> str:
 
 def put(data: Any, text: str, as_json: bool) -> None:
     """Print `text`, or `data` as JSON in ASCII: its texts are masked, and otherwise what they are."""
-    say(json.dumps(masked_data(data), indent=2) if as_json else text)
+    if as_json:
+        say(json.dumps(masked_data(data), indent=2))
+    else:
+        say(text, for_people=True)
 
 
-def say(text: str) -> None:
-    """Print. Where the reader has gone, as in `shim plan | head`, the exit code stays the same."""
+def say(text: str, for_people: bool = False) -> None:
+    """Print. If the reader has gone, as in `shim plan | head`, the exit code stays the same.
+
+    for_people: wrap and colour on a terminal.
+    """
+    text = shown(text, sys.stdout)
     try:
-        print(shown(text, sys.stdout), flush=True)
+        print(for_stream(text, sys.stdout) if for_people else text, flush=True)
     except BrokenPipeError:
         nobody_reads(sys.stdout)
     except OSError as error:  # a full disk, for instance

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from shim._api import plan
 from shim._errors import NotMetError, OptionError
 from shim._matrix.load import load_matrix
+from shim._matrix.spelling import did_you_mean
 from shim._planning.overview import nothing_installed
 from shim._releases.detect import PATCHED, detect
 from shim._tools.fetching import fetched
@@ -40,7 +41,9 @@ def do_prove(arguments: argparse.Namespace) -> int:
             raise NotMetError(f"shim prove runs real releases: {missing}")
         unknown = [id for id in arguments.ids if id not in made.decisions]
         if unknown and not arguments.model:
-            raise OptionError(f"no patch is called {', '.join(unknown)}; shim list names them all")
+            raise OptionError(
+                f"no patch is called {', '.join(unknown)}; {did_you_mean(unknown[0], made.decisions)} (shim list)"
+            )
         require_torch(arguments.device)
         results, overrides = _results(arguments, made, verdicts)
         releases = {name: found.raw for name, found in made.environment.installed.items()}

@@ -1,0 +1,47 @@
+"""Plans as text: grouped by what goes wrong without the patches, and what concerns a run first."""
+
+import json
+
+from unit_helpers import BROKEN, MATRIX
+
+from shim._planning.relevance import Run, run_named
+from shim._tools.trainer_config import run_of_config
+
+DESCRIBED = "    symptom: silent\n    without: rolls cross sequences\n    concerns: [packed+tp]"
+
+
+def test_patches_are_grouped_by_what_goes_wrong_without_them(world):
+    """The silent ones first, and the totals in the headline."""
+    text = MATRIX.replace("    changes: values", "    changes: values\n    symptom: silent")
+    world.pin(text.replace("    changes: nothing", "    changes: nothing\n    symptom: memory"))
+    out = str(world.install(BROKEN).plan())
+    assert out.startswith("2 to apply (1 silent, 1 memory), 0 not needed here, 0 problems\n")
+    silent, memory = out.index("To apply, silent (wrong numbers, no error):"), out.index("To apply, memory (")
+    assert silent < out.index("  roll-fix ") < memory < out.index("  faster-forward ")
+
+
+def described(world):
+    world.pin(MATRIX.replace("    changes: values", f"    changes: values\n{DESCRIBED}"))
+    return world.install(BROKEN).plan(only="roll-fix")
+
+
+def test_what_concerns_a_run_comes_first_with_what_would_go_wrong(world):
+    out = described(world).text(run=run_named("packed,tp", False))
+    assert "\n1 of 1 concerns a run with packed, tp (1 silent)\n" in out and "values    rolls cross sequences" in out
+
+
+def test_the_rest_takes_one_line(world):
+    out = described(world).text(run=run_named("moe", False))
+    assert "\n0 of 1 concern a run with moe\n" in out and "of no concern to a run with moe: roll-fix." in out
+
+
+def test_what_is_not_known_is_said_with_what_would_decide(world, tmp_path):
+    (tmp_path / "run.yaml").write_text("tensor_model_parallel_size: 2")
+    out = described(world).text(run=run_of_config(str(tmp_path / "run.yaml"), False))
+    assert "0 of 1 concern a run with tp; 1 more may\n" in out and "rolls cross sequences [silent: packed]" in out
+
+
+def test_data_says_it_of_each_patch(world):
+    found = json.loads(json.dumps(described(world).to_dict(Run({"packed": False}, ""))))["patches"]
+    assert (found["roll-fix"]["concerns"], found["faster-forward"]["concerns"]) == ("no", "unknown")
+    assert "concerns" not in world.plan().to_dict()["patches"]["roll-fix"]

@@ -1,0 +1,160 @@
+"""Text on a terminal: wrapped, coloured, and whole in a pipe. The screens of the commands stand in screens/."""
+
+import io
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from unit_helpers import BROKEN, MATRIX, PATCH, write_file
+
+from shim._printing.terminal import BOLD, GREEN, PLAIN, RED, coloured, for_stream, wrapped
+from shim._tools import cli
+from shim._tools.cli import main
+
+SCREENS = Path(__file__).parent / "screens"
+DESCRIBED = (
+    "    symptom: silent\n    without: a roll takes the first token of the next sequence for the last one of its own\n"
+    "    concerns: [packed+tp]"
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+LINE = "  roll-fix  values    rolls stay inside their sequence, also with padding between two of them"
+
+
+def test_a_line_hangs_below_its_last_column():
+    assert wrapped(LINE, 60).split("\n") == [
+        "  roll-fix  values    rolls stay inside their sequence, also",
+        "                      with padding between two of them",
+    ]
+
+
+def test_columns_that_are_too_wide_stand_above_their_text():
+    lines = wrapped(f"  {'x' * 40}  values    {'word ' * 12}".rstrip(), 60).split("\n")
+    assert lines[0] == f"  {'x' * 40}  values" and lines[1].startswith("      word")
+
+
+def test_no_line_is_longer_than_the_terminal_but_for_a_word():
+    long = f"{LINE}\n      Remedy: {'reinstall ' * 20}\n- {'note ' * 30}\n{'z' * 90}"
+    assert [len(line) > 70 for line in wrapped(long, 70).split("\n")].count(True) == 1
+
+
+@pytest.mark.parametrize(
+    "text", [f"| {'cell | ' * 20}", f"```\n{'code ' * 30}\n```", f"      -{'old ' * 30}", f"        {'deep ' * 30}"]
+)
+def test_tables_code_and_diffs_stay_as_they_are(text):
+    assert wrapped(text, 60) == text
+
+
+def test_a_paragraph_is_filled_anew_and_lines_of_facts_are_not():
+    prose = "What is wrong from here on fills a line up to some hundred columns, and goes on\nin the next one. It ends."
+    facts = "Goes wrong: silent\nkind: correctness"
+    assert wrapped(prose, 200) == prose.replace("\n", " ") and wrapped(facts, 200) == facts
+
+
+@pytest.mark.parametrize(
+    "environ, terminal, changed",
+    [
+        ({}, False, ""),
+        ({"COLUMNS": "60"}, False, ""),
+        ({"COLUMNS": "60", "NO_COLOR": "1"}, True, "wrapped"),
+        ({"COLUMNS": "200"}, True, "coloured"),
+        ({"COLUMNS": "200", "NO_COLOR": "1"}, True, ""),
+        ({"COLUMNS": "200", "TERM": "dumb"}, True, ""),
+        ({"COLUMNS": "3", "NO_COLOR": "1"}, True, ""),
+        ({"COLUMNS": "wide", "NO_COLOR": "1"}, True, ""),
+    ],
+)
+def test_a_pipe_gets_whole_lines_without_colour(environ, terminal, changed):
+    text = f"Problems:\n{LINE}"
+    wanted = {"": text, "wrapped": wrapped(text, 60), "coloured": coloured(text)}[changed]
+    assert for_stream(text, Terminal() if terminal else io.StringIO(), environ) == wanted
+
+
+@pytest.mark.parametrize(
+    "line, paint",
+    [("Problems:", RED + BOLD), ("To apply:", BOLD), ("2 to apply, 1 problem", RED), ("  drifted  roll-fix", RED)],
+)
+def test_what_is_wrong_and_headings_stand_out(line, paint):
+    assert paint in coloured(line) and coloured(line).count(PLAIN) == 1
+
+
+def test_what_is_fine_has_no_alarm():
+    assert coloured("2 to apply, 0 problems") == "2 to apply, 0 problems"
+    assert GREEN in coloured("roll-fix: fixed, 1.2 s") and RED in coloured("roll-fix: not fixed, 1.2 s")
+
+
+# Manners
+
+
+def test_ctrl_c_is_one_line_and_130(capsys, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli.COMMANDS, "plan", interrupt)
+    code, said = main(["plan"]), capsys.readouterr()
+    assert (
+        (code, said.out) == (130, "") and said.err.startswith("shim plan: interrupted.") and said.err.count("\n") == 1
+    )
+
+
+def test_a_misspelt_command_gets_a_suggestion(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["pln"])
+    assert "there is no command 'pln'; did you mean 'plan'" in capsys.readouterr().err
+
+
+# Screens of the commands, at two widths. SHIM_WRITE_SCREENS=1 writes them anew: look at the diff.
+
+COMMANDS = {
+    "plan": ["plan"],
+    "plan-for": ["plan", "--for", "packed,tp"],
+    "plan-verbose": ["plan", "-v"],
+    "list": ["list"],
+    "explain": ["explain", "roll-fix"],
+    "explain-verbose": ["explain", "roll-fix", "-v"],
+    "matrix": ["matrix"],
+    "audit": ["audit", "~/site"],
+    "problems": ["plan"],
+    "doctor": ["doctor"],
+    "status": ["status"],
+}
+
+
+@pytest.fixture
+def home(world, monkeypatch):
+    """The fake world in a home directory, which is masked, so that lines are as long wherever the test runs."""
+    write_file(world.own / "trainer_patches" / "roll_fix.py", PATCH)
+    (world.site / "megatron" / "core").mkdir(parents=True, exist_ok=True)
+    monkeypatch.setenv("HOME", str(world.root))
+    monkeypatch.setenv("MEGATRON_SHIM_MATRIX", str(world.matrix))
+    world.pin(MATRIX.replace("    changes: values", f"    changes: values\n{DESCRIBED}"))
+    world.install(BROKEN)
+    (world.site / "megatron/core/__init__.py").write_text("")
+    return world
+
+
+@pytest.mark.parametrize("width", [80, 160])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_screen_is_as_it_was_looked_at(name, width, home, capsys, monkeypatch):
+    if name == "problems":
+        home.install(BROKEN.replace("return helper(x)", "return helper(x) + 1"))
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    main([argument.replace("~", str(home.root)) for argument in COMMANDS[name]])
+    said = re.sub(r"\b[0-9a-f]{16}\b", "0" * 16, capsys.readouterr().out)
+    if name == "doctor":  # what follows is about this machine
+        said = said[: said.index("\nWhere:")] + re.search(r"\n\| patch.*(\n\|.*)*", said)[0]
+    file = SCREENS / f"{name}-{width}.txt"
+    if os.environ.get("SHIM_WRITE_SCREENS"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(said, "utf-8")
+    assert said == file.read_text("utf-8")
+    assert all(len(line) <= width or line.startswith("|") for line in said.splitlines() if " " in line.strip())
