@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
-__all__ = ["linked", "short"]
+__all__ = ["linked", "segments", "short"]
 
 # Name in the matrix -> repository on GitHub. A longer name comes before one that it ends with.
 REPOSITORIES = {
@@ -37,16 +38,23 @@ def _links(found: re.Match[str]) -> list[tuple[str, str]]:
     return [(number, where + number) for number in re.findall(NUMBER, found["numbers"])]
 
 
+def segments(text: str) -> Iterator[tuple[str, str]]:
+    """The text in pieces, each with the address it leads to; "" for none."""
+    done = 0
+    for found in REFERENCE.finditer(text):
+        for number, address in _links(found):
+            place = text.index(number, max(done, found.start("numbers")))
+            if place > done:
+                yield text[done:place], ""
+            yield number, address
+            done = place + len(number)
+    if done < len(text):
+        yield text[done:], ""
+
+
 def linked(text: str) -> str:
     """The text, whose numbers are links."""
-
-    def with_links(found: re.Match[str]) -> str:
-        whole = found[0]
-        for number, address in _links(found):
-            whole = re.sub(rf"\b{number}\b", f"[{number}]({address})", whole, count=1)
-        return whole
-
-    return REFERENCE.sub(with_links, text)
+    return "".join(f"[{piece}]({address})" if address else piece for piece, address in segments(text))
 
 
 def short(text: str) -> str:
