@@ -17,7 +17,7 @@ from shim._releases.known_trees import known_trees
 from shim._tools.support import support, support_table
 
 from . import docs_sample
-from .docs_defects import defects_page, defects_picture, read_proved
+from .docs_defects import defects_page, defects_picture, read_proved, releases_picture
 from .docs_device import device_tables
 from .docs_environments import environments_page, read_record, tested_with
 from .docs_explore import explore_page
@@ -185,6 +185,7 @@ def generated(top: Path) -> dict[Path, str]:
         docs / "transformer-engine.md": feature_page(),
         docs / "defects.md": defects_page(matrix, proved),
         docs / "defects.svg": defects_picture(matrix, proved),
+        docs / "defects_by_release.svg": releases_picture(matrix, proved),
         docs / "explore.html": explore_page(matrix, proved),
         docs / "environments.md": environments_page(record),
         docs / "trainers.md": trainers_page(docs / "trainers.yaml", matrix),

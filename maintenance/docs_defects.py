@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,18 @@ from shim._matrix.model import Matrix, PatchEntry
 from shim._releases.sources import Sources
 
 from .docs_links import linked, short
-from .docs_picture import table
+from .docs_picture import Row, bars, table
 
-__all__ = ["PROVED", "ProofText", "defects_page", "defects_picture", "proof_texts", "read_proved"]
+__all__ = [
+    "PROVED",
+    "ProofText",
+    "defects_page",
+    "defects_picture",
+    "proof_texts",
+    "read_proved",
+    "releases_picture",
+    "symptom_of",
+]
 
 ENDINGS = (".proof", ".gpu_proof")  # as in shim.testing.proof, whose import would import torch
 PROVED = "proved.json"  # in docs/; written by shim.maintenance.prove_all
@@ -43,6 +53,8 @@ the command that shows the defect, and leads to the patch. Numbers and a reprodu
 """
 PICTURE = (
     "![Each defect on each release: stock wrong and fixed, upstream right, or not to be run without a GPU](defects.svg)"
+    "\n\n"
+    "[explore.html](explore.html), opened in a browser, shows the defects of two releases that hit a certain run."
 )
 TABLE = """\
 | defect | kind | wrong on | others | upstream | met by | reproduce |
@@ -106,14 +118,32 @@ def read_proved(docs: Path) -> dict[str, Any]:
 
 
 def defects_picture(matrix: Matrix, proved: Mapping[str, Any]) -> str:
-    """The SVG: releases across, defects down."""
+    """The SVG: releases across, defects down. Proofs of a patch that came out alike share a row."""
     releases = [release for release in matrix.supported["megatron-core"] if release in proved]
-    rows = {
-        text.label: [_verdict(proved[release], text.label) for release in releases]
-        for entry in matrix.patches.values()
-        for text in proof_texts(entry)
+    rows: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for entry in matrix.patches.values():
+        for text in proof_texts(entry):
+            verdicts = tuple(_verdict(proved[release], text.label) for release in releases)
+            rows.setdefault((entry.id, verdicts), []).append(text.label)
+    found = [Row(patch, tuple(labels), verdicts) for (patch, verdicts), labels in rows.items()]
+    return table(releases, found, "What each proof shows on each release of megatron-core")
+
+
+def releases_picture(matrix: Matrix, proved: Mapping[str, Any]) -> str:
+    """The SVG for README: how many defects each release has, by what goes wrong."""
+    texts = [text for entry in matrix.patches.values() for text in proof_texts(entry)]
+    counts = {
+        release: Counter(symptom_of(text) for text in texts if _verdict(proved[release], text.label) == "fixed")
+        for release in matrix.supported["megatron-core"]
+        if release in proved
     }
-    return table(releases, rows, "What each proof shows on each release of megatron-core")
+    return bars(counts, "Defects of each megatron-core release that shim fixes, as measured")
+
+
+def symptom_of(text: ProofText) -> str:
+    """One of the symptoms of a patch. Time counts as memory: it takes more than it needs."""
+    defect: str = text.keywords.get("defect", "silent")
+    return "memory" if defect == "time" else defect
 
 
 def _verdict(found: Mapping[str, Any], label: str) -> str:

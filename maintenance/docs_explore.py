@@ -23,6 +23,7 @@ from shim._proving.pictures import both_schemes
 
 from .docs_defects import ProofText, proof_texts
 from .docs_links import segments
+from .docs_picture import tones
 
 __all__ = ["GROUPS", "PRESETS", "VERDICTS", "explore_data", "explore_page"]
 
@@ -54,7 +55,7 @@ def explore_page(matrix: Matrix, proved: Mapping[str, Any]) -> str:
     # A "<" in the data would end its element, were it that of "</script>".
     data = json.dumps(explore_data(matrix, proved), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     script = (PARTS / "page.js").read_text("utf-8")
-    style = both_schemes(":root") + "\n" + (PARTS / "page.css").read_text("utf-8")
+    style = f"{both_schemes(':root')}\n{tones(':root')}\n" + (PARTS / "page.css").read_text("utf-8")
     filled = {"SCRIPT_HASH": _hash(script), "STYLE_HASH": _hash(style), "STYLE": style, "SCRIPT": script, "DATA": data}
     page = (PARTS / "page.html").read_text("utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda found: filled[found[1]], page)

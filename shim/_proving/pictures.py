@@ -13,7 +13,7 @@ __all__ = ["DARK", "LIGHT", "PALETTE", "both_schemes", "picture"]
 
 LIGHT = {
     "ink": "#1f2328",
-    "faint": "#8c959f",
+    "faint": "#656d76",
     "paper": "#ffffff",
     "stock": "#cf222e",
     "shim": "#1a7f37",
@@ -21,19 +21,19 @@ LIGHT = {
 }
 DARK = {
     "ink": "#e6edf3",
-    "faint": "#7d8590",
+    "faint": "#8b949e",
     "paper": "#0d1117",
     "stock": "#ff7b72",
     "shim": "#3fb950",
     "truth": "#8b949e",
 }
-# Colour of a cell by its verdict, legible beside LIGHT and DARK.
+# Colour of a cell by its verdict, seen beside LIGHT and DARK, and legible under white.
 PALETTE = {
-    "fixed": "#2da44e",
+    "fixed": "#1f883d",
     "right": "#0969da",
     "upstream": "#0969da",
     "not fixed": "#cf222e",
-    "cannot run": "#afb8c1",
+    "cannot run": "#6e7781",
     "": "none",
 }
 WIDTH, HEIGHT = 460, 190

@@ -5,7 +5,7 @@ from unit_helpers import REPOSITORY
 
 from shim._matrix.load import load_matrix
 from shim._proving.results import FAILURES
-from shim.maintenance.docs_defects import defects_page, defects_picture, proof_texts, read_proved
+from shim.maintenance.docs_defects import defects_page, defects_picture, proof_texts, read_proved, releases_picture
 from shim.maintenance.docs_links import linked, short
 from shim.maintenance.prove_all import as_text, of_its_time, recorded
 
@@ -71,7 +71,20 @@ def test_the_page_and_its_picture_have_each_proof():
     page, picture = defects_page(MATRIX, PROVED), defects_picture(MATRIX, PROVED)
     for text in TEXTS:
         assert f"## {text.label}" in page and f"shim prove {text.patch}" in page
-        assert f">{text.label}</text>" in picture
+        assert text.label in picture and f">{text.patch}</text>" in picture
+    assert len(picture) < 150_000  # a page loads it
+
+
+def test_readmes_picture_counts_what_was_measured():
+    """By symptom, and small enough for a page that everybody loads."""
+    picture = releases_picture(MATRIX, PROVED)
+    assert len(picture) < 60_000
+    kinds = {text.label: text.keywords.get("defect", "silent") for text in TEXTS}
+    for release, run in PROVED.items():
+        found = [kinds[label] for label, said in run["proofs"].items() if said["verdict"] == "fixed"]
+        assert f"megatron-core {release}: {found.count('silent')} silent" in picture
+        takes_more = found.count("memory") + found.count("time")
+        assert f"megatron-core {release}: {takes_more} more memory" in picture and f">{len(found)}</text>" in picture
 
 
 def test_the_table_says_of_each_defect_where_it_is_and_who_met_it():

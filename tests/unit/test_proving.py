@@ -2,17 +2,19 @@
 
 import json
 import math
+import re
 import xml.dom.minidom
 from dataclasses import replace
 
 import pytest
 
+from shim._matrix.model import SYMPTOMS
 from shim._proving.page import as_html
 from shim._proving.pictures import DARK, LIGHT, picture
 from shim._proving.report import Heading, as_data, as_markdown, as_text
 from shim._proving.results import FAILURES, Outcome, Result, generic_verdict, outcome_of, summary, verdict_of
 from shim._proving.worker import SideTask, Work
-from shim.maintenance.docs_picture import table
+from shim.maintenance.docs_picture import TONES, Row, bars, table
 
 RIGHT, WRONG = Outcome("right", "off by 1.0e-07", 0.5, 1e-7), Outcome("wrong", "off by 1.0e-02", 0.5, 1e-2)
 BROKEN, IMPOSSIBLE = Outcome("broken", "KeyError: 'x'"), Outcome("cannot run", "no FP8 on this GPU")
@@ -169,11 +171,42 @@ def test_a_picture_is_well_formed(found):
 
 
 def test_the_table_names_each_cell_in_light_and_dark():
-    rows = {"rope-thd": ["fixed", "upstream"], "mtp-recompute": ["", "not fixed"]}
+    rows = [Row("rope-thd", ("rope-thd/a", "rope-thd/b"), ("fixed", "upstream")), Row("p", ("p",), ("", "not fixed"))]
     drawn = table(["0.18.2", "0.19.2"], rows, "Proofs")
     xml.dom.minidom.parseString(drawn)
     assert LIGHT["ink"] in drawn and DARK["ink"] in drawn
-    assert "rope-thd, 0.19.2: upstream" in drawn and "mtp-recompute, 0.18.2: not there" in drawn
+    assert "rope-thd/a, rope-thd/b, 0.19.2: right on stock" in drawn and ">2 proofs</text>" in drawn
+    # Each state that there is is explained, above all rows, and no other.
+    legend = drawn[: drawn.index(">0.18</text>")]
+    said = (
+        "wrong on stock, right with shim",
+        "right on stock",
+        "a defect of other releases",
+        "wrong with shim as well",
+    )
+    assert all(f">{text}</text>" in legend for text in said) and "not run" not in drawn
+
+
+def test_neighbours_with_one_verdict_are_one_shape_cut_into_cells():
+    releases = ["0.17.0", "0.17.1", "0.18.0", "0.18.1"]
+    drawn = table(releases, [Row("p", ("p",), ("fixed", "fixed", "fixed", "upstream"))], "Proofs")
+    assert "p, 0.17.0 to 0.18.0: wrong on stock" in drawn and "p, 0.18.1: right on stock" in drawn
+    assert drawn.count("<title>p, ") == 2
+    cuts = re.findall(r'<path d="([^"]+)" stroke="var\(--paper\)" stroke-width="(\d+)"', drawn)
+    assert [(path.count("M"), int(wide)) for path, wide in cuts] == [(2, 2), (1, 7)]
+
+
+def test_a_bar_has_a_part_for_each_symptom_and_their_sum():
+    counts = {"0.18.2": {"silent": 2, "crash": 3}, "0.19.2": {"silent": 1}}
+    drawn = bars(counts, "Defects")
+    xml.dom.minidom.parseString(drawn)
+    parts = ["0.18.2: 2 silent: wrong numbers", "0.18.2: 3 crash", "0.19.2: 1 silent: wrong numbers"]
+    assert re.findall("<title>megatron-core (.*?)</title>", drawn) == parts
+    assert ">5</text>" in drawn and ">1</text>" in drawn and ">hang</text>" not in drawn
+    assert bars({}, "Defects").endswith("</svg>\n")
+    heights = [float(height) for height in re.findall(r'height="([\d.]+)" fill="var\(--(?:silent|crash)\)"><t', drawn)]
+    assert (heights[1] + 1) / (heights[0] + 1) == pytest.approx(1.5, 0.02)
+    assert set(TONES) == set(SYMPTOMS)
 
 
 def test_work_travels_as_json():
