@@ -36,8 +36,9 @@ PALETTE = {
     "cannot run": "#6e7781",
     "": "none",
 }
-WIDTH, HEIGHT = 460, 190
-LEFT, RIGHT, TOP, BOTTOM = 56, 12, 26, 28
+WIDTH, HEIGHT = 460, 200
+LEFT, RIGHT, TOP, BOTTOM = 56, 12, 30, 34
+LETTER = 6.4  # the width of one, on average
 TINY = 1e-9  # zero on a logarithmic axis
 
 
@@ -49,10 +50,10 @@ def picture(result: Result) -> str:
     return _curves(result) if result.stock is not None and result.stock.curves else _bars(result)
 
 
-def _svg(body: Sequence[str], height: int = HEIGHT) -> str:
+def _svg(body: Sequence[str], title: str, height: int = HEIGHT) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
-        f'role="img" font-family="sans-serif" font-size="12">{"".join(body)}</svg>'
+        f'role="img" font-family="sans-serif" font-size="12"><title>{_escaped(title)}</title>{"".join(body)}</svg>'
     )
 
 
@@ -76,24 +77,34 @@ def _curves(result: Result) -> str:
         y = TOP + (HEIGHT - TOP - BOTTOM) * (high - value) / span
         return f"{x:.1f},{y:.1f}"
 
-    body = [_frame(f"{high:.3g}", f"{low:.3g}"), _text(WIDTH - RIGHT, HEIGHT - 8, f"{steps} steps", "end", "faint")]
-    for number, (name, (colour, values)) in enumerate(lines.items()):
+    body = [_frame(result.curve, f"{high:.3g}", f"{low:.3g}", steps)]
+    names = WIDTH - RIGHT - sum(map(_named_width, lines))
+    for name, (colour, values) in lines.items():
         finite = [place(step, value) for step, value in enumerate(values) if math.isfinite(value)]
         # Truth is dashed, so that the curve that equals it still shows.
-        dash = ' stroke-dasharray="5 4"' if name == "truth" else ""
-        body.append(
-            f'<polyline fill="none" stroke="var(--{colour})" stroke-width="2"{dash} points="{" ".join(finite)}"/>'
-        )
-        body.append(_text(LEFT + 8 + 110 * number, 16, name, "start", colour))
-    return _svg(body)
+        how = f'fill="none" stroke="var(--{colour})" stroke-width="2"'
+        how += ' stroke-dasharray="5 4"' if name == "truth" else ""
+        body.append(f'<polyline {how} points="{" ".join(finite)}"/>')
+        body.append(f'<path {how} d="M{names:.0f} 10h18"/>{_text(names + 23, 14, name, "start", colour)}')
+        names += _named_width(name)
+    return _svg(body, f"{result.curve} of {steps} steps: {', '.join(lines)}")
 
 
-def _frame(high: str, low: str) -> str:
+def _named_width(name: str) -> float:
+    return 40 + LETTER * len(name)
+
+
+def _frame(name: str, high: str, low: str, steps: int) -> str:
+    """Both axes, each with its name and its ends."""
     bottom = HEIGHT - BOTTOM
     return (
         f'<path d="M{LEFT} {TOP}V{bottom}H{WIDTH - RIGHT}" fill="none" stroke="var(--faint)"/>'
-        + _text(LEFT - 6, TOP + 4, high, "end", "faint")
+        + _text(0, 14, name, "start", "faint")
+        + _text(LEFT - 6, TOP + 8, high, "end", "faint")
         + _text(LEFT - 6, bottom, low, "end", "faint")
+        + _text(LEFT, bottom + 16, "1", "middle", "faint")
+        + _text((LEFT + WIDTH - RIGHT) / 2, bottom + 16, "step", "middle", "faint")
+        + _text(WIDTH - RIGHT, bottom + 16, str(steps), "end", "faint")
     )
 
 
@@ -108,18 +119,25 @@ def _bars(result: Result) -> str:
     top = max([*values, result.bound, TINY])
     bottom = min([value for value in (*values, result.bound) if value > 0] or [TINY])
     logarithmic = top / bottom > 50
-    body = []
+    bound = _scaled(result.bound, top, bottom, logarithmic) if result.bound > 0 and values else None
+    body, marks = [], ""
     for number, (name, colour, side) in enumerate(known):
-        y = 24 + 40 * number
+        y = 14 + 42 * number
         length = _length(side, top, bottom, logarithmic)
         body.append(_text(0, y, name))
-        body.append(f'<rect x="0" y="{y + 5}" width="{length:.0f}" height="12" rx="2" fill="var(--{colour})"/>')
-        body.append(_text(80, y, side.text if len(side.text) <= 60 else f"{side.text[:57]}...", "start", "faint"))
-    if result.bound > 0 and values:
-        x = _scaled(result.bound, top, bottom, logarithmic)
-        body.append(f'<path d="M{x:.0f} 22V{14 + 40 * len(known)}" stroke="var(--ink)" stroke-dasharray="3 3"/>')
-        body.append(_text(min(x, WIDTH - 90), 28 + 40 * len(known), "right up to here", "start", "faint"))
-    return _svg(body, 34 + 40 * len(known))
+        body.append(_text(80, y, side.text if len(side.text) <= 58 else f"{side.text[:55]}...", "start", "faint"))
+        body.append(f'<rect x="0" y="{y + 7}" width="{length:.0f}" height="12" rx="2" fill="var(--{colour})"/>')
+        marks += "" if bound is None else f"M{bound:.0f} {y + 5}v17"  # across the bar, and through no text
+    last = 42 * len(known)
+    if bound is not None:
+        body.append(f'<path d="{marks}" stroke="var(--ink)" stroke-width="1.5" stroke-dasharray="3 2"/>')
+        anchor = "start" if bound < WIDTH / 2 else "end"
+        body.append(_text(bound, last + 10, f"right up to {result.bound:.3g}", anchor, "faint"))
+    if logarithmic:
+        # On the side that the bound leaves free.
+        x, anchor = (WIDTH - RIGHT, "end") if bound is None or bound < WIDTH / 2 else (0, "start")
+        body.append(_text(x, last + 10, "logarithmic scale", anchor, "faint"))
+    return _svg(body, "; ".join(f"{name}: {side.text}" for name, _, side in known), last + 16)
 
 
 def _length(side: Outcome, top: float, bottom: float, logarithmic: bool) -> float:

@@ -72,7 +72,7 @@ class Result:
 
     patch: its id; "" for a generic proof. label: the id, with the proof's name if the patch has several.
     action: of shim.plan() for the patch. reproduction: the docstring of the proof. audit: the verdict of
-    `shim audit`, if the proof ran against a tree.
+    `shim audit`, if the proof ran against a tree. curve: the quantity in the curves of both sides.
     """
 
     patch: str
@@ -91,6 +91,7 @@ class Result:
     reproduction: str = ""
     source: str = ""
     audit: str = ""
+    curve: str = "loss"
 
     @property
     def failed(self) -> bool:

@@ -154,9 +154,8 @@ def _blank(proof: Proof) -> Result:
     except OSError:  # an installation without sources
         source = ""
     text = inspect.cleandoc(function.__doc__ or "")
-    return Result(
-        "", proof.name, "", "", proof.defect, "cpu", "", "", bound=proof.bound, reproduction=text, source=source
-    )
+    blank = Result("", proof.name, "", "", proof.defect, "cpu", "", "", bound=proof.bound, curve=proof.curve)
+    return replace(blank, reproduction=text, source=source)
 
 
 def _proofs(decision: Decision, entry: PatchEntry, asked: bool, every: bool) -> Iterator[tuple[Proof | None, Result]]:

@@ -96,6 +96,7 @@ class Proof:
     te: bool
     beside: tuple[str, ...]
     variants: tuple[str, ...]
+    curve: str
     options: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -120,6 +121,7 @@ def proof(
     te: bool = False,
     beside: Sequence[str] = (),
     variants: Sequence[str] = (),
+    curve: str = "loss",
     options: Mapping[str, Any] | None = None,
 ) -> Callable[[Callable[[Here], float | Measured]], Proof]:
     """Make a proof of a function that measures one number (or returns a `Measured`); the smaller, the better.
@@ -137,6 +139,7 @@ def proof(
     te: whether Transformer Engine has to be there when megatron-core is imported; on a CPU its Python layer is enough.
     beside: further patches that both sides need.
     variants: those of the patch on whose releases stock is wrong in this way; empty for all.
+    curve: the quantity in `Measured.curves`, which names the axis of the picture.
     options: of the patch, on the side that has it, if its defaults switch it off.
     """
     if defect not in DEFECTS:
@@ -145,7 +148,7 @@ def proof(
     def made(function: Callable[[Here], float | Measured]) -> Proof:
         if not (function.__doc__ or "").strip():
             raise ValueError(f"the proof {function.__name__} has no docstring, which is its reproduction")
-        how = (ranks, tuple(devices), te, tuple(beside), tuple(variants), tuple((options or {}).items()))
+        how = (ranks, tuple(devices), te, tuple(beside), tuple(variants), curve, tuple((options or {}).items()))
         return Proof(function, says, bound, right, defect, crashes, *how)
 
     return made

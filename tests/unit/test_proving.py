@@ -10,7 +10,7 @@ import pytest
 
 from shim._matrix.model import SYMPTOMS
 from shim._proving.page import as_html
-from shim._proving.pictures import DARK, LIGHT, picture
+from shim._proving.pictures import DARK, LIGHT, PALETTE, picture
 from shim._proving.report import Heading, as_data, as_markdown, as_text
 from shim._proving.results import FAILURES, Outcome, Result, generic_verdict, outcome_of, summary, verdict_of
 from shim._proving.worker import SideTask, Work
@@ -149,6 +149,54 @@ def test_the_page_is_whole_and_escapes_what_upstream_says():
     page = as_html(HEADING, RESULTS, ["an <override>"])
     assert page.count("<section") == 4 and "&lt;override&gt;" in page and "Something &lt;is&gt; wrong." in page
     assert "prefers-color-scheme: dark" in page and "http" not in page.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_the_page_says_why_in_the_cell_and_leads_only_to_sections():
+    page = as_html(HEADING, RESULTS)
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
+    cells = dict(re.findall(r"<tr><td>(?:<a [^>]*>)?([^<]*).*?<td>(<span class=\"verdict\".*?)</td></tr>", page))
+    assert "a reason" in cells["te-fp8-state"] and "a reason" in cells["mtp|recompute"]
+    assert "a reason" not in cells["rope-thd"]
+    leading, there = re.findall('href="#([^"]*)"', page), re.findall('<section id="([^"]*)"', page)
+    assert leading == there and "te-fp8-state" not in there
+
+
+def test_a_number_stays_on_one_line_and_a_paragraph_does_not():
+    stock = Outcome("wrong", "off by 7.6e-08 and 1e+3", 0.5, 1.0)
+    text = "Wrong.\n\nCall `f(x)` in\nsteps: 1e-3.\n\n    f(1)\n    f(2)"
+    page = as_html(HEADING, [replace(result(stock=stock), reproduction=text)])
+    number = '<span class="number">{}</span>'.format
+    assert f'<td data-name="stock">off by {number("7.6e-08")} and {number("1e+3")}</td>' in page
+    assert (
+        f"<p>Wrong.</p><p>Call <code>f(x)</code> in steps: {number('1e-3')}.</p><pre>    f(1)\n    f(2)</pre>" in page
+    )
+
+
+def test_the_axes_have_names_and_the_bound_crosses_bars_only():
+    """The bound stands between the baselines of text, which would be hard to read below it."""
+    curves = Outcome("wrong", "off", 1, 0.1, CURVES)
+    drawn = picture(result(stock=curves, patched=curves, curve="gradient norm"))
+    assert ">gradient norm</text>" in drawn and ">step</text>" in drawn and ">3</text>" in drawn
+    drawn = picture(result())
+    assert ">right up to 1e-06</text>" in drawn and ">logarithmic scale</text>" in drawn
+    baselines = [int(y) for y in re.findall(r'<text x="\d+" y="(\d+)"', drawn)]
+    marks = re.search(r'<path d="((?:M\d+ \d+v\d+)+)"', drawn)[1]
+    spans = [(int(y), int(y) + int(high)) for y, high in re.findall(r"M\d+ (\d+)v(\d+)", marks)]
+    assert len(spans) == 2
+    assert not [(y, span) for y in baselines for span in spans if span[0] < y + 4 and y - 10 < span[1]]
+
+
+def test_a_badge_has_contrast():
+    """White on each colour, by WCAG 2."""
+
+    def luminance(colour):
+        parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return sum(part * weight for part, weight in zip(linear, (0.2126, 0.7152, 0.0722)))
+
+    assert {
+        verdict: 1.05 / (luminance(colour) + 0.05) >= 4.5 for verdict, colour in PALETTE.items() if verdict
+    } == dict.fromkeys(filter(None, PALETTE), True)
 
 
 CURVES = {"truth": [3.0, 2.0, 1.0], "measured": [3.0, 2.5, math.nan]}

@@ -77,7 +77,7 @@ def error(**options: Any) -> Measured:
     return Measured(worst, {"truth": truth, "measured": measured})
 
 
-@proof("gradients off by {:.1e}", right="bit-equal")
+@proof("gradients off by {:.1e}", right="bit-equal", curve="gradient norm of the router")
 def layers_that_are_not_recomputed_get_the_padding_mask(here: Here) -> Measured:
     """With recompute of some layers, the routers of the other layers take padding for tokens.
 

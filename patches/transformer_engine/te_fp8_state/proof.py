@@ -100,7 +100,13 @@ def scales_of_steps(recompute: bool, device: str) -> list[float]:
     return found
 
 
-@proof("scales off by a factor of 2^{:.1f}", right="the same scales", te=True, devices=("cpu", "cuda"))
+@proof(
+    "scales off by a factor of 2^{:.1f}",
+    right="the same scales",
+    te=True,
+    devices=("cpu", "cuda"),
+    curve="log2 of the scale",
+)
 def a_recompute_leaves_scales_as_they_were(here: Here) -> Measured:
     """Under delayed scaling, each recompute by transformer_engine's checkpoint moves the amax histories on.
 
