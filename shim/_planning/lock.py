@@ -25,9 +25,10 @@ from shim._version import __version__
 if TYPE_CHECKING:
     from shim._planning.plan import Decision, Plan
 
-__all__ = ["VERDICT_KEYS", "differences", "enforce_lock", "locked", "read_lock", "write_lock"]
+__all__ = ["HELD", "VERDICT_KEYS", "differences", "enforce_lock", "locked", "read_lock", "write_lock"]
 
 FORMAT = 4
+HELD = "this process is held to the lock"  # the error of a process that differs from its lock
 SHIM = "megatron-shim"
 MAX_BYTES = 4_000_000  # a lock of a hundred patches has 100 kB
 # The keys of a lock and of a patch in it, each with its type. All of a lock is compared: a reviewer may
@@ -305,6 +306,6 @@ def enforce_lock(plan: Plan) -> None:
                 f" ({more} more tree{'s' if more > 1 else ''} in the lock {'are' if more > 1 else 'is'} less like it)"
             )
         raise NotMetError(
-            f"this process is held to the lock {path}, but differs from it: {shown}. Nothing was applied. Remedy: "
+            f"{HELD} {path}, but differs from it: {shown}. Nothing was applied. Remedy: "
             "install what the lock names, or write a new lock with `shim pin --lock FILE` after a review."
         )

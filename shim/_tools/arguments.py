@@ -34,6 +34,30 @@ def _add_held(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--lock", metavar="FILE", help="exit 1 if the plan here differs from this lock")
 
 
+def _add_bisecting(sub: argparse.ArgumentParser) -> None:
+    add_selection(sub)
+    sub.add_argument(
+        "--metric",
+        metavar="REGEX",
+        help="compare a number that the command prints: the group of the last match, or what follows the match",
+    )
+    sub.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="take numbers for the same that differ by no more, relative to the larger: 1e-4; default 0",
+    )
+    sub.add_argument(
+        "--timeout", type=float, metavar="S", help="end a run after these seconds, and count that as its end"
+    )
+    sub.add_argument(
+        "--dir", default="shim-bisect", metavar="DIR", help="where runs are remembered and logged; default shim-bisect"
+    )
+    sub.add_argument("--anew", action="store_true", help="forget the runs that DIR remembers")
+    sub.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND")
+
+
 def _add_proving(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("ids", nargs="*", metavar="ID", help="only these patches; with --model only these proofs")
     sub.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of the proofs; default cpu")
@@ -103,6 +127,12 @@ def command_line() -> argparse.ArgumentParser:
     )
     _add_held(run)
     run.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND")
+    _add_bisecting(
+        command(
+            "bisect",
+            "run a command with halves of the patches until those are named that change its exit status or a number",
+        )
+    )
     pin = command(
         "pin",
         "write a lock of the installed packages (--lock); for developers of shim: measure the pins",

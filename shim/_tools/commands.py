@@ -41,10 +41,11 @@ __all__ = [
     "do_plan",
     "do_run",
     "do_status",
+    "selection",
 ]
 
 
-def _selection(arguments: argparse.Namespace) -> dict[str, Any]:
+def selection(arguments: argparse.Namespace) -> dict[str, Any]:
     """The arguments of apply() that the command line gives. The others are left out, so that their variables count."""
     chosen: dict[str, Any] = {}
     for name in ("only", "exclude", "require"):
@@ -70,7 +71,7 @@ def _held(arguments: argparse.Namespace) -> dict[str, Any]:
     """The same with --lock, for commands that take one."""
     if arguments.lock == "":
         raise OptionError("--lock is empty; name a file")
-    return {**_selection(arguments), **({"lock": arguments.lock} if arguments.lock else {})}
+    return {**selection(arguments), **({"lock": arguments.lock} if arguments.lock else {})}
 
 
 def do_plan(arguments: argparse.Namespace) -> int:
@@ -234,7 +235,7 @@ def do_pin(arguments: argparse.Namespace) -> int:
     proving = [name for name in ("prove", "against", "also", "markdown") if getattr(arguments, name)]
     if proving:
         raise OptionError(f"--{proving[0]} belongs to --lock FILE, the file that the verdicts go into")
-    if _selection(arguments).keys() - {"matrix", "packages"}:  # no patch module is imported here
+    if selection(arguments).keys() - {"matrix", "packages"}:  # no patch module is imported here
         raise OptionError("pins cover all patches; a selection belongs to --lock FILE")
     wanted = [f"--{name}" for name in ("add", "patch", "releases", "check", "anew") if getattr(arguments, name)]
     wanted += [] if arguments.of is None else ["--of"]
@@ -255,10 +256,10 @@ def _lock(arguments: argparse.Namespace) -> int:
     if arguments.prove or arguments.check:
         from shim._tools.pin_prove import do_pin_prove
 
-        return do_pin_prove(arguments, _selection(arguments))
+        return do_pin_prove(arguments, selection(arguments))
     if arguments.against or arguments.also or arguments.markdown:
         raise OptionError("--against, --also and --markdown belong to --prove")
-    made = plan(**{**_selection(arguments), "lock": None})
+    made = plan(**{**selection(arguments), "lock": None})
     missing = nothing_installed(made.environment)
     if missing:
         raise NotMetError(f"{missing} No lock was written.")
