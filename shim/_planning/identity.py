@@ -38,6 +38,7 @@ def identity_of(
                 "options": _plain(decision.options),
                 "module": module,
                 "code": code.of(module),
+                "own": code.own(module),
             }
     installed = {name: i.raw for name, i in environment.installed.items()}
     return {

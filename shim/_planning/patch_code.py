@@ -6,7 +6,7 @@ import ast
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from shim._errors import SourceError
 from shim._matrix.load import PACKAGE, patches_path
@@ -35,11 +35,23 @@ class Code:
         self._files: dict[str, str | None] = {}
         self._digests: dict[str, str | None] = {}
         self._imports: dict[str, list[str]] = {}
+        self._found: dict[str, dict[str, str]] = {}
 
     def of(self, module: str) -> str:
         """A hash over a patch module and all modules that it imports, directly or not, of shim, of its own top-level
         package, and of those of the named packages. Parents count, because an import also runs them."""
-        found: dict[str, str] = {}
+        return _hash_of(self._digests_of(module))
+
+    def own(self, module: str) -> str:
+        """A hash over those of these modules that lie in the patch module, so that no other patch shares them."""
+        found = self._digests_of(module)
+        return _hash_of({name: found[name] for name in found if f"{name}.".startswith(f"{module}.")})
+
+    def _digests_of(self, module: str) -> dict[str, str]:
+        """The digest of each of these modules, by name."""
+        if module in self._found:
+            return self._found[module]
+        found = self._found[module] = {}
         tops = self._tops | {module.partition(".")[0]}
         seen: set[str] = set()
         waiting = list(_with_parents(module))
@@ -53,8 +65,7 @@ class Code:
                 found[name] = digest
             if digest is not None and not name.startswith("shim._"):  # these are of another part of shim
                 waiting += (part for imported in self._imported(name) for part in _with_parents(imported))
-        hashed = hashlib.sha256("".join(f"{name} {found[name]}\n" for name in sorted(found)).encode())
-        return hashed.hexdigest()[:16]
+        return found
 
     def _digest(self, name: str) -> str | None:
         if name not in self._digests:
@@ -113,6 +124,11 @@ class Code:
             except OSError:
                 continue
             yield from (f"{package}.{name.partition('.')[0]}" for name in names if not name.startswith(("_", ".")))
+
+
+def _hash_of(digests: Mapping[str, str]) -> str:
+    """16 hexadecimal digits over the digests of modules."""
+    return hashlib.sha256("".join(f"{name} {digests[name]}\n" for name in sorted(digests)).encode()).hexdigest()[:16]
 
 
 def code_of_package(package: str) -> str:

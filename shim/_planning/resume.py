@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shim._planning.lock import SHIM, locked
+from shim._planning.lock import OWN, SHIM, locked, other_code
 from shim._planning.own_code import differing_parts
 from shim._planning.plan import Plan
 
@@ -15,7 +15,7 @@ __all__ = ["differs", "state_of"]
 def state_of(plan: Plan) -> dict[str, Any]:
     """The data to store: plain, of a few kB, as in a lock, without the bodies."""
     whole = locked(plan)
-    parts = ("variant", "options", "code")
+    parts = ("variant", "options", "code", "own")
     patches = {id: {part: p[part] for part in parts} for id, p in whole["patches"].items()}
     kept = ("digest", "releases", "code", "packages")
     return {**{name: whole[name] for name in kept}, "patches": patches}
@@ -32,11 +32,18 @@ def differs(saved: Mapping[str, Any] | str | None, plan: Plan) -> str:
     for part in ("releases", "patches"):
         then, now = saved.get(part), here[part]
         then = then if isinstance(then, Mapping) else {}
+        counted: dict[str, int] = {}
         for name in sorted({*then, *now}, key=str):
-            if then.get(name) != now.get(name):
-                found.append(f"{name}: {_shown(then.get(name))} then, {_shown(now.get(name))} now")
-                if None not in (codes := {_code(then.get(name)), _code(now.get(name))}) and len(codes) > 1:
-                    found[-1] += " (its code differs)"
+            one, other = then.get(name), now.get(name)
+            whose = other_code(one, other) if isinstance(one, Mapping) and isinstance(other, Mapping) else ""
+            if whose not in ("", OWN):
+                counted[whose] = counted.get(whose, 0) + 1
+            if whose == OWN or _apart_from_code(one) != _apart_from_code(other):
+                found.append(f"{name}: {_shown(one)} then, {_shown(other)} now")
+                found[-1] += " (its code differs)" if whose == OWN else ""
+        found += (
+            f"{whose}: other now, of {number} patch{'' if number == 1 else 'es'}" for whose, number in counted.items()
+        )
     found += _code_that_differs(saved, here)
     found += (f"{key!r} then, which this megatron-shim does not know" for key in saved if key not in here)
     if not found and saved.get("digest") != here["digest"]:
@@ -65,5 +72,7 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
-def _code(value: Any) -> Any:
-    return value.get("code") if isinstance(value, Mapping) else None
+def _apart_from_code(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return {name: value[name] for name in value if name not in ("code", "own")}

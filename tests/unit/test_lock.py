@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+from textwrap import dedent
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -188,11 +189,52 @@ def test_bodies_that_come_with_another_release_are_counted(held):
 def test_code_that_comes_with_another_shim_is_counted(held):
     """Each patch differs in it after an update, which says nothing about any of them."""
     edit(held.lock, lambda lock: lock["releases"].update({"megatron-shim": "0.0.1"}))
-    edit(held.lock, lambda lock: lock["patches"]["roll-fix"].update(code="0" * 16))
+    edit(held.lock, lambda lock: lock["patches"]["roll-fix"].update(code="0" * 16, own="0" * 16))
+    edit(held.lock, lambda lock: lock["patches"]["faster-forward"].update(code="0" * 16))
     with pytest.raises(NotMetError) as caught:
         shim.apply(lock=held.lock)
     assert f"megatron-shim: 0.0.1 in the lock, {shim.__version__} here" in str(caught.value)
-    assert "; code of patches: 1 in the lock, others here. Nothing" in str(caught.value)
+    assert "; code of patches: 2 in the lock, others here. Nothing" in str(caught.value)
+
+
+def test_code_that_patches_share_is_told_apart_from_their_own(held):
+    """A helper of many patches is one line, and not one for each. What is edited in a lock is seen in any case."""
+    helper = write_file(held.own / "trainer_patches" / "helper.py", "X = 1")
+    write_file(held.own / "trainer_patches" / "roll_fix.py", "from trainer_patches import helper\n" + dedent(PATCH))
+    lock = locked(held.plan())
+    assert lock["patches"]["roll-fix"]["own"] == lock["patches"]["faster-forward"]["own"]  # one module
+    helper.write_text("X = 2")
+    assert differences(lock, locked(held.plan())) == ["code that patches share: 2 in the lock, others here"]
+    write_file(
+        held.own / "trainer_patches" / "roll_fix.py", "from trainer_patches import helper  # why\n" + dedent(PATCH)
+    )
+    first, second = differences(lock, locked(held.plan()))
+    assert re.fullmatch(r"faster-forward: code: [0-9a-f]{16} in the lock, [0-9a-f]{16} here", first)
+    assert second.startswith("roll-fix: code: ")
+    for part in ("own", "code"):
+        lock = locked(held.plan())
+        lock["patches"]["roll-fix"] |= {part: "0" * 16}
+        assert len(differences(lock, locked(held.plan()))) == 1
+
+
+def of_format_4(lock):
+    """A lock, or a tree in it, as shim wrote it before it told a patch's own code apart from shared code."""
+    also = {"also": [of_format_4(tree) for tree in lock["also"]]} if "also" in lock else {}
+    patches = {id: {key: patch[key] for key in patch if key != "own"} for id, patch in lock["patches"].items()}
+    return {**lock, "format": 4, "patches": patches, **also}
+
+
+def test_a_lock_of_format_4_is_read(held):
+    """It holds a process to the same, and does not tell whose code differs. It may lie beside trees of this format."""
+    new = locked(held.plan())
+    held.lock.write_text(json.dumps({**new, "also": [of_format_4(new)]}))
+    assert active(shim.apply(lock=held.lock)) == ("roll-fix", "faster-forward")
+    old = of_format_4(new)
+    held.lock.write_text(json.dumps(old))
+    assert read_lock(held.lock) == old and differences(old, new) == []
+    code(held)
+    with pytest.raises(NotMetError, match="code of patches, their own or shared: 2 in the lock, others here"):
+        shim.apply(lock=held.lock)
 
 
 def test_options_of_the_caller_count(held):
@@ -393,8 +435,10 @@ def test_a_difference_in_own_code_is_named_with_both_versions(held):
         ('"text"', "is not a lock"),
         ("{}", "is not a lock"),
         ("supported: {}\npatches: {}\n", "cannot be read"),
-        ({"format": 1}, f"is a lock of format 1, and megatron-shim .* reads format {FORMAT}"),
-        ({"format": 2}, f"is a lock of format 2, and megatron-shim .* reads format {FORMAT}"),
+        ({"format": 1}, f"is a lock of format 1, and megatron-shim .* reads formats 4 and {FORMAT}"),
+        ({"format": 2}, f"is a lock of format 2, and megatron-shim .* reads formats 4 and {FORMAT}"),
+        ({"format": 4}, "is not a lock of format 4|unknown key 'own'"),
+        ({"also": [{"format": 3}]}, "is not a lock of format 5: also.0 lacks 'code'"),
         ({"format": True}, "'format' of it is no number"),
         ({"format": None}, "is not a lock"),
         ({"digest": 1}, "is not a lock of .*: 'digest' of it is no text"),
