@@ -41,7 +41,7 @@ def links():
 
 
 class BuildWithMatrix(build_py):
-    """build_py, and the matrix with its pins and its fast form into the package."""
+    """build_py, and into the package the matrix with its pins and its fast form, and the changelog for `shim diff`."""
 
     def run(self):
         super().run()
@@ -49,6 +49,9 @@ class BuildWithMatrix(build_py):
             package = Path(self.build_lib) / "shim"
             for name in ("version_matrix.yaml", "version_matrix.lock.json"):
                 shutil.copyfile(HERE / name, package / name)
+            shutil.copyfile(HERE / "CHANGELOG.md", package / "CHANGELOG.md")
+            unwanted = shutil.ignore_patterns("README.md", "template.md")
+            shutil.copytree(HERE / "changes", package / "changes", ignore=unwanted, dirs_exist_ok=True)
             fast_form = package / "_matrix" / "matrix.json"
             here = {**os.environ, "PYTHONPATH": str(HERE)}
             subprocess.run([sys.executable, "-m", "shim._matrix", fast_form.absolute()], cwd=HERE, env=here, check=True)

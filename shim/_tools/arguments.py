@@ -180,6 +180,10 @@ def command_line() -> argparse.ArgumentParser:
         metavar="FILE",
         help="with --add, --patch or --releases: a lock of shim pin --prove, whose verdicts count for a new release",
     )
+    diff = command("diff", "print which patches differ between two locks, or a lock and what is installed")
+    diff.add_argument("old", metavar="OLD.lock", help="a lock of shim pin --lock")
+    diff.add_argument("new", metavar="NEW.lock", nargs="?", help="a newer lock; without it, what is installed here")
+    add_selection(diff)
     matrix = command("matrix", "check the matrix, and print which release gets which variant of each patch")
     matrix.add_argument("--cells", action="store_true", help="print the releases a trainer should test, as JSON")
     matrix.add_argument(

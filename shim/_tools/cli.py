@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from shim._errors import MatrixError, OptionError, ShimError
-from shim._tools import bisect, commands, prove
+from shim._tools import bisect, commands, diff, prove
 from shim._tools.arguments import command_line
 from shim._tools.output import INTERRUPTED, NOT_MET, USAGE, complain, nobody_reads, tell
 from shim._tools.progress import masked_log
@@ -20,6 +20,7 @@ __all__ = ["main"]
 COMMANDS = {
     "audit": commands.do_audit,
     "bisect": bisect.do_bisect,
+    "diff": diff.do_diff,
     "doctor": commands.do_doctor,
     "explain": commands.do_explain,
     "list": commands.do_list,

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import sys
-from textwrap import dedent
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -195,26 +194,6 @@ def test_code_that_comes_with_another_shim_is_counted(held):
         shim.apply(lock=held.lock)
     assert f"megatron-shim: 0.0.1 in the lock, {shim.__version__} here" in str(caught.value)
     assert "; code of patches: 2 in the lock, others here. Nothing" in str(caught.value)
-
-
-def test_code_that_patches_share_is_told_apart_from_their_own(held):
-    """A helper of many patches is one line, and not one for each. What is edited in a lock is seen in any case."""
-    helper = write_file(held.own / "trainer_patches" / "helper.py", "X = 1")
-    write_file(held.own / "trainer_patches" / "roll_fix.py", "from trainer_patches import helper\n" + dedent(PATCH))
-    lock = locked(held.plan())
-    assert lock["patches"]["roll-fix"]["own"] == lock["patches"]["faster-forward"]["own"]  # one module
-    helper.write_text("X = 2")
-    assert differences(lock, locked(held.plan())) == ["code that patches share: 2 in the lock, others here"]
-    write_file(
-        held.own / "trainer_patches" / "roll_fix.py", "from trainer_patches import helper  # why\n" + dedent(PATCH)
-    )
-    first, second = differences(lock, locked(held.plan()))
-    assert re.fullmatch(r"faster-forward: code: [0-9a-f]{16} in the lock, [0-9a-f]{16} here", first)
-    assert second.startswith("roll-fix: code: ")
-    for part in ("own", "code"):
-        lock = locked(held.plan())
-        lock["patches"]["roll-fix"] |= {part: "0" * 16}
-        assert len(differences(lock, locked(held.plan()))) == 1
 
 
 def of_format_4(lock):

@@ -1,13 +1,17 @@
 """The code of a patch from outside of shim: what it imports, however it is spelt, and all files of named packages."""
 
 import os
+import re
 import sys
 import zipfile
+from textwrap import dedent
 
 import pytest
 from unit_helpers import BROKEN, write_file
+from unit_helpers import PATCH as SOURCE
 
 from shim._matrix.load import load_matrix
+from shim._planning.lock import differences, locked
 from shim._planning.options import resolve
 from shim._planning.patch_code import Code, code_of_package
 from shim._planning.plan import make_plan
@@ -167,7 +171,6 @@ def test_nothing_of_it_is_imported_and_nothing_stops_it(world):
 
 def test_files_of_packages_are_named_by_a_lock_and_a_resume(world):
     """A patch whose own code is the same, beside a table that it reads."""
-    from shim._planning.lock import differences, locked
     from shim._planning.resume import differs, state_of
 
     put(world, {PATCH: "", "trainer_patches/table.json": "{}"})
@@ -183,3 +186,22 @@ def test_files_of_packages_are_named_by_a_lock_and_a_resume(world):
     [said] = differences(lock, locked(made()))
     assert said.startswith("files of the package trainer_patches: ") and said.endswith(" here")
     assert differs(state, made()) == "files of trainer_patches differ"
+
+
+def test_code_that_patches_share_is_told_apart_from_their_own(world):
+    """A helper of many patches is one line, and not one for each. What is edited in a lock is seen in any case."""
+    world.install(BROKEN)
+    helper = write_file(world.own / HELPER, "X = 1")
+    write_file(world.own / PATCH, "from trainer_patches import helper\n" + dedent(SOURCE))
+    lock = locked(world.plan())
+    assert lock["patches"]["roll-fix"]["own"] == lock["patches"]["faster-forward"]["own"]  # one module
+    helper.write_text("X = 2")
+    assert differences(lock, locked(world.plan())) == ["code that patches share: 2 in the lock, others here"]
+    write_file(world.own / PATCH, "from trainer_patches import helper  # why\n" + dedent(SOURCE))
+    first, second = differences(lock, locked(world.plan()))
+    assert re.fullmatch(r"faster-forward: code: [0-9a-f]{16} in the lock, [0-9a-f]{16} here", first)
+    assert second.startswith("roll-fix: code: ")
+    for part in ("own", "code"):
+        lock = locked(world.plan())
+        lock["patches"]["roll-fix"] |= {part: "0" * 16}
+        assert len(differences(lock, locked(world.plan()))) == 1

@@ -1,0 +1,259 @@
+"""`shim diff`: what differs between two locks, or between a lock and what is installed, and what that changes."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from shim._api import plan
+from shim._errors import NotMetError, OptionError
+from shim._matrix.load import load_matrix
+from shim._matrix.model import CHANGES, Matrix
+from shim._planning.evidence import tree_for, trees_of
+from shim._planning.lock import OWN, SHARED, SHIM, UNTOLD, locked, other_code, read_lock
+from shim._planning.options import matrix_argument
+from shim._planning.overview import nothing_installed
+from shim._planning.own_code import differing_parts
+from shim._planning.plan import Plan
+from shim._printing.printable import one_line
+from shim._tools.commands import selection
+from shim._tools.news import news_of
+from shim._tools.output import NOT_MET, OK, put
+
+__all__ = ["Difference", "Other", "compare", "do_diff"]
+
+WIDTH = 100
+NEW, GONE, CHANGED = "new", "gone", "changed"
+# What a patch changes, from the most to the least.
+TITLES = {
+    "values": "They change values, such as a loss or a gradient:",
+    "rounding": "They change the rounding of numbers:",
+    "nothing": "They change no number:",
+    "": "This shim has no such patch:",
+}
+
+
+@dataclass(frozen=True)
+class Other:
+    """A patch that is not the same in both locks.
+
+    how: "new", "gone" or "changed".    what: each difference in words.    own_code: whether its own code differs.
+    changes: what the patch changes in the numbers of a run: of CHANGES, or "" if this shim does not have the patch.
+    news: lines of the changelog.
+    """
+
+    how: str
+    what: tuple[str, ...]
+    own_code: bool
+    changes: str
+    summary: str
+    news: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Difference:
+    """All that differs between two locks.
+
+    releases, digest, matrix, kinds: (then, now) each, if they differ.    drifted: patches that have, or have no longer.
+    shim_code: the parts of shim whose code differs.    packages: those of the caller whose files differ.
+    bodies: patches that differ only in upstream's bodies that they bind or rely on, with the number of these.
+    shared: patches whose own code is the same, and shared code is not.    untold: patches whose code differs, own or
+    shared, which a lock of format 4 does not tell.
+    """
+
+    digest: tuple[str, str]
+    releases: Mapping[str, tuple[str, str]]
+    matrix: tuple[str, str] | None
+    kinds: tuple[list[str], list[str]] | None
+    drifted: Mapping[str, str]
+    shim_code: list[str]
+    packages: list[str]
+    patches: Mapping[str, Other] = field(default_factory=dict)
+    bodies: Mapping[str, int] = field(default_factory=dict)
+    shared: list[str] = field(default_factory=list)
+    untold: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        named = (self.releases, self.matrix, self.kinds, self.drifted, self.shim_code, self.packages, self.patches)
+        return any(named) or bool(self.bodies or self.shared or self.untold) or self.digest[0] != self.digest[1]
+
+
+def do_diff(arguments: argparse.Namespace) -> int:
+    old, given = read_lock(arguments.old), selection(arguments)
+    made: Plan | None = None
+    if arguments.new is None:
+        made = plan(**given, lock=None)
+        if missing := nothing_installed(made.environment):
+            raise NotMetError(f"{missing} Or name a second lock.")
+        new, matrix, now = locked(made), made.matrix, "what is installed"
+        then = tree_for(old, made.environment)
+    else:
+        if odd := sorted(given.keys() - {"matrix", "packages"}):
+            raise OptionError(
+                f"--{odd[0].replace('_', '-')} chooses patches of what is installed; leave out it, or NEW"
+            )
+        new, matrix, now = read_lock(arguments.new), load_matrix(matrix_argument(arguments.matrix)), arguments.new
+        then = _most_like(old, new)
+    found = compare(then, new, matrix, made)
+    more = len(trees_of(old)) + len(trees_of(new)) - 2
+    put(_plain(found, more), as_text(found, arguments.old, now, more), arguments.json)
+    return NOT_MET if found else OK
+
+
+def _most_like(old: Mapping[str, Any], new: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The tree of a lock with the most releases of another."""
+    there = set(new["releases"].items())
+    return max(trees_of(old), key=lambda tree: len(there & set(tree["releases"].items())))
+
+
+def compare(old: Mapping[str, Any], new: Mapping[str, Any], matrix: Matrix, made: Plan | None = None) -> Difference:
+    """What differs between two trees of locks. `matrix` says what each patch changes.
+
+    made: the plan that `new` is of, which says why a patch is gone.
+    """
+    releases = _both(old["releases"], new["releases"])
+    since = old["releases"].get(SHIM)
+    patches: dict[str, Other] = {}
+    code: dict[str, list[str]] = {SHARED: [], UNTOLD: []}
+    bodies: dict[str, int] = {}
+    for id in _in_order(matrix, {*old["patches"], *new["patches"]}):
+        then, now = old["patches"].get(id), new["patches"].get(id)
+        whose = other_code(then, now) if then and now else ""
+        what = list(_what(id, then, now, whose, made))
+        if whose in code:
+            code[whose].append(id)
+        if then and now and (other := len(_both(then["fingerprints"], now["fingerprints"]))):
+            if what:
+                what.append(f"{other} other bod{'y' if other == 1 else 'ies'} of upstream's")
+            else:
+                bodies[id] = other
+        if not what:
+            continue
+        entry = matrix.patches.get(id)
+        told = whose == OWN or then is None or then["variant"] != (now or then)["variant"]
+        patches[id] = Other(
+            NEW if then is None else GONE if now is None else CHANGED,
+            tuple(what),
+            whose == OWN,
+            "" if entry is None else entry.changes,
+            "" if entry is None else entry.summary,
+            tuple(f"{line.version}: {line.text}" for line in news_of(id, since)) if told else (),
+        )
+    drifted = {id: GONE for id in old["drifted"] if id not in new["drifted"]}
+    return Difference(
+        digest=(old["digest"], new["digest"]),
+        releases=releases,
+        matrix=_pair(old["matrix"], new["matrix"]),
+        kinds=_pair(old["kinds"], new["kinds"]),
+        drifted={**drifted, **{id: NEW for id in new["drifted"] if id not in old["drifted"]}},
+        shim_code=differing_parts(old["code"], new["code"]),
+        packages=differing_parts(old["packages"], new["packages"]),
+        patches=patches,
+        bodies=bodies,
+        shared=code[SHARED],
+        untold=code[UNTOLD],
+    )
+
+
+def _what(
+    id: str, then: Mapping[str, Any] | None, now: Mapping[str, Any] | None, whose: str, made: Plan | None
+) -> Iterator[str]:
+    """Each difference of a patch, but for upstream's bodies, and code that it shares or that a lock does not tell."""
+    if then is None and now is not None:
+        yield f"variant {now['variant']}"
+    elif now is None:
+        decision = None if made is None else made.decisions.get(id)
+        yield "no longer applied" if decision is None else f"{decision.action}: {decision.reason}"
+    elif then is not None:
+        if then["variant"] != now["variant"]:
+            yield f"variant {then['variant']} -> {now['variant']}"
+        for name, (before, after) in _both(then["options"], now["options"]).items():
+            yield f"option {name} {before} -> {after}"
+        if then["module"] != now["module"]:
+            yield f"module {then['module']} -> {now['module']}"
+        if whose == OWN:
+            yield "other code of its own"
+
+
+def _both(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    return {
+        name: (then.get(name), now.get(name))
+        for name in sorted({*then, *now})
+        if _differ(then.get(name), now.get(name))
+    }
+
+
+def _differ(one: Any, other: Any) -> bool:
+    return one != other or type(one) is not type(other)  # to Python, 1 and True are equal
+
+
+def _pair(then: Any, now: Any) -> tuple[Any, Any] | None:
+    return (then, now) if then != now else None
+
+
+def _in_order(matrix: Matrix, ids: set[str]) -> list[str]:
+    return [*(id for id in matrix.patches if id in ids), *sorted(ids - matrix.patches.keys())]
+
+
+# Output
+
+
+def _plain(found: Difference, more: int) -> dict[str, Any]:
+    return {**asdict(found), "differs": bool(found), "trees_not_compared": more}
+
+
+def as_text(found: Difference, old: str, now: str, more: int) -> str:
+    """more: trees of the locks that were not compared."""
+    if not found:
+        return f"no difference between {old} and {now}"
+    new, gone, changed = (sum(other.how == how for other in found.patches.values()) for how in (NEW, GONE, CHANGED))
+    lines = [f"{new} new, {gone} gone, {changed} changed, from {old} to {now}"]
+    changes = {**found.releases, "digest": found.digest}
+    if found.matrix:
+        changes["matrix"] = found.matrix
+    if found.kinds:
+        changes["kinds"] = (" ".join(found.kinds[0]), " ".join(found.kinds[1]))
+    lines += [f"{name} {then or 'none'} -> {after or 'none'}" for name, (then, after) in changes.items()]
+    lines += [f"code of shim: {', '.join(found.shim_code)}"] if found.shim_code else []
+    lines += [f"files of packages: {', '.join(found.packages)}"] if found.packages else []
+    lines += [f"{id} has {'' if how == NEW else 'no longer '}drifted" for id, how in found.drifted.items()]
+    lines += [f"not compared: {more} further tree{'' if more == 1 else 's'} of the locks"] if more else []
+    lines = [*lines[:1], *(f"  {one_line(line)}" for line in lines[1:])]
+    for kind in (*reversed(CHANGES), ""):
+        members = {id: other for id, other in found.patches.items() if other.changes == kind}
+        lines += ["", TITLES[kind]] if members else []
+        for id, other in sorted(members.items(), key=lambda member: (NEW, GONE, CHANGED).index(member[1].how)):
+            lines += _of_patch(id, other)
+    for title, ids in (
+        ("The same on other bodies of upstream's", list(found.bodies)),
+        ("Other code that patches share", found.shared),
+        ("Other code, own or shared, which a lock of format 4 does not tell", found.untold),
+    ):
+        lines += ["", *_wrapped(f"{title}: ", ids)] if ids else []
+    return "\n".join(lines)
+
+
+def _of_patch(id: str, other: Other) -> Iterator[str]:
+    yield from textwrap.wrap(f"{other.how:<8}{id}: {'; '.join(other.what)}", WIDTH, **_indent("  ", " " * 10))
+    if other.summary:
+        yield from textwrap.wrap(other.summary, WIDTH, **_indent(" " * 10, " " * 10))
+    for line in other.news[:1]:
+        yield from textwrap.wrap(f"changelog, {line}", WIDTH, **_indent(" " * 10, " " * 12))
+    if len(other.news) > 1:
+        yield f"{' ' * 10}and {len(other.news) - 1} more in CHANGELOG.md"
+
+
+def _wrapped(title: str, ids: Sequence[str]) -> list[str]:
+    return textwrap.wrap(f"{title}{len(ids)} ({', '.join(ids)})", WIDTH, **_indent("", "  "))
+
+
+def _indent(first: str, rest: str) -> dict[str, Any]:
+    return {
+        "initial_indent": first,
+        "subsequent_indent": rest,
+        "break_long_words": False,
+        "break_on_hyphens": False,
+    }
