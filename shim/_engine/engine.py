@@ -45,6 +45,7 @@ from shim._engine.conflicts import require_none, warnings_for, with_conflicts
 from shim._engine.contexts import Block, Context, Contexts
 from shim._engine.deferred_log import DeferredLog, short_of
 from shim._engine.ending import is_ending
+from shim._engine.exception_notes import ExceptionNotes
 from shim._engine.factories import Factories
 from shim._engine.import_hook import ImportHook
 from shim._engine.imports import Imports
@@ -101,6 +102,7 @@ class Engine:
         self.imports = Imports(self)
         self.watch = Watch(ImportHook(self.imports.wants, self.imports.before, self.imports.after))
         self.renewal = Renewal(self)
+        self.notes = ExceptionNotes(lambda: self.plan)
 
     # One at a time
 
@@ -206,6 +208,7 @@ class Engine:
         with self.lock:
             self.watch.tidy()
             self.factories.keep_only(self.plan, self.failed)
+            self.notes.follow(self.plan is not None)
         self.factories.release_dropped()
         self.deferred.flush()
 

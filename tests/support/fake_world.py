@@ -148,6 +148,7 @@ def fresh_engine(monkeypatch):
         yield engine
     finally:
         engine.watch.hook.remove()
+        engine.notes.follow(False)
         sys.meta_path[:] = meta_path
         for name in set(sys.modules) - set(modules):
             if name.partition(".")[0] in ("megatron", "fake_patches"):
