@@ -188,7 +188,7 @@ def test_an_interrupt_ends_the_run_at_hand_and_says_how_to_go_on(tree, tmp_path,
     }
     command = [sys.executable, "-m", "shim", "bisect", "--package", "fake_patches", "--", "sh", "-c", script]
     with subprocess.Popen(command, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True) as process:
-        for _ in range(600):
+        for _ in range(2400):
             if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():
                 break
             time.sleep(0.05)
