@@ -117,7 +117,7 @@ gpu:  ## FP8, FP4 and fused rotations, where $(PYTHON) has torch, megatron-core 
 	$(PYTHON) -m pytest -q -rs -m gpu tests/gpu
 
 .PHONY: integration
-integration: env  ## shim in workers of a real Ray, which is installed for it, and beside real trainers, which are fetched
+integration: env  ## shim in workers of a real Ray and beside real trainers, which are fetched, and its pages in a Chromium
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check ray
 	$(BIN)/python -m pytest -q tests/integration/test_ray.py
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/integration --ignore tests/integration/test_ray.py

@@ -20,6 +20,7 @@ from packaging.version import Version
 from shim._matrix.concerns import WORDS
 from shim._matrix.model import RIGHT, SYMPTOMS, UPSTREAM, Matrix, PatchEntry, in_range
 from shim._proving.pictures import both_schemes
+from shim._te.features import losses_of
 
 from .docs_defects import ProofText, proof_texts
 from .docs_links import segments
@@ -72,6 +73,8 @@ def explore_data(matrix: Matrix, proved: Mapping[str, Any]) -> dict[str, Any]:
     Releases and texts are given by their places in a list. A patch has one letter for each release of the distributions
     that decide about it (`by`): a capital for a variant, "u" if the release has fixed the defect, "n" if it never had
     it. A run of a proof is [first release, number of releases, verdict, stock, with shim].
+
+    `lost` has what megatron-core loses beside a Transformer Engine, see _lost.
     """
     releases = {CORE: [core for core in matrix.supported[CORE] if core in proved], TE: list(matrix.supported[TE])}
     texts: dict[str, int] = {}
@@ -83,8 +86,27 @@ def explore_data(matrix: Matrix, proved: Mapping[str, Any]) -> dict[str, Any]:
         "words": [[group, [[word, WORDS[word]] for word in words]] for group, words in _grouped().items()],
         "presets": [[name, words.split()] for name, words in PRESETS.items()],
         "patches": [_patch(entry, releases, proved, texts) for entry in matrix.patches.values()],
+        "lost": [[lost, patch, spans] for (lost, patch), spans in _lost(releases).items()],
         "texts": list(texts),
     }
+
+
+def _lost(releases: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], list[list[int]]]:
+    """(what is lost, the patch that restores it or "") -> [first megatron-core, number, bits of Transformer Engine]."""
+    masks: dict[tuple[str, str], list[int]] = {}
+    for place, core in enumerate(releases[CORE]):
+        for bit, te in enumerate(releases[TE]):
+            for feature in losses_of(Version(core), Version(te)):
+                mask = masks.setdefault((feature.lost, feature.patch), [0] * len(releases[CORE]))
+                mask[place] |= 1 << bit
+    return {what: list(_spans(mask)) for what, mask in masks.items()}
+
+
+def _spans(mask: Sequence[int]) -> Iterator[list[int]]:
+    for bits, places in groupby(range(len(mask)), key=lambda place: mask[place]):
+        span = list(places)
+        if bits:
+            yield [span[0], len(span), bits]
 
 
 def _grouped() -> dict[str, list[str]]:

@@ -228,6 +228,18 @@
     return element("ul", {}, ...patches.map((patch) => element("li", {}, element("code", {}, patch.id), `: ${more(patch)}`)));
   }
 
+  // What megatron-core goes without, because this Transformer Engine lacks a name.
+  function lost() {
+    const here = data.lost.filter(([, , spans]) => choice.te !== NO_TE &&
+      spans.some(([first, number, bits]) => span(first, number, choice.core) && Math.floor(bits / 2 ** choice.te) % 2));
+    if (!here.length) return [];
+    const restored = here.filter(([, patch]) => patch).length;
+    const title = `${count(here.length, "feature")} that megatron-core silently loses beside this Transformer Engine, ` +
+      `${restored} of which shim restores`;
+    return [fold(title, element("ul", { id: "lost" }, ...here.map(([what, patch]) =>
+      element("li", {}, what, ...(patch ? [" (restored by ", element("code", {}, patch), ")"] : [])))))];
+  }
+
   const alternatives = (patch) => patch.concerns.map((words) => words.join("+")).join(" or ");
 
   function rest(found) {
@@ -241,6 +253,7 @@
         command(`shim prove ${ids.join(" ")}`),
         command(`MEGATRON_SHIM_ONLY=${ids.join(",")} shim run -- python train.py`),
       ] : []),
+      ...lost(),
       ...(found.unmeasured.length ? [fold(`${count(found.unmeasured.length, "patch", "patches")} for this choice without a number`,
         ...found.unmeasured.map(({ patch, rest: unrun }) => element("div", {}, element("p", {}, element("code", {}, patch.id), `: ${patch.summary}.`),
           element("ul", {}, ...notRun(unrun)))))] : []),

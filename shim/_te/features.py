@@ -16,7 +16,7 @@ from shim._releases.versions import parse_range
 from shim._te.names import Names, imported_below, wanted_names
 from shim._te.tables import MEGATRON, TE, expanded, remedies, table
 
-__all__ = ["LostFeature", "lost_features", "missing_names", "pair_is_known", "places", "remedy_for"]
+__all__ = ["LostFeature", "lost_features", "losses_of", "missing_names", "pair_is_known", "places", "remedy_for"]
 
 
 def remedy_for(name: str, megatron: Version) -> Mapping[str, str] | None:
@@ -78,6 +78,11 @@ def lost_features(
     if found is None or megatron is None or te is None:
         return None
     return (*_of_names(found, megatron, te, decisions), *_of_drifts(megatron, te, decisions))
+
+
+def losses_of(megatron: Version, te: Version) -> tuple[LostFeature, ...]:
+    """The lost features of two measured releases, whatever is installed, without a decision about their patches."""
+    return (*_of_names(places(megatron, te) or {}, megatron, te, {}), *_of_drifts(megatron, te, {}))
 
 
 def missing_names(sources: Sources, package: Path, megatron: Version | None) -> dict[str, list[str]]:

@@ -6,9 +6,11 @@ from dataclasses import replace
 import pytest
 from chromium import CONTRASTS, Chromium, address_of
 from explored import CORE, TE, hits
+from packaging.version import Version
 from unit_helpers import REPOSITORY
 
 from shim._matrix.load import load_matrix
+from shim._te.features import losses_of
 from shim.maintenance.docs_defects import read_proved
 from shim.maintenance.docs_explore import explore_page
 
@@ -102,6 +104,16 @@ def test_the_page_shows_what_the_matrix_and_the_record_say(page, choice):
     totals = dict(browser.run(TOTALS))
     by_kind = {kind: sum(len(proofs) for (k, _), proofs in found.items() if k == kind) for kind in totals}
     assert totals == by_kind and list(totals) == ["silent", "crash", "hang", "memory", "missing"]
+
+
+def test_what_the_pair_loses_is_told(page):
+    """Of this pair, with the patch that restores it; nothing without Transformer Engine."""
+    said = "[...document.querySelectorAll('#lost li')].map((line) => line.textContent)"
+    found = page(hash_of("0.18.2", "2.5.0", None)).run(said)
+    lost = {feature.lost: feature.patch for feature in losses_of(Version("0.18.2"), Version("2.5.0"))}
+    assert sorted(found) == sorted(f"{what} (restored by {patch})" if patch else what for what, patch in lost.items())
+    assert len(found) > 5 and any("te-moved-symbols" in line for line in found)
+    assert page(hash_of("0.18.2", None, None)).run(said) == []
 
 
 def test_without_a_choice_it_shows_the_newest_release_beside_one_of_its_time(page):

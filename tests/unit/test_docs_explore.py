@@ -17,6 +17,7 @@ from unit_helpers import REPOSITORY
 from shim._matrix.concerns import WORDS
 from shim._matrix.load import load_matrix
 from shim._matrix.model import NOT_NEEDED, UPSTREAM
+from shim._te.features import losses_of
 from shim.maintenance.docs_defects import proof_texts, read_proved
 from shim.maintenance.docs_explore import ANSWERED, GROUPS, PARTS, PRESETS, VERDICTS, explore_data, explore_page
 from shim.maintenance.docs_links import linked, segments
@@ -94,6 +95,18 @@ def test_each_patch_is_told_as_its_file_tells_it(id):
         holding = {(core, te) for core in CORES for te in TES if rule.holds({CORE: Version(core), TE: Version(te)})}
         spans = [releases[first : first + number] for releases, (first, number) in ((CORES, cores), (TES, tes))]
         assert note == rule.note and holding == {(core, te) for core in spans[0] for te in spans[1]}
+
+
+def test_what_a_pair_loses_is_what_shim_plan_says():
+    for place, core in enumerate(CORES):
+        for bit, te in enumerate(TES):
+            found = [
+                (lost, patch)
+                for lost, patch, spans in DATA["lost"]
+                if any(first <= place < first + number and bits >> bit & 1 for first, number, bits in spans)
+            ]
+            said = {(feature.lost, feature.patch) for feature in losses_of(Version(core), Version(te))}
+            assert len(found) == len(said) and set(found) == said, (core, te)
 
 
 def test_each_word_can_be_ticked_once():
