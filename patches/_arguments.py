@@ -30,7 +30,7 @@ def argument(
 
 def replacing(
     function: Function, name: str, like: Function | None = None
-) -> Callable[[tuple[Any, ...], dict[str, Any], Any], tuple]:
+) -> Callable[[tuple[Any, ...], dict[str, Any], Any], tuple[tuple[Any, ...], dict[str, Any]]]:
     """A function that returns the arguments of a call of `function` with another value for `name`.
 
     like: see `argument`. Without it a wrapper that takes any gets the value by name, as its calls are to pass it.

@@ -168,7 +168,7 @@ class _ToMainGrad(torch.autograd.Function):
         return weight.detach()
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor | None) -> Tensor | None:  # type: ignore[override]
+    def backward(ctx: Any, _: Tensor | None) -> Tensor | None:
         weight = ctx.weight
         weight.main_grad = ctx.main_grad
         if not hasattr(weight, "grad_added_to_main_grad"):

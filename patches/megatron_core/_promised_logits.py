@@ -87,7 +87,7 @@ class Promise:
     def max(self, *args: Any, **kwargs: Any) -> Any:
         if self._largest is None or not _along_the_last(*args, **kwargs):
             return self.kept.max(*args, **kwargs)
-        return torch.return_types.max(self._largest)  # type: ignore[attr-defined]
+        return torch.return_types.max(self._largest)
 
     @functools.cached_property
     def kept(self) -> Tensor:

@@ -95,5 +95,5 @@ def add_product(to: Tensor, left: Tensor, right: Tensor, begun: bool, exact: boo
 
 def _unrounded(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     if left.is_cuda and dtype == torch.float32 and hasattr(torch.ops.aten.mm, "dtype"):  # torch 2.8, on CUDA only
-        return torch.mm(left, right, out_dtype=dtype)  # type: ignore[call-overload,no-any-return]
+        return torch.mm(left, right, out_dtype=dtype)
     return left.to(dtype) @ right.to(dtype)

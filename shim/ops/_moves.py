@@ -99,21 +99,21 @@ class _Move(torch.autograd.Function):
     """Takes plain tensors and keeps nothing outside of them, as torch.compile asks of it."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, fill: Any, *ways: Tensor | None) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: Tensor, fill: Any, *ways: Tensor | None) -> Tensor:
         index, there, *_ = ways
         assert index is not None
         ctx.save_for_backward(*ways)
         return _picked(tensor, index, there, fill)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         index, there, back, there_back = ctx.saved_tensors
-        return _Move.apply(grad, 0, back, there_back, index, there), None, None, None, None, None  # type: ignore[no-untyped-call]
+        return _Move.apply(grad, 0, back, there_back, index, there), None, None, None, None, None
 
 
 def moved(tensor: Tensor, there: Places, back: Callable[[], Places], fill: Any = 0) -> Tensor:
     """Elements of `tensor` [size, ...] in the places of `there`; `back` gives the way back for a gradient."""
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return there.pick(tensor, fill)
-    result: Tensor = _Move.apply(tensor, fill, *there.tensors, *back().tensors)  # type: ignore[no-untyped-call]
+    result: Tensor = _Move.apply(tensor, fill, *there.tensors, *back().tensors)
     return result

@@ -17,7 +17,8 @@ from shim.ops._row_provenance import RowTensor, row_tensors
 from shim.ops._row_rules import Span
 from shim.ops._saved_tensors import HOOKED, foreign_hooks_active, now
 from shim.ops._stash_compiled import CompiledRegions
-from shim.ops._stash_pool import BITS, PagePool, capturing
+from shim.ops._stash_layout import BITS
+from shim.ops._stash_pool import PagePool, capturing
 from shim.ops._stash_rows import ValidRows, valid_rows
 from shim.ops._stashed_tensor import StashedTensor
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shim.ops import _stash_eager as reference
+from shim.ops import _stash_layout as layout
 from shim.ops._stash_layout import BITS
 from shim.ops._stash_rows import ValidRows
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 __all__ = ["allocate", "check_device", "load", "release", "store"]
 
-_HEAD = tl.constexpr(reference.HEAD)
-_TAIL = tl.constexpr(reference.TAIL)
-_HOST_HEAD = tl.constexpr(reference.HOST_HEAD)
-_HOST_TAIL = tl.constexpr(reference.HOST_TAIL)
-_WANTED = tl.constexpr(reference.WANTED)
-_MOST_WANTED = tl.constexpr(reference.MOST_WANTED)
-_STASHED = tl.constexpr(reference.STASHED)
-_SPILLED = tl.constexpr(reference.SPILLED)
-_RELEASED = tl.constexpr(reference.RELEASED)
-_IN_POOL = tl.constexpr(reference.IN_POOL)
-_ON_HOST = tl.constexpr(reference.ON_HOST)
-_NOWHERE = tl.constexpr(reference.NOWHERE)
+_HEAD = tl.constexpr(layout.HEAD)
+_TAIL = tl.constexpr(layout.TAIL)
+_HOST_HEAD = tl.constexpr(layout.HOST_HEAD)
+_HOST_TAIL = tl.constexpr(layout.HOST_TAIL)
+_WANTED = tl.constexpr(layout.WANTED)
+_MOST_WANTED = tl.constexpr(layout.MOST_WANTED)
+_STASHED = tl.constexpr(layout.STASHED)
+_SPILLED = tl.constexpr(layout.SPILLED)
+_RELEASED = tl.constexpr(layout.RELEASED)
+_IN_POOL = tl.constexpr(layout.IN_POOL)
+_ON_HOST = tl.constexpr(layout.ON_HOST)
+_NOWHERE = tl.constexpr(layout.NOWHERE)
 
 _SLOTS = 1024  # entries of a list of pages at a time
 _TILE = 2048  # elements of a tensor that a program copies at a time
@@ -211,7 +211,7 @@ def allocate(pool: Pages, count: Tensor, pages: Tensor, where: Tensor, kept: boo
         _allocate_kernel[(1,)](
             *_lists(pool, count, pages, where),
             pages.numel(),
-            reference.KEPT if kept else reference.LOST,
+            layout.KEPT if kept else layout.LOST,
             BLOCK=_SLOTS,
             num_warps=4,
         )

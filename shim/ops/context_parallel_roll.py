@@ -166,7 +166,7 @@ class _Exchange(torch.autograd.Function):
         return _swap(to_previous, to_next, group)
 
     @staticmethod
-    def backward(ctx: Any, from_next: Tensor | None, from_previous: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, from_next: Tensor | None, from_previous: Tensor | None) -> Any:
         # Gradients go back the way the tokens came.
         of_next, of_previous = _swap(from_previous, from_next, ctx.group)
         return of_previous, of_next, None

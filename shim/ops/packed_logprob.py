@@ -274,7 +274,7 @@ class _Gathered(torch.autograd.Function):
         return found
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *of_rows: Tensor | None) -> Any:
         (places,) = ctx.saved_tensors
         wanted = [number for number, needed in enumerate(ctx.needs_input_grad[3:]) if needed]

@@ -75,7 +75,7 @@ def _no_context(*args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[
     return contextlib.nullcontext()
 
 
-def _norm_under_sequence_parallelism(original: Callable[..., Any]) -> staticmethod:
+def _norm_under_sequence_parallelism(original: Callable[..., Any]) -> staticmethod[..., Any]:
     """The torch norm refuses sequence parallelism only because its weights lack the mark. Sets the mark."""
 
     def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:

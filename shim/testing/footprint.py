@@ -17,7 +17,7 @@ _Mode: Any = required("torch.utils._python_dispatch:TorchDispatchMode")
 tree_iter = required("torch.utils._pytree:tree_iter")
 
 
-class Footprint(_Mode):
+class Footprint(_Mode):  # type: ignore[misc]
     """Watches every operation below autograd inside the context, also in backward.
 
         with testing.Footprint() as footprint:

@@ -223,7 +223,7 @@ def _file_is_stand_in() -> Iterator[None]:
         importlib.util.spec_from_file_location = original
         return _extension_spec()
 
-    importlib.util.spec_from_file_location = spec_from_file_location  # type: ignore[assignment]
+    importlib.util.spec_from_file_location = spec_from_file_location
     try:
         yield
     finally:
@@ -265,7 +265,7 @@ class _CompiledEnum(enum.Enum):
 
 def _stand_in(name: str, members: set[str]) -> Any:
     if members:
-        return _CompiledEnum(name, sorted(members), module=_EXTENSION, start=0)  # type: ignore[call-arg, arg-type]
+        return _CompiledEnum(name, sorted(members), module=_EXTENSION, start=0)  # type: ignore[call-arg]
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise CompiledOpError(name)

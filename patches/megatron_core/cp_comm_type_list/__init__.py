@@ -27,7 +27,7 @@ from shim.patches._arguments import Function, argument
 INIT = "megatron.core.transformer.transformer_layer:TransformerLayer.__init__"
 
 
-class _ByNumber(list):
+class _ByNumber(list[Any]):
     """What a config has for its list until a layer has taken its entry, by a number that counts from one."""
 
     def __init__(self, config: Any, layer: Any) -> None:

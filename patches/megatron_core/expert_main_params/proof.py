@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from shim.patches.megatron_core.reshardable_padding.proof import Training, fused
 from shim.testing.layout import Layout
 from shim.testing.proof import CannotRunError, Here, proof
 
-EXPERTS = {
+EXPERTS: dict[str, Any] = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
     "moe_ffn_hidden_size": 16,

@@ -29,7 +29,7 @@ class _Key(str):
     """A key of a checkpoint, of which `name in key` says whether it ends with the name."""
 
     __slots__ = ()
-    __contains__ = str.endswith  # type: ignore[assignment]
+    __contains__ = str.endswith
 
 
 def _build_model_param_to_state_dict_param_map(original: Function) -> Function:

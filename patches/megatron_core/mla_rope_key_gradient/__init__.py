@@ -153,7 +153,8 @@ def _fused_apply_mla_rope_for_kv(original: Any) -> Any:
     if original is None:  # the fused function cannot be imported
         return None
     upstreams = getattr(sys.modules.get(FUSIONS), "fused_apply_mla_rope_for_kv", None)
-    key_of, with_key = (get(original, "k_pos_emb", like=upstreams) for get in (argument, replacing))
+    key_of = argument(original, "k_pos_emb", like=upstreams)
+    with_key = replacing(original, "k_pos_emb", like=upstreams)
 
     @functools.wraps(original)
     def fused_apply_mla_rope_for_kv(*args: Any, **kwargs: Any) -> Any:

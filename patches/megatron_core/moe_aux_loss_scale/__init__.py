@@ -62,7 +62,7 @@ def _scaled(original: Function, mean_lacks_cp: bool) -> Function:
         if getattr(config, "num_moe_experts", None) is not None:
             lacking = _lacking(config, mean_lacks_cp)
             if lacking > 1:
-                scaler = sys.modules[SCHEDULES].MoEAuxLossAutoScaler  # type: ignore[attr-defined]
+                scaler = sys.modules[SCHEDULES].MoEAuxLossAutoScaler
                 scaler.set_loss_scale(scaler.main_loss_backward_scale * lacking)
         return result
 

@@ -79,7 +79,7 @@ class _Cut(torch.autograd.Function):
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> None:
         return None
 
 
@@ -92,7 +92,7 @@ class _Joined(torch.autograd.Function):
         return output.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         return grad, grad[: ctx.rows]
 
 

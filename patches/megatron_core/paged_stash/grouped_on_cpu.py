@@ -28,7 +28,7 @@ class _Product(torch.autograd.Function):
         return torch.cat([part @ matrix for part, matrix in zip(rows.split(counts), matrices, strict=True)])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         rows, matrices = ctx.saved_tensors
         parts = list(zip(rows.split(ctx.counts), grad.split(ctx.counts), matrices, strict=True))
         grad_rows = torch.cat([of_output @ matrix.t() for _, of_output, matrix in parts])

@@ -36,8 +36,8 @@ def patch_get_context(original: Function, stash: ExpertStash) -> Function:
     @functools.wraps(original)
     def get_paged_stash_context(
         name: str | None = None,
-        max_num_tokens: int | None = None,
-        num_tokens_tensor: Tensor | None = None,
+        max_num_tokens: Any = None,
+        num_tokens_tensor: Any = None,
         avg_num_tokens: int | None = None,
     ) -> Any:
         return stash.open(max_num_tokens, num_tokens_tensor, avg_num_tokens)

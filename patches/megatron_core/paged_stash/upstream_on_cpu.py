@@ -77,7 +77,7 @@ class GroupedMLP(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         x, hidden, w1, w2 = ctx.saved_tensors
         x, hidden, grad = x[: ctx.count], hidden[: ctx.count], grad[: ctx.count]
         grad_hidden = (grad @ w2.t()) * (hidden > 0)

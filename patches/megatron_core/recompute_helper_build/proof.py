@@ -10,7 +10,6 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from torch.utils import file_baton
 
 from shim.testing.proof import CannotRunError, Here, proof
 
@@ -38,7 +37,7 @@ def refilled_behind_a_stale_lock() -> int:
         with (
             mock.patch.dict(os.environ, {"TORCH_EXTENSIONS_DIR": directory}),
             mock.patch.object(random, "_share_storage_ext", None),
-            mock.patch.object(file_baton.time, "sleep", _gives_up),
+            mock.patch.object(time, "sleep", _gives_up),
         ):
             right = torch.arange(6.0)
             output = right.clone()

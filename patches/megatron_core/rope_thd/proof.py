@@ -20,7 +20,7 @@ RANKS = ((1, 0), (2, 0), (2, 1))  # of how many context-parallel ranks this is w
 _Mode: Any = required("torch.utils._python_dispatch:TorchDispatchMode")
 
 
-class Operations(_Mode):
+class Operations(_Mode):  # type: ignore[misc]
     """Counts what is dispatched."""
 
     count = 0

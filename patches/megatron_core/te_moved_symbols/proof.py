@@ -103,7 +103,7 @@ def functions_that_moved_are_used(here: Here) -> float:
 _Mode: Any = required("torch.utils._python_dispatch:TorchDispatchMode")
 
 
-class Copies(_Mode):
+class Copies(_Mode):  # type: ignore[misc]
     """Counts how often tensors are put together into a new one."""
 
     def __init__(self) -> None:

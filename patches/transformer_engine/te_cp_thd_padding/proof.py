@@ -100,7 +100,7 @@ def stand_ins() -> Iterator[Any]:
     kernels: Any = import_module("transformer_engine_torch")
     backend = kernels.NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
     answer = (backend, "") if hasattr(utils, "FusedAttentionParams") else backend  # from 2.20
-    attention: Any = owner.DotProductAttention  # type: ignore[attr-defined]
+    attention: Any = owner.DotProductAttention
     if "pad_between_seqs" not in inspect.signature(attention.forward).parameters:
         raise CannotRunError("this release is as wrong, but takes no pad_between_seqs, so that nothing fixes it")
     substitutes = {

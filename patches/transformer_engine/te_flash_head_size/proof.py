@@ -50,7 +50,7 @@ def installed(module: Any) -> tuple[Any, dict[str, Any]]:
 def gpu(capability: tuple[int, int], flash: bool = True, fused: bool = False) -> Iterator[None]:
     """A GPU of this compute capability, with or without FlashAttention 2 and a fused attention of cuDNN."""
     module, kernels = home(), import_module("transformer_engine_torch")
-    backends: Any = kernels.NVTE_Fused_Attn_Backend  # type: ignore[attr-defined]
+    backends: Any = kernels.NVTE_Fused_Attn_Backend
     backend = backends.NVTE_F16_arbitrary_seqlen if fused else backends.NVTE_No_Backend
     answer = (backend, "a stand-in") if hasattr(module, "FusedAttentionParams") else backend  # from 2.20
     with contextlib.ExitStack() as undo:

@@ -61,7 +61,7 @@ _HOST_RESULTS = (bool, int, float)
 _Mode: Any = required("torch.utils._python_dispatch:TorchDispatchMode")
 
 
-class Dispatching(_Mode):
+class Dispatching(_Mode):  # type: ignore[misc]
     """Sees the operations without a tensor of the device: those that make one, and collectives."""
 
     def __torch_dispatch__(

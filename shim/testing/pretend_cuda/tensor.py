@@ -79,7 +79,7 @@ class DeviceTensor(torch.Tensor):
         return False
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         return _DATA.__get__(self)
 
     @data.setter
@@ -91,7 +91,7 @@ class DeviceTensor(torch.Tensor):
     def get_device(self) -> int:
         return 0
 
-    def type(self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:  # type: ignore[override]
+    def type(self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
         if dtype is None:
             return f"torch.cuda.{_TYPES.get(self.dtype, 'Other')}Tensor"
         return self.to(dtype, non_blocking=non_blocking)
