@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 RELEASE ?= 0.16.1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test lint unit unit-pythons coverage helpers other-torch cells trainers environments matrix proofs mutations engine-mutations gpu bench docs pins changelog wheel clean
+.PHONY: help env demo test lint unit unit-pythons coverage helpers other-torch cells trainers environments matrix proofs mutations engine-mutations gpu bench docs pins changelog dist fresh clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -151,8 +151,15 @@ pins: env  ## fingerprint all supported releases and write them into version_mat
 changelog: env  ## collect the fragments of changes/ in CHANGELOG.md, as the section of shim.__version__
 	$(BIN)/towncrier build --yes --version "$$($(BIN)/python -c 'import shim; print(shim.__version__)')"
 
-wheel: env
-	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+dist: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct)
+dist: env  ## the wheel and the source distribution of a commit: always the same bytes
+	rm -rf build dist *.egg-info/SOURCES.txt
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
+	$(BIN)/python -c "from setuptools import build_meta; build_meta.build_sdist('dist')" >/dev/null
+	@ls -l dist
+
+fresh: dist  ## use both as a user does, in fresh environments on every Python there is
+	sh tests/fresh_environments.sh
 
 clean:
 	rm -rf $(VENV) .venv-* build dist *.egg-info

@@ -1,43 +1,41 @@
-"""Build of megatron-shim: the patches and the matrix lie beside the package in the tree, and inside it in the wheel.
+"""Build of megatron-shim, as far as pyproject.toml cannot say it.
 
-What lies in the tree and in no package is named in MANIFEST.in, for the source distribution.
+The patches and the matrix lie beside the package in the tree, and inside it in the wheel. What lies in the tree and in
+no package is named in MANIFEST.in, for the source distribution. With SOURCE_DATE_EPOCH, two builds of one tree have the
+same bytes.
 """
 
+import gzip
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 HERE = Path(__file__).parent
-VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "shim" / "_version.py").read_text("utf-8"), re.M).group(1)
-# The address that the repository is to have. Before the first release somebody has to register it: docs/releasing.md.
-PROJECT = "https://github.com/megatron-shim/megatron-shim"
+
+
+def said(file, pattern):
+    """What the one line of the file with this pattern says."""
+    return re.search(pattern, (HERE / file).read_text("utf-8"), re.M).group(1)
+
+
+VERSION = said("shim/_version.py", r'^__version__ = "(.+)"$')
+PROJECT = said("pyproject.toml", r'^Repository = "(.+)"$')
 
 
 def readme():
-    """README.md for a package index, where links relative to this tree would lead nowhere: absolute ones, or none."""
+    """README.md for a package index, where links relative to this tree would lead nowhere: absolute ones."""
     text = (HERE / "README.md").read_text("utf-8")
-    if not PROJECT:
-        return re.sub(r"!?\[([^\]]+)\]\((?!https?:|#)[^)]+\)", r"\1", text)
     text = re.sub(r"(!\[[^\]]*\]\()(?!https?:)([^)]+)\)", rf"\1{PROJECT}/raw/main/\2)", text)
     return re.sub(r"\]\((?!https?:|#)([^)]+)\)", rf"]({PROJECT}/blob/main/\1)", text)
-
-
-def links():
-    """What setup() is told of the project's pages."""
-    if not PROJECT:
-        return {}
-    pages = {
-        "Documentation": f"{PROJECT}/blob/main/docs/index.md",
-        "Changelog": f"{PROJECT}/blob/main/CHANGELOG.md",
-        "Issues": f"{PROJECT}/issues",
-    }
-    return {"url": PROJECT, "project_urls": pages}
 
 
 class BuildWithMatrix(build_py):
@@ -53,29 +51,50 @@ class BuildWithMatrix(build_py):
             unwanted = shutil.ignore_patterns("README.md", "template.md")
             shutil.copytree(HERE / "changes", package / "changes", ignore=unwanted, dirs_exist_ok=True)
             fast_form = package / "_matrix" / "matrix.json"
-            here = {**os.environ, "PYTHONPATH": str(HERE)}
-            subprocess.run([sys.executable, "-m", "shim._matrix", fast_form.absolute()], cwd=HERE, env=here, check=True)
+            # Before what is there: an isolated build finds what it requires by it.
+            path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+            command = [sys.executable, "-m", "shim._matrix", fast_form.absolute()]
+            subprocess.run(command, cwd=HERE, env={**os.environ, "PYTHONPATH": path}, check=True)
+
+
+class SameWheel(bdist_wheel):
+    """bdist_wheel, whose archive says nothing of the umask."""
+
+    def write_wheelfile(self, *arguments, **keywords):
+        super().write_wheelfile(*arguments, **keywords)
+        for file in Path(self.bdist_dir).rglob("*"):
+            file.chmod(0o755 if file.is_dir() else 0o644)
+
+
+class SameArchive(sdist):
+    """sdist, whose archive says nothing of the day, the user and the umask."""
+
+    def make_archive(self, base_name, format, root_dir=None, base_dir=None, owner=None, group=None):
+        when = os.environ.get("SOURCE_DATE_EPOCH")
+        if format != "gztar" or when is None:
+            return super().make_archive(base_name, format, root_dir, base_dir, owner, group)
+
+        def plain(member):
+            member.mtime, member.uid, member.gid, member.uname, member.gname = int(when), 0, 0, "", ""
+            member.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
+            return member
+
+        name = f"{base_name}.tar.gz"
+        with (
+            open(name, "wb") as file,
+            gzip.GzipFile("", "wb", mtime=int(when), fileobj=file) as packed,
+            tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive,
+        ):
+            archive.add(Path(root_dir or ".") / base_dir, base_dir, filter=plain)  # in the order of names
+        return name
 
 
 # Guarded, because in a source tree this file is found beside the patches, and tools that walk packages import it.
 if __name__ == "__main__":
     setup(
-        name="megatron-shim",
         version=VERSION,
-        description="Fixes and backports for megatron-core and Transformer Engine releases, applied in memory",
         long_description=readme(),
         long_description_content_type="text/markdown",
-        license="Apache-2.0",
-        **links(),
-        keywords=["megatron-core", "transformer-engine", "fine-tuning", "monkey-patch", "compatibility"],
-        classifiers=[
-            "Intended Audience :: Developers",
-            "Operating System :: POSIX :: Linux",
-            "Programming Language :: Python :: 3",
-            *(f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)),
-            "Topic :: Scientific/Engineering :: Artificial Intelligence",
-        ],
-        python_requires=">=3.10",
         package_dir={"shim": "shim", "shim.patches": "patches"},
         packages=[
             "shim",
@@ -83,28 +102,5 @@ if __name__ == "__main__":
             "shim.patches",
             *(f"shim.patches.{package}" for package in find_packages(str(HERE / "patches"))),
         ],
-        package_data={
-            "shim": [
-                "py.typed",
-                "_releases/known_files.json",
-                "_releases/known_trees.json",
-                "_te/wanted_names.json",
-                "_te/lost_names.json",
-                "_te/te_remedies.json",
-                "_workers/run/sitecustomize.py",
-            ],
-            "": ["patch.yaml"],
-        },
-        install_requires=["packaging>=23.2", "PyYAML>=6.0"],
-        extras_require={
-            "torch": ["torch>=2.6"],
-            "megatron": ["megatron-core>=0.12"],
-            "te": ["transformer-engine>=2.1"],
-            "triton": ["triton"],
-            "test": ["pytest", "pytest-xdist", "hypothesis"],
-        },
-        # Another package is called shim on the index, and installs a command of that name.
-        entry_points={"console_scripts": ["shim = shim._tools.cli:main", "megatron-shim = shim._tools.cli:main"]},
-        cmdclass={"build_py": BuildWithMatrix},
-        zip_safe=False,
+        cmdclass={"bdist_wheel": SameWheel, "build_py": BuildWithMatrix, "sdist": SameArchive},
     )

@@ -8,16 +8,8 @@
 set -u
 cd "$(dirname "$0")/.." || exit 1
 
-# python3.10 from PATH or pyenv, the first that runs and is really of that version.
-find_python() {
-    for candidate in "$(command -v "python$1")" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".*/bin/python; do
-        if [ -n "$candidate" ] && [ "$("$candidate" -c "$ask" 2>/dev/null)" = "$1" ]; then
-            echo "$candidate"
-            return 0
-        fi
-    done
-    return 1
-}
+# shellcheck source=tests/find_python.sh
+. tests/find_python.sh
 
 files="
     tests/unit/test_fingerprint.py
@@ -53,7 +45,6 @@ if [ "${SHIM_TEST_EVERY_FILE:-}" = 1 ]; then
     files_of_3_12=$files
 fi
 
-ask='import sys; print("%d.%d" % sys.version_info[:2])'
 done_already=
 if [ -n "${PYTHON:-}" ]; then
     done_already=$("$PYTHON" -c "$ask")
@@ -72,7 +63,7 @@ for version in 3.10 3.12 3.13; do
         rm -rf "$venv"
         if ! said=$({ "$python" -m venv "$venv" &&
             "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-                pytest pytest-xdist hypothesis "packaging>=23.2" "PyYAML>=6.0" "setuptools>=70.1"; } 2>&1); then
+                pytest pytest-xdist hypothesis "packaging>=23.2" "PyYAML>=6.0" "setuptools>=78"; } 2>&1); then
             echo "skipped: python$version, because its packages cannot be installed:"
             echo "$said" | tail -n 3
             rm -rf "$venv"

@@ -1,6 +1,5 @@
 """What docs/releasing.md asks for before a release can be built: with SHIM_RELEASING=1, as the page says."""
 
-import ast
 import os
 import re
 
@@ -16,10 +15,12 @@ CHANGELOG = (REPOSITORY / "CHANGELOG.md").read_text("utf-8")
 
 
 def test_the_address_is_set():
-    """Of the repository, in setup.py: links of the package lead there."""
-    tree = ast.parse((REPOSITORY / "setup.py").read_text("utf-8"))
-    values = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "PROJECT"]
-    assert ast.literal_eval(values[0]).startswith("https://")
+    """Of the repository, in pyproject.toml: links of the package lead there."""
+    urls = (REPOSITORY / "pyproject.toml").read_text("utf-8").partition("[project.urls]\n")[2].partition("\n\n")[0]
+    addresses = re.findall(r'^\w+ = "(.+)"$', urls, flags=re.MULTILINE)
+    (repository,) = re.findall(r'^Repository = "(.+)"$', urls, flags=re.MULTILINE)
+    assert len(addresses) == 4 and all(address.startswith(repository) for address in addresses)
+    assert repository.startswith("https://")
 
 
 def test_the_version_is_one_of_a_release():

@@ -21,12 +21,13 @@ from shim.maintenance.changes import fragments
 
 
 def has_setuptools():
-    found = subprocess.run([sys.executable, "-c", "import setuptools.command.bdist_wheel, pip"], capture_output=True)
+    code = "import pip; from importlib.metadata import version; assert int(version('setuptools').split('.')[0]) >= 78"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True)
     return found.returncode == 0
 
 
 pytestmark = pytest.mark.skipif(
-    not has_setuptools(), reason="building a wheel offline needs pip and setuptools from 70.1 on"
+    not has_setuptools(), reason="building a wheel offline needs pip and setuptools from 78 on"
 )
 
 
@@ -74,15 +75,19 @@ def tree(tmp_path_factory):
     return where
 
 
+def built(form, tree, where, python=sys.executable, **variables):
+    """The "sdist" or the "wheel" of the tree, as a build frontend asks setuptools for it."""
+    code = f"from setuptools import build_meta; build_meta.build_{form}({str(where)!r})"
+    environ = {**os.environ, **variables}
+    done = subprocess.run([python, "-c", code], cwd=tree, capture_output=True, text=True, env=environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (archive,) = [file for file in where.iterdir() if file.name.endswith((".whl", ".tar.gz"))]
+    return archive
+
+
 @pytest.fixture(scope="module")
 def sdist(tree, tmp_path_factory):
-    """The source distribution of the tree, as a build frontend asks setuptools for it."""
-    where = tmp_path_factory.mktemp("sdist")
-    code = f"from setuptools import build_meta; build_meta.build_sdist({str(where)!r})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tree, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (built,) = where.glob("*.tar.gz")
-    return built
+    return built("sdist", tree, tmp_path_factory.mktemp("sdist"))
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +95,8 @@ def wheel(tree, tmp_path_factory):
     """The wheel of the tree."""
     where = tmp_path_factory.mktemp("wheel")
     pip("wheel", *OFFLINE, "--wheel-dir", str(where), str(tree))
-    (built,) = where.glob("*.whl")
-    return built
+    (archive,) = where.glob("*.whl")
+    return archive
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +104,8 @@ def sdists_wheel(sdist, tmp_path_factory):
     """What pip makes of the source distribution, where it is all that an index offers."""
     where = tmp_path_factory.mktemp("sdists-wheel")
     pip("wheel", *OFFLINE, "--wheel-dir", str(where), str(sdist))
-    (built,) = where.glob("*.whl")
-    return built
+    (archive,) = where.glob("*.whl")
+    return archive
 
 
 def names_in(wheel):
@@ -111,6 +116,27 @@ def names_in(wheel):
 def test_the_source_distribution_builds_the_same_wheel(sdists_wheel, wheel):
     """The matrix, the patches, and the rest."""
     assert sdists_wheel.name == wheel.name and names_in(sdists_wheel) == names_in(wheel)
+
+
+@pytest.mark.parametrize("form", ["wheel", "sdist"])
+def test_two_builds_of_a_commit_are_the_same_bytes(form, tree, tmp_path):
+    """On another day, in another folder, under another umask; and small."""
+    for name, umask, day in (("first", 0o022, 1_000_000_000), ("second", 0o077, 1_500_000_000)):
+        copy = tmp_path / name / "tree"
+        ignored = shutil.ignore_patterns("build", "*.egg-info", "__pycache__", "matrix.json")
+        shutil.copytree(tree, copy, ignore=ignored, copy_function=shutil.copyfile)
+        for file in (file for file in copy.rglob("*") if file.is_file()):
+            file.chmod(0o666 & ~umask)
+            os.utime(file, (day, day))
+    (tmp_path / "second" / "tree" / "shim" / "_matrix" / "matrix.json").write_text("left from another build")
+
+    archives = [
+        built(form, tmp_path / name / "tree", tmp_path / name, SOURCE_DATE_EPOCH="1790000000")
+        for name in ("first", "second")
+    ]
+    first, second = (archive.read_bytes() for archive in archives)
+    assert first == second
+    assert len(first) < {"wheel": 1_500_000, "sdist": 3_000_000}[form]
 
 
 def test_the_source_distribution_has_tests_and_documents(sdist):
@@ -182,6 +208,20 @@ def test_the_wheel_asks_for_packaging_and_pyyaml_only(wheel):
     assert sorted(part.partition(">")[0].lower() for part in asked) == ["packaging", "pyyaml"]
 
 
+def test_a_build_finds_its_requirements_where_the_frontend_put_them(bare, tree, tmp_path):
+    """pip isolates a build by PYTHONPATH: its environment has no package itself."""
+    python, site = bare
+    overlay = tmp_path / "overlay"
+    site.rename(overlay)
+    site.mkdir()
+    here = Path(find_spec("setuptools").submodule_search_locations[0]).parent
+    for found in (here / "setuptools", *here.glob("setuptools-*.dist-info")):
+        (overlay / found.name).symlink_to(found)
+    where = tmp_path / "archives"
+    where.mkdir()
+    built("wheel", tree, where, python, PYTHONPATH=str(overlay))
+
+
 @pytest.fixture
 def bare(tmp_path):
     """A fresh environment that sees packaging and PyYAML, and nothing else of this one: its Python and its packages."""
@@ -242,7 +282,6 @@ def test_with_an_address_each_link_leads_to_a_file_of_the_repository(monkeypatch
     spec.loader.exec_module(setup)
     monkeypatch.setattr(setup, "PROJECT", "https://example.test/shim")
     links = re.findall(r"\]\(([^)]+)\)", setup.readme())
-    links += setup.links()["project_urls"].values()
     assert all(link.startswith(("https://example.test/shim", "#")) for link in links), links
     paths = [link.partition("/blob/main/")[2].partition("#")[0] for link in links if "/blob/main/" in link]
     assert "docs/patches.md" in paths and all((REPOSITORY / path).is_file() for path in paths)
