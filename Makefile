@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 RELEASE ?= 0.16.1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test lint unit unit-pythons coverage helpers other-torch cells trainers environments matrix proofs mutations engine-mutations gpu bench docs pins changelog dist fresh clean
+.PHONY: help env demo test lint unit unit-pythons coverage helpers other-torch cells pairs trainers environments matrix proofs mutations engine-mutations gpu bench docs pins changelog dist fresh clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -27,7 +27,7 @@ demo: env  ## train a small GPT with MTP on packed text, stock against shim (REL
 # Types are checked, and environments for the other Pythons made, by one process each: side by side.
 test: env  ## everything CI runs
 	$(MAKE) -j 2 lint unit-pythons
-	$(MAKE) unit helpers other-torch cells trainers
+	$(MAKE) unit helpers other-torch cells pairs trainers
 
 # mypy finds shim.patches and shim.maintenance if they lie in the package, as in a wheel; in the tree both are unknown.
 lint: env
@@ -55,7 +55,7 @@ MEASURED := COVERAGE_ROOT=$(CURDIR) COVERAGE_PROCESS_START=$(CURDIR)/tests/measu
 coverage: env  ## of shim and patches, branches included, by what make test runs; half an hour
 	$(BIN)/python -m pytest -q -n 3 --cov --cov-report= $(WITHOUT_TORCH)
 	$(BIN)/python -m pytest -q -n 3 --cov --cov-append --cov-report= $(WITH_TORCH)
-	$(MAKE) cells CELLS_ENVIRONMENT="$(MEASURED)"
+	$(MAKE) cells pairs CELLS_ENVIRONMENT="$(MEASURED)"
 	COVERAGE_ROOT=$(CURDIR) $(BIN)/python -m coverage combine --quiet --append --rcfile tests/measured.toml
 	$(BIN)/python -m coverage report
 
@@ -79,8 +79,11 @@ environments: env  ## tests and proofs with torch 2.6.0, 2.9.1, 2.12.1 and 2.14.
 
 # One release per set of bodies, and a patch's own tests once per variant, whose cases they share (make matrix: all on
 # all). tests/support/chosen.py says which; three cells at once, with one thread each.
-cells: env  ## real megatron-core, one process per release
-	SHIM_TEST_ONCE_PER_VARIANT=1 $(CELLS_ENVIRONMENT) $(BIN)/python -m shim.testing.cells --everyday --jobs 3 -- -q -p no:warnings tests/cells tests/examples
+CELLS ?= --everyday
+cells: env  ## real megatron-core, one process per release (CELLS="--releases 0.16.1")
+	SHIM_TEST_ONCE_PER_VARIANT=1 $(CELLS_ENVIRONMENT) $(BIN)/python -m shim.testing.cells $(CELLS) --jobs 3 -- -q -p no:warnings tests/cells tests/examples
+
+pairs: env  ## real megatron-core with Transformer Engine's Python layer
 	SHIM_TEST_ONCE_PER_VARIANT=1 $(CELLS_ENVIRONMENT) $(BIN)/python -m shim.testing.cells --everyday-pairs --jobs 3 -- -q -p no:warnings tests/pairs
 
 # One release of each, and one order of imports for each; make integration runs all. Without a package index, and with

@@ -28,6 +28,11 @@ def test_the_version_is_one_of_a_release():
     assert not version.is_prerelease and version.local is None
 
 
+def test_the_citation_names_the_version():
+    cited = (REPOSITORY / "CITATION.cff").read_text("utf-8")
+    assert re.findall(r"^version: (.+)$", cited, flags=re.MULTILINE) == [shim.__version__]
+
+
 def test_the_changelog_has_the_version_with_a_date_and_nothing_that_is_not_released():
     """Its first section is this version, none is without one, and no fragment is left in changes/."""
     sections = re.split(r"^## ", CHANGELOG, flags=re.MULTILINE)[1:]
