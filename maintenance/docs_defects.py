@@ -14,7 +14,7 @@ from typing import Any
 from shim._matrix.model import Matrix, PatchEntry
 from shim._releases.sources import Sources
 
-from .docs_links import linked, short
+from .docs_links import short
 from .docs_picture import Row, bars, table
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "ProofText",
     "defects_page",
     "defects_picture",
+    "numbers",
     "proof_texts",
     "read_proved",
     "releases_picture",
@@ -47,8 +48,8 @@ What goes wrong on stock, and how:
 
 "Wrong on" has the releases on which stock was seen to be wrong, and right with the patch. "Others" are **right** on
 stock, or were **not run**, because that needs a GPU or something that the release does not have. The last column has
-the command that shows the defect, and leads to the patch. Numbers and a reproduction without shim stand
-[below](#NUMBERS). The picture behind the table has the state of each release.
+the command that shows the defect. Each line leads to the page of its patch, with the numbers, a reproduction without
+shim, and who met the defect. The picture behind the table has the state of each release.
 
 """
 PICTURE = (
@@ -57,8 +58,8 @@ PICTURE = (
     "[explore.html](explore.html), opened in a browser, shows the defects of two releases that hit a certain run."
 )
 TABLE = """\
-| defect | kind | wrong on | others | upstream | met by | reproduce |
-|---|---|---|---|---|---|---|"""
+| defect | kind | wrong on | others | upstream | reproduce |
+|---|---|---|---|---|---|"""
 STATES = {"fixed": "", "upstream": "right", "cannot run": "not run"}  # verdict -> word
 
 
@@ -153,16 +154,8 @@ def _verdict(found: Mapping[str, Any], label: str) -> str:
 def defects_page(matrix: Matrix, proved: Mapping[str, Any]) -> str:
     """The text of docs/defects.md."""
     texts = [text for entry in matrix.patches.values() for text in proof_texts(entry)]
-    lines = [INTRODUCTION.replace("NUMBERS", _anchor(texts[0])) + TABLE]
-    lines += [*(_row(matrix, proved, text) for text in texts), "", PICTURE]
-    for text in texts:
-        lines += ["", f"## {text.label}", "", text.reproduction, ""]
-        lines += _numbers(matrix, proved, text)
-        entry = matrix.patches[text.patch]
-        more = [linked(reference) for reference in entry.references]
-        more += [f"Met by {linked(who)}" for who in entry.met_by]
-        lines += ["", *(f"- {line}" for line in more)] if more else []
-    return "\n".join(lines).rstrip() + "\n"
+    rows = (_row(matrix, proved, text) for text in texts)
+    return "\n".join([INTRODUCTION + TABLE, *rows, "", PICTURE]) + "\n"
 
 
 def _row(matrix: Matrix, proved: Mapping[str, Any], text: ProofText) -> str:
@@ -171,13 +164,12 @@ def _row(matrix: Matrix, proved: Mapping[str, Any], text: ProofText) -> str:
     first = text.reproduction.splitlines()[0] if text.reproduction else ""
     wrong, others = _where(matrix, proved, text)
     cells = [
-        f"[{first}](#{_anchor(text)})",
+        f"[{first}](patches/{text.patch}.md#{text.name})",
         text.keywords.get("defect", "silent"),
         wrong,
         others,
         "; ".join(map(short, entry.references)),
-        "; ".join(map(short, entry.met_by)),
-        f"[`shim prove {text.patch}`](patches.md#{text.patch})",
+        f"`shim prove {text.patch}`",
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -212,11 +204,7 @@ def _runs(releases: Sequence[str], chosen: Collection[str]) -> str:
     return ", ".join(map(_span, runs))
 
 
-def _anchor(text: ProofText) -> str:
-    return text.label.replace("/", "")
-
-
-def _numbers(matrix: Matrix, proved: Mapping[str, Any], text: ProofText) -> Iterator[str]:
+def numbers(matrix: Matrix, proved: Mapping[str, Any], text: ProofText) -> Iterator[str]:
     """A line for each run of releases on which the same came out."""
     runs: list[tuple[list[str], tuple[str, str, str]]] = []
     for release in matrix.supported["megatron-core"]:

@@ -171,9 +171,9 @@ A correctness patch that cannot be applied is a WARNING of the logger `shim`, wi
 Under `require=[...]` and `strict=True` the states `drifted` and `conflict` are errors: `shim.apply()` raises
 NotMetError and applies nothing. The command line exits with 1, see [cli.md](cli.md#exit-codes).
 
-An exception that ends a program or a thread has a note below its traceback if it has passed through code of a patch. The
-note names the patches, the innermost first, and MEGATRON_SHIM_EXCLUDE for them. Before Python 3.11 it is a message of
-the logger `shim`. `shim.apply()` installs sys.excepthook and threading.excepthook for it, and `shim.revert()` gives
+An exception that ends a program or a thread has a note below its traceback if it has passed through code of a patch.
+The note names the patches, the innermost first, and MEGATRON_SHIM_EXCLUDE for them. Before Python 3.11 it is a message
+of the logger `shim`. `shim.apply()` installs sys.excepthook and threading.excepthook for it, and `shim.revert()` gives
 both back. Functions of patches do nothing for it, so a call costs nothing.
 
 There is no note if somebody catches the exception and prints the traceback, as Ray and multiprocessing do in their

@@ -323,7 +323,7 @@ def _at_its_pin(trainer: Trainer, record: Mapping[str, Any] | None, matrix: Matr
 
 
 def _links(ids: tuple[str, ...]) -> str:
-    return ", ".join(f"[{id}](patches.md#{id})" for id in ids)
+    return ", ".join(f"[{id}](patches/{id}.md)" for id in ids)
 
 
 def _places(places: tuple[str, ...]) -> str:

@@ -208,7 +208,7 @@
         element("h4", {}, "See it on your machine, or switch on this patch alone"),
         command(`shim prove ${patch.id}`),
         command(`MEGATRON_SHIM_ONLY=${patch.id}`),
-        element("p", {}, element("a", { href: `patches.md#${patch.id}` }, "The patch"), ", ",
+        element("p", {}, element("a", { href: `patches/${patch.id}.md` }, "The patch"), ", ",
           element("a", { href: `defects.md#${measured[0].proof.label.replace("/", "")}` }, "a reproduction without shim"))));
     made.addEventListener("toggle", () => { opened[made.open ? "add" : "delete"](name); });
     return made;

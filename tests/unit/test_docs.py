@@ -12,6 +12,8 @@ from shim._matrix.load import load_matrix
 from shim._planning.explain import explanation, patch_docstring
 from shim.maintenance import docs as _docs
 from shim.maintenance import docs_sample
+from shim.maintenance.docs_links import linked
+from shim.maintenance.docs_patches import patch_page, patch_table, patches_page
 from shim.maintenance.docs_reference import KEYS, MEANINGS, TABLES
 
 
@@ -60,7 +62,7 @@ def test_the_sample_of_prove_is_what_it_prints():
 
 def test_a_patch_that_no_release_needs_has_its_commits_in_the_table():
     """mtp-without-te is for commits after the newest release."""
-    rows = {line.split("]")[0].removeprefix("| ["): line for line in _docs.patch_table(load_matrix()).splitlines()}
+    rows = {line.split("]")[0].removeprefix("| ["): line for line in patch_table(load_matrix()).splitlines()}
     wheres = {id: row.split(" | ")[-1].removesuffix(" |").strip() for id, row in rows.items() if row.startswith("| [")}
     assert not [id for id, where in wheres.items() if where in ("megatron-core", "transformer-engine")]
     assert wheres["mtp-without-te"].startswith("megatron-core at commit ")
@@ -73,39 +75,60 @@ def test_missing_markers_are_an_error(text):
         _docs.replace_between(text, "new")
 
 
-def test_the_catalogue_says_of_every_patch_what_a_reader_needs():
-    """Id, header of the patch file, targets, references, and when to delete it."""
+def test_the_page_of_a_patch_says_what_a_reader_needs():
+    """Id, header of the patch file, code, targets, references, and when to delete it."""
     matrix = load_matrix()
-    text = _docs.catalogue(matrix)
     for id, entry in matrix.patches.items():
-        assert f"## {id}\n" in text
-        assert "Delete when: " in text.partition(f"## {id}\n")[2].partition("\n## ")[0]
-        assert all(reference in text for reference in entry.references)
+        text = patch_page(matrix, {}, entry)
+        assert text.startswith(f"# {id}\n")
+        assert "Delete when: " in text
+        assert all(linked(reference) in text for reference in entry.references)
         assert all(target.partition(":")[2] in text for target in entry.targets)
         header = patch_docstring(entry)
         assert header and header in text
         assert "cannot be read" not in header
 
 
+def test_the_index_of_patches_has_each_once_with_what_it_changes():
+    matrix = load_matrix()
+    text = patches_page(matrix)
+    for id, entry in matrix.patches.items():
+        assert text.count(f"| [{id}](patches/{id}.md) | {entry.summary} | {entry.changes} | ") == 1
+    assert len(text) < 40_000
+
+
+def test_a_page_of_a_patch_that_is_gone_is_deleted(tmp_path, monkeypatch, capsys):
+    """And --check says so."""
+    (tmp_path / "docs" / "patches").mkdir(parents=True)
+    gone, kept = (tmp_path / "docs" / "patches" / f"{id}.md" for id in ("gone", "kept"))
+    gone.write_text("# gone\n")
+    kept.write_text("# kept\n")
+    monkeypatch.setattr("shim._matrix.load.PACKAGE", tmp_path / "shim")
+    monkeypatch.setattr(_docs, "generated", lambda top: {kept: "# kept\n"})
+    assert _docs.main(["--check"]) == 1 and gone.exists()
+    assert _docs.main([]) == 0 and not gone.exists() and kept.exists()
+    assert capsys.readouterr().out == "docs/patches/gone.md is of no patch\ndocs/patches/gone.md is deleted\n"
+    assert _docs.main(["--check"]) == 0
+
+
 def test_readme_lists_every_patch_and_no_variants():
-    """Who reads it for the first time asks what is fixed where; each id leads to its section."""
+    """Who reads it for the first time asks what is fixed where; each id leads to its page."""
     matrix = load_matrix()
     readme = (REPOSITORY / "README.md").read_text("utf-8")
-    sections = (REPOSITORY / "docs" / "patches.md").read_text("utf-8")
     for id, entry in matrix.patches.items():
-        assert f"| [{id}](docs/patches.md#{id}) | {entry.summary} | {entry.kind} |" in readme
-        assert f"\n## {id}\n" in sections
+        assert f"| [{id}](docs/patches/{id}.md) | {entry.summary} | {entry.kind} |" in readme
     assert _docs.support_table(matrix) not in readme
     assert _docs.support_table(matrix) in (REPOSITORY / "docs" / "releases.md").read_text("utf-8")
 
 
 def test_modules_that_a_patch_acts_before_are_named(world):
-    """In the catalogue and by `shim explain`."""
+    """On its page and by `shim explain`."""
     text = world.matrix.read_text()
     keys = "before: [megatron.core.roll, megatron.core.sort]\n    delete_when: upstream does so"
     world.matrix.write_text(text.replace("delete_when: upstream does so", keys))
     line = "- Acts before the code of `megatron.core.roll`, `megatron.core.sort` runs\n"
-    assert line in _docs.catalogue(load_matrix(world.matrix))
+    matrix = load_matrix(world.matrix)
+    assert line in patch_page(matrix, {}, matrix.patches["faster-forward"])
     line = "\nActs before the code of megatron.core.roll, megatron.core.sort runs\n"
     assert line in explanation(world.plan(), "faster-forward")
 
@@ -192,9 +215,10 @@ def test_no_link_is_dead(page):
 
 
 def test_the_index_leads_to_every_page():
-    """Directly, and each with a word about it; README leads to the index."""
+    """Directly, and each with a word about it, but for patches, which have an index; README leads to the index."""
     found = {path for path, _ in links("docs/index.md")}
-    assert {page for page in PAGES if page.startswith("docs/")} - found == {"docs/index.md"}
+    of_patches = {path for path, _ in links("docs/patches.md") if path.startswith("docs/patches/")}
+    assert {page for page in PAGES if page.startswith("docs/")} - found - of_patches == {"docs/index.md"}
     assert {"README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"} <= found
     assert "docs/index.md" in {path for path, _ in links("README.md")}
 

@@ -7,6 +7,7 @@ from shim._matrix.load import load_matrix
 from shim._proving.results import FAILURES
 from shim.maintenance.docs_defects import defects_page, defects_picture, proof_texts, read_proved, releases_picture
 from shim.maintenance.docs_links import linked, short
+from shim.maintenance.docs_patches import patch_page
 from shim.maintenance.prove_all import as_text, of_its_time, recorded
 
 MATRIX = load_matrix()
@@ -70,7 +71,7 @@ def test_where_a_patch_is_applied_some_proof_of_it_is_fixed():
 def test_the_page_and_its_picture_have_each_proof():
     page, picture = defects_page(MATRIX, PROVED), defects_picture(MATRIX, PROVED)
     for text in TEXTS:
-        assert f"## {text.label}" in page and f"shim prove {text.patch}" in page
+        assert f"(patches/{text.patch}.md#{text.name})" in page and f"shim prove {text.patch}" in page
         assert text.label in picture and f">{text.patch}</text>" in picture
     assert len(picture) < 150_000  # a page loads it
 
@@ -87,15 +88,25 @@ def test_readmes_picture_counts_what_was_measured():
         assert f"megatron-core {release}: {takes_more} more memory" in picture and f">{len(found)}</text>" in picture
 
 
-def test_the_table_says_of_each_defect_where_it_is_and_who_met_it():
+def test_the_page_of_a_patch_has_its_reproductions_and_numbers():
+    for entry in MATRIX.patches.values():
+        page = patch_page(MATRIX, PROVED, entry)
+        for text in proof_texts(entry):
+            assert f"### {text.name}\n\n{text.reproduction}\n" in page
+            for run in PROVED.values():
+                assert text.label not in run["proofs"] or f"| {run['proofs'][text.label]['verdict']} |" in page
+        assert all(f"Met by {linked(who)}" in page for who in entry.met_by)
+
+
+def test_the_table_says_of_each_defect_where_it_is():
     rows = [line.split(" | ") for line in defects_page(MATRIX, PROVED).splitlines() if "`shim prove " in line]
-    rows = [row for row in rows if len(row) == 7]
+    rows = [row for row in rows if len(row) == 6]
     assert len(rows) == len(TEXTS)
-    for text, (defect, kind, wrong, others, upstream, met_by, command) in zip(TEXTS, rows, strict=True):
+    for text, (defect, kind, wrong, others, upstream, command) in zip(TEXTS, rows, strict=True):
         entry = MATRIX.patches[text.patch]
         assert text.reproduction.splitlines()[0] in defect and kind == text.keywords.get("defect", "silent")
         assert wrong and (others or wrong != "none that was run")
-        assert upstream == "; ".join(map(short, entry.references)) and met_by == "; ".join(map(short, entry.met_by))
+        assert upstream == "; ".join(map(short, entry.references))
         assert f"`shim prove {text.patch}`" in command
 
 
@@ -108,7 +119,7 @@ def test_releases_are_told_apart_by_what_came_out():
         "te-skip-weight-update": "Transformer Engine 2.15.0 to 2.16.1 | ",
     }.items():
         kind = texts[label].keywords.get("defect", "silent")
-        assert f"(#{label.replace('/', '')}) | {kind} | {cells}" in page
+        assert f"(patches/{texts[label].patch}.md#{texts[label].name}) | {kind} | {cells}" in page
 
 
 def test_references_become_links():

@@ -95,7 +95,7 @@ def test_no_place_is_counted_twice():
 
 def test_the_page_has_a_row_for_every_item(tmp_path, world):
     page = trainers_page(written(tmp_path), load_matrix(world.matrix))
-    row = "| `patcher.py:3-9` patch | Patches. | 0.16.0 to 0.17.0 | **unnecessary**: [roll-fix](patches.md#roll-fix). |"
+    row = "| `patcher.py:3-9` patch | Patches. | 0.16.0 to 0.17.0 | **unnecessary**: [roll-fix](patches/roll-fix.md). |"
     assert row in page.splitlines()
     assert "| [small-trainer](#small-trainer) | 1.0 | 4 | 1 | 0 | 0 | 3 |" in page.splitlines()
     assert "| all | | 4 | 1 | 0 | 0 | 3 |" in page.splitlines()
@@ -109,11 +109,11 @@ def test_the_counts_at_a_pin_are_those_of_the_audit(tmp_path, world):
     assert "Its pin is abc. Nobody has audited it." in trainers_page(path, matrix)
     record = {"pin": "abc", "verdicts": {"apply": ["roll-fix"], "drifted": []}}
     (tmp_path / _trainers.PINS).write_text(json.dumps({"small-trainer": record}))
-    new = "Patches that have come since were not audited: [faster-forward](patches.md#faster-forward)."
+    new = "Patches that have come since were not audited: [faster-forward](patches/faster-forward.md)."
     assert f"says of 1 patches: 1 apply, none are drifted and do nothing. {new}" in trainers_page(path, matrix)
     record["verdicts"] = {"drifted": ["roll-fix", "faster-forward"]}
     (tmp_path / _trainers.PINS).write_text(json.dumps({"small-trainer": record}))
-    assert "2 are drifted and do nothing: [roll-fix](patches.md#roll-fix), " in trainers_page(path, matrix)
+    assert "2 are drifted and do nothing: [roll-fix](patches/roll-fix.md), " in trainers_page(path, matrix)
     (tmp_path / _trainers.PINS).write_text(json.dumps({"small-trainer": {**record, "pin": "of before"}}))
     with pytest.raises(MatrixError, match=r"at 'of before': run python -m shim\.maintenance\.trainer_pins"):
         trainers_page(path, matrix)
