@@ -11,7 +11,7 @@ from unit_helpers import MATRIX, REPOSITORY, megatron, metadata, write_file
 from shim._matrix.load import load_matrix
 from shim._releases.sources import Sources
 from shim._te import features as _features
-from shim._te.features import losses_of, places, remedy_for
+from shim._te.features import places, remedy_for
 from shim._te.names import wanted_names
 from shim._te.tables import FILE, MEGATRON, TE, expanded, remedies, spans, table
 from shim._tools.cli import main
@@ -595,14 +595,3 @@ def test_the_page_names_all_that_is_lost():
         assert f"| `{name.removeprefix('transformer_engine.')}` |" in text
     assert "- `pytorch.ops:SiLU`" in text and "- `pytorch.ep:EpBuffer`" not in text
     assert " - 2.20.2 | nothing: general_gemm is called without a workspace" in text
-
-
-def test_the_losses_of_a_pair_are_told_without_an_installation():
-    """Of names, but for those that megatron-core gets by without, and of drifts."""
-    core, te = Version("0.17.1"), Version("2.7.0")
-    found = {feature.name: feature for feature in losses_of(core, te)}
-    names = {name for name in places(core, te) if (remedy_for(name, core) or {"remedy": ""})["remedy"] != "unneeded"}
-    drifts = {"transformer_engine.pytorch.cpu_offload:get_cpu_offload_context"}
-    assert found.keys() == names | drifts and not any(feature.fixed for feature in found.values())
-    assert found[drifts.pop()].patch == "te-cpu-offload"
-    assert losses_of(Version("0.11.0"), te) == ()
