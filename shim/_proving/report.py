@@ -13,6 +13,7 @@ from shim._proving.results import Outcome, Result, summary
 
 __all__ = ["Heading", "as_data", "as_markdown", "as_text", "heading_of"]
 
+WIDTH = 120  # columns of a line in a pipe
 _TRACEBACK = 5  # lines of its end that a terminal gets; --json has all of it
 NAMES = ("megatron-core", "torch", "transformer-engine")
 
@@ -55,18 +56,18 @@ def as_text(
 ) -> str:
     """Each proof that ran, the others by their reasons, and a summary.
 
-    width: of the terminal. Where a line for each proof does not fit, each takes three.
+    width: of the terminal; None for a pipe. If a line for each proof does not fit, each takes three.
     """
     ran = [result for result in results if result.stock is not None and result.verdict != "cannot run"]
     rows = [_row(result) for result in ran]
     widths = [max((len(row[place]) for row in rows), default=0) for place in range(4)]
-    narrow = width is not None and sum(widths) + 20 > width
+    narrow = sum(widths) + 20 > (WIDTH if width is None else width)
     lines = [str(heading), ""]
     for row, result in zip(rows, ran, strict=True):
-        label, stock, patched, verdict, seconds = row
+        label, _, _, verdict, seconds = row
         if narrow:
-            lines.append(f"{label}: {verdict}, {seconds}")
-            lines += [f"    {side}" for side in (stock, patched) if side]
+            lines.append(f"{label}: {', '.join(filter(None, (verdict, seconds)))}")
+            lines += [f"    {_said(*side, whole=True)}" for side in _sides(result) if _said(*side)]
         else:
             cells = [cell.ljust(wide) for cell, wide in zip(row, widths, strict=False)]
             lines.append("   ".join([*cells, seconds]).rstrip())
@@ -84,8 +85,7 @@ def as_text(
 
 def _why(result: Result) -> list[str]:
     """Why a proof has failed: the reason, what was measured, and where a proof without a result has raised."""
-    both = (("stock", result.stock), ("with shim", result.patched))
-    sides = [(name, side) for name, side in both if side is not None]
+    sides = [(name, side) for name, side in _sides(result) if side is not None]
     numbers = [f"{name} {side.value:g}" for name, side in sides if side.value is not None and math.isfinite(side.value)]
     lines = [one_line(result.reason)]
     lines += [f"measured: {', '.join(numbers)}; right up to {result.bound:g}"] if numbers else []
@@ -95,18 +95,21 @@ def _why(result: Result) -> list[str]:
     return lines
 
 
+def _sides(result: Result) -> tuple[tuple[str, Outcome | None], ...]:
+    return ("stock", result.stock), ("with shim", result.patched)
+
+
 def _row(result: Result) -> tuple[str, str, str, str, str]:
-    stock = _said("stock", result.stock)
-    patched = _said("with shim", result.patched)
+    stock, patched = (_said(*side) for side in _sides(result))
     seconds = f"{result.seconds:.1f} s" if result.seconds else ""
     return result.label, stock, patched, result.verdict, seconds
 
 
-def _said(side: str, outcome: Outcome | None) -> str:
+def _said(side: str, outcome: Outcome | None, whole: bool = False) -> str:
     if outcome is None or outcome.state == "cannot run":
         return ""
     text = one_line(outcome.text)
-    text = text if len(text) <= 60 else f"{text[:57]}..."
+    text = text if whole or len(text) <= 60 else f"{text[:57]}..."
     return f"{side}: {text}"
 
 
