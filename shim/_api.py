@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shim._engine import engine as _engine
 from shim._engine import reports
+from shim._engine.announcement import announce
 from shim._engine.contexts import Context
 from shim._engine.deferred_log import logger
 from shim._engine.ending import is_ending
@@ -154,8 +155,12 @@ def apply(**given: Unpack[Given]) -> Report:
     if a patch fails. The failed patch is rolled back as a whole.
     The demands hold for what is imported later as well: an import of another copy, or of an edited file, that does not
     meet them raises NotMetError.
+    Logs one INFO line in the first process of a job, with the digest and how to do without shim.
     """
-    _engine.ENGINE.switch_to(_make_plan(Arguments(**given), "apply"))
+    wanted = _make_plan(Arguments(**given), "apply")
+    _engine.ENGINE.switch_to(wanted)
+    if not _engine.ENGINE.announced:
+        _engine.ENGINE.announced = announce(wanted)
     return status()
 
 

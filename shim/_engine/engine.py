@@ -98,6 +98,7 @@ class Engine:
         self.plan: Plan | None = None
         self.last: Plan | None = None  # the last plan that was wanted
         self.switches = 0  # how many times a call set out to change the plan
+        self.announced = False  # whether this process has said the line of announcement.py
         self.failed: dict[str, str] = {}  # patch -> why it could not be bound under this plan
         self.imports = Imports(self)
         self.watch = Watch(ImportHook(self.imports.wants, self.imports.before, self.imports.after))

@@ -10,7 +10,16 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["EFFECTS", "NOTHING", "OWN_CODE", "PACKAGES", "PARTS", "is_rank_zero", "ranks_that_differ"]
+__all__ = [
+    "EFFECTS",
+    "NOTHING",
+    "OWN_CODE",
+    "PACKAGES",
+    "PARTS",
+    "distributed_rank",
+    "is_rank_zero",
+    "ranks_that_differ",
+]
 
 # The parts of a patch that are compared, each by 16 bits of the patch's slot, with the words for each in messages.
 PARTS = {"variant": "variant", "fingerprints": "upstream's bodies", "options": "options", "code": "its code"}
@@ -37,12 +46,16 @@ def _distributed() -> Any:
     return distributed
 
 
+def distributed_rank() -> int | None:
+    """The rank in torch.distributed, or None if it is not initialised."""
+    distributed = _distributed()
+    return None if distributed is None else int(distributed.get_rank())
+
+
 def is_rank_zero() -> bool:
     """Whether this process logs for all ranks: rank 0, or a process without ranks."""
-    distributed = _distributed()
-    if distributed is not None:
-        return bool(distributed.get_rank() == 0)
-    return os.environ.get("RANK", "0") == "0"
+    rank = distributed_rank()
+    return rank == 0 if rank is not None else os.environ.get("RANK", "0") == "0"
 
 
 def ranks_that_differ(

@@ -18,6 +18,7 @@ __all__ = [
     "NONE",
     "ON_DRIFT",
     "PREFIX",
+    "SAID",
     "Arguments",
     "Given",
     "Ids",
@@ -35,6 +36,8 @@ __all__ = [
 
 ON_DRIFT = ("skip", "error", "apply", "known")
 PREFIX = "MEGATRON_SHIM_"
+# Set below `shim run` by the process that has said the line of a job, for those that it starts.
+SAID = PREFIX + "SAID"
 TRUE, FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 NONE = "none"  # the value for an empty list. An empty variable counts as unset.
 

@@ -53,8 +53,8 @@ VARIABLES = tuple(
         "LOCK",
     )
 )
-# Variables of shim.testing, and those that ray_runtime_env sets for its workers.
-OTHER_VARIABLES = tuple(PREFIX + name for name in ("CACHE", "RAY_NEXT_HOOK", "RAY_PACKAGES"))
+# Variables of shim.testing, those that ray_runtime_env sets for its workers, and one of `shim run` for its processes.
+OTHER_VARIABLES = tuple(PREFIX + name for name in ("CACHE", "RAY_NEXT_HOOK", "RAY_PACKAGES", "SAID"))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shim._errors import NotMetError, OptionError
 from shim._planning.arguments import (  # noqa: F401 - two of them for get_type_hints()
     PREFIX,
+    SAID,
     Arguments,
     Given,
     Ids,
@@ -92,6 +93,7 @@ def run(command: Sequence[str], **arguments: Any) -> None:
             f"Remedy: leave {deaf} out, or call shim.apply() in the program."
         )
     environment = run_environment(**arguments)
+    environment.pop(SAID, None)  # it is a job of its own
     try:
         os.execvpe(command[0], list(command), environment)
     except (OSError, ValueError) as error:  # ValueError: a null character
@@ -142,6 +144,8 @@ def apply_in_ray_worker() -> None:
     """Ray calls this in every worker process before anything else."""
     from shim._api import apply
 
+    if not os.environ.get("RANK"):
+        os.environ[SAID] = "1"  # the workers of a job are many, and none of them is the first
     apply(packages=os.environ.get(RAY_PACKAGES, ""))
     after = os.environ.get(NEXT_HOOK)
     if after:

@@ -68,6 +68,7 @@ def test_every_process_of_torchrun_is_patched_before_it_imports_the_target(tmp_p
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count(" applies 1 patch to megatron-core 9.9.0") == 1  # by rank 0, in one of its two processes
     found = {path.name: json.loads(path.read_text()) for path in (tmp_path / "out").iterdir()}
     patched = {f"{what}.{rank}": ["count", 4] for what in ("rank", "spawned") for rank in (0, 1)}
     assert found == patched | {"check.0": ["count"], "check.1": ["count"]}

@@ -49,8 +49,9 @@ def environment(tree, *directories, base=(), **options):
 
 
 def said(done):
-    """Standard error without the warning that the matrix is another one, which it is."""
-    return [line for line in done.stderr.splitlines() if not line.startswith("patches are chosen by ")]
+    """Standard error without the warning that the matrix is another one, and without the line of the job."""
+    ours = ("patches are chosen by ", f"shim {shim.__version__} ")
+    return [line for line in done.stderr.splitlines() if not line.startswith(ours)]
 
 
 def without_shim(env):
@@ -242,6 +243,18 @@ def test_a_python_that_would_not_listen_is_found_by_its_flags(command, flag):
 def shim_run(tree, *arguments, **more):
     env = without_shim(environment(tree))
     return run([sys.executable, "-m", "shim", "run", "--package", "fake_patches", *arguments], {**env, **more})
+
+
+def test_a_job_says_one_line(tree):
+    """In the first of its processes that needs shim, and not in those that this one starts. `shim run` is a new job."""
+    line = f"shim {shim.__version__} applies 1 patch to megatron-core 9.9.0"
+    child = f"import subprocess, sys; {USE}; subprocess.run([sys.executable, '-c', {USE!r}])"
+    done = shim_run(tree, "--only", "count", "--", sys.executable, "-c", child)
+    assert done.stdout == PATCHED * 2 and done.stderr.count(line) == 1
+    env = {**environment(tree, only="count"), "MEGATRON_SHIM_SAID": "1"}
+    done = run([sys.executable, "-m", "shim", "run", "--", sys.executable, "-c", USE], env)
+    assert done.stdout == PATCHED and done.stderr.count(line) == 1
+    assert "applies" not in python(USE, {**env, "RANK": "0"}).stderr
 
 
 def test_shim_run_becomes_the_command(tree):

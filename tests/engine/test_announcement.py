@@ -1,0 +1,148 @@
+"""One line for each job, in its first process: version, number of patches, releases, digest, and how to do without."""
+
+import logging
+import os
+import sys
+import types
+
+import pytest
+
+import shim
+from shim._engine import announcement, engine
+from shim._engine.announcement import RANKS, is_first_of_job
+from shim._planning.arguments import SAID
+
+RUN = os.pathsep.join(["/x/shim/_workers/run", "/other"])
+OUTSIDE = (*RANKS, SAID, "PYTHONPATH", "RAY_RAYLET_PID")
+
+
+@pytest.fixture
+def job(patched_world, monkeypatch):
+    """A job of one process, without torch.distributed, in which nobody has configured logging."""
+    for name in OUTSIDE:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(logging.getLogger("shim"), "hasHandlers", lambda: False)
+    yield monkeypatch
+    os.environ.pop(SAID, None)
+    shim.revert()
+
+
+def line():
+    report = shim.status()
+    releases = ", ".join(f"{name} {version}" for name, version in report.releases.items())
+    assert releases.startswith("megatron-core 9.9.0")
+    return (
+        f"shim {shim.__version__} applies 1 patch to {releases} (digest {report.digest}); without it: "
+        "MEGATRON_SHIM_DISABLE=1, without a patch: MEGATRON_SHIM_EXCLUDE=ID"
+    )
+
+
+@pytest.fixture
+def configured(job, caplog):
+
+    job.setattr(logging.getLogger("shim"), "hasHandlers", lambda: True)
+    caplog.set_level(logging.INFO, "shim")
+    return job, lambda: [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+
+
+def test_apply_logs_one_line_in_its_process(configured):
+    """However often it is called; nothing goes to standard error, and no variable is set."""
+    _, said = configured
+    shim.apply()
+    shim.apply(exclude="count")
+    shim.revert()
+    shim.apply()
+    assert said() == [line()] and SAID not in os.environ
+
+
+def test_without_anybody_who_reads_it_nothing_is_computed(job, capsys):
+    """Outside of `shim run`: the digest takes a tenth of an apply()."""
+    job.setattr(announcement, "line_for", lambda plan: pytest.fail("computed"))
+    shim.apply()
+    assert capsys.readouterr().err == "" and not engine.ENGINE.announced
+
+
+def test_below_shim_run_it_goes_to_standard_error_once(job, capsys):
+    """And processes that this one starts know that it has been said."""
+    job.setenv("PYTHONPATH", RUN)
+    shim.apply()
+    assert capsys.readouterr().err == line() + "\n" and os.environ[SAID] == "1"
+    shim.apply(exclude="count")
+    assert "shim 0" not in capsys.readouterr().err
+
+
+def test_below_shim_run_a_configured_logger_gets_it(configured, capsys):
+    job, said = configured
+    job.setenv("PYTHONPATH", RUN)
+    shim.apply()
+    assert said() == [line()] and capsys.readouterr().err == "" and os.environ[SAID] == "1"
+
+
+def test_a_logger_that_takes_no_info_gets_none(configured, capsys, caplog):
+    """Somebody has decided that."""
+    job, said = configured
+    caplog.set_level(logging.WARNING, "shim")
+    job.setenv("PYTHONPATH", RUN)
+    shim.apply()
+    assert said() == [] and capsys.readouterr().err == ""
+
+
+def test_it_says_that_shim_is_off(job, capsys):
+    job.setenv("PYTHONPATH", RUN)
+    job.setenv("MEGATRON_SHIM_DISABLE", "1")
+    shim.apply()
+    assert capsys.readouterr().err == f"shim {shim.__version__} is off, because MEGATRON_SHIM_DISABLE is set\n"
+
+
+def test_nobody_reads_standard_error(job):
+    job.setenv("PYTHONPATH", RUN)
+    for stream in (None, types.SimpleNamespace(write=lambda text: 1 / 0)):
+        job.setattr(sys, "stderr", stream)
+        if stream is not None:
+            job.setattr(stream, "write", lambda text: (_ for _ in ()).throw(BrokenPipeError()))
+        shim.apply()
+        assert not engine.ENGINE.announced and SAID not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("variables", "first"),
+    [
+        ({}, True),
+        ({"RANK": "0"}, True),
+        ({"RANK": "1"}, False),
+        ({"RANK": "8", "SLURM_PROCID": "0"}, False),
+        ({"RANK": "0", "SLURM_PROCID": "1"}, True),
+        ({"SLURM_PROCID": "3"}, False),
+        ({"OMPI_COMM_WORLD_RANK": "2"}, False),
+        ({"RAY_RAYLET_PID": "7"}, False),
+        ({"RAY_RAYLET_PID": "7", "RANK": "0"}, True),
+        ({SAID: "1", "RANK": "0"}, False),
+    ],
+)
+def test_the_first_process_of_a_job(job, variables, first):
+    """By the launcher's rank. Without one, a worker that another process has started does not speak."""
+    for name, value in variables.items():
+        job.setenv(name, value)
+    assert is_first_of_job() is first
+
+
+@pytest.mark.parametrize("inheriting", [True, False])
+def test_a_process_of_multiprocessing_is_not_the_first(job, inheriting):
+    """Nor one that is about to learn of its parent, while it imports the modules of the program."""
+    current = types.SimpleNamespace(_inheriting=inheriting)
+    process = types.SimpleNamespace(parent_process=lambda: None if inheriting else 1, current_process=lambda: current)
+    job.setitem(sys.modules, "multiprocessing.process", process)
+    assert not is_first_of_job()
+    job.setenv("RANK", "0")  # which it has inherited
+    assert not is_first_of_job()
+
+
+def test_ranks_of_torch_distributed_count_first(job):
+    torch = types.ModuleType("torch")
+    torch.distributed = types.SimpleNamespace(
+        is_available=lambda: True, is_initialized=lambda: True, get_rank=lambda: 3
+    )
+    job.setitem(sys.modules, "torch", torch)
+    job.setenv("RANK", "0")
+    assert not is_first_of_job()
