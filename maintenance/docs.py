@@ -14,16 +14,16 @@ from shim._planning.evidence import FIXED, NOT_FIXED, RIGHT
 from shim._releases.known_trees import known_trees
 from shim._tools.support import support, support_table
 
-from . import docs_sample
+from . import docs_sample, docs_training
 from .docs_defects import defects_page, defects_picture, read_proved, releases_picture
 from .docs_device import device_tables
-from .docs_environments import environments_page, read_record, tested_with
+from .docs_environments import environments_page, read_record
 from .docs_explore import explore_page
-from .docs_patches import patch_page, patch_table, patches_page
+from .docs_patches import patch_page, patches_page
 from .docs_reference import commands, matrix_page, states_page
-from .docs_sample import prove_sample
 from .docs_te import feature_page
 from .docs_trainers import trainers_page
+from .docs_training import changes_in_words, status, training_table
 
 __all__ = [
     "BEGIN",
@@ -123,14 +123,18 @@ def generated(top: Path) -> dict[Path, str]:
         docs / "trainers.md": trainers_page(docs / "trainers.yaml", matrix),
     }
     parts = {
-        top / "README.md": f"{patch_table(matrix)}\n{tested_with(record)}",
+        top / "README.md": status(matrix, record),
         docs / "benchmarks.md": device_tables(docs),
         docs / "cli.md": commands(),
         docs / "per-model.md": per_model_table(matrix),
     }
     written = {path: replace_between(path.read_text("utf-8"), content) for path, content in parts.items()}
-    sample = prove_sample(matrix, proved)
-    written[top / "README.md"] = replace_between(written[top / "README.md"], sample, docs_sample.BEGIN, docs_sample.END)
+    for begin, end, content in (
+        (docs_sample.BEGIN, docs_sample.END, docs_sample.samples(matrix, proved)),
+        (*docs_training.HITS, training_table(matrix)),
+        (*docs_training.CHANGES, changes_in_words(matrix)),
+    ):
+        written[top / "README.md"] = replace_between(written[top / "README.md"], content, begin, end)
     return {**written, **whole}
 
 

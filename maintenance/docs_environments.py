@@ -9,7 +9,7 @@ from typing import Any
 
 from shim._torch_names import ATTRIBUTES, NAMES
 
-__all__ = ["RECORD", "environments_page", "read_record", "tested_with"]
+__all__ = ["RECORD", "environments_page", "read_record"]
 
 RECORD = "environments.json"  # in docs/; written by shim.maintenance.environments
 INTRODUCTION = """\
@@ -88,15 +88,6 @@ def environments_page(record: Mapping[str, Any]) -> str:
     if differ:
         text += DIFFER + _lines(differ)
     return text + NAMES_PAGE + _lines(_names()) + LIMITS
-
-
-def tested_with(record: Mapping[str, Any]) -> str:
-    """README's sentence about torch and Python."""
-    pairs = ", ".join(f"{torch} on {row['python']}" for torch, row in record.items())
-    return (
-        "Tested with torch 2.13.0 on Python 3.11. Proofs and some tests also ran with torch and Python "
-        f"{pairs} ([table](docs/environments.md))."
-    )
 
 
 def _lines(lines: list[str]) -> str:

@@ -12,7 +12,7 @@ from shim._planning.overview import effects_of, listed
 from .docs_defects import ProofText, numbers, proof_texts
 from .docs_links import linked
 
-__all__ = ["patch_page", "patch_table", "patches_page"]
+__all__ = ["patch_page", "patches_page", "tested_on"]
 
 INDEX = """\
 # Patches
@@ -31,15 +31,12 @@ PROOFS = """\
 """
 
 
-def patch_table(matrix: Matrix) -> str:
-    """README's table of patches with the releases that get them, and the supported releases."""
-    lines = ["| patch | what it does | kind | releases |", "|---|---|---|---|"]
-    for id, patch in listed(matrix).items():
-        lines.append(f"| [{id}](docs/patches/{id}.md) | {patch['summary']} | {patch['kind']} | {_where(matrix, id)} |")
+def tested_on(matrix: Matrix) -> list[str]:
+    """Sentences about the supported releases and commits."""
     supported = [
         f"{name} {found[0]} to {found[-1]} ({len(found)} releases)" for name, found in matrix.supported.items()
     ]
-    lines += ["", f"Tested on {' and '.join(supported)}."]
+    lines = [f"Tested on {' and '.join(supported)}."]
     commits = [(name, commit) for name, found in matrix.commits.items() for commit in found.values()]
     lines += [
         f"Also tested on the sources of {name} {commit.version} ({commit.of}), because there is no wheel of it."
@@ -49,7 +46,7 @@ def patch_table(matrix: Matrix) -> str:
     known = [f"{name} {commit.name} ({commit.of})" for name, commit in commits if not commit.tagged]
     if known:
         lines.append(f"Pinned to commits as well: {', '.join(known)}.")
-    return "\n".join(lines)
+    return lines
 
 
 def _where(matrix: Matrix, id: str) -> str:
@@ -67,7 +64,7 @@ def _commits_with(matrix: Matrix, id: str) -> str:
 
 def patches_page(matrix: Matrix) -> str:
     """The text of docs/patches.md."""
-    lines = [INDEX]
+    lines = [INDEX, *tested_on(matrix), ""]
     for kind in KINDS:
         entries = [entry for entry in matrix.patches.values() if entry.kind == kind]
         if entries:

@@ -11,9 +11,9 @@ from shim._matrix import read_commits, read_needs, read_options, rules
 from shim._matrix.load import load_matrix
 from shim._planning.explain import explanation, patch_docstring
 from shim.maintenance import docs as _docs
-from shim.maintenance import docs_sample
+from shim.maintenance import docs_sample, docs_training
 from shim.maintenance.docs_links import linked
-from shim.maintenance.docs_patches import patch_page, patch_table, patches_page
+from shim.maintenance.docs_patches import patch_page, patches_page
 from shim.maintenance.docs_reference import KEYS, MEANINGS, TABLES
 
 
@@ -28,7 +28,8 @@ def test_check_says_what_is_stale_and_writes_nothing(tmp_path, monkeypatch, caps
     monkeypatch.setattr("shim._matrix.load.matrix_path", lambda: REPOSITORY / "version_matrix.yaml")
     monkeypatch.setattr("shim._matrix.load.patches_path", lambda: REPOSITORY / "patches")
     (tmp_path / "docs").mkdir()
-    sample = f"{docs_sample.BEGIN}\nold\n{docs_sample.END}\n"
+    places = [(docs_sample.BEGIN, docs_sample.END), docs_training.HITS, docs_training.CHANGES]
+    sample = "".join(f"{begin}\nold\n{end}\n" for begin, end in places)
     pages = ("docs/benchmarks.md", "docs/cli.md", "docs/per-model.md")
     for name, more in (("README.md", sample), *((page, "") for page in pages)):
         (tmp_path / name).write_text(f"before\n{_docs.BEGIN}\nold\n{_docs.END}\n{more}after\n")
@@ -44,25 +45,27 @@ def test_check_says_what_is_stale_and_writes_nothing(tmp_path, monkeypatch, caps
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "\nold\n" not in text
 
 
-def test_the_sample_of_prove_is_what_it_prints():
-    """Of recorded results, by the function that prints them: a line for each proof, the rest, and the summary."""
+def test_the_samples_are_what_the_commands_print():
+    """Of pins and recorded results, by the functions that print them."""
     results = {"stock": "off by 1.0e+00", "with_shim": "bit-equal", "verdict": "fixed"}
-    proved = {docs_sample.RELEASE: {"transformer-engine": "2.12.0", "proofs": {docs_sample.PATCHES[1]: results}}}
-    assert docs_sample.prove_sample(load_matrix(), proved).splitlines() == [
-        "```",
-        f"$ shim prove {' '.join(docs_sample.PATCHES)}",
+    label = f"{docs_sample.PROOF}/a-padded-row-trains-like-its-sequences-alone"
+    proved = {docs_sample.RELEASE: {"transformer-engine": "2.12.0", "proofs": {label: results}}}
+    lines = docs_sample.samples(load_matrix(), proved).splitlines()
+    assert lines[0] == lines[-1] == "```" and lines[1] == f"$ shim plan --for {docs_sample.WORDS}"
+    assert lines[3].endswith("missing)") and f" concern a run with {docs_sample.WORDS.replace(',', ', ')} (" in lines[3]
+    assert lines[lines.index(f"$ shim prove {docs_sample.PROOF}") + 1 : -1] == [
         f"megatron-core {docs_sample.RELEASE}, transformer-engine 2.12.0, CPU (2 gloo ranks where needed)",
         "",
-        f"{docs_sample.PATCHES[1]}   stock: off by 1.0e+00   with shim: bit-equal   fixed",
-        "",
-        "1 fixed, 0 not fixed",
-        "```",
+        f"{label}: fixed",
+        "    stock: off by 1.0e+00",
+        "    with shim: bit-equal",
+        "  ...",
     ]
 
 
 def test_a_patch_that_no_release_needs_has_its_commits_in_the_table():
     """mtp-without-te is for commits after the newest release."""
-    rows = {line.split("]")[0].removeprefix("| ["): line for line in patch_table(load_matrix()).splitlines()}
+    rows = {line.split("]")[0].removeprefix("| ["): line for line in patches_page(load_matrix()).splitlines()}
     wheres = {id: row.split(" | ")[-1].removesuffix(" |").strip() for id, row in rows.items() if row.startswith("| [")}
     assert not [id for id, where in wheres.items() if where in ("megatron-core", "transformer-engine")]
     assert wheres["mtp-without-te"].startswith("megatron-core at commit ")
@@ -111,14 +114,22 @@ def test_a_page_of_a_patch_that_is_gone_is_deleted(tmp_path, monkeypatch, capsys
     assert _docs.main(["--check"]) == 0
 
 
-def test_readme_lists_every_patch_and_no_variants():
-    """Who reads it for the first time asks what is fixed where; each id leads to its page."""
+def test_readme_can_be_read_in_a_minute():
+    """It is short, begins with code, and has what is trained, with a page behind each defect that it shows."""
     matrix = load_matrix()
     readme = (REPOSITORY / "README.md").read_text("utf-8")
-    for id, entry in matrix.patches.items():
-        assert f"| [{id}](docs/patches/{id}.md) | {entry.summary} | {entry.kind} |" in readme
+    assert len(readme.encode()) < 7_000 and len(readme[: readme.index("```python")].split()) < 60
     assert _docs.support_table(matrix) not in readme
     assert _docs.support_table(matrix) in (REPOSITORY / "docs" / "releases.md").read_text("utf-8")
+    assert len(re.findall(r"\(docs/patches/[a-z0-9-]+\.md\)", readme)) >= 9
+
+
+def test_what_is_trained_has_each_fix_once():
+    rows = re.findall(r"\| ([^|]*) \|$", docs_training.training_table(load_matrix()), re.MULTILINE)
+    counted = sum(int(number) for row in rows[1:] for number in re.findall(r"\d+", row))
+    fixes = [entry for entry in load_matrix().patches.values() if entry.kind != "feature"]
+    others = [entry for entry in fixes if docs_training.row_of(entry) == docs_training.OTHERS]
+    assert counted == len(fixes) - len(others)
 
 
 def test_modules_that_a_patch_acts_before_are_named(world):

@@ -4,8 +4,9 @@ import json
 
 from unit_helpers import REPOSITORY
 
+from shim._matrix.load import load_matrix
 from shim.maintenance.docs_environments import environments_page, read_record
-from shim.maintenance.docs_environments import tested_with as sentence
+from shim.maintenance.docs_training import status
 from shim.maintenance.environments import OF_TORCH, PAIRS, recorded_proofs
 from shim.testing.cells import EVERYDAY_PAIRS
 from shim.testing.environments import AXIS
@@ -59,7 +60,8 @@ def test_the_page_has_a_line_for_each_run():
     assert "| b | 2.6.0 | 0.16.1 | RuntimeError: twice |" in page
     assert "| `torch._C._current_graph_task_id` | always | PagedStash leaves" in page
     assert "| `triton.constexpr_function` | from 3.5 |" in page
-    assert sentence({"2.6.0": row({})}).endswith("torch and Python 2.6.0 on 3.10 ([table](docs/environments.md)).")
+    said = status(load_matrix(), {"2.6.0": row({})})
+    assert "with torch 2.6.0 to 2.13.0 on Python 3.10 to 3.11 ([table](docs/environments.md))" in said
 
 
 def test_the_record_is_of_the_axis_and_all_its_proofs_have_a_right_verdict():
