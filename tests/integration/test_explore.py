@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from chromium import CONTRASTS, Chromium, address_of
+from chromium import CONTRASTS, address_of
 from explored import CORE, TE, hits
 from packaging.version import Version
 from unit_helpers import REPOSITORY
@@ -40,13 +40,6 @@ OUTLINE = """
 FOCUSED = (
     "(({ id, value, className, textContent }) => [id, value || '', className, textContent])(document.activeElement)"
 )
-
-
-@pytest.fixture(scope="module")
-def browser():
-    started = Chromium()
-    yield started
-    started.close()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from chromium import CONTRASTS, Chromium, address_of
+from chromium import CONTRASTS, address_of
 
 from shim._proving.page import as_html
 from shim._proving.report import Heading
@@ -44,13 +44,6 @@ def result(verdict):
 
 
 RESULTS = list(map(result, SIDES))
-
-
-@pytest.fixture(scope="module")
-def browser():
-    started = Chromium()
-    yield started
-    started.close()
 
 
 @pytest.fixture

@@ -4,10 +4,12 @@ import json
 
 import pytest
 from audit_cases import check_markdown, examiner
+from packaging.version import Version
 from unit_helpers import MATRIX, write_file
 
 from shim._matrix.load import load_matrix
 from shim._te import names as _wanted
+from shim._te.features import losses_of, places, remedy_for
 from shim._te.names import Names
 from shim._tools.audit_report import as_markdown, as_text
 from shim.maintenance.te_names import measure_names, render_names
@@ -233,3 +235,14 @@ def test_the_shipped_list_of_names_belongs_to_the_supported_releases():
     assert names and _wanted.FILE.read_text("utf-8") == render_names(names)
     assert {r for found in names.values() for r in found["wanted_by"]} == set(supported["megatron-core"])
     assert {r for found in names.values() for r in found["in"]} == set(supported["transformer-engine"])
+
+
+def test_the_losses_of_a_pair_are_told_without_an_installation():
+    """Of names, but for those that megatron-core gets by without, and of drifts."""
+    core, te = Version("0.17.1"), Version("2.7.0")
+    found = {feature.name: feature for feature in losses_of(core, te)}
+    names = {name for name in places(core, te) if (remedy_for(name, core) or {"remedy": ""})["remedy"] != "unneeded"}
+    drifts = {"transformer_engine.pytorch.cpu_offload:get_cpu_offload_context"}
+    assert found.keys() == names | drifts and not any(feature.fixed for feature in found.values())
+    assert found[drifts.pop()].patch == "te-cpu-offload"
+    assert losses_of(Version("0.11.0"), te) == ()
