@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 RELEASE ?= 0.16.1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test lint unit unit-pythons coverage helpers other-torch cells pairs trainers environments matrix proofs mutations engine-mutations gpu bench docs pins changelog dist fresh clean
+.PHONY: help env demo test lint unit unit-pythons coverage helpers other-torch cells pairs trainers environments matrix proofs mutations engine-mutations gpu bench docs docs-site pins changelog dist fresh clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -146,6 +146,17 @@ docs: env  ## write the generated parts of README.md and docs/
 	$(BIN)/python -m shim.maintenance.docs
 	$(BIN)/python -m shim._matrix
 	$(BIN)/python tests/support/stash_operators.py
+
+SITE := .venv-site
+$(SITE)/.ready: docs/requirements.txt
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
+	@touch $@
+
+docs-site: $(SITE)/.ready  ## the documentation as a site in build/site, with its links checked
+	PYTHONPATH=. $(SITE)/bin/python -m shim.maintenance.docs_site prepare
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict --clean --config-file build/mkdocs.yml
+	PYTHONPATH=. $(SITE)/bin/python -m shim.maintenance.docs_site check
 
 pins: env  ## fingerprint all supported releases and write them into version_matrix.lock.json
 	$(BIN)/python -m shim pin --releases
