@@ -83,7 +83,9 @@ def navigation(index: str, patches: list[str]) -> list[dict[str, Any]]:
         title, _, body = section.partition("\n")
         links = re.findall(r"^- \[([^\]]+)\]\(([^)#\s]+)\)", body, flags=re.MULTILINE)
         pages = ((name, _normal(f"docs/{path}")) for name, path in links)
-        tabs.append({title: [{name: path} for name, path in pages if path != "docs/patches.md"]})
+        tabs.append(
+            {title: [{name: path} for name, path in pages if path.endswith(".md") and path != "docs/patches.md"]}
+        )
     tabs.append({"Patches": [{"All patches": "docs/patches.md"}, *({id: f"docs/patches/{id}.md"} for id in patches)]})
     tabs.append({"API": [{package: f"docs/api/{package}.md"} for package in PACKAGES]})
     return tabs

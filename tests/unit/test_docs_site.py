@@ -67,7 +67,9 @@ def test_lists_are_lists_for_python_markdown(text, wanted):
 
 
 def test_the_tabs_are_the_sections_of_the_index():
-    tabs = navigation("# D\n\n## Learn\n\n- [One](one.md): x, see [two](two.md).\n- [C](../C.md#x)\n", ["a", "b"])
+    tabs = navigation(
+        "# D\n\n## Learn\n\n- [One](one.md): x, see [two](two.md).\n- [C](../C.md#x)\n- [P](p.html).\n", ["a", "b"]
+    )
     assert tabs[1] == {"Learn": [{"One": "docs/one.md"}]}
     assert tabs[2] == {
         "Patches": [{"All patches": "docs/patches.md"}, {"a": "docs/patches/a.md"}, {"b": "docs/patches/b.md"}]
