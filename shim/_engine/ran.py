@@ -18,10 +18,11 @@ from typing import Any
 
 from shim._engine.aliases import unwrap
 
-__all__ = ["Ran"]
+__all__ = ["HAVE_RUN", "Ran"]
 
 _OTHERS = ("megatron", "transformer_engine", "torch")  # whose functions a factory may pass on or wrap with
 _MONITORING: Any = getattr(sys, "monitoring", None)  # from Python 3.12 on
+HAVE_RUN = "have run" if _MONITORING is not None else "have run eight times or more"
 _NAME = "megatron-shim"
 _TOOLS = (4, 3)  # ids that debuggers, coverage and profilers leave to others
 

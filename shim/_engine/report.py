@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from shim._engine.ran import HAVE_RUN
 from shim._planning.overview import Row, concern_line, group, grouped, headline
 from shim._printing.printable import one_line
 
@@ -199,7 +200,7 @@ class Report:
         lines = [headline(rows, "applied", len(self.lost)), f"  on {releases} (digest {self.digest})"]
         if any(row.concern for row in rows):
             lines.insert(1, concern_line(rows, MODEL))
-        lines += [f"  have run in this process: {', '.join(self.ran)}"] if self.ran else []
+        lines += [f"  {HAVE_RUN} in this process: {', '.join(self.ran)}"] if self.ran else []
         lines += [f"  ! {one_line(item)}" for item in self.lost]
         return "\n".join([*lines, *grouped(rows, "applied", verbose, MODEL)])
 

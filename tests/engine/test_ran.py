@@ -5,6 +5,7 @@ import sys
 import pytest
 
 import shim
+from shim._engine.ran import HAVE_RUN
 
 CALLS = 8 if sys.version_info < (3, 12) else 1  # Python 3.11 shows a function from its eighth call on
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 does not show what has run")
@@ -36,7 +37,7 @@ def test_only_what_has_run_is_named(applied):
 def test_it_is_told_in_text_and_as_data(applied):
     call(applied.get("ops:double"), 2)
     report = shim.status()
-    assert "have run in this process: first\n" in str(report) and report.to_dict()["ran"] == ["first"]
+    assert f"  {HAVE_RUN} in this process: first\n" in str(report) and report.to_dict()["ran"] == ["first"]
 
 
 def test_a_report_is_the_same_whatever_has_run(applied):
