@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ DIRECTORY = Path(__file__).with_name("run")  # holds a sitecustomize.py
 ALLOWED = "packages="
 HOOK = "shim._workers.environment.apply_in_ray_worker"
 NEXT_HOOK = PREFIX + "RAY_NEXT_HOOK"
+RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in the driver of a submitted job
 RAY_PACKAGES = PREFIX + "RAY_PACKAGES"  # only HOOK reads it, and only a runtime environment sets HOOK
 
 
@@ -112,10 +114,10 @@ def ray_runtime_env(
         ray.init(runtime_env=shim.ray_runtime_env({"env_vars": {...}}, require=["mtp-recompute"]))
 
     Workers on other nodes do not inherit the environment of the driver. The runtime environment carries the arguments,
-    which are those of `apply`, and the MEGATRON_SHIM_ variables of this process. shim must be installed on every node:
-    a worker without it does not start, nor one in which apply() raises. shim calls the
-    worker_process_setup_hook of `runtime_env` afterwards, which must be named by its path, "module.function". Raises
-    OptionError for arguments that are not usable.
+    which are those of `apply`, and the MEGATRON_SHIM_ variables of this process, but for those that the submission of
+    its job carries. shim must be installed on every node: a worker without it does not start, nor one in which apply()
+    raises. shim calls the worker_process_setup_hook of `runtime_env` afterwards, which must be named by its path,
+    "module.function". Raises OptionError for arguments that are not usable.
     """
     asked = Arguments(**given)
     found = dict(runtime_env or {})
@@ -136,8 +138,23 @@ def ray_runtime_env(
             )
         variables[NEXT_HOOK] = after
     found["worker_process_setup_hook"] = HOOK
-    found["env_vars"] = variables
+    of_job = _variables_of_job()
+    found["env_vars"] = {
+        name: value for name, value in variables.items() if name in theirs or of_job.get(name) != value
+    }
     return found
+
+
+def _variables_of_job() -> dict[str, Any]:
+    """The env_vars that `ray job submit` was given for the job of this driver. {} outside of one.
+
+    Workers get them anyway, and Ray refuses a variable that the driver's ray.init names as well.
+    """
+    try:
+        found = json.loads(os.environ.get(RAY_JOB, "")).get("runtime_env", {}).get("env_vars", {})
+    except (ValueError, AttributeError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def apply_in_ray_worker() -> None:
