@@ -1,6 +1,7 @@
 """Every command of the CLI with the shipped matrix on real releases: what tests on matrices of their own cannot see.
 
-One process for each set of releases runs all commands but `run` in turn, as text and as JSON.
+One process for each set of releases runs all commands in turn, as text and as JSON, but `run` and `bisect`, which
+test_bisect_command.py runs on a release.
 """
 
 import json
@@ -146,7 +147,7 @@ def test_every_command_that_imports_nothing(cell, tmp_path):
     found = releases(cell)
     lock = str(tmp_path / "shim.lock")
     commands = [[command, *more] for command, ways in COMMANDS.items() if known(command) for more in ways]
-    commands += [["pin", "--lock", lock], ["plan", "--lock", lock]]
+    commands += [["pin", "--lock", lock], ["plan", "--lock", lock], ["diff", lock], ["diff", lock, lock]]
     commands += OF_MATRIX if cell in IN_FULL else []
     commands += [["audit", target] for target in (*found, *(map(str, found.values()) if cell in IN_FULL else ()))]
     pairs = [["audit", one, "--with", other] for one in found for other in found if one != other]
@@ -234,7 +235,18 @@ def test_main_beside_a_source_tree_of_transformer_engine(release, bare, tmp_path
 def test_every_command_knows_its_place_here():
     """A command that comes to the CLI comes to this module."""
     [actions] = [action for action in command_line()._actions if getattr(action, "choices", None)]
-    assert set(actions.choices) <= {*COMMANDS, "matrix", "pin", "audit", "status", "run", "new-patch", "prove"}
+    assert set(actions.choices) <= {
+        *COMMANDS,
+        "matrix",
+        "pin",
+        "diff",
+        "audit",
+        "status",
+        "run",
+        "bisect",
+        "new-patch",
+        "prove",
+    }
 
 
 @pytest.fixture(scope="module")
