@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .generic import generic_proofs, overrides_of
     from .layout import Layout, layout_initialised
     from .model import add_lora, build_chunks, build_gpt, build_hybrid, release
+    from .multi_tensor import multi_tensor_ops
     from .oracle import Result, differences, run_alone, run_packed, run_schedule, worst
     from .packing import PackedRow, pack, random_sequences
     from .ranks import RankError, Ranks
@@ -70,6 +71,7 @@ __all__ = [
     "generic_proofs",
     "layout_initialised",
     "megatron_on_cpu",
+    "multi_tensor_ops",
     "overrides_of",
     "pack",
     "random_sequences",
@@ -93,6 +95,7 @@ _MODULES = {
     "generic": ("generic_proofs", "overrides_of"),
     "layout": ("Layout", "layout_initialised"),
     "model": ("add_lora", "build_chunks", "build_gpt", "build_hybrid", "release"),
+    "multi_tensor": ("multi_tensor_ops",),
     "oracle": ("Result", "differences", "run_alone", "run_packed", "run_schedule", "worst"),
     "packing": ("PackedRow", "pack", "random_sequences"),
     "ranks": ("RankError", "Ranks"),

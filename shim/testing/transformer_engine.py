@@ -23,7 +23,7 @@ import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -44,6 +44,7 @@ from .fp8 import state_manager
 
 __all__ = [
     "CompiledOpError",
+    "compiled_ops",
     "te_cuda_stand_ins",
     "transformer_engine_on_cpu",
 ]
@@ -69,6 +70,9 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
     "get_cublasLt_version": lambda *args: 130000,  # asked on compute capability 8.9, and by grouped GEMMs
     "get_num_cublas_streams": lambda *args: 4,  # a constant of the library; sizes a list at import
 }
+
+
+_computed: dict[str, Callable[..., Any]] = {}  # operations that something computes at this moment, by name
 
 
 # ---- importing TE
@@ -268,12 +272,30 @@ def _stand_in(name: str, members: set[str]) -> Any:
         return _CompiledEnum(name, sorted(members), module=_EXTENSION, start=0)  # type: ignore[call-arg]
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
+        computed = _computed.get(name)
+        if computed is not None:
+            return computed(*args, **kwargs)
         raise CompiledOpError(name)
 
     refuse.__name__ = refuse.__qualname__ = name
     refuse.__module__ = _EXTENSION
     # Annotations and isinstance() name classes. Making an instance is an operation.
     return type(name, (), {"__new__": refuse, "__module__": _EXTENSION}) if name[0].isupper() else refuse
+
+
+@contextlib.contextmanager
+def compiled_ops(operations: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Let these operations of the stand-in extension compute, by name, also if they were imported before.
+
+    Those of a context further in win. Process-wide.
+    """
+    before = dict(_computed)
+    _computed.update(operations)
+    try:
+        yield
+    finally:
+        _computed.clear()
+        _computed.update(before)
 
 
 def _names_used(package: Path) -> dict[str, set[str]]:
