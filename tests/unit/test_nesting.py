@@ -51,6 +51,10 @@ OUTSIDE = {
     ("gathered-logits-loss", "fused-linear-logprob"): {
         "megatron.core.models.common.language_module.language_module:LanguageModule.compute_language_model_loss"
     },
+    # Outside, one fills in steps before the other looks for the partner of each group: either order does.
+    ("lr-param-groups", "fused-adam-step"): {
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict"
+    },
     # The checkpoint runs its function again, so what packed rows need has to be in there. _checkpointed_forward of
     # mtp-recompute does the whole job itself, and calls that of mtp-packed-sequences no more.
     ("mtp-packed-sequences", "mtp-recompute"): {MTP + "forward", MTP + "_checkpointed_forward"},
