@@ -65,6 +65,13 @@ DEFECTS = [
         "for chunk_idx in range(len(optimizer.model_chunks))",
     ),
     (
+        "te-mxfp8-empty-shard",
+        0,
+        ENGINE + "pytorch.tensor.utils:_cast_master_weights_to_fp8_mxfp8_scaling",
+        "master_weight_dtype = params[0][0].dtype",
+        "pass",
+    ),
+    (
         "te-skip-weight-update",
         0,
         QUANTIZATION + SKIP,
