@@ -72,6 +72,8 @@ NAMES = {
     "torch._inductor.async_compile:AsyncCompile.pool": PrivateName("a forked rank may wait for threads that compile"),
     "torch._functorch:__name__": PrivateName("PagedStash does not recognise compiled functions"),
     "torch.utils.cpp_extension:_get_build_directory": PrivateName("a stale lock is not seen, and torch waits for it"),
+    # Tensors of Transformer Engine
+    "torch:_C.DisableTorchFunctionSubclass": PrivateName("te-requires-grad cannot be bound"),
     # Checks
     "torch:_assert_async": PrivateName("wrong arguments on a GPU are not told"),
     # Extension points without a stable interface
