@@ -332,6 +332,7 @@ DEFECTS = [
         "get_int_dtype(",
         "core.get_int_dtype(",
     ),
+    ("te-softmax-offset", 0, ATTENTION + "__init__", "Parameter(torch.zeros(", "Parameter(torch.empty("),
     (
         "te-cp-thd-padding",
         0,
