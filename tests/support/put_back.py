@@ -333,6 +333,20 @@ DEFECTS = [
         "core.get_int_dtype(",
     ),
     ("te-softmax-offset", 0, ATTENTION + "__init__", "Parameter(torch.zeros(", "Parameter(torch.empty("),
+    *(
+        (
+            "te-flash-3-cp",
+            0,
+            ENGINE + "pytorch.attention.dot_product_attention.context_parallel:" + function,
+            "not use_flash_attn_3 and (not fa_utils.v2_7_0_plus)",
+            "not fa_utils.v2_7_0_plus",
+        )
+        for function in (
+            "cp_p2p_fwd_flash_attn",
+            "AttnFuncWithCPAndKVAllGather.forward",
+            "AttnFuncWithCPAndQKVOA2A.forward",
+        )
+    ),
     (
         "te-cp-thd-padding",
         0,
