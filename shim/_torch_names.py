@@ -60,7 +60,8 @@ NAMES = {
         f"{_STASH}; scales of FP8 are kept for a second backward until the next forward"
     ),
     "torch:_C._autograd._get_current_graph_task_keep_graph": PrivateName(
-        "scales of FP8 are kept for a second backward until the next forward"
+        "scales of FP8 are kept for a second backward until the next forward; logprob writes over no logits that "
+        "nobody reads: one copy more"
     ),
     "torch:_C._functorch.peek_interpreter_stack": PrivateName(_STASH),
     "torch.autograd.forward_ad:_current_level": PrivateName(_STASH),
@@ -113,6 +114,7 @@ NAMES = {
 ATTRIBUTES = {
     ("a tensor", "_base"): PrivateName("AttributeError: logits cannot be written over in place"),
     ("a tensor", "_is_view"): PrivateName("AttributeError: logits cannot be written over in place"),
+    ("a tensor", "_use_count"): PrivateName("logprob writes over no logits that nobody reads: one copy more"),
     ("a tensor", "_version"): PrivateName("AttributeError: logits that change before backward are not seen"),
     ("a storage", "_cdata"): PrivateName("AttributeError: PagedStash and Footprint cannot tell memory apart"),
     ("a node", "_raw_saved_result"): PrivateName("PagedStash finds nothing to stash"),

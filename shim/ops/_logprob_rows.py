@@ -61,7 +61,7 @@ class Options(NamedTuple):
     ignore_index: int | None
     scratch_bytes: int | None
     chunk_size: int | None
-    inplace: bool
+    inplace: bool | str
 
 
 def checked_options(
@@ -75,7 +75,7 @@ def checked_options(
     ignore_index: int | None,
     scratch_bytes: int | None,
     chunk_size: int | None,
-    inplace: bool = False,
+    inplace: bool | str = False,
 ) -> tuple[Options, Tensor | None]:
     """The options, and the temperature per token (None if it is a number). ValueError for bad arguments.
 
@@ -94,6 +94,8 @@ def checked_options(
         raise ValueError("the vocabulary has no entries")
     if entropy not in (False, True, "no_grad"):
         raise ValueError(f"entropy is {entropy!r}; it must be False, True or 'no_grad'")
+    if inplace not in (False, True, "unread"):
+        raise ValueError(f"inplace_backward is {inplace!r}; it must be False, True or 'unread'")
     for name, value in (("scratch_bytes", scratch_bytes), ("chunk_size", chunk_size)):
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}; it must be positive")

@@ -18,6 +18,7 @@ the logits. The single gradient has the dtype of the logits.
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -66,7 +67,7 @@ def token_logprobs(
     ignore_index: int | None = -100,
     scratch_bytes: int | None = None,
     chunk_size: int | None = None,
-    inplace_backward: bool = False,
+    inplace_backward: bool | Literal["unread"] = False,
 ) -> TokenLogprobs:
     """The log-probability of each target, with its log-sum-exp and, if asked for, its entropy. All are differentiable.
 
@@ -88,7 +89,10 @@ def token_logprobs(
     instead of a wrong gradient. Logits get a separate gradient if another tensor shares their memory (views, results of
     detach(), results that autograd keeps; sharing through NumPy or DLPack is not detected), if hooks keep them, if they
     overlap themselves, or if no single stride reaches their rows. ValueError for logits that are a leaf, or a view of
-    one.
+    one. "unread" writes only over logits that nobody can read any more, and so ends in no error: they get a separate
+    gradient also if a variable, a container or another operation's node holds them when backward comes here, if they
+    are a leaf or a view, and if the graph is retained. A read on another CUDA stream that only record_stream() knows of
+    is not detected.
 
     Ranks exchange 3 to 5 numbers per token in forward, by one all-gather, and nothing in backward.
 
@@ -159,7 +163,7 @@ def _token_logprobs(
         raise ValueError("logits must have a vocabulary dimension")
     checked, per_token = checked_options(logits.shape[-1], logits, target, group, temperature, *options)
     memory = logits._base if logits._is_view() else logits
-    if checked.inplace and memory is not None and memory.is_leaf and memory.requires_grad:
+    if checked.inplace is True and memory is not None and memory.is_leaf and memory.requires_grad:
         raise ValueError("inplace_backward would write a leaf's gradient over the leaf: use it on computed logits")
     logprob, entropy, logsumexp = _TokenLogprobs.apply(logits, target, per_token, checked)
     return TokenLogprobs(logprob, entropy, logsumexp)
@@ -259,6 +263,24 @@ def _is_shared(tensor: Tensor) -> bool:
     return count is None or count(memory._cdata) > 2 + tensor._is_view()  # 2: `tensor` and `memory`
 
 
+def _is_unread(logits: Tensor, witness: Tensor | None) -> bool:
+    """Whether nobody but the backward that runs can read `logits` any more.
+
+    witness: a tensor that is saved and taken out like the logits, and that nobody else knows. So what holds the logits
+    is counted on any torch and Python, which differ in the counts of a tensor that nobody else has.
+    """
+    is_retained = find("torch:_C._autograd._get_current_graph_task_keep_graph")
+    if witness is None or logits.is_leaf or logits._is_view() or is_retained is None or is_retained():
+        return False
+    return _holders(logits) is not None and _holders(logits) == _holders(witness)
+
+
+def _holders(tensor: Tensor) -> tuple[int, int, int] | None:
+    """How many hold the tensor in C++ and in Python, and how many its memory in Python; None if torch does not say."""
+    count = getattr(tensor, "_use_count", None)
+    return None if count is None else (count(), sys.getrefcount(tensor), sys.getrefcount(tensor.untyped_storage()))
+
+
 def _can_be_overwritten(rows: Tensor, original: Tensor) -> bool:
     """Whether `rows` [T, V] is the memory of `original`, with every entry at its own address."""
     if rows.numel() == 0 or rows.data_ptr() != original.data_ptr():
@@ -301,9 +323,10 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.options = options
         if ignored is not None:
             place = place.masked_fill(ignored, _IGNORED)
-        ctx.save_for_backward(logits, place, per_token, *learned)
-        ctx.version = (logits.data_ptr(), logits._version) if ctx.needs_input_grad[0] else None
         ctx.hooked, ctx.overwrote = foreign_hooks_active(), False
+        witness = logits.new_empty(0) if options.inplace == "unread" and not ctx.hooked else None
+        ctx.save_for_backward(logits, witness, place, per_token, *learned)
+        ctx.version = (logits.data_ptr(), logits._version) if ctx.needs_input_grad[0] else None
         ctx.set_materialize_grads(False)
         if entropy is not None:
             entropy = rows.restored(entropy)
@@ -319,13 +342,15 @@ class _TokenLogprobs(torch.autograd.Function):
             raise RuntimeError(
                 "a second backward through token_logprobs(inplace_backward=True): its logits now hold the gradient"
             )
-        logits, place, per_token, *learned = ctx.saved_tensors
+        logits, witness, place, per_token, *learned = ctx.saved_tensors
         if (logits.data_ptr(), logits._version) != ctx.version and logits.data_ptr() == ctx.version[0]:
             # Autograd also looks, but not at tensors that hooks for saved tensors keep.
             raise RuntimeError("the logits of token_logprobs were modified by an inplace operation before its backward")
         # Hooks may have kept this same tensor for other users, whom autograd would not warn.
         same = ctx.hooked and logits.data_ptr() == ctx.version[0]
-        inplace = options.inplace and not same and not _is_shared(logits)
+        inplace = bool(options.inplace) and not same and not _is_shared(logits)
+        if options.inplace == "unread":
+            inplace = inplace and _is_unread(logits, witness)
         rows = Rows(logits)
         x = rows.of(logits.detach())
         columns = x.size(1)

@@ -55,7 +55,7 @@ def packed_logprobs(
     ignore_index: int = -100,
     scratch_bytes: int | None = None,
     chunk_size: int | None = None,
-    inplace_backward: bool = False,
+    inplace_backward: bool | Literal["unread"] = False,
 ) -> PackedLogprobs:
     """The log-probability of each next token of a packed row. Differentiable in the logits, also through the entropy.
 

@@ -7,6 +7,8 @@ torch = pytest.importorskip("torch")
 from logprob_cases import HALF_ULP, Alias, sample, strided  # noqa: E402
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks  # noqa: E402
 
+from shim._torch_names import find  # noqa: E402
+from shim.ops import logprob  # noqa: E402
 from shim.ops.logprob import token_logprobs  # noqa: E402
 
 
@@ -181,3 +183,116 @@ def test_in_place_of_logits_that_were_saved_elsewhere():
         loss = both(in_place(computed, target))
     loss.backward()
     assert torch.equal(leaf.grad, plain)
+
+
+def unread(x, target, **options):
+    return token_logprobs(x, target, inplace_backward="unread", entropy=True, **options)
+
+
+def is_written_over(make_logits, *, hold=lambda logits: None, after=lambda loss: loss.backward()):
+    """Whether backward has written over the logits, of which only `hold` and its result know."""
+    values, target, _ = sample(5, 11)
+    leaf = values.clone().requires_grad_()
+    gradients = []
+
+    def loss_of():
+        logits = make_logits(leaf)
+        logits.register_hook(lambda gradient: gradients.append(gradient.data_ptr()))
+        return both(unread(logits, target)), logits.data_ptr(), hold(logits)
+
+    loss, address, held = loss_of()
+    after(loss)
+    (plain,) = torch.autograd.grad(both(token_logprobs(make_logits(leaf), target, entropy=True)), leaf)
+    assert torch.equal(leaf.grad, plain) and held is not loss
+    return gradients == [address]
+
+
+@pytest.mark.parametrize(
+    "make_logits", [lambda x: x * 1, lambda x: (x * 1).matmul(torch.eye(11)), lambda x: Alias.apply(x * 1)]
+)
+def test_logits_that_nobody_can_read_are_written_over(make_logits):
+    assert is_written_over(make_logits)
+
+
+def squared(logits):
+    return logits.square().sum()
+
+
+HELD = {
+    "a variable": lambda logits: logits,
+    "a list": lambda logits: [logits],
+    "a closure": lambda logits: lambda: logits,
+    "a node": squared,
+    "its result without a gradient": torch.Tensor.detach,
+    "a view": lambda logits: logits[:2],
+    "an array": lambda logits: logits.detach().numpy(),
+    "a storage": torch.Tensor.untyped_storage,
+}
+
+
+@pytest.mark.parametrize("hold", HELD.values(), ids=HELD)
+def test_logits_that_somebody_can_read_stay(hold):
+    assert not is_written_over(lambda x: x * 1, hold=hold)
+
+
+def test_logits_of_a_graph_that_is_retained_stay():
+    """A second backward is as right as the first."""
+
+    assert not is_written_over(lambda x: x * 1, after=lambda loss: loss.backward(retain_graph=True))
+    logits, target, _ = sample(5, 11)
+    leaf = logits.requires_grad_()
+    loss = both(unread(leaf * 1, target))
+    first, second = (torch.autograd.grad(loss, leaf, retain_graph=again)[0] for again in (True, False))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("make_logits", [lambda x: x.tanh(), lambda x: (x * 1).view(5, 11), lambda x: x[:]])
+def test_logits_that_a_view_or_their_own_operation_has_stay(make_logits):
+    assert not is_written_over(make_logits)
+
+
+def test_a_leaf_stays_and_raises_nothing():
+    values, target, _ = sample(5, 11)
+    leaf = values.clone().requires_grad_()
+    both(unread(leaf, target)).backward()
+    assert torch.equal(leaf.detach(), values)
+
+
+def test_hooks_that_keep_the_logits():
+    with saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert not is_written_over(lambda x: x * 1)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("use", USES)
+def test_another_use_of_the_logits_is_right_in_any_order(use, order):
+    logits, target, _ = sample(5, 11)
+
+    def gradient(function):
+        leaf = logits.clone().requires_grad_()
+
+        def losses():
+            computed = leaf * 1
+            made = [lambda: both(function(computed, target)), lambda: USES[use](computed, target)]
+            return [make() for make in (made[::-1] if order == "before" else made)]
+
+        sum(losses()).backward()
+        return leaf.grad
+
+    if use == "the same in place":  # it writes over the logits, and says so
+        pytest.skip("its own test is above")
+    expected = gradient(lambda x, t: token_logprobs(x, t, entropy=True))
+    torch.testing.assert_close(gradient(unread), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name", ["torch:_C._storage_Use_Count", "torch:_C._autograd._get_current_graph_task_keep_graph"]
+)
+def test_a_torch_that_cannot_tell_gives_a_separate_gradient(monkeypatch, name):
+    monkeypatch.setattr(logprob, "find", lambda path: None if path == name else find(path))
+    assert not is_written_over(lambda x: x * 1)
+
+
+def test_an_unknown_way_is_an_error():
+    with pytest.raises(ValueError, match="'unread'"):
+        token_logprobs(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), inplace_backward="maybe")
