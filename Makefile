@@ -138,6 +138,7 @@ bench: env  ## all benchmarks, as ratios
 	$(BIN)/python benchmarks/logprob.py
 	$(BIN)/python benchmarks/packed_logprob.py
 	$(BIN)/python benchmarks/linear_losses.py
+	$(BIN)/python benchmarks/te_cross_entropy.py
 	$(BIN)/python benchmarks/paged_stash.py
 	$(BIN)/python benchmarks/device.py
 	$(BIN)/python benchmarks/gpu_steps.py

@@ -250,14 +250,14 @@ DEFECTS = [
         "num_layers + (mtp_num_layers or 0)",
         "num_layers",
     ),
+    ("te-cross-entropy", 0, CROSS_ENTROPY + "cross_entropy_backward_kernel", "grad * grad_output", "grad"),
     (
         "te-cross-entropy",
         0,
-        ENGINE + "pytorch.triton.cross_entropy:cross_entropy_forward",
-        "torch.empty_like(_input, dtype=torch.float32)",
-        "torch.empty_like(_input)",
+        CROSS_ENTROPY + "cross_entropy_tp_post_kernel",
+        "x_sum += tl.load(rank_data_ptr + 3)",
+        "x_sum += 0.0",
     ),
-    ("te-cross-entropy", 1, CROSS_ENTROPY + "cross_entropy_backward_kernel", "grad * grad_output", "grad"),
     ("seq-aux-loss-scale", 0, ROUTER + "_apply_seq_aux_loss", "local_num_tokens * bsz", "local_num_tokens"),
     *(
         (

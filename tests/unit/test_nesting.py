@@ -90,6 +90,8 @@ OUTSIDE = {
     ("checkpoint-without-grad", "recompute-frees-inputs"): {RANDOM + "CheckpointFunction.backward"},
     # One gives back a function of Transformer Engine, and the other a None where there is none: either order does.
     ("te-moved-symbols", "moe-without-te"): {"megatron.core.transformer.moe.moe_utils:te_general_gemm"},
+    # Both take the function's place with the same function: either order does.
+    ("te-cross-entropy", "te-cross-entropy-copy"): {"transformer_engine.pytorch.cross_entropy:parallel_cross_entropy"},
     # Both take the function's place, and chunked-logprob smooths labels as label-smoothing does: either order does.
     ("label-smoothing", "chunked-logprob"): {
         "megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy"

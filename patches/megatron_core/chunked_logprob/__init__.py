@@ -24,8 +24,9 @@ The patch: both functions return the negative log-probability that shim.ops comp
 
 Upstream: open.
 
-Not covered: cross_entropy_fusion_impl="te". Transformer Engine's kernel overwrites the logits with the gradient in
-forward, so it needs no memory beyond the logits. te-cross-entropy fixes its gradients.
+Not covered: cross_entropy_fusion_impl="te". Transformer Engine up to 2.17 overwrites the logits with the gradient in
+forward, so it needs no memory beyond the logits; te-cross-entropy fixes its gradients. From 2.18 on it keeps a copy of
+the logits, which te-cross-entropy-copy spares.
 
 Delete when: both functions save no softmax, and the releases before that are not supported.
 """

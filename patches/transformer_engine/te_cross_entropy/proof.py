@@ -5,22 +5,27 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
+from shim.testing import Layout
 from shim.testing.interpreted import interpreted
-from shim.testing.proof import Here, proof
+from shim.testing.proof import CannotRunError, Here, proof
 
 TOKENS, BATCH, VOCABULARY = 5, 2, 64
 NO_TARGET = -100
+SMOOTHING = 0.1
 
 
 @contextlib.contextmanager
 def cross_entropy(device: str) -> Iterator[Any]:
     """Upstream's function; on a CPU with its kernels in Triton's interpreter."""
+    if find_spec("transformer_engine.pytorch.cross_entropy") is None:
+        raise CannotRunError("this Transformer Engine has no fused cross entropy")
     module: Any = import_module("transformer_engine.pytorch.cross_entropy")
     if device != "cpu":
         yield module.parallel_cross_entropy
@@ -114,7 +119,13 @@ def sure_of_the_target(device: str) -> float:
     return float(((found - expected) / expected).abs().max())
 
 
-@proof("gradient of a target's logit off by {:.0%}", bound=0.01, te=True, devices=("cpu", "cuda"))
+@proof(
+    "gradient of a target's logit off by {:.0%}",
+    bound=0.01,
+    te=True,
+    devices=("cpu", "cuda"),
+    variants=("v2_2", "v2_8", "v2_12"),
+)
 def gradients_of_sure_predictions(here: Here) -> float:
     """TE's fused cross entropy loses the gradient of tokens that the model predicts well.
 
@@ -127,3 +138,30 @@ def gradients_of_sure_predictions(here: Here) -> float:
     is rounded once, which is off by less than 1%. Wrong in 2.2 to 2.17, right from 2.18 (pull request 3193).
     """
     return float(here.run(sure_of_the_target, here.device)[0])
+
+
+def smoothed() -> float:
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    logits, target, _ = sample()
+    mine = logits.chunk(group.size(), -1)[group.rank()].contiguous()
+    with cross_entropy("cpu") as function:
+        losses = function(mine, target, SMOOTHING, False, group)
+    log_p = logits.double().log_softmax(-1)
+    picked = log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    return relative(losses, -((1 - SMOOTHING) * picked + SMOOTHING * log_p.mean(-1)))
+
+
+@proof("losses off by {:.1e}", bound=1e-6, te=True, ranks=2)
+def smoothed_losses_of_two_ranks(here: Here) -> float:
+    """TE's fused cross entropy smooths the labels over each rank's own columns.
+
+    To reproduce on two tensor-parallel ranks: `parallel_cross_entropy(logits, target, 0.1, False, group)`, and compare
+    with a softmax over all columns in fp64.
+
+    The kernel sums the logits of the columns that the rank has, and adds that sum to the loss as if it were the sum
+    over the vocabulary. So the losses of ranks differ. Right would be the sum of all ranks. The gradients are right.
+    Wrong in 2.2 to 2.18, right from 2.19 on (pull request 3273).
+    """
+    return max(here.run(smoothed, layout=Layout(tp=here.world)))
