@@ -148,6 +148,8 @@ OUTSIDE = {
     },
     ("mtp-loss-options", "fused-linear-logprob"): {"megatron.core.models.gpt.gpt_model:GPTModel._postprocess"},
     ("mrope-thd", "fused-linear-logprob"): {"megatron.core.models.gpt.gpt_model:GPTModel.forward"},
+    # Each gives parameters attributes of its own before the optimizer is made: either order does.
+    ("tp-attributes", "muon-qkv-shapes"): {"megatron.core.optimizer.muon:get_megatron_muon_optimizer"},
 }
 
 
