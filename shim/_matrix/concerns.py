@@ -40,6 +40,7 @@ WORDS = {
     "distributed-optimizer": "the distributed optimizer",
     "offloaded-optimizer": "the CPU-offloaded optimizer",
     "muon": "the Muon optimizer",
+    "fsdp": "Megatron-FSDP",
     "param-groups": "parameter groups with separate learning rates",
     "checkpoint": "saving or loading a checkpoint",
     "datasets": "megatron-core's own datasets, such as GPTDataset",

@@ -11,6 +11,7 @@ DISTRIBUTED = CORE + "optimizer.distrib_optimizer:DistributedOptimizer."
 FINALIZE = CORE + "distributed.finalize_model_grads:"
 RECOMPUTE = CORE + "recompute:checkpointed_forward"
 LAYERS = CORE + "tensor_parallel.layers:"
+FULLY_SHARD = CORE + "distributed.fsdp.src.megatron_fsdp.fully_shard:fully_shard_optimizer"
 EXTENSIONS = CORE + "extensions.transformer_engine:"
 ATTENTION = ENGINE + "pytorch.attention.dot_product_attention.dot_product_attention:DotProductAttention."
 CROSS_ENTROPY = ENGINE + "common.triton.cross_entropy:"
@@ -367,5 +368,9 @@ DEFECTS = [
         CORE + "tokenizers.text.libraries.sft_tokenizer:SFTTokenizer.tokenize_conversation",
         "self._prompt_format == 'default'",
         "self._prompt_format in ['default', 'identity']",
+    ),
+    *(
+        ("fsdp-optimizer-state", 0, FULLY_SHARD, was, "pass")
+        for was in ("group['weight_decay'] = 0.0", "group.update(settings)", "state['step'] = 0", "group['step'] = 0")
     ),
 ]
