@@ -11,6 +11,8 @@ DISTRIBUTED = CORE + "optimizer.distrib_optimizer:DistributedOptimizer."
 FINALIZE = CORE + "distributed.finalize_model_grads:"
 RECOMPUTE = CORE + "recompute:checkpointed_forward"
 LAYERS = CORE + "tensor_parallel.layers:"
+MLA_TENSORS = CORE + "transformer.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors"
+YARN_FORWARD = CORE + "models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding.forward"
 FULLY_SHARD = CORE + "distributed.fsdp.src.megatron_fsdp.fully_shard:fully_shard_optimizer"
 EXTENSIONS = CORE + "extensions.transformer_engine:"
 ATTENTION = ENGINE + "pytorch.attention.dot_product_attention.dot_product_attention:DotProductAttention."
@@ -369,6 +371,8 @@ DEFECTS = [
         "self._prompt_format == 'default'",
         "self._prompt_format in ['default', 'identity']",
     ),
+    ("mla-packed-rope", 0, MLA_TENSORS, "packed_seq_params is None or", "inference_context is None or"),
+    ("mla-packed-rope", 0, YARN_FORWARD, "and (not packed_seq)", ""),
     *(
         ("fsdp-optimizer-state", 0, FULLY_SHARD, was, "pass")
         for was in ("group['weight_decay'] = 0.0", "group.update(settings)", "state['step'] = 0", "group['step'] = 0")

@@ -148,6 +148,14 @@ OUTSIDE = {
     },
     ("mtp-loss-options", "fused-linear-logprob"): {"megatron.core.models.gpt.gpt_model:GPTModel._postprocess"},
     ("mrope-thd", "fused-linear-logprob"): {"megatron.core.models.gpt.gpt_model:GPTModel.forward"},
+    # Outside, mla-packed-rope gives the others a table with a row for each position. Of the other target, one gives the
+    # attention another table and the other a key: either order does.
+    ("rope-fusion", "mla-packed-rope"): {"megatron.core.models.common.embeddings.rope_utils:apply_rotary_pos_emb"},
+    ("mrope-thd", "mla-packed-rope"): {"megatron.core.models.common.embeddings.rope_utils:apply_rotary_pos_emb"},
+    ("mla-rope-key-gradient", "mla-packed-rope"): {
+        "megatron.core.models.common.embeddings.rope_utils:apply_rotary_pos_emb",
+        "megatron.core.transformer.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors",
+    },
     # Each gives parameters attributes of its own before the optimizer is made: either order does.
     ("tp-attributes", "muon-qkv-shapes"): {"megatron.core.optimizer.muon:get_megatron_muon_optimizer"},
 }

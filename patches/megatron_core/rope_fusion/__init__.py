@@ -27,7 +27,8 @@ Not covered:
   shim.check would call a patch there shadowed. Leave the option off with either argument.
 - Other reads of config.apply_rope_fusion in multi_latent_attention and absorbed_mla. Their kernels interleave, find the
   factor of YaRN in the table, and get the offsets and, from 0.14 on, the ranks. In 0.13 packed rows of MLA under
-  context parallelism are also wrong unfused. DSA forbids fusion; DSA and dynamic_context call apply_rotary_pos_emb.
+  context parallelism need to be unfused (mla-packed-rope). DSA forbids fusion; DSA and dynamic_context call
+  apply_rotary_pos_emb.
 - Automodel issue 1439 (a wrong loss, fused, with context parallelism). Automodel calls Transformer Engine itself, and
   the cause is open. With megatron-core's arguments (unpacked: the rank's slice of the table; packed: the whole table,
   size and rank) the positions equal those of the unfused function.
