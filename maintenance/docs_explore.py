@@ -39,7 +39,7 @@ GROUPS = {
     "Batches": "packed padding-mask label-smoothing fused-loss datasets",
     "Training": "lora recompute fp8 cuda-graph router-replay",
     "Parallelism": "tp sp cp pp layout ep",
-    "Optimizer": "distributed-optimizer offloaded-optimizer muon param-groups checkpoint",
+    "Optimizer": "distributed-optimizer offloaded-optimizer muon fsdp param-groups checkpoint",
     "Your code": "own-code config-override",
 }
 PRESETS = {

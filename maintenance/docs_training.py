@@ -25,7 +25,7 @@ ROWS = {
     "MLA, hybrid and gated layers": (("mla", "mamba", "gdn", "dsa", "gated-attention"), "mla-query-norm-gradient"),
     "FP8, FP4": (("fp8",), "te-fp8-state"),
     "resume, optimizers": (
-        ("checkpoint", "distributed-optimizer", "offloaded-optimizer", "muon", "param-groups"),
+        ("checkpoint", "distributed-optimizer", "offloaded-optimizer", "muon", "fsdp", "param-groups"),
         "cpu-offloaded-optimizer",
     ),
     "LoRA, recompute": (("lora", "recompute"), "frozen-recompute"),

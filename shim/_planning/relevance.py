@@ -65,6 +65,7 @@ OTHER_NAMES = {
     "save": "checkpoint",
     "replay": "router-replay",
     "cuda-graphs": "cuda-graph",
+    "megatron-fsdp": "fsdp",
     "cpu-offloaded-optimizer": "offloaded-optimizer",
     "r3": "router-replay",
 }
@@ -172,6 +173,7 @@ _SETTINGS: Mapping[str, tuple[Entry, ...]] = {
     "distributed-optimizer": ({"use_distributed_optimizer": _on},),
     "offloaded-optimizer": ({"optimizer_cpu_offload": _on},),
     "muon": ({"optimizer": _names("muon")}, {"optimizer.type": _names("muon")}),
+    "fsdp": ({"use_megatron_fsdp": _on}, {"use_custom_fsdp": _on}),
     "param-groups": ({"decoupled_lr": _on}, {"vit_lr": _on}, {"aligner_lr": _on}),
     "checkpoint": (
         {"save_interval": _on},

@@ -96,7 +96,7 @@ def main_weight() -> Tensor:
 def cast_shards(shards: list[tuple[int, int] | None]) -> list[list[int]]:
     """Cast a weight of which each rank owns this shard, from one place to another; the bytes that all ranks have."""
     utils = import_module(TENSOR + "utils") if find_spec(TENSOR + "utils") else None
-    if not hasattr(utils, "_cast_master_weights_to_fp8_mxfp8_scaling"):
+    if utils is None or not hasattr(utils, "_cast_master_weights_to_fp8_mxfp8_scaling"):
         raise CannotRunError("this release casts no MXFP8 weights")
     whole, quantized = main_weight(), weight()
     mine = shards[torch.distributed.get_rank() % len(shards)]
