@@ -8,7 +8,7 @@ has no norm and no bias.
    the last resume. After a resume Adam begins at step 1 in this group: with moments of many steps, the update is
    wrong until the bias corrections have faded, thousands of steps for the second moment.
 2. (0.12 to 0.20) A checkpoint that was saved so. From 0.14 on a rank with both groups raises "steps: [1, 21]" when it
-   saves the next one.
+   saves the next one. Several chained optimizers, as with experts, take the step of the others there.
 
 The patch: a group that is empty on this rank is saved with the step of the others, if they all have the same. When a
 checkpoint is loaded in which a group has no step, and all others the same, it gets that step, and a warning says so.
@@ -19,7 +19,7 @@ Optimizers of torch keep the step with each weight, and the CPU-offloaded optimi
 are, and so does the optimizer that is not distributed.
 
 Upstream: megatron-core 0.14 saves one step for all groups. Transformer Engine 2.19 counts in empty groups (pull request
-3318), so that nothing is damaged with it. Nobody mends damaged checkpoints.
+3318), so that nothing is damaged with it. Neither repairs a damaged checkpoint of a single optimizer.
 
 Delete when: megatron-core 0.13 is not supported, and nobody resumes from its checkpoints.
 """
