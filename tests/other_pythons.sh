@@ -31,6 +31,7 @@ files="
     tests/engine/test_odd_namespaces.py
     tests/engine/test_ending.py
     tests/engine/test_robustness.py
+    tests/engine/test_exception_notes.py
 "
 files_of_3_12="
     tests/unit/test_fingerprint.py
