@@ -14,7 +14,7 @@ attention on that needs them. The results lie in both places, and arguments have
 No tensor is copied. FlashAttention 2, fused attention, and attention without context parallelism have other functions.
 shim.revert() puts the functions back.
 
-- Without FlashAttention 2, cp_comm_type="all_gather" raises an AssertionError that asks for it. That stays.
+- Up to 2.14 cp_comm_type="all_gather" raises an AssertionError without FlashAttention 2. That stays.
 - Transformer Engine 2.1 takes another FlashAttention 3, flashattn_hopper, which is left alone.
 
 Upstream: pull request 2825 (in 2.16) fixed the first, 2704 (in 2.14) went over to the newer names. From 2.16 on

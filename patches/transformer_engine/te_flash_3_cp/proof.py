@@ -20,7 +20,7 @@ from torch import Tensor
 from shim.patches.transformer_engine.te_cp_thd_padding.proof import CUDNN, PACKAGE, OnGpu
 from shim.patches.transformer_engine.te_cu_seqlens_cache.proof import BATCH, HEAD, HEADS, LENGTH, RANKS, own_tokens
 from shim.testing.layout import Layout
-from shim.testing.proof import Here, proof
+from shim.testing.proof import CannotRunError, Here, proof
 from shim.testing.transformer_engine import te_cuda_stand_ins
 
 
@@ -98,6 +98,8 @@ def own_api() -> str:
 def flash_attention_3(api: str, flash_2: str | None) -> Iterator[Any]:
     """Transformer Engine's class of attention beside a FlashAttention 3 with this API and this FlashAttention 2."""
     module = backends()
+    if not hasattr(module, "fa_utils"):
+        raise CannotRunError("this release takes another FlashAttention 3")
     owner: Any = import_module("transformer_engine.pytorch.attention")
     utils: Any = module.fa_utils
     kernels: Any = import_module("transformer_engine_torch")
