@@ -1,11 +1,11 @@
 """Patch te-cross-entropy: every argument against fp64, memory, who reads the logits, ranks; where it is not there."""
 
 import inspect
-from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
 import torch
+from cross_entropy_cases import VOCABULARY, module, off, sample, smoothed_on_rank, truth
 from megatron.core import parallel_state
 from megatron.core.extensions import transformer_engine as extension
 
@@ -20,12 +20,7 @@ needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
 overwrites = pytest.mark.skipif(
     not NEEDED or shim.plan()[ID].variant == "v2_18", reason="this release does not write over the logits"
 )
-VOCABULARY = 48
 BOUND = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
-
-
-def module():
-    return import_module("transformer_engine.pytorch.cross_entropy")
 
 
 @pytest.fixture
@@ -35,29 +30,6 @@ def function():
 
     with shim.patched(only=[ID], require=[ID]):
         yield te.parallel_cross_entropy
-
-
-def sample(dtype=torch.float32):
-    generator = torch.Generator().manual_seed(1)
-    logits = (torch.randn(4, 3, VOCABULARY, generator=generator) * 3).to(dtype)
-    target = torch.randint(0, VOCABULARY, (4, 3), generator=generator)
-    return logits, target, torch.rand(4, 3, generator=generator)
-
-
-def truth(logits, target, weights, smoothing=0.0, ignore=-100, reduce=False):
-    """As in Transformer Engine: every entry has smoothing / V of the weight, the target the rest besides."""
-    exact = logits.detach().double().requires_grad_()
-    there = target != ignore
-    log_p = exact.log_softmax(-1)
-    picked = log_p.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    losses = -((1 - smoothing) * picked + smoothing * log_p.mean(-1)) * there
-    found = losses.sum() / there.sum() if reduce else losses
-    (gradient,) = torch.autograd.grad((found * weights).sum(), exact)
-    return found.detach(), gradient
-
-
-def off(found, expected):
-    return float((found.double() - expected).norm() / expected.norm())
 
 
 def ignore_idx_is_there():
@@ -143,21 +115,6 @@ def test_targets_outside_of_the_vocabulary(function):
     target[0, 0] = VOCABULARY
     with pytest.raises(ValueError, match="outside of the vocabulary"):
         function(logits, target)
-
-
-def smoothed_on_rank():
-    with testing.layout_initialised(testing.Layout(tp=2)):
-        return smoothed()
-
-
-def smoothed():
-    group = parallel_state.get_tensor_model_parallel_group()
-    logits, target, weights = sample()
-    expected, right = truth(logits, target, weights, 0.1)
-    mine = logits.chunk(2, -1)[group.rank()].clone().requires_grad_() * 1
-    losses = module().parallel_cross_entropy(mine, target, 0.1, False, group)
-    (gradient,) = torch.autograd.grad((losses * weights).sum(), mine)
-    return off(losses, expected), off(gradient, right.chunk(2, -1)[group.rank()])
 
 
 @needed

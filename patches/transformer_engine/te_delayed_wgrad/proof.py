@@ -1,0 +1,93 @@
+"""Proofs of te-delayed-wgrad."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from shim.testing.proof import CannotRunError, Here, proof
+
+INPUTS, OUTPUTS = 3, 2
+ROWS = (1.0, 3.0)  # the values of an input; every gradient of an output is one
+
+
+def product(x: Tensor, of_output: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of a weight [out, in] and of a bias [out]."""
+    return of_output.t() @ x, of_output.sum(0)
+
+
+def product_of_2_3(x: Tensor, of_output: Tensor) -> tuple[Tensor | None, ...]:
+    """With two results more of the matrix product."""
+    return *product(x, of_output), None, None
+
+
+@contextlib.contextmanager
+def modules_on(device: str) -> Iterator[Any]:
+    """transformer_engine.pytorch, whose modules can be made here and delay their gradients."""
+    te: Any = import_module("transformer_engine.pytorch")
+    if not hasattr(te.Linear, "backward_dw"):
+        raise CannotRunError("this Transformer Engine delays no gradients")
+    if device != "cpu":
+        yield te
+        return
+    with (
+        mock.patch.object(torch.cuda, "is_available", lambda: True),  # modules ask, and then only want a device
+        mock.patch.object(torch.cuda, "get_rng_state", lambda *args: torch.zeros(1)),
+        mock.patch.object(torch.cuda.nvtx, "range_push", lambda *args: 0),
+        mock.patch.object(torch.cuda.nvtx, "range_pop", lambda *args: 0),
+    ):
+        yield te
+
+
+def delay(module: Any, value: float) -> None:
+    """What its backward leaves for backward_dw()."""
+    device = module.weight.device
+    rows = [torch.full((1, INPUTS), value, device=device), torch.ones(1, OUTPUTS, device=device)]
+    names = inspect.unwrap(type(module).backward_dw).__code__.co_varnames
+    module.wgrad_store.put(rows, product_of_2_3 if "grad_bias_" in names else product)
+
+
+def wrong(device: str, tied: bool) -> float:
+    """How far the gradients of weight and bias are from their sums, the larger one."""
+    how = {"device": device, "params_dtype": torch.float32, "delay_wgrad_compute": True}
+    with modules_on(device) as te:
+        modules = [te.Linear(INPUTS, OUTPUTS, bias=True, **how) for _ in ROWS]
+        weight, bias = modules[0].weight, modules[0].bias
+        modules[1].weight, modules[1].bias = weight, bias
+        for module, value in zip(modules if tied else modules[:1] * 2, ROWS):
+            delay(module, value)
+            module.backward_dw()
+    return max(float((weight.grad - sum(ROWS)).abs().max()), float((bias.grad - len(ROWS)).abs().max()))
+
+
+@proof("gradients off by {:.0f} of 4 and 2", te=True, devices=("cpu", "cuda"))
+def two_microbatches(here: Here) -> float:
+    """backward_dw() does not add to the gradient that is there.
+
+    To reproduce: `te.Linear(..., delay_wgrad_compute=True)`, and twice `module(x).sum().backward()` with
+    `module.backward_dw()` behind, as for two microbatches. Compare the gradients with those of a module that delays
+    nothing.
+
+    The gradient of the weight is that of the last call from 2.8 on, and up to 2.7 that of the first; the bias has that
+    of the first call. Right would be their sums. Seen in 2.3 to 2.20.2.
+    """
+    return float(here.run(wrong, here.device, False)[0])
+
+
+@proof("gradients off by {:.0f} of 4 and 2", te=True, devices=("cpu", "cuda"))
+def two_modules_with_one_weight(here: Here) -> float:
+    """Of two modules with one weight, backward_dw() keeps the gradient of one.
+
+    To reproduce: two `te.Linear(..., delay_wgrad_compute=True)`, `second.weight = first.weight`, a backward pass
+    through both, and `backward_dw()` of both. Compare with modules that delay nothing.
+
+    Right would be the sum of both gradients. Seen in 2.3 to 2.20.2.
+    """
+    return float(here.run(wrong, here.device, True)[0])
