@@ -35,7 +35,13 @@ def news_of(id: str, since: str | None = None, top: Path | None = None) -> list[
         top = next((place for place in (load.PACKAGE.parent, load.PACKAGE) if _is_there(place)), load.PACKAGE)
     found = [News(UNRELEASED, _in_one_line(file)) for file in sorted((top / "changes").glob(f"{id}.*.md"))]
     named = re.compile(rf"(?<![\w-]){re.escape(id)}(?![\w-])")
-    return found + [line for line in _lines(top) if named.search(line.text[:BEGINNING]) and _after(line.version, since)]
+    lines = [line for line in _lines(top) if not _is_list(line.text) and _after(line.version, since)]
+    return found + [line for line in lines if named.search(line.text[:BEGINNING])]
+
+
+def _is_list(text: str) -> bool:
+    """Whether a line counts patches up, as that of the first release, and says nothing of a single one."""
+    return len(re.findall(r"[a-z0-9]+(?:-[a-z0-9]+)+,", text[:BEGINNING])) > 1
 
 
 def _is_there(top: Path) -> bool:

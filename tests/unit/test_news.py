@@ -50,8 +50,13 @@ def test_lines_about_a_patch_come_with_their_version(top):
 
 def test_shims_own_changelog_is_found():
     """In this checkout; in a wheel it lies in the package (test_wheel.py)."""
-    assert any(line.text.startswith("Patch `label-smoothing`") for line in news_of("label-smoothing"))
+    assert any("`shim audit`" in line.text for line in news_of("audit"))
     assert news_of("no-such-patch") == []
+
+
+def test_a_line_that_counts_patches_up_is_about_none(tmp_path):
+    write_file(tmp_path / "CHANGELOG.md", "## [0.1.0] - 2026-01-01\n\n- Errors (3): roll-fix, roll-back, roll-on.\n")
+    assert news_of("roll-fix", top=tmp_path) == []
 
 
 def test_without_a_changelog_there_is_no_news(tmp_path):
