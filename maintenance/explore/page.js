@@ -244,11 +244,16 @@
 
   function rest(found) {
     const ids = [...new Set(found.hit.map(({ patch }) => patch.id))];
+    const picked = WORDS.filter((word) => choice.words && choice.words.has(word));
     return element("section", { class: "rest" },
       ...(ids.length ? [
         element("h3", {}, "All of them together"),
         element("p", {}, "Two lines in your trainer fix them, and whatever else your releases need:"),
         command("import shim\nshim.apply()"),
+        ...(picked.length ? [
+          element("p", {}, "What shim would do on the machine that trains:"),
+          command(`shim plan --for ${picked.join(",")}`),
+        ] : []),
         element("p", {}, "See them on your machine, or switch on these and no other patch:"),
         command(`shim prove ${ids.join(" ")}`),
         command(`MEGATRON_SHIM_ONLY=${ids.join(",")} shim run -- python train.py`),
