@@ -40,11 +40,14 @@ class Ran:
         """The patches of which a function was seen to run. None if this interpreter does not show it."""
         if not self._shows():
             return None
-        if self._tool is None:
+        if _MONITORING is None:
             for reference, patch, before in list(self._watched.values()):
                 code = reference()
                 if code is not None and patch not in self._seen and _as_run(code) != before:
                     self._seen.add(patch)
+        elif not self._watched:  # as after revert()
+            _MONITORING.free_tool_id(self._tool)
+            self._tool = None
         return frozenset(self._seen)
 
     def watch(self, patch: str, value: Any) -> None:
@@ -68,10 +71,7 @@ class Ran:
                 _MONITORING.set_local_events(self._tool, code, _MONITORING.events.PY_START)
 
     def _drop(self, key: int, _: object) -> None:
-        self._watched.pop(key, None)
-        if self._tool is not None and not self._watched:  # as after revert()
-            _MONITORING.free_tool_id(self._tool)
-            self._tool = None
+        self._watched.pop(key, None)  # and nothing else: any thread may be collecting garbage
 
     def _shows(self) -> bool:
         if _MONITORING is None:

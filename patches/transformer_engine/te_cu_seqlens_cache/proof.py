@@ -63,7 +63,7 @@ def fused_attention() -> Iterator[Any]:
         undo.enter_context(mock.patch.object(torch.cuda, "device", lambda device: contextlib.nullcontext()))
         undo.enter_context(torch.compiler.set_stance("force_eager"))
         undo.enter_context(OnGpu())
-        yield owner.DotProductAttention  # type: ignore[attr-defined]
+        yield owner.DotProductAttention  # type: ignore[attr-defined, unused-ignore]
 
 
 def own_tokens(rank: int, ranks: int) -> Tensor:

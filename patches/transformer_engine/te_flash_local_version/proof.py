@@ -28,7 +28,12 @@ PACKAGE = "transformer_engine.pytorch."
 IMPORTERS = ("attention.dot_product_attention.backends", "attention")  # from 2.3, and before
 NAMES = ("flash_attn_func", "flash_attn_varlen_func", "_flash_attn_forward", "_flash_attn_backward",
          "_flash_attn_varlen_forward", "_flash_attn_varlen_backward", "varlen_bwd")  # fmt: skip
-PACKED = {"qkv_layout": "thd_thd_thd", "attn_mask_type": "padding_causal", "head_dim_qk": 64, "head_dim_v": 64}
+PACKED: dict[str, Any] = {
+    "qkv_layout": "thd_thd_thd",
+    "attn_mask_type": "padding_causal",
+    "head_dim_qk": 64,
+    "head_dim_v": 64,
+}
 
 
 def importer() -> Any:

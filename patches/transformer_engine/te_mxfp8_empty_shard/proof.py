@@ -30,7 +30,7 @@ def weight(rows: int = ROWS, columns: int = COLUMNS, **extra: Any) -> Any:
     """A weight in MXFP8, bf16 to others, all zeros; rows in multiples of 128, so that no scale is padding."""
     mxfp8 = import_module(TENSOR + "mxfp8_tensor")
     dtypes: Any = import_module("transformer_engine.pytorch.constants")
-    kind = getattr(dtypes, "DType", None) or import_module("transformer_engine_torch").DType  # type: ignore[attr-defined]
+    kind = getattr(dtypes, "DType", None) or import_module("transformer_engine_torch").DType  # type: ignore[attr-defined, unused-ignore]
     accepted = inspect.signature(mxfp8.MXFP8Tensor.__new__).parameters
     swizzled = {"with_gemm_swizzled_scales": False} if "with_gemm_swizzled_scales" in accepted else {}
 

@@ -21,7 +21,7 @@ class Quantize(torch.autograd.Function):
         return weight(*source.shape, device="cpu")
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override, unused-ignore]
         return gradient
 
 
@@ -35,7 +35,7 @@ class Scale(torch.autograd.Function):
         return torch.ones(source.shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:  # type: ignore[override, unused-ignore]
         (factor,) = ctx.saved_tensors
         return gradient * factor if ctx.wanted else None, None
 
