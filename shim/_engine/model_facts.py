@@ -14,6 +14,7 @@ __all__ = ["run_of_models"]
 # What megatron-core's config decides. A config without the setting belongs to a release without the feature.
 _OF_CONFIG = (
     *("mtp", "moe", "router-replay", "mla", "gated-attention", "mamba", "gdn", "dsa", "mrope", "fused-rope"),
+    *("expert-bias", "per-token-loss"),
     *("fp32-residual", "max-logit", "recompute", "fused-loss", "sp", "layout", "fp8", "cuda-graph", *SIZES),
 )
 _CLASSES = {

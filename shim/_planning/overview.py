@@ -69,7 +69,7 @@ def group(state: str, kind: str, pending_is_amiss: bool) -> str:
 # Text
 
 _WHAT = {
-    "silent": "wrong numbers, no error",
+    "silent": "wrong, without an error",
     "crash": "an error in a build, a step, a save or a load",
     "hang": "a run that waits for ever",
     "memory": "more of it than the model needs",
@@ -120,7 +120,10 @@ def headline(rows: Sequence[Row], applied: str, more_problems: int = 0) -> str:
 
 def _by_symptom(rows: Sequence[Row]) -> str:
     counts = Counter(row.symptom for row in rows if row.group == "applied" and row.symptom)
-    return f" ({', '.join(f'{counts[s]} {s}' for s in SYMPTOMS if counts[s])})" if counts else ""
+    parts = [f"{counts[s]} {s}" for s in SYMPTOMS if counts[s]]
+    features = sum(row.group == "features" for row in rows)
+    parts += [f"{features} feature{'' if features == 1 else 's'}"] if features and parts else []
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def concern_line(rows: Sequence[Row], run: str, named: bool = False) -> str:

@@ -11,7 +11,7 @@ from shim._errors import OptionError
 from shim._matrix.concerns import WORDS
 from shim._matrix.spelling import did_you_mean
 
-__all__ = ["NO", "SIZES", "UNKNOWN", "YES", "Facts", "Run", "facts_from", "run_named", "setting_names"]
+__all__ = ["NO", "SIZES", "UNKNOWN", "YES", "Facts", "Run", "facts_from", "run_named", "setting_names", "words_of"]
 
 YES, NO, UNKNOWN = "yes", "no", "unknown"
 
@@ -135,6 +135,8 @@ _SETTINGS: Mapping[str, tuple[Entry, ...]] = {
     "mrope": ({"mrope_section": _on}, {"position_embedding_type": _is("mrope")}),
     "fused-rope": ({"apply_rope_fusion": _on},),
     "fp32-residual": ({"fp32_residual_connection": _on},),
+    "expert-bias": ({"moe_router_enable_expert_bias": _on},),
+    "per-token-loss": ({"calculate_per_token_loss": _on},),
     "max-logit": ({"log_max_attention_logit": _on}, {"qk_clip": _on}),
     "packed": (
         {"packing": _on},
@@ -203,6 +205,12 @@ def _holds(entry: Entry, read: Callable[[str], Sequence[Any]]) -> bool | None:
     if not all(given for given, _ in values):
         return None
     return all(any(map(holds, given)) for given, holds in values)
+
+
+def words_of(names: Iterable[str]) -> set[str]:
+    """The words that settings of these names may decide."""
+    given = set(names)
+    return {word for word, entries in _SETTINGS.items() if any(given & entry.keys() for entry in entries)}
 
 
 def setting_names() -> set[str]:

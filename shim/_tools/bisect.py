@@ -169,7 +169,10 @@ class Bisection:
         if self.metric is None:
             why = " To compare a number that it prints, add --metric."
         elif stock.number is None:
-            why = f" No number stands where --metric {self.metric.pattern!r} looks for one."
+            raise NotMetError(
+                f"No number stands where --metric {self.metric.pattern!r} looks for one, so the runs cannot be told "
+                f"apart: with all {len(self.patches)} patches the command gave {whole}. Look into {whole.log}."
+            )
         else:
             why = ""
         raise NotMetError(

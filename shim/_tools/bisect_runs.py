@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -88,12 +89,19 @@ def execute(
     timeout: seconds after which it is ended.    NotMetError for a command that holds itself to a lock.
     """
     began = time.monotonic()
-    with open(log, "wb") as output:
-        # In a group of its own, so that a launcher ends with all of its workers.
-        process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-        )
+    # An interrupt while the process starts would leave it behind, because nothing holds it yet.
+    held_back = _HeldBack()
+    try:
+        with open(log, "wb") as output:
+            # In a group of its own, so that a launcher ends with all of its workers.
+            process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            )
+    except BaseException:
+        held_back.end()
+        raise
     with _ended(process):
+        held_back.end()
         try:
             code: int | None = process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -103,6 +111,23 @@ def execute(
     if code and HELD.encode() in log.read_bytes():
         raise NotMetError(f"the command holds itself to a lock, so no patch can be left out ({log}). Remedy: drop it.")
     return Outcome(code, number_in(log, metric), round(time.monotonic() - began, 1), log.name)
+
+
+class _HeldBack:
+    """Holds SIGINT and SIGTERM back, in the main thread, from now until `end`, which lets the handlers have them."""
+
+    def __init__(self) -> None:
+        self._got: list[int] = []
+        self._before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, lambda number, frame: self._got.append(number))
+
+    def end(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        for number in self._got:
+            signal.raise_signal(number)
 
 
 @contextlib.contextmanager

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from shim._api import apply, explain, plan, revert, status
 from shim._errors import NotMetError, OptionError, ShimError
 from shim._matrix.load import load_matrix
+from shim._planning.arguments import Arguments
 from shim._planning.lock import write_lock
-from shim._planning.options import from_json, matrix_argument
+from shim._planning.options import from_json, matrix_argument, resolve
 from shim._planning.overview import list_text, listed, nothing_installed
 from shim._planning.relevance import run_named
 from shim._planning.requirements import enforce
@@ -155,8 +156,12 @@ def do_run(arguments: argparse.Namespace) -> int:
     command = arguments.command_line[1:] if arguments.command_line[:1] == ["--"] else arguments.command_line
     if not command:
         raise OptionError("shim run needs a command behind --, for instance: shim run -- torchrun train.py")
+    given = _held(arguments)
+    asked = Arguments(**given)
+    # Names that each process of the command would refuse are refused here.
+    resolve(load_matrix(None if asked.matrix is None else matrix_argument(asked.matrix)), asked)
     try:
-        run(command, **_held(arguments))
+        run(command, **given)
     except CommandError as error:
         tell(f"shim: {error}")
         return error.exit_code

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import shutil
 import sys
 import time
 import warnings
@@ -35,6 +36,7 @@ class Progress:
             return
         text = fits(one_line(masked(text)), self._stream.encoding)
         if self._terminal:
+            text = text[: shutil.get_terminal_size().columns - 1]  # a longer line could not be overwritten
             self._stream.write("\r" + text.ljust(self._width))
             self._stream.flush()
             self._width = len(text)

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from shim._errors import OptionError
-from shim._planning.relevance import SIZES, Run, facts_from, setting_names
+from shim._planning.relevance import SIZES, Run, facts_from, setting_names, words_of
 
 __all__ = ["run_of_config"]
 
@@ -26,6 +26,7 @@ _VARIABLE = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\"[^\"\n]*\"|'[^'\n]*
 _USE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\})")
 _COMMENT = re.compile(r"^\s*#.*$", re.MULTILINE)
 
+UNRESOLVED = object()  # the value of a setting that refers to something else than the file
 Setting = tuple[tuple[str, ...], Any]  # the path of its keys, and its value
 
 
@@ -43,24 +44,41 @@ def run_of_config(path: str, te_is_installed: bool) -> Run:
         raise OptionError(f"--config {path} has no settings: neither a YAML mapping, nor --flags, nor a.b=c")
     trained = [(keys, value) for keys, value in settings if not set(keys[:-1]) & set(_NOT_TRAINED)]
     of_name: dict[str, list[Any]] = {}
+    open_names: set[str] = set()
     for keys, value in trained:
-        of_name.setdefault(keys[-1], []).append(value)
-        of_name.setdefault(".".join(keys[-2:]), []).append(value)
+        for name in (keys[-1], ".".join(keys[-2:])):
+            if value is UNRESOLVED:
+                open_names.add(name)
+            else:
+                of_name.setdefault(name, []).append(value)
     facts = facts_from(lambda name: of_name.get(name, ()))
-    silent = [word for word in SIZES if word not in facts]
+    # A variable may hold what makes a word true, and never what makes it false.
+    unresolved = words_of(open_names)
+    facts = {word: holds for word, holds in facts.items() if holds or word not in unresolved}
+    silent = [word for word in SIZES if word not in facts and word not in unresolved]
     facts.update(dict.fromkeys(silent, False))
-    if not facts["tp"]:
+    if facts.get("tp") is False:
         facts["sp"] = False
+    if facts.get("ep") or any(_tells_of_experts(keys[-1], value) for keys, value in trained):
+        facts["moe"] = True  # the number of experts may stand in the model's own config alone
     facts.update({"any": True, "te": te_is_installed, "no-te": not te_is_installed})
     holding = [word for word, holds in facts.items() if holds and word not in ("any", "te", "no-te")]
-    known = setting_names()
+    known = {*setting_names(), *(keys[-1] for keys, value in trained if _tells_of_experts(keys[-1], value))}
     said = sum(keys[-1] in known for keys, _ in trained)
     notes = [f"{said} of {len(settings)} settings in {path} say what is trained; the others are ignored"]
     if len(trained) < len(settings):
         notes.append(f"{len(settings) - len(trained)} of them belong to an engine that generates")
+    if unresolved:
+        names = ", ".join(sorted(open_names & setting_names()))
+        notes.append(f"not known, because their values are not in {path}: {names}")
     if silent:
         notes.append(f"{', '.join(silent)}: size 1, because {path} does not say otherwise")
     return Run(facts, f"a run with {', '.join(holding) or 'none of the words of --for'}", tuple(notes))
+
+
+def _tells_of_experts(name: str, value: Any) -> bool:
+    """Whether it is a setting of a mixture of experts that is on."""
+    return name.startswith("moe_") and value is not UNRESOLVED and str(value).lower() not in ("", "false", "none", "0")
 
 
 def _settings(text: str) -> Iterator[Setting]:
@@ -80,8 +98,8 @@ def _flattened(content: Mapping[Any, Any], above: tuple[str, ...]) -> Iterator[S
         keys = (*above, *(_name(part) for part in str(key).split(".")))
         if isinstance(value, Mapping):
             yield from _flattened({"enabled": False} if value.get("enabled") is False else value, keys)
-        elif not _is_unresolved(value):
-            yield keys, value
+        else:
+            yield keys, UNRESOLVED if _is_unresolved(value) else value
 
 
 def _arguments(text: str) -> Iterator[Setting]:
@@ -104,11 +122,12 @@ def _arguments(text: str) -> Iterator[Setting]:
         key = _name(name)
         if key in _NEGATED:
             yield (_NEGATED[key],), False
-        elif not _is_unresolved(found := resolved(value) if value else True):
-            yield tuple(key.split(".")), found
+        else:
+            found = resolved(value) if value else True
+            yield tuple(key.split(".")), UNRESOLVED if _is_unresolved(found) else found
     for name, value in _HYDRA.findall(text):
-        if not _is_unresolved(found := resolved(value)):
-            yield tuple(_name(part) for part in name.split(".")), found
+        found = resolved(value)
+        yield tuple(_name(part) for part in name.split(".")), UNRESOLVED if _is_unresolved(found) else found
 
 
 def _name(key: str) -> str:

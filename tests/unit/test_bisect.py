@@ -105,7 +105,7 @@ def test_what_does_not_differ_is_said(bisect):
     assert "patches change nothing here: with all 5 of them the command gave exit 0, and with none exit 0." in err
     assert "add --metric" in err and "shim-bisect/run-01.log has a line of shim's" in err
     code, _, err = bisect("echo loss 3", "--metric", "grad", "--anew")
-    assert code == 1 and "No number stands where --metric 'grad' looks for one." in err
+    assert code == 1 and "No number stands where --metric 'grad' looks for one, so the runs cannot be told apart" in err
     code, _, err = bisect(
         "has a && echo loss 3.0001 || echo loss 3", "--metric", "loss", "--tolerance", "1e-3", "--anew"
     )

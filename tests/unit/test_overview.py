@@ -16,7 +16,7 @@ def test_patches_are_grouped_by_what_goes_wrong_without_them(world):
     world.pin(text.replace("    changes: nothing", "    changes: nothing\n    symptom: memory"))
     out = str(world.install(BROKEN).plan())
     assert out.startswith("2 to apply (1 silent, 1 memory), 0 not needed here, 0 problems\n")
-    silent, memory = out.index("To apply, silent (wrong numbers, no error):"), out.index("To apply, memory (")
+    silent, memory = out.index("To apply, silent (wrong, without an error):"), out.index("To apply, memory (")
     assert silent < out.index("  roll-fix ") < memory < out.index("  faster-forward ")
 
 

@@ -69,10 +69,10 @@ def run_of(tmp_path, text, te=True):
 @pytest.mark.parametrize(
     "text, holding, not_holding, unknown",
     [
-        (SWIFT, "lora packed tp sp ep recompute checkpoint", "offloaded-optimizer cp pp", "moe mtp mla fp8"),
+        (SWIFT, "lora packed tp sp ep recompute checkpoint moe", "offloaded-optimizer cp pp", "mtp mla fp8"),
         (VERL, "packed lora pp mtp checkpoint", "tp sp ep cp", "moe recompute"),
         (NEMO_RL, "packed tp cp recompute fused-rope distributed-optimizer", "ep pp muon", "moe lora sp"),
-        (MEGATRON, "tp ep moe mla sp fp8 muon", "fused-rope cp pp", "packed lora mtp"),
+        (MEGATRON, "tp ep moe mla sp fp8 muon", "fused-rope cp", "pp packed lora mtp"),
         (HYDRA, "tp recompute packed", "ep cp pp", "moe mtp sp"),
     ],
     ids=["ms-swift", "verl", "NeMo-RL", "megatron", "Hydra"],
@@ -92,8 +92,18 @@ def test_what_is_ignored_is_told(tmp_path):
 
 
 def test_a_variable_that_is_not_in_the_file_decides_nothing(tmp_path):
+    """Neither for nor against: what it holds may make the word true."""
     run = run_of(tmp_path, MEGATRON)
-    assert any(note.startswith("cp, pp: size 1") for note in run.notes)
+    assert any(note.startswith("cp: size 1") for note in run.notes) and "pp" not in run.facts
+    assert any(note.endswith("run.config: pipeline_model_parallel_size") for note in run.notes)
+    facts = run_of(tmp_path, "a: {tensor_model_parallel_size: '${oc.env:TP}', lora_rank: $RANK}").facts
+    assert not {"tp", "lora", "sp"} & facts.keys()
+
+
+@pytest.mark.parametrize("text", ["expert_model_parallel_size: 4", "moe_aux_loss_coeff: 1e-3", "--moe-grouped-gemm"])
+def test_experts_are_seen_although_their_number_is_in_the_models_own_config(tmp_path, text):
+    assert run_of(tmp_path, text).facts["moe"]
+    assert "moe" not in run_of(tmp_path, "moe_aux_loss_coeff: 0").facts
 
 
 @pytest.mark.parametrize("text", ["", "just words\n", "- 1\n- 2\n"])
