@@ -15,6 +15,8 @@ from shim.maintenance.docs_trainers import problems, read_trainers, trainers_pag
 
 DATA = REPOSITORY / "docs" / "trainers.yaml"
 
+NAMES = {"mcore-bridge", "ms-swift", "verl", "SkyRL", "slime", "NeMo-RL", "Megatron-Bridge", "ROLL"}
+
 ITEM = """
       - at: patcher.py:3-9
         name: patch
@@ -51,7 +53,7 @@ def items():
 
 def test_every_trainer_is_there():
     names = {trainer.name for trainer in read_trainers(DATA)}
-    assert names == {"mcore-bridge", "ms-swift", "verl", "SkyRL", "slime", "NeMo-RL", "Megatron-Bridge"}
+    assert names == NAMES
 
 
 def test_the_data_agree_with_the_matrix():
