@@ -15,7 +15,7 @@ from shim.maintenance.docs_trainers import problems, read_trainers, trainers_pag
 
 DATA = REPOSITORY / "docs" / "trainers.yaml"
 
-NAMES = {"mcore-bridge", "ms-swift", "verl", "SkyRL", "slime", "NeMo-RL", "Megatron-Bridge", "ROLL", "AReaL", "miles"}
+NAMES = {"mcore-bridge", "ms-swift", "verl", "SkyRL", "slime", "NeMo-RL", "Megatron-Bridge", "ROLL", "AReaL", "miles", "RLinf"}
 
 ITEM = """
       - at: patcher.py:3-9
