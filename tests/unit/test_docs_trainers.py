@@ -15,7 +15,8 @@ from shim.maintenance.docs_trainers import problems, read_trainers, trainers_pag
 
 DATA = REPOSITORY / "docs" / "trainers.yaml"
 
-NAMES = {"mcore-bridge", "ms-swift", "verl", "SkyRL", "slime", "NeMo-RL", "Megatron-Bridge", "ROLL", "AReaL", "miles", "RLinf"}
+NAMES = {"mcore-bridge", "ms-swift", "verl", "SkyRL", "slime", "NeMo-RL", "Megatron-Bridge"}
+NAMES |= {"ROLL", "AReaL", "miles", "RLinf", "MindSpeed-LLM"}
 
 ITEM = """
       - at: patcher.py:3-9
