@@ -1,4 +1,4 @@
-"""inference-mode-caches: what megatron-core keeps by shape can be saved by autograd, and costs what it costs on stock."""
+"""inference-mode-caches: autograd can save what megatron-core keeps by shape, at the cost of stock."""
 
 import functools
 import inspect
