@@ -108,6 +108,18 @@ def test_what_was_kept_before_is_not_returned(target):
         assert not tensor(cached_function(target)[0]()).is_inference()
 
 
+def test_marks_of_a_cache_stay():
+    @functools.lru_cache(maxsize=3)
+    def table():
+        return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    table.mark = "of a decorator"
+    mine = _kept(table)
+    assert mine.mark == "of a decorator" and mine.cache_info().maxsize == 3
+    with torch.inference_mode():
+        assert mine() == (False, False)  # a table has no graph
+
+
 def test_after_an_exception_inside_nothing_is_kept_and_the_mode_is_as_before():
     with applied():
         module = rope()
