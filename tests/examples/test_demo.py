@@ -47,4 +47,9 @@ def test_the_demo_fails_where_the_fix_is_missing(monkeypatch):
 
 def test_the_trainer_snippet_runs():
     out = run("trainer.py")
-    assert "\nApplied:\n" in out and "\n  mtp-packed-sequences " in out and " 0 problems\n" in out and "loss " in out
+    assert (
+        "\nApplied, silent (" in out
+        and "\n  mtp-packed-sequences " in out
+        and " 0 problems\n" in out
+        and "loss " in out
+    )
