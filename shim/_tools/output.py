@@ -69,11 +69,11 @@ def say(text: str, for_people: bool = False) -> None:
 
 
 def tell(text: object) -> None:
-    """Print one line to standard error."""
+    """Print one line to standard error, which a terminal gets wrapped."""
     if sys.stderr is None:  # print() would take standard output instead
         return
     try:
-        print(shown(one_line(text, LONG), sys.stderr), file=sys.stderr, flush=True)
+        print(for_stream(shown(one_line(text, LONG), sys.stderr), sys.stderr), file=sys.stderr, flush=True)
     except BrokenPipeError:
         nobody_reads(sys.stderr)
     except OSError:  # without a reader the result still has its exit code

@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from unit_helpers import BROKEN, MATRIX, PATCH, write_file
+from unit_helpers import BROKEN, MATRIX, PATCH, SOURCES, write_file
 
 from shim._printing.terminal import BOLD, GREEN, PLAIN, RED, coloured, for_stream, wrapped
+from shim._proving.report import Heading, as_text
+from shim._proving.results import Outcome, Result
 from shim._tools import cli
 from shim._tools.cli import main
 
@@ -110,6 +112,44 @@ def test_a_misspelt_command_gets_a_suggestion(capsys):
     assert "there is no command 'pln'; did you mean 'plan'" in capsys.readouterr().err
 
 
+RESULTS = [
+    Result(
+        "",
+        "",
+        "roll-fix/rolls",
+        "",
+        "",
+        "cpu",
+        "fixed",
+        "",
+        stock=Outcome("wrong", "losses off by 1.4e-02"),
+        patched=Outcome("right", "losses off by 7.6e-08"),
+    ),
+    Result(
+        "",
+        "",
+        "faster-forward",
+        "",
+        "",
+        "cpu",
+        "not fixed",
+        "it is as wrong as stock",
+        stock=Outcome("wrong", "x" * 65),
+        patched=Outcome("wrong", "y" * 65),
+    ),
+]
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_the_screen_of_prove_is_as_it_was_looked_at(width):
+    said = as_text(Heading({"megatron-core": "0.16.1"}, "CPU", None), RESULTS, width=width)
+    said = for_stream(said, Terminal(), {"COLUMNS": str(width), "NO_COLOR": "1"})
+    file = SCREENS / f"prove-{width}.txt"
+    if os.environ.get("SHIM_WRITE_SCREENS"):
+        file.write_text(said, "utf-8")
+    assert said == file.read_text("utf-8")
+
+
 # Screens of the commands, at two widths. SHIM_WRITE_SCREENS=1 writes them anew: look at the diff.
 
 COMMANDS = {
@@ -124,6 +164,9 @@ COMMANDS = {
     "problems": ["plan"],
     "doctor": ["doctor"],
     "status": ["status"],
+    "pin": ["pin", "--lock", "~/shim.lock"],
+    "diff": ["diff", "~/old.lock"],
+    "bisect": ["bisect", "--package", "trainer_patches", "--dir", "~/runs", "--", "true"],
 }
 
 
@@ -145,11 +188,19 @@ def home(world, monkeypatch):
 def test_the_screen_is_as_it_was_looked_at(name, width, home, capsys, monkeypatch):
     if name == "problems":
         home.install(BROKEN.replace("return helper(x)", "return helper(x) + 1"))
+    if name == "diff":  # of a lock of the release before
+        main(["pin", "--lock", str(home.root / "old.lock")])
+        home.install(SOURCES["0.17.0"], "0.17.0")
+        (home.site / "megatron/core/__init__.py").write_text("")
+        capsys.readouterr()
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
     main([argument.replace("~", str(home.root)) for argument in COMMANDS[name]])
-    said = re.sub(r"\b[0-9a-f]{16}\b", "0" * 16, capsys.readouterr().out)
+    read = capsys.readouterr()
+    said = re.sub(r"\b[0-9a-f]{16}\b", "0" * 16, read.out or read.err)
+    said = re.sub(r"after [0-9.]+ s", "after 0 s", said.replace(str(home.root), "~"))
     if name == "doctor":  # what follows is about this machine
         said = said[: said.index("\nWhere:")] + re.search(r"\n\| patch.*(\n\|.*)*", said)[0]
     file = SCREENS / f"{name}-{width}.txt"
