@@ -9,10 +9,8 @@ A function that torch.compile has traced into a graph does not run itself, and i
 
 from __future__ import annotations
 
-import functools
 import sys
 import types
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,12 +26,17 @@ _TOOLS = (4, 3)  # ids that debuggers, coverage and profilers leave to others
 
 
 class Ran:
-    """Functions of patches, and the ids of patches of which one has run. Called under the engine's lock."""
+    """Codes of patches' functions, and the ids of patches of which one has run. Called under the engine's lock.
+
+    A code that functions of several patches share, because one `def` has made them, tells nothing of either. Codes are
+    not copied to tell them apart: a copy dies with its function, and torch, which keeps what it has compiled with a
+    code, was seen to crash the process then.
+    """
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
-        # By id() of a code: the code, the patch, and the code as the interpreter had it at first.
-        self._watched: dict[int, tuple[weakref.ref[types.CodeType], str, bytes]] = {}
+        # By id() of a code: the code, its patch (None: several), and the code as the interpreter had it at first.
+        self._watched: dict[int, tuple[types.CodeType, str | None, bytes]] = {}
         self._tool: int | None = None
 
     def ids(self) -> frozenset[str] | None:
@@ -41,37 +44,25 @@ class Ran:
         if not self._shows():
             return None
         if _MONITORING is None:
-            for reference, patch, before in list(self._watched.values()):
-                code = reference()
-                if code is not None and patch not in self._seen and _as_run(code) != before:
+            for code, patch, before in self._watched.values():
+                if patch is not None and patch not in self._seen and _as_run(code) != before:
                     self._seen.add(patch)
-        elif not self._watched:  # as after revert()
-            _MONITORING.free_tool_id(self._tool)
-            self._tool = None
         return frozenset(self._seen)
 
     def watch(self, patch: str, value: Any) -> None:
-        """Look out for calls of what a factory has just made, which no other code has yet."""
+        """Look out for calls of what a factory has just made."""
         if patch in self._seen or not self._shows():
             return
         for function in _own_functions(value):
             code = function.__code__
             known = self._watched.get(id(code))
-            shared = known is not None and known[0]() is code and known[1] != patch
-            # Functions that one `def` has made share its code, which may have run in one of them already.
-            if shared or _MONITORING is None:
-                function.__code__ = code = code.replace()
-            key = id(code)
-            self._watched[key] = (
-                weakref.ref(code, functools.partial(self._drop, key)),
-                patch,
-                b"" if _MONITORING is not None else _as_run(code),
-            )
+            if known is not None:
+                if known[1] not in (patch, None):
+                    self._watched[id(code)] = code, None, known[2]
+                continue
+            self._watched[id(code)] = code, patch, b"" if _MONITORING is not None else _as_run(code)
             if _MONITORING is not None:
                 _MONITORING.set_local_events(self._tool, code, _MONITORING.events.PY_START)
-
-    def _drop(self, key: int, _: object) -> None:
-        self._watched.pop(key, None)  # and nothing else: any thread may be collecting garbage
 
     def _shows(self) -> bool:
         if _MONITORING is None:
@@ -88,7 +79,7 @@ class Ran:
 
     def _started(self, code: types.CodeType, offset: int) -> Any:
         known = self._watched.get(id(code))
-        if known is not None:
+        if known is not None and known[1] is not None:
             self._seen.add(known[1])
         return _MONITORING.DISABLE
 
