@@ -61,6 +61,7 @@ EVERYWHERE = {
     "test_pickled_by_value",
     "test_import_orders",
     "test_later_parameters",
+    "test_model_facts",
     "test_others_hooks",
     "test_others_wrappers",
     "test_proofs",

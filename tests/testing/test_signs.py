@@ -25,7 +25,6 @@ SILENT = {
         NOT_NEEDED,
     ): "they have the defect, and nothing that takes the argument",
     ("te-mxfp8-empty-shard", NOT_NEEDED): "they lack the only target, which says it without a sign",
-    ("te-requires-grad", NOT_NEEDED): "they lack the only target, which says it without a sign",
     ("sft-identity-prompts", NOT_NEEDED): "they lack the only target, which says it without a sign",
     ("multimodal-conversation", NOT_NEEDED): "they lack the only target, which says it without a sign",
     ("expert-main-params", NOT_NEEDED): "they lack the only target, which says it without a sign",
