@@ -29,8 +29,7 @@ class Ran:
     """Codes of patches' functions, and the ids of patches of which one has run. Called under the engine's lock.
 
     A code that functions of several patches share, because one `def` has made them, tells nothing of either. Codes are
-    not copied to tell them apart: a copy dies with its function, and torch, which keeps what it has compiled with a
-    code, was seen to crash the process then.
+    not copied to tell them apart: torch keeps what it has compiled with a code, and would compile a copy anew.
     """
 
     def __init__(self) -> None:
