@@ -384,6 +384,8 @@ class Engine:
         with self.deferred.deferring() if layers else nullcontext():
             replaced = self.binder.commit(layers, imported, also, findings)
         self.factories.keep_only(plan, failed)
+        if plan is None:
+            self.binder.ran.rest()
         for item in replaced:
             if self.binder.effect_of(item) == "replaced":
                 self.deferred.warn(f"{item} since shim bound it; it is left alone")

@@ -37,10 +37,11 @@ class Ran:
         # By id() of a code: the code, its patch (None: several), and the code as the interpreter had it at first.
         self._watched: dict[int, tuple[types.CodeType, str | None, bytes]] = {}
         self._tool: int | None = None
+        self._blind = False  # whether others had taken all tools, so that nothing was watched
 
     def ids(self) -> frozenset[str] | None:
         """The patches of which a function was seen to run. None if this interpreter does not show it."""
-        if not self._shows():
+        if not _is_shown() or self._blind:
             return None
         if _MONITORING is None:
             for code, patch, before in self._watched.values():
@@ -48,9 +49,19 @@ class Ran:
                     self._seen.add(patch)
         return frozenset(self._seen)
 
+    def rest(self) -> None:
+        """Watch nothing any more, because nothing is in force, and give the tool of sys.monitoring back."""
+        self.ids()
+        if self._tool is not None:
+            for code, _, _ in self._watched.values():
+                _MONITORING.set_local_events(self._tool, code, 0)
+            _MONITORING.free_tool_id(self._tool)
+            self._tool = None
+        self._watched.clear()
+
     def watch(self, patch: str, value: Any) -> None:
         """Look out for calls of what a factory has just made."""
-        if patch in self._seen or not self._shows():
+        if patch in self._seen or not _is_shown() or not self._has_tool():
             return
         for function in _own_functions(value):
             code = function.__code__
@@ -63,9 +74,10 @@ class Ran:
             if _MONITORING is not None:
                 _MONITORING.set_local_events(self._tool, code, _MONITORING.events.PY_START)
 
-    def _shows(self) -> bool:
+    def _has_tool(self) -> bool:
+        """Take a tool of sys.monitoring, if one is needed and there is one."""
         if _MONITORING is None:
-            return sys.version_info >= (3, 11) and sys.implementation.name == "cpython"
+            return True
         if self._tool is None:
             names = {tool: _MONITORING.get_tool(tool) for tool in _TOOLS}
             free = next((tool for tool in _TOOLS if names[tool] in (None, _NAME)), None)
@@ -74,13 +86,18 @@ class Ran:
                     _MONITORING.use_tool_id(free, _NAME)
                 _MONITORING.register_callback(free, _MONITORING.events.PY_START, self._started)
                 self._tool = free
-        return self._tool is not None
+        self._blind = self._tool is None
+        return not self._blind
 
     def _started(self, code: types.CodeType, offset: int) -> Any:
         known = self._watched.get(id(code))
         if known is not None and known[1] is not None:
             self._seen.add(known[1])
         return _MONITORING.DISABLE
+
+
+def _is_shown() -> bool:
+    return _MONITORING is not None or (sys.version_info >= (3, 11) and sys.implementation.name == "cpython")
 
 
 def _as_run(code: types.CodeType) -> bytes:

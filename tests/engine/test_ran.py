@@ -56,6 +56,37 @@ def test_a_second_apply_sees_functions_made_anew(applied):
     assert "second" in shim.status().ran
 
 
+def tools():
+    return [sys.monitoring.get_tool(tool) for tool in range(6)]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="sys.monitoring is of Python 3.12")
+def test_a_tool_of_monitoring_is_taken_by_apply_and_given_back_by_revert(applied):
+    """And by no question. What has run before stays known."""
+    assert "megatron-shim" in tools()
+    call(applied.get("ops:double"), 2)
+    shim.revert()
+    assert shim.status().ran == ("first",) and "megatron-shim" not in tools()
+    shim.apply()
+    call(applied.get("layers:Layer")().forward, 1)
+    assert shim.status().ran == ("first", "second")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="sys.monitoring is of Python 3.12")
+def test_without_a_free_tool_nothing_is_known(world):
+    for tool in (3, 4):
+        if sys.monitoring.get_tool(tool) is not None:  # of the engine of a test before
+            sys.monitoring.free_tool_id(tool)
+        sys.monitoring.use_tool_id(tool, "theirs")
+    try:
+        world.patch("first", ["megatron.core.ops:double"])
+        world.get("ops:double")
+        assert shim.apply().ran is None
+    finally:
+        for tool in (3, 4):
+            sys.monitoring.free_tool_id(tool)
+
+
 def test_a_code_of_two_patches_tells_nothing(applied):
     """One `def` may have made the functions of both."""
     from shim._engine import engine
