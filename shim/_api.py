@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 
-def _load_matrix(asked: Arguments) -> Matrix:
+def asked_matrix(asked: Arguments) -> Matrix:
     """The matrix that the arguments or MEGATRON_SHIM_MATRIX name, else the one that ships."""
     try:
         return load_matrix(None if asked.matrix is None else matrix_argument(asked.matrix))
@@ -80,7 +80,7 @@ def _make_plan(asked: Arguments, what: str = "plan", trial: Mapping[str, Proved]
 
     what: the function that asks for it.    trial: see `apply_on_trial`.
     """
-    matrix = _load_matrix(asked)
+    matrix = asked_matrix(asked)
     if not is_disabled():
         check_modules(matrix, asked.package_names)
     _engine.ENGINE.warn([*unknown_variables(), *_of_another_matrix(matrix)])
@@ -115,7 +115,7 @@ def _of_another_matrix(matrix: Matrix) -> list[str]:
 def default_plan() -> Plan:
     """The plan without arguments, for reports. Modules outside shim.patches are not refused, since none is imported."""
     asked = Arguments()
-    return _planned(_load_matrix(asked), asked)
+    return _planned(asked_matrix(asked), asked)
 
 
 @takes_arguments

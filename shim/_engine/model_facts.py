@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shim._planning.plan import Plan
-from shim._planning.relevance import SIZES, Run, facts_from
+from shim._planning.relevance import SIZES, Run, facts_from, given_facts
 
 __all__ = ["run_of_models"]
 
@@ -40,7 +40,8 @@ def run_of_models(models: Sequence[Any], plan: Plan) -> Run:
     modules = [module for model in models for module in model.modules()]
     # vars(), because an attribute of a user's module may be a property that does something.
     configs = {id(config): config for config in _values(modules, "config") if hasattr(config, "num_attention_heads")}
-    facts = {"any": True, "lora": any(not p.requires_grad for model in models for p in _parameters(model))}
+    facts = given_facts("transformer-engine" in plan.environment.installed)
+    facts["lora"] = any(not p.requires_grad for model in models for p in _parameters(model))
     if configs:
 
         def read(name: str) -> list[Any]:
@@ -48,13 +49,12 @@ def run_of_models(models: Sequence[Any], plan: Plan) -> Run:
             return [*found, *_values(modules, name)]
 
         facts.update(dict.fromkeys(_OF_CONFIG, False) | facts_from(read, _OF_CONFIG))
-    facts.update({word: True for word in _OF_CONFIG if word in _words_of_classes(modules)})
+    facts.update(dict.fromkeys(_words_of_classes(modules), True))
     facts.update({word: True for word, size in _sizes() if size > 1})
     sharded = [getattr(ddp, "use_distributed_optimizer", False) for ddp in _values(modules, "ddp_config")]
     if sharded:
         facts["distributed-optimizer"] = any(sharded)
-    te = "transformer-engine" in plan.environment.installed
-    return Run({**facts, "te": te, "no-te": not te}, "this model")
+    return Run(facts, "this model")
 
 
 def _values(modules: Sequence[Any], name: str) -> Iterator[Any]:

@@ -11,7 +11,19 @@ from shim._errors import OptionError
 from shim._matrix.concerns import WORDS
 from shim._matrix.spelling import did_you_mean
 
-__all__ = ["NO", "SIZES", "UNKNOWN", "YES", "Facts", "Run", "facts_from", "run_named", "setting_names", "words_of"]
+__all__ = [
+    "NO",
+    "SIZES",
+    "UNKNOWN",
+    "YES",
+    "Facts",
+    "Run",
+    "facts_from",
+    "given_facts",
+    "run_named",
+    "setting_names",
+    "words_of",
+]
 
 YES, NO, UNKNOWN = "yes", "no", "unknown"
 
@@ -71,11 +83,17 @@ OTHER_NAMES = {
 }
 IMPLIED = {"sp": ("tp",), "layout": ("pp",), "router-replay": ("moe",)}
 OF_ENVIRONMENT = ("te", "no-te")
+UNSAID = ("any", *OF_ENVIRONMENT)  # the words that need not be said of a run
+
+
+def given_facts(te_is_installed: bool) -> dict[str, bool]:
+    """What holds of every run with this environment: the words of UNSAID."""
+    return {"any": True, "te": te_is_installed, "no-te": not te_is_installed}
 
 
 def run_named(text: str, te_is_installed: bool) -> Run:
     """The run that is what `text` names, words with commas between, and nothing else. OptionError for other words."""
-    facts = {**dict.fromkeys(WORDS, False), "any": True, "te": te_is_installed, "no-te": not te_is_installed}
+    facts = {**dict.fromkeys(WORDS, False), **given_facts(te_is_installed)}
     for given in text.replace(",", " ").lower().split():
         word = OTHER_NAMES.get(given.replace("_", "-"), given.replace("_", "-"))
         if word not in WORDS or word in OF_ENVIRONMENT:
@@ -85,7 +103,7 @@ def run_named(text: str, te_is_installed: bool) -> Run:
                 f"Words are {', '.join(known)}."
             )
         facts.update(dict.fromkeys([word, *IMPLIED.get(word, ())], True))
-    named = [word for word in WORDS if facts[word] and word not in ("any", *OF_ENVIRONMENT)]
+    named = [word for word in WORDS if facts[word] and word not in UNSAID]
     if not named:
         raise OptionError("--for is empty; name what you train, such as --for packed,lora,tp")
     return Run(facts, f"a run with {', '.join(named)}")

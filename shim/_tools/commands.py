@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from shim._api import apply, explain, plan, revert, status
+from shim._api import apply, asked_matrix, explain, plan, revert, status
 from shim._errors import NotMetError, OptionError, ShimError
 from shim._matrix.load import load_matrix
 from shim._planning.arguments import Arguments
@@ -159,7 +159,7 @@ def do_run(arguments: argparse.Namespace) -> int:
     given = _held(arguments)
     asked = Arguments(**given)
     # Names that each process of the command would refuse are refused here.
-    resolve(load_matrix(None if asked.matrix is None else matrix_argument(asked.matrix)), asked)
+    resolve(asked_matrix(asked), asked)
     try:
         run(command, **given)
     except CommandError as error:

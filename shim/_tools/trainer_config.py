@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from shim._errors import OptionError
-from shim._planning.relevance import SIZES, Run, facts_from, setting_names, words_of
+from shim._planning.relevance import SIZES, Run, facts_from, given_facts, setting_names, words_of
 
 __all__ = ["run_of_config"]
 
@@ -61,8 +61,7 @@ def run_of_config(path: str, te_is_installed: bool) -> Run:
         facts["sp"] = False
     if facts.get("ep") or any(_tells_of_experts(keys[-1], value) for keys, value in trained):
         facts["moe"] = True  # the number of experts may stand in the model's own config alone
-    facts.update({"any": True, "te": te_is_installed, "no-te": not te_is_installed})
-    holding = [word for word, holds in facts.items() if holds and word not in ("any", "te", "no-te")]
+    holding = [word for word, holds in facts.items() if holds]
     known = {*setting_names(), *(keys[-1] for keys, value in trained if _tells_of_experts(keys[-1], value))}
     said = sum(keys[-1] in known for keys, _ in trained)
     notes = [f"{said} of {len(settings)} settings in {path} say what is trained; the others are ignored"]
@@ -73,6 +72,7 @@ def run_of_config(path: str, te_is_installed: bool) -> Run:
         notes.append(f"not known, because their values are not in {path}: {names}")
     if silent:
         notes.append(f"{', '.join(silent)}: size 1, because {path} does not say otherwise")
+    facts.update(given_facts(te_is_installed))
     return Run(facts, f"a run with {', '.join(holding) or 'none of the words of --for'}", tuple(notes))
 
 
