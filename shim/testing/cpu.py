@@ -23,6 +23,7 @@ __all__ = [
     "storage_shared_in_python",
     "torch_norm_under_sequence_parallelism",
     "type_on_a_gpu",
+    "unwritten_memory_is_nan",
 ]
 
 
@@ -184,6 +185,17 @@ def optimizer_on_cpu(config: Any, model_chunks: Sequence[Any]) -> Any:
     known = inspect.signature(make).parameters
     with mock.patch.object(torch.Tensor, "type", type_on_a_gpu):
         return make(config, model_chunks, **({gloo: False} if gloo in known else {}))
+
+
+@contextlib.contextmanager
+def unwritten_memory_is_nan() -> Iterator[None]:
+    """torch fills memory that it does not initialise with NaN, and not with what happens to lie there."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ zero, so that there is a state to load a checkpoint into.
 
 What the patch does: that step runs without learning rate and weight decay, and its count goes back to zero. A state
 that was there is put aside for it. Settings of the groups come back as they were, also if the function raises. It does
-not mend optimizers of torch whose fresh state is another than that of an empty step: NAdam, Rprop and ASGD.
+not fix optimizers of torch whose fresh state is another than that of an empty step: NAdam, Rprop and ASGD.
 
 Upstream: fixed on main by pull request 5976, in the same way; a state that was there is not kept.
 

@@ -80,8 +80,8 @@ def _load_state_dict(original: Function) -> Function:
                 f"fused-adam-step: {len(missing)} parameter groups of this checkpoint have no step, since they were "
                 f"empty on the rank that saved it. They go on with that of the others, {step}"
             )
-            mended = [{**group, "step": step} if group.get("step") is None else group for group in groups]
-            inner = {**state["optimizer"], "param_groups": mended}
+            fixed = [{**group, "step": step} if group.get("step") is None else group for group in groups]
+            inner = {**state["optimizer"], "param_groups": fixed}
             args, kwargs = with_state(args, kwargs, {**state, "optimizer": inner})
         return original(*args, **kwargs)
 

@@ -28,9 +28,9 @@ from shim.patches.megatron_core.paged_stash.upstream_on_cpu import (
     run_twice,
     settings,
     train,
-    unwritten_memory_is_nan,
     upstream,
 )
+from shim.testing.cpu import unwritten_memory_is_nan
 from shim.testing.proof import CannotRunError, Here, proof
 
 # A real model, whose experts compute in buffers of a fixed capacity

@@ -35,7 +35,6 @@ __all__ = [
     "run_twice",
     "settings",
     "train",
-    "unwritten_memory_is_nan",
     "upstream",
 ]
 
@@ -202,17 +201,6 @@ def interpreted_kernels() -> Iterator[None]:
                     undo.callback(setattr, module, name, kernel)
                     setattr(module, name, interpreted(kernel.fn))
         yield
-
-
-@contextlib.contextmanager
-def unwritten_memory_is_nan() -> Iterator[None]:
-    """Else torch.empty may return memory that still holds what should have been restored to it."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
 
 
 class Part(nn.Module):

@@ -45,9 +45,9 @@ def _norms_in_place(result: Any, filled: Sequence[int], places: int) -> Any:
     """With a zero for each tensor that the operation did not see, if it has returned the norms of single tensors."""
     if not isinstance(result, tuple) or len(result) != 2 or result[1].numel() != len(filled):
         return result
-    norms = iter(result[1].split(1))
+    norms = dict(zip(filled, result[1].split(1), strict=True))
     zero = result[1].new_zeros(1)
-    return result[0], torch.cat([next(norms) if place in set(filled) else zero for place in range(places)])
+    return result[0], torch.cat([norms.get(place, zero) for place in range(places)])
 
 
 def _filled_alone(op: Function) -> Function:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from importlib import import_module
 from inspect import signature
 from typing import Any
@@ -11,20 +9,10 @@ from unittest import mock
 
 import torch
 
+from shim.testing.cpu import unwritten_memory_is_nan
 from shim.testing.proof import CannotRunError, Here, proof
 
 HEADS, HEAD = 4, 8
-
-
-@contextlib.contextmanager
-def memory_full_of_nan() -> Iterator[None]:
-    """torch fills memory that it does not initialise with NaN, as it does under deterministic algorithms."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
 
 
 def attention(softmax_type: str = "learnable", **arguments: Any) -> Any:
@@ -32,7 +20,7 @@ def attention(softmax_type: str = "learnable", **arguments: Any) -> Any:
     built: Any = import_module("transformer_engine.pytorch").DotProductAttention
     if "softmax_type" not in signature(built.__init__).parameters:
         raise CannotRunError("attention has no learnable sinks in this release")
-    with memory_full_of_nan(), mock.patch.object(torch.cuda, "is_available", lambda: True):
+    with unwritten_memory_is_nan(), mock.patch.object(torch.cuda, "is_available", lambda: True):
         return built(HEADS, HEAD, attention_dropout=0.0, softmax_type=softmax_type, **arguments)
 
 
