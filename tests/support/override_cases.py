@@ -67,3 +67,20 @@ def outcome(function):
         return function()
     except Exception as error:
         return error
+
+
+class Blocked:
+    """A function that another thread is inside of, from its second run on, until it is let go.
+
+    Here and not beside the tests, because pytest writes calls of its own into the asserts of their files. Through these
+    the search for a config would go through all of pytest, and give up in a run of many tests.
+    """
+
+    def __init__(self, function):
+        self.function, self.inside, self.leave, self.runs = function, threading.Event(), threading.Event(), 0
+
+    def __call__(self):
+        first = self.function()
+        self.inside.set()
+        assert self.leave.wait(60)
+        return first, self.function()

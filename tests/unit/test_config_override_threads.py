@@ -9,7 +9,7 @@ import types
 import weakref
 
 import pytest
-from override_cases import Checkpoint, Config, in_thread, one_library, outcome
+from override_cases import Blocked, Checkpoint, Config, in_thread, one_library, outcome
 
 import shim
 from shim._config_override import recompute, threads
@@ -65,19 +65,6 @@ def test_overlapping_threads_restore_what_was_there_before_both():
     leave.set()
     thread.join()
     assert config.fusion is True
-
-
-class Blocked:
-    """A function that another thread is inside of, from its second run on, until it is let go."""
-
-    def __init__(self, function):
-        self.function, self.inside, self.leave, self.runs = function, threading.Event(), threading.Event(), 0
-
-    def __call__(self):
-        first = self.function()
-        self.inside.set()
-        assert self.leave.wait(60)
-        return first, self.function()
 
 
 @contextlib.contextmanager
