@@ -311,6 +311,8 @@ class Sources:
         """The syntax tree of `module`. SourceError says why there is none."""
         if module not in self._trees:
             try:
+                if self.path(module) is None:
+                    self.text(module)  # says that there is none
                 self._trees[module] = self._parse(module)
             except SourceError as error:
                 self._trees[module] = error

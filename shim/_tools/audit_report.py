@@ -20,7 +20,7 @@ def as_text(found: Audit) -> str:
     lines += [f"  {one_line(str(installed))}" for installed in found.tree.environment.installed.values()]
     lines += [f"  beside {one_line(str(installed))}" for installed in found.beside]
     lines += [_totals(found), ""]
-    width = max((len(finding.words) for finding in found.findings), default=0)
+    width = max([16, *(len(finding.words) for finding in found.findings)])
     for finding in sorted(found.findings, key=lambda finding: not finding.amiss):
         lines.append(f"  {finding.words:<{width}}  {finding.id}: {one_line(finding.reason)}")
         for difference in finding.differences:
