@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from shim._matrix.concerns import WORDS
 from shim._matrix.model import DISTRIBUTIONS, SYMPTOMS, Matrix, PatchEntry
 from shim._planning.decision import Decision
 from shim._planning.losses import LostFeature
-from shim._planning.relevance import NO, UNKNOWN, YES, Run
+from shim._planning.relevance import NO, UNKNOWN, UNSAID, YES, Run
 from shim._printing.printable import one_line
 from shim._releases.detect import Environment
 
@@ -27,6 +28,7 @@ __all__ = [
     "plan_text",
 ]
 
+MORE_WORDS = 8  # that a plan suggests
 LONG = 8000  # characters of a reason, which may name many targets
 AMISS = ("drifted", "conflict", "failed", "shadowed")
 NOT_NEEDED = ("upstream", "not-needed", "not-installed")
@@ -248,6 +250,7 @@ def plan_text(
     lines = [missing] if missing else [headline(rows, "to apply", len(problems))]
     lines += [concern_line(rows, run.words)] if run is not None and not missing else []
     lines += [f"  {note}" for note in run.notes] if run is not None else []
+    lines += _with_one_word_more(decisions, matrix, run) if run is not None and not missing else []
     lines += [f"  {i}" for i in installed]
     lines += problems
     if missing and not verbose:
@@ -266,6 +269,17 @@ def plan_text(
             "Lost features of this pair of releases were not measured; shim doctor searches its sources.",
         ]
     return "\n".join(lines)
+
+
+def _with_one_word_more(decisions: Mapping[str, Decision], matrix: Matrix, run: Run) -> list[str]:
+    """How many patches each further word of --for would add, if the run is named by such words."""
+    if not WORDS.keys() <= run.facts.keys():
+        return []
+    wanted = [matrix.patches[id] for id, decision in decisions.items() if decision.wanted]
+    counts = Counter(word for entry in wanted for word in run.words_that_would(entry.concerns) if word not in UNSAID)
+    if not counts:
+        return []
+    return [f"  one word more would add: {', '.join(f'{word} {n}' for word, n in counts.most_common(MORE_WORDS))}"]
 
 
 def effects_of(entry: PatchEntry) -> tuple[str, ...]:

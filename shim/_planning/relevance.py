@@ -15,6 +15,7 @@ __all__ = [
     "NO",
     "SIZES",
     "UNKNOWN",
+    "UNSAID",
     "YES",
     "Facts",
     "Run",
@@ -42,6 +43,14 @@ class Run:
         """YES if all words of an alternative hold, NO if each alternative has one that does not, else UNKNOWN."""
         found = [_all(words, self.facts) for words in concerns] or [None]
         return YES if True in found else UNKNOWN if None in found else NO
+
+    def words_that_would(self, concerns: Iterable[Iterable[str]]) -> tuple[str, ...]:
+        """The words, each of which alone would make `concern_of` YES. () if it is not NO."""
+        concerns = [tuple(words) for words in concerns]
+        if self.concern_of(concerns) != NO:
+            return ()
+        open_ones = [[word for word in words if not self.facts.get(word)] for words in concerns]
+        return tuple(dict.fromkeys(words[0] for words in open_ones if len(words) == 1))
 
     def missing_words(self, concerns: Iterable[Iterable[str]]) -> tuple[str, ...]:
         """The words that are not known and keep `concern_of` from a verdict; () if it has one."""

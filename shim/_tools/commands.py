@@ -22,6 +22,7 @@ from shim._planning.requirements import enforce
 from shim._releases.fingerprint import split_target
 from shim._tools.checkout import in_checkout, maintenance
 from shim._tools.fetching import fetched
+from shim._tools.notes import notes_of
 from shim._tools.output import NOT_MET, OK, put, say, tell
 from shim._tools.progress import Progress, hushed
 
@@ -78,7 +79,9 @@ def _held(arguments: argparse.Namespace) -> dict[str, Any]:
 def do_plan(arguments: argparse.Namespace) -> int:
     made = plan(**_held(arguments))
     run = _run(arguments, "transformer-engine" in made.environment.installed)
-    put(made.to_dict(run), made.text(arguments.verbose, run), arguments.json)
+    notes = notes_of(made)
+    text = [made.text(arguments.verbose, run), *(["", "Notes:", *(f"  {note}" for note in notes)] if notes else [])]
+    put({**made.to_dict(run), "notes": notes}, "\n".join(text), arguments.json)
     enforce(made)
     return NOT_MET if nothing_installed(made.environment) else OK
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -25,7 +24,6 @@ from shim._tools.output import NOT_MET, OK, put
 
 __all__ = ["Difference", "Other", "compare", "do_diff"]
 
-WIDTH = 100
 NEW, GONE, CHANGED = "new", "gone", "changed"
 # What a patch changes, from the most to the least.
 TITLES = {
@@ -232,28 +230,12 @@ def as_text(found: Difference, old: str, now: str, more: int) -> str:
         ("Other code that patches share", found.shared),
         ("Other code, own or shared, which a lock of format 4 does not tell", found.untold),
     ):
-        lines += ["", *_wrapped(f"{title}: ", ids)] if ids else []
+        lines += ["", f"{title}: {len(ids)} ({', '.join(ids)})"] if ids else []
     return "\n".join(lines)
 
 
 def _of_patch(id: str, other: Other) -> Iterator[str]:
-    yield from textwrap.wrap(f"{other.how:<8}{id}: {'; '.join(other.what)}", WIDTH, **_indent("  ", " " * 10))
-    if other.summary:
-        yield from textwrap.wrap(other.summary, WIDTH, **_indent(" " * 10, " " * 10))
-    for line in other.news[:1]:
-        yield from textwrap.wrap(f"changelog, {line}", WIDTH, **_indent(" " * 10, " " * 12))
-    if len(other.news) > 1:
-        yield f"{' ' * 10}and {len(other.news) - 1} more in CHANGELOG.md"
-
-
-def _wrapped(title: str, ids: Sequence[str]) -> list[str]:
-    return textwrap.wrap(f"{title}{len(ids)} ({', '.join(ids)})", WIDTH, **_indent("", "  "))
-
-
-def _indent(first: str, rest: str) -> dict[str, Any]:
-    return {
-        "initial_indent": first,
-        "subsequent_indent": rest,
-        "break_long_words": False,
-        "break_on_hyphens": False,
-    }
+    yield f"  {other.how:<7} {id}: {'; '.join(other.what)}"
+    more = f" (and {len(other.news) - 1} more in CHANGELOG.md)" if len(other.news) > 1 else ""
+    news = [f"changelog, {line}{more}" for line in other.news[:1]]
+    yield from (f"      {line}" for line in (other.summary, *news) if line)

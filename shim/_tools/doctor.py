@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +19,9 @@ from shim._planning.overview import nothing_installed
 from shim._printing.markdown import cell, code, inline
 from shim._printing.masks import masked_data, masked_variable
 from shim._releases.detect import detect
-from shim._releases.sources import Sources
 from shim._te.features import LostFeature, lost_features
 from shim._tools import others as _others
+from shim._tools.notes import notes_of
 from shim._tools.surroundings import TRAINERS, machine, packages
 from shim._version import __version__
 
@@ -74,7 +73,7 @@ def _examined() -> dict[str, Any]:
             for d in made.decisions.values()
             if d.kind == "correctness" and d.action in ("drifted", "conflict")
         ]
-        notes = list(_notes(made))
+        notes = notes_of(made)
     except ShimError as error:
         problems.append(str(error))
     torch = environment.installed.get("torch")
@@ -128,16 +127,6 @@ def _patches_of_others(made: Plan, known: Mapping[str, Mapping[str, str | None]]
                     {"target": target, "patches": concerned[target], "who": name, "where": where, "loaded": False}
                 )
     return found
-
-
-def _notes(made: Plan) -> Iterator[str]:
-    """The notes of patches about this environment, by a file notes.py, which imports neither torch nor upstream."""
-    sources = Sources()
-    for decision in made.decisions.values():
-        place = f"{made.matrix.patches[decision.id].module}.notes"
-        if decision.wanted and sources.path(place) is not None:
-            found = importlib.import_module(place).notes(made.environment.versions)
-            yield from (f"{decision.id}: {note}" for note in found)
 
 
 def _variables() -> dict[str, str]:

@@ -6,7 +6,7 @@ A YAML or JSON file (ms-swift, verl, NeMo-RL), or a script or file of arguments:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,15 @@ _VARIABLE = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\"[^\"\n]*\"|'[^'\n]*
 _USE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\})")
 _COMMENT = re.compile(r"^\s*#.*$", re.MULTILINE)
 
+MISSPELT = 0.9  # how like a known name another one is, by difflib, if one or two of its letters are wrong
+NAMED = 20  # settings that a note lists
+
 UNRESOLVED = object()  # the value of a setting that refers to something else than the file
 Setting = tuple[tuple[str, ...], Any]  # the path of its keys, and its value
 
 
 def run_of_config(path: str, te_is_installed: bool) -> Run:
-    """What the file says. Settings that say nothing of the patches are ignored, and counted in a note.
+    """What the file says. Settings that say nothing of the patches are ignored; notes count and name them.
 
     Raises OptionError if the file cannot be read, or has no settings.
     """
@@ -67,6 +70,7 @@ def run_of_config(path: str, te_is_installed: bool) -> Run:
     notes = [f"{said} of {len(settings)} settings in {path} say what is trained; the others are ignored"]
     if len(trained) < len(settings):
         notes.append(f"{len(settings) - len(trained)} of them belong to an engine that generates")
+    notes += _of_ignored(dict.fromkeys(keys[-1] for keys, _ in trained if keys[-1] not in known))
     if unresolved:
         names = ", ".join(sorted(open_names & setting_names()))
         notes.append(f"not known, because their values are not in {path}: {names}")
@@ -74,6 +78,20 @@ def run_of_config(path: str, te_is_installed: bool) -> Run:
         notes.append(f"{', '.join(silent)}: size 1, because {path} does not say otherwise")
     facts.update(given_facts(te_is_installed))
     return Run(facts, f"a run with {', '.join(holding) or 'none of the words of --for'}", tuple(notes))
+
+
+def _of_ignored(names: Iterable[str]) -> Iterator[str]:
+    """The notes on settings that are ignored: those that may be misspelt first."""
+    import difflib  # here, because only --config needs it
+
+    names = list(names)
+    close = {name: difflib.get_close_matches(name, setting_names(), 1, MISSPELT) for name in names}
+    if any(close.values()):
+        pairs = ", ".join(f"{name} ({found[0]}?)" for name, found in close.items() if found)
+        yield f"ignored, and perhaps misspelt: {pairs}"
+    if others := [name for name, found in close.items() if not found]:
+        more = f" and {len(others) - NAMED} more" if len(others) > NAMED else ""
+        yield f"ignored: {', '.join(others[:NAMED])}{more}"
 
 
 def _tells_of_experts(name: str, value: Any) -> bool:

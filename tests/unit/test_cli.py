@@ -229,8 +229,8 @@ def test_plan_as_json_has_the_documented_keys(shim):
     """For machines."""
     code, out, _ = shim("plan", "--json")
     found = json.loads(out)
-    assert code == 0
-    assert set(found) == {"digest", "environment", "patches", "wrong_pairs", "pair_is_known", "lost_features"}
+    keys = {"digest", "environment", "patches", "wrong_pairs", "pair_is_known", "lost_features", "notes"}
+    assert code == 0 and set(found) == keys
     assert found["patches"]["roll-fix"]["action"] == "apply"
 
 

@@ -50,7 +50,7 @@ def test_another_release_shows_what_is_gone_and_why(diff, world):
         "0 new, 1 gone, 0 changed, from old.lock to what is installed\n  megatron-core 0.16.0 -> 0.18.0\n"
     )
     assert "\nThey change values, such as a loss or a gradient:\n  gone    roll-fix: upstream: " in out
-    assert "\n          rolls stay inside their sequence\n" in out
+    assert "\n      rolls stay inside their sequence\n" in out
     write_lock("new.lock", world.plan())
     assert "gone    roll-fix: no longer applied\n" in diff("new.lock")[1]
 

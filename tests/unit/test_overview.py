@@ -30,6 +30,13 @@ def test_what_concerns_a_run_comes_first_with_what_would_go_wrong(world):
     assert "\n1 of 1 concerns a run with packed, tp (1 silent)\n" in out and "values    rolls cross sequences" in out
 
 
+def test_a_run_is_told_which_word_more_would_add_patches(world):
+    """If words name it: whoever says "packed" and means "tp" as well sees that one more patch is of concern."""
+    assert "\n  one word more would add: tp 1\n" in described(world).text(run=run_named("packed", False))
+    assert "one word more" not in described(world).text(run=run_named("packed,tp", False))
+    assert "one word more" not in described(world).text(run=Run({"tp": True, "packed": False}, "it"))
+
+
 def test_the_rest_takes_one_line(world):
     out = described(world).text(run=run_named("moe", False))
     assert "\n0 of 1 concern a run with moe\n" in out and "of no concern to a run with moe: roll-fix." in out

@@ -27,6 +27,13 @@ def test_three_answers(facts, concern, missing):
     assert (run.concern_of(CONCERNS), run.missing_words(CONCERNS)) == (concern, missing)
 
 
+def test_words_that_alone_would_make_it_a_concern():
+    """Neither of a patch that is one already, nor of one that lacks two words."""
+    assert run_named("mtp", True).words_that_would(CONCERNS) == ("packed", "cp")
+    assert run_named("cp", True).words_that_would(CONCERNS) == ()
+    assert run_named("lora", True).words_that_would(CONCERNS[:1]) == ()
+
+
 def concerned(text, te=True):
     run = run_named(text, te)
     found = {id: run.concern_of(entry.concerns) for id, entry in PATCHES.items()}

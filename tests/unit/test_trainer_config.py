@@ -91,6 +91,14 @@ def test_what_is_ignored_is_told(tmp_path):
     assert "cp, ep: size 1, because" in notes
 
 
+def test_ignored_settings_are_named_and_misspelt_ones_first(tmp_path):
+    notes = run_of(tmp_path, "tensor_model_paralel_size: 2\nlr: 1.0e-4\nexpert_tensor_parallel_size: 1").notes
+    assert "ignored, and perhaps misspelt: tensor_model_paralel_size (tensor_model_parallel_size?)" in notes
+    assert "ignored: lr, expert_tensor_parallel_size" in notes
+    many = run_of(tmp_path, "\n".join(f"key{n}: 1" for n in range(30))).notes
+    assert any(note.endswith("key19 and 10 more") for note in many)
+
+
 def test_a_variable_that_is_not_in_the_file_decides_nothing(tmp_path):
     """Neither for nor against: what it holds may make the word true."""
     run = run_of(tmp_path, MEGATRON)
