@@ -80,6 +80,7 @@ class PatchReport:
             "reason": self.reason,
             "variant": self.variant,
             "targets": dict(self.targets),
+            "in_part": self.is_partial,
             "remedy": self.remedy,
             "holds": list(self.holds),
             "others": list(self.others),
@@ -186,6 +187,7 @@ class Report:
                 without=p.without,
                 concern=p.concerns,
                 not_known=p.not_known,
+                in_part=p.is_partial and p.state == "applied",
             )
             for id, p in self.patches.items()
         ]

@@ -54,6 +54,7 @@ class Row:
     concern: str = ""  # YES, NO or UNKNOWN (relevance.py) of a run that something is known of, else ""
     not_known: tuple[str, ...] = ()  # the words that an UNKNOWN one depends on
     without: str = ""  # what goes wrong without the patch
+    in_part: bool = False  # a target is left out, or lost, that the patch can do without
 
 
 def group(state: str, kind: str, pending_is_amiss: bool) -> str:
@@ -106,7 +107,9 @@ def headline(rows: Sequence[Row], applied: str, more_problems: int = 0) -> str:
     def count(*groups: str) -> int:
         return sum(row.group in groups for row in rows)
 
-    parts = [f"{count('applied', 'features')} {applied}{_by_symptom(rows)}"]
+    in_part = sum(row.in_part for row in rows)
+    partly = f", {in_part} of them in part" if in_part else ""
+    parts = [f"{count('applied', 'features')} {applied}{_by_symptom(rows)}{partly}"]
     others = {
         "unknown": "in doubt",
         "waiting": "waiting for an import",
@@ -156,7 +159,7 @@ def grouped(rows: Sequence[Row], applied: str, verbose: bool, run: str = "") -> 
             yield f"  {_HEADER[0]:<{width}}  {_HEADER[1]:<8}  {'without it' if members[0].concern else _HEADER[2]}"
         for row in members:
             changes = f"{row.changes:<8}  " if section in (*_APPLIED, "open") else ""
-            about = f" ({row.state})" if section == "problem" else ""
+            about = f" ({row.state})" if section == "problem" else " (in part)" if row.in_part else ""
             words = [row.symptom, ", ".join(row.not_known)]
             about += f" [{': '.join(filter(None, words))}]" if section == "open" and any(words) else ""
             # A run that is known asks what would go wrong, and one that is not what there is.
@@ -236,6 +239,7 @@ def plan_text(
             dict.fromkeys(d.targets, ""),
             others=d.parts_left,
             effects=effects_of(matrix.patches[id]) if d.wanted else (),
+            in_part=d.wanted and bool(d.dropped),
             symptom=matrix.patches[id].symptom,
             changes=matrix.patches[id].changes,
             concern=run.concern_of(matrix.patches[id].concerns) if run is not None and d.wanted else "",

@@ -322,7 +322,7 @@ def test_status_applies_reads_back_and_reverts(shim, importable):
     assert set(found) == {"summary", "digest", "releases", "applied", "patches", "lost", "ran"}
     assert found["applied"] == ["roll-fix", "faster-forward"]
     keys = {"kind", "state", "reason", "variant", "targets", "remedy", "summary", "holds", "others"}
-    keys |= {"symptom", "changes", "concerns", "not_known"}
+    keys |= {"symptom", "changes", "concerns", "not_known", "in_part"}
     assert set(found["patches"]["roll-fix"]) == keys
     assert found["patches"]["roll-fix"]["targets"]["megatron.core.roll:roll"] == "bound"
     roll = sys.modules["megatron.core.roll"].roll
