@@ -43,6 +43,21 @@ def called_by_name(original: Any) -> Any:
     return lambda *args, **kwargs: dense_attention(**bind(*args, **kwargs).arguments)
 
 
+CACHES = ("_cu_seqlens_cache", "_cu_seqlens_info_with_cp_cache")
+
+
+@contextlib.contextmanager
+def empty_caches() -> Iterator[None]:
+    """Transformer Engine's caches of offsets, empty, and as they were afterwards."""
+    with contextlib.ExitStack() as undo:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("transformer_engine.pytorch"):
+                caches = [vars(module)[cache] for cache in CACHES if cache in vars(module)]
+                for cache in caches:
+                    undo.enter_context(mock.patch.dict(cache, clear=True))
+        yield
+
+
 @contextlib.contextmanager
 def fused_attention() -> Iterator[Any]:
     """Transformer Engine's class of attention, with dense_attention for cuDNN's."""
@@ -62,6 +77,7 @@ def fused_attention() -> Iterator[Any]:
             undo.enter_context(mock.patch.object(module, "fused_attn_fwd", called_by_name(module.fused_attn_fwd)))
         undo.enter_context(mock.patch.object(torch.cuda, "device", lambda device: contextlib.nullcontext()))
         undo.enter_context(torch.compiler.set_stance("force_eager"))
+        undo.enter_context(empty_caches())
         undo.enter_context(OnGpu())
         yield owner.DotProductAttention  # type: ignore[attr-defined, unused-ignore]
 

@@ -18,7 +18,15 @@ from packaging.version import Version
 from torch import Tensor
 
 from shim.patches.transformer_engine.te_cp_thd_padding.proof import CUDNN, PACKAGE, OnGpu
-from shim.patches.transformer_engine.te_cu_seqlens_cache.proof import BATCH, HEAD, HEADS, LENGTH, RANKS, own_tokens
+from shim.patches.transformer_engine.te_cu_seqlens_cache.proof import (
+    BATCH,
+    HEAD,
+    HEADS,
+    LENGTH,
+    RANKS,
+    empty_caches,
+    own_tokens,
+)
 from shim.testing.layout import Layout
 from shim.testing.proof import CannotRunError, Here, proof
 from shim.testing.transformer_engine import te_cuda_stand_ins
@@ -114,6 +122,7 @@ def flash_attention_3(api: str, flash_2: str | None) -> Iterator[Any]:
     functions = dict(zip(("_flash_attn_fwd_v3", "_flash_attn_bwd_v3"), APIS[api], strict=True))
     with contextlib.ExitStack() as undo:
         undo.enter_context(te_cuda_stand_ins((9, 0)))
+        undo.enter_context(empty_caches())
         undo.enter_context(mock.patch.object(kernels, "get_fused_attn_backend", lambda *args, **kwargs: answer))
         for name, loaded in list(sys.modules.items()):
             if name.startswith("transformer_engine.pytorch") and "get_cudnn_version" in vars(loaded):
