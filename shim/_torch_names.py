@@ -63,7 +63,9 @@ NAMES = {
         "scales of FP8 are kept for a second backward until the next forward; logprob writes over no logits that "
         "nobody reads: one copy more"
     ),
-    "torch:_C._functorch.peek_interpreter_stack": PrivateName(_STASH),
+    "torch:_C._functorch.peek_interpreter_stack": PrivateName(
+        f"{_STASH}; keys of a packed row are rotated with a dozen launches more"
+    ),
     "torch.autograd.forward_ad:_current_level": PrivateName(_STASH),
     "torch:_C._storage_Use_Count": PrivateName("logprob never writes over a result: one more copy of logits"),
     "torch:_C._TorchDispatchModeKey.__members__": PrivateName(_TRACING),

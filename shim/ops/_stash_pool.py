@@ -16,7 +16,7 @@ from shim.ops import _stash_eager
 from shim.ops._stash_layout import BITS, HEAD, HOST_HEAD, HOST_TAIL, MOST_WANTED, STATES, TAIL
 from shim.ops._stash_rows import ValidRows
 
-__all__ = ["PagePool", "backend_for", "bits_of", "capturing"]
+__all__ = ["PagePool", "backend_for", "bits_of", "capturing", "tracing"]
 
 
 def bits_of(tensor: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ def capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _tracing() -> bool:
+def tracing() -> bool:
     """Whether a dispatch mode is active, such as torch.compile's trace, under which operators get no real tensors."""
     keys, mode_of = find("torch:_C._TorchDispatchModeKey.__members__"), find("torch:_C._get_dispatch_mode")
     if keys is None or mode_of is None:
@@ -223,9 +223,7 @@ class PagePool:
         # this again at the end. Nothing can be computed during a trace, so the next call does it.
         in_graph = capturing()
         while (
-            (self._dropped or (self._waiting and not in_graph))
-            and not _tracing()
-            and self._lock.acquire(blocking=False)
+            (self._dropped or (self._waiting and not in_graph)) and not tracing() and self._lock.acquire(blocking=False)
         ):
             try:
                 if not in_graph:

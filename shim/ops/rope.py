@@ -71,6 +71,14 @@ def thd_freqs(
     IndexError, on CUDA a device-side assertion. The number of kernels does not depend on N, and the host reads nothing
     back.
     """
+    rows = thd_rows(freqs, cu_seqlens, tokens, cp_size=cp_size, cp_rank=cp_rank, row_per_token=row_per_token)
+    return freqs.index_select(0, rows)
+
+
+def thd_rows(
+    freqs: Tensor, cu_seqlens: Tensor, tokens: int, *, cp_size: int, cp_rank: int, row_per_token: bool | None
+) -> Tensor:
+    """Which rows of `freqs` `thd_freqs` takes: [T], with the dtype of cu_seqlens, on the device of freqs."""
     rows, sequence, starts = _placed(cu_seqlens, tokens, freqs.device, cp_size, cp_rank)
     if row_per_token is not False:
         # A product with the answer, because reading the answer would make the host wait.
@@ -78,7 +86,7 @@ def thd_freqs(
         if row_per_token is None:
             is_so &= _begin_alike(freqs, starts)
         rows += (starts * is_so).index_select(0, sequence)
-    return freqs.index_select(0, rows)
+    return rows
 
 
 def _begin_alike(freqs: Tensor, starts: Tensor) -> Tensor:

@@ -31,13 +31,13 @@ class Price(NamedTuple):
 PRICES = (
     Price(
         ("packed", "MLA, packed", "mrope, packed", "CP 2, packed"),
-        30,
+        14,
         25_000,
         "rope-thd: from 0.15 on stock takes views of some tables, and reads each sequence's length for that",
     ),
     Price(
         ("MTP, packed", "MTP, packed and padded", "CP 2, packed"),
-        55,
+        30,
         25_000,
         "rope-thd: as above, for two layers or two halves; beside the other patches there are fewer in all",
         alone=True,

@@ -92,14 +92,22 @@ def of_packed(padded: bool = False, lora: bool = False, **options: Any) -> Calla
     return build
 
 
+def onto_device(packed: Any) -> None:
+    """Move the offsets of packed rows. As in trainers, one tensor holds those of queries and of keys."""
+    for name, value in vars(packed).items():
+        if isinstance(value, Tensor):
+            setattr(packed, name, value.cuda())
+    for name in ("cu_seqlens_kv", "cu_seqlens_kv_padded"):
+        if getattr(packed, name, None) is not None:
+            setattr(packed, name, getattr(packed, name.replace("kv", "q")))
+
+
 def packed_inputs(row: testing.PackedRow) -> dict[str, Any]:
     """On this context-parallel rank, on the device; offsets too."""
     places = torch.cat([mrope.own(end - start, start) for (start, _), end in zip(row.spans, row.ends)])
     names = ("input_ids", "position_ids", "labels", "loss_mask")
     packed = row.packed_seq_params()
-    for name, value in vars(packed).items():
-        if isinstance(value, Tensor):
-            setattr(packed, name, value.cuda())
+    onto_device(packed)
     return {**{name: getattr(row, name)[:, places].cuda() for name in names}, "packed_seq_params": packed}
 
 
@@ -108,9 +116,7 @@ def of_mla(undo: contextlib.ExitStack) -> Step:
     module = undo.enter_context(mla_layer.without_te())
     layer = mla_layer.build(module).cuda()
     packed = mrope.packed_of(EQUAL)
-    for name, value in vars(packed).items():
-        if isinstance(value, Tensor):
-            setattr(packed, name, value.cuda())
+    onto_device(packed)
     hidden = torch.randn(sum(EQUAL), 1, mla_layer.HIDDEN).cuda().requires_grad_()
     return lambda: backward(layer, layer(hidden, None, packed_seq_params=packed)[0].square().sum())
 
@@ -120,9 +126,7 @@ def of_mrope(undo: contextlib.ExitStack) -> Step:
     model = mrope.build().cuda()
     ids, labels, places = (tensor.cuda() for tensor in mrope.row_of(EQUAL))
     packed = mrope.packed_of(EQUAL)
-    for name, value in vars(packed).items():
-        if isinstance(value, Tensor):
-            setattr(packed, name, value.cuda())
+    onto_device(packed)
     return lambda: backward(model, model(ids, places, None, labels=labels, packed_seq_params=packed).mean())
 
 

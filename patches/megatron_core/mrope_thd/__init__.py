@@ -38,10 +38,9 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shim.ops.rope import thd_freqs
 from shim.patches._arguments import Function, argument, replacing
 from shim.patches._named import Named
-from shim.patches.megatron_core._packed_rotation import ROPE, in_pieces
+from shim.patches.megatron_core._packed_rotation import ROPE, gathered, in_pieces
 
 GPT = "megatron.core.models.gpt.gpt_model:GPTModel."
 EMBEDDING = "megatron.core.models.common.embeddings.rotary_pos_embedding:MultimodalRotaryEmbedding"
@@ -152,7 +151,7 @@ def _row_of_each_token(original: Function) -> Function:
         group = upstream["parallel_state"].get_context_parallel_group() if group is None else group
         if freqs.size(0) != t.size(0) * group.size():
             return original(*args, **kwargs)
-        rows = thd_freqs(freqs, cu_seqlens, t.size(0), cp_size=group.size(), cp_rank=group.rank())
+        rows = gathered(freqs, cu_seqlens, t.size(0), cp_size=group.size(), cp_rank=group.rank())
 
         def rotate(piece: Any, table: Any) -> Any:
             """As an unpacked row of one sequence: [t, 1, h, d], with the table [t, 1, 1, d]."""

@@ -5,7 +5,7 @@ What is slow (0.12 to 0.19): the unfused rotation of a packed (THD) row rotates 
 
 The patch gathers the row of the table for each token (shim.ops.rope). Upstream's function for unpacked rows then
 rotates the whole row at once. The result has the same bits, forward and backward. Large rows are rotated in a few
-pieces, so temporaries stay as small as those of upstream's loop.
+pieces, so temporaries stay as small as those of upstream's loop. Keys take the places that queries have found.
 
 Up to 0.14 the table has a row per position. From 0.15 on, a table with as many rows as the packed row has tokens has a
 row per token (multimodal embeddings). Upstream's loop reads it the same way.
