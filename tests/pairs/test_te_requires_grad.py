@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import shim
-from shim import testing
 from shim._torch_names import required
 from shim.patches.transformer_engine.te_mxfp8_empty_shard.proof import weight
 from shim.patches.transformer_engine.te_requires_grad.proof import Quantize, Scale, quantized, with_tensors
+from shim.testing.proof import CannotRunError
 
 ID = "te-requires-grad"
 NEEDED = shim.plan()[ID].wanted
@@ -92,9 +92,10 @@ def test_it_is_still_a_documented_property(patched):
 def test_this_release_needs_no_patch():
     """Its tensors have torch's own attribute."""
     assert shim.plan()[ID].action == "not-needed"
-    if testing.release() < "0.16":
-        pytest.skip("releases of Transformer Engine of its time may lack the tensor")
-    assert with_tensors(lambda: quantized()[1].requires_grad) is True
+    try:
+        assert with_tensors(lambda: quantized()[1].requires_grad) is True
+    except CannotRunError as error:  # of a release that cannot make such a tensor on a CPU, as 2.1 to 2.8
+        pytest.skip(str(error))
 
 
 @needed
