@@ -246,6 +246,30 @@ class WrongLoss(OwnLoss):
         return labels.roll(-1, -1), mask.roll(-1, -1)
 
 
+LOSS_CP = "mtp-loss-cp"
+
+
+@from_016
+@pytest.mark.parametrize(("ranks", "state"), [(1, "applied"), (2, "unknown")])
+def test_an_own_loss_may_divide_by_a_ranks_own_count(ranks, state):
+    """It calls nothing of what mtp-loss-cp fixes, which only matters on several context-parallel ranks."""
+    with shim.patched(only=[LOSS_CP]) as report:
+        if not report[LOSS_CP].targets:
+            pytest.skip("this release needs no patch")
+        model = with_class(OwnLoss)
+        model.config.context_parallel_size = ranks
+        assert shim.check(model)[LOSS_CP].state == state
+        assert shim.check(with_class(gpt_model.GPTModel))[LOSS_CP].state == "applied"
+
+
+@from_016
+def test_an_own_loss_may_do_without_an_option_that_is_on():
+    options = {"mtp-loss-options": {"skip_loss": True}}
+    with shim.patched(only=["mtp-loss-options"], options=options):
+        assert shim.check(with_class(OwnLoss))["mtp-loss-options"].state == "unknown"
+        assert shim.check(with_class(gpt_model.GPTModel))["mtp-loss-options"].state == "applied"
+
+
 def gradients_of(model, run):
     """The gradients of all weights. The oracle's other numbers are of losses that these models do not log."""
     return run(model, row()).grads

@@ -25,7 +25,7 @@ Padding of packed rows, and packed rows before 0.16, need mtp-packed-sequences. 
 
 Not covered:
 - A trainer's function that takes the place of GPTModel._postprocess (up to 0.16) or process_mtp_loss divides by other
-  counts. That is a conflict.
+  counts. That is a conflict. A model's own _postprocess that calls neither is told by shim.check as unknown.
 - cross_entropy_fusion_impl="linear" of the dev branch of 2026-08, on Blackwell: a rank divides by its own count.
 
 Upstream: open (Megatron-LM pull request 7498, issue 7452; mcore-bridge issue 104).
@@ -318,3 +318,11 @@ BINDINGS: dict[str, dict[str, Callable[..., Function]]] = {
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
     return BINDINGS[variant]
+
+
+def probe(module: Any, method: str, models: list[Any]) -> bool | str:
+    """See docs/patch-modules.md. By which count an override divides its loss shows on several ranks only."""
+    config = module.config
+    if not getattr(config, "mtp_num_layers", None) or config.context_parallel_size == 1:
+        return True
+    return "shim cannot see by which count of targets it divides the loss"
