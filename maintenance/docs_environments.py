@@ -70,6 +70,7 @@ _OF_THE_AXIS = (
     "gloo of torch",
     "the interpreter of Triton",
     "this needs Triton",
+    "torch 2.",
 )  # reasons that lie in the environment
 
 

@@ -75,6 +75,9 @@ NAMES = {
     "torch._inductor.async_compile:AsyncCompile.pool": PrivateName("a forked rank may wait for threads that compile"),
     "torch._functorch:__name__": PrivateName("PagedStash does not recognise compiled functions"),
     "torch.utils.cpp_extension:_get_build_directory": PrivateName("a stale lock is not seen, and torch waits for it"),
+    "torch.utils.cpp_extension:FileBaton": PrivateName(
+        "the system ends the lock of a process with it, so that a lock of the compiler is never stale", until="2.13"
+    ),
     # Tensors of Transformer Engine
     "torch:_C.DisableTorchFunctionSubclass": PrivateName("te-requires-grad cannot be bound"),
     # Checks

@@ -1,9 +1,9 @@
 """The C++ helper that recompute of outputs compiles on its first use.
 
 What is wrong (0.17 to 0.19): CheckpointWithoutOutput refills its outputs by a helper that `load_inline` compiles in the
-first backward that needs it: for half a minute, and without a word. torch locks the directory in which it compiles. A
-process that is killed meanwhile leaves the lock, and every later run on this machine waits for it without an end, in
-backward. On a machine without a compiler or without ninja, backward raises.
+first backward that needs it: for half a minute, and without a word. torch locks the directory in which it compiles. Up
+to torch 2.13 a process that is killed meanwhile leaves the lock, and every later run on this machine waits for it
+without an end, in backward. On a machine without a compiler or without ninja, backward raises.
 
 The patch looks for the lock first. If nothing in the directory has changed for two minutes, nobody compiles there: a
 warning names the lock, and outputs are refilled by a copy, which gives the same bits and needs their memory once more.
@@ -38,7 +38,12 @@ SAID_AFTER, ASKED_EACH = 5.0, 0.5
 
 
 def lock_of_helper() -> Path | None:
-    """The lock that torch takes to compile the helper. None if this torch does not say where."""
+    """The lock that torch takes to compile the helper. None if this torch does not say where, or leaves none behind.
+
+    From torch 2.14 on the lock is one of the system, which ends it with the process, and its file stays for ever.
+    """
+    if find("torch.utils.cpp_extension:FileBaton") is None:
+        return None
     directory_of = find("torch.utils.cpp_extension:_get_build_directory")
     return None if directory_of is None else Path(directory_of(HELPER, False)) / "lock"
 
