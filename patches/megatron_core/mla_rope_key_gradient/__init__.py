@@ -18,8 +18,8 @@ size] for each layer and microbatch, in backward, which is what upstream does fo
 so before the key is rotated, with the fused and the unfused function, and in the recompute of mla_up_proj. Nothing
 happens on one rank, for a duplicated projection with sequence parallelism, and if nothing below needs a gradient.
 
-Not covered: absorbed_mla (from 0.17), which shares the compressed key and value in the same way. Copies of a weight
-that have drifted apart stay apart until a checkpoint is loaded, which has that of the first rank.
+Not covered: AbsorbedMLASelfAttention (from 0.17) with a column-parallel projection, which no spec of a release has.
+Copies of a weight that have drifted apart stay apart until a checkpoint is loaded, which has that of the first rank.
 
 Upstream: Megatron-LM pull request 6839 (open). It leaves out sequence parallelism, with which a column-parallel
 projection needs the sum as well.
