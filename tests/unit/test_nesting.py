@@ -119,6 +119,10 @@ OUTSIDE = {
         "megatron.core.pipeline_parallel.schedules:forward_step",
         "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
     },
+    # One replaces the tokens of a rank in the result, and the other reads those of all: either order does.
+    ("moe-aux-loss-scale", "z-loss-padding"): {
+        "megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count"
+    },
     # Each sets the scale of losses of its own before the function's backward: either order does.
     ("moe-aux-loss-scale", "dsa-indexer-loss-scale"): {
         "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",

@@ -25,7 +25,7 @@ Left alone:
   loss is a sum over them (Megatron-LM issue 3672, open). With the patch it is the same with and without a padding mask
   and calculate_per_token_loss.
 - Without calculate_per_token_loss, the z-loss is the mean over ranks of their means, also if a mask leaves them with
-  different numbers of tokens.
+  different numbers of tokens. `z-loss-padding` is about that.
 - The z-loss of 0.12's dispatcher alltoall_seq with calculate_per_token_loss: its auxiliary loss is right, and the
   z-loss is too small by the number of tensor-parallel ranks.
 
