@@ -82,6 +82,13 @@ DEFECTS = [
         "def _set",
     ),
     (
+        "te-grouped-linear-graphs",
+        0,
+        ENGINE + "pytorch.module.grouped_linear:GroupedLinear.forward",
+        "skip_fp8_weight_update = FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor",
+        "skip_fp8_weight_update = None",
+    ),
+    (
         "rope-thd",
         0,
         CORE + "models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd",
