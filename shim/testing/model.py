@@ -127,7 +127,7 @@ def build_hybrid(
     share_embeddings_and_output_weights: bool = True,
     **config_overrides: Any,
 ) -> nn.Module:
-    """The hybrid model (MambaModel in 0.17, HybridModel from 0.18), as `build_gpt` builds a GPTModel.
+    """The hybrid model (MambaModel up to 0.17, HybridModel from 0.18), as `build_gpt` builds a GPTModel.
 
     pattern: attention (*) and MLP (-) layers only, because Mamba layers need their kernels. Every part after a "/" is
     one MTP depth, and all depths are equal. Upstream's specs need Transformer Engine. So the specs here use the local
@@ -164,14 +164,17 @@ def build_hybrid(
             module=mtp.MultiTokenPredictionBlock,
             submodules=mtp.MultiTokenPredictionBlockSubmodules(layer_specs=[layer]),
         )
+    submodules_class = getattr(blocks, f"{name}StackSubmodules")
+    later = "hybrid_layer_pattern"
+    pattern_name = later if later in inspect.signature(model_class).parameters else "hybrid_override_pattern"
     stack = ModuleSpec(
         module=getattr(blocks, f"{name}Stack"),
-        submodules=getattr(blocks, f"{name}StackSubmodules")(
+        submodules=submodules_class(
             attention_layer=ModuleSpec(
                 module=TransformerLayer, submodules=TransformerLayerSubmodules(**attention_parts)
             ),
             mlp_layer=ModuleSpec(module=mlp_layer, submodules=TransformerLayerSubmodules(**mlp_parts)),
-            mtp_block_spec=mtp_spec,
+            **_known(submodules_class, mtp_block_spec=mtp_spec),
         ),
     )
     first, last = _stage(None)
@@ -184,7 +187,7 @@ def build_hybrid(
                 stack,
                 vocab_size=vocab_size,
                 max_sequence_length=max_sequence_length,
-                hybrid_layer_pattern=pattern,
+                **{pattern_name: pattern},
                 pre_process=first,
                 post_process=last,
                 position_embedding_type=position_embedding_type,

@@ -15,11 +15,12 @@ embeddings require a gradient see no change.
 
 Upstream: open.
 
-Not covered: other single modules (recompute_granularity="selective") in front of the first adapter. Stock is right if
-adapters come before such a module, and the patch would cost that case memory. In front of the first adapter,
-tensor_parallel.checkpoint does not train the adapters inside the module, and CheckpointWithoutOutput (moe_act,
-mla_up_proj) makes backward raise the TypeError, because it saved nothing for the recompute. The remedy for both: make
-the embeddings require a gradient by a hook on their output.
+Not covered: norms in the stack of a hybrid model, which `hybrid-frozen-norms` is about, and other single modules
+(recompute_granularity="selective") in front of the first adapter. Stock is right if adapters come before such a module,
+and the patch would cost that case memory. In front of the first adapter, tensor_parallel.checkpoint does not train the
+adapters inside the module, and CheckpointWithoutOutput (moe_act, mla_up_proj) makes backward raise the TypeError,
+because it saved nothing for the recompute. The remedy for both: make the embeddings require a gradient by a hook on
+their output.
 
 Delete when: TransformerBlock lets what it recomputes from require a gradient, and the releases before that are not
 supported.
@@ -28,14 +29,14 @@ supported.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from shim.patches._arguments import Function, argument, replacing
+from shim.patches._arguments import Function
 from shim.patches._stubs import WIDTH, Embedding, config_of, device_of, holder_of, view_of
+from shim.patches.megatron_core._trained_states import from_trained_states
 
 BLOCK = "megatron.core.transformer.transformer_block:TransformerBlock."
 FUNCTION = "megatron.core.recompute:checkpointed_forward"
@@ -43,26 +44,11 @@ FUNCTION = "megatron.core.recompute:checkpointed_forward"
 
 def _checkpointed_forward(original: Function) -> Function:
     """Runs under full recompute only."""
-    return _from_trained_states(original, lambda block: True)
+    return from_trained_states(original, lambda block: True)
 
 
 def _forward(original: Function) -> Function:
-    return _from_trained_states(original, _discards_first_outputs)
-
-
-def _from_trained_states(original: Function, recomputes: Callable[[Any], bool]) -> Function:
-    states_of, put_states = argument(original, "hidden_states"), replacing(original, "hidden_states")
-
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        block, states = args[0], states_of(args, kwargs)
-        # No tensor: inference wraps the states, and later pipeline stages get none here.
-        begins = isinstance(states, torch.Tensor) and not states.requires_grad and torch.is_grad_enabled()
-        if begins and recomputes(block) and _trains(block):
-            args, kwargs = put_states(args, kwargs, states.detach().requires_grad_())
-        return original(*args, **kwargs)
-
-    return forward
+    return from_trained_states(original, _discards_first_outputs)
 
 
 def _discards_first_outputs(block: Any) -> bool:
@@ -76,10 +62,6 @@ def _discards_first_outputs(block: Any) -> bool:
     # A hyper connection hands what it has computed with its weights to the checkpoint, so trained ones are enough.
     first = getattr(block.layers[0], "self_attention_hyper_connection", None)
     return first is None or not any(weight.requires_grad for weight in first.parameters())
-
-
-def _trains(block: Any) -> bool:
-    return any(weight.requires_grad for weight in block.layers.parameters())
 
 
 class _Layer:
