@@ -66,7 +66,7 @@ class Graph:
         self.launch(round_to_e4m3, source.detach(), output._data.detach(), noop)
         return output
 
-    def split_quantize(self, source: Tensor, splits: Sequence[int], quantizers: Sequence[Any], **other: Any) -> Any:
+    def split_quantize(self, source: Tensor, splits: list[int], quantizers: Sequence[Any], **other: Any) -> Any:
         parts = zip(torch.split(source, splits), quantizers, strict=True)
         return [self.quantize(part, quantizer) for part, quantizer in parts]
 
