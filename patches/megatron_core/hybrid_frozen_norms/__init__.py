@@ -1,12 +1,12 @@
 """Recompute of norms in hybrid models with adapters behind frozen embeddings.
 
 What is wrong (0.12 to 0.20; run from 0.13 on, because the models of 0.12 need Transformer Engine): if the base weights
-are frozen, as under LoRA, the embeddings require no gradient. With
-recompute_modules=["layernorm"] a norm saves what its recompute needs only if something in front of it requires a
-gradient. If the first layer with an adapter has such a norm in front of the adapter, backward raises a TypeError about
-a missing argument (StopIteration in 0.20), as in the models of `frozen-recompute`. Upstream's specs of hybrid models
-have such norms in layers of experts (from 0.16), and in those of DSA and multi-latent attention (from 0.19). So it hits
-adapters that leave out the Mamba layers in front. Up to 0.15 only a spec of one's own has such norms.
+are frozen, as under LoRA, the embeddings require no gradient. With recompute_modules=["layernorm"] a norm saves what
+its recompute needs only if something in front of it requires a gradient. If the first layer with an adapter has such a
+norm in front of the adapter, backward raises a TypeError about a missing argument (StopIteration in 0.20), as in the
+models of `frozen-recompute`. Upstream's specs of hybrid models have such norms in layers of experts (from 0.16), and in
+those of DSA and multi-latent attention (from 0.19). So it hits adapters that leave out the Mamba layers in front. Up to
+0.15 only a spec of one's own has such norms.
 
 The patch makes the hidden states [s, b, h] that enter the stack require a gradient, if none is required yet and the
 norm right in front of the first trained weights is recomputed. Otherwise it changes nothing: a Mamba layer with
