@@ -77,6 +77,45 @@ def test_multi_token_prediction(on, one_rank):
 
 
 @needed
+@with_mtp
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_multi_token_prediction_without_a_layout(on, one_rank, ranks, stages):
+    """All of it is on the last stage, as get_num_layers_to_build counts them."""
+    fields = {"virtual_pipeline_model_parallel_size": stages} if stages > 1 else {}
+    config = config_of(None, ranks=ranks, mtp_num_layers=2, **fields)
+    ask = multi_token_prediction.get_mtp_num_layers_to_build
+    places = [(stage, rank) for stage in range(stages) for rank in range(ranks)]
+    assert [ask(config, stage, rank) for stage, rank in places] == [0] * (len(places) - 1) + [2]
+    assert ask(config_of(None, ranks=ranks), 0, ranks - 1) == 0
+
+
+@needed
+@with_mtp
+def test_multi_token_prediction_of_the_own_stage(on, one_rank):
+    """A call without a rank, or without the virtual stage that it needs, is upstream's."""
+    ask = multi_token_prediction.get_mtp_num_layers_to_build
+    assert ask(config_of(None, mtp_num_layers=1)) == 1  # the only rank, whatever the config says
+    config = config_of(None, mtp_num_layers=1, virtual_pipeline_model_parallel_size=2)
+    with virtual(), mock.patch.object(parallel_state, "is_pipeline_last_stage", side_effect=LookupError):
+        for rank in (None, 0):
+            with pytest.raises(LookupError):
+                ask(config, pp_rank=rank)
+
+
+@needed
+@with_mtp
+def test_the_block_of_another_stage(on, one_rank):
+    """get_gpt_mtp_block_spec asks by its own name."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    config = config_of(None, mtp_num_layers=1)
+    spec = gpt_layer_specs.get_gpt_layer_local_spec()
+    made = [gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, False, pp_rank=rank) for rank in (0, 1)]
+    assert made[0] is None and len(made[1].layer_specs) == 1
+
+
+@needed
 def test_every_name_of_the_functions(on, one_rank):
     """Other modules have taken them before."""
     from megatron.core.models.gpt import gpt_layer_specs

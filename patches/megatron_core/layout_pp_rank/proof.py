@@ -35,15 +35,16 @@ def said(config: Any, rank: int | None) -> tuple[int, int]:
 
 
 def config_of(stages: list[list[str]], **fields: Any) -> Any:
+    """The config of as many stages. They have these layers, unless the fields say that there is no layout."""
     from megatron.core.transformer import TransformerConfig
 
+    fields = {"pipeline_model_parallel_layout": [list(stage) for stage in stages], **fields}
     return TransformerConfig(
         num_layers=LAYERS,
         hidden_size=16,
         num_attention_heads=2,
         pipeline_model_parallel_size=len(stages),
         pipeline_dtype=torch.float32,
-        pipeline_model_parallel_layout=[list(stage) for stage in stages],
         **fields,
     )
 
@@ -55,13 +56,13 @@ def said_of_each_stage() -> tuple[tuple[int, int], list[tuple[int, int]]]:
     return said(config, None), [said(config, rank) for rank in range(len(STAGES))]
 
 
-def prediction_layers_of_each_stage() -> list[int]:
+def prediction_layers_of_each_stage(**fields: Any) -> list[int]:
     """How many layers of multi-token prediction each stage has, as a rank says."""
     from megatron.core.transformer.multi_token_prediction import get_mtp_num_layers_to_build
 
     if "pp_rank" not in inspect.signature(get_mtp_num_layers_to_build).parameters:
         raise CannotRunError("get_mtp_num_layers_to_build takes no pp_rank in this release")
-    config = config_of(PREDICTING, mtp_num_layers=1)
+    config = config_of(PREDICTING, mtp_num_layers=1, **fields)
     return [get_mtp_num_layers_to_build(config, pp_rank=rank) for rank in range(len(PREDICTING))]
 
 
@@ -131,6 +132,27 @@ def each_stage_is_told_of_the_others_prediction_layers(here: Here) -> int:
     found = here.run(prediction_layers_of_each_stage, layout=Layout(pp=len(PREDICTING)))
     right = [stage.count("mtp") for stage in PREDICTING]
     return sum(number != truth for stages in found for number, truth in zip(stages, right, strict=True))
+
+
+def without_layout() -> list[int]:
+    return prediction_layers_of_each_stage(pipeline_model_parallel_layout=None)
+
+
+@proof("{:.0f} of 4 numbers are another stage's", right="the last stage has them", ranks=2, variants=("v0_16",))
+def each_stage_is_told_of_the_others_prediction_layers_without_a_layout(here: Here) -> int:
+    """`get_mtp_num_layers_to_build` does not read its `pp_rank`, also without a layout.
+
+    To reproduce: on two pipeline ranks, make a TransformerConfig with four layers, `mtp_num_layers=1` and
+    `pipeline_model_parallel_size=2`. Call `get_mtp_num_layers_to_build(config, pp_rank=rank)` for both ranks, on each
+    rank. The first rank says none of both, and the second one of both. So `get_gpt_mtp_block_spec(..., pp_rank=rank)`
+    gives the wrong stage's block.
+
+    It asks `parallel_state.is_pipeline_last_stage`. Right are none on the first stage, and one on the second.
+
+    From 0.16 to 0.20.
+    """
+    found = here.run(without_layout, layout=Layout(pp=len(PREDICTING)))
+    return sum(number != truth for stages in found for number, truth in zip(stages, (0, 1), strict=True))
 
 
 @proof("{:.0f} of 4 layers are not built", right="each layer is built once", ranks=2)
