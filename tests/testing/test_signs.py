@@ -31,6 +31,7 @@ SILENT = {
     ("recompute-helper-build", NOT_NEEDED): "they lack the only target, which says it without a sign",
     ("te-flash-3-cp", NOT_NEEDED): "code of a module, in no function, imports another FlashAttention 3 there",
     ("te-flash-local-version", UPSTREAM): "the comparison is code of a module, in no function that a sign could read",
+    ("hybrid-frozen-norms", NOT_NEEDED): "nothing in them says that no spec of theirs has a separate norm",
     ("hybrid-uneven-stages", UPSTREAM): "one release is right, and no later one has the function",
     ("hybrid-uneven-stages", NOT_NEEDED): "they lack the only target, which says it without a sign",
 }

@@ -1,7 +1,7 @@
 """Recompute of norms in hybrid models with adapters behind frozen embeddings.
 
-What is wrong (0.12 to 0.20; run from 0.13 on, because the models of 0.12 need Transformer Engine): if the base weights
-are frozen, as under LoRA, the embeddings require no gradient. With recompute_modules=["layernorm"] a norm saves what
+What is wrong (0.13 to 0.20; 0.12 was not run, because its models need Transformer Engine): if the base weights are
+frozen, as under LoRA, the embeddings require no gradient. With recompute_modules=["layernorm"] a norm saves what
 its recompute needs only if something in front of it requires a gradient. If the first layer with an adapter has such a
 norm in front of the adapter, backward raises a TypeError about a missing argument (StopIteration in 0.20), as in the
 models of `frozen-recompute`. Upstream's specs of hybrid models have such norms in layers of experts (from 0.16), and in
@@ -28,7 +28,7 @@ from shim.patches._arguments import Function
 from shim.patches.megatron_core._trained_states import any_trained, from_trained_states
 
 STACKS = {
-    "v0_12": "megatron.core.ssm.mamba_block:MambaStack.forward",
+    "v0_13": "megatron.core.ssm.mamba_block:MambaStack.forward",
     "v0_18": "megatron.core.models.hybrid.hybrid_block:HybridStack.forward",
 }
 

@@ -65,7 +65,7 @@ def adapters_of_a_hybrid_model_behind_recomputed_norms_are_trained(here: Here) -
     In front of the first adapter nothing requires one, but the adapter behind the norm saves the output, and so asks
     for the recompute. Right are the gradients without recompute.
 
-    From 0.12 (read; run from 0.13 on) to 0.20. Open upstream.
+    From 0.13 to 0.20. Open upstream.
     """
     wrong: int = here.run(unequal_behind_norms)[0]
     return wrong
