@@ -3,6 +3,7 @@
 The commands are shell scripts that look at MEGATRON_SHIM_EXCLUDE, so that no run starts a Python.
 """
 
+import functools
 import json
 import os
 import re
@@ -187,7 +188,10 @@ def test_an_interrupt_ends_the_run_at_hand_and_says_how_to_go_on(tree, tmp_path,
         "MEGATRON_SHIM_MATRIX": str(tree.matrix),
     }
     command = [sys.executable, "-m", "shim", "bisect", "--package", "fake_patches", "--", "sh", "-c", script]
-    with subprocess.Popen(command, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True) as process:
+    piped = {"cwd": tmp_path, "env": environ, "stderr": subprocess.PIPE, "text": True}
+    # A shell that runs the tests in its background lets them ignore SIGINT, and so what they start.
+    listens = functools.partial(signal.signal, number, signal.SIG_DFL)
+    with subprocess.Popen(command, **piped, preexec_fn=listens) as process:
         for _ in range(2400):
             if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():
                 break
