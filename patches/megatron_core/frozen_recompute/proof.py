@@ -13,7 +13,7 @@ from shim.testing.oracle import Result
 from shim.testing.proof import Here, Measured, proof
 
 UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-NORMS = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
+NORMS: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
 STEPS, RATE = 8, 0.2
 
 
