@@ -28,6 +28,7 @@ class Binder(Records):
     def __init__(self) -> None:
         super().__init__()
         self._unfinished: Switch | None = None
+        self.missed: frozenset[str] = frozenset()  # by the last commit, see Draft
 
     # Modules that run again, or whose import fails
 
@@ -83,6 +84,7 @@ class Binder(Records):
                 break
         before = self.places.replaced
         self._perform(Switch(writes))
+        self.missed = frozenset(draft.missed)
         return [replaced for key, replaced in self.places.replaced.items() if before.get(key) is not replaced]
 
     def _perform(self, switch: Switch) -> None:

@@ -34,6 +34,7 @@ class Draft(Records):
         self.known_ways = records.known_ways
         self.ran = records.ran
         self._retiring: list[Chain] = []
+        self.missed: set[str] = set()  # modules of wanted targets that were not loaded, or were seen too late
 
     def bring_to(self, wanted: Mapping[str, tuple[Layer, ...]], imported: Imported | None) -> None:
         """Bring the chains of all loaded targets to `wanted`. See Binder.commit."""
@@ -109,15 +110,18 @@ class Draft(Records):
     def _open(self, wanted: Mapping[str, tuple[Layer, ...]]) -> Iterator[tuple[Chain, tuple[Layer, ...]]]:
         """Each chain with its wanted layers. Loaded targets without a chain get a new one."""
         for target, layers in wanted.items():
-            chain = self.chains.get(target)
-            if chain is None and layers and self.loaded(split_target(target)[0]) is not None:
+            chain, module = self.chains.get(target), split_target(target)[0]
+            if chain is None and layers and self.loaded(module) is None:
+                self.missed.add(module)
+            elif chain is None and layers:
                 owner, name, value = self.resolve(target, layers[0].may_be_missing)
                 base = self.wrappers.beneath(value)
                 before = self.places.replaced.get((id(owner), name))
                 known = self.places.slots.get((id(owner), name)) or (None if before is None else before.slot)
                 if not self._was_looked_at(target, value, known):
                     if target not in self.found.seen:
-                        continue  # its module was imported since, and is late
+                        self.missed.add(module)  # it was imported since
+                        continue
                     message = f"{target} was replaced by {describe(unwrap(value))} while shim was about to bind it"
                     raise BindError(message, layers[0].patch)
                 self.places.replaced.pop((id(owner), name), None)

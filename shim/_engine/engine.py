@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext, suppress
@@ -254,7 +255,8 @@ class Engine:
 
     def _do_what_waited(self) -> None:
         """Do what could not be done within the transaction that has just ended."""
-        if self.imports.ran_within or self.contexts.over() is not None:
+        late = any(self.binder.loaded(name) for name in self.watch.late & sys.modules.keys())
+        if late or self.imports.ran_within or self.contexts.over() is not None:
             self.do_late_work()
 
     def do_late_work(self, may_load: bool = True) -> bool:
@@ -366,7 +368,6 @@ class Engine:
         """Bind the layers of a plan whose factories are loaded, and make it the plan in force, in one step."""
         plan, failed = asked.plan, asked.failed
         self.switches += asked.called
-        # Asked before the commit: a module that another thread imports meanwhile counts as late.
         if plan is self.plan:  # as at most imports
             also = [self.watch.still_late(self.binder.loaded)]
         else:
@@ -383,6 +384,8 @@ class Engine:
         layers = self.factories.layers(plan, failed)
         with self.deferred.deferring() if layers else nullcontext():
             replaced = self.binder.commit(layers, imported, also, findings)
+        # Another thread may have imported a module between the search for conflicts and the commit.
+        self.watch.late |= self.binder.missed
         self.factories.keep_only(plan, failed)
         if plan is None:
             self.binder.ran.rest()

@@ -4,6 +4,7 @@ import importlib
 import sys
 
 import shim
+from shim._engine import engine
 
 CORE = "megatron.core."
 
@@ -39,3 +40,25 @@ def test_a_target_that_another_patch_has_bound_is_not_this_ones(world):
     assert seen == {"a": ("applied", "bound"), "b": ("pending", "pending")}
     assert shim.status().applied == ("a", "b")
     assert world.get("layers:Layer")().forward(1) == ("b", ("a", 2))
+
+
+def test_a_module_that_comes_between_the_search_for_conflicts_and_the_commit_is_bound(world, monkeypatch):
+    """Another thread imports it: while importlib has it out of sys.modules for a moment, nothing is seen of it."""
+    world.patch("a", [CORE + "ops:double"])
+    importlib.import_module(CORE + "ops")
+    search = engine.with_conflicts
+
+    def without_the_module(*args):
+        module = sys.modules.pop(CORE + "ops")
+        try:
+            return search(*args)
+        finally:
+            sys.modules[CORE + "ops"] = module
+
+    with monkeypatch.context() as once:
+        once.setattr(engine, "with_conflicts", without_the_module)
+        shim.apply()
+    assert shim.status()["a"].state == "applied"
+    assert world.get("ops:double")(2) == ("a", 4)
+    shim.revert()
+    assert world.get("ops:double")(2) == 4
