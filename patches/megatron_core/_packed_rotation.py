@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from shim._torch_names import find
-from shim.ops._checks import is_plain
-from shim.ops._stash_pool import capturing, tracing
+from shim.ops._checks import capturing, is_plain, tracing
 from shim.ops.rope import thd_rows
 from shim.patches._arguments import Function, by_name, takes
 

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext, suppress
@@ -255,8 +254,7 @@ class Engine:
 
     def _do_what_waited(self) -> None:
         """Do what could not be done within the transaction that has just ended."""
-        late = any(self.binder.loaded(name) for name in self.watch.late & sys.modules.keys())
-        if late or self.imports.ran_within or self.contexts.over() is not None:
+        if self.imports.ran_within or self.contexts.over() is not None or self.watch.ready(self.binder.loaded):
             self.do_late_work()
 
     def do_late_work(self, may_load: bool = True) -> bool:

@@ -82,9 +82,13 @@ class Watch:
         else:
             self.hook.remove()
 
+    def ready(self, loaded: _Loaded) -> frozenset[str]:
+        """The late modules that have run by now."""
+        return frozenset(name for name in self.late if loaded(name))
+
     def take_ready(self, loaded: _Loaded) -> bool:
-        """Whether some late modules have run by now. They are no longer late."""
-        ready = {name for name in self.late if loaded(name)}
+        """Whether there are such modules. They are no longer late."""
+        ready = self.ready(loaded)
         self.late -= ready
         return bool(ready)
 

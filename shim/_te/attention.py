@@ -30,9 +30,7 @@ NAMES = ("max_version", "_flash_attn_max_version")
 FLASH_ON, FUSED_ON, UNFUSED_ON = "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"  # variables
 
 
-def attention_notes(
-    environment: Environment, decisions: Mapping[str, Decision], sources: Sources | None = None
-) -> Iterator[str]:
+def attention_notes(environment: Environment, decisions: Mapping[str, Decision], sources: Sources) -> Iterator[str]:
     """Sentences on FlashAttention and fused attention, with a remedy if one is off. None without Transformer Engine.
 
     Imports nothing. Which of those that are on a layer gets depends on its shapes, its mask and the GPU as well.
@@ -43,7 +41,7 @@ def attention_notes(
     if _is_off(FLASH_ON):
         yield f"FlashAttention is off by {FLASH_ON}=0"
     else:
-        yield _flash(te.version, _newest(sources or Sources()), decisions.get(LABELS))
+        yield _flash(te.version, _newest(sources), decisions.get(LABELS))
         for generation, wheel in NEWER.items():
             if found := _installed(wheel):
                 yield f"FlashAttention {generation}: {wheel} {found} is installed; only some GPUs run it"

@@ -84,8 +84,8 @@ def _of_ignored(names: Iterable[str]) -> Iterator[str]:
     """The notes on settings that are ignored: those that may be misspelt first."""
     import difflib  # here, because only --config needs it
 
-    names = list(names)
-    close = {name: difflib.get_close_matches(name, setting_names(), 1, MISSPELT) for name in names}
+    known = setting_names()
+    close = {name: difflib.get_close_matches(name, known, 1, MISSPELT) for name in names}
     if any(close.values()):
         pairs = ", ".join(f"{name} ({found[0]}?)" for name, found in close.items() if found)
         yield f"ignored, and perhaps misspelt: {pairs}"

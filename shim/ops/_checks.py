@@ -1,12 +1,13 @@
-"""Checks of tensors without a device sync."""
+"""Checks of tensors, and of what happens to the calls on them, without a device sync."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from shim._torch_names import find
 
-__all__ = ["is_plain", "require"]
+__all__ = ["capturing", "is_plain", "require", "tracing"]
 
 # Classes of tensors that have memory and nothing else: shim.testing.pretend_cuda adds that of its tensors.
 PLAIN: tuple[type, ...] = (Tensor,)
@@ -30,3 +31,16 @@ def require(condition: Tensor, message: str) -> None:
             _assert_async(condition, message)
     elif condition.device.type != "meta" and not bool(condition):
         raise ValueError(message)
+
+
+def capturing() -> bool:
+    """Whether the current stream is being captured into a CUDA graph. Then the host can neither decide nor wait."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def tracing() -> bool:
+    """Whether a dispatch mode is active, such as torch.compile's trace, under which operators get no real tensors."""
+    keys, mode_of = find("torch:_C._TorchDispatchModeKey.__members__"), find("torch:_C._get_dispatch_mode")
+    if keys is None or mode_of is None:
+        return torch.compiler.is_compiling()
+    return any(mode_of(key) is not None for key in keys.values())

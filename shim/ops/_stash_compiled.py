@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from shim._torch_names import COMPILED_BY
-from shim.ops._stash_pool import capturing
+from shim.ops._checks import capturing
 
 __all__ = ["CompiledRegions", "is_compiled"]
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from shim._torch_names import missing, required
-from shim.ops._checks import is_plain
+from shim.ops._checks import capturing, is_plain
 from shim.ops._row_provenance import RowTensor, row_tensors
 from shim.ops._row_rules import Span
 from shim.ops._saved_tensors import HOOKED, foreign_hooks_active, now
 from shim.ops._stash_compiled import CompiledRegions
 from shim.ops._stash_layout import BITS
-from shim.ops._stash_pool import PagePool, capturing
+from shim.ops._stash_pool import PagePool
 from shim.ops._stash_rows import ValidRows, valid_rows
 from shim.ops._stashed_tensor import StashedTensor
 

@@ -11,30 +11,17 @@ import torch
 from torch import Tensor
 
 from shim._locks import renew_in_children
-from shim._torch_names import find
 from shim.ops import _stash_eager
+from shim.ops._checks import capturing, tracing
 from shim.ops._stash_layout import BITS, HEAD, HOST_HEAD, HOST_TAIL, MOST_WANTED, STATES, TAIL
 from shim.ops._stash_rows import ValidRows
 
-__all__ = ["PagePool", "backend_for", "bits_of", "capturing", "tracing"]
+__all__ = ["PagePool", "backend_for", "bits_of"]
 
 
 def bits_of(tensor: Tensor) -> Tensor:
     """The same memory as integers of the same width."""
     return tensor.view(BITS[tensor.element_size()])
-
-
-def capturing() -> bool:
-    """Whether the current stream is being captured into a CUDA graph. Then the host can neither decide nor wait."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def tracing() -> bool:
-    """Whether a dispatch mode is active, such as torch.compile's trace, under which operators get no real tensors."""
-    keys, mode_of = find("torch:_C._TorchDispatchModeKey.__members__"), find("torch:_C._get_dispatch_mode")
-    if keys is None or mode_of is None:
-        return torch.compiler.is_compiling()
-    return any(mode_of(key) is not None for key in keys.values())
 
 
 def backend_for(name: str | None, device: torch.device) -> ModuleType:

@@ -22,10 +22,11 @@ from torch import Tensor
 
 from shim._errors import ShimError
 from shim._locks import renew_in_children
+from shim.ops._checks import capturing
 from shim.ops._stash_compiled import CompiledRegions
 from shim.ops._stash_group import StashGroup, tensors_in
 from shim.ops._stash_layout import KEPT, LOST, MOST_WANTED, SPILLED, STASHED, WANTED
-from shim.ops._stash_pool import PagePool, backend_for, capturing
+from shim.ops._stash_pool import PagePool, backend_for
 from shim.ops._stashed_tensor import StashedTensor
 
 __all__ = ["OVERFLOW", "PagedStash", "PoolUse", "StashOverflowError", "StashStatistics", "weights_of"]

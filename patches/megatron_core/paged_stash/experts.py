@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shim._errors import OptionError
-from shim.ops._stash_pool import capturing
+from shim.ops._checks import capturing
 from shim.ops.paged_stash import OVERFLOW, StashOverflowError, weights_of
 from shim.patches.megatron_core.paged_stash.settings import Settings, cannot_gain
 from shim.patches.megatron_core.paged_stash.stashes import Stashes

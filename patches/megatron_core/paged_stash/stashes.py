@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from shim._locks import renew_in_children
+from shim.ops._checks import capturing
 from shim.ops._stash_group import StashGroup
-from shim.ops._stash_pool import PagePool, capturing
+from shim.ops._stash_pool import PagePool
 from shim.ops.paged_stash import PagedStash, StashStatistics
 from shim.patches.megatron_core.paged_stash.settings import FLAG, SIZES, Settings, check_settings
 

@@ -51,10 +51,8 @@ def empty_caches() -> Iterator[None]:
     """Transformer Engine's caches of offsets, empty, and as they were afterwards."""
     with contextlib.ExitStack() as undo:
         for name, module in list(sys.modules.items()):
-            if name.startswith("transformer_engine.pytorch"):
-                caches = [vars(module)[cache] for cache in CACHES if cache in vars(module)]
-                for cache in caches:
-                    undo.enter_context(mock.patch.dict(cache, clear=True))
+            for cache in CACHES if name.startswith("transformer_engine.pytorch") else ():
+                undo.enter_context(mock.patch.dict(vars(module).get(cache, {}), clear=True))
         yield
 
 
