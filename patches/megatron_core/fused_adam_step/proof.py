@@ -19,7 +19,7 @@ from shim import testing
 from shim.testing import sharded
 from shim.testing.cpu import type_on_a_gpu
 from shim.testing.layout import Layout
-from shim.testing.proof import Here, proof
+from shim.testing.proof import CannotRunError, Here, proof
 
 NORM, ROWS = 10, 30
 STEPS = 20
@@ -132,8 +132,21 @@ def save(directory: str) -> Tensor:
     return updates(training)
 
 
+def counts_in_empty_groups() -> bool:
+    """Whether FusedAdam counts the steps of a group without parameters."""
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    optimizer = FusedAdam([{"params": []}, {"params": [weight]}])
+    optimizer.step()
+    return "step" in optimizer.param_groups[0]
+
+
 def after_resume(directory: str) -> float:
     with fused_adam():
+        if counts_in_empty_groups():
+            raise CannotRunError("FusedAdam of this Transformer Engine counts in empty groups, and saves their step")
         right = save(directory)
         return apart(updates(Training().resumed(directory)), right)
 
