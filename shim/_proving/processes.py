@@ -123,6 +123,8 @@ def _environment(device: str) -> dict[str, str]:
         kept["CUDA_VISIBLE_DEVICES"] = ""
         # What megatron-core compiles runs as it is written: compiling takes longer than a proof, as does its import.
         kept.setdefault("TORCHDYNAMO_DISABLE", "1")
+        # 0.15 compiles for CUDA at its import. With nvcc and no GPU, torch knows no architecture for it and raises.
+        kept.setdefault("TORCH_CUDA_ARCH_LIST", "8.0+PTX")
     kept.setdefault("OMP_NUM_THREADS", "1")
     kept.setdefault("NO_VCS_VERSION", "1")  # else megatron-core runs git at its import
     return kept

@@ -219,6 +219,8 @@ def environment(
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [*map(str, first), env.get("PYTHONPATH", "")]))
     env["OMP_NUM_THREADS"] = "1"
     env["NO_VCS_VERSION"] = "1"  # else the version from 0.18 on has the git revision of the surrounding tree
+    # 0.15 compiles for CUDA at its import. With nvcc and no GPU, torch knows no architecture for it and raises.
+    env.setdefault("TORCH_CUDA_ARCH_LIST", "8.0+PTX")
     env.pop("PYTHONDONTWRITEBYTECODE", None)  # a recompile of megatron costs seconds per process
     env.pop("PYTHONOPTIMIZE", None)  # without its assertions megatron silently computes nonsense
     return env

@@ -116,6 +116,7 @@ def test_the_environment_of_a_cell():
     assert env["PYTHONPATH"].split(":") == ["/release", "/before"]
     assert env["OMP_NUM_THREADS"] == "1" and env["NO_VCS_VERSION"] == "1" and env["HOME"] == "/home"
     assert "PYTHONDONTWRITEBYTECODE" not in env and "PYTHONDONTWRITEBYTECODE" in base
+    assert env["TORCH_CUDA_ARCH_LIST"] == "8.0+PTX"
     env = environment([Path("/core"), "/engine"], base)
     assert env["PYTHONPATH"].split(":") == ["/core", "/engine", "/before"]
 
