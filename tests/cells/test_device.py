@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import chosen
 import device_steps
+import gloo
 import pytest
 import torch
 import torch.distributed as dist
@@ -117,7 +118,11 @@ CANNOT = {"MLA, packed": ("0.12", "RuntimeError: Sizes of tensors must match")}
 
 def cannot(name, error):
     version, known = CANNOT.get(name, ("none", "none"))
-    return error.startswith("cannot run: ") or (RELEASE.startswith(version) and error.startswith(known))
+    return (
+        error.startswith("cannot run: ")
+        or gloo.lacks(error)
+        or (RELEASE.startswith(version) and error.startswith(known))
+    )
 
 
 @pytest.mark.parametrize("name", STEPS)

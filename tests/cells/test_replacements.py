@@ -40,7 +40,9 @@ def test_one_replaced_target_leaves_the_others_of_the_offloaded_optimizer(one_ra
     importlib.import_module(trainers.HYBRID)
     with Together(trainers.roll_fp32_copies, first):
         found = shim.check()[OFFLOADED]
-        assert found.state == "applied" and any("roll_fp32_copies" in text for text in found.others)
+        assert found.state == "applied" and any(
+            trainers.name_of(trainers.roll_fp32_copies) in text for text in found.others
+        )
         assert after_weights_were_loaded(aware=False, fraction=1.0) == 0
         assert after_weights_were_loaded(aware=True, fraction=1.0) == 0
         assert after_files_were_loaded(aware=True, fraction=1.0) == 0
@@ -73,7 +75,7 @@ def test_a_step_of_a_trainers_own_trains_right_and_is_called_right(one_rank, fir
         found, model = gradient_error()
         assert both.seen and found < 1e-6
         report = shim.check(model)[PACKED]
-        assert report.state == "applied" and "roll_step" in " ".join(report.others), report.reason
+        assert report.state == "applied" and trainers.name_of(trainers.roll_step) in " ".join(report.others)
         assert report.targets[ROLL] == "bound" and "remove" not in report.remedy
         assert shim.status()[PACKED] == report
 
@@ -85,7 +87,7 @@ def test_a_step_that_trains_wrong_is_a_conflict(one_rank, first):
         shim.apply(require=[PACKED])
         found, model = gradient_error()
         assert found > 1e-3
-        with pytest.raises(shim.NotMetError, match="roll_step"):
+        with pytest.raises(shim.NotMetError, match=trainers.name_of(trainers.roll_step)):
             shim.check(model)
         found = shim.status()[PACKED]
         assert found.state == "conflict" and f"{STEP} is replaced by" in found.reason and "remove" in found.remedy
@@ -142,5 +144,5 @@ def test_a_preprocess_of_a_trainers_own_sees_its_ranks(ranks2, first):
     assert [seen for seen, _, _ in results] == [[2], [2]]
     assert error([found for _, _, found in results], truth) <= 1e-5
     for _, report, _ in results:
-        assert report.state == "applied" and "asking_preprocess" in report.reason
-        assert any("asking_preprocess" in text for text in report.others)
+        assert report.state == "applied" and trainers.name_of(trainers.asking_preprocess) in report.reason
+        assert any(trainers.name_of(trainers.asking_preprocess) in text for text in report.others)

@@ -68,6 +68,8 @@ def assert_what_the_matrix_says(id, found):
     sides = {"stock": (stock, "right" if decision.action in RIGHT else "wrong")}
     if decision.action == "apply" and stock.state == "wrong":
         sides["with the patch"] = (side(found, id), "right")
+        if sides["with the patch"][0].state == "cannot run":  # stock fails before it asks torch for what torch lacks
+            pytest.skip(sides["with the patch"][0].text)
     if any(shown.state != wanted for shown, wanted in sides.values()):
         # What is wrong comes first, because pytest's summary has the first line.
         lines = [_in_words(name, found, *both) for name, both in reversed(sides.items())]

@@ -16,6 +16,11 @@ from trainers_in_small import GPT, MTP, ROPE
 HYBRID = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
 
 
+def name_of(trainer):
+    """How messages name the function that one of these puts on a name: byte code has qualified names from 3.11 on."""
+    return trainer.__name__ if sys.version_info >= (3, 11) else f"{__name__}._"
+
+
 def roll_fp32_copies(undo, seen):
     """Skips what has no copy in fp32."""
 
