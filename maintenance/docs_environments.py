@@ -63,6 +63,8 @@ LIMITS = """
   what a checkpoint saved earlier, which computes it once more.
 - torch 2.6 traces no assignment to an attribute of a tensor. There router-replay leaves a compiled graph where it marks
   what it has chosen, and values are right. torch 2.9 and later keep one graph.
+- Before torch 2.12 a compiled layer of multi-token prediction that gets a packed row is more than one graph: torch
+  traces no copy of a module's attributes. Values are right.
 - torch 2.12 cannot trace Transformer Engine's get_attention_backend, with shim or without: InternalTorchDynamoError at
   the comparison of two tuples.
 """

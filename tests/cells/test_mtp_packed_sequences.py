@@ -344,7 +344,7 @@ def test_torch_compile_takes_the_patched_roll_in_one_graph(applied):
         assert torch.equal(torch.compile(twice, fullgraph=True, backend="eager")(values), twice(values))
 
 
-@pytest.mark.skipif(Version(torch.__version__) < Version("2.9"), reason="torch 2.6 traces no vars() of a module")
+@pytest.mark.skipif(Version(torch.__version__) < Version("2.12"), reason="torch 2.9 traces no copy of attributes")
 def test_torch_compile_takes_a_whole_mtp_layer_in_one_graph(applied, one_rank, monkeypatch):
     """With the packed row and all that shim wires in. Stock warns inside its layers, which breaks its own graphs."""
     monkeypatch.setattr(warnings, "warn", lambda *args, **kwargs: None)
