@@ -27,6 +27,7 @@ SILENT = {
     ("te-mxfp8-empty-shard", NOT_NEEDED): "they lack the only target, which says it without a sign",
     ("sft-identity-prompts", NOT_NEEDED): "they lack the only target, which says it without a sign",
     ("multimodal-conversation", NOT_NEEDED): "they lack the only target, which says it without a sign",
+    ("multimodal-tool-turns", NOT_NEEDED): "they lack the only target, which says it without a sign",
     ("expert-main-params", NOT_NEEDED): "they lack the only target, which says it without a sign",
     ("recompute-helper-build", NOT_NEEDED): "they lack the only target, which says it without a sign",
     ("te-flash-3-cp", NOT_NEEDED): "code of a module, in no function, imports another FlashAttention 3 there",

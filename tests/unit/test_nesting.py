@@ -160,6 +160,10 @@ OUTSIDE = {
         "megatron.core.models.common.embeddings.rope_utils:apply_rotary_pos_emb",
         "megatron.core.transformer.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors",
     },
+    # One copies the turns of the conversation, and the other those of tools alone: either order does.
+    ("multimodal-conversation", "multimodal-tool-turns"): {
+        "megatron.core.tokenizers.vision.libraries.multimodal_tokenizer:MegatronMultimodalTokenizer.tokenize_conversation"
+    },
     # Each gives parameters attributes of its own before the optimizer is made: either order does.
     ("tp-attributes", "muon-qkv-shapes"): {"megatron.core.optimizer.muon:get_megatron_muon_optimizer"},
 }
