@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from .fp8 import state_manager
 
-__all__ = ["delayed_scaling", "fp8_linear", "fp8_region", "fresh_fp8_state"]
+__all__ = ["OnGpu", "delayed_scaling", "fp8_linear", "fp8_region", "fresh_fp8_state"]
 
 LARGEST = 448.0  # of E4M3
 
@@ -92,7 +92,7 @@ def _forget() -> None:
     activation_recompute_forward._is_first_fp8_module.clear()
 
 
-class _OnGpu(Tensor):
+class OnGpu(Tensor):
     """An input that passes the checks of Transformer Engine's modules."""
 
     is_cuda = True
@@ -132,7 +132,7 @@ def _linear_on_cpu() -> Any:
 
         def forward(self, values: Tensor) -> Tensor:
             prepared: Any = getattr(self, "prepare_forward_ctx", self.prepare_forward)
-            with prepared(values.as_subclass(_OnGpu), num_gemms=1) as given:
+            with prepared(values.as_subclass(OnGpu), num_gemms=1) as given:
                 given = given.as_subclass(Tensor)
                 if not self.fp8:
                     return nn.functional.linear(given, self.weight)

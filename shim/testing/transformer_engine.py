@@ -72,6 +72,13 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
 }
 
 
+# Members in the order of the compiled library. By their values modules find their quantizers in lists.
+_ORDERS: dict[str, tuple[str, ...]] = {
+    "FP8FwdTensors": tuple(f"GEMM{n}_{kind}" for n in (1, 2, 3) for kind in ("INPUT", "WEIGHT", "OUTPUT")),
+    "FP8BwdTensors": tuple(f"GRAD_{kind}{n}" for n in (1, 2, 3) for kind in ("OUTPUT", "INPUT")),
+}
+
+
 _computed: dict[str, Callable[..., Any]] = {}  # operations that something computes at this moment, by name
 
 
@@ -84,7 +91,8 @@ def transformer_engine_on_cpu() -> None:
     Call it before anything imports transformer_engine, as megatron.core does. It uses the TE release (2.1 to 2.20.2)
     on sys.path and writes nothing there. `transformer_engine_torch` becomes a stand-in with the names that the Python
     sources of that release use. Its operations raise CompiledOpError. Its enumerations have distinct members, but not
-    the values of the compiled library. A second call does nothing.
+    the values of the compiled library, except for those by which modules find their quantizers. A second call does
+    nothing.
 
     If TE still cannot be imported, its import raises RuntimeError. TE and megatron would take an ImportError to mean
     that TE is not installed, and a test would go on without TE.
@@ -269,7 +277,8 @@ class _CompiledEnum(enum.Enum):
 
 def _stand_in(name: str, members: set[str]) -> Any:
     if members:
-        return _CompiledEnum(name, sorted(members), module=_EXTENSION, start=0)  # type: ignore[call-arg]
+        order = _ORDERS.get(name) or sorted(members)
+        return _CompiledEnum(name, order, module=_EXTENSION, start=0)  # type: ignore[call-arg]
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         computed = _computed.get(name)

@@ -61,6 +61,8 @@ def error(call, *args):
 seen["operation"] = error(tex.layernorm_fwd, torch.ones(2))
 seen["class"] = error(tex.FP8TensorMeta)
 seen["unknown"] = error(getattr, tex, "no_such_operation")
+seen["inputs"] = [int(tex.FP8FwdTensors[name]) for name in ("GEMM1_INPUT", "GEMM1_WEIGHT", "GEMM2_WEIGHT")]
+seen["gradients"] = [int(tex.FP8BwdTensors[name]) for name in ("GRAD_OUTPUT1", "GRAD_INPUT1", "GRAD_OUTPUT2")]
 seen["dtypes"] = [(member.name, int(member)) for member in tex.DType]
 
 before = {name: dict(vars(owner)) for name, owner in
@@ -178,6 +180,11 @@ def test_the_members_of_its_enumerations_are_distinct(seen):
     names, values = zip(*seen["dtypes"])
     assert {"kByte", "kInt32", "kFloat32", "kBFloat16", "kFloat8E4M3", "kFloat8E5M2"} <= set(names)
     assert len(set(values)) == len(names)
+
+
+def test_modules_find_their_quantizers(seen):
+    """By the places that the compiled library gives them, not by their names in order."""
+    assert (seen["inputs"], seen["gradients"]) == ([0, 1, 4], [0, 1, 2])
 
 
 def test_the_state_follows_the_contexts(seen):

@@ -17,19 +17,13 @@ from torch import Tensor
 
 from shim import testing
 from shim.testing.fp8 import state_manager
-from shim.testing.fp8_layer import fp8_region, fresh_fp8_state
+from shim.testing.fp8_layer import OnGpu, fp8_region, fresh_fp8_state
 from shim.testing.proof import CannotRunError, Here, proof
 from shim.testing.transformer_engine import compiled_ops
 
 EXPERTS, SIZE, TOKENS = 2, 16, 16  # an expert is [SIZE, SIZE], and gets so many tokens
 MICROBATCHES = 3
 E4M3 = torch.float8_e4m3fn  # the values here are small whole numbers, which it holds exactly
-
-
-class _OnGpu(Tensor):
-    """An input that passes the checks of Transformer Engine's modules."""
-
-    is_cuda = True
 
 
 class Graph:
@@ -136,7 +130,7 @@ def forward(layer: Any, first: bool | None) -> Tensor:
     recipe: Any = import_module("transformer_engine.common.recipe")
     values = torch.ones(EXPERTS * TOKENS, SIZE, requires_grad=True)
     with fp8_region(recipe.Float8CurrentScaling()):
-        output: Tensor = layer(values.as_subclass(_OnGpu), [TOKENS] * EXPERTS, is_first_microbatch=first)
+        output: Tensor = layer(values.as_subclass(OnGpu), [TOKENS] * EXPERTS, is_first_microbatch=first)
     return output.as_subclass(Tensor)
 
 
