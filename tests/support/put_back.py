@@ -89,6 +89,13 @@ DEFECTS = [
         "skip_fp8_weight_update = None",
     ),
     (
+        "te-blockwise-partial-rows",
+        0,
+        ENGINE + "pytorch.distributed:_start_all_gather_fp8_blockwise",
+        "inp = inp.dequantize(dtype=dtype)",
+        "pass",
+    ),
+    (
         "rope-thd",
         0,
         CORE + "models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd",
