@@ -127,6 +127,10 @@ OUTSIDE = {
     ("moe-aux-loss-scale", "dsa-indexer-loss-scale"): {
         "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
     },
+    # One gives the forward another group or dimension, and the other another view of the embedding: either order does.
+    ("mrope-thd", "mrope-rotary-interleaved"): {
+        "megatron.core.models.common.embeddings.rotary_pos_embedding:MultimodalRotaryEmbedding.forward"
+    },
     # Multi-latent attention has no multimodal positions, so a call concerns one of them at most.
     ("mrope-thd", "mla-rope-key-gradient"): {
         "megatron.core.models.common.embeddings.rope_utils:apply_rotary_pos_emb",
