@@ -127,6 +127,10 @@ OUTSIDE = {
     ("moe-aux-loss-scale", "dsa-indexer-loss-scale"): {
         "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
     },
+    # One sets the dtype of messages, and the other remembers the config: either order does.
+    ("fp32-residual", "interleaved-shapes"): {
+        "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving"
+    },
     # One gives the forward another group or dimension, and the other another view of the embedding: either order does.
     ("mrope-thd", "mrope-rotary-interleaved"): {
         "megatron.core.models.common.embeddings.rotary_pos_embedding:MultimodalRotaryEmbedding.forward"

@@ -17,8 +17,8 @@ gloo pairs messages in the order of the calls. NCCL pairs those of one peer in t
 well, as its manual says, so it crosses the same batches. Only gloo was run. It ends the process if a shape is
 crossed and a message is longer than its buffer; NCCL asks for equal counts, and does not promise an error.
 
-What stays: with `variable_seq_lengths` and no more microbatches than pipeline ranks this schedule hangs, on two ranks
-as on four. A stage waits there for the shape of a gradient before it sends the output that the gradient comes from.
+What stays: with `variable_seq_lengths` and as many microbatches as pipeline ranks this schedule hangs, on two ranks as
+on four. interleaved-shapes fixes that.
 
 Upstream: pull requests 1495 and 5271 were closed; nothing is merged.
 
