@@ -47,11 +47,12 @@ def status(matrix: Matrix, record: Mapping[str, Any]) -> str:
     torches = [*record, "2.13.0"]
     torches.sort(key=lambda version: [int(part) for part in version.split(".")])
     pythons = sorted({"3.11", *(row["python"] for row in record.values())})
+    between = ", between releases" if ".dev" in __version__ else ""
     return (
-        f"Version {__version__}, before its first release. Tested on all releases of {' and '.join(spans)}, and on "
-        f"{commits} commits, on a CPU with torch 2.13.0; proofs also with torch {torches[0]} to "
-        f"{torches[-1]} on Python {pythons[0]} to {pythons[-1]} ([table](docs/environments.md)). Training steps ran on "
-        "an H200 without TE ([numbers](docs/benchmarks.md#the-same-on-a-gpu)). FP8 and FP4 kernels were not run."
+        f"Version {__version__}{between}. Tested on all releases of {' and '.join(spans)}, and on {commits} commits, "
+        f"on a CPU with torch 2.13.0; proofs also with torch {torches[0]} to {torches[-1]} on Python {pythons[0]} to "
+        f"{pythons[-1]} ([table](docs/environments.md)). Training steps ran on an H200 without TE "
+        "([numbers](docs/benchmarks.md#the-same-on-a-gpu)). FP8 and FP4 kernels were not run."
     )
 
 

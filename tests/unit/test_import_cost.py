@@ -71,7 +71,7 @@ def test_every_public_name_resolves():
             assert name in dir(shim)
         from shim import _api
         assert set(shim._HOMES) | set(_api.__all__) == set(shim.__all__)
-        assert shim.__version__.count(".") == 2
+        assert shim.__version__.count(".") >= 2
         from shim import *
         assert apply is shim.apply
     """
