@@ -3,6 +3,7 @@
 import contextlib
 import tempfile
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,12 @@ from shim.testing.user_model import ModelError
 ID = "cpu-offloaded-optimizer"
 VARIANT = shim.plan()[ID].variant
 BUCKETS = {"form": "dp_reshardable"}
+TORCHS_ADAM = {"aware": False, "offload": False}
+FORMS = (  # of this release, but fully_sharded_bucket_space, see the header of the patch
+    "dp_zero_gather_scatter",
+    *(["fully_sharded_model_space"] if VARIANT in ("v0_12", "v0_15") else []),
+    *(["dp_reshardable", "fully_reshardable"] if VARIANT in SAVED_BY_BUCKETS else []),
+)
 
 on_one_rank = pytest.mark.usefixtures("one_rank")
 main_or_model = pytest.mark.parametrize("aware", [False, True], ids=["main params", "precision aware"])
@@ -44,6 +51,11 @@ def one_rank():
 
 def applied():
     return shim.patched(only=[ID], require=[ID])
+
+
+def written():
+    """The same; 0.12 can write no checkpoint on this torch without checkpoint-write-format."""
+    return shim.patched(only=[ID, "checkpoint-write-format"], require=[ID])
 
 
 def copies(training):
@@ -151,7 +163,7 @@ def test_the_first_load_gives_learning_rates_back(fails):
         assert all(map(torch.equal, weights, hybrid.param_to_inner_param))
 
 
-def broken(optimizer, args, kwargs):
+def broken(*args):
     raise RuntimeError("broken")
 
 
@@ -266,3 +278,85 @@ def test_a_resume_with_another_number_of_replicas(ranks2, tmp_path, saved_on_two
     run(saved_on_two, 0, SAVED_AT)
     for found in run(not saved_on_two, SAVED_AT, STEPS):
         assert differing(found, truth) == 0
+
+
+def first_load_on_rank(form, directory, tiny):
+    """Weights that differ after a resume of torch's Adam, which has not stepped."""
+    with testing.megatron_on_cpu(), testing.layout_initialised(Layout()), written(), only_a_norm(tiny):
+        return after_a_checkpoint(form, directory, fresh=True, **TORCHS_ADAM)
+
+
+@contextlib.contextmanager
+def only_a_norm(tiny):
+    """With `tiny` a single norm is trained. Its buffer has 32 weights and padding, so the second rank has none."""
+    if not tiny:
+        yield
+        return
+    with mock.patch.object(testing, "add_lora", lambda model, seed: model.requires_grad_(False)):
+        yield
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_torchs_adam_is_loaded_before_its_first_step(ranks2, tmp_path, form):
+    assert ranks2.run(first_load_on_rank, form, str(tmp_path), False) == [0, 0]
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "dp_reshardable"])
+def test_a_rank_without_weights_saves_and_loads_torchs_adam(ranks2, tmp_path, form):
+    """dp_reshardable raises "empty bucket encountered" there, with any optimizer."""
+    assert ranks2.run(first_load_on_rank, form, str(tmp_path), True) == [0, 0]
+
+
+def save_a_norm(directory):
+    with testing.megatron_on_cpu(), testing.layout_initialised(Layout()), offloading(te=False), only_a_norm(True):
+        Training(form="dp_zero_gather_scatter", **TORCHS_ADAM).train(0, SAVED_AT).save(directory)
+
+
+@pytest.mark.skipif(VARIANT == "v0_12", reason="0.12 cannot write without checkpoint-write-format")
+def test_stock_cannot_save_if_a_rank_has_no_weights(ranks2, tmp_path):
+    with pytest.raises(testing.RankError, match="saving, AssertionError"):
+        ranks2.run(save_a_norm, str(tmp_path))
+
+
+@on_one_rank
+def test_the_step_is_the_one_of_the_checkpoint():
+    with written(), offloading(te=False), tempfile.TemporaryDirectory() as directory:
+        settings = {**TORCHS_ADAM, "form": "dp_zero_gather_scatter"}
+        Training(**settings).train(0, SAVED_AT).save(directory)
+        resumed = Training(**settings, seed=9).load(directory)
+        assert {float(state["step"]) for state in states(resumed)} == {SAVED_AT}
+        assert len({id(state["step"]) for state in states(resumed)}) == len(states(resumed))
+        assert all(map(torch.is_tensor, resumed.distributed.optimizer.state))
+
+
+@on_one_rank
+def test_saving_torchs_adam_before_its_first_step_stays_an_error(tmp_path):
+    """A file without moments could not be loaded."""
+    for side in (contextlib.nullcontext, applied):
+        with side(), offloading(te=False):
+            training = Training(form="dp_zero_gather_scatter", **TORCHS_ADAM)
+            with pytest.raises(AssertionError):
+                training.sharded_state_dict()
+            assert not training.distributed.optimizer.state
+
+
+@on_one_rank
+def test_no_step_of_zero_is_left_if_the_load_fails(monkeypatch):
+    with applied(), offloading(te=False):
+        training = Training(form="dp_zero_gather_scatter", **TORCHS_ADAM)
+        training.loading = True
+        monkeypatch.setattr(DistributedOptimizer, "load_state_dict", broken)
+        with pytest.raises(RuntimeError, match="broken"):
+            training.sharded_state_dict()
+        assert not training.distributed.optimizer.state
+
+
+@on_one_rank
+def test_an_optimizer_that_counts_in_its_groups_is_asked_for_once(monkeypatch):
+    """With Transformer Engine or Apex upstream's own call does it all."""
+    with applied(), offloading(te=True):
+        training = Training(form="dp_zero_gather_scatter", **TORCHS_ADAM)
+        training.loading = True
+        with mock.patch.object(DistributedOptimizer, "load_state_dict") as load:
+            training.sharded_state_dict()
+        assert load.call_count == 1

@@ -55,6 +55,10 @@ OUTSIDE = {
     ("lr-param-groups", "fused-adam-step"): {
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict"
     },
+    # One names the sharding, and the other makes states before they are asked for: either order does.
+    ("optimizer-sharding-default", "cpu-offloaded-optimizer"): {
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_state_dict"
+    },
     # The checkpoint runs its function again, so what packed rows need has to be in there. _checkpointed_forward of
     # mtp-recompute does the whole job itself, and calls that of mtp-packed-sequences no more.
     ("mtp-packed-sequences", "mtp-recompute"): {MTP + "forward", MTP + "_checkpointed_forward"},

@@ -16,10 +16,15 @@ Besides, Adam's `step`:
 6. In 0.15 saving dp_reshardable raises an AssertionError, also for torch's Adam without offloading.
 7. With a part of the weights on the GPU, FusedAdam counts its steps in its parameter groups, and every step writes the
    loaded number there again. The count stands still after a resume.
+8. Torch's Adam without Transformer Engine and Apex, with and without offloading, cannot be loaded by dist_checkpointing
+   before its first step, as every resume does: AssertionError, because `sharded_state_dict` asks for the one step of
+   all states, and there are none. A rank that has no trained weight has none later, and cannot save, either.
 
 The patch: the copies follow every load, dummy_step leaves weights alone, every weight keeps the step that came
 with the parameter groups, in a separate tensor, and FusedAdam keeps its count. 0.15 can save dp_reshardable, without
-the step, which no release reads from there. Everything else is written as on stock.
+the step, which no release reads from there. An optimizer of torch that is to be loaded gets its states before it is
+asked for them, as it does with Transformer Engine. Saving one before its first step stays the error that it is.
+Everything else is written as on stock.
 
 The calls. On the right is the file that wraps the function, with the defect:
 
@@ -30,14 +35,14 @@ The calls. On the right is the file that wraps the function, with the defect:
       for each weight      ._set_main_param_and_optimizer_states        loaded_states (2, 5, and 4 on main)
     a step                 ._sync_hdo_param_groups_to_sub_optimizers    steps: leaves FusedAdam's count alone (7)
     a save, 0.15           .get_parameter_state_dp_reshardable          steps: without the step (6)
+    a load or a save       .sharded_state_dict                          first_load: asks for no missing step (8)
 
 A file that was written after a damaged resume has a wrong step, and nothing in the optimizer's part of the file shows
 it: the step is loaded as it is. Compare `step` of `state["optimizer"]["param_groups"]` with the iteration, and set it
 there before `load_state_dict(state)`. `shim.check_resume` says whether a checkpoint was trained without the patch.
 
 Not fixed: the format fully_sharded_bucket_space of 0.12 to 0.14, which dist_checkpointing cannot write for two weights
-in a bucket, with any optimizer. Torch's Adam without offloading, Transformer Engine and Apex, which can only be
-loaded once it has stepped (AssertionError). fp32 weights, which the distributed optimizer cannot offload (ValueError).
+in a bucket, with any optimizer. fp32 weights, which the distributed optimizer cannot offload (ValueError).
 bf16 weights that are offloaded without the distributed optimizer (issue 4042).
 
 Upstream: pull request 5071 (open) refreshes the copies in `reload_model_params()`, and pull request 5929 (on main)
@@ -57,6 +62,7 @@ from shim.patches.megatron_core.cpu_offloaded_optimizer.copies import (
     patch_dummy_step,
     patch_update_fp32_params,
 )
+from shim.patches.megatron_core.cpu_offloaded_optimizer.first_load import patch_sharded_state_dict
 from shim.patches.megatron_core.cpu_offloaded_optimizer.loaded_states import patch_set_states
 from shim.patches.megatron_core.cpu_offloaded_optimizer.steps import patch_state_of_buckets, patch_sync_param_groups
 
@@ -70,6 +76,7 @@ NATIVE: Bindings = {
     HYBRID + "_sync_hdo_param_groups_to_sub_optimizers": patch_sync_param_groups,
     DISTRIBUTED + "_copy_model_params_to_main_params": patch_copy_model_params,
     DISTRIBUTED + "_set_main_param_and_optimizer_states": patch_set_states,
+    DISTRIBUTED + "sharded_state_dict": patch_sharded_state_dict,
 }
 STEP: Bindings = {**NATIVE, HYBRID + "_update_fp32_params_by_new_state": patch_update_fp32_params}
 BINDINGS: dict[str, Bindings] = {
