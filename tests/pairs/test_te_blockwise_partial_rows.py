@@ -21,7 +21,7 @@ from shim.patches.transformer_engine.te_blockwise_partial_rows.proof import (
     quantize,
     sample,
 )
-from shim.testing.fp8_layer import OnGpu, fp8_region
+from shim.testing.fp8_layer import OnGpu, fp8_region, fresh_fp8_state
 from shim.testing.layout import Layout
 from shim.testing.proof import on_device
 from shim.testing.transformer_engine import compiled_ops
@@ -36,7 +36,8 @@ checked = pytest.mark.skipif(DECISION.variant == "v2_5", reason="it asserts noth
 
 @pytest.fixture(scope="module")
 def ranks():
-    with testing.Ranks(RANKS) as running:
+    # A rank that frees the FP8 state of an earlier test would free its process group, and wait for threads it lacks.
+    with fresh_fp8_state(), testing.Ranks(RANKS) as running:
         yield running
 
 
