@@ -59,6 +59,10 @@ OUTSIDE = {
     ("optimizer-sharding-default", "cpu-offloaded-optimizer"): {
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_state_dict"
     },
+    # One leaves out the step of each entry, which the other does not copy into its own: either order does.
+    ("cpu-offloaded-optimizer", "dp-reshardable-empty-bucket"): {
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.get_parameter_state_dp_reshardable"
+    },
     # The checkpoint runs its function again, so what packed rows need has to be in there. _checkpointed_forward of
     # mtp-recompute does the whole job itself, and calls that of mtp-packed-sequences no more.
     ("mtp-packed-sequences", "mtp-recompute"): {MTP + "forward", MTP + "_checkpointed_forward"},
