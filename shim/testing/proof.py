@@ -38,6 +38,7 @@ _LACKING = (
     # up to torch 2.6
     (r"Cannot use (?P<what>ReduceOp\.\w+) with Gloo", "gloo of torch {torch} has no {what}"),
     (r"(Backend gloo|ProcessGroupGloo) does not support (?P<what>\w+)", "gloo of torch {torch} has no {what}"),
+    (r"load\(\) got an unexpected keyword argument 'no_dist'", "torch {torch} loads no file of this release"),
     # Triton up to 3.8, and Triton 3.5
     (r"InterpreterError: .*has no attribute 'get_bf16'", "the interpreter of Triton {triton} has no numbers in bf16"),
     (r"InterpreterError: .*only 0-dimensional arrays", "the interpreter of Triton {triton} fails with numpy {numpy}"),

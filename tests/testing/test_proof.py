@@ -62,6 +62,7 @@ def test_what_torch_or_triton_cannot_do_is_no_defect():
         (RuntimeError("ProcessGroupGloo does not support reduce_scatter"), "has no reduce_scatter"),
         (RuntimeError("Backend gloo does not support alltoall_base"), "has no alltoall_base"),
         (ModelError("saving, RuntimeError: Backend gloo does not support gather"), "has no gather"),
+        (ModelError("loading, TypeError: load() got an unexpected keyword argument 'no_dist'"), "loads no file"),
         (InterpreterError("TypeError('only 0-dimensional arrays can be converted')"), f"numpy {version('numpy')}"),
     ):
         side = side_of(error)
