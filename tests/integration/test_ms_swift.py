@@ -55,10 +55,15 @@ def test_its_patches_stay_where_they_are(release, order):
 @each_order
 @each_release
 def test_nothing_is_in_conflict(release, order):
-    """Before a model is built, that is; a required patch, or the wrappers of mcore-bridge, are no reason either."""
+    """Before a model is built, that is; a required patch, or the wrappers of mcore-bridge, are no reason either.
+
+    Without a model nobody can tell what some of mcore-bridge's own functions do.
+    """
     status = story(release, order)["status"]
     found = {patch: state for patch, (state, *_) in status.items() if state != "idle"}
-    assert set(found.values()) <= {"applied", "upstream", "not-needed", "inactive"}, found
+    untold = {patch for patch, state in found.items() if state == "unknown" and "mcore_bridge" in status[patch][1]}
+    states = {state for patch, state in found.items() if patch not in untold}
+    assert states <= {"applied", "upstream", "not-needed", "inactive"}, found
 
 
 @each_order
