@@ -123,7 +123,7 @@ def generated(top: Path) -> dict[Path, str]:
         docs / "trainers.md": trainers_page(docs / "trainers.yaml", matrix),
     }
     parts = {
-        top / "README.md": status(matrix, record),
+        top / "README.md": status(matrix, record, (top / "CHANGELOG.md").read_text("utf-8")),
         docs / "benchmarks.md": device_tables(docs),
         docs / "cli.md": commands(),
         docs / "per-model.md": per_model_table(matrix),

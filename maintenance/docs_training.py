@@ -40,16 +40,16 @@ ORDER = (
 )
 
 
-def status(matrix: Matrix, record: Mapping[str, Any]) -> str:
-    """The version, and what was run: releases, torch and Python, and that no test needs a GPU."""
+def status(matrix: Matrix, record: Mapping[str, Any], changelog: str) -> str:
+    """The version, whether the changelog has it, and what was run: releases, torch, Python and a GPU."""
     spans = [f"{name} {found[0]} to {found[-1]}" for name, found in matrix.supported.items()]
     commits = len(matrix.commits.get("megatron-core", {}))
     torches = [*record, "2.13.0"]
     torches.sort(key=lambda version: [int(part) for part in version.split(".")])
     pythons = sorted({"3.11", *(row["python"] for row in record.values())})
-    between = ", between releases" if ".dev" in __version__ else ""
+    stage = "" if f"\n## [{__version__}] - " in changelog else ", unreleased"
     return (
-        f"Version {__version__}{between}. Tested on all releases of {' and '.join(spans)}, and on {commits} commits, "
+        f"Version {__version__}{stage}. Tested on all releases of {' and '.join(spans)}, and on {commits} commits, "
         f"on a CPU with torch 2.13.0; proofs also with torch {torches[0]} to {torches[-1]} on Python {pythons[0]} to "
         f"{pythons[-1]} ([table](docs/environments.md)). Training steps ran on an H200 without TE "
         "([numbers](docs/benchmarks.md#the-same-on-a-gpu)). FP8 and FP4 kernels were not run."

@@ -33,8 +33,8 @@ def test_check_says_what_is_stale_and_writes_nothing(tmp_path, monkeypatch, caps
     pages = ("docs/benchmarks.md", "docs/cli.md", "docs/per-model.md")
     for name, more in (("README.md", sample), *((page, "") for page in pages)):
         (tmp_path / name).write_text(f"before\n{_docs.BEGIN}\nold\n{_docs.END}\n{more}after\n")
-    for name in ("trainers.yaml", "device.json"):
-        shutil.copy(REPOSITORY / "docs" / name, tmp_path / "docs")
+    for name in ("CHANGELOG.md", "docs/trainers.yaml", "docs/device.json"):
+        shutil.copy(REPOSITORY / name, tmp_path / name)
     assert _docs.main(["--check"]) == 1
     said = capsys.readouterr().out.split("\n")
     assert said[:4] == ["README.md is stale", *(f"{page} is stale" for page in pages)]

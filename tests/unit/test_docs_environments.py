@@ -4,6 +4,7 @@ import json
 
 from unit_helpers import REPOSITORY
 
+import shim
 from shim._matrix.load import load_matrix
 from shim.maintenance.docs_environments import environments_page, read_record
 from shim.maintenance.docs_training import status
@@ -60,7 +61,10 @@ def test_the_page_has_a_line_for_each_run():
     assert "| b | 2.6.0 | 0.16.1 | RuntimeError: twice |" in page
     assert "| `torch._C._current_graph_task_id` | always | PagedStash leaves" in page
     assert "| `triton.constexpr_function` | from 3.5 |" in page
-    said = status(load_matrix(), {"2.6.0": row({})})
+    said = status(load_matrix(), {"2.6.0": row({})}, f"\n## [{shim.__version__}] - 2026-01-01\n")
+    assert said.startswith(f"Version {shim.__version__}. ")
+    said = status(load_matrix(), {"2.6.0": row({})}, "\n## [Unreleased]\n")
+    assert said.startswith(f"Version {shim.__version__}, unreleased. ")
     assert "with torch 2.6.0 to 2.13.0 on Python 3.10 to 3.11 ([table](docs/environments.md))" in said
 
 
