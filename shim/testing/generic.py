@@ -306,9 +306,9 @@ def overrides_of(model: nn.Module | list[nn.Module]) -> list[dict[str, str]]:
     """The trainer's objects in place of functions that shim patches, with shim's verdict on each.
 
     Each has "patch" (id), "target" (module:function, "" if the report names none), "state" (of the patch: "applied"
-    if the override leaves its effect, "shadowed", "conflict", "unknown" if it cannot be told), "reason" (the object and
-    its place, in words) and "remedy". Call it with shim applied, once the model is built. Without shim applied the
-    list has at most conflicts.
+    if the override leaves its effect or takes a part of it, which "reason" says, "inactive" if an option switches the
+    patch off, "shadowed", "conflict", "unknown" if it cannot be told), "reason" (the object and its place, in words) and
+    "remedy". Call it with shim applied, once the model is built. Without shim applied the list has at most conflicts.
     """
     import shim
 
@@ -322,10 +322,7 @@ def overrides_of(model: nn.Module | list[nn.Module]) -> list[dict[str, str]]:
             hidden = [target for target, what in patch.targets.items() if what == patch.state]
             for target in hidden or [_named_in(patch.reason, patch.targets)]:
                 found.append(_override(patch.id, target, patch.state, patch.reason, patch.remedy))
-        elif patch.is_partial:
-            for target in (target for target, what in patch.targets.items() if what in ("left", "lost")):
-                found.append(_override(patch.id, target, patch.state, patch.reason, patch.remedy))
-        for text in patch.others:
+        for text in patch.others:  # a target that is lost or left to its override is told there too
             found.append(_override(patch.id, _named_in(text, patch.targets), patch.state, text, ""))
     return found
 
