@@ -1,4 +1,7 @@
-"""The workflows of this repository: they run what `make test` runs, with fixed actions and no right but to read."""
+"""The workflows of this repository: they run what `make test` runs, with fixed actions and no right but to read.
+
+And the targets that pages name: the Makefile has them.
+"""
 
 import re
 
@@ -9,6 +12,7 @@ from unit_helpers import REPOSITORY
 GITHUB = REPOSITORY / ".github"
 WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
 MAKEFILE = (REPOSITORY / "Makefile").read_text("utf-8")
+TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILE, flags=re.MULTILINE))
 
 
 def jobs_of(file):
@@ -36,8 +40,18 @@ def test_ci_runs_what_make_test_runs():
     targets = made(recipe)
     assert {"lint", "unit-pythons", "unit", "cells", "pairs"} <= targets
     assert (targets | {"fresh", "docs-site"}) - {"unit-pythons"} <= made(CI)
-    known = set(re.findall(r"^([a-z-]+):", MAKEFILE, flags=re.MULTILINE))
-    assert made(CI) <= known
+    assert made(CI) <= TARGETS
+
+
+def test_pages_name_targets_that_there_are():
+    """In the code of a page, inline or indented, with what a comment there says."""
+    pages = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md"), *REPOSITORY.glob("changes/*.md")]
+    named = {}
+    for page in pages:
+        for line in re.findall(r"`[^`\n]+`|^    .+$", page.read_text("utf-8"), flags=re.MULTILINE):
+            named |= dict.fromkeys(re.findall(r"\bmake ([a-z][a-z-]*)", line), page.name)
+    assert len(named) > 10
+    assert {target: page for target, page in named.items() if target not in TARGETS} == {}
 
 
 def test_ci_has_every_python_that_the_package_names():
