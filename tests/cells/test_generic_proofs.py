@@ -11,6 +11,7 @@ import queue
 import pytest
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import CheckpointFunction
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
@@ -112,6 +113,35 @@ def test_on_stock_adapters_are_not_trained_under_recompute():
 
 
 # ---- what the proofs notice
+
+
+def normed_by_torch(**overrides):
+    """On a CPU torch's RMSNorm takes its input twice, and that of a depth of MTP has another use, in a loss."""
+    return testing.build_gpt(mtp_num_layers=2, normalization="RMSNorm", **overrides)
+
+
+def test_gradients_that_are_added_up_in_another_order_are_right():
+    """A recompute adds up those of the uses inside first."""
+    with shim.patched():
+        found = sides(normed_by_torch, RECOMPUTE, AGAIN)
+    assert {name: side.state for name, side in found.items()} == right(RECOMPUTE, AGAIN)
+    assert all(side.text == "bit-equal" or "may be rounding" in side.text for side in found.values())
+
+
+def test_a_recompute_that_is_off_by_rounding_is_wrong(monkeypatch):
+    """Less than what the order of a sum moves."""
+    backward = CheckpointFunction.backward
+
+    def off(ctx, *gradients):
+        found = backward(ctx, *gradients)
+        return tuple(value * (1 + 2e-7) if isinstance(value, torch.Tensor) else value for value in found)
+
+    with shim.patched():
+        monkeypatch.setattr(CheckpointFunction, "backward", staticmethod(off))
+        found = sides(normed_by_torch, RECOMPUTE, AGAIN)
+        monkeypatch.undo()
+    assert {name: side.state for name, side in found.items()} == {RECOMPUTE: "wrong", AGAIN: "wrong"}
+    assert all(float(side.text.rpartition(" ")[2]) < 1e-6 for side in found.values())
 
 
 def attends_across_sequences(**overrides):
