@@ -18,7 +18,7 @@ import yaml
 
 from shim._matrix import load
 
-__all__ = ["Page", "check", "navigation", "prepare", "with_blank_lines", "with_links"]
+__all__ = ["Page", "check", "navigation", "prepare", "with_blank_lines", "with_html_links", "with_links"]
 
 TOP_PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 # What a page loads: by the attribute of these tags, and by links of these relations.
@@ -26,6 +26,9 @@ LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video
 RELATIONS = {"stylesheet", "icon", "preload", "prefetch", "preconnect", "dns-prefetch", "modulepreload", "manifest"}
 COPIED = (".md", ".svg", ".html", ".css")
 LINK = re.compile(r"(\]\()([^)\s]+)\)")
+# The second is what the script of a page puts behind the names that it links. The script itself has to stay as it is:
+# the policy of the page names its hash.
+HTML_LINK = re.compile(r'((?:href|data-page-ending)=")([^"#]+)')
 CODE = re.compile(r"(```.*?```|`[^`\n]*`)", re.DOTALL)
 ITEM = re.compile(r"( *)([-*]|\d+\.) ")
 # Public packages -> what their page of the reference says first.
@@ -56,6 +59,9 @@ def prepare(top: Path, repository: str) -> Path:
         if name.endswith(".md"):
             text = with_links((top / name).read_text("utf-8"), name, elsewhere, repository)
             (source / name).write_text(with_blank_lines(text), "utf-8")
+        elif name.endswith(".html"):
+            text = with_html_links((top / name).read_text("utf-8"), name, elsewhere, repository)
+            (source / name).write_text(text, "utf-8")
         else:
             shutil.copyfile(top / name, source / name)
     shutil.move(source / "docs" / "site.css", source / "site.css")
@@ -116,6 +122,19 @@ def with_links(text: str, page: str, elsewhere: Callable[[str], bool], repositor
         return f"{found[1]}{repository}/blob/main/{path}{anchor and '#' + anchor})" if elsewhere(path) else found[0]
 
     return _outside_code(text, lambda part: LINK.sub(linked, part))
+
+
+def with_html_links(text: str, page: str, elsewhere: Callable[[str], bool], repository: str) -> str:
+    """The text of an HTML page, whose links to Markdown lead to what is built of it; `with_links` has the others."""
+
+    def linked(found: re.Match[str]) -> str:
+        begin, target = found[1], found[2]
+        if target.endswith(".md"):
+            return f"{begin}{target.removesuffix('.md')}/"
+        path = _normal(f"{page.rpartition('/')[0]}/{target}".lstrip("/"))
+        return f"{begin}{repository}/blob/main/{path}" if elsewhere(path) else found[0]
+
+    return HTML_LINK.sub(linked, text)
 
 
 def _outside_code(text: str, change: Callable[[str], str]) -> str:

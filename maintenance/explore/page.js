@@ -4,6 +4,7 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const FIXED = 0, CANNOT_RUN = 2;
   const NO_TE = -1;
+  const PAGE_ENDING = document.documentElement.dataset.pageEnding;  // ".md"; "/" on the site
   const KINDS = {
     silent: ["Silent", "Numbers are wrong, and nothing says so."],
     crash: ["Crashes", "The run ends."],
@@ -187,6 +188,7 @@
 
   function card({ patch, measured, rest, sure, pairs, kind }) {
     const [first] = measured, more = measured.length - 1, name = `${kind} ${patch.id}`;
+    const page = `patches/${patch.id}${PAGE_ENDING}`;
     const title = more && patch.without && kind === patch.symptom ? patch.without : first.proof.what.replace(/\.$/, "");
     const made = element("details", { class: `card ${kind}${sure ? "" : " beside"}`, "data-patch": patch.id, open: opened.has(name) },
       element("summary", {},
@@ -208,8 +210,8 @@
         element("h4", {}, "See it on your machine, or switch on this patch alone"),
         command(`shim prove ${patch.id}`),
         command(`MEGATRON_SHIM_ONLY=${patch.id}`),
-        element("p", {}, element("a", { href: `patches/${patch.id}.md` }, "The patch"), ", ",
-          element("a", { href: `defects.md#${measured[0].proof.label.replace("/", "")}` }, "a reproduction without shim"))));
+        element("p", {}, element("a", { href: page }, "The patch"), ", ",
+          element("a", { href: `${page}#see-it` }, "a reproduction without shim"))));
     made.addEventListener("toggle", () => { opened[made.open ? "add" : "delete"](name); });
     return made;
   }

@@ -1,12 +1,24 @@
 """The sources of the documentation site, which mkdocs builds, and the check of what it has built."""
 
+import re
+
 import pytest
 import yaml
 from unit_helpers import REPOSITORY
 
-from shim.maintenance.docs_site import Page, check, main, navigation, prepare, with_blank_lines, with_links
+from shim.maintenance.docs_site import (
+    Page,
+    check,
+    main,
+    navigation,
+    prepare,
+    with_blank_lines,
+    with_html_links,
+    with_links,
+)
 
 HERE = "https://example.test/shim"
+EXPLORER = REPOSITORY / "docs" / "explore.html"
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +61,22 @@ def test_files_that_are_no_pages_are_linked_in_the_repository(site):
     there = text.replace("../../examples", f"{HERE}/blob/main/examples")
     assert with_links(text, "docs/b/c.md", files, HERE) == there
     assert with_links("[l](LICENSE)", "README.md", files, HERE) == f"[l]({HERE}/blob/main/LICENSE)"
+
+
+def test_the_explorer_leads_to_pages_of_the_site(site):
+    """In a checkout they are to Markdown, of which the site has folders. Its script makes some, and stays as it is."""
+    source, _ = site
+    text = (source / "docs" / "explore.html").read_text()
+    assert f'href="{HERE}/blob/main/docs/proved.json"' in text and 'href="defects/"' in text
+    assert 'data-page-ending="/"' in text and "`patches/${patch.id}${PAGE_ENDING}`" in text
+    pages = list((source / "docs" / "patches").glob("*.md"))
+    assert pages and all("\n## See it\n" in page.read_text() for page in pages)
+    scripts = [re.findall(r"<script>.*?</script>", page, re.DOTALL) for page in (text, EXPLORER.read_text("utf-8"))]
+    assert scripts[0] == scripts[1] and len(scripts[0]) == 1
+    files = {"docs/data.json"}.__contains__
+    page = '<a href="#a"> <a href="https://a.test/b"> <a href="data.json#x"> <a href="b.md#c">'
+    there = f'<a href="#a"> <a href="https://a.test/b"> <a href="{HERE}/blob/main/docs/data.json#x"> <a href="b/#c">'
+    assert with_html_links(page, "docs/p.html", files, HERE) == there
 
 
 @pytest.mark.parametrize(
