@@ -18,7 +18,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 
 import shim
 from shim import testing
-from shim.testing import sharded
+from shim.testing import generic, sharded
 from shim.testing.proof import CannotRunError, Here, measure
 from shim.testing.user_model import Build, built
 
@@ -118,6 +118,32 @@ def test_on_stock_adapters_are_not_trained_under_recompute():
 def normed_by_torch(**overrides):
     """On a CPU torch's RMSNorm takes its input twice, and that of a depth of MTP has another use, in a loss."""
     return testing.build_gpt(mtp_num_layers=2, normalization="RMSNorm", **overrides)
+
+
+def wide(**overrides):
+    """Its weights are as large as those of a narrow model, so activations grow and much is rounded."""
+    return testing.build_gpt(
+        mtp_num_layers=1, num_layers=3, hidden_size=512, ffn_hidden_size=1024, num_attention_heads=4, **overrides
+    )
+
+
+def test_what_a_wide_model_rounds_is_right():
+    with shim.patched():
+        found = sides(wide, PACKED, *(() if CANNOT_SAVE else (SHARDED,)))
+    assert {side.state for side in found.values()} == {"right"}, found
+
+
+def test_rounding_is_measured_if_more_is_found(monkeypatch):
+    monkeypatch.setattr(generic, "EXACT", 1e-9)
+    with shim.patched():
+        side = sides(build, PACKED)[PACKED]
+    assert side.state == "right" and "may be rounding here" in side.text
+
+
+@pytest.mark.skipif(PLAN["mtp-packed-sequences"].action != "apply", reason="the release packs rows right")
+def test_a_defect_of_a_wide_model_is_no_rounding():
+    with shim.patched(only=[]):
+        assert states(wide, PACKED) == {PACKED: "wrong"}
 
 
 def test_gradients_that_are_added_up_in_another_order_are_right():
