@@ -218,7 +218,8 @@ def _recompute_against_none(build: Build, is_packed: bool, device: str) -> Measu
     if worst(differences(found, in_order)) != 0:
         return Measured(off["grad"])
     # To the bit it is the same sum in another order.
-    return Measured(off["grad"], bound=_rounding(of_truth, plain, row, truth)["grad"])
+    bounds = _rounding(of_truth, plain, row, truth)
+    return _beside_rounding({"grad": off["grad"]}, {"grad": bounds["grad"]})
 
 
 @contextlib.contextmanager
