@@ -108,6 +108,11 @@ def _normal(path: str) -> str:
     return "/".join(parts)
 
 
+def _from_top(page: str, target: str) -> str:
+    """The path in the tree of what a page calls `target`."""
+    return _normal(f"{page.rpartition('/')[0]}/{target}".lstrip("/"))
+
+
 def with_links(text: str, page: str, elsewhere: Callable[[str], bool], repository: str) -> str:
     """The text of a page, whose links to files that are no pages lead to the repository.
 
@@ -118,7 +123,7 @@ def with_links(text: str, page: str, elsewhere: Callable[[str], bool], repositor
         target, _, anchor = found[2].partition("#")
         if not target or re.match(r"[a-z]+:", target):
             return found[0]
-        path = _normal(f"{page.rpartition('/')[0]}/{target}".lstrip("/"))
+        path = _from_top(page, target)
         return f"{found[1]}{repository}/blob/main/{path}{anchor and '#' + anchor})" if elsewhere(path) else found[0]
 
     return _outside_code(text, lambda part: LINK.sub(linked, part))
@@ -131,7 +136,7 @@ def with_html_links(text: str, page: str, elsewhere: Callable[[str], bool], repo
         begin, target = found[1], found[2]
         if target.endswith(".md"):
             return f"{begin}{target.removesuffix('.md')}/"
-        path = _normal(f"{page.rpartition('/')[0]}/{target}".lstrip("/"))
+        path = _from_top(page, target)
         return f"{begin}{repository}/blob/main/{path}" if elsewhere(path) else found[0]
 
     return HTML_LINK.sub(linked, text)
