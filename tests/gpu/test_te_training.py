@@ -15,6 +15,7 @@ import torch
 import shim
 from shim import testing
 from shim.testing.fp8 import state_manager
+from shim.testing.generic import FULL
 from shim.testing.oracle import differences, worst
 from shim.testing.proof import CannotRunError, Here, measure
 from shim.testing.user_model import Build, built, moved, packed
@@ -29,7 +30,6 @@ RECIPES = {
     "blockwise": "is_fp8_block_scaling_available",
     "mxfp8": "is_mxfp8_available",
 }
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 PARTS = ["layernorm", "core_attn", "mlp"]
 STEPS, RATE = 3, 0.1
 LENGTHS, ALIGN = (50, 100, 80), 16  # quantized products take multiples of 16 rows

@@ -1,7 +1,5 @@
 """Small models of Transformer Engine's layers in BF16, also for `shim prove --device cuda --model te_models:dense`."""
 
-import functools
-
 SIZES = {
     "num_layers": 2,
     "hidden_size": 256,
@@ -64,7 +62,9 @@ def _model(**options):
         moe_grouped_gemm=config.moe_grouped_gemm,
         multi_latent_attention=is_latent,
     )
-    make_mtp = functools.partial(gpt_layer_specs.get_gpt_mtp_block_spec, config, spec, use_transformer_engine=True)
+    mtp = None
+    if config.mtp_num_layers:
+        mtp = gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=True)
     return GPTModel(
         config=config,
         transformer_layer_spec=spec,
@@ -72,5 +72,5 @@ def _model(**options):
         max_sequence_length=512,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
-        mtp_block_spec=make_mtp() if config.mtp_num_layers else None,
+        mtp_block_spec=mtp,
     )
