@@ -55,12 +55,14 @@ def with_conflicts(plan: Plan, binder: Records) -> tuple[Plan, Findings]:
     binder = binder.looking()
     binder.found.forget(binder.chains)
     overridden = binder.replaced_targets()
-    for id, decision in list(decisions.items()):
-        if not decision.wanted:
-            continue
+    wanted = {id: decision for id, decision in decisions.items() if decision.wanted}
+    loaded = {name for name in set().union(*(d.modules for d in wanted.values())) if binder.loaded(name)}
+    for id, decision in wanted.items():
         skipped: dict[str, str] = {}  # and those whose chains stand, for the sake of aliases
         conflict: _Foreign | None = None
         for target in decision.targets:
+            if target not in binder.chains and split_target(target)[0] not in loaded:
+                continue
             found = _foreign_on(target, decision, plan, binder, overridden)
             if found is None:
                 continue
@@ -123,8 +125,6 @@ def _foreign_on(
         if target in overridden:
             return _in_place_of_ours(target, decision, plan, binder)
         return _beneath_ours(target, decision, plan, binder) if binder.found.stands_around(target) else None
-    if binder.loaded(split_target(target)[0]) is None:
-        return None
     try:
         owner, name, value = binder.resolve(target, target in decision.may_be_missing)
     except BindError as error:

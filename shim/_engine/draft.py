@@ -269,6 +269,7 @@ class Draft(Records):
         """Rebind aliases in modules that finished importing late, also for chains that do not change."""
         changed = {chain.target: (chain, after) for chain, after in changes}
         governed: dict[int, tuple[Any, Change]] = {}
+        older = self.wrappers.by_target() if overdue else {}
         for target, chain in ({**self.chains, **{t: c for t, (c, _) in changed.items()}} if overdue else {}).items():
             before, after = changed.get(target, (chain, chain))
             slot, inner = self.places.slots.get(chain.key), unwrap(chain.base)
@@ -276,7 +277,7 @@ class Draft(Records):
             own = self._is_governed_inside(chain.key) if slot is None else slot.original is not MISSING
             if after.layers and callable(inner) and own and not after.borrowed and not after.layers[0].no_aliases:
                 # A module that came while another plan was in force took what was bound then.
-                for taken in (inner, *self.wrappers.older(target, unwrap(after.top))):
+                for taken in (inner, *(old for old in older.get(target, ()) if old is not unwrap(after.top))):
                     governed[id(taken)] = taken, (before, after)
         for owner, name, raw in find_aliases([inner for inner, _ in governed.values()], overdue):
             self.places.put(owner, name, *governed[id(unwrap(raw))][1])

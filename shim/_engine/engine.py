@@ -257,28 +257,22 @@ class Engine:
         if self.imports.ran_within or self.contexts.over() is not None or self.watch.ready(self.binder.loaded):
             self.do_late_work()
 
-    def do_late_work(self, may_load: bool = True) -> bool:
-        """See catch_up. Returns whether everything was done.
-
-        may_load: whether patch modules may be imported. False while importlib searches for a module, because importlib
-        then holds a lock of the whole process, which another thread's import of a patch module waits for.
-        """
-        if may_load and self.contexts.over() is not None:
+    def do_late_work(self) -> None:
+        """See catch_up."""
+        if self.contexts.over() is not None:
             self._end_blocks()
         with self.lock:
             self._recover()
             self.imports.renew_ran_within()
-        return self.transact(self._in_force, may_load=may_load)
+        self.transact(self._in_force)
 
     def _in_force(self) -> _Goal:
         return _Goal(self.plan, self.failed, self.contexts.open)
 
     # Transactions
 
-    def transact(
-        self, goal: Callable[[], _Goal | None], imported: Imported | None = None, may_load: bool = True
-    ) -> bool:
-        """Bring the process to a goal, in rounds. Returns whether everything was done. BindError names a failed patch.
+    def transact(self, goal: Callable[[], _Goal | None], imported: Imported | None = None) -> None:
+        """Bring the process to a goal, in rounds. BindError names a failed patch.
 
         Each round takes the lock and asks for the goal of this moment (None: there is nothing to do). It ends in one of
         three ways:
@@ -288,7 +282,6 @@ class Engine:
         - Everything is there, and is written in one step.
 
         imported: see Binder.commit.
-        may_load: whether patch modules may be imported. If not, nothing is written while one is missing.
         """
         first: BindError | None = None
         fresh: dict[str, str] = {}  # patches that have failed in an earlier round, under the plan for `environment`
@@ -300,7 +293,7 @@ class Engine:
                     self._recover()
                     asked = goal()
                     if asked is None:
-                        return True
+                        return
                     if asked.environment is not environment:
                         fresh, environment = {}, asked.environment
                     asked = asked._replace(failed={**asked.failed, **fresh})
@@ -312,9 +305,10 @@ class Engine:
                         else:
                             self.binder.found = findings
                         break
-                    if plan is None or not may_load:
-                        return False
-                    self.watch.add(self.watch.of(plan))
+                    if plan is None:
+                        return
+                    if plan is not self.plan:
+                        self.watch.add(self.watch.of(plan))
                 loads = True
                 waiting |= self.factories.load(plan, but, self.binder.loaded)
             except BindError as error:
@@ -327,7 +321,6 @@ class Engine:
                 first = first or error
         if first is not None:
             raise _failure(first, plan) from first
-        return True
 
     def _with_conflicts(self, asked: _Goal, but: Collection[str]) -> tuple[Plan | None, Findings | None]:
         """The plan with its conflicts, and what was found about other people's objects; None if factories are missing.
@@ -340,9 +333,9 @@ class Engine:
         if self._misses(plan, but):
             return plan, None
         found, findings = with_conflicts(plan, self.binder)
-        if self._misses(found, but):  # a conflict has ended
-            return found, None
         if found is not plan:
+            if self._misses(found, but):  # a conflict has ended
+                return found, None
             for finding in warnings_for(found):
                 self.deferred.warn_patch(*finding)
             if asked.called:
@@ -350,7 +343,7 @@ class Engine:
         return found, findings
 
     def _misses(self, plan: Plan, but: Collection[str]) -> bool:
-        return any(True for _ in self.factories.missing(plan, but, self.binder.loaded))
+        return any(True for _ in self.factories.missing(plan, but, functools.cache(self.binder.loaded)))
 
     def _differs(self, plan: Plan | None, asked: _Goal) -> bool:
         """Whether another plan comes into force, or a with-block ends."""

@@ -21,10 +21,6 @@ __all__ = ["Factories"]
 _Content = tuple[str, "str | None", str, tuple[str, ...]]
 
 
-def _content(decision: Decision) -> _Content:
-    return decision.id, decision.variant, repr(sorted(decision.options.items())), decision.targets
-
-
 class _Entry(NamedTuple):
     """What a patch holds, and the factories it came with."""
 
@@ -67,7 +63,7 @@ class Factories:
         but: ids that are not needed.    loaded: whether a module has run to the end.
         """
         for decision in plan.decisions.values():
-            if not decision.wanted or _content(decision) in self._made or decision.id in but:
+            if not decision.wanted or decision.content in self._made or decision.id in but:
                 continue
             if any(loaded(module) for module in (*decision.modules, *plan.matrix.patches[decision.id].before)):
                 yield decision
@@ -98,7 +94,7 @@ class Factories:
                 odd = ", ".join(sorted(set(factories) ^ {*decision.targets, *decision.dropped}))
                 what = f"matrix and {entry.module} disagree about the targets of {decision.variant}: {odd}"
                 raise BindError(f"{decision.id}: {what}", decision.id)
-            content = _content(decision)
+            content = decision.content
             with self._lock():
                 self._made[content] = factories
                 self._resources += [_Entry(content, factories, resource) for resource in getattr(made, "resources", ())]
@@ -108,7 +104,7 @@ class Factories:
         """Target -> layers, innermost first, in the order of the plan, which is that of the matrix."""
         wanted: dict[str, tuple[Layer, ...]] = {}
         for decision in () if plan is None else plan.decisions.values():
-            content = _content(decision)
+            content = decision.content
             factories = self._made.get(content)
             if not decision.wanted or decision.id in but or factories is None:
                 continue
@@ -120,7 +116,7 @@ class Factories:
     def keep_only(self, plan: Plan | None, but: Collection[str]) -> None:
         """Drop the factories of patches that are not applied, so that objects which only they reference are freed."""
         wanted = [] if plan is None else [d for d in plan.decisions.values() if d.wanted and d.id not in but]
-        needed = {_content(decision) for decision in wanted}
+        needed = {decision.content for decision in wanted}
         self._made = {content: factories for content, factories in self._made.items() if content in needed}
 
     # What patches hold besides functions
@@ -129,7 +125,7 @@ class Factories:
         """Call each `begin` for the module `name`, of patches whose factories are loaded. Called without the lock."""
         patches = plan.matrix.patches
         wanted = [d for d in plan.decisions.values() if d.wanted and d.id not in but and name in patches[d.id].before]
-        contents = {_content(decision) for decision in wanted}
+        contents = {decision.content for decision in wanted}
         with self._lock():
             entries = [entry for entry in self._resources if entry.content in contents]
         for entry in entries:

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from shim._engine.aliases import namespace_of
-from shim._engine.modules import is_initialising, is_lazy
+from shim._engine.modules import imported_since, imports_no_megatron, is_lazy, locked_modules
 from shim._engine.path_net import PathNet
 from shim._releases.sources import is_ours
 
@@ -46,7 +46,6 @@ class _HookedLoader:
         if spec is not None:
             spec.loader = self._loader
         module.__loader__ = self._loader
-        known = set(sys.modules)
         was_lazy = is_lazy(module)
         if not issubclass(type(self._loader), importlib.util.LazyLoader):  # a LazyLoader runs no code yet
             self._hook.before(module)
@@ -57,12 +56,12 @@ class _HookedLoader:
             return
         # Other code may load a private copy of the module. Imports get the module in sys.modules.
         if sys.modules.get(name) is module:
-            self._hook.after(module, lambda: _since(known))
+            self._hook.after(module, lambda: _since(name))
 
 
-def _since(known: set[str]) -> list[str]:
-    """Modules imported since `known`, or half imported now: only these can already hold an alias."""
-    return [name for name in list(sys.modules) if name not in known or is_initialising(sys.modules.get(name))]
+def _since(name: str) -> list[str]:
+    """Modules imported since the import of `name` began, or half imported now: only these can already hold an alias."""
+    return [found for found in {*imported_since(name), *locked_modules()} if not imports_no_megatron(found)]
 
 
 class ImportHook:

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from shim._engine.aliases import namespace_of
+from shim._engine.modules import imports_no_megatron
 
 if TYPE_CHECKING:
     from shim._engine.engine import Engine
@@ -29,17 +30,15 @@ class Imports:
 
     def wants(self, module: str) -> bool:
         """Whether the import hook is to act on the import of a module."""
-        # This runs for every import of the process, so it takes no lock and does little work. It does not catch up
-        # while a patch module is being imported: catching up may import the same module a second time.
+        # This runs for every import of the process, under a lock of importlib's. So it takes no lock and does no work:
+        # after() does what is left when this module has run.
         engine, watch = self._engine, self._engine.watch
-        if sys.modules.keys().isdisjoint(watch.late) or engine.factories.loading or module in watch.patches:
-            return module in watch.watched
-        if engine.is_within() or engine.renewal.threads:
-            return module in watch.watched
-        if engine.plan is not None and engine.renewal.tie.mismatch(engine.plan):
-            return True  # after() makes the plan anew
-        # True if work is left: after() does it when this module has run.
-        return not engine.do_late_work(may_load=False) or bool(engine.deferred) or module in watch.watched
+        if module in watch.watched:
+            return True
+        if imports_no_megatron(module) or not watch.ready(engine.binder.loaded):
+            return False
+        # A target has come past the hook. While a patch module is imported, late work would import it a second time.
+        return not (engine.factories.loading or module in watch.patches or engine.is_within() or engine.renewal.threads)
 
     def before(self, module: ModuleType) -> None:
         """Just before the code of a module runs."""

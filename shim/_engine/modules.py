@@ -6,18 +6,30 @@ import importlib
 import importlib.util
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any
 
 from shim._engine.aliases import namespace_of
 
 __all__ = [
     "Modules",
+    "imported_since",
+    "imports_no_megatron",
     "is_initialising",
     "is_lazy",
     "locked_modules",
 ]
 
+# Python, torch, and what torch requires: most of the modules of a process.
+_STRANGERS = frozenset(
+    {*sys.stdlib_module_names, "torch", "triton", "numpy", "sympy", "mpmath", "networkx", "jinja2", "fsspec"}
+)
 _LAZY: type = importlib.util._LazyModule  # type: ignore[attr-defined]
+
+
+def imports_no_megatron(name: str) -> bool:
+    """Whether a module is of a package that never imports megatron-core or Transformer Engine."""
+    return name.partition(".")[0] in _STRANGERS
 
 
 def is_lazy(module: object) -> bool:
@@ -54,19 +66,34 @@ def _locked() -> set[str] | None:
     return None if locks is None else {name for name, lock in list(locks.items()) if lock() is not None}
 
 
+def imported_since(name: str) -> Iterator[str]:
+    """The modules whose import began or ended after a module became the last of sys.modules; all if it is gone."""
+    for other in reversed(list(sys.modules)):
+        if other == name:
+            break
+        yield other
+
+
+def _last() -> tuple[str, Any]:
+    """The last module of sys.modules, with its name."""
+    name = next(reversed(sys.modules), "")
+    return name, sys.modules.get(name)
+
+
 class Modules:
     """Which modules have run to the end, and which must be searched for aliases again.
 
     executed: modules whose code has run to the end although their import is not over. The engine maintains it.
     unfinished: modules that were half imported during a search for aliases. The search could not see an object that
         such a module had read but not stored yet.
-    searched: all modules at the last search, until it is known whether others came before its results were written.
+    searched: the last module of sys.modules at the last search, by name, until it is known whether others came before
+        its results were written.
     """
 
     def __init__(self) -> None:
         self.executed: set[str] = set()
         self.unfinished: frozenset[str] = frozenset()
-        self.searched: dict[str, Any] | None = None
+        self.searched: tuple[str, Any] | None = None
 
     def draft(self) -> Modules:
         """A copy to try a transaction on."""
@@ -99,18 +126,18 @@ class Modules:
         return False
 
     def _came(self) -> frozenset[str]:
-        searched = self.searched
-        if searched is None:
+        """What stands behind the module that was the last. A module comes last if its import begins, and if it ends."""
+        if self.searched is None:
             return frozenset()
-        return frozenset(name for name, module in list(sys.modules.items()) if searched.get(name) is not module)
+        (name, module), (last, now) = self.searched, _last()
+        if name == last and module is now:
+            return frozenset()
+        return frozenset(imported_since(name) if sys.modules.get(name) is module else list(sys.modules))
 
     def looked_through(self, names: set[str]) -> None:
         self.unfinished, self.searched = (self.unfinished | self._came()) - names, None
 
     def note_search(self) -> None:
-        """Remember which modules there are now, and which of them are half imported.
-
-        Each of those is locked. To ask all of sys.modules takes 8 ms if torch is loaded.
-        """
-        self.searched = dict(sys.modules)
+        """Remember which module is the last now, and which are half imported: each of those is locked."""
+        self.searched = _last()
         self.unfinished |= locked_modules()

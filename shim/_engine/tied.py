@@ -108,9 +108,9 @@ class Tie:
                 elsewhere = _elsewhere(plan, package)
                 if elsewhere:
                     return elsewhere
-        for name in sorted(tied_modules(plan)):
+        for name in sorted(tied_modules(plan) & sys.modules.keys()):
             module = sys.modules.get(name)
-            if module is None or is_lazy(module) or is_initialising(module) or self._knows(name, module):
+            if module is None or self._knows(name, module) or is_lazy(module) or is_initialising(module):
                 continue
             why, _ = _differs(plan, name, module)
             if why:

@@ -84,7 +84,10 @@ class Watch:
 
     def ready(self, loaded: _Loaded) -> frozenset[str]:
         """The late modules that have run by now."""
-        return frozenset(name for name in self.late if loaded(name))
+        late, modules = self.late, sys.modules
+        if modules.keys().isdisjoint(late):
+            return frozenset()
+        return frozenset(name for name in late if name in modules and loaded(name))
 
     def take_ready(self, loaded: _Loaded) -> bool:
         """Whether there are such modules. They are no longer late."""

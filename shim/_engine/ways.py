@@ -52,9 +52,11 @@ def cuts(decision: Decision, plan: Plan, binder: Records) -> Iterator[Cut]:
 
 
 def _cut(body: str, way: str, binds: bool, plan: Plan, binder: Records) -> Cut | None:
+    if binder.loaded(split_target(way)[0]) is None or binder.loaded(split_target(body)[0]) is None:
+        return None
     try:
-        owner, name, value = _standing(way, binder)
-        _, _, target = _standing(body, binder)
+        owner, name, value = binder.resolve(way)
+        _, _, target = binder.resolve(body)
     except BindError:
         return None
     inner = unwrap(binder.wrappers.beneath(value))

@@ -77,9 +77,12 @@ class Wrappers:
         """The functions of shim's that stood on a target and do by now what upstream's does."""
         return [inner for inner, (of, _) in list(self.before.items()) if of == target and inner in self._inert]
 
-    def older(self, target: str, top: Any) -> list[Any]:
-        """The objects of shim's that stood on a target before `top`, or are to leave it now."""
-        return [inner for inner, (of, _) in list(self.before.items()) if of == target and inner is not top]
+    def by_target(self) -> dict[str, list[Any]]:
+        """The objects of shim's that stand on each target, or stood there before."""
+        found: dict[str, list[Any]] = {}
+        for inner, (target, _) in list(self.before.items()):
+            found.setdefault(target, []).append(inner)
+        return found
 
     def beneath(self, value: Any) -> Any:
         """The object beneath `value` if `value` is shim's, else `value`."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shim._matrix.model import Variant
+from shim._record import computed_once
 from shim._releases.fingerprint import split_target
 
 __all__ = ["Decision"]
@@ -65,10 +66,15 @@ class Decision:
         skippable = {} if self.wiring is None else self.wiring.skippable
         return tuple(f"{t} is left as it is, since its body is not known: {skippable[t]}" for t in self.dropped)
 
-    @property
-    def modules(self) -> set[str]:
+    @computed_once
+    def modules(self) -> frozenset[str]:
         """The modules of the targets."""
-        return {split_target(target)[0] for target in self.targets}
+        return frozenset(split_target(target)[0] for target in self.targets)
+
+    @computed_once
+    def content(self) -> tuple[str, str | None, str, tuple[str, ...]]:
+        """What its factories are made from: patch, variant, options and targets."""
+        return self.id, self.variant, repr(sorted(self.options.items())), self.targets
 
     def to_dict(self) -> dict[str, Any]:
         return {
