@@ -25,7 +25,6 @@ from shim._matrix.model import Matrix
 from shim._matrix.spelling import did_you_mean
 from shim._planning.arguments import Arguments, Given, Ids, PatchOptions, takes_arguments  # noqa: F401 - for get_type_hints()
 from shim._planning.evidence import Proved, files_of, trial_of
-from shim._planning.explain import explanation
 from shim._planning.lock import read_lock
 from shim._planning.options import Options, is_disabled, matrix_argument, resolve, unknown_variables
 from shim._planning.own_code import summary_of
@@ -340,6 +339,8 @@ def explain(id: str, verbose: bool = True) -> str:
 
     verbose: also how it works, and its releases, variants and targets.
     """
+    from shim._planning.explain import explanation
+
     with contextlib.suppress(NotMetError):
         _engine.ENGINE.renewal.keep_tied()
     made = _engine.ENGINE.plan or default_plan()

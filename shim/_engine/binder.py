@@ -35,11 +35,12 @@ class Binder(Records):
     def renew(self, module: types.ModuleType) -> None:
         """Forget chains and places in a module whose code has run again, if it holds new objects there."""
         name = namespace_of(module)["__name__"]
-        of_module = {target for target in self.chains if split_target(target)[0] == name}
-        gone = {target for target in of_module if not self._stands(self.chains[target])}
+        inside = f"{name}:"
+        gone = {t for t, chain in self.chains.items() if t.startswith(inside) and not self._stands(chain)}
         if gone:
             self.chains = {target: chain for target, chain in self.chains.items() if target not in gone}
-        self.first = {t: first for t, first in self.first.items() if split_target(t)[0] != name}
+        if any(target.startswith(inside) for target in self.first):
+            self.first = {t: first for t, first in self.first.items() if not t.startswith(inside)}
         self.places.forget_what_was_replaced_in(module)
 
     def abandon(self, name: str) -> None:

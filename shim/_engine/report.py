@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shim._engine.ran import HAVE_RUN
-from shim._planning.overview import Row, concern_line, group, grouped, headline
 from shim._printing.printable import one_line
 
 if TYPE_CHECKING:
+    from shim._planning.overview import Row
     from shim._planning.plan import Plan
 
 __all__ = ["STATES", "PatchReport", "Report", "switched_off"]
@@ -166,10 +166,14 @@ class Report:
     @property
     def concern(self) -> str:
         """One line: which of the applied patches concern the models of check(), by symptom. "" without a model."""
+        from shim._planning.overview import concern_line
+
         rows = self._rows(False)
         return concern_line(rows, MODEL, named=True) if any(row.concern for row in rows) else ""
 
     def _rows(self, pending_is_amiss: bool) -> list[Row]:
+        from shim._planning.overview import Row, group  # here and below, because apply() writes no text
+
         return [
             Row(
                 id,
@@ -197,6 +201,8 @@ class Report:
 
         pending_is_amiss: nothing will be imported any more, so a pending or unknown patch is a problem.
         """
+        from shim._planning.overview import concern_line, grouped, headline
+
         rows = self._rows(pending_is_amiss)
         releases = ", ".join(f"{name} {version}" for name, version in self.releases.items()) or "nothing installed"
         lines = [headline(rows, "applied", len(self.lost)), f"  on {releases} (digest {self.digest})"]

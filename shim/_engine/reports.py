@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shim._engine.ending import is_ending
-from shim._engine.models import with_findings
 from shim._engine.report import Report
 from shim._engine.states import Claim, States, not_applied, read_report
 from shim._engine.ways import others_relied_on
@@ -58,6 +57,8 @@ def _on_models(engine: Engine, models: list[Any], plan: Plan, *, raising: bool) 
     found = states.report()
     if not models:
         return found
+    from shim._engine.models import with_findings  # here, because apply() needs none of it
+
     return with_findings(found, models, plan, engine.binder, engine.checked, raising=raising)
 
 

@@ -31,13 +31,13 @@ from shim._record import computed_once
 __all__ = ["FILE", "read_compiled", "render_compiled"]
 
 FILE = Path(__file__).with_name("matrix.json")
-FORMAT = 16  # raise it with every change of the file's form or of the records in it
+FORMAT = 17  # raise it with every change of the file's form or of the records in it
 
 
-def render_compiled(matrix: Matrix, digest: str, lock: bytes) -> str:
+def render_compiled(matrix: Matrix, digest: str, described: str, lock: bytes) -> str:
     """The text of the file, for a matrix that was read and checked with the pins in `lock`.
 
-    digest: that of its rules and pins.
+    digest: that of its rules and pins.    described: that of the descriptions of its patches.
     """
     bodies = {
         id: {
@@ -55,7 +55,12 @@ def render_compiled(matrix: Matrix, digest: str, lock: bytes) -> str:
         "pins": _places(lock),
     }
     body = json.dumps(plain, default=_plain, separators=(",", ":"))
-    head = {"format": FORMAT, "digest": digest, "body": hashlib.sha256(body.encode()).hexdigest()}
+    head = {
+        "format": FORMAT,
+        "digest": digest,
+        "described": described,
+        "body": hashlib.sha256(body.encode()).hexdigest(),
+    }
     return f"{json.dumps(head)}\n{body}\n"
 
 
@@ -78,15 +83,21 @@ def _plain(value: Any) -> Any:
     return sorted(value) if isinstance(value, frozenset) else vars(value)
 
 
-def read_compiled(file: Path, digest: str, lock: bytes) -> Matrix | None:
-    """The matrix at `file` with the pins in `lock`. None if FILE has another digest than these two."""
+def read_compiled(file: Path, digest: str, described: str | None, lock: bytes) -> Matrix | None:
+    """The matrix at `file` with the pins in `lock`. None if FILE was made from others.
+
+    described: the digest of the descriptions of its patches; None if they are known to be those of FILE.
+    """
     try:
         head, _, body = FILE.read_bytes().partition(b"\n")
         said = json.loads(head)
-    except (OSError, ValueError):
+        made_from = said.pop("described", None)
+    except (OSError, ValueError, AttributeError, TypeError):
         return None
     body = body.rstrip(b"\n")
     if said != {"format": FORMAT, "digest": digest, "body": hashlib.sha256(body).hexdigest()}:
+        return None
+    if described not in (None, made_from):
         return None
     found = json.loads(body)
     supported = {name: tuple(releases) for name, releases in found["supported"].items()}

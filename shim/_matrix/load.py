@@ -67,24 +67,25 @@ def load_matrix(
     beside = lock_path(file)
     lock = (beside, _bytes_of(beside, guarded=not shipped)) if pins and beside.is_file() else None
     if shipped and lock is not None and not check_ranges and compiled.FILE.is_file():
-        found = _read_compiled(file, _shipped_digest(content, lock[1]), lock[1], stamp_of(str(compiled.FILE)))
+        described = _described_digest() if _may_be_edited() else None
+        found = _read_compiled(file, _digest(content, lock[1]), described, lock[1], stamp_of(str(compiled.FILE)))
         if found is not None:
             return found
     from shim._matrix.rules import read_matrix  # here, because it is slow to import
 
     ranges = check_ranges or (check_ranges is None and not shipped)
-    described = _descriptions()
+    descriptions = _descriptions()
     matrix = read_matrix(
         file,
         content,
         lock,
         module_exists=lambda m: _module_exists(m, shipped),
-        descriptions=described,
+        descriptions=descriptions,
         check_ranges=ranges,
     )
     if shipped:
         return matrix
-    parts = (content, *described.contents.values(), b"" if lock is None else lock[1])
+    parts = (content, *descriptions.contents.values(), b"" if lock is None else lock[1])
     return replace(matrix, content=hashlib.sha256(b"".join(parts)).hexdigest()[:16])
 
 
@@ -106,16 +107,30 @@ def _descriptions() -> Descriptions:
     return Descriptions(patches_path(), lambda file, guarded: _bytes_of(file, guarded=guarded))
 
 
-def _shipped_digest(content: bytes, lock: bytes) -> str:
-    """Over all that the shipped matrix is read from: its rules, the description of each patch, and its pins."""
-    described = (_bytes_of(file, guarded=False) for file in shipped_files(patches_path()))
-    return hashlib.sha256(b"".join((content, *described, lock))).hexdigest()
+def _digest(*contents: bytes) -> str:
+    return hashlib.sha256(b"".join(contents)).hexdigest()
+
+
+def _described_digest() -> str:
+    """Over the description of each patch that ships with shim."""
+    return _digest(*(_bytes_of(file, guarded=False) for file in shipped_files(patches_path())))
+
+
+def _may_be_edited() -> bool:
+    """Whether a patch.yaml may have changed since the fast form was made. Never in a wheel, which nobody edits.
+
+    In a checkout the times of the files tell, so that the many files need not be read at each start.
+    """
+    if matrix_path().parent == PACKAGE:
+        return False
+    made = os.stat(compiled.FILE).st_mtime_ns
+    return any(os.stat(file).st_mtime_ns >= made for file in shipped_files(patches_path()))
 
 
 @lru_cache(maxsize=1)
-def _read_compiled(file: Path, digest: str, lock: bytes, stamp: object) -> Matrix | None:
+def _read_compiled(file: Path, digest: str, described: str | None, lock: bytes, stamp: object) -> Matrix | None:
     """The fast form, parsed once for many plans in a process. `stamp` is that of its file: see stamp_of."""
-    return compiled.read_compiled(file, digest, lock)
+    return compiled.read_compiled(file, digest, described, lock)
 
 
 def compile_matrix() -> tuple[Path, str]:
@@ -123,7 +138,7 @@ def compile_matrix() -> tuple[Path, str]:
     file = matrix_path()
     lock = lock_path(file).read_bytes()
     matrix = load_matrix(check_ranges=True)
-    return compiled.FILE, compiled.render_compiled(matrix, _shipped_digest(file.read_bytes(), lock), lock)
+    return compiled.FILE, compiled.render_compiled(matrix, _digest(file.read_bytes(), lock), _described_digest(), lock)
 
 
 def _bytes_of(file: Path, *, guarded: bool) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shim._matrix.model import Matrix, PatchEntry
 from shim._planning.decision import Decision
@@ -13,10 +13,11 @@ from shim._planning.identity import digest_of, identity_of
 from shim._planning.losses import Losses, LostFeature
 from shim._planning.match import Match, match
 from shim._planning.options import Options
-from shim._planning.overview import plan_text
-from shim._planning.relevance import Run
 from shim._record import computed_once
 from shim._releases.detect import Environment
+
+if TYPE_CHECKING:
+    from shim._planning.relevance import Run
 
 __all__ = ["Decision", "Plan", "make_plan"]
 
@@ -94,6 +95,8 @@ class Plan:
 
     def text(self, verbose: bool = False, run: Run | None = None) -> str:
         """The plan for people. `verbose` adds the reason of every decision, `run` tells what concerns it."""
+        from shim._planning.overview import plan_text  # here, because apply() writes no text
+
         return plan_text(
             self.decisions,
             self.matrix,

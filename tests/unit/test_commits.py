@@ -163,8 +163,8 @@ def test_the_fast_form_has_the_commits(pinned, tmp_path, monkeypatch):
     matrix = pinned({MAIN[:10]: FIXED}, commit(MAIN, of="main, pinned by a trainer"))
     monkeypatch.setattr("shim._matrix.compiled.FILE", tmp_path / "fast.json")
     lock = lock_path(Path(matrix.path)).read_bytes()
-    (tmp_path / "fast.json").write_text(render_compiled(matrix, "digest", lock))
-    fast = read_compiled(Path(matrix.path), "digest", lock)
+    (tmp_path / "fast.json").write_text(render_compiled(matrix, "digest", "described", lock))
+    fast = read_compiled(Path(matrix.path), "digest", None, lock)
     assert fast.commits == matrix.commits and fast.pins == matrix.pins
     assert fast.commits["megatron-core"][MAIN[:10]].branch == "main"
 

@@ -13,9 +13,11 @@ from unit_helpers import BROKEN, MATRIX, output_of, write_file
 
 from shim._errors import MatrixError
 from shim._matrix import compiled
-from shim._matrix.load import compile_matrix, load_matrix, matrix_path
+from shim._matrix.described import shipped_files
+from shim._matrix.load import compile_matrix, load_matrix, matrix_path, patches_path
 from shim._matrix.pins import lock_path
 from shim._planning.explain import explanation
+from shim._releases.files import read_bounded
 
 
 @pytest.fixture
@@ -417,6 +419,26 @@ def test_the_fast_form_of_other_rules_or_pins_is_not_read(tmp_path, monkeypatch,
     assert load_matrix() != "read"
     with open(tmp_path / name, "a") as file:
         file.write("\n")
+    assert load_matrix() == "read"
+
+
+def test_an_edited_description_is_noticed_by_its_time_and_an_untouched_one_is_not_opened(tmp_path, monkeypatch):
+    """In a checkout. A new time alone, as that of a fresh clone, means that the contents are compared."""
+    for file in shipped_files(patches_path()):
+        copy = tmp_path / file.relative_to(patches_path())
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(file.read_bytes())
+        os.utime(copy, (0, 0))
+    monkeypatch.setattr("shim._matrix.load.patches_path", lambda: tmp_path)
+    monkeypatch.setattr("shim._matrix.rules.read_matrix", lambda *args, **kwargs: "read")
+    opened = []
+    monkeypatch.setattr(
+        "shim._matrix.load.read_bounded", lambda file, *a, **k: opened.append(file) or read_bounded(file, *a, **k)
+    )
+    assert load_matrix() != "read" and not [file for file in opened if file.name == "patch.yaml"]
+    os.utime(copy)
+    assert load_matrix() != "read" and copy in opened
+    copy.write_text(copy.read_text("utf-8") + "# a word\n", "utf-8")
     assert load_matrix() == "read"
 
 
