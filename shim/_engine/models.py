@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from shim._compatible import marks_of
@@ -99,7 +100,7 @@ def _findings_in(models: list[Any], plan: Plan, binder: Records, tries: Tries) -
             fixed = tuple(value for value in (unwrap(chain.top), now) if value is not None)
             for method, owner in _ways_to(chain, decision, binder):
                 seen: set[Any] = set()
-                judge = _Judge(decision, target, method, tries, plan.matrix.patches[decision.id].without)
+                judge = _Judge(decision, target, method, tries, plan.matrix.patches[decision.id].without, binder)
                 for module in instances:
                     if isinstance(module, owner):
                         found = judge.of(module, owner, fixed)
@@ -122,16 +123,23 @@ def _ways_to(chain: Chain, decision: Decision, binder: Records) -> Iterator[tupl
 class _Judge:
     """Judges the overrides of one method on one way to a target of a patch."""
 
-    def __init__(self, decision: Decision, target: str, method: str, tries: Tries, without: str) -> None:
+    def __init__(
+        self, decision: Decision, target: str, method: str, tries: Tries, without: str, binder: Records
+    ) -> None:
         self.target, self.method, self.without = target, method, without
-        self.decision, self.tries = decision, tries
+        self.decision, self.tries, self.beneath = decision, tries, binder.wrappers.beneath
+        bound = [binder.chains[each] for each in decision.targets if binder.bound(decision.id, each)]
+        self.bound = [(chain.owner, chain.name) for chain in bound]
 
     def of(self, module: Any, owner: type, fixed: tuple[Any, ...]) -> list[Claim]:
         name = self.method.rpartition(".")[2]
         direct = self.method == self.target
+        nearer = takewhile(lambda holder: holder is not owner, type(module).__mro__)
+        if direct and any((holder, name) in self.bound for holder in nearer):
+            return []  # the patch binds the method of a nearer class, too, and that target is judged
         below = fixed[0] if direct else unwrap(namespace_of(owner).get(name))
         found: list[Claim] = []
-        for override in overrides_of(module, owner, name, below):
+        for override in overrides_of(module, owner, name, below, self.beneath):
             if direct and override.function in fixed:
                 break
             marks = marks_of(override.function)

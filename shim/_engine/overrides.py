@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +32,11 @@ class Override:
     kept: frozenset[str]
 
 
-def overrides_of(module: Any, owner: type, name: str, fixed: Any) -> Iterator[Override]:
-    """The overrides of the method `name` of `owner` that stand between an instance and that class, from the outside."""
+def overrides_of(module: Any, owner: type, name: str, fixed: Any, beneath: Callable[[Any], Any]) -> Iterator[Override]:
+    """The overrides of the method `name` of `owner` that stand between an instance and that class, from the outside.
+
+    beneath: what lies beneath a function of shim's; None if it is shim's alone. What shim binds overrides nothing.
+    """
     mro, held = type(module).__mro__, getattr(module, "__dict__", {})
     methods = [(key, value) for key, value in held.items() if type(value) is types.MethodType and key != name]
     kept = frozenset(key for key, value in methods if value.__func__ is fixed)
@@ -50,6 +53,9 @@ def overrides_of(module: Any, owner: type, name: str, fixed: Any) -> Iterator[Ov
             function = unwrap(namespace_of(holder)[name])
             if function is fixed:
                 return
+            function = unwrap(beneath(function))
+            if function is None:
+                continue
             where = _place(function, holder)
             does = f"{holder.__module__}.{holder.__qualname__} ({where}) overrides {name}"
             yield Override(function, name, does, mro[place + 1 :], kept)

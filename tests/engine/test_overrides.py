@@ -133,6 +133,32 @@ def test_an_override_of_the_release_itself_is_not_told_of(patched_world, layer):
     assert found.state == "applied" and not found.others
 
 
+def test_what_shim_binds_in_a_subclass_overrides_nothing(world):
+    """One patch on a method of a class and of its subclass, whose own method calls nothing of the base's."""
+    world.patch("both", ["megatron.core.layers:Base.forward", "megatron.core.layers:Layer.forward"])
+    layer = world.get("layers:Layer")
+    shim.apply()
+    found = shim.check(Model(layer()))["both"]
+    assert found.state == "applied" and not found.others
+
+    class Hides(layer):
+        def forward(self, x):
+            return x
+
+    assert "Hides" in shim.check(Model(Hides()))["both"].reason
+
+
+def test_what_another_patch_binds_in_a_subclass_is_not_taken_for_a_users(world):
+    """What lies beneath it counts: here the release's own method, which calls nothing."""
+    world.patch("both", ["megatron.core.layers:Base.forward"])
+    world.patch("above", ["megatron.core.layers:Layer.forward"])
+    layer, base = world.get("layers:Layer"), world.get("layers:Base")
+    shim.apply()
+    told = shim.check(Model(layer()))["both"]
+    assert told.state == "shadowed" and "layers.py" in told.reason and "fake_patches" not in told.reason
+    assert shim.check(Model(base()))["both"].state == "applied"
+
+
 def test_methods_bound_to_an_instance_are_read_as_methods_of_a_class(layer):
     """As trainers bind them, with and without the method that was there before."""
 
