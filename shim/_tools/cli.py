@@ -1,6 +1,6 @@
 """The command `shim`. All its commands but run take --json.
 
-Exit codes: 0 fine, 1 a requirement is not met, 2 wrong usage. `run` exits with the code of its command.
+Exit codes: 0 fine, 1 a requirement is not met, 2 wrong usage, 130 interrupted. `run` exits with that of its command.
 """
 
 from __future__ import annotations
@@ -36,8 +36,13 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code. On wrong usage argparse itself exits with 2."""
+    given = sys.argv[1:] if argv is None else list(argv)
     try:
-        return _main(argv)
+        return _main(given)
+    except KeyboardInterrupt:
+        command = next((word for word in given if word in COMMANDS), "")
+        tell(f"shim{command and f' {command}'}: interrupted. Nothing was written, and nothing is left patched.")
+        return INTERRUPTED
     finally:
         try:
             if sys.stdout is not None:
@@ -46,12 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             nobody_reads(sys.stdout)
 
 
-def _main(argv: Sequence[str] | None) -> int:
+def _main(given: Sequence[str]) -> int:
     parser = command_line()
-    if not (sys.argv[1:] if argv is None else argv):
+    if not given:
         parser.print_help(sys.stderr)
         return USAGE
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args(given)
     try:
         with masked_log():
             return COMMANDS[arguments.command](arguments)
@@ -61,6 +66,3 @@ def _main(argv: Sequence[str] | None) -> int:
     except ShimError as error:
         complain(error)
         return NOT_MET
-    except KeyboardInterrupt:
-        tell(f"shim {arguments.command}: interrupted. Nothing was written, and nothing is left patched.")
-        return INTERRUPTED
