@@ -18,6 +18,7 @@ from shim._errors import NotMetError, OptionError
 from shim._matrix.model import KINDS
 from shim._planning.evidence import CANNOT_RUN, OTHERWISE, VERDICTS, tree_for, trees_of
 from shim._planning.own_code import differing_parts
+from shim._printing.printable import one_line
 from shim._releases.files import UnsafeFileError, read_bounded
 from shim._releases.json_text import JsonTextError, read_json, unknown_key
 from shim._version import __version__
@@ -44,6 +45,7 @@ FORMAT = 5
 READABLE = (4, FORMAT)  # in format 4 a patch has no "own", the hash of the code that it shares with no other
 HELD = "this process is held to the lock"  # the error of a process that differs from its lock
 SHIM = "megatron-shim"
+FEW, WIDE = 4, 160  # differences in an error, and characters of one; after an upgrade there may be a hundred
 MAX_BYTES = 4_000_000  # a lock of a hundred patches has 100 kB
 # The keys of a lock and of a patch in it, each with its type. All of a lock is compared: a reviewer may
 # trust what he reads.
@@ -335,7 +337,7 @@ def _exact(value: Any) -> str:
 
 
 def enforce_lock(plan: Plan) -> None:
-    """Raise NotMetError, with every difference, if the plan is not that of its lock."""
+    """Raise NotMetError, with the first differences, if the plan is not that of its lock."""
     path = plan.options.lock
     if path is None or plan.options.disabled:
         return
@@ -345,12 +347,14 @@ def enforce_lock(plan: Plan) -> None:
     tree = tree_for(lock, plan.environment)
     found = differences(tree, locked(plan))
     if found:
-        shown = "; ".join(found)
+        shown = "; ".join(one_line(difference, WIDE) for difference in found[:FEW])
+        if len(found) > FEW:
+            shown += f"; and {len(found) - FEW} more"
         if more := len(trees_of(lock)) - 1:
             shown += (
                 f" ({more} more tree{'s' if more > 1 else ''} in the lock {'are' if more > 1 else 'is'} less like it)"
             )
         raise NotMetError(
-            f"{HELD} {path}, but differs from it: {shown}. Nothing was applied. Remedy: "
-            "install what the lock names, or write a new lock with `shim pin --lock FILE` after a review."
+            f"{HELD} {path}, but differs from it: {shown}. Nothing was applied. Remedy: see `shim diff {path}`, then "
+            "install what the lock names, or write a new lock with `shim pin --lock FILE`."
         )
