@@ -241,20 +241,32 @@ def require_none(plan: Plan, module: str | None) -> None:
 
 
 def warnings_for(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
-    """For each correctness patch that is not applied, as a whole or on some target: patch, state, reason, warning."""
-    for decision in plan.decisions.values():
-        if decision.kind != "correctness":
-            continue
-        if decision.action in ("drifted", "conflict"):
+    """For each correctness patch that is not applied, as a whole or on some target: patch, state, reason, warning.
+
+    All patches that have drifted are one warning: on a fork there are many, and one command decides them all.
+    """
+    correcting = [decision for decision in plan.decisions.values() if decision.kind == "correctness"]
+    drifted = [decision for decision in correcting if decision.action == "drifted"]
+    if drifted:
+        ids = ", ".join(decision.id for decision in drifted)
+        is_one = len(drifted) == 1
+        who, are = (drifted[0].id, "is") if is_one else (f"{len(drifted)} patches", "are")
+        said = drifted[0].reason if is_one else f"{ids}. `shim explain ID` has the reason of each"
+        without = plan.matrix.patches[drifted[0].id].without if is_one else ""
+        needed = f" If this tree needs it: {without}." if without else ""
+        text = f"{who} {are} not applied (drifted): {said}.{needed} Remedy: {_remedies(drifted)}."
+        yield who, "drifted", drifted[0].reason if is_one else ids, text
+    for decision in correcting:
+        if decision.action == "conflict":
             text = (
-                f"{decision.id} is not applied ({decision.action}): {decision.reason}. "
+                f"{decision.id} is not applied (conflict): {decision.reason}. "
                 f"{_stays_wrong(plan, decision.id)}Remedy: {decision.remedy}."
             )
             yield decision.id, decision.action, decision.reason, text
         skippable = {} if decision.wiring is None else decision.wiring.skippable
         for target, why in decision.dropped.items():
             text = (
-                f"{decision.id} is applied without {target}: {why}. Remaining defect: {skippable[target]}. "
+                f"{decision.id} is applied without {target}: {why}. If this tree needs it: {skippable[target]}. "
                 f"Remedy: {decision.remedy}."
             )
             yield decision.id, "applied in part", f"without {target}", text
@@ -272,6 +284,16 @@ def warnings_for(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
                 f"Remaining defect: {skippable[target]}. Remedy: {remedy_for(decision.id, who)}."
             )
             yield decision.id, "applied in part", f"without {target}", text
+
+
+def _remedies(drifted: list[Decision]) -> str:
+    """The remedies of patches that have drifted, each once, with its patches unless they share it."""
+    found: dict[str, list[str]] = {}
+    for decision in drifted:
+        found.setdefault(decision.remedy, []).append(decision.id)
+    if len(found) == 1:
+        return next(iter(found))
+    return "; ".join(f"of {', '.join(ids)}: {remedy}" for remedy, ids in found.items())
 
 
 def _stays_wrong(plan: Plan, id: str) -> str:

@@ -62,7 +62,7 @@ class DeferredLog:
 
         apply() and check() find the same things, and so do mostly all ranks.
         """
-        said = text if is_rank_zero() else short_of(f"{patch} is {state}: {reason}")
+        said = text if is_rank_zero() else short_of(f"{patch} ({state}): {reason}")
         self._once(f"{patch} {state} {reason}", said)
 
     def _once(self, about: str, text: str) -> None:

@@ -88,6 +88,17 @@ def test_drift_is_a_warning_with_reason_and_remedy_once(drifted, caplog):
     assert report.applied == ("fine",)
 
 
+def test_all_patches_that_have_drifted_are_one_warning(drifted, caplog):
+    """On a fork there may be dozens, and one command decides them all. A rank other than 0 gets a short line."""
+    for number in range(9):
+        drifted.patch(f"also-gone-{number}", [CORE + "ops:double"], pins={CORE + "ops:double": "0" * 16 + ".00000000"})
+    shim.apply()
+    shim.status()
+    [text] = warnings_in(caplog)
+    assert text.startswith("10 patches are not applied (drifted): gone, also-gone-0, ") and len(text) < 700
+    assert "Remedy: let the proofs decide: shim pin --prove --lock FILE; or " in text and text.count("Remedy") == 1
+
+
 def test_a_conflict_is_a_warning_with_reason_and_remedy_once(patched_world, caplog):
     """A conflict is warned about once, and names the file of whoever holds the target."""
     patched_world.set("ops:double", lambda x: x)

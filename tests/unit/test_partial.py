@@ -111,7 +111,7 @@ def test_the_report_says_what_is_left_and_a_warning_what_stays_wrong(partial, ca
     assert found.to_dict()["in_part"] and not shim.status()["faster-forward"].to_dict()["in_part"]
     assert found.others == (f"{FORWARD} is left as it is, since its body is not known: {WRONG}",)
     [text] = [record.getMessage() for record in caplog.records if "applied without" in record.getMessage()]
-    assert f"Remaining defect: {WRONG}. Remedy: " in text
+    assert f"If this tree needs it: {WRONG}. Remedy: let the proofs decide" in text
     shim.revert()
     assert module.Layer.forward is stock
 
