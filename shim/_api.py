@@ -159,7 +159,7 @@ def apply(**given: Unpack[Given]) -> Report:
     wanted = _make_plan(Arguments(**given), "apply")
     _engine.ENGINE.switch_to(wanted)
     if not _engine.ENGINE.announced:
-        _engine.ENGINE.announced = announce(wanted, _engine.ENGINE.binder.ran.ids)
+        _engine.ENGINE.announced = announce(wanted)
     return status()
 
 

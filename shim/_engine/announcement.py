@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shim._engine.deferred_log import logger
-from shim._engine.ran import HAVE_RUN
 from shim._engine.ranks import distributed_rank
 from shim._planning.arguments import SAID
 
@@ -23,13 +21,10 @@ RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 RUN = "/_workers/run"  # the end of the directory that `shim run` puts on PYTHONPATH
 
 
-def announce(plan: Plan, ran: Callable[[], Collection[str] | None]) -> bool:
+def announce(plan: Plan) -> bool:
     """Log the line at level INFO in the first process of a job, and return whether it has been said.
 
-    Below `shim run` it goes to standard error while no logging is configured, and a second line comes when the process
-    ends: the patches of which a function has run. Nothing is computed if nobody reads it.
-
-    ran: gives these patches, or None if the interpreter does not show them.
+    Below `shim run` it goes to standard error while no logging is configured. Nothing is computed if nobody reads it.
     """
     if not is_first_of_job():
         return False
@@ -38,36 +33,22 @@ def announce(plan: Plan, ran: Callable[[], Collection[str] | None]) -> bool:
         return False
     if below_run:
         os.environ[SAID] = "1"
-        atexit.register(_say, lambda: line_at_end(plan, ran()), below_run)
     return True
 
 
 def _say(line: Callable[[], str], below_run: bool) -> bool:
-    """Log or print a line, unless it is empty, and return whether somebody reads it."""
+    """Log or print a line, and return whether somebody reads it."""
     log = logger()
     if log.isEnabledFor(20) and log.hasHandlers():  # INFO
-        text = line()
-        if text:
-            log.info("%s", text)
+        log.info("%s", line())
     elif below_run and not log.hasHandlers() and sys.stderr is not None:
         try:
-            text = line()
-            if text:
-                print(text, file=sys.stderr, flush=True)
+            print(line(), file=sys.stderr, flush=True)
         except (OSError, ValueError):  # closed, or nobody reads it
             return False
     else:
         return False
     return True
-
-
-def line_at_end(plan: Plan, ran: Collection[str] | None) -> str:
-    """The patches that have run, in the order of the plan; "" if there are none, or it is not known."""
-    if ran is None or plan.options.disabled:
-        return ""
-    ids = [id for id in plan.decisions if id in ran]
-    many = f"{len(ids)} patch{'' if len(ids) == 1 else 'es'}"
-    return f"shim: functions of {many} {HAVE_RUN} in this process: {', '.join(ids)}" if ids else ""
 
 
 def line_for(plan: Plan) -> str:

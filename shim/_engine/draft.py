@@ -32,7 +32,6 @@ class Draft(Records):
         self.found = found.copy()
         self.first = dict(records.first)
         self.known_ways = records.known_ways
-        self.ran = records.ran
         self._retiring: list[Chain] = []
         self.missed: set[str] = set()  # modules of wanted targets that were not loaded, or were seen too late
 
@@ -171,8 +170,6 @@ class Draft(Records):
             problem = "" if inner is MISSING else misfit(outer, inner)
             if problem:
                 raise BindError(f"{layer.target} would no longer take the calls it took: {problem}", layer.patch)
-            if outer is not inner:
-                self.ran.watch(layer.patch, outer)
             inner = outer
         top = rewrap(chain.base, inner) if layers else chain.base
         # Asked before the write: once bound, a wrapper too is found by upstream's name. An added name is borrowed as

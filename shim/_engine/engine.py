@@ -378,8 +378,6 @@ class Engine:
         # Another thread may have imported a module between the search for conflicts and the commit.
         self.watch.late |= self.binder.missed
         self.factories.keep_only(plan, failed)
-        if plan is None:
-            self.binder.ran.rest()
         for item in replaced:
             if self.binder.effect_of(item) == "replaced":
                 self.deferred.warn(f"{item} since shim bound it; it is left alone")

@@ -15,7 +15,6 @@ from shim._engine.foreign import describe
 from shim._engine.left_over import LeftOver
 from shim._engine.modules import Modules
 from shim._engine.places import Places
-from shim._engine.ran import Ran
 from shim._engine.reach import callable_paths
 from shim._engine.replacements import Around, Question
 from shim._engine.wrappers import Wrappers
@@ -104,7 +103,6 @@ class Records:
         self.found = Findings()
         # Target -> the object there when shim first bound it, if no other code had been there.
         self.first: dict[str, Any] = {}
-        self.ran = Ran()
         self.known_ways: dict[str, Any] = {}  # name -> upstream's own function there: see ways.py
 
     def looking(self: R) -> R:

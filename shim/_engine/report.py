@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shim._engine.ran import HAVE_RUN
 from shim._printing.printable import one_line
 
 if TYPE_CHECKING:
@@ -103,15 +102,13 @@ class Report:
     """The states of all patches at one moment. ``report["id"].state`` is one of STATES.
 
     `releases` are the versions that the plan was made for. `lost` lists names that other code has replaced since
-    shim wrote them. `ran` are the patches of which a function has run in this process: from the first call on, on
-    Python 3.11 from the eighth; None on Python 3.10, which does not show it. torch.compile hides what it has traced.
+    shim wrote them.
     """
 
     patches: Mapping[str, PatchReport]
     plan: Plan | _Identified = field(compare=False, repr=False)
     releases: Mapping[str, str]
     lost: tuple[str, ...] = ()
-    ran: tuple[str, ...] | None = None
 
     @property
     def digest(self) -> str:
@@ -124,8 +121,7 @@ class Report:
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
             return NotImplemented
-        # `ran` grows with each step of training, and says nothing about what is in force.
-        return vars(self) | {"plan": self.digest, "ran": None} == vars(other) | {"plan": other.digest, "ran": None}
+        return vars(self) | {"plan": self.digest} == vars(other) | {"plan": other.digest}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "plan": _Identified(self.digest)}
@@ -160,7 +156,6 @@ class Report:
             "applied": list(self.applied),
             "patches": {id: patch.to_dict() for id, patch in self.patches.items()},
             "lost": list(self.lost),
-            "ran": None if self.ran is None else list(self.ran),
         }
 
     @property
@@ -208,7 +203,6 @@ class Report:
         lines = [headline(rows, "applied", len(self.lost)), f"  on {releases} (digest {self.digest})"]
         if any(row.concern for row in rows):
             lines.insert(1, concern_line(rows, MODEL))
-        lines += [f"  {HAVE_RUN} in this process: {', '.join(self.ran)}"] if self.ran else []
         lines += [f"  ! {one_line(item)}" for item in self.lost]
         return "\n".join([*lines, *grouped(rows, "applied", verbose, MODEL)])
 

@@ -223,9 +223,7 @@ def read_report(plan: Plan, binder: Records, failed: Mapping[str, str], held: Ma
     fine = ("called", "kept", "released")
     left_alone = tuple(str(item) for item in binder.places.replaced_now() if binder.effect_of(item) not in fine)
     left_alone += tuple(f"{slot} holds shim's object again: other code put it back" for slot in binder.put_back())
-    seen = binder.ran.ids()
-    ran = None if seen is None else tuple(id for id in patches if id in seen)
-    return Report(patches, plan, releases, left_alone, ran)
+    return Report(patches, plan, releases, left_alone)
 
 
 def not_applied(plan: Plan) -> Plan:

@@ -10,7 +10,6 @@ import pytest
 import shim
 from shim._engine import announcement, engine
 from shim._engine.announcement import RANKS, is_first_of_job
-from shim._engine.ran import HAVE_RUN
 from shim._planning.arguments import SAID
 
 RUN = os.pathsep.join(["/x/shim/_workers/run", "/other"])
@@ -55,33 +54,6 @@ def test_apply_logs_one_line_in_its_process(configured):
     shim.revert()
     shim.apply()
     assert said() == [line()] and SAID not in os.environ
-
-
-def test_what_has_run_is_told_when_the_job_ends(job, patched_world, capsys):
-    """Below `shim run`, in the process that has said the first line."""
-    at_end = []
-    job.setattr(announcement.atexit, "register", lambda *call: at_end.append(call))
-    job.setenv("PYTHONPATH", RUN)
-    double = patched_world.get("ops:double")
-    shim.apply()
-    for _ in range(8):
-        sys.modules["megatron.core.ops"].double(double(1))
-    capsys.readouterr()
-    ((call, *arguments),) = at_end
-    assert call(*arguments)
-    told = capsys.readouterr().err
-    if sys.version_info < (3, 11):
-        assert told == ""
-    else:
-        assert told == f"shim: functions of 1 patch {HAVE_RUN} in this process: count\n"
-
-
-def test_outside_of_shim_run_nothing_is_told_at_the_end(configured):
-    job, _ = configured
-    at_end = []
-    job.setattr(announcement.atexit, "register", lambda *call: at_end.append(call))
-    shim.apply()
-    assert not at_end
 
 
 def test_without_anybody_who_reads_it_nothing_is_computed(job, capsys):

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import sys
 
 import pytest
 from fake_world import same
@@ -176,17 +175,13 @@ def test_a_table_of_functions_leaves_a_doubt(one_patch):
 
 
 def test_no_call_is_watched(one_patch):
-    """A call that reaches shim's function leaves the doubt as it was; only starts of shim's own are looked for."""
+    """A call that reaches shim's function leaves the doubt as it was."""
     shim.apply()
     table = {"double": one_patch.get("ops:double")}
     one_patch.set("ops:double", lambda x: ("foreign", table["double"](x)))
     before = shim.status()["p"]
     assert one_patch.get("ops:double")(2) == ("foreign", ("p", 4))
     assert shim.status()["p"] == before and before.state == "unknown" and "test_reach.py" in before.reason
-    if sys.version_info >= (3, 12):  # see report.ran
-        tool = [sys.monitoring.get_tool(tool) for tool in range(6)].index("megatron-shim")
-        assert sys.monitoring.get_events(tool) == 0
-        assert sys.monitoring.get_local_events(tool, one_patch.get("ops:double").__code__) == 0
 
 
 def test_a_subclass_in_the_place_of_the_class(world):
@@ -244,7 +239,7 @@ def test_a_conflict_is_warned_of_once_and_in_full_on_one_rank(one_patch, rank, c
         shim.apply()
         shim.check()
     (warning,) = [r.message for r in caplog.records if r.levelno > logging.INFO]
-    assert warning.startswith("p is ") and "conflict" in warning
+    assert warning.startswith("p is not applied (conflict)" if rank == "0" else "p (conflict): ")
     assert ("Remedy" in warning) == (rank == "0") and (len(warning) <= 160) == (rank != "0")
 
 

@@ -91,7 +91,6 @@ def test_one_module_of_the_engine_holds_state():
         ("chain.py", "_Missing"),
         ("deferred_log.py", "logging.getLogger"),
         ("model_facts.py", ""),
-        ("ran.py", "getattr"),
         ("ranks.py", ""),
         ("states.py", ""),
     }
