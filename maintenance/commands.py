@@ -61,9 +61,9 @@ def do_new_patch(arguments: argparse.Namespace) -> int:
 def do_pin(arguments: argparse.Namespace) -> int:
     """`shim pin` with --releases, --check, --patch or --add. Returns the exit code."""
     if arguments.anew and not arguments.releases:
-        raise OptionError("--anew belongs to --releases")
+        raise OptionError("--refresh belongs to --releases")
     if arguments.of is not None and not arguments.add:
-        raise OptionError("--of belongs to --add")
+        raise OptionError("--note belongs to --add")
     if arguments.proved is not None and (
         arguments.check or not (arguments.add or arguments.patch or arguments.releases)
     ):
@@ -134,7 +134,7 @@ def _add(arguments: argparse.Namespace) -> int:
     if source is not None and not source.is_dir():
         raise OptionError(f"SOURCE {source} is no directory; put a wheel into the cache instead (docs/new-release.md)")
     if arguments.of is not None and not new.is_commit:
-        raise OptionError("--of belongs to a commit")
+        raise OptionError("--note belongs to a commit")
     if arguments.proved is not None and new.is_commit:
         raise OptionError(
             "--proved belongs to a release; the proofs of a commit ship (docs/new-release.md, known trees)"

@@ -98,7 +98,9 @@ def patch_page(matrix: Matrix, proved: Mapping[str, Any], entry: PatchEntry) -> 
     more = [f"Option `{o.name}`, by default `{o.default}`: {o.takes}" for o in entry.declared.values()]
     more += [f"Acts before the code of {_codes(entry.before)} runs"] if entry.before else []
     lines += [*(f"- {line}" for line in more), ""] if more else []
-    said = [linked(reference) for reference in entry.references] + [f"Met by {linked(who)}" for who in entry.met_by]
+    said = [linked(reference) for reference in entry.references] + [
+        f"Reported in {linked(who)}" for who in entry.met_by
+    ]
     lines += ["## Upstream", "", *(f"- {line}" for line in said)] if said else []
     return "\n".join(lines).rstrip() + "\n"
 

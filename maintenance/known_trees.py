@@ -1,7 +1,7 @@
 """Add what the proofs have shown on a commit or a fork to the evidence that ships with shim: for developers of shim.
 
     shim pin --prove --against TREE --lock FILE
-    python -m shim.maintenance.known_trees NAME FILE [--of "slime's image: ..."]
+    python -m shim.maintenance.known_trees NAME FILE [--note "slime's image: ..."]
 
 NAME is that of a commit in the matrix, or any other for a fork. `make pins` takes the variants of commits from here.
 """
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m shim.maintenance.known_trees", description=__doc__)
     parser.add_argument("name", help="of the tree")
     parser.add_argument("lock", type=Path, help="written by shim pin --prove on the tree")
-    parser.add_argument("--of", help="what the tree is, in words; of a commit the matrix says it")
+    parser.add_argument("--note", dest="of", help="what the tree is, in words; of a commit the matrix says it")
     options = parser.parse_args(argv)
     found = json.loads(FILE.read_text("utf-8"))
     of = options.of or _said_of(load_matrix(), found, options.name)
@@ -108,7 +108,7 @@ def _said_of(matrix: Matrix, found: Mapping[str, Any], name: str) -> str:
             return commits[name].of
     if name in found["trees"]:
         return str(found["trees"][name]["of"])
-    raise OptionError(f"{name} is no commit of the matrix; say with --of what it is")
+    raise OptionError(f"{name} is no commit of the matrix; say with --note what it is")
 
 
 if __name__ == "__main__":

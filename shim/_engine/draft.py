@@ -169,7 +169,7 @@ class Draft(Records):
                 raise BindError(message, layer.patch) from error
             problem = "" if inner is MISSING else misfit(outer, inner)
             if problem:
-                raise BindError(f"{layer.target} would no longer take the calls it took: {problem}", layer.patch)
+                raise BindError(f"{layer.target}: incompatible signature: {problem}", layer.patch)
             inner = outer
         top = rewrap(chain.base, inner) if layers else chain.base
         # Asked before the write: once bound, a wrapper too is found by upstream's name. An added name is borrowed as

@@ -23,6 +23,13 @@ def patch_docstring(entry: PatchEntry) -> str:
         return f"(the file of this patch cannot be read: {error})"
 
 
+_SYMPTOMS = {
+    "silent": "wrong values, no error",
+    "crash": "an error",
+    "hang": "a run that waits for ever",
+    "memory": "more memory than the model needs",
+    "missing": "a feature or a speed that is not there",
+}
 _RIGHT = {UPSTREAM: "upstream has fixed it", NOT_NEEDED: "lacks what this patch fixes"}
 
 
@@ -31,7 +38,7 @@ def explanation(plan: Plan, id: str, verbose: bool = True) -> str:
     entry, decision = plan.matrix.patches[id], plan[id]
     lines = [f"{id}: {one_line(entry.summary)}"]
     lines += [f"Without it: {one_line(entry.without)}"] if entry.without else []
-    lines += [f"Goes wrong: {entry.symptom}"] if entry.symptom else []
+    lines += [f"Symptom: {_SYMPTOMS[entry.symptom]}"] if entry.symptom else []
     lines += [f"Concerns: {'; or '.join(map(_in_words, entry.concerns))}"] if entry.concerns else []
     lines += [f"kind: {entry.kind}; changes: {entry.changes}"]
     lines += [f"  {one_line(effect)}" for effect in effects_of(entry)]
@@ -44,7 +51,7 @@ def explanation(plan: Plan, id: str, verbose: bool = True) -> str:
     lines += _wiring(entry) if verbose else []
     lines += [f"Option {o.name}={o.default!r}: {o.takes}" for o in entry.declared.values()]
     lines += [f"Upstream: {one_line(reference)}" for reference in entry.references]
-    lines += [f"Met by: {one_line(who)}" for who in entry.met_by]
+    lines += [f"Reported in: {one_line(who)}" for who in entry.met_by]
     if verbose and entry.delete_when:  # else the header says it
         lines.append(f"Delete when: {one_line(entry.delete_when)}")
     lines.append(f"Leave it out: MEGATRON_SHIM_EXCLUDE={id}, or shim.apply(exclude=[{id!r}])")

@@ -86,8 +86,8 @@ def match(entry: PatchEntry, environment: Environment, matrix: Matrix, proved: P
     if candidate is not None:
         found = bodies.of(candidate)
         if bodies.all_known(candidate.name, found):
-            known = "its body is" if len(found) == 1 else f"all {len(found)} bodies are"
-            reason = f"{release} needs it{note}; {known} known"
+            known = "its function matches" if len(found) == 1 else f"all {len(found)} functions match"
+            reason = f"{release} needs it{note}; {known} a known release"
             return Match("apply", reason, candidate.name, found)
     # A known body decides even if the version says otherwise or says nothing: nightlies, commits, vendor forks.
     possible = [variant for variant in entry.variants.values() if entry.possible(variant.name, versions, unclear)]

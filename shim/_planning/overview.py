@@ -29,6 +29,7 @@ __all__ = [
 ]
 
 MORE_WORDS = 8  # that a plan suggests
+FEW = 8  # ids that a line names; of more it gives the number
 LONG = 8000  # characters of a reason, which may name many targets
 AMISS = ("drifted", "conflict", "failed", "shadowed")
 NOT_NEEDED = ("upstream", "not-needed", "not-installed")
@@ -71,14 +72,14 @@ def group(state: str, kind: str, pending_is_amiss: bool) -> str:
 
 # Text
 
-_WHAT = {
-    "silent": "wrong, without an error",
-    "crash": "an error in a build, a step, a save or a load",
-    "hang": "a run that waits for ever",
-    "memory": "more of it than the model needs",
-    "missing": "a feature or a speed that the release lacks",
+_WHAT = {  # what goes wrong without a patch, in a headline and over a section
+    "silent": ("silent errors", "silently wrong results"),
+    "crash": ("crashes", "errors in a build, a step, a save or a load"),
+    "hang": ("hangs", "runs that wait for ever"),
+    "memory": ("use of memory", "more memory than the model needs"),
+    "missing": ("missing features", "a feature or a speed that the release lacks"),
 }
-_APPLIED = {f"applied {symptom}": f"{{Applied}}, {symptom} ({_WHAT[symptom]}):" for symptom in SYMPTOMS}
+_APPLIED = {f"applied {symptom}": f"Fixed: {_WHAT[symptom][1]}" for symptom in SYMPTOMS}
 _APPLIED["applied "] = "{Applied}:"  # of a matrix that does not say
 _TITLES = {
     "problem": "Problems:",
@@ -91,7 +92,7 @@ _TITLES = {
     "idle": "Idle, until an optional module is imported:",
 }
 _IN_A_LINE = {
-    "elsewhere": "{Applied}, and of no concern to {run}",
+    "elsewhere": "{Applied}, and irrelevant to {run}",
     "upstream": "Not needed, because this release has fixed the defect",
     "not-needed": "Not needed, because this release lacks the defect or the feature",
     "excluded": "Left out",
@@ -102,14 +103,16 @@ _HEADER = ("patch", "changes", "what shim does")
 
 
 def headline(rows: Sequence[Row], applied: str, more_problems: int = 0) -> str:
-    """For instance "8 applied (6 silent, 2 crash), 2 left out, 5 not needed here, 0 problems"."""
+    """For instance "8 patches applied: 6 fix silent errors, 2 crashes; 5 not needed here, 0 problems"."""
 
     def count(*groups: str) -> int:
         return sum(row.group in groups for row in rows)
 
+    number = count("applied", "features")
     in_part = sum(row.in_part for row in rows)
-    partly = f", {in_part} of them in part" if in_part else ""
-    parts = [f"{count('applied', 'features')} {applied}{_by_symptom(rows)}{partly}"]
+    first = (
+        f"{_patches(number)} {_verb(number, applied)}{f', {in_part} of them in part' if in_part else ''}{_fixes(rows)}"
+    )
     others = {
         "unknown": "in doubt",
         "waiting": "waiting for an import",
@@ -117,17 +120,27 @@ def headline(rows: Sequence[Row], applied: str, more_problems: int = 0) -> str:
         "excluded": "left out",
         "out-of-range": "for other releases",
     }
-    parts += [f"{count(group)} {what}" for group, what in others.items() if count(group)]
+    parts = [f"{count(group)} {what}" for group, what in others.items() if count(group)]
     problems = count("problem", "stuck") + more_problems
     parts += [f"{count(*NOT_NEEDED)} not needed here", f"{problems} problem{'' if problems == 1 else 's'}"]
-    return ", ".join(parts)
+    return f"{first}; {', '.join(parts)}"
+
+
+def _fixes(rows: Sequence[Row]) -> str:
+    counts = Counter(row.symptom for row in rows if row.group == "applied" and row.symptom)
+    parts = [f"{counts[symptom]} {what}" for symptom, (what, _) in _WHAT.items() if counts[symptom]]
+    if not parts:
+        return ""
+    number, _, what = parts[0].partition(" ")
+    features = sum(row.group == "features" for row in rows)
+    parts[0] = f"{number} {'fixes' if number == '1' else 'fix'} {what}"
+    parts += [f"{features} feature{'' if features == 1 else 's'}"] if features else []
+    return f": {', '.join(parts)}"
 
 
 def _by_symptom(rows: Sequence[Row]) -> str:
     counts = Counter(row.symptom for row in rows if row.group == "applied" and row.symptom)
     parts = [f"{counts[s]} {s}" for s in SYMPTOMS if counts[s]]
-    features = sum(row.group == "features" for row in rows)
-    parts += [f"{features} feature{'' if features == 1 else 's'}"] if features and parts else []
     return f" ({', '.join(parts)})" if parts else ""
 
 
@@ -168,7 +181,8 @@ def grouped(rows: Sequence[Row], applied: str, verbose: bool, run: str = "") -> 
             yield from _more_of(row, verbose, section in ("problem", "unknown"))
     for section, title in _IN_A_LINE.items():
         members = [row for row, its in zip(rows, sections) if its == section]
-        yield from _in_a_line(title.format(Applied=applied.capitalize(), run=run), section, members, verbose, width)
+        title = title.format(Applied=applied.capitalize(), run=run)
+        yield from _in_a_line(title, section, members, verbose, width, applied)
 
 
 def _section(row: Row) -> str:
@@ -191,11 +205,21 @@ def _more_of(row: Row, verbose: bool, with_reason: bool) -> Iterable[str]:
     yield from (f"      beside it: {one_line(text)}" for text in row.others)
 
 
-def _in_a_line(title: str, section: str, members: Sequence[Row], verbose: bool, width: int) -> Iterable[str]:
+def _in_a_line(
+    title: str, section: str, members: Sequence[Row], verbose: bool, width: int, applied: str
+) -> Iterable[str]:
     """Patches that do nothing here: their ids, or how many there are of them."""
     if members and section in ("elsewhere", *NOT_NEEDED[:2]):
+        if not verbose and section == "elsewhere":
+            others = f"{len(members)} other{'' if len(members) == 1 else 's'}"
+            yield from ["", f"{others} {_verb(len(members), applied)} (-v)"]
+            return
         if not verbose:
-            yield from ["", f"{title}: {', '.join(row.id for row in members)}."]
+            many = len(members) > FEW
+            yield from [
+                "",
+                f"{title}: {f'{_patches(len(members))} (-v)' if many else ', '.join(row.id for row in members)}.",
+            ]
             return
         yield from ["", f"{title}:"]
         for row in members:
@@ -206,6 +230,11 @@ def _in_a_line(title: str, section: str, members: Sequence[Row], verbose: bool, 
         ids = [row.id for row in members if row.reason == reason]
         named = section == "excluded" or verbose
         yield from ["", f"{title}: {one_line(reason)} ({', '.join(ids) if named else _patches(len(ids))})."]
+
+
+def _verb(number: int, applied: str) -> str:
+    """applied: "applied" in a report, "to apply" in a plan."""
+    return "applied" if applied == "applied" else "applies" if number == 1 else "apply"
 
 
 def _patches(count: int) -> str:
@@ -283,7 +312,8 @@ def _with_one_word_more(decisions: Mapping[str, Decision], matrix: Matrix, run: 
     counts = Counter(word for entry in wanted for word in run.words_that_would(entry.concerns) if word not in UNSAID)
     if not counts:
         return []
-    return [f"  one word more would add: {', '.join(f'{word} {n}' for word, n in counts.most_common(MORE_WORDS))}"]
+    words = ", ".join(f"{word} ({n})" for word, n in counts.most_common(MORE_WORDS))
+    return [f"  also relevant if you use {words}"]
 
 
 def effects_of(entry: PatchEntry) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ _GOOD = r"fixed|right|apply|applied|upstream|not needed"
 _PAINTS = (
     (re.compile(r"^(Problems:|Not applied, [^\n]*:)$", re.MULTILINE), RED + BOLD),
     (re.compile(r"\b([1-9][0-9]* (?:problems?|not fixed|broken|drifted))\b"), RED),
-    (re.compile(r"^(\S[^\n|]*:)$", re.MULTILINE), BOLD),
+    (re.compile(r"^(\S[^\n|]*:|Fixed: [^\n:]+)$", re.MULTILINE), BOLD),
     (re.compile(rf"^(?: {{2,}})({_BAD})(?=  |:|$)", re.MULTILINE), RED),
     (re.compile(rf"^(?: {{2,}})({_GOOD})(?=  |:|$)", re.MULTILINE), GREEN),
     (re.compile(rf"\(({_BAD})\)$", re.MULTILINE), RED),

@@ -54,7 +54,7 @@ def _add_bisecting(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--dir", default="shim-bisect", metavar="DIR", help="where runs are remembered and logged; default shim-bisect"
     )
-    sub.add_argument("--anew", action="store_true", help="forget the runs that DIR remembers")
+    sub.add_argument("--refresh", dest="anew", action="store_true", help="forget the runs that DIR remembers")
     sub.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND")
 
 
@@ -119,7 +119,7 @@ def command_line() -> argparse.ArgumentParser:
         sub.add_argument("-v", "--verbose", action="store_true", help="add variant, targets and reason of every patch")
     command(
         "doctor",
-        "print what an issue report needs, as Markdown: places, versions, plan, surroundings",
+        "print versions, paths and plan for a bug report, as Markdown",
     )
     run = command(
         "run",
@@ -130,7 +130,7 @@ def command_line() -> argparse.ArgumentParser:
     _add_bisecting(
         command(
             "bisect",
-            "run a command with halves of the patches until those are named that change its exit status or a number",
+            "find the patch that changes a result of a command: its exit status or a number",
         )
     )
     pin = command(
@@ -145,7 +145,9 @@ def command_line() -> argparse.ArgumentParser:
         help="with --lock: run the proofs of all patches whose bodies are unknown here, and let them decide",
     )
     pin.add_argument("--against", metavar="TREE", help="with --prove: run on these sources (a checkout)")
-    pin.add_argument("--also", action="store_true", help="with --prove: keep the other trees that the lock holds")
+    pin.add_argument(
+        "--append", dest="also", action="store_true", help="with --prove: keep the other trees that the lock holds"
+    )
     pin.add_argument("--markdown", action="store_true", help="with --prove: print Markdown for a pull request")
     pin.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for each side of a proof")
     pin.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), metavar="N", help="sides at once")
@@ -165,7 +167,10 @@ def command_line() -> argparse.ArgumentParser:
         help="write the pins of this patch only, in seconds, and say what else it lacks; may be repeated",
     )
     pin.add_argument(
-        "--anew", action="store_true", help="with --releases: after a change of shim/_te, measure the names of TE again"
+        "--refresh",
+        dest="anew",
+        action="store_true",
+        help="with --releases: after a change of shim/_te, measure the names of TE again",
     )
     pin.add_argument(
         "--add",
@@ -174,7 +179,9 @@ def command_line() -> argparse.ArgumentParser:
         help="for developers of shim: add a release (0.20.0, transformer-engine==2.21.0) or a commit to the matrix, "
         "with all that follows; SOURCE is a directory with its sources, or a git directory with the commit",
     )
-    pin.add_argument("--of", metavar="TEXT", help="with --add COMMIT: its branch and its users (default main)")
+    pin.add_argument(
+        "--note", dest="of", metavar="TEXT", help="with --add COMMIT: its branch and its users (default main)"
+    )
     pin.add_argument(
         "--proved",
         metavar="FILE",
@@ -193,7 +200,7 @@ def command_line() -> argparse.ArgumentParser:
     matrix.add_argument("--range", metavar="SPEC", help='only these releases of megatron-core: ">=0.16"')
     audit = command(
         "audit",
-        "print what a release, archive, source tree or commit means for every patch, without running it",
+        "check all patches against other sources (a release, archive, source tree or commit), without running them",
     )
     audit.add_argument(
         "target",

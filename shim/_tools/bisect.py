@@ -112,7 +112,7 @@ class Bisection:
             raise OptionError(f"--dir {arguments.dir} cannot be written: {error}") from None
         self.record = Record(self.directory / STATE, about, arguments.anew)
         if known := len(self.record.outcomes):
-            tell(f"{known} run{'' if known == 1 else 's'} are known from {self.record.path}; --anew forgets them")
+            tell(f"{known} run{'' if known == 1 else 's'} are known from {self.record.path}; --refresh forgets them")
 
     def find(self) -> Found:
         """NotMetError if there is nothing to find, or nothing that can be found."""

@@ -170,7 +170,7 @@ class Record:
             self._read()
 
     def _read(self) -> None:
-        remedy = "Remedy: name another directory by --dir, or start over with --anew."
+        remedy = "Remedy: name another directory by --dir, or start over with --refresh."
         try:
             found = read_json(self.path.read_bytes())
             runs = {name: Outcome(**{**run, "number": _number(run["number"])}) for name, run in found["runs"].items()}

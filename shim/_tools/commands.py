@@ -246,7 +246,7 @@ def do_pin(arguments: argparse.Namespace) -> int:
     if selection(arguments).keys() - {"matrix", "packages"}:  # no patch module is imported here
         raise OptionError("pins cover all patches; a selection belongs to --lock FILE")
     wanted = [f"--{name}" for name in ("add", "patch", "releases", "check", "anew") if getattr(arguments, name)]
-    wanted += [] if arguments.of is None else ["--of"]
+    wanted += [] if arguments.of is None else ["--note"]
     wanted += [] if arguments.proved is None else ["--proved"]
     if not wanted:
         raise OptionError(
@@ -266,7 +266,7 @@ def _lock(arguments: argparse.Namespace) -> int:
 
         return do_pin_prove(arguments, selection(arguments))
     if arguments.against or arguments.also or arguments.markdown:
-        raise OptionError("--against, --also and --markdown belong to --prove")
+        raise OptionError("--against, --append and --markdown belong to --prove")
     made = plan(**{**selection(arguments), "lock": None})
     missing = nothing_installed(made.environment)
     if missing:

@@ -99,7 +99,7 @@ def test_the_command_status_says_what_is_applied_here(capsys):
     text = capsys.readouterr().out
     assert main(["status", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert text.startswith(f"{len(report['applied'])} applied")
+    assert text.startswith(f"{len(report['applied'])} patches applied")
     right = ("applied", "upstream", "not-needed", "not-installed")
     amiss = [id for id, patch in report["patches"].items() if patch["state"] not in right]
     assert not any(can_be_imported(shim.plan()[id]) for id in amiss), amiss

@@ -171,7 +171,7 @@ def test_a_table_of_functions_leaves_a_doubt(one_patch):
     assert report["p"].targets == {CORE + "ops:double": "unknown"} and report["p"].remedy
     for text, title in ((str(report), "In doubt, "), (report.text(pending_is_amiss=True), "Problems:\n  p ")):
         assert title in text and report["p"].reason in text and f"Remedy: {report['p'].remedy}" in text
-    assert str(report).startswith("0 applied, 1 in doubt, ") and "1 unknown" in report.summary
+    assert str(report).startswith("0 patches applied; 1 in doubt, ") and "1 unknown" in report.summary
 
 
 def test_no_call_is_watched(one_patch):

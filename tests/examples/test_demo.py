@@ -48,7 +48,7 @@ def test_the_demo_fails_where_the_fix_is_missing(monkeypatch):
 def test_the_trainer_snippet_runs():
     out = run("trainer.py")
     assert (
-        "\nApplied, silent (" in out
+        "\nFixed: silently wrong results\n" in out
         and "\n  mtp-packed-sequences " in out
         and " 0 problems\n" in out
         and "loss " in out

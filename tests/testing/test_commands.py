@@ -315,7 +315,7 @@ def test_status_and_run():
     assert first, "shim run has not applied the patches by the import of megatron.core"
     report = json.loads(report)
     assert (code, json_code) == (0, 0), (text, done.stderr)
-    assert first == report["digest"] and text.startswith(f"{len(report['applied'])} applied"), text
+    assert first == report["digest"] and text.startswith(f"{len(report['applied'])} patches applied"), text
     assert {patch["state"] for patch in report["patches"].values()} <= {
         "applied",
         "upstream",

@@ -94,7 +94,7 @@ def test_a_commit_is_added_with_its_documents(next_release, tmp_path):
     hash = git("rev-parse", "HEAD")
     cache = str(tmp_path / "cache")
     done = shim(
-        "pin", "--add", hash, next_release, "--of", "main, pinned by a trainer", "--json",
+        "pin", "--add", hash, next_release, "--note", "main, pinned by a trainer", "--json",
         cwd=checkout, MEGATRON_SHIM_CACHE=cache,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr + done.stdout

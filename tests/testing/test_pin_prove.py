@@ -167,7 +167,7 @@ def test_a_tree_is_proved_in_place_of_what_is_installed(tree, tmp_path):
     release = fetch(RELEASE)
     code, out, err = run(*command, path=[release], cwd=tmp_path)
     assert code == 0 and "0 patches judged by their proofs" in out, err
-    code, out, err = run(*command, "--against", str(tree), "--also", "--markdown", path=[release], cwd=tmp_path)
+    code, out, err = run(*command, "--against", str(tree), "--append", "--markdown", path=[release], cwd=tmp_path)
     assert code == 0 and "| main-param-names | right on stock |" in out, err
     for path in ([release], [tree]):
         code, _, err = run("plan", "--lock", "shim.lock", "--only", "main-param-names", path=path, cwd=tmp_path)
@@ -186,7 +186,7 @@ def test_a_tree_that_cannot_be_imported_gets_no_lock(tree, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--prove",), ("--lock", "shim.lock", "--also"), ("--against", "."), ("--lock", "l", "--markdown")]
+    "arguments", [("--prove",), ("--lock", "shim.lock", "--append"), ("--against", "."), ("--lock", "l", "--markdown")]
 )
 def test_options_that_need_others_say_so(tmp_path, arguments):
     code, _, err = run("pin", *arguments, path=[], cwd=tmp_path)

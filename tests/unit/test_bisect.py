@@ -105,10 +105,10 @@ def test_what_does_not_differ_is_said(bisect):
     assert (code, out) == (1, "") and len(runs()) == 2
     assert "patches change nothing here: with all 5 of them the command gave exit 0, and with none exit 0." in err
     assert "add --metric" in err and "shim-bisect/run-01.log has a line of shim's" in err
-    code, _, err = bisect("echo loss 3", "--metric", "grad", "--anew")
+    code, _, err = bisect("echo loss 3", "--metric", "grad", "--refresh")
     assert code == 1 and "No number stands where --metric 'grad' looks for one, so the runs cannot be told apart" in err
     code, _, err = bisect(
-        "has a && echo loss 3.0001 || echo loss 3", "--metric", "loss", "--tolerance", "1e-3", "--anew"
+        "has a && echo loss 3.0001 || echo loss 3", "--metric", "loss", "--tolerance", "1e-3", "--refresh"
     )
     assert code == 1 and "gave exit 0, 3.0001, and with none exit 0, 3.0" in err
 
@@ -151,7 +151,7 @@ def test_what_the_operator_excludes_stays_excluded(bisect, monkeypatch):
 
 
 def test_the_same_command_goes_on_behind_the_runs_that_are_known(bisect):
-    """A search that has ended runs nothing; --anew forgets, and another search in the same directory is refused."""
+    """A search that has ended runs nothing; --refresh forgets, and another search in the same directory is refused."""
     script = "echo x >> ran; has d && exit 1; exit 0"
     _, first, _ = bisect(script)
     number = len(RAN.read_text().split())
@@ -159,14 +159,14 @@ def test_the_same_command_goes_on_behind_the_runs_that_are_known(bisect):
     state["runs"] = dict(list(state["runs"].items())[:4])
     STATE.write_text(json.dumps(state))
     code, out, err = bisect(script)
-    assert (code, out) == (0, first) and "4 runs are known from shim-bisect/state.json; --anew forgets them" in err
+    assert (code, out) == (0, first) and "4 runs are known from shim-bisect/state.json; --refresh forgets them" in err
     assert len(RAN.read_text().split()) == 2 * number - 4
     bisect(script)
     assert len(RAN.read_text().split()) == 2 * number - 4
     for options, what in ((("--metric", "x"), "metric"), (("--exclude", "a"), "patches")):
         code, _, err = bisect(script, *options)
-        assert code == 2 and "is of another search, which differs in: " in err and what in err and "--anew" in err
-    bisect(script, "--anew")
+        assert code == 2 and "is of another search, which differs in: " in err and what in err and "--refresh" in err
+    bisect(script, "--refresh")
     assert len(RAN.read_text().split()) == 3 * number - 4
 
 
@@ -243,7 +243,7 @@ def test_a_lock_does_not_stop_a_search_unless_the_command_names_one(bisect, monk
     monkeypatch.setenv("MEGATRON_SHIM_LOCK", "no-such.lock")
     code, out, _ = bisect('[ -z "$MEGATRON_SHIM_LOCK" ] || exit 9; has a && exit 1; exit 0')
     assert code == 0 and out.startswith("a changes")
-    code, _, err = bisect("has a || echo shim: this process is held to the lock x; has a", "--anew")
+    code, _, err = bisect("has a || echo shim: this process is held to the lock x; has a", "--refresh")
     assert code == 1 and "holds itself to a lock" in err
 
 

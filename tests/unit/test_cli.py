@@ -47,21 +47,21 @@ def test_plan_begins_with_a_headline_and_says_what_each_patch_does(shim):
     """Text for people: what it means first; why, and on which targets, under -v."""
     code, out, err = shim("plan")
     assert (code, err) == (0, "")
-    assert out.startswith("2 to apply, 0 not needed here, 0 problems\n")
+    assert out.startswith("2 patches apply; 0 not needed here, 0 problems\n")
     header = "  patch           changes   what shim does\n"
     assert f"\nTo apply:\n{header}  roll-fix        values    rolls stay inside their sequence\n" in out
     assert "are known" not in out
     out = shim("plan", "-v")[1]
     assert "variant old of megatron.core.roll:roll, megatron.core.roll:Layer.forward\n" in out
-    assert "megatron-core 0.16.0 needs it; all 3 bodies are known" in out
-    assert "megatron-core 0.16.0 needs it; its body is known" in out
+    assert "megatron-core 0.16.0 needs it; all 3 functions match a known release" in out
+    assert "megatron-core 0.16.0 needs it; its function matches a known release" in out
 
 
 def test_problems_come_first(shim, world):
     """With reason and remedy, which the others do without."""
     world.install(EDITED)
     out = shim("plan")[1]
-    assert out.startswith("1 to apply, 0 not needed here, 1 problem\n")
+    assert out.startswith("1 patch applies; 0 not needed here, 1 problem\n")
     assert out.index("Problems:\n  roll-fix") < out.index("To apply:\n  patch")
     assert "their sequence (drifted)\n      megatron-core 0.16.0 differs at megatron.core.roll:roll" in out
     assert "\n      Remedy: let the proofs decide: shim pin --prove" in out
@@ -71,7 +71,7 @@ def test_what_is_right_and_what_is_left_out_stand_apart(shim, world):
     """Each group once; whoever excluded a patch is told what did."""
     world.install(FIXED, "0.18.0")
     out = shim("plan", "--exclude", "faster-forward")[1]
-    assert out.startswith("0 to apply, 1 left out, 1 not needed here, 0 problems\n")
+    assert out.startswith("0 patches apply; 1 left out, 1 not needed here, 0 problems\n")
     assert "Not needed, because this release has fixed the defect: roll-fix." in out
     assert "Left out: excluded by argument or MEGATRON_SHIM_EXCLUDE (faster-forward)." in out
 
@@ -81,7 +81,7 @@ def test_features_are_not_mixed_with_fixes(shim, world):
     world.pin(MATRIX.replace("kind: performance", "kind: feature"))
     world.install(BROKEN)
     out = shim("plan")[1]
-    assert out.startswith("2 to apply,")
+    assert out.startswith("2 patches apply;")
     assert "To apply:\n  patch     " in out and "without effect until you use them" in out
     assert out.index("until you use them") < out.index("faster-forward")
 
@@ -112,7 +112,7 @@ def test_a_report_before_the_imports_says_what_waits(shim, importable):
 
     with library.patched() as report:
         text = str(report)
-    assert text.startswith("0 applied, 2 waiting for an import, 0 not needed here, 0 problems\n")
+    assert text.startswith("0 patches applied; 2 waiting for an import, 0 not needed here, 0 problems\n")
     assert "Waiting until their modules are imported:\n  roll-fix        rolls stay" in text
 
 
@@ -191,7 +191,7 @@ def test_status_keeps_upstream_quiet(shim, world):
     """What it prints, logs and warns about at import tells nothing of shim, and would break JSON; -v lets it speak."""
     (world.site / "megatron/core/__init__.py").write_text(NOISY)
     code, out, err = shim("status")
-    assert (code, err) == (0, "") and out.startswith("2 applied, 0 not needed here, 0 problems\n")
+    assert (code, err) == (0, "") and out.startswith("2 patches applied; 0 not needed here, 0 problems\n")
 
 
 def test_status_lets_upstream_speak_under_v(shim, world):
@@ -569,7 +569,7 @@ def test_python_m_shim_is_the_command():
         (["pin"], "name an option"),
         (["pin", "--lock", "x", "--releases"], "leave out --releases"),
         (["pin", "--prove"], "--prove belongs to --lock"),
-        (["pin", "--lock", "x", "--also"], "belong to --prove"),
+        (["pin", "--lock", "x", "--append"], "belong to --prove"),
         (["matrix", "--pairs"], "belong to --cells or --github"),
         (["matrix", "--range", ">=0.16"], "belong to --cells or --github"),
     ],

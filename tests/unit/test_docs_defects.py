@@ -95,7 +95,7 @@ def test_the_page_of_a_patch_has_its_reproductions_and_numbers():
             assert f"### {text.name}\n\n{text.reproduction}\n" in page
             for run in PROVED.values():
                 assert text.label not in run["proofs"] or f"| {run['proofs'][text.label]['verdict']} |" in page
-        assert all(f"Met by {linked(who)}" in page for who in entry.met_by)
+        assert all(f"Reported in {linked(who)}" in page for who in entry.met_by)
 
 
 def test_the_table_says_of_each_defect_where_it_is():

@@ -185,7 +185,7 @@ def test_bodies_of_a_lock_end_with_it(tree):
     for bodies in content["proved"]["files"]["megatron.core.roll"].values():
         bodies["roll"] = next(iter(known))
     lock.write_text(json.dumps(content))
-    assert "all 3 bodies are known" in roll(tree).reason
+    assert "all 3 functions match a known release" in roll(tree).reason
     assert shim.plan()["roll-fix"].action == "drifted"
 
 

@@ -117,7 +117,7 @@ def test_files_of_a_known_tree_are_not_parsed(shipped, monkeypatch):
 def test_a_fork_needs_words(tmp_path, shipped, monkeypatch):
     monkeypatch.setattr("shim.maintenance.known_trees.FILE", tmp_path / "known_trees.json")
     (tmp_path / "known_trees.json").write_text(render_trees(EMPTY))
-    with pytest.raises(OptionError, match="say with --of what it is"):
+    with pytest.raises(OptionError, match="say with --note what it is"):
         main(["a-fork", str(tmp_path / "no.lock")])
 
 

@@ -15,8 +15,8 @@ def test_patches_are_grouped_by_what_goes_wrong_without_them(world):
     text = MATRIX.replace("    changes: values", "    changes: values\n    symptom: silent")
     world.pin(text.replace("    changes: nothing", "    changes: nothing\n    symptom: memory"))
     out = str(world.install(BROKEN).plan())
-    assert out.startswith("2 to apply (1 silent, 1 memory), 0 not needed here, 0 problems\n")
-    silent, memory = out.index("To apply, silent (wrong, without an error):"), out.index("To apply, memory (")
+    assert out.startswith("2 patches apply: 1 fixes silent errors, 1 use of memory; 0 not needed here, 0 problems\n")
+    silent, memory = out.index("Fixed: silently wrong results\n"), out.index("Fixed: more memory than")
     assert silent < out.index("  roll-fix ") < memory < out.index("  faster-forward ")
 
 
@@ -32,14 +32,15 @@ def test_what_concerns_a_run_comes_first_with_what_would_go_wrong(world):
 
 def test_a_run_is_told_which_word_more_would_add_patches(world):
     """If words name it: whoever says "packed" and means "tp" as well sees that one more patch is of concern."""
-    assert "\n  one word more would add: tp 1\n" in described(world).text(run=run_named("packed", False))
-    assert "one word more" not in described(world).text(run=run_named("packed,tp", False))
-    assert "one word more" not in described(world).text(run=Run({"tp": True, "packed": False}, "it"))
+    assert "\n  also relevant if you use tp (1)\n" in described(world).text(run=run_named("packed", False))
+    assert "also relevant" not in described(world).text(run=run_named("packed,tp", False))
+    assert "also relevant" not in described(world).text(run=Run({"tp": True, "packed": False}, "it"))
 
 
 def test_the_rest_takes_one_line(world):
     out = described(world).text(run=run_named("moe", False))
-    assert "\n0 of 1 concern a run with moe\n" in out and "of no concern to a run with moe: roll-fix." in out
+    assert "\n0 of 1 concern a run with moe\n" in out and "\n1 other applies (-v)" in out
+    assert "irrelevant to a run with moe:\n  roll-fix" in described(world).text(True, run_named("moe", False))
 
 
 def test_what_is_not_known_is_said_with_what_would_decide(world, tmp_path):

@@ -106,8 +106,10 @@ def test_the_report_says_what_is_left_and_a_warning_what_stays_wrong(partial, ca
     found = shim.status()["roll-fix"]
     assert found.state == "applied" and found.is_partial
     assert found.targets == {ROLL: "bound", FORWARD: "drifted"}
-    assert shim.status().text().startswith("1 applied, 1 of them in part, ") and " (in part)" in shim.status().text()
-    assert shim.plan(only=["roll-fix"]).text().startswith("1 to apply, 1 of them in part, ")
+    assert (
+        shim.status().text().startswith("1 patch applied, 1 of them in part; ") and " (in part)" in shim.status().text()
+    )
+    assert shim.plan(only=["roll-fix"]).text().startswith("1 patch applies, 1 of them in part; ")
     assert found.to_dict()["in_part"] and not shim.status()["faster-forward"].to_dict()["in_part"]
     assert found.others == (f"{FORWARD} is left as it is, since its body is not known: {WRONG}",)
     [text] = [record.getMessage() for record in caplog.records if "applied without" in record.getMessage()]

@@ -206,8 +206,8 @@ def test_sources_that_are_named_are_not_fetched(shim, fetched, tmp_path):
         (["--add", "0.18.0", "a", "b"], "at most one SOURCE"),
         (["--add", "0.18.0", "--check"], "leave out --check and --releases"),
         (["--add", "0.18.0", "--lock", "x"], "leave out --releases, --add and --patch"),
-        (["--add", "0.18.0", "--of", "main"], "--of belongs to a commit"),
-        (["--of", "main", "--releases"], "--of belongs to --add"),
+        (["--add", "0.18.0", "--note", "main"], "--note belongs to a commit"),
+        (["--note", "main", "--releases"], "--note belongs to --add"),
     ],
 )
 def test_what_cannot_be_added_is_refused(shim, fetched, arguments, message):
@@ -283,7 +283,7 @@ def test_a_commit_is_added_from_a_clone(shim, fetched, clone):
     fetched.pin(WIDER)
     hash = clone(REWORKED)
     clone(FIXED)
-    code, out, _ = shim("pin", "--add", hash[:12], str(clone.path), "--of", "main, pinned by a trainer")
+    code, out, _ = shim("pin", "--add", hash[:12], str(clone.path), "--note", "main, pinned by a trainer")
     assert code == 0, out
     matrix = load_matrix(fetched.matrix, check_ranges=True)
     commit = matrix.commits["megatron-core"][hash[:10]]

@@ -271,7 +271,7 @@ def test_the_text_has_one_line_per_patch_and_says_what_is_wrong(world):
     world.on_path(world.site, world.root / "releases" / "0.18.0", world.own)
     plan = world.plan()
     lines = str(plan).splitlines()
-    assert lines[0] == "1 to apply, 0 not needed here, 2 problems"  # the patch, and the copy
+    assert lines[0] == "1 patch applies; 0 not needed here, 2 problems"  # the patch, and the copy
     assert any("megatron-core 0.16.0 (version file" in line for line in lines)
     assert any("! megatron-core: another copy" in line for line in lines)
     assert [line.split()[0] for line in lines if line.startswith(("  roll-fix", "  faster-forward"))] == [*plan]

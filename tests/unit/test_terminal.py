@@ -81,14 +81,20 @@ def test_a_pipe_gets_whole_lines_without_colour(environ, terminal, changed):
 
 @pytest.mark.parametrize(
     "line, paint",
-    [("Problems:", RED + BOLD), ("To apply:", BOLD), ("2 to apply, 1 problem", RED), ("  drifted  roll-fix", RED)],
+    [
+        ("Problems:", RED + BOLD),
+        ("To apply:", BOLD),
+        ("Fixed: hangs", BOLD),
+        ("2 patches apply; 1 problem", RED),
+        ("  drifted  roll-fix", RED),
+    ],
 )
 def test_what_is_wrong_and_headings_stand_out(line, paint):
     assert paint in coloured(line) and coloured(line).count(PLAIN) == 1
 
 
 def test_what_is_fine_has_no_alarm():
-    assert coloured("2 to apply, 0 problems") == "2 to apply, 0 problems"
+    assert coloured("2 patches apply; 0 problems") == "2 patches apply; 0 problems"
     assert GREEN in coloured("roll-fix: fixed, 1.2 s") and RED in coloured("roll-fix: not fixed, 1.2 s")
 
 

@@ -270,7 +270,7 @@ def test_the_index_gets_no_link_that_leads_nowhere(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         text = archive.read(name).decode()
-    assert "Does it hit you?" in text
+    assert "Are you affected?" in text
     links = re.findall(r"\]\(([^)]+)\)", text)
     assert all(link.startswith(("https://", "#")) for link in links), links
 

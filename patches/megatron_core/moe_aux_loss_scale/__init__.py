@@ -15,9 +15,9 @@ three ways:
 So a run on two ranks balances its experts half as hard as the same run on one, or twice as hard.
 
 The patch multiplies the scale that forward_step sets for these losses by what is missing, and gives the auxiliary loss
-the tokens of a rank: those of the group, divided by its ranks. It fixes both or neither, so `exclude` takes both. It
-costs two operations on one number in a microbatch, and one in a layer that gets a padding mask. Logged values do not
-change. Nothing happens on one rank, nor in a model without experts.
+the tokens of a rank: those of the group, divided by its ranks. Excluding it drops both fixes. It costs two
+operations on one number in a microbatch, and one in a layer that gets a padding mask. Logged values do not change.
+Nothing happens on one rank, nor in a model without experts.
 
 Left alone:
 
