@@ -22,7 +22,7 @@ from shim._releases.detect import detect
 from shim._te.features import LostFeature, lost_features
 from shim._tools import others as _others
 from shim._tools.notes import notes_of
-from shim._tools.surroundings import TRAINERS, machine, packages
+from shim._tools.surroundings import TRAINERS, has_core_library, machine, packages
 from shim._version import __version__
 
 if TYPE_CHECKING:
@@ -76,6 +76,13 @@ def _examined() -> dict[str, Any]:
         notes = notes_of(made)
     except ShimError as error:
         problems.append(str(error))
+    te = environment.installed.get("transformer-engine")
+    if te is not None and te.location and not has_core_library(te.location):
+        problems.append(
+            f"{te.distribution} {te.raw or ''} has no core library (libtransformer_engine.so), so its import fails, "
+            "and that of megatron.core with it. Remedy: install transformer-engine[core_cu12] or [core_cu13] of this "
+            "version for a GPU; on a CPU uninstall it, or call shim.testing.transformer_engine_on_cpu() before it"
+        )
     torch = environment.installed.get("torch")
     hardware = machine(torch.location if torch else None)
     problems += filter(None, [hardware["problem"]])

@@ -7,14 +7,16 @@ import os
 import re
 import shutil
 import subprocess
+import sysconfig
 from collections.abc import Mapping
 from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-__all__ = ["TRAINERS", "machine", "packages"]
+__all__ = ["TRAINERS", "has_core_library", "machine", "packages"]
 
+TE = "transformer_engine"
 PATIENCE = 10  # seconds. nvidia-smi hangs if the driver is broken.
 
 # Distributions, and the names of their packages. First those that change which code of megatron-core runs.
@@ -69,6 +71,13 @@ def machine(torch: str | None) -> dict[str, Any]:
         "libraries": _libraries(),
         "problem": problem,
     }
+
+
+def has_core_library(te: str) -> bool:
+    """Whether the core library of Transformer Engine is where its import looks. te: the folder of its package."""
+    packages = Path(te).parent, Path(sysconfig.get_paths()["purelib"])
+    places = [place for top in packages for place in (top, top / TE, top / TE / "wheel_lib")]
+    return any(True for place in places for _ in place.glob("libtransformer_engine.*"))
 
 
 def _gpus() -> tuple[list[str], str | None, str]:

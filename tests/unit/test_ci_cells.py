@@ -257,6 +257,8 @@ def test_the_steps_that_are_not_run_here_only_install(jobs):
     ]
     assert lines and all(line.startswith("python -m pip install ") for line in lines)
     assert not [line for line in lines if re.search(r"index|://|\$\{\{", line)]
+    of_shim = [line for line in lines if "$SHIM" in line]
+    assert of_shim == ["python -m pip install $SHIM"] * 5  # unquoted, so that the shell finds the wheel
     releases = [line for line in lines if "megatron-core" in line]
     install = "python -m pip install --no-deps --ignore-requires-python"
     assert releases == [f'{install} "megatron-core==$MEGATRON_CORE"', f"{install} megatron-core"]

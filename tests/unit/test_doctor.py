@@ -138,6 +138,18 @@ def test_what_is_loaded_and_replaced_is_told(here):
     assert found.keys() == {"megatron.core.roll:roll"} and "their_patches" in found["megatron.core.roll:roll"]
 
 
+@pytest.mark.parametrize("place", ["transformer_engine/wheel_lib", "transformer_engine", "."])
+def test_transformer_engine_without_its_core_library_is_a_problem(here, world, place):
+    """Its import raises no ImportError then, so that of megatron.core fails as well. --no-deps leaves such a one."""
+    metadata(here.site, "2.9.0", "transformer-engine")
+    write_file(here.site / "transformer_engine/__init__.py", "")
+    [problem] = examine()["problems"]
+    assert problem.startswith("transformer-engine 2.9.0 has no core library (libtransformer_engine.so)")
+    assert "megatron.core" in problem and "transformer_engine_on_cpu()" in problem
+    write_file(here.site / place / "libtransformer_engine.so", "")
+    assert examine()["problems"] == []
+
+
 def test_nothing_installed_is_a_problem(here, world):
     """Which the wrong Python, or a forgotten PYTHONPATH, looks like."""
     world.on_path(world.own)
