@@ -226,7 +226,7 @@ KEYS = {
         "lacking": "Signs that a release never had the defect. It is `not-needed` then.",
         "decided": "Decisions of people about bodies of new releases that keep no contract.",
         "pairs": "Defects of two releases together, with a `note`. `shim plan` names them. They decide no variant.",
-        "probe": "The methods for which the module's function `probe` tries a foreign function in a model.",
+        "probe": "The targets in whose place the module's `probe` tries a foreign function, methods in a model.",
         "module": "The module with `bindings()`, such as `trainer_patches.roll_fix`.",
         "applies": "Rules with a key `variant` more, for patches whose rules do not stand in their variants.",
         "upstream": "Rules for releases that have fixed the defect. Their `note` says how.",

@@ -224,9 +224,9 @@ def remedy_for(id: str, who: str) -> str:
     return f"remove {who} (the patch replaces it), or keep it and exclude {id}"
 
 
-def remedy_untried(who: str) -> str:
-    """The remedy for an object that only a trial in a model can judge."""
-    return f"call shim.check(model), which tries {who} on a tiny input"
+def remedy_untried(name: str, who: str) -> str:
+    """The remedy for an object in the place of `name` that only a trial can judge, of a method one in a model."""
+    return f"call shim.check({'model' if is_method(name) else ''}), which tries {who} on a tiny input"
 
 
 def require_none(plan: Plan, module: str | None) -> None:
@@ -274,14 +274,14 @@ def warnings_for(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
             if is_tried(target, decision, plan):
                 text = (
                     f"{decision.id} is applied without {target}, which holds {who}. It is not known whether that has "
-                    f"the effect of the patch: {remedy_untried(who)}."
+                    f"the effect of the patch: {remedy_untried(target, who)}."
                 )
                 yield decision.id, "not tried", f"without {target}", text
             if target not in skippable or is_tried(target, decision, plan):
                 continue
             text = (
                 f"{decision.id} is applied without {target}, which holds {who}. "
-                f"Remaining defect: {skippable[target]}. Remedy: {remedy_for(decision.id, who)}."
+                f"Unless that does the same: {skippable[target]}. Remedy: {remedy_for(decision.id, who)}."
             )
             yield decision.id, "applied in part", f"without {target}", text
 
@@ -297,5 +297,6 @@ def _remedies(drifted: list[Decision]) -> str:
 
 
 def _stays_wrong(plan: Plan, id: str) -> str:
+    """Whether the object in the patch's place does what the patch does was not tried."""
     entry = plan.matrix.patches[id]
-    return f"Remaining defect: {entry.without}. " if entry.without else f"Missing: {entry.summary}. "
+    return f"Unless that does the same: {entry.without}. " if entry.without else f"Missing: {entry.summary}. "

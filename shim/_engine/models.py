@@ -33,12 +33,16 @@ def with_findings(
 ) -> Report:
     """The report, with what overrides in these models do to the patches. Called without the engine's lock.
 
+    Without a model it has what trying functions of modules has shown.
+
     raising: whether this is check(). Only check() raises an error in a patch's own check; a report says that the
         patch is inactive. And only check() tries overrides: another thread may train while a report is made.
     """
     states = States(report, plan, binder)
     tries = Tries(plan, models, checked.verdicts, raising)
     add_answers(states, models, plan, binder, tries)
+    if not models:
+        return states.report()
     for claims in (
         _problems_in(models, plan, raising),
         _findings_in(models, plan, binder, tries),

@@ -1,7 +1,8 @@
 """A patch's probe of an override: what the override does to a tiny input, tried once, with nothing left behind.
 
 A patch module may define `probe(module, method, models)`. It gets the instance, the overridden method as
-``package.module:Class.name``, and the models that check() was given. It returns True (the override keeps the fix),
+``package.module:Class.name``, and the models that check() was given. In the place of a function that is no method it
+gets the foreign function itself, and no model is needed. It returns True (the override keeps the fix),
 False (the override hides it), or None or a text (not known, and why).
 """
 
@@ -17,11 +18,12 @@ from shim._engine.aliases import namespace_of
 from shim._planning.plan import Decision, Plan
 from shim._torch_names import required
 
-__all__ = ["NO_VERDICT", "Probe", "Tries", "Verdict", "facts_of", "of_patch", "run"]
+__all__ = ["NOT_YET", "NO_VERDICT", "Probe", "Tries", "Verdict", "facts_of", "of_patch", "run"]
 
 Probe = Callable[[Any, str, list[Any]], "bool | str | None"]
 Verdict = tuple["bool | None", str]  # the second says why nothing is known
 MOST_VERDICTS = 1000
+NOT_YET = "shim.check has not tested yet whether the patch has its effect"
 NO_VERDICT = "shim cannot tell whether the patch has its effect"  # if it says nothing
 
 
@@ -114,7 +116,7 @@ class Tries:
         key = (what, getattr(function, "__code__", function), type(module).__qualname__, self._facts[id(module)])
         if key not in self.verdicts:
             if not self.trying:
-                return None, "shim.check(model) has not tested yet whether the patch has its effect"
+                return None, NOT_YET
             if len(self.verdicts) >= MOST_VERDICTS:
                 self.verdicts.clear()
             self.verdicts[key] = run(probe, module, method, self.models)

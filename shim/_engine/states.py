@@ -138,7 +138,7 @@ def _state(
         made = report("unknown", reason, targets, remedy_in_doubt(decision.id, who))
     elif untried := [question for key, question in binder.found.open.items() if key[0] == decision.id]:
         reason = f"{NOT_TOLD} {untried[0].who}, which replaces {untried[0].method}, has the effect of the patch"
-        made = report("unknown", reason, targets, remedy_untried(untried[0].who))
+        made = report("unknown", reason, targets, remedy_untried(untried[0].method, untried[0].who))
         made = off(decision.options, decision.reason, targets) or made
     else:
         state, reason, remedy = _bound(decision, binder)

@@ -144,13 +144,15 @@ def _ways(read: Reader, node: yaml.Node, module: str) -> tuple[str, ...]:
 
 
 def _probed(read: Reader, node: yaml.Node, variants: Iterable[Variant]) -> tuple[str, ...]:
-    """The methods that the probe of a patch tries, each a target or a way to one."""
-    known = {name for v in variants for name in (*v.targets, *(way for ways in v.reached_by.values() for way in ways))}
+    """The functions and methods that the probe of a patch tries, each a target, or a method on the way to one."""
+    targets = {name for v in variants for name in v.targets}
+    ways = {way for v in variants for ways in v.reached_by.values() for way in ways}
+    known = targets | {way for way in ways if "." in way.partition(":")[2]}
     found = []
     for item in read.sequence(node, "probe"):
-        found.append(read.target(item, "a method"))
-        if found[-1] not in known or "." not in found[-1].partition(":")[2]:
-            raise read.fail(item, f"{found[-1]} is no method that the patch binds or is reached by")
+        found.append(read.target(item, "a function or method"))
+        if found[-1] not in known:
+            raise read.fail(item, f"{found[-1]} is no function that the patch binds, and no method that leads to one")
     return tuple(found)
 
 

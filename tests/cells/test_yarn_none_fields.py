@@ -1,11 +1,13 @@
 """yarn-none-fields: the factor of YaRN is 1.0 where its field is None, and upstream's everywhere else."""
 
+import contextlib
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding as yarn
+from megatron.core.transformer import attention
 
 import shim
 from shim import testing
@@ -84,3 +86,55 @@ def test_this_release_needs_no_patch():
     """It takes no factor from the config in attention."""
     assert shim.plan()[ID].action in ("upstream", "not-needed")
     assert not hasattr(yarn, NAME)
+
+
+def bridges(config):
+    """As model providers of a trainer do it: the fields of None are not there."""
+    kept = {name: value for name, value in vars(config).items() if value is not None}
+    scaling = kept.get("yarn_rotary_scaling_factor")
+    if scaling is None:
+        return 1.0
+    return yarn._yarn_get_concentration_factor(
+        scaling, kept.get("yarn_mscale", 1.0), kept.get("yarn_mscale_all_dim", 0.0)
+    )
+
+
+def compares_none(config):
+    return 1.0 if config.yarn_rotary_scaling_factor <= 1 else 1.3466
+
+
+def knows_no_mscale(config):
+    return 1.0
+
+
+def divides_wrongly(config):
+    return bridges(config) if None in vars(config).values() else 1.3466
+
+
+def asks_for_more(config):
+    return config.yarn_of_this_trainer
+
+
+@needed
+@pytest.mark.parametrize("first", ["shim", "trainer"])
+@pytest.mark.parametrize(
+    ("function", "state"),
+    [(bridges, "applied"), (compares_none, "conflict"), (knows_no_mscale, "conflict"), (divides_wrongly, "conflict")]
+    + [(asks_for_more, "unknown")],
+)
+def test_a_function_of_others_is_tried_before_it_is_a_conflict(monkeypatch, function, state, first):
+    """In both orders, and `require` raises for none that is right, or that nothing is known of."""
+    places = [yarn, *(module for module in (attention,) if hasattr(module, NAME))]
+    with contextlib.ExitStack() as stack:
+        put = [monkeypatch.setattr] * len(places)
+        if first == "shim":
+            stack.enter_context(shim.patched(only=[ID], require=[ID]))
+        for place, set_it in zip(places, put, strict=True):
+            set_it(place, NAME, function)
+        if first == "trainer":
+            stack.enter_context(shim.patched(only=[ID], require=[ID]))
+        assert shim.status()[ID].state == "unknown"
+        with pytest.raises(shim.NotMetError) if state == "conflict" else contextlib.nullcontext():
+            shim.check()
+        assert shim.status()[ID].state == state
+        monkeypatch.undo()

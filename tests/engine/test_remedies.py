@@ -156,7 +156,7 @@ def test_a_target_that_the_patch_does_without_is_given_back(patch, caplog):
     world = patch(without="doubling is wrong")
     take_back = put(world, replaces)
     shim.apply()
-    assert "Remaining defect: doubling is wrong. Remedy: remove " in caplog.text
+    assert "Unless that does the same: doubling is wrong. Remedy: remove " in caplog.text
     assert shim.check()["p"].targets == {DOUBLE: "left", OTHER: "bound"}
     take_back()
     assert nothing_is_amiss(caplog).targets == {DOUBLE: "bound", OTHER: "bound"}

@@ -22,7 +22,9 @@ Delete when: every supported release asks for the value of the field.
 from __future__ import annotations
 
 import functools
+import math
 import sys
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -69,6 +71,21 @@ def _factor(original: Function) -> Function:
         {name: getattr(original, name) for name in kept if hasattr(original, name)}
     )
     return _yarn_get_concentration_factor
+
+
+def probe(function: Function, target: str, models: list[Any]) -> bool:
+    """Asks for the factors of three configs. See docs/patch-modules.md."""
+
+    def factor(*values: Any) -> float:
+        return float(function(types.SimpleNamespace(**dict(zip(("yarn_rotary_scaling_factor", *FIELDS), values)))))
+
+    try:
+        without = factor(None, None, None), factor(32.0, None, None)
+    except TypeError:  # None is compared with a number
+        return False
+    scaled = 0.1 * math.log(32.0) + 1
+    found = *without, factor(32.0, 1.0, 0.0), factor(32.0, 1.0, 1.0), factor()
+    return all(map(math.isclose, found, (1.0, scaled, scaled, 1.0, 1.0)))
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
