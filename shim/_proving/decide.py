@@ -8,17 +8,17 @@ that is right alone may be wrong beside the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shim._matrix.model import RIGHT as RIGHT_STATES
-from shim._matrix.model import UPSTREAM
+from shim._matrix.model import UPSTREAM, Variant
 from shim._planning.bodies import GONE, Bodies
 from shim._planning.evidence import CANNOT_RUN, FIXED, NOT_FIXED, RIGHT
 from shim._planning.match import match
 from shim._planning.plan import Plan
 from shim._proving.reached import Spot, spots_of
-from shim._proving.results import Outcome, Result
+from shim._proving.results import Outcome, Result, past
 from shim._proving.run import SMALL_GPT, Request, Say, prove, prove_generic
 
 __all__ = ["Decided", "Judgement", "decide", "undecided"]
@@ -62,6 +62,19 @@ class Decided:
     told: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Watched:
+    """The bodies of a patch of which a run of its proofs is to say whether they run, by target.
+
+    changed: those that must run before the patch counts as a fix: no release has them with the tried variant.
+    doubtful: those that must run before the tree counts as right: no release that is right has them.
+    """
+
+    spots: tuple[Spot, ...] = ()
+    changed: frozenset[str] = frozenset()
+    doubtful: frozenset[str] = frozenset()
+
+
 def undecided(plan: Plan) -> list[str]:
     """The patches of which not all bodies were seen in a release: contracts, signs or nothing speak for them."""
     found = []
@@ -92,15 +105,15 @@ def decide(plan: Plan, request: Request, say: Say) -> Decided:
         if not tried and not beside:
             break
         trial = {**dict.fromkeys(likely, ""), **_accepted(judged), **variants}
-        results, watch = _round(plan, tried, trial, _left(judged), beside, request, say)
+        results, watched = _round(plan, tried, trial, _left(judged), beside, request, say)
         for id in tried:
-            seen = _judged(plan, id, variants.get(id), _of(id, results), watch[id])
+            seen = _judged(plan, id, variants.get(id), _of(id, results), watched[id])
             if id not in judged or seen.verdict == FIXED:
                 judged[id] = seen
-        told += _against_the_matrix(beside, results)
+        told += _against_the_matrix(plan, beside, results, request, say)
         for id in beside:
             given = plan.decisions[id].variant or ""
-            seen = _judged(plan, id, given, _of(id, results), ())
+            seen = _judged(plan, id, given, _of(id, results), Watched())
             if seen.verdict == NOT_FIXED:  # right where its bodies come from, and not here
                 judged[id] = seen
                 others = [variant.name for variant in _bodies(plan, id).likely() if variant.name != given]
@@ -123,17 +136,18 @@ def _round(
     ids: Sequence[str],
     trial: Mapping[str, str],
     left: Mapping[str, tuple[str, ...]],
-    known: Iterable[str],
+    known: Sequence[str],
     request: Request,
     say: Say,
-) -> tuple[list[Result], dict[str, tuple[Spot, ...]]]:
-    """The results of these patches with the variants of `trial`, and of the known ones; and the watched spots.
+) -> tuple[list[Result], dict[str, Watched]]:
+    """The results of these patches with the variants of `trial`, and of the known ones; and what was watched.
 
     left: targets without which patches beside them are applied.
     """
-    watch = {id: spots_of(plan.environment.sources, _unknown_bodies(plan, id, trial[id])) for id in ids}
-    asked = replace(request, ids=(*ids, *known), trial=trial, left=left, watch=watch)
-    return prove(_as_tried(plan, {id: name for id, name in trial.items() if name}), asked, say), watch
+    watched = {id: _watched(plan, id, trial[id]) for id in ids}
+    spots = {id: each.spots for id, each in watched.items()}
+    asked = replace(request, ids=(*ids, *known), trial=trial, left=left, watch=spots)
+    return prove(_as_tried(plan, {id: name for id, name in trial.items() if name}), asked, say), watched
 
 
 def _of(id: str, results: Iterable[Result]) -> list[Result]:
@@ -149,15 +163,44 @@ def _as_tried(plan: Plan, variants: Mapping[str, str]) -> Plan:
     return replace(plan, decisions=decisions)
 
 
+def _watched(plan: Plan, id: str, variant: str) -> Watched:
+    """What is watched if this variant is tried; "" if none fits the tree."""
+    changed, doubtful = _unknown_bodies(plan, id, variant), _doubtful_bodies(plan, id, variant)
+    spots = spots_of(plan.environment.sources, {**changed, **doubtful})
+    called = {target for target, *_ in spots}
+    return Watched(spots, frozenset(changed.keys() & called), frozenset(doubtful.keys() & called))
+
+
 def _unknown_bodies(plan: Plan, id: str, variant: str) -> dict[str, str]:
     """The bodies of a variant ("": of none) that only proofs can speak for, each with the name that defines it."""
     if not variant:
         return {}
     bodies, wiring = _bodies(plan, id), plan.matrix.patches[id].variants[variant]
     _, unknown = bodies.standing(wiring)
+    return _unseen(bodies, wiring, unknown)
+
+
+def _doubtful_bodies(plan: Plan, id: str, variant: str) -> dict[str, str]:
+    """The bodies of a variant ("": of all) that no release has that has fixed the defect, as `_unknown_bodies`."""
+    bodies, entry = _bodies(plan, id), plan.matrix.patches[id]
+    right = {
+        (target, body)
+        for release, pin in bodies.pins
+        if plan.matrix.wanted(id, release) == UPSTREAM
+        for target, body in pin.fingerprints.items()
+    }
+    found: dict[str, str] = {}
+    for wiring in [entry.variants[variant]] if variant else entry.variants.values():
+        doubtful = [target for target in wiring.bodies if (target, bodies.found_in(wiring, target)) not in right]
+        found |= _unseen(bodies, wiring, doubtful)
+    return found
+
+
+def _unseen(bodies: Bodies, wiring: Variant, targets: Iterable[str]) -> dict[str, str]:
+    """Those of the bodies that are in the tree, and are bound by the variant or in no release."""
     # What the patch only relies on has not changed if it is in a release, whatever variant the release gets.
     seen = {(target, body) for _, pin in bodies.pins for target, body in pin.fingerprints.items()}
-    found = {target: bodies.found_in(wiring, target) for target in unknown}
+    found = {target: bodies.found_in(wiring, target) for target in targets}
     return {
         target: wiring.inherits(target) or target
         for target, body in found.items()
@@ -165,8 +208,8 @@ def _unknown_bodies(plan: Plan, id: str, variant: str) -> dict[str, str]:
     }
 
 
-def _judged(plan: Plan, id: str, variant: str | None, results: Sequence[Result], watched: Sequence[Spot]) -> Judgement:
-    """The judgement of a patch from all its proofs. watched: the unknown bodies that have to run.
+def _judged(plan: Plan, id: str, variant: str | None, results: Sequence[Result], watched: Watched) -> Judgement:
+    """The judgement of a patch from all its proofs. watched: the bodies that have to run.
 
     That it fixes the tree is said by the proofs about this variant; that the tree is right without it, by all.
     """
@@ -184,23 +227,40 @@ def _judged(plan: Plan, id: str, variant: str | None, results: Sequence[Result],
         if left:
             why = f"{_stocks(ran)}, but of {left[0].proof}: {_why_not(left[0])}"
             return Judgement(id, CANNOT_RUN, variant, why, proofs)
+        missed = _missed(watched.doubtful, ran)
+        if missed:
+            why = f"{_stocks(ran)}, but its proofs do not run {_names(missed)}"
+            return Judgement(id, CANNOT_RUN, variant, why, proofs)
         return Judgement(id, RIGHT, None, _stocks(ran), proofs)
     if variant is None:
         why = "no variant of the patch has all its targets here"
         return Judgement(id, NOT_FIXED, None, f"{_stocks(ran)}, and {why}", proofs)
     bad = [result for result in own if result.patched is None or result.patched.state != "right"]
+    if bad and all(result.gets_further for result in bad):
+        return Judgement(id, CANNOT_RUN, variant, _listed([_past(result) for result in bad]), proofs)
     if bad:
         return Judgement(id, NOT_FIXED, variant, _measured(bad), proofs)
     fixed = [result for result in own if _is_wrong(result.stock)]
     if not fixed:
         others = [result for result in ran if _is_wrong(result.stock)]
         return Judgement(id, NOT_FIXED, variant, _measured(others), proofs)
-    missed = sorted({target for target, *_ in watched} - set().union(*(result.reached for result in own)))
+    missed = sorted(watched.changed - set().union(*(result.reached for result in own)))
     wiring = plan.matrix.patches[id].variants[variant]
     if set(missed) - wiring.skippable.keys() or set(missed) >= set(wiring.targets):
         return Judgement(id, CANNOT_RUN, variant, f"its proofs do not run {_names(missed)}", proofs)
     without = f"; without {_names(missed)}, which its proofs do not run" if missed else ""
     return Judgement(id, FIXED, variant, _measured(fixed) + without, proofs, dropped=tuple(missed))
+
+
+def _missed(bodies: Collection[str], results: Iterable[Result]) -> list[str]:
+    """The bodies that none of these proofs has run on stock."""
+    ran = {target for result in results if result.stock is not None for target in result.stock.reached}
+    return sorted(set(bodies) - ran)
+
+
+def _past(result: Result) -> str:
+    assert result.stock is not None and result.patched is not None
+    return past(result.stock, result.patched)
 
 
 def _names(targets: Iterable[str]) -> str:
@@ -306,14 +366,25 @@ def _worse(result: Result) -> bool:
     return stock is not None and patched is not None and stock.state == "right" and patched.state != "right"
 
 
-def _against_the_matrix(known: Iterable[str], results: Sequence[Result]) -> tuple[str, ...]:
-    """Patches whose bodies are known and that are to be applied, on whose stock no proof shows the defect."""
-    told = []
-    for id in known:
-        ran = [result for result in _of(id, results) if _ran(result)]
-        if ran and all(result.stock is not None and result.stock.state == "right" for result in ran):
-            told.append(f"{id}: by its bodies this tree needs it, and its proofs are right on stock ({_stocks(ran)})")
-    return tuple(told)
+def _against_the_matrix(
+    plan: Plan, known: Iterable[str], results: Sequence[Result], request: Request, say: Say
+) -> tuple[str, ...]:
+    """Patches whose bodies are known and that are to be applied, on whose stock no proof shows the defect.
+
+    Few are, so only their proofs run again under a tracer, which tells whether they run the bodies at all.
+    """
+    ran = {id: [result for result in _of(id, results) if _ran(result)] for id in known}
+    right = [id for id, own in ran.items() if own and not any(_is_wrong(result.stock) for result in own)]
+    if not right:
+        return ()
+    watched = {id: _watched(plan, id, plan.decisions[id].variant or "") for id in right}
+    asked = replace(request, ids=tuple(right), watch={id: each.spots for id, each in watched.items()})
+    again = prove(plan, asked, say)
+    return tuple(
+        f"{id}: by its bodies this tree needs it, and its proofs are right on stock ({_stocks(ran[id])})"
+        for id in right
+        if not _missed(watched[id].doubtful, _of(id, again))
+    )
 
 
 def _with_bodies(plan: Plan, judgement: Judgement) -> Judgement:

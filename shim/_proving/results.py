@@ -10,7 +10,7 @@ from typing import Any
 
 from shim._matrix.commits import RIGHT
 
-__all__ = ["FAILURES", "Outcome", "Result", "outcome_of", "summary", "verdict_of"]
+__all__ = ["FAILURES", "Outcome", "Result", "outcome_of", "past", "summary", "verdict_of"]
 
 # In the order in which a summary counts them.
 VERDICTS = {
@@ -41,6 +41,11 @@ class Outcome:
     curves: Mapping[str, Sequence[float]] = field(default_factory=dict)
     details: str = ""
     reached: tuple[str, ...] = ()
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether it is wrong by an error, a hang or a signal, as the proof expects, and has measured nothing."""
+        return self.state == "wrong" and (self.value is None or math.isinf(self.value))
 
     def to_dict(self) -> dict[str, Any]:
         number = self.value if self.value is not None and math.isfinite(self.value) else None
@@ -103,6 +108,11 @@ class Result:
         return tuple(side for side in (self.stock, self.patched) if side is not None)
 
     @property
+    def gets_further(self) -> bool:
+        """Whether the patched side gets past what ends stock, and then breaks in another way. So it shows nothing."""
+        return self.patched is not None and _gets_further(self.stock, self.patched)
+
+    @property
     def reached(self) -> set[str]:
         """The watched bodies that ran on either side."""
         return {target for side in self.sides for target in side.reached}
@@ -136,7 +146,18 @@ def verdict_of(action: str, stock: Outcome, patched: Outcome | None) -> tuple[st
     assert patched is not None
     if patched.state == "right":
         return "fixed", ""
+    if _gets_further(stock, patched):
+        return "broken", past(stock, patched)
     return "not fixed", f"with shim: {patched.text}"
+
+
+def _gets_further(stock: Outcome | None, patched: Outcome) -> bool:
+    return stock is not None and stock.ended_early and patched.state == "broken"
+
+
+def past(stock: Outcome, patched: Outcome) -> str:
+    """What is said if the patched side breaks behind what ends stock."""
+    return f"with the patch the run gets past {stock.text}, and ends in: {patched.text}"
 
 
 def generic_verdict(stock: Outcome, patched: Outcome) -> tuple[str, str]:

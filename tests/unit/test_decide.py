@@ -1,6 +1,8 @@
 """How the measurements of proofs become a verdict on a tree."""
 
+import math
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,11 +18,14 @@ VARIANT = SimpleNamespace(targets=(BODY, PART), skippable={PART: "layers roll pa
 
 
 def side(state, *reached):
-    return None if state is None else Outcome(state, state, reached=reached)
+    return None if state is None else Outcome(state, state, value=1.0 if state == "wrong" else None, reached=reached)
 
 
-def result(stock, patched=None, proof="first", reason="", reached=BODY):
+def result(stock, patched=None, proof="first", reason="", reached=BODY, raised=False):
+    """raised: whether stock is wrong by the error that the proof expects."""
     outcomes = side(stock, reached), side(patched)
+    if raised:
+        outcomes = replace(outcomes[0], value=math.inf), outcomes[1]
     return Result("roll-fix", proof, proof, "correctness", "silent", "cpu", "", reason, "apply", "old", *outcomes)
 
 
@@ -33,8 +38,9 @@ def judge(monkeypatch):
     monkeypatch.setitem(sys.modules, "shim.testing.proof", SimpleNamespace(proofs_of=lambda module: proofs))
     plan = SimpleNamespace(matrix=SimpleNamespace(patches={"roll-fix": entry}))
 
-    def judged(*results, variant="old", bodies=(BODY,)):
-        return decide._judged(plan, "roll-fix", variant, results, [(body, "roll.py", 1, 2) for body in bodies])
+    def judged(*results, variant="old", bodies=(BODY,), right=(BODY,)):
+        watched = decide.Watched((), frozenset(bodies), frozenset(right))
+        return decide._judged(plan, "roll-fix", variant, results, watched)
 
     return judged
 
@@ -86,6 +92,32 @@ def test_a_proof_speaks_only_for_bodies_that_it_runs(judge):
     """The body of another function was changed, and no proof has called it."""
     found = judge(result("wrong", "right"), bodies=[HELPER])
     assert found.verdict == CANNOT_RUN and "do not run helper" in found.shown
+
+
+@pytest.mark.parametrize("reached", [BODY, None])
+def test_a_tree_is_right_only_by_proofs_that_run_its_bodies(judge, reached):
+    """As if multi-token prediction waits for an argument of its own, or one of two updates is not called."""
+    found = judge(result("right", "right", reached=reached), right=[BODY, PART])
+    missed = "part" if reached else "part, roll"
+    assert (found.verdict, found.variant) == (CANNOT_RUN, "old")
+    assert found.shown == f"right, but its proofs do not run {missed}"
+    both = result("right", reached=BODY), result("right", proof="second", reached=PART)
+    assert judge(*both, right=[BODY, PART]).verdict == RIGHT
+
+
+def test_what_runs_with_the_patch_alone_is_not_shown_to_be_right(judge):
+    stock_misses = replace(result("right", "right", reached=None), patched=side("right", BODY))
+    assert judge(stock_misses).verdict == CANNOT_RUN
+
+
+def test_an_error_behind_the_one_that_the_proof_expects_shows_nothing(judge):
+    """The patch takes away what stock raises. The stand-in for a GPU, or the tree, may lack what comes then."""
+    found = judge(result("wrong", "broken", raised=True))
+    assert found.verdict == CANNOT_RUN and found.shown == "with the patch the run gets past wrong, and ends in: broken"
+    assert judge(result("wrong", "wrong", raised=True)).verdict == NOT_FIXED  # the same error, or another wrong value
+    assert judge(result("wrong", "broken")).verdict == NOT_FIXED  # stock runs to the end
+    worse = result("wrong", "broken", raised=True), result("right", "wrong", "second")
+    assert judge(*worse, variant="new").verdict == NOT_FIXED
 
 
 @pytest.mark.parametrize("variant", ["old", "new"])

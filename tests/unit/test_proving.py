@@ -17,6 +17,7 @@ from shim._proving.worker import SideTask, Work
 from shim.maintenance.docs_picture import TONES, Row, bars, table
 
 RIGHT, WRONG = Outcome("right", "off by 1.0e-07", 0.5, 1e-7), Outcome("wrong", "off by 1.0e-02", 0.5, 1e-2)
+RAISED, HUNG = Outcome("wrong", "TypeError: y", 0.5, math.inf), Outcome("wrong", "no end within 120 s")
 BROKEN, IMPOSSIBLE = Outcome("broken", "KeyError: 'x'"), Outcome("cannot run", "no FP8 on this GPU")
 
 
@@ -26,6 +27,10 @@ BROKEN, IMPOSSIBLE = Outcome("broken", "KeyError: 'x'"), Outcome("cannot run", "
         ("apply", WRONG, RIGHT, "fixed"),
         ("apply", WRONG, WRONG, "not fixed"),
         ("apply", WRONG, BROKEN, "not fixed"),
+        ("apply", RAISED, RAISED, "not fixed"),
+        ("apply", RAISED, WRONG, "not fixed"),
+        ("apply", RAISED, BROKEN, "broken"),  # another error, behind the one that stock raises
+        ("apply", HUNG, BROKEN, "broken"),
         ("apply", RIGHT, RIGHT, "not reproduced"),
         ("apply", RIGHT, WRONG, "not reproduced"),
         ("apply", BROKEN, RIGHT, "broken"),
