@@ -103,6 +103,7 @@ def build_gpt(
             **(model_kwargs or {}),
         )
     _seed_weights(model, seed, share_embeddings_and_output_weights)
+    run_mtp_on_labels(model)
     return model.train()
 
 
@@ -196,7 +197,26 @@ def build_hybrid(
     finally:
         blocks.TENorm = te_norm
     _seed_weights(model, seed, share_embeddings_and_output_weights)
+    run_mtp_on_labels(model)
     return model.train()
+
+
+def run_mtp_on_labels(model: Any) -> None:
+    """Let a model whose multi-token prediction asks for labels of its own have those that it is trained on.
+
+    Forks for reinforcement learning train these layers only if they get such labels. Every release takes `labels`.
+    """
+    wanted = inspect.signature(type(model).forward).parameters.keys() & {"mtp_kwargs", "mtp_labels"}
+    if wanted and model.config.mtp_num_layers:
+        model.register_forward_pre_hook(_with_mtp_labels, with_kwargs=True)
+
+
+def _with_mtp_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    labels = kwargs.get("labels")
+    if labels is None or kwargs.keys() & {"mtp_kwargs", "mtp_labels"}:
+        return None
+    inside = "mtp_kwargs" in inspect.signature(type(model).forward).parameters
+    return args, {**kwargs, **({"mtp_kwargs": {"mtp_labels": labels}} if inside else {"mtp_labels": labels})}
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from .model import run_mtp_on_labels
 from .oracle import Result, run_alone, run_packed
 from .packing import PackedRow
 from .proof import CannotRunError
@@ -113,6 +114,7 @@ def built(build: Build, device: str, *, seed: int = 1, float32: bool = False, **
     _set(model, {name: value for name, value in overrides.items() if name.startswith("recompute_")})
     _without_noise(model)
     _stir(model, seed)
+    run_mtp_on_labels(model)
     model.register_forward_hook(_give_losses, with_kwargs=True)
     return model
 

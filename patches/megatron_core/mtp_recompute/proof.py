@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from shim import testing
-from shim.testing.proof import Here, proof
+from shim.testing.oracle import Result
+from shim.testing.proof import CannotRunError, Here, proof
 
 LAYERS, TOKENS = 2, 16
 BLOCK: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": LAYERS}
@@ -77,12 +78,19 @@ def saved_bytes(model: Any) -> Iterator[Callable[[], list[int]]]:
         yield lambda: [saved.nbytes for saved in layers]
 
 
+def trained(model: Any) -> tuple[Result, int]:
+    """The result of a step, and the bytes that its MTP layers save."""
+    with saved_bytes(model) as count:
+        result, saved = testing.run_packed(model, one_sequence()), sum(count())
+    if not saved:
+        raise CannotRunError("the model does not run its layers of multi-token prediction when it gets labels")
+    return result, saved
+
+
 def times_its_inputs() -> float:
     """The bytes that MTP layers save under the method block, over those of hidden states and embeddings [s, b, h]."""
     model: Any = testing.build_gpt(mtp_num_layers=LAYERS, **BLOCK)
-    with saved_bytes(model) as count:
-        testing.run_packed(model, one_sequence())
-        return sum(count()) / (LAYERS * 2 * TOKENS * model.config.hidden_size * 4)
+    return trained(model)[1] / (LAYERS * 2 * TOKENS * model.config.hidden_size * 4)
 
 
 @proof("MTP layers keep {:.1f} times their inputs", bound=1.25, defect="memory", crashes=RAISED)
@@ -104,9 +112,7 @@ def the_method_block_recomputes_mtp_layers(here: Here) -> float:
 
 def gradient_error() -> float:
     """Of two layers to a chunk, against no recompute."""
-    row = one_sequence()
-    found = testing.run_packed(testing.build_gpt(mtp_num_layers=LAYERS, **UNIFORM), row)
-    right = testing.run_packed(testing.build_gpt(mtp_num_layers=LAYERS), row)
+    found, right = (trained(testing.build_gpt(mtp_num_layers=LAYERS, **how))[0] for how in (UNIFORM, {}))
     return testing.worst(testing.differences(found, right))
 
 
