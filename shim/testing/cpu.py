@@ -39,7 +39,19 @@ class Substitution(NamedTuple):
 class _NoEvent:
     """An event that has happened."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
+
     def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Any) -> float:
+        return 0.0
 
 
 class _NoStream:
@@ -72,6 +84,10 @@ def _set_cpu_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bo
 def _nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
+def _no() -> bool:
+    return False
+
+
 def _no_context(*args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
@@ -91,6 +107,7 @@ def _norm_under_sequence_parallelism(original: Callable[..., Any]) -> staticmeth
 
 
 _RANDOM = "megatron.core.tensor_parallel.random"
+_FLAGOS = "megatron.plugin.platform.platform_cpu:PlatformCPU"  # only in that fork
 SUBSTITUTIONS = (
     Substitution("torch.cuda", "current_device", lambda _: _cpu_device, "the device= of nearly every buffer"),
     Substitution("torch.cuda", "manual_seed", lambda _: torch.manual_seed, "model_parallel_cuda_manual_seed"),
@@ -102,6 +119,11 @@ SUBSTITUTIONS = (
     Substitution("torch.cuda", "current_stream", lambda _: _NoStream, "pipeline schedules"),
     Substitution("torch.cuda", "Stream", lambda _: _NoStream, "pipeline schedules, gradient buffers"),
     Substitution("torch.cuda", "stream", lambda _: _no_context, "pipeline schedules, gradient buffers"),
+    Substitution("torch.cuda", "Event", lambda _: _NoEvent, "timers, and offloading of activations"),
+    Substitution("torch.cuda", "is_current_stream_capturing", lambda _: _no, "what must not run in a CUDA graph"),
+    Substitution(_FLAGOS, "current_device", lambda _: lambda _: _cpu_device(), "the device= of nearly every buffer"),
+    Substitution(_FLAGOS, "Stream", lambda _: _NoStream, "the layers of a mixture of experts"),
+    Substitution(_FLAGOS, "Event", lambda _: _NoEvent, "offloading of activations"),
     Substitution(
         "megatron.core.transformer.torch_norm:WrappedTorchNorm",
         "__new__",
@@ -111,15 +133,23 @@ SUBSTITUTIONS = (
 )
 
 
+def _is_a_gpu(device: Any) -> bool:
+    """Whether an argument names a GPU. A number without a name does, also as the text of an environment variable."""
+    if isinstance(device, (str, torch.device)):
+        return str(device).startswith("cuda") or str(device).isdigit()
+    return type(device) is int
+
+
 class _CudaMeansCpu(TorchFunctionMode):
-    """Substitutes for calls that no attribute covers: device="cuda", .cuda() and pin_memory=True."""
+    """Substitutes for calls that no attribute covers: device="cuda", .cuda(), .to("cuda") and pin_memory=True."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda:
             return args[0]
+        if func is torch.Tensor.to and len(args) > 1 and _is_a_gpu(args[1]):
+            args = (args[0], "cpu", *args[2:])
         if kwargs:
-            device = kwargs.get("device")
-            if device is not None and str(device).startswith("cuda"):
+            if _is_a_gpu(kwargs.get("device")):
                 kwargs = {**kwargs, "device": "cpu"}
             if kwargs.get("pin_memory"):
                 kwargs = {**kwargs, "pin_memory": False}
@@ -127,8 +157,14 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 def _resolve(owner: str) -> Any:
+    """The owner of an attribute; None for a module that only a fork has."""
     module, _, attribute = owner.partition(":")
-    found = import_module(module)
+    try:
+        found = import_module(module)
+    except ModuleNotFoundError:
+        if owner != _FLAGOS:
+            raise
+        return None
     return getattr(found, attribute) if attribute else found
 
 
@@ -158,6 +194,8 @@ def _substituted(substitutions: Sequence[Substitution]) -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         for owner_name, name, build, _reason in substitutions:
             owner = _resolve(owner_name)
+            if owner is None:
+                continue
             original = vars(owner)[name]
             # A static method is restored as the descriptor that the class holds.
             callable_original = original.__func__ if isinstance(original, staticmethod) else original

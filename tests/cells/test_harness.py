@@ -225,3 +225,22 @@ def test_the_groups_of_a_layout_share_a_device():
     with testing.layout_initialised(Layout()):
         assert 0 < threads() - before <= len(c10d._world.pg_map) - groups
     assert threads() == before
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("device", [0, "1", "cuda", "cuda:1", torch.device("cuda", 0), torch.device("cpu")], ids=str)
+def test_a_device_has_a_name_or_a_number(device):
+    """Forks name the one of the process by the local rank, as a number or as the text of an environment variable."""
+    assert torch.ones(2, device=device).device.type == "cpu"
+    for moved in (torch.ones(2).to(device), torch.ones(2).to(device=device), torch.ones(2).to(device, torch.float64)):
+        assert moved.device.type == "cpu" and moved.sum() == 2
+    assert torch.ones(2).to(torch.float64).dtype == torch.ones(2).to(torch.ones(1).double()).dtype == torch.float64
+
+
+@pytest.mark.newest
+def test_no_stream_is_captured_and_all_events_have_happened():
+    assert torch.cuda.is_current_stream_capturing() is False
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    torch.cuda.current_stream(0).wait_event(event)
+    assert event.query() and event.elapsed_time(torch.cuda.Event()) == 0

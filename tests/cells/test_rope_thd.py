@@ -15,6 +15,7 @@ from shim import testing
 from shim._engine.signatures import misfit
 from shim.patches.megatron_core.rope_fusion import proof as rope_fusion_proof
 from shim.patches.megatron_core.rope_thd import bindings
+from shim.patches.megatron_core.rope_thd import proof as rope_thd_proof
 from shim.patches.megatron_core.rope_thd.proof import Operations
 
 ID = "rope-thd"
@@ -183,6 +184,32 @@ def test_a_release_with_an_argument_more_is_refused(on_rank):
         factory(later)(t, offsets(), table(TOKENS), max_seqlen=1, **on_rank())
     assert misfit(factory(stock), stock) == ""
     assert "max_seqlen" in misfit(factory(later), later)
+
+
+@pytest.mark.newest
+def test_proofs_tell_the_longest_length_to_a_release_that_asks_for_it(monkeypatch):
+    """The dev branch asks for it, and takes a longer table for one with a row for each token."""
+    stock = rope_utils.apply_rotary_pos_emb
+    signature, asked = inspect.signature(stock), []
+
+    def asks(*args, max_seqlen=None, **kwargs):
+        given = signature.bind(*args, **kwargs).arguments
+        if given.get("cu_seqlens") is not None:
+            rows, tokens = given["freqs"].size(0), int(given["cu_seqlens"][-1])
+            asked.append((max_seqlen is not None and rows > max_seqlen) == (rows == tokens))
+            assert max_seqlen is not None
+        return stock(*args, **kwargs)
+
+    added = inspect.Parameter("max_seqlen", inspect.Parameter.KEYWORD_ONLY, default=None)
+    named = {**signature.parameters, "max_seqlen": added}
+    asks.__signature__ = signature.replace(parameters=list(named.values()))
+    monkeypatch.setattr(rope_utils, "apply_rotary_pos_emb", asks)
+    rope_thd_proof.refuse_other_bits("cpu")
+    rope_thd_proof.operations_of(2, "cpu")
+    with rope_fusion_proof.kernels():
+        for ask in rope_fusion_proof.ASKED:
+            rope_fusion_proof.error_of("packed", ask)
+    assert len(asked) > 10 and all(asked)
 
 
 @pytest.mark.skipif(MINOR < (0, 13), reason="0.12 has no argument cp_group")

@@ -7,7 +7,7 @@ import inspect
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any
@@ -65,6 +65,14 @@ def places_of(length: int, ranks: int = 1, rank: int = 0) -> list[int]:
         return list(range(length))
     half = length // (2 * ranks)
     return [*range(rank * half, (rank + 1) * half), *range(length - (rank + 1) * half, length - rank * half)]
+
+
+def longest(freqs: Tensor, row_per_token: bool, lengths: Sequence[int] = LENGTHS) -> dict[str, int]:
+    """The argument of the longest sequence, if apply_rotary_pos_emb of this release has it.
+
+    A table for positions ends there: in a longer one such a release sees a row for each token.
+    """
+    return {"max_seqlen": max(lengths) if row_per_token else freqs.size(0)} if takes("max_seqlen") else {}
 
 
 @contextmanager
@@ -148,6 +156,7 @@ def call_of(form: str, ask: str, ranks: int = 1, rank: int = 0, device: str = "c
             given["freqs"] = torch.cat([given["freqs"][:length] for length in LENGTHS])
         else:
             given["freqs"] = given["freqs"][: max(LENGTHS) + 3]
+        given |= longest(given["freqs"], ask == "row per token")
     if ask == "mscale":
         given["mscale"] = MSCALE
     if ask == "mla" and takes("mla_rotary_interleaved"):

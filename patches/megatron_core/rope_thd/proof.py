@@ -10,7 +10,16 @@ from unittest import mock
 import torch
 
 from shim._torch_names import required
-from shim.patches.megatron_core.rope_fusion.proof import HEADS, WIDTH, alone, config_of, offsets, on_rank, table
+from shim.patches.megatron_core.rope_fusion.proof import (
+    HEADS,
+    WIDTH,
+    alone,
+    config_of,
+    longest,
+    offsets,
+    on_rank,
+    table,
+)
 from shim.testing.proof import Here, proof
 
 FEW, MANY, TOKENS = 2, 16, 64
@@ -39,7 +48,8 @@ def operations_of(sequences: int, device: str) -> int:
     with on_rank() as group, torch.no_grad():
         config, t = config_of(fused=False), torch.randn(TOKENS, HEADS, WIDTH).to(device)
         cu_seqlens = offsets([TOKENS // sequences] * sequences, device)
-        given = {"t": t, "freqs": table(TOKENS + 1, device=device), "cu_seqlens": cu_seqlens, **group}
+        freqs = table(TOKENS + 1, device=device)
+        given = {"t": t, "freqs": freqs, "cu_seqlens": cu_seqlens, **longest(freqs, False), **group}
         with Operations() as counted:
             found = rope_utils.apply_rotary_pos_emb(config=config, **given)
         right = alone(config, given)
@@ -61,7 +71,9 @@ def refuse_other_bits(device: str) -> None:
         t = torch.randn(TOKENS // ranks, HEADS, WIDTH).to(device)
         for rows in (TOKENS + 1, TOKENS):
             with on_rank(ranks, rank) as group:
-                given = {"t": t, "freqs": table(rows, device=device), "cu_seqlens": cu_seqlens, **group}
+                freqs = table(rows, device=device)
+                given = {"t": t, "freqs": freqs, "cu_seqlens": cu_seqlens, **group}
+                given |= longest(freqs, rows == TOKENS, [TOKENS // 4])
                 found = rope_utils.apply_rotary_pos_emb(config=config, **given)
                 with mock.patch.object(rope_utils, "_apply_rotary_pos_emb_thd", upstream):
                     right = rope_utils.apply_rotary_pos_emb(config=config, **given)
