@@ -73,6 +73,8 @@ def as_text(
             lines.append("   ".join([*cells, seconds]).rstrip())
         if result.failed:
             lines += [f"    {line}" for line in _why(result)]
+        elif result.part:
+            lines.append(f"    {result.part}")
         if result.audit:
             lines.append(f"    shim audit: {one_line(result.audit)}")
     left = [result for result in results if result.verdict == "cannot run"]
@@ -119,7 +121,8 @@ def as_markdown(heading: Heading, results: Sequence[Result], overrides: Sequence
     lines += ["| defect | stock | with shim | |", "|---|---|---|---|"]
     for result in results:
         sides = [_cell(side.text) if side is not None else "" for side in (result.stock, result.patched)]
-        verdict = f"{result.verdict}: {result.reason}" if result.failed and result.reason else result.verdict
+        why = result.reason if result.failed else result.part
+        verdict = f"{result.verdict}: {why}" if why else result.verdict
         verdict += f" (shim audit: {result.audit})" if result.audit else ""
         lines.append(f"| {result.label} | {' | '.join(sides)} | {_cell(verdict)} |")
     lines += ["", summary(results)]

@@ -78,6 +78,7 @@ class Result:
     patch: its id; "" for a generic proof. label: the id, with the proof's name if the patch has several.
     action: of shim.plan() for the patch. reproduction: the docstring of the proof. audit: the verdict of
     `shim audit`, if the proof ran against a tree. curve: the quantity in the curves of both sides.
+    left: targets without which the patch applies here, because their bodies are not known.
     """
 
     patch: str
@@ -97,6 +98,13 @@ class Result:
     source: str = ""
     audit: str = ""
     curve: str = "loss"
+    left: tuple[str, ...] = ()
+
+    @property
+    def part(self) -> str:
+        """What the patch does without here, in words; "" if it applies whole."""
+        names = ", ".join(target.partition(":")[2] for target in self.left)
+        return f"in part: without {names}, of which the body is not known" if names else ""
 
     @property
     def failed(self) -> bool:

@@ -91,7 +91,7 @@ def _proved(plan: Plan, request: Request, say: Say, first: Process | None) -> li
         every = request.trial is not None and id in request.trial
         for proof, result in _proofs(decision, entry, bool(request.ids), every):
             label = f"{id}/{proof.name}" if several and proof is not None else id
-            result = replace(result, label=label)
+            result = replace(result, label=label, left=tuple(decision.dropped))
             results[label] = result
             if proof is None:
                 continue
@@ -101,9 +101,19 @@ def _proved(plan: Plan, request: Request, say: Say, first: Process | None) -> li
                 results[label] = replace(result, verdict="cannot run", reason=impossible)
                 continue
             results[label] = replace(result, device=device)
-            cases[label] = _case(label, entry.module, proof, results[label], device, world, request)
+            asked = request if request.trial is not None else _in_part(plan, (id, *proof.beside), request)
+            cases[label] = _case(label, entry.module, proof, results[label], device, world, asked)
     answers = _run(cases.values(), request, say, first=first)
     return [_judged(cases[label], answers) if label in cases else result for label, result in results.items()]
+
+
+def _in_part(plan: Plan, ids: Iterable[str], request: Request) -> Request:
+    """The request, in which those of the patches that apply in part do without the same bodies as in shim.apply()."""
+    part = {id: plan.decisions[id] for id in ids if plan.decisions[id].wanted and plan.decisions[id].dropped}
+    if not part:
+        return request
+    trial = {id: decision.variant or "" for id, decision in part.items()}
+    return replace(request, trial=trial, left={id: tuple(decision.dropped) for id, decision in part.items()})
 
 
 def prove_model(model: str, request: Request, say: Say) -> tuple[list[Result], list[dict[str, str]]]:
@@ -225,6 +235,7 @@ def _judged(case: _Case, answers: Mapping[str, Mapping[str, Any]]) -> Result:
     else:
         assert patched is not None
         verdict, reason = generic_verdict(stock, patched)
+    reason = "; ".join(filter(None, (reason, case.result.part)))
     return replace(case.result, verdict=verdict, reason=reason, stock=stock, patched=patched)
 
 

@@ -75,6 +75,19 @@ def test_a_defect_is_shown_on_stock_and_gone_with_the_patch(releases, tmp_path):
     assert "<svg" in page.read_text("utf-8") and "Smoothed cross entropy is wrong" in page.read_text("utf-8")
 
 
+def test_a_patch_that_applies_in_part_is_judged(releases, tmp_path):
+    """On a tree in which a body has changed that the patch can do without: as shim.apply() would apply it."""
+    shutil.copytree(releases(RELEASE) / "megatron", tmp_path / "megatron")
+    file = tmp_path / "megatron/core/models/mamba/mamba_model.py"
+    text = file.read_text()
+    assert text.count("if labels is None:") == 1
+    file.write_text(text.replace("if labels is None:", "if labels is None or labels is False:"))
+    code, found, err = proved("sp-unscattered-embeddings", directories=[tmp_path])
+    assert code == 0 and found["summary"] == "2 fixed, 0 not fixed", err
+    for proof in found["proofs"].values():
+        assert proof["reason"] == "in part: without MambaModel.forward, of which the body is not known"
+
+
 def test_a_side_that_does_not_end_is_given_up(monkeypatch):
     answers = io.StringIO()
     monkeypatch.setattr(worker, "run_side", lambda *_: time.sleep(PATIENCE))
