@@ -7,7 +7,7 @@ import inspect
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from importlib import import_module
 from typing import Any
 
@@ -202,21 +202,34 @@ def build_hybrid(
 
 
 def run_mtp_on_labels(model: Any) -> None:
-    """Let a model whose multi-token prediction asks for labels of its own have those that it is trained on.
+    """Let a model whose multi-token prediction asks for labels of its own have them if it is trained.
 
-    Forks for reinforcement learning train these layers only if they get such labels. Every release takes `labels`.
+    Forks for reinforcement learning train these layers only if they get `mtp_kwargs={"mtp_labels": ...}`, which are the
+    tokens of the row, as its trainers give them (see `mtp_shift`). A hybrid model may get labels as `mtp_labels`.
     """
-    wanted = inspect.signature(type(model).forward).parameters.keys() & {"mtp_kwargs", "mtp_labels"}
-    if wanted and model.config.mtp_num_layers:
+    if model.config.mtp_num_layers and _parameters(model) & {"mtp_kwargs", "mtp_labels"}:
         model.register_forward_pre_hook(_with_mtp_labels, with_kwargs=True)
 
 
+def mtp_shift(model: Any) -> int:
+    """By how many tokens the first layer of multi-token prediction moves its labels and the loss mask.
+
+    By one, because labels are moved already. A model that gets tokens in place of labels moves both once more.
+    """
+    return 2 if "mtp_kwargs" in _parameters(model) else 1
+
+
+def _parameters(model: Any) -> Set[str]:
+    return inspect.signature(type(model).forward).parameters.keys()
+
+
 def _with_mtp_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    labels = kwargs.get("labels")
-    if labels is None or kwargs.keys() & {"mtp_kwargs", "mtp_labels"}:
+    if kwargs.get("labels") is None or kwargs.keys() & {"mtp_kwargs", "mtp_labels"}:
         return None
-    inside = "mtp_kwargs" in inspect.signature(type(model).forward).parameters
-    return args, {**kwargs, **({"mtp_kwargs": {"mtp_labels": labels}} if inside else {"mtp_labels": labels})}
+    if "mtp_kwargs" not in _parameters(model):
+        return args, {**kwargs, "mtp_labels": kwargs["labels"]}
+    tokens = args[0] if args else kwargs["input_ids"]
+    return args, {**kwargs, "mtp_kwargs": {"mtp_labels": tokens}}
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .model import release
+from .model import mtp_shift, release
 from .packing import PackedRow
 from .schedules import run_microbatches
 
@@ -85,7 +85,8 @@ def run_alone(
 
     The release computes the per-token losses of every unpacked sequence [1, n]. This function does the rest. It puts
     the losses into the row. The main loss is their mean (or sum) over the row. Each MTP layer k adds scaling factor /
-    layers * sum over the row / counted tokens; its mask is the loss mask moved left by k tokens inside each sequence.
+    layers * sum over the row / counted tokens; its mask is the loss mask moved left by k tokens inside each sequence,
+    or by k + 1 if the model gets tokens in place of labels there (see `mtp_shift`).
     A layer that counts no token adds nothing. Under context parallelism a rank sums over its tokens and divides by
     the count of the whole row, so that the mean over ranks (or the sum, with per_token_loss) equals one rank.
     Sequences get padding at the end only if sequence or context parallelism needs divisible lengths; causal attention
@@ -114,8 +115,9 @@ def run_alone(
         total, logged = None, torch.zeros(0)
         if losses:
             total = _main_loss(placed[-1], view, per_token_loss)
-            averages = [view.mean(loss, k + 1) for k, loss in enumerate(placed[:-1])]
-            factor = _mtp_factors(config, view, per_token_loss, depth)
+            first = mtp_shift(chunks[-1])
+            averages = [view.mean(loss, k + first) for k, loss in enumerate(placed[:-1])]
+            factor = _mtp_factors(config, view, per_token_loss, depth, first)
             for k, average in enumerate(averages):
                 total = total + factor[k] * average
             logged = torch.stack(averages).detach() if averages else logged
@@ -311,10 +313,13 @@ def _main_loss(loss: Tensor, view: _RankView, per_token_loss: bool) -> Tensor:
     return (loss * view.mask).sum() if per_token_loss else view.mean(loss)
 
 
-def _mtp_factors(config: Any, view: _RankView, per_token_loss: bool, depth: int) -> list[Tensor]:
-    """The factor by which the release multiplies the mean loss of each MTP layer, from its code."""
+def _mtp_factors(config: Any, view: _RankView, per_token_loss: bool, depth: int, first: int) -> list[Tensor]:
+    """The factor by which the release multiplies the mean loss of each MTP layer, from its code.
+
+    first: by how many tokens the first layer moves the loss mask.
+    """
     factors = []
-    for k in range(1, depth + 1):
+    for k in range(first, first + depth):
         weight = torch.tensor(config.mtp_loss_scaling_factor / depth)
         if per_token_loss:
             # Up to 0.16 the loss is the sum. From 0.17 on it is the mean times the row's counted tokens.
@@ -347,9 +352,10 @@ def _result(
 ) -> Result:
     """`losses` are in the order in which the release computes them: MTP layers first, the main loss last."""
     *mtp, main = [loss.detach() for loss in losses] or [torch.zeros(0)]
+    first = mtp_shift(chunks[-1])
     return Result(
         main=main.where(view.valid, torch.zeros(())) if losses else main,
-        mtp=[loss.where(view.rolled_mask(k + 1) > 0, torch.zeros(())) for k, loss in enumerate(mtp)],
+        mtp=[loss.where(view.rolled_mask(k + first) > 0, torch.zeros(())) for k, loss in enumerate(mtp)],
         logged=logged,
         grads={**_gradients(chunks), **(embeddings.gradient() if embeddings else {})},
     )
