@@ -59,14 +59,28 @@ def asking(name):
     ]
 
 
+def taking_tokens():
+    """Edits after which it gets tokens in `mtp_kwargs`, which are not moved by one as labels are."""
+    packed = "shifts=-1, dims=-1, cp_group=self.cp_group, packed_seq_params=packed_seq_params"
+    moved = f"            mtp_labels, _ = roll_tensor(mtp_labels, {packed})\n"
+    moved += f"            loss_mask, _ = roll_tensor(loss_mask, {packed})\n"
+    loop = "            for mtp_layer_number in range(self.config.mtp_num_layers):\n                # output\n"
+    return [
+        *asking("mtp_kwargs"),
+        (GPT, "            mtp_labels = labels.clone()\n", "            mtp_labels = mtp_kwargs['mtp_labels']\n"),
+        (GPT, loop, moved + loop),
+    ]
+
+
 BOTH = "mtp-recompute,mtp-full-embeddings"
 BESIDE = ",mtp-gather-gradient"  # a proof of the second asks for it
 
 
-def test_a_tree_that_wants_labels_for_multi_token_prediction_gets_them(tmp_path):
-    """As slime's and miles' images do."""
-    found, _ = prove(edited("0.16.1", tmp_path / "tree", asking("mtp_kwargs")), BOTH + BESIDE, tmp_path)
-    assert {id: said["verdict"] for id, said in found.items()} == dict.fromkeys(BOTH.split(","), "fixed")
+def test_a_tree_that_wants_tokens_for_multi_token_prediction_gets_them(tmp_path):
+    """As slime's and miles' images do. The truth of packed rows is moved with them."""
+    ids = BOTH + ",mtp-packed-sequences"
+    found, _ = prove(edited("0.16.1", tmp_path / "tree", taking_tokens()), ids + BESIDE, tmp_path)
+    assert {id: said["verdict"] for id, said in found.items()} == dict.fromkeys(ids.split(","), "fixed")
     assert "MTP layers keep 11.8 times their inputs -> MTP layers keep 1.0 times" in found["mtp-recompute"]["shown"]
 
 
