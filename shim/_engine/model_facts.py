@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shim._planning.plan import Plan
-from shim._planning.relevance import SIZES, Run, facts_from, given_facts
+from shim._planning.relevance import Run, given_facts
+from shim._planning.settings import facts_from
 
 __all__ = ["run_of_models"]
 
@@ -15,7 +16,8 @@ __all__ = ["run_of_models"]
 _OF_CONFIG = (
     *("mtp", "moe", "router-replay", "mla", "gated-attention", "mamba", "gdn", "dsa", "mrope", "fused-rope"),
     *("expert-bias", "per-token-loss"),
-    *("fp32-residual", "max-logit", "recompute", "fused-loss", "sp", "layout", "fp8", "cuda-graph", *SIZES),
+    *("fp32-residual", "max-logit", "recompute", "fused-loss", "sp", "layout", "fp8", "cuda-graph"),
+    *("tp", "cp", "pp", "ep"),
 )
 _CLASSES = {
     "MultiTokenPredictionLayer": "mtp",

@@ -95,17 +95,26 @@ def command_line() -> argparse.ArgumentParser:
         return sub
 
     plan = command("plan", "print the decisions of shim.apply() here, with reasons; imports neither torch nor megatron")
-    about = plan.add_mutually_exclusive_group()
-    about.add_argument(
+    plan.add_argument(
         "--for",
         dest="training",
         metavar="WORDS",
         help="put what concerns such a run first: packed,lora,mtp,moe,tp,...; an unknown word prints all",
     )
-    about.add_argument(
+    plan.add_argument(
         "--config",
         metavar="FILE",
-        help="the same for a trainer's arguments: YAML or JSON, or a script with --flags or a.b=c",
+        action="append",
+        default=[],
+        help="the same for a trainer's arguments: YAML or JSON, or a script with --flags or a.b=c; may be repeated, "
+        "and later files win; --for adds words to them",
+    )
+    plan.add_argument(
+        "--config-path",
+        metavar="DIR",
+        action="append",
+        default=[],
+        help="with --config: also look here for files that FILE names; may be repeated",
     )
     explain = command("explain", "print what a patch is for, what was decided about it here, and how to leave it out")
     explain.add_argument("id", metavar="ID")

@@ -87,14 +87,14 @@ def do_plan(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace, te_is_installed: bool) -> Run | None:
-    """What --for or --config says of the run to come."""
-    if arguments.training is not None:
-        return run_named(arguments.training, te_is_installed)
-    if arguments.config is None:
-        return None
-    from shim._tools.trainer_config import run_of_config
+    """What --for and --config say of the run to come."""
+    if arguments.config:
+        from shim._tools.trainer_config import run_of_configs  # here, because most plans need no table of settings
 
-    return run_of_config(arguments.config, te_is_installed)
+        return run_of_configs(arguments.config, te_is_installed, arguments.config_path, arguments.training)
+    if arguments.config_path:
+        raise OptionError("--config-path belongs to --config FILE")
+    return None if arguments.training is None else run_named(arguments.training, te_is_installed)
 
 
 def do_status(arguments: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ import json
 from unit_helpers import BROKEN, MATRIX
 
 from shim._planning.relevance import Run, run_named
-from shim._tools.trainer_config import run_of_config
+from shim._tools.trainer_config import run_of_configs
 
 DESCRIBED = "    symptom: silent\n    without: rolls cross sequences\n    concerns: [packed+tp]"
 
@@ -45,7 +45,7 @@ def test_the_rest_takes_one_line(world):
 
 def test_what_is_not_known_is_said_with_what_would_decide(world, tmp_path):
     (tmp_path / "run.yaml").write_text("tensor_model_parallel_size: 2")
-    out = described(world).text(run=run_of_config(str(tmp_path / "run.yaml"), False))
+    out = described(world).text(run=run_of_configs([str(tmp_path / "run.yaml")], False))
     assert "0 of 1 concern a run with tp; 1 more may\n" in out and "rolls cross sequences [silent: packed]" in out
 
 

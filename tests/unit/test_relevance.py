@@ -5,7 +5,9 @@ import pytest
 from shim._errors import OptionError
 from shim._matrix.concerns import WORDS
 from shim._matrix.load import load_matrix
-from shim._planning.relevance import NO, UNKNOWN, YES, Run, facts_from, run_named
+from shim._planning.relevance import NO, UNKNOWN, YES, Run, run_named
+from shim._planning.settings import MEGATRON, facts_from, names_in
+from shim._tools.trainer_config import TRAINERS
 
 PATCHES = load_matrix().patches
 CONCERNS = (("mtp", "packed"), ("cp",))
@@ -93,7 +95,6 @@ def facts_of(**settings):
         ({"cross_entropy_fusion_impl": "te", "cross_entropy_loss_fusion": True}, {"fused-loss": True}),
         ({"cross_entropy_fusion_impl": "native", "cross_entropy_loss_fusion": True}, {"fused-loss": False}),
         ({"optimizer": "dist_muon"}, {"muon": True}),
-        ({"train_type": "full"}, {"lora": False}),
         ({"seed": 1}, {}),
     ],
 )
@@ -102,6 +103,9 @@ def test_settings_decide_what_they_are_about_and_nothing_else(settings, facts):
 
 
 def test_each_word_that_settings_decide_is_one_of_the_matrix():
-    everything = facts_from(lambda name: [1])
-    assert set(everything) <= set(WORDS)
-    assert set(WORDS) - set(everything) == {"any", "own-code", "config-override", "te", "no-te", "padding-mask"}
+    of_config = {"any", "own-code", "config-override", "te", "no-te", "padding-mask", "lora", "checkpoint", "datasets"}
+    assert set(WORDS) - set(MEGATRON) == of_config and set(MEGATRON) <= set(WORDS)
+    for trainer in TRAINERS:
+        assert {*trainer.table, *trainer.by_default, *trainer.implied} <= set(WORDS)
+        # Each condition can be read.
+        assert names_in({**trainer.table, "": (*trainer.with_megatron, *trainer.without)})

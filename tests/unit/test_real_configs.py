@@ -1,0 +1,42 @@
+"""Settings of real trainers' configurations, as facts in real_configs.yaml, and the words that they mean."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shim._planning.relevance import UNSAID
+from shim._tools.trainer_config import run_of_configs
+
+REAL = yaml.safe_load(Path(__file__).with_name("real_configs.yaml").read_text("utf-8"))
+
+
+def run_of(tmp_path, real):
+    # A folder of its own, deep enough that no file of another project lies above it.
+    for name, text in real.get("beside", {}).items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    file = tmp_path / ("run.sh" if "run" in real else "run.yaml")
+    file.write_text(f"{real['run']} {real['set']}\n" if "run" in real else real["set"])
+    return run_of_configs([str(file)], True)
+
+
+@pytest.mark.parametrize("real", REAL, ids=[real["in"] for real in REAL])
+def test_a_real_configuration_is_read_right(tmp_path, real):
+    run = run_of(tmp_path, real)
+    assert not [note for note in run.notes if "misspelt" in note]
+    holding = {word for word, holds in run.facts.items() if holds} - {*UNSAID}
+    if real["words"] == "none":
+        assert run.words == "a run without megatron" and not holding
+        return
+    off = {word for word in real["not"].split() if run.facts.get(word) is not False} if "not" in real else set()
+    said = {word for word in real.get("open", "").split() if word in run.facts}
+    assert (holding, off, said) == ({*real["words"].split()}, set(), set())
+
+
+def test_there_are_enough_of_them_and_they_are_of_all_trainers():
+    trainers = {real["in"].split()[0] for real in REAL}
+    assert len(REAL) >= 40 and len(trainers) >= 10
+    assert all(shlex.split(real["in"].replace("'", "")) for real in REAL)
