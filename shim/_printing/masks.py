@@ -60,7 +60,7 @@ _SHAPES = (
     # Tokens by the beginnings that their makers have given them.
     (
         re.compile(
-            r"(?<![A-Za-z0-9_])(?:hf_\w{10,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|sk-[\w-]{16,}"
+            r"(?<![A-Za-z0-9_])(?:hf_(?=\w*\d)\w{10,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|sk-[\w-]{16,}"
             r"|[srp]k_(?:live|test)_\w{10,}|(?:AKIA|ASIA|AGPA|AIDA|AROA)[0-9A-Z]{16}|xox[a-z]-[\w-]{10,}|xapp-[\w-]{10,}"
             r"|AIza[\w-]{30,}|ya29\.[\w-]{10,}|npm_\w{30,}|pypi-[\w-]{30,}|nvapi-[\w-]{16,}|gsk_\w{20,}|r8_\w{20,}"
             r"|dop_v1_\w{20,}|dckr_pat_[\w-]{16,}|hvs\.[\w-]{20,}|tskey-[\w-]{16,}|AGE-SECRET-KEY-1\w{20,}|SG\.[\w-]{16,}\.[\w-]{16,}|wandb_v\d_\w{16,}|eyJ[\w-]{8,}\.eyJ[\w-]{8,}(?:\.[\w-]*)?)"

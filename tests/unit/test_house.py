@@ -160,6 +160,22 @@ LONGEST = 600  # lines
 TESTS = REPOSITORY / "tests"
 # What tests a module that no file of tests names, by a file of its name or in its text.
 TESTED_IN = {
+    "_tools.configs.values": "unit/test_trainer_config",
+    "_tools.configs.yaml_files": "unit/test_trainer_config",
+    "_tools.configs.files": "unit/test_trainer_config",
+    "_tools.configs.verdict": "unit/test_trainer_config",
+    "_tools.configs.reading": "unit/test_trainer_config",
+    "_tools.configs.arguments": "unit/test_trainer_config",
+    "_tools.configs.python_files": "unit/test_trainer_config",
+    "_tools.configs.trainers.areal": "unit/test_real_configs",
+    "_tools.configs.trainers.llama_factory": "unit/test_real_configs",
+    "_tools.configs.trainers.megatron_lm": "unit/test_real_configs",
+    "_tools.configs.trainers.miles": "unit/test_real_configs",
+    "_tools.configs.trainers.model_config": "unit/test_real_configs",
+    "_tools.configs.trainers.nemo_rl": "unit/test_real_configs",
+    "_tools.configs.trainers.roll": "unit/test_real_configs",
+    "_tools.configs.trainers.skyrl": "unit/test_real_configs",
+    "_tools.configs.trainers.slime": "unit/test_real_configs",
     "_config_override.values": "unit/test_config_override",
     "_planning.decision": "unit/test_plan",
     "_planning.losses": "unit/test_lost_features",

@@ -139,6 +139,11 @@ def test_data_is_masked_at_any_depth():
     assert masked_data(data) == {"a": [{"b": f"https://{MASK}@h"}, 1, None, True], MASK: 1.5}
 
 
+def test_the_name_of_a_setting_is_no_secret():
+    """--hf-checkpoint of slime, whose name a note of `shim plan --config` lists, begins as a token does."""
+    assert masked("ignored: hf_checkpoint, hf_config_path") == "ignored: hf_checkpoint, hf_config_path"
+
+
 def test_nothing_that_shim_says_itself_is_masked(monkeypatch):
     """Docstrings, docs and the matrix speak of keys and tokens, and hold versions, digests and URLs."""
     monkeypatch.setenv("HOME", "/nonexistent")
