@@ -56,6 +56,8 @@ def given_by(words: Sequence[str]) -> Given:
         if flag is not None and (is_flag or override or plain == "--"):
             _set(found, flag, values)
             flag, values = None, []
+        if plain in _PYTHONS:
+            continue
         if override:
             _override(found, override[1], override[2], word.startswith(MAYBE))
         elif is_flag and is_flag[2] is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from shim._tools.configs.values import flattened
 __all__ = ["Setting", "Verdict"]
 
 NAMED = 20  # settings that a note lists
+FOLLOWED = 5  # files that it lists
 _ALLOCATION = re.compile(r"megatron[.:](\([^)]*\)|\w+)")
 
 Setting = tuple[tuple[str, ...], Any]  # the path of its keys, and its value
@@ -152,9 +154,9 @@ class Verdict:
         return f"{self.file} does not say, and is not known as the configuration of a trainer"
 
     def notes_on_files(self) -> Iterator[str]:
-        if followed := list(dict.fromkeys(self.search.followed)):
-            more = f" and {len(followed) - NAMED} more" if len(followed) > NAMED else ""
-            yield f"followed: {', '.join(followed[:NAMED])}{more}"
+        if followed := list(dict.fromkeys(map(os.path.relpath, self.search.followed))):
+            more = f" and {len(followed) - FOLLOWED} more" if len(followed) > FOLLOWED else ""
+            yield f"followed: {', '.join(followed[:FOLLOWED])}{more}"
         for file, what in self.search.missing:
             yield f"{file} names {what}, which was not found: its settings are not known; give --config-path"
         for file, what in self.search.passed:
