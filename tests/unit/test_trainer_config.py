@@ -373,7 +373,7 @@ def test_a_command_within_words_is_read(tmp_path, command):
 
 def test_only_commands_that_train_count(tmp_path):
     text = "swift rollout --tuner_type lora --tensor_model_parallel_size 8\n"
-    text += "megatron rlhf --tensor_model_parallel_size 1 --tuner_type full"
+    text += 'run="megatron rlhf --tensor_model_parallel_size 1 --tuner_type full"; eval $run'
     run = run_of(tmp_path, text, name="run.sh")
     assert run.facts["tp"] is False and run.facts["lora"] is False
 

@@ -29,6 +29,7 @@ _FLAGS_WITHIN = re.compile(r"(?:^|\s)--[A-Za-z]|(?:^|\s)\S*\w\.\w+=\S")
 _ONE_LINE = re.compile(r"\|\s*(?:tr\s+(?:-s\s+)?'\\n'\s+' '|xargs|sed\s+'s/\s*(?:\\\+|\*)?/ /g')\s*(?=\||$)")
 _DECLARING = ("export", "local", "declare", "readonly", "typeset")
 _HEADS = ("then", "do", "else", "{", "!", "time", "}", "fi", "done", "esac")
+_PREFIXES = ("eval", "exec", "nohup", "sudo", "command")  # words before a command that they run
 _SHELLS = ("bash", "sh", "zsh")
 _ARITHMETIC: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -232,6 +233,8 @@ class Script:
             self._forget(raw, bodies)
         elif name != ":":
             words = self._expanded(raw)
+            while words and words[0] in _PREFIXES:
+                words = words[1:]
             inner = [word for word in words if _is_script(word)]
             if words and words[0].rpartition("/")[2] in _SHELLS and len(words) > 1 and not words[1].startswith("-"):
                 self._other(words[1], maybe)
