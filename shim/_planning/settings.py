@@ -15,7 +15,7 @@ Table = Mapping[str, tuple[str, ...]]
 
 MEGATRON: Table = {
     "mtp": ("mtp_num_layers > 0", "hybrid_layer_pattern ~ /"),
-    "moe": ("num_moe_experts", "num_experts", "hybrid_layer_pattern ~ E"),
+    "moe": ("num_moe_experts > 1", "num_experts > 1", "hybrid_layer_pattern ~ E"),
     "router-replay": ("moe_enable_routing_replay",),
     "mla": ("multi_latent_attention",),
     "gated-attention": ("attention_output_gate",),
@@ -80,8 +80,9 @@ def _above(least: float) -> Callable[[Any], bool]:
 
 
 @functools.cache
-def _conditions(entry: str) -> tuple[tuple[str, Callable[[Any], bool]], ...]:
-    found: list[tuple[str, Callable[[Any], bool]]] = []
+def _conditions(entry: str) -> tuple[tuple[str, Callable[[Any], bool], bool], ...]:
+    """The name of each setting, what its value has to be, and whether None says nothing: of a pattern left empty."""
+    found: list[tuple[str, Callable[[Any], bool], bool]] = []
     for text in entry.split(" & "):
         given = _CONDITION.fullmatch(text)
         assert given is not None, text
@@ -95,7 +96,7 @@ def _conditions(entry: str) -> tuple[tuple[str, Callable[[Any], bool]], ...]:
             holds = functools.partial(_has_part, operand.split("|"))
         else:
             holds = is_on
-        found.append((name, functools.partial(_is_not, holds) if negated else holds))
+        found.append((name, functools.partial(_is_not, holds) if negated else holds, sign == "~"))
     return tuple(found)
 
 
@@ -128,8 +129,8 @@ def judged(entries: Iterable[str], read: Read) -> bool | _Open | None:
 
 def _one(entry: str, read: Read) -> bool | _Open | None:
     found: list[bool | _Open | None] = []
-    for name, holds in _conditions(entry):
-        values = read(name)
+    for name, holds, none_is_silent in _conditions(entry):
+        values = [value for value in read(name) if value is not None or not none_is_silent]
         if any(value is not OPEN and holds(value) for value in values):
             found.append(True)
         else:
@@ -145,4 +146,4 @@ def facts_from(read: Read, words: Iterable[str] = MEGATRON, table: Table = MEGAT
 
 def names_in(table: Table) -> set[str]:
     """The names that a table reads, with the sections before them."""
-    return {name for entries in table.values() for entry in entries for name, _ in _conditions(entry)}
+    return {name for entries in table.values() for entry in entries for name, _, _ in _conditions(entry)}

@@ -39,12 +39,12 @@ class Verdict:
 
     def __post_init__(self) -> None:
         self.counted = self.without_others(self.settings)
-        self.of_name: dict[str, list[Any]] = {}
-        for keys, value in [*self.counted, *_allocated(self.settings)]:
-            for depth in range(1, 4):
-                name = ".".join(keys[-depth:])
-                if depth <= len(keys):
-                    self.of_name.setdefault(name, []).append(value)
+        self.of_name = _by_name([*self.counted, *_allocated(self.settings)])
+        # Sections that are left out may show that it is another engine that trains. If a file is missing, only what
+        # the files themselves say counts, and not what they are based on.
+        own = [setting for tree in self.reading.own for setting in flattened(tree)]
+        others = _by_name(own if self.search.missing else self.settings)
+        self.without = judged(self.trainer.without, lambda name: others.get(name, ()))
 
     def without_others(self, settings: Sequence[Setting]) -> list[Setting]:
         """The settings of what is trained: none of engines that generate, or of sections with another engine."""
@@ -105,7 +105,7 @@ class Verdict:
 
     def trains_otherwise(self) -> bool:
         """Whether the settings say that it does not train with megatron."""
-        if self.chosen is True or judged(self.trainer.without, self.read) is True:
+        if self.chosen is True or self.without is True:
             return self.chosen is not True
         if self.chosen is OPEN:
             return False
@@ -114,7 +114,7 @@ class Verdict:
 
     def notes_without(self) -> Iterator[str]:
         name = self.trainer.name
-        if judged(self.trainer.without, self.read) is True:
+        if self.without is True:
             yield f"{self.file} trains with another engine of {name} than megatron, so no patch concerns it"
         else:
             yield f"{self.file} does not choose megatron, and {name} trains with another engine by default"
@@ -167,6 +167,15 @@ class Verdict:
         t = self.trainer
         names = names_in(self.table) | names_in({"": (*t.with_megatron, *t.without)})
         return {name.rpartition(".")[2] for name in names}
+
+
+def _by_name(settings: Sequence[Setting]) -> dict[str, list[Any]]:
+    """The values of each setting, by its name, and by up to two sections and its name."""
+    found: dict[str, list[Any]] = {}
+    for keys, value in settings:
+        for depth in range(1, min(3, len(keys)) + 1):
+            found.setdefault(".".join(keys[-depth:]), []).append(value)
+    return found
 
 
 def _allocated(settings: Sequence[Setting]) -> Iterator[Setting]:

@@ -33,6 +33,7 @@ TRAINER = Trainer(
         "strategy = fsdp|fsdp2|veomni|torchtitan|automodel",
         "model_engine = dp|veomni|torchtitan",
         "choices.engine = fsdp",
+        "fsdp_config.param_offload = true|false",
     ),
     by_default={
         **ONE,
