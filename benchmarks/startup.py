@@ -1,6 +1,6 @@
 """A trainer's start with shim against the imports alone: CPU time of whole processes, and files that apply() opens.
 
-    python benchmarks/startup.py [--releases 0.16.1,0.19.2] [--runs N] [--patches 420] [--parts]
+    python benchmarks/startup.py [--releases 0.16.1,0.19.2] [--runs N] [--patches 420] [--record] [--parts]
 
 Whole programs run alternately, each in a fresh interpreter; user and system time come from the operating system. The
 first round, which writes byte code and fills the page cache, is not counted.
@@ -18,10 +18,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+from shim._matrix.load import load_matrix
 
 RELEASES = ("0.14.0", "0.16.1", "0.18.2", "0.19.2")
 TOP = Path(__file__).resolve().parent.parent
+RESULTS = TOP / "docs" / "startup.json"
 IMPORTS = "import torch, megatron.core.models.gpt.gpt_model"
 RUN = TOP / "shim" / "_workers" / "run"  # what `shim run` puts on PYTHONPATH
 LIMIT, LIMIT_OF_MORE = 1.05, 1.1
@@ -118,8 +123,6 @@ def with_more_patches(directory: Path, patches: int) -> None:
         for found in re.finditer(r"(?m)^  ([a-z0-9-]+):\n(?:    .*\n)+", matrix.split("\npatches:\n")[1])
     }
     pins = json.loads((TOP / "version_matrix.lock.json").read_text("utf-8"))
-    from shim._matrix.load import load_matrix
-
     # A variant that only a known tree has is given by what is known of that tree, which made-up patches are not.
     every = load_matrix().patches
     real = {id: e for id, e in every.items() if set(e.variants) <= {rule.variant for rule in (*e.rules, *e.pairs)}}
@@ -183,8 +186,8 @@ def say_parts(what: str, environ: Mapping[str, str], is_loaded: bool) -> None:
     print(f"parts of apply() {what}: " + ", ".join(f"{name} {took * 1e3:.1f} ms" for name, took in parts), flush=True)
 
 
-def measure(release: str, runs: int, top: Path = TOP, limit: float = LIMIT) -> bool:
-    """Print the rows of a release for the shim at `top`; returns whether a limit was missed."""
+def measure(release: str, runs: int, top: Path = TOP, limit: float = LIMIT) -> tuple[dict[str, Any], bool]:
+    """Print the rows of a release for the shim at `top`; returns them, and whether a limit was missed."""
     from shim.testing.releases import fetch
 
     own = {**os.environ, "PYTHONPATH": os.pathsep.join([str(fetch(release)), str(top)])}
@@ -194,10 +197,12 @@ def measure(release: str, runs: int, top: Path = TOP, limit: float = LIMIT) -> b
     programs = {name: (program, below if name == "under shim run" else own) for name, program in WAYS}
     seconds = alternating({"stock": (IMPORTS, own), **programs}, runs)
     print(f"megatron-core {release}: {IMPORTS} takes {seconds['stock']:.2f} s of CPU time", flush=True)
-    missed = [say(name, seconds[name] / seconds["stock"], limit) for name in programs]
+    ratios = {name: seconds[name] / seconds["stock"] for name in programs}
+    missed = [say(name, ratio, limit) for name, ratio in ratios.items()]
     opened, size = map(int, output_of(OPENS, own).split())
     missed.append(say("files opened by apply()", opened, MOST_OPENS, f"files, {size / 1e6:.1f} MB"))
-    return any(missed)
+    ways = {name: {"ratio": round(ratio, 3)} for name, ratio in ratios.items()}
+    return {"ways": ways, "opened": opened, "megabytes": round(size / 1e6, 1)}, any(missed)
 
 
 def main() -> int:
@@ -207,22 +212,32 @@ def main() -> int:
     parser.add_argument(
         "--patches", type=int, default=PATCHES, help="how many to measure besides those of today; 0: none"
     )
+    parser.add_argument("--record", action="store_true", help="write docs/startup.json, for `make docs`")
     parser.add_argument("--parts", action="store_true", help="also print what apply() spends its time on")
     arguments = parser.parse_args()
     releases = arguments.releases.split(",")
-    missed = [measure(release, arguments.runs) for release in releases]
+    rows, missed = {}, False
+    for release in releases:
+        rows[release], too_much = measure(release, arguments.runs)
+        missed |= too_much
+    found: dict[str, Any] = {"releases": rows, "runs": arguments.runs, "patches": len(load_matrix().patches)}
+    found["torch"] = version("torch")
     if arguments.patches:
         with tempfile.TemporaryDirectory() as scratch:
             with_more_patches(Path(scratch), arguments.patches)
             print(f"with {arguments.patches} patches", flush=True)
-            missed.append(measure(releases[-1], arguments.runs, Path(scratch), LIMIT_OF_MORE))
+            more, too_much = measure(releases[-1], arguments.runs, Path(scratch), LIMIT_OF_MORE)
+            found["more"] = {"release": releases[-1], "patches": arguments.patches, **more}
+            missed |= too_much
+    if arguments.record:
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
     if arguments.parts:
         from shim.testing.releases import fetch
 
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(fetch(releases[-1])), str(TOP)])}
         say_parts("before megatron", environ, False)
         say_parts("on loaded modules", environ, True)
-    return 1 if any(missed) else 0
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":

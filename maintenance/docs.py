@@ -21,6 +21,7 @@ from .docs_environments import environments_page, read_record
 from .docs_explore import explore_page
 from .docs_patches import patch_page, patches_page
 from .docs_reference import commands, matrix_page, states_page
+from .docs_startup import STARTUP, startup_sentence, startup_table
 from .docs_te import feature_page
 from .docs_trainers import trainers_page
 from .docs_training import changes_in_words, status, training_table
@@ -132,9 +133,10 @@ def generated(top: Path) -> dict[Path, str]:
     for begin, end, content in (
         (docs_sample.BEGIN, docs_sample.END, docs_sample.samples(matrix, proved)),
         (*docs_training.HITS, training_table(matrix)),
-        (*docs_training.CHANGES, changes_in_words(matrix)),
+        (*docs_training.CHANGES, f"{changes_in_words(matrix)}\n{startup_sentence(docs)}"),
     ):
         written[top / "README.md"] = replace_between(written[top / "README.md"], content, begin, end)
+    written[docs / "benchmarks.md"] = replace_between(written[docs / "benchmarks.md"], startup_table(docs), *STARTUP)
     return {**written, **whole}
 
 

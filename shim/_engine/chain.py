@@ -10,12 +10,13 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from shim._engine.aliases import namespace_of, unwrap
 from shim._engine.foreign import describe
 from shim._matrix.model import Variant
+from shim._record import record
 
 __all__ = ["Chain", "Change", "Factory", "Held", "Imported", "Key", "Layer", "Replaced", "MISSING", "Slot"]
 
@@ -34,7 +35,7 @@ class _Missing:
 MISSING = _Missing()
 
 
-@dataclass(frozen=True)
+@record
 class Layer:
     """One patch on one target. `factory(inner)` returns the replacement of `inner`."""
 
@@ -55,7 +56,7 @@ class Layer:
         return self.wiring is not None and self.target in self.wiring.may_be_missing
 
 
-@dataclass(frozen=True)
+@record
 class Held:
     """A place inside of an object: what it holds, and whether the object surely calls it.
 
@@ -68,7 +69,7 @@ class Held:
     certain: bool
 
 
-@dataclass(frozen=True)
+@record
 class Slot:
     """One name that shim wrote: its object before (MISSING: none), and the object that shim wrote last.
 
@@ -98,7 +99,7 @@ class Slot:
         return f"{namespace_of(owner).get('__name__', 'a module without a name')}.{self.name}"
 
 
-@dataclass(frozen=True)
+@record
 class Replaced:
     """A name that shim no longer governs, mostly because other code replaced the object. shim leaves it alone.
 
@@ -116,7 +117,7 @@ class Replaced:
         return f"{self.slot} {self.why}"
 
 
-@dataclass(frozen=True)
+@record
 class Chain:
     """The layers on one target, in order, above the object that was there before."""
 

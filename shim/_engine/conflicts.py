@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from shim._compatible import marks_of
@@ -15,6 +15,7 @@ from shim._engine.replacements import Around, Question, is_method, is_tried, may
 from shim._engine.ways import cuts, upstreams_inside
 from shim._errors import BindError, NotMetError
 from shim._planning.plan import Decision, Plan
+from shim._record import record
 from shim._releases.fingerprint import ABSENT, split_target
 
 __all__ = [
@@ -27,7 +28,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
+@record
 class _Foreign:
     """An object that keeps a patch from a target: who it is, what is said of it, and what to do.
 

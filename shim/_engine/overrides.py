@@ -5,17 +5,17 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from shim._engine.aliases import namespace_of, unwrap
 from shim._engine.code_reads import Read, is_attribute, reads_of
 from shim._engine.reach import held_by, layers_of, value_of, written_layers_of, written_of
+from shim._record import record
 
 __all__ = ["Override", "calls", "overrides_of"]
 
 
-@dataclass(frozen=True)
+@record
 class Override:
     """A function that an instance runs instead of the method `name` of the class that shim patched.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Container
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from shim._compatible import marks_of
@@ -19,6 +18,7 @@ from shim._engine.reach import callable_paths
 from shim._engine.replacements import Around, Question
 from shim._engine.wrappers import Wrappers
 from shim._errors import BindError
+from shim._record import record
 from shim._releases.fingerprint import split_target
 
 __all__ = ["Findings", "Records", "Wrapped"]
@@ -26,7 +26,7 @@ __all__ = ["Findings", "Records", "Wrapped"]
 R = TypeVar("R", bound="Records")
 
 
-@dataclass(frozen=True)
+@record
 class Wrapped:
     """A foreign object on a target that shim has not bound yet, and where upstream's function lies inside it."""
 

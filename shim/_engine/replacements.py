@@ -6,7 +6,6 @@ Both orders ask here, of a function that was there first and of one that came af
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
 from typing import Any
 
 from shim._engine.foreign import takes_the_same
@@ -16,12 +15,13 @@ from shim._matrix.model import Needs
 from shim._planning.contract import breach_of
 from shim._planning.decision import Decision
 from shim._planning.plan import Plan
+from shim._record import record
 from shim._releases.fingerprint import FunctionNode, split_target
 
 __all__ = ["Around", "Question", "is_method", "is_tried", "may_go_around"]
 
 
-@dataclass(frozen=True)
+@record
 class Around:
     """A foreign function that a target stands around, in words, and why shim takes it."""
 
@@ -29,7 +29,7 @@ class Around:
     why: str
 
 
-@dataclass(frozen=True)
+@record
 class Question:
     """Whether a patch has its effect with a foreign function in the place of a method. Only a model can tell.
 

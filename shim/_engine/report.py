@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 from shim._printing.printable import one_line
+from shim._record import record
 
 if TYPE_CHECKING:
     from shim._planning.overview import Row
@@ -44,7 +45,7 @@ STATES = (
 )
 
 
-@dataclass(frozen=True)
+@record
 class PatchReport:
     """The state of one patch. `targets` maps each target to ``bound``, ``pending`` or another state."""
 
@@ -90,14 +91,14 @@ class PatchReport:
         }
 
 
-@dataclass(frozen=True)
+@record
 class _Identified:
     """What a report that left its process has in the place of its plan."""
 
     digest: str
 
 
-@dataclass(frozen=True)
+@record
 class Report:
     """The states of all patches at one moment. ``report["id"].state`` is one of STATES.
 

@@ -7,7 +7,7 @@ bodies that a patch relies on (ways.py), they say as a `Claim`, and `States` dec
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from shim._compatible import marks_of
 from shim._engine.aliases import unwrap
@@ -17,6 +17,7 @@ from shim._engine.foreign import describe
 from shim._engine.records import Records
 from shim._engine.report import PatchReport, Report, switched_off
 from shim._planning.plan import Decision, Plan
+from shim._record import record
 from shim._releases.fingerprint import split_target
 
 __all__ = ["UNSETTLED", "Claim", "States", "not_applied", "read_report"]
@@ -33,7 +34,7 @@ def _replaced_by(state: str) -> tuple[str, ...]:
     return UNSETTLED if state in ("shadowed", "conflict") else ("applied",)
 
 
-@dataclass(frozen=True)
+@record
 class Claim:
     """What was found about a patch, besides what stands on its targets.
 

@@ -13,18 +13,18 @@ import operator
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from shim._engine.aliases import dictionary_of, namespace_of
 from shim._engine.chain import MISSING, read_name
+from shim._record import record
 
 __all__ = ["Switch", "Write"]
 
 _Step = Callable[[], object]
 
 
-@dataclass(frozen=True)
+@record
 class Write:
     """One name of a module or class, or one attribute of another object: what it holds before and after.
 

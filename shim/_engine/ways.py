@@ -8,7 +8,6 @@ call reaches, so a patch whose target is bound, and which nothing calls any more
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from shim._compatible import marks_of
@@ -20,12 +19,13 @@ from shim._engine.records import Records
 from shim._errors import BindError
 from shim._planning.decision import Decision
 from shim._planning.plan import Plan
+from shim._record import record
 from shim._releases.fingerprint import split_target
 
 __all__ = ["Cut", "cuts", "others_relied_on", "upstreams_inside"]
 
 
-@dataclass(frozen=True)
+@record
 class Cut:
     """A foreign function on the way to a body, which does not lead there.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from shim._record import record
 
 __all__ = ["MAIN", "NOT_NEEDED", "RIGHT", "UPSTREAM", "Commit"]
 
@@ -13,7 +13,7 @@ NOT_NEEDED = "not-needed"
 RIGHT = (UPSTREAM, NOT_NEEDED)
 
 
-@dataclass(frozen=True)
+@record
 class Commit:
     """One commit of a repository.
 

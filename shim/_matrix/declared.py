@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 from shim._matrix.spelling import one_of
+from shim._record import record
 
 __all__ = ["BOUNDS", "TYPES", "Declared"]
 
@@ -15,7 +15,7 @@ NAMES = {"bool": "True or False", "int": "an integer", "float": "a finite number
 BOUNDS = {"minimum": "at least", "above": "above", "maximum": "at most"}
 
 
-@dataclass(frozen=True)
+@record
 class Declared:
     """One option. Where the default is None, a caller may also give None.
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from shim._errors import SourceError
+from shim._record import record
 from shim._releases.detect import PATCHED
 from shim._releases.sources import Sources
 
@@ -16,7 +16,7 @@ __all__ = ["PATCH_FILE", "Described", "Descriptions", "shipped_files"]
 PATCH_FILE = "patch.yaml"
 
 
-@dataclass(frozen=True)
+@record
 class Described:
     """A patch with a patch.yaml. distribution: "" if the file has to say it."""
 

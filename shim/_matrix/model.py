@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from packaging.version import Version
@@ -11,7 +11,7 @@ from packaging.version import Version
 from shim._errors import MatrixError
 from shim._matrix.commits import NOT_NEEDED, RIGHT, UPSTREAM, Commit
 from shim._matrix.declared import Declared
-from shim._record import computed_once
+from shim._record import computed_once, record
 from shim._releases.detect import PATCHED
 from shim._releases.fingerprint import fingerprint
 from shim._releases.sources import Sources
@@ -52,7 +52,7 @@ SYMPTOMS = ("silent", "crash", "hang", "memory", "missing")
 DISTRIBUTIONS = PATCHED  # ranges are over them
 
 
-@dataclass(frozen=True)
+@record
 class Needs:
     """The contract of a body: the patch's needs of it. It decides about unknown bodies (docs/contracts.md).
 
@@ -82,7 +82,7 @@ class Needs:
     may: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@record
 class Place:
     """One place of a sign: the body `target` has the phrases of `has` in this order, and none of `lacks`.
 
@@ -97,7 +97,7 @@ class Place:
     once: bool = False
 
 
-@dataclass(frozen=True)
+@record
 class Sign:
     """The evidence that a release is right without the patch: all of `places`. `note` says why it is right then."""
 
@@ -105,7 +105,7 @@ class Sign:
     note: str
 
 
-@dataclass(frozen=True)
+@record
 class Decided:
     """A person's decision about a body that decides nothing alone: a release with it gets `gives`.
 
@@ -118,7 +118,7 @@ class Decided:
     note: str
 
 
-@dataclass(frozen=True)
+@record
 class Variant:
     """One way in which a patch is wired: the targets it binds and the names it depends on, as ``module:qualname``.
 
@@ -166,7 +166,7 @@ class Variant:
         return fingerprint(sources, target, self.inherits(target), target in self.may_be_missing)
 
 
-@dataclass(frozen=True)
+@record
 class Rule:
     """Ranges over distributions. When all hold, the release gets `variant`.
 
@@ -193,7 +193,7 @@ class Rule:
 Pinned = Mapping[str, Mapping[str, Sequence[str]]]  # of one variant: target -> body -> releases
 
 
-@dataclass(frozen=True)
+@record
 class Pin:
     """One patch on one release, as `shim pin` measured it: the variant (None: right) and the fingerprints."""
 
@@ -201,7 +201,7 @@ class Pin:
     fingerprints: Mapping[str, str]
 
 
-@dataclass(frozen=True)
+@record
 class PatchEntry:
     """One patch as the matrix describes it. `options` are the defaults of the options in `declared`."""
 
@@ -294,7 +294,7 @@ def _only(pinned: Pinned, releases: Collection[str]) -> Pinned:
     return {target: bodies for target, bodies in found.items() if bodies}
 
 
-@dataclass(frozen=True)
+@record
 class Matrix:
     """The whole matrix. `pinned[patch id][variant]` holds the pinned bodies with their releases.
 

@@ -7,12 +7,12 @@ import inspect
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar, cast
 
 from shim._errors import OptionError
 from shim._matrix.model import KINDS
 from shim._matrix.spelling import one_of
+from shim._record import record
 
 __all__ = [
     "NONE",
@@ -72,20 +72,20 @@ class Given(TypedDict, total=False):
     lock: str | os.PathLike[str] | None
 
 
-@dataclass(frozen=True)
+@record
 class Arguments:
     """The arguments of `apply` as they were given. An Unset stands for one that was not, and has a variable."""
 
-    only: Any = Unset("ONLY", None)  # noqa: RUF009
+    only: Any = Unset("ONLY", None)
     exclude: Any = ()
-    require: Any = Unset("REQUIRE", ())  # noqa: RUF009
-    kinds: Any = Unset("KINDS", None)  # noqa: RUF009
-    strict: Any = Unset("STRICT", False)  # noqa: RUF009
-    on_drift: Any = Unset("ON_DRIFT", "skip")  # noqa: RUF009
-    options: Any = Unset("OPTIONS", None)  # noqa: RUF009
+    require: Any = Unset("REQUIRE", ())
+    kinds: Any = Unset("KINDS", None)
+    strict: Any = Unset("STRICT", False)
+    on_drift: Any = Unset("ON_DRIFT", "skip")
+    options: Any = Unset("OPTIONS", None)
     packages: Any = ()
-    matrix: Any = Unset("MATRIX", None)  # noqa: RUF009
-    lock: Any = Unset("LOCK", None)  # noqa: RUF009
+    matrix: Any = Unset("MATRIX", None)
+    lock: Any = Unset("LOCK", None)
 
     @property
     def package_names(self) -> tuple[str, ...]:

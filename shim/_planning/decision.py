@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from shim._matrix.model import Variant
-from shim._record import computed_once
+from shim._record import computed_once, record
 from shim._releases.fingerprint import split_target
 
 __all__ = ["Decision"]
 
 
-@dataclass(frozen=True)
+@record
 class Decision:
     """The decision about one patch. `action` is ``apply``, or the state that says why not."""
 

@@ -7,9 +7,10 @@ that trainers run ships with shim.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
+from shim._record import record
 from shim._releases.detect import PATCHED
 from shim._releases.known_trees import known_trees
 
@@ -41,7 +42,7 @@ OTHERWISE = ("state", "reason", "cause", "dropped")  # of what was decided witho
 DECIDED = ("apply", "drifted", "upstream", "not-needed")  # the states that such a decision can have
 
 
-@dataclass(frozen=True)
+@record
 class Proved:
     """The evidence about one patch.
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from shim._planning.decision import Decision
+from shim._record import record
 from shim._releases.detect import Environment
 
 __all__ = ["Losses", "LostFeature"]
 
 
-@dataclass(frozen=True)
+@record
 class LostFeature:
     """A name that the TE release lacks or has in another shape, and what megatron-core loses by that.
 

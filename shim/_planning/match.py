@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from packaging.version import Version
 
@@ -12,13 +12,14 @@ from shim._planning.bodies import GONE, Bodies
 from shim._planning.contract import shows
 from shim._planning.evidence import CANNOT_RUN, DECIDED, FIXED, NOT_FIXED, OTHERWISE, TRIAL, Proved, shipped_evidence
 from shim._planning.evidence import RIGHT as RIGHT_ON_STOCK
+from shim._record import record
 from shim._releases.detect import Environment
 from shim._releases.fingerprint import split_target
 
 __all__ = ["Match", "match"]
 
 
-@dataclass(frozen=True)
+@record
 class Match:
     """The meaning of the installed sources for one patch.
 

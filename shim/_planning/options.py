@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from shim._errors import OptionError
@@ -26,6 +26,7 @@ from shim._planning.arguments import (
     words_of,
 )
 from shim._planning.evidence import Proved
+from shim._record import record
 from shim._releases.json_text import JsonTextError, read_json
 
 __all__ = [
@@ -57,7 +58,7 @@ VARIABLES = tuple(
 OTHER_VARIABLES = tuple(PREFIX + name for name in ("CACHE", "RAY_NEXT_HOOK", "RAY_PACKAGES", "SAID"))
 
 
-@dataclass(frozen=True)
+@record
 class Options:
     """Resolved options. None for `only` and `kinds` means all. `disabled` turns everything off.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from shim._matrix.concerns import WORDS
 from shim._matrix.model import DISTRIBUTIONS, SYMPTOMS, Matrix, PatchEntry
@@ -13,6 +12,7 @@ from shim._planning.decision import Decision
 from shim._planning.losses import LostFeature
 from shim._planning.relevance import NO, UNKNOWN, UNSAID, YES, Run
 from shim._printing.printable import one_line
+from shim._record import record
 from shim._releases.detect import Environment
 
 __all__ = [
@@ -35,7 +35,7 @@ AMISS = ("drifted", "conflict", "failed", "shadowed")
 NOT_NEEDED = ("upstream", "not-needed", "not-installed")
 
 
-@dataclass(frozen=True)
+@record
 class Row:
     """One line of the text: a patch. `group` is what `group` returns."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any
 
 from shim._matrix.model import Matrix, PatchEntry
@@ -13,7 +13,7 @@ from shim._planning.identity import digest_of, identity_of
 from shim._planning.losses import Losses, LostFeature
 from shim._planning.match import Match, match
 from shim._planning.options import Options
-from shim._record import computed_once
+from shim._record import computed_once, record
 from shim._releases.detect import Environment
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Decision", "Plan", "make_plan"]
 
 
-@dataclass(frozen=True)
+@record
 class Plan:
     """Decisions by patch id, the environment they are for, and a digest that ranks can compare.
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from shim._errors import OptionError
 from shim._matrix.concerns import WORDS
 from shim._matrix.spelling import did_you_mean
+from shim._record import record
 
 __all__ = [
     "NO",
@@ -26,7 +26,7 @@ YES, NO, UNKNOWN = "yes", "no", "unknown"
 Facts = Mapping[str, bool]  # a word of WORDS -> whether it holds. A word that is absent is not known.
 
 
-@dataclass(frozen=True)
+@record
 class Run:
     """What is known of a run. `words`: it, in a few words. `notes`: sentences on how that is known."""
 

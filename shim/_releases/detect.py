@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
@@ -16,6 +16,7 @@ from packaging.version import Version
 
 from shim._errors import SourceError
 from shim._printing.printable import one_line
+from shim._record import record
 from shim._releases.files import read_beginning
 from shim._releases.recorded import Recorded, recorded
 from shim._releases.sources import Sources, parse
@@ -39,7 +40,7 @@ VERSION_LIMIT = 100  # characters of a version
 VERSION_FILE_LIMIT = 100_000  # bytes; the largest real one has 3 kB
 
 
-@dataclass(frozen=True)
+@record
 class Installed:
     """One distribution as found on this machine.
 
@@ -74,7 +75,7 @@ class Installed:
         return f"{self.distribution} {self.raw or 'of unknown version'} ({self.origin}, {place})"
 
 
-@dataclass(frozen=True)
+@record
 class Environment:
     """The installed releases, and the sources to read."""
 
@@ -143,7 +144,7 @@ def _torch_version(package: Path) -> str | None:
     return value if isinstance(value, str) else None
 
 
-@dataclass(frozen=True)
+@record
 class _Known:
     package: str
     version_file: Callable[[Path], str | None]

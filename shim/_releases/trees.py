@@ -6,13 +6,14 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
 from shim._errors import OptionError, SourceError
 from shim._printing.printable import one_line
+from shim._record import record
 from shim._releases.detect import (
     DISTRIBUTIONS,
     PATCHED,
@@ -43,7 +44,7 @@ FORMS = "a release (megatron-core==0.19.2), a wheel, an sdist (.tar.gz or .zip),
 Fetch = Callable[[str, str], Path]  # distribution and release -> the directory it is unpacked in
 
 
-@dataclass(frozen=True)
+@record
 class Tree:
     """The releases at one place. `environment` holds nothing else. Nothing of them is ever imported or run.
 
