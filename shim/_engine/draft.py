@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -175,6 +176,10 @@ class Draft(Records):
         # Asked before the write: once bound, a wrapper too is found by upstream's name. An added name is borrowed as
         # well, because its aliases have no object to go back to.
         borrowed = chain.base is MISSING or (inner is not unwrap(chain.base) and found_by_name(inner))
+        wraps = not borrowed and inner is not unwrap(chain.base) and "__wrapped__" in getattr(top, "__dict__", ())
+        if wraps and type(top) is types.FunctionType and any(layer.no_aliases for layer in layers):
+            # At home stays upstream's object, and pickle writes a function only if it finds that one by these names.
+            top.__module__, top.__qualname__ = split_target(chain.target)
         return chain, replace(chain, layers=layers, top=top, borrowed=borrowed)
 
     def _keep_pairs(self, changes: Iterable[Change]) -> None:

@@ -39,7 +39,7 @@ EXCHANGED = {
 }
 # Up to Transformer Engine 2.9 the apply of an autograd function, of which nobody reads more than that it can be called.
 APPLIES = {"transformer_engine.pytorch.cross_entropy:parallel_cross_entropy"}
-# Bound under one alias alone. At home is upstream's function, which pickle finds by its name, and refuses to confuse.
+# Bound under one alias alone, and named by it. At home is upstream's function, which pickle would find by its name.
 AWAY = {target for decision in shim.plan().decisions.values() if decision.wanted for target in decision.no_aliases}
 CACHED, OF_CACHE = type(functools.lru_cache(len)), ("cache_info", "cache_clear", "cache_parameters")
 NAMES = ("__module__", "__qualname__", "__name__", "__doc__", "__annotations__")
@@ -69,31 +69,34 @@ def broken_contracts(target):
     before, after = chain.base, chain.top
     if before is MISSING or before is None:
         return []  # a name that the release lacks, or whose import it guards: nobody can have read it
+    names = dict(zip(("__module__", "__qualname__"), target.split(":"), strict=True)) if target in AWAY else {}
     if target in APPLIES and isinstance(before, types.MethodType) and callable(after):
         return []
     if isinstance(before, CACHED) and type(after) is types.FunctionType:
         gone = [
             f"{name} of the cache is gone" for name in OF_CACHE if getattr(after, name, None) != getattr(before, name)
         ]
-        return [*gone, *_broken(before, after, set())]
+        return [*gone, *_broken(before, after, set(), names)]
     if type(before) is not type(after):
         return [f"a {type(before).__name__} became a {type(after).__name__}"]
     if not isinstance(unwrap(before), types.FunctionType):
         return []
     if target in EXCHANGED:
         return list(_broken_exchange(before, after))
-    found = list(_broken(unwrap(before), unwrap(after), ADDED.get(target.partition(":")[2], set())))
+    found = list(_broken(unwrap(before), unwrap(after), ADDED.get(target.partition(":")[2], set()), names))
     bound = getattr(chain.owner, chain.name)  # of a classmethod the bound method
-    return found if target in AWAY or _pickled(bound) == bound else [*found, "it is not pickled by its name"]
+    pickled = _pickled(bound)
+    return found if pickled == bound else [*found, f"it is not pickled by its name: {pickled}"]
 
 
-def _broken(before, after, added):
+def _broken(before, after, added, names):
     if type(after) is not types.FunctionType:
         yield f"it is a {type(after).__name__}"
         return
     for name in NAMES:
-        if getattr(before, name) != getattr(after, name):
-            yield f"{name} is {getattr(after, name)!r}, not {getattr(before, name)!r}"
+        expected = names.get(name, getattr(before, name))
+        if expected != getattr(after, name):
+            yield f"{name} is {getattr(after, name)!r}, not {expected!r}"
     old, new = inspect.signature(before).parameters, inspect.signature(after).parameters
     if [p for name, p in new.items() if name in old] != list(old.values()) or not set(new) - set(old) <= added:
         yield f"its signature is {inspect.signature(after)}, not {inspect.signature(before)}"
