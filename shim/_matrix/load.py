@@ -26,6 +26,11 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 def matrix_path() -> Path:
     """The matrix that ships with shim: inside the wheel, or at the top of the source tree."""
+    if not PACKAGE.is_dir():
+        raise MatrixError(
+            f"shim was imported from the archive {PACKAGE.parent}, and reads its matrix and patches as files. Remedy: "
+            "install the wheel with pip, or unpack it"
+        )
     inside = PACKAGE / "version_matrix.yaml"
     return inside if inside.exists() else PACKAGE.parent / "version_matrix.yaml"
 

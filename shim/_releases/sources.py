@@ -10,6 +10,7 @@ import sys
 import threading
 import tokenize
 import warnings
+import zipimport
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from importlib.machinery import BuiltinImporter, FrozenImporter, ModuleSpec, PathFinder
@@ -97,8 +98,19 @@ def search_path(package: str, searched: dict[str, list[str]] | None = None) -> l
 def _nested_namespace(module: str, path: list[str]) -> ModuleSpec:
     spec = ModuleSpec(module, None, is_package=True)
     name = module.rpartition(".")[2]
-    spec.submodule_search_locations = [found for entry in path if os.path.isdir(found := os.path.join(entry, name))]
+    spec.submodule_search_locations = [os.path.join(entry, name) for entry in path if _has_folder(entry, name)]
     return spec
+
+
+def _has_folder(entry: str, name: str) -> bool:
+    """Whether an entry of a path, on disk or in a zip, has a folder that is a part of a namespace package."""
+    if os.path.isdir(entry) or not os.path.isabs(entry):
+        return os.path.isdir(os.path.join(entry, name))
+    try:
+        found = zipimport.zipimporter(entry).find_spec(name)
+    except ImportError:  # there is no such zip
+        return False
+    return found is not None and found.loader is None
 
 
 def _editable(finder: Any, module: str) -> ModuleSpec | None:

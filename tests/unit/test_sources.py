@@ -133,6 +133,21 @@ def test_byte_code_has_no_readable_body_and_a_zip_has(on_path, tmp_path):
         Sources().tree("absent")
 
 
+def test_folders_without_init_are_packages_in_a_zip_too(on_path, tmp_path):
+    """As megatron-core has them, one in the other; for an import each needs an entry of its own in the zip."""
+    with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
+        for folder in ("outer/", "outer/inner/", "outer/inner/most/"):
+            archive.writestr(folder, "")
+        archive.writestr("outer/inner/most/module.py", "x = 1\n")
+    on_path(tmp_path / "archive.zip")
+    assert ast.unparse(Sources().tree("outer.inner.most.module")) == "x = 1"
+    for absent in ("outer.inner.most.absent", "outer.inner.other.module"):
+        with pytest.raises(SourceError, match="no module"):
+            Sources().tree(absent)
+    place = tmp_path / "archive.zip/outer/inner/most/module.py"
+    assert Sources().path("outer.inner.most.module") == str(place)
+
+
 @pytest.mark.parametrize("content", [b"\xef\xbb\xbfx = '\xc3\xa4'\r\n", b"# coding: latin-1\nx = '\xe4'\n"])
 def test_encodings_are_read_as_python_reads_them(on_path, tmp_path, content):
     """Byte order marks, coding cookies and Windows line ends."""

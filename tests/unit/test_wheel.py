@@ -118,6 +118,15 @@ def test_the_source_distribution_builds_the_same_wheel(sdists_wheel, wheel):
     assert sdists_wheel.name == wheel.name and names_in(sdists_wheel) == names_in(wheel)
 
 
+def test_a_wheel_that_is_not_installed_says_so_in_one_line(wheel, tmp_path):
+    """On the path as it is, which Python takes for a zip of modules. shim reads files beside them."""
+    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(wheel)}
+    command = [sys.executable, "-m", "shim", "plan"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "shim was imported from the archive" in done.stderr and "install the wheel with pip" in done.stderr
+
+
 @pytest.mark.parametrize("form", ["wheel", "sdist"])
 def test_two_builds_of_a_commit_are_the_same_bytes(form, tree, tmp_path):
     """On another day, in another folder, under another umask; and small."""
