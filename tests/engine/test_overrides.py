@@ -248,7 +248,7 @@ def test_other_ranks_warn_in_one_short_line(doubtful, caplog, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     shim.check(doubtful)
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert said.startswith("count is unknown: ") and len(said) <= 160 and "Remedy" not in said
+    assert said.startswith("count (unknown): ") and len(said) <= 160 and "Remedy" not in said
 
 
 # Functions that models reach through methods
