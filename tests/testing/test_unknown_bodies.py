@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from recording import NO_SOURCES
 
 from shim._errors import NotMetError
 from shim._matrix.load import load_matrix
@@ -126,7 +127,7 @@ def test_a_fork_that_is_older_than_its_version_is_not_right_by_its_version(tmp_p
     """The branch dev as 0.19.0: both are wrong there (one group of three; a loss scaled by half)."""
     dev = "d48bd6be0a"
     if not at_hand(dev):
-        pytest.skip("the commit of dev is not at hand")
+        pytest.skip(f"{NO_SOURCES}{CORE} at commit {dev}")
     root = tree_with(tmp_path, dev, {}, version="0.19.0")
     found = decided(root, id)
     assert found.state in ("apply", "drifted"), found.reason
