@@ -44,7 +44,7 @@ def run(
     code: str,
     *,
     stdin: str = "",
-    timeout: float = 300,
+    timeout: float | None = None,
     never: Collection[str] = PATCHED,
     share_loaded: bool = False,
 ) -> subprocess.CompletedProcess[str]:
@@ -58,9 +58,14 @@ def run(
     took over when they were loaded, such as the seed of hashes. The server lives as long as this process, or until
     the interpreter's path, environment or directory is another.
 
-    Raises subprocess.TimeoutExpired, with the output so far, when the case has not ended after `timeout` seconds.
+    Raises subprocess.TimeoutExpired, with the output so far, when the case has not ended after `timeout` seconds,
+    by default ten minutes, more on a machine with much else to do.
     RuntimeError says that the server has died. Where processes cannot be forked, each is started anew.
     """
+    if timeout is None:
+        from .patience import patience  # here, because the server runs this file as a script
+
+        timeout = patience()
     if not CAN_FORK:
         path = f"import sys; sys.path[:] = {_search_path()!r}\n"
         command = [sys.executable, "-c", path + code]

@@ -40,6 +40,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import fork_server
+from .patience import patience
 
 __all__ = ["ORDERS", "ImportOrders", "run_together"]
 
@@ -80,14 +81,14 @@ class ImportOrders:
     apply: arguments of shim.apply, serialisable as JSON.
     imports: code that imports the targets; by default their modules.
     setup: code that runs first in each process, such as stubs for missing packages.
-    timeout: seconds for one order.
+    timeout: seconds for one order; by default ten minutes, more on a machine with much else to do.
     """
 
     targets: Sequence[str]
     apply: Mapping[str, Any] = field(default_factory=dict)
     imports: str = ""
     setup: str = ""
-    timeout: float = 300
+    timeout: float = field(default_factory=patience)
 
     def run(self, order: str, *, share_loaded: bool = False) -> None:
         """Run one order in a new process with this one's sys.path and environment; AssertionError if it fails.
@@ -113,7 +114,7 @@ def run_together(order: str, cases: Mapping[str, ImportOrders]) -> dict[str, str
     """Run an order that begins with import for many cases. Returns the failures, by name: "" if the order held.
 
     One process imports for all of them, and forks one for each case. An import takes most of a case's time.
-    Each has the longest time that one of them is given. Where processes cannot be forked, each is run by itself.
+    Each has the time that it is given. Where processes cannot be forked, each is run by itself.
     Raises ValueError if the order begins otherwise, or a case has a setup, and AssertionError if the process that
     imports fails.
     """
@@ -121,9 +122,9 @@ def run_together(order: str, cases: Mapping[str, ImportOrders]) -> dict[str, str
         raise ValueError(f"{order!r} begins with something else than import, or a case has a setup")
     if not fork_server.CAN_FORK:
         return {name: _told(case.run, order) for name, case in cases.items()}
-    seconds = max(case.timeout for case in cases.values())
+    seconds = {name: case.timeout for name, case in cases.items()}
     given = {"cases": {name: case._given(order) for name, case in cases.items()}, "seconds": seconds}
-    done = _run(order, _TOGETHER, given, list(cases.values()), seconds * (len(cases) + 1))
+    done = _run(order, _TOGETHER, given, list(cases.values()), max(seconds.values()) + sum(seconds.values()))
     _require(order, done.returncode, done.stdout, done.stderr)
     ended = json.loads(done.stdout.splitlines()[-1])
     return {name: _told(_require, order, status, stdout, "") for name, (status, stdout) in ended.items()}
@@ -170,7 +171,7 @@ def _text(output: Any) -> str:
     return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
 
 
-def _in_children(cases: dict[str, dict[str, Any]], seconds: float) -> None:
+def _in_children(cases: dict[str, dict[str, Any]], seconds: dict[str, float]) -> None:
     """Import for all cases, run each in a fork, and print {name: (exit status, output)} as JSON."""
     for case in cases.values():
         _Child(**case).do_import()
@@ -181,7 +182,7 @@ def _in_children(cases: dict[str, dict[str, Any]], seconds: float) -> None:
             child = os.fork()
             if not child:
                 status = 1
-                signal.alarm(math.ceil(seconds))  # ends the process, as an unhandled signal
+                signal.alarm(math.ceil(seconds[name]))  # ends the process, as an unhandled signal
                 try:
                     os.dup2(output.fileno(), 1)
                     os.dup2(output.fileno(), 2)

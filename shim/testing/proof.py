@@ -176,7 +176,9 @@ class Here:
         self.world = world
         self._te = te
 
-    def run(self, function: Callable[..., Any], *args: Any, layout: Layout | None = None, timeout: float = 120) -> Any:
+    def run(
+        self, function: Callable[..., Any], *args: Any, layout: Layout | None = None, timeout: float | None = None
+    ) -> Any:
         """function(*args) inside an initialised layout: the result of each rank, in a list.
 
         layout: by default one rank. One rank runs in this process, more in forked ones, over gloo; the function must

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from shim._torch_names import find
 
 from .forks import forking, free_groups
+from .patience import patience
 
 __all__ = ["RankError", "Ranks"]
 
@@ -56,7 +57,7 @@ class Ranks:
     """`world` persistent processes in one gloo group that run functions together.
 
         with Ranks(2) as ranks:
-            losses = ranks.run(step, "rope", timeout=60)   # step("rope") in both; results by rank
+            losses = ranks.run(step, "rope")   # step("rope") in both; results by rank
 
     The first `run` forks the processes, with all modules imported so far. They live until `close`. Functions and
     arguments are pickled, so a function must be at the top level of an importable module. Rendezvous is a file in a
@@ -87,12 +88,14 @@ class Ranks:
         self._closed = True
         self._kill()
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
         """Call fn(*args) in every rank at once and return the results by rank.
 
         Raises RankError, with the rank's traceback, if a rank raises, dies, or does not answer within `timeout`
-        seconds. Raises RuntimeError if the pool is closed.
+        seconds (by default ten minutes, more on a machine with much else to do). Raises RuntimeError if the pool is
+        closed.
         """
+        timeout = patience() if timeout is None else timeout
         if self._closed:
             raise RuntimeError("this pool of ranks is closed")
         request = pickle.dumps((fn, args))

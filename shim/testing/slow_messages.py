@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from .patience import patience
+
 __all__ = ["slow_messages"]
 
-PATIENCE = 60  # seconds
 ACKNOWLEDGED = 7  # the tag of a receiver's answer
 
 
@@ -36,7 +37,7 @@ def slow_messages(seed: int, longest: float = 0.03) -> Iterator[None]:
     message, as NCCL may have it. A received message is in its tensor after the wait for it, and not before it has
     come.
 
-    The context ends when all messages are over. Raises TimeoutError after a minute without the other side.
+    The context ends when all messages are over. Raises TimeoutError if the other side does not come.
     """
     channels: dict[Any, _Channel] = {}
     real_isend: Any = dist.isend
@@ -94,7 +95,7 @@ class _Message:
         return torch.linspace(-1, 1, self.shape.numel()).to(self.dtype).reshape(self.shape)
 
     def wait(self, timeout: Any = None) -> bool:
-        if not self.over.wait(PATIENCE):
+        if not self.over.wait(patience()):
             raise TimeoutError("the other side has not come for this message")
         if self.error is not None:
             raise self.error
@@ -120,7 +121,7 @@ class _Channel:
 
     def close(self) -> None:
         self.waiting.put(None)
-        self.thread.join(PATIENCE)
+        self.thread.join(patience())
 
     def _run(self) -> None:
         while (message := self.waiting.get()) is not None:

@@ -114,7 +114,7 @@ def on_ranks(layout, kind, method, options):
 @pytest.mark.parametrize("layout", [Layout(cp=2), Layout(tp=2, sequence_parallel=True), Layout(pp=2)], ids=str)
 def test_on_two_ranks(ranks2, layout, kind):
     for method in ("uniform 1", "block 1"):
-        for wrong, of in ranks2.run(on_ranks, layout, kind, method, {}, timeout=60):
+        for wrong, of in ranks2.run(on_ranks, layout, kind, method, {}):
             assert of > 5 and not wrong
 
 
@@ -122,7 +122,7 @@ def test_on_two_ranks(ranks2, layout, kind):
 def test_inputs_that_are_distributed(ranks2, kind):
     """Only the hidden states are: each rank keeps a part of them, and all of the tables."""
     distributed = {"distribute_saved_activations": True}
-    for wrong, of in ranks2.run(on_ranks, Layout(tp=2), kind, "uniform 1", distributed, timeout=60):
+    for wrong, of in ranks2.run(on_ranks, Layout(tp=2), kind, "uniform 1", distributed):
         assert of > 20 and not wrong
 
 

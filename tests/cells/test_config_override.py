@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import shim
 from shim import testing
 from shim.patches.megatron_core.config_override.proof import FULL, toggled
+from shim.testing.patience import patience
 
 ID = "config-override"
 WITHOUT_TE = "fp8-fp4-recompute"  # CheckpointWithoutOutput raises without Transformer Engine, but for this patch
@@ -171,7 +172,7 @@ def test_an_override_that_another_thread_enters_during_a_recompute_is_refused(ch
     def run(x):
         if torch.is_grad_enabled() and first:
             inside.set()
-            assert leave.wait(60)
+            assert leave.wait(patience())
         first.append(1)
         return config.factor * x * x
 
@@ -179,7 +180,7 @@ def test_an_override_that_another_thread_enters_during_a_recompute_is_refused(ch
     result = checkpoint(run, x)
     thread = threading.Thread(target=result.backward)
     thread.start()
-    assert inside.wait(60)
+    assert inside.wait(patience())
     try:
         with pytest.raises(shim.OptionError, match="recomputing"), shim.config_override(config, factor=9.0):
             raise AssertionError

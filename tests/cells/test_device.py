@@ -84,7 +84,7 @@ def runs(ranks):
     def run(name, ids=()):
         key = name, bool(ids)
         if key not in found:
-            found[key] = ranks[STEPS[name].layout.world].run(device_steps.run_counted, name, list(ids), timeout=300)[0]
+            found[key] = ranks[STEPS[name].layout.world].run(device_steps.run_counted, name, list(ids))[0]
         return found[key]
 
     return run
@@ -143,7 +143,7 @@ def test_each_patch_alone(name, runs, ranks):
     if stock.error and world > 1:
         pytest.skip("one patch is not all that this step needs: a rank that fails would leave the other waiting")
     working = [id for id in device_steps.at_work(runs(name, IDS), IDS) if shown_here(id)]
-    alone = ranks[world].run(device_steps.each_counted, name, working, timeout=300)[0]
+    alone = ranks[world].run(device_steps.each_counted, name, working)[0]
     told = {id: amiss(stock, run, limits(name, alone=True)) for id, run in alone.items()}
     assert {id: text for id, text in told.items() if text} == {}
 

@@ -9,6 +9,7 @@ import shim
 from shim import testing
 from shim.testing import fork_server
 from shim.testing.factories import imports_of_factories
+from shim.testing.patience import patience
 
 PLAN = shim.plan()
 WANTED = [id for id, decision in PLAN.decisions.items() if decision.wanted and can_be_imported(decision)]
@@ -39,7 +40,7 @@ TWO_THREADS = dedent(
                 run = spec.loader.exec_module
                 def exec_module(module):
                     paused.set()
-                    in_time.append(applied.wait(30))
+                    in_time.append(applied.wait(LIMIT))
                     if not in_time[0]:
                         raise SystemExit("apply() waits for the import, which would wait for its lock")
                     run(module)
@@ -64,5 +65,5 @@ TWO_THREADS = dedent(
 @pytest.mark.skipif(testing.release() != "0.16.1", reason="one release says it: starting a process takes seconds")
 def test_apply_while_another_thread_imports_megatron():
     """Neither waits for the other."""
-    done = fork_server.run(TWO_THREADS, timeout=120, share_loaded=True)
+    done = fork_server.run(f"LIMIT = {patience()}\n{TWO_THREADS}", share_loaded=True)
     assert done.returncode == 0, done.stderr[-3000:]

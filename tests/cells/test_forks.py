@@ -17,6 +17,7 @@ from thorough import THOROUGH, in_full, times
 
 import shim
 from shim import testing
+from shim.testing.patience import patience
 
 ABOUT = ["mtp-packed-sequences"]  # the patches, see chosen.py
 
@@ -72,7 +73,7 @@ def run(tree, *arguments, **variables):
     env["TORCH_COMPILE_DISABLE"] = "1"  # to compile what counts tokens takes longer than the rest
     env["PYTHONPATH"] = os.pathsep.join([str(tree), str(Path(__file__).parents[1] / "support")])
     command = [sys.executable, *arguments]
-    return subprocess.run(command, env={**env, **variables}, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env={**env, **variables}, capture_output=True, text=True, timeout=patience())
 
 
 def plan(tree):

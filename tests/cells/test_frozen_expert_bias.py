@@ -233,7 +233,7 @@ def test_on_two_ranks_a_bias_is_that_of_one(ranks2, layout, trained):
     """With experts on both ranks, and with a stage whose routers are all frozen beside one whose router is trained."""
     alone = on_ranks(Layout(), trained)
     assert [bool(alone[number].any()) for number in (0, 1)] == [0 in trained, False]
-    for found in ranks2.run(on_ranks, layout, trained, timeout=60):
+    for found in ranks2.run(on_ranks, layout, trained):
         assert found and all(torch.equal(bias, alone[number]) for number, bias in found.items())
 
 

@@ -45,21 +45,21 @@ def results(layout, scatters, kind, options, patched=True):
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
 def test_the_bits_of_an_embedding_that_scatters(ranks2, kind, options):
     """Which is right on stock."""
-    right = ranks2.run(results, SP2, True, kind, options, False, timeout=60)
-    assert all(map(equal, ranks2.run(results, SP2, False, kind, options, timeout=60), right))
+    right = ranks2.run(results, SP2, True, kind, options, False)
+    assert all(map(equal, ranks2.run(results, SP2, False, kind, options), right))
 
 
 def test_with_all_patches(ranks2):
-    right = ranks2.run(results, SP2, True, "packed", FULL, "all", timeout=60)
-    assert all(map(equal, ranks2.run(results, SP2, False, "packed", FULL, "all", timeout=60), right))
+    right = ranks2.run(results, SP2, True, "packed", FULL, "all")
+    assert all(map(equal, ranks2.run(results, SP2, False, "packed", FULL, "all"), right))
 
 
 @pytest.mark.parametrize(
     "layout", [Layout(tp=2, sequence_parallel=True, cp=2), Layout(tp=2, sequence_parallel=True, pp=2)], ids=str
 )
 def test_on_four_ranks(ranks4, layout):
-    right = ranks4.run(results, layout, True, "packed", {}, False, timeout=90)
-    assert all(map(equal, ranks4.run(results, layout, False, "packed", {}, timeout=90), right))
+    right = ranks4.run(results, layout, True, "packed", {}, False)
+    assert all(map(equal, ranks4.run(results, layout, False, "packed", {}), right))
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,8 @@ def test_on_four_ranks(ranks4, layout):
     ids=["with sp", "tp alone", "tp alone, whole"],
 )
 def test_what_stock_does_right_stays(ranks2, layout, scatters):
-    right = ranks2.run(results, layout, scatters, "one", {}, False, timeout=60)
-    assert all(map(equal, ranks2.run(results, layout, scatters, "one", {}, timeout=60), right))
+    right = ranks2.run(results, layout, scatters, "one", {}, False)
+    assert all(map(equal, ranks2.run(results, layout, scatters, "one", {}), right))
 
 
 class OfWrapper:
@@ -99,8 +99,8 @@ def with_embedding_of_wrapper(patched):
 
 def test_an_embedding_of_a_wrapper_that_scatters(ranks2):
     """It is right on stock, and nobody scatters twice."""
-    right = ranks2.run(with_embedding_of_wrapper, False, timeout=60)
-    for (found, calls), (expected, _) in zip(ranks2.run(with_embedding_of_wrapper, True, timeout=60), right):
+    right = ranks2.run(with_embedding_of_wrapper, False)
+    for (found, calls), (expected, _) in zip(ranks2.run(with_embedding_of_wrapper, True), right):
         assert calls == 2 and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
@@ -119,7 +119,7 @@ def kept(copies):
 def test_the_whole_row_is_not_kept(ranks2, copies):
     """As upstream's embedding has it: unless the config wants no copy."""
     share = TOKENS // 2 * 32 * 4
-    for found in ranks2.run(kept, copies, timeout=60):
+    for found in ranks2.run(kept, copies):
         assert found == [share if copies else 2 * share] * 2
 
 
@@ -139,7 +139,7 @@ def lengths_that_fit_nothing():
 
 
 def test_other_lengths_are_for_upstream_to_judge(ranks2):
-    assert all("Sizes of tensors must match" in said for said in ranks2.run(lengths_that_fit_nothing, timeout=60))
+    assert all("Sizes of tensors must match" in said for said in ranks2.run(lengths_that_fit_nothing))
 
 
 def own(self, *args, **kwargs):
@@ -170,6 +170,6 @@ def checked(layout, scatters, replaces):
 )
 def test_what_check_says(ranks2, layout, scatters, replaces, state):
     """A method of a trainer is a matter of this patch only if the layers would get the whole row."""
-    for found in ranks2.run(checked, layout, scatters, replaces, timeout=60):
+    for found in ranks2.run(checked, layout, scatters, replaces):
         assert found.state == state
         assert ("shim does not try whether it scatters" in found.reason) is (state == "unknown")

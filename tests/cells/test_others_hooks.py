@@ -10,6 +10,7 @@ from megatron.core.models.common.embeddings import rope_utils
 
 import shim
 from shim import testing
+from shim.testing.patience import patience
 
 pytestmark = pytest.mark.skipif(testing.release() != "0.16.1", reason="nothing in it depends on the release")
 wrapt = pytest.importorskip("wrapt")
@@ -29,7 +30,9 @@ def test_plan_imports_nothing_where_wrapt_has_hooks():
     """Its finder imports what it has a hook for, with torch, when it is asked for it."""
     path = os.pathsep.join(filter(None, sys.path))
     command = [sys.executable, "-c", PLANNED, rope_utils.__name__, "megatron.core.transformer.attention"]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=patience()
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     wanted, imported = json.loads(done.stdout)
     assert "rope-fusion" in wanted and imported == []

@@ -17,6 +17,7 @@ from thorough import times
 import shim
 from shim import testing
 from shim.testing import Layout
+from shim.testing.patience import patience
 
 stash = pytest.importorskip("megatron.core.transformer.moe.paged_stash", reason="the paged stash came with 0.18")
 
@@ -379,5 +380,5 @@ print("shim:", shim.status()["paged-stash"].state, "triton" in sys.modules)
 
 
 def test_pipeline_schedules_are_imported_without_triton():
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, timeout=patience())
     assert done.stdout.splitlines() == ["stock: triton", "shim: applied False"], done.stdout + done.stderr

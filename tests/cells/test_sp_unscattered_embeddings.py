@@ -44,8 +44,8 @@ def results(layout, scatters, kind, options, patched=True):
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
 def test_the_bits_of_an_embedding_that_scatters(ranks2, kind, options):
     """Which is right on stock."""
-    right = ranks2.run(results, SP2, True, kind, options, False, timeout=60)
-    assert all(map(equal, ranks2.run(results, SP2, False, kind, options, timeout=60), right))
+    right = ranks2.run(results, SP2, True, kind, options, False)
+    assert all(map(equal, ranks2.run(results, SP2, False, kind, options), right))
 
 
 @needed
@@ -53,8 +53,8 @@ def test_the_bits_of_an_embedding_that_scatters(ranks2, kind, options):
     "layout", [Layout(tp=2, sequence_parallel=True, cp=2), Layout(tp=2, sequence_parallel=True, pp=2)], ids=str
 )
 def test_on_four_ranks(ranks4, layout):
-    right = ranks4.run(results, layout, True, "packed", {}, False, timeout=90)
-    assert all(map(equal, ranks4.run(results, layout, False, "packed", {}, timeout=90), right))
+    right = ranks4.run(results, layout, True, "packed", {}, False)
+    assert all(map(equal, ranks4.run(results, layout, False, "packed", {}), right))
 
 
 @needed
@@ -64,16 +64,16 @@ def test_on_four_ranks(ranks4, layout):
     ids=["with sp", "tp alone", "tp alone, whole"],
 )
 def test_what_stock_does_right_stays(ranks2, layout, scatters):
-    right = ranks2.run(results, layout, scatters, "one", {}, False, timeout=60)
-    assert all(map(equal, ranks2.run(results, layout, scatters, "one", {}, timeout=60), right))
+    right = ranks2.run(results, layout, scatters, "one", {}, False)
+    assert all(map(equal, ranks2.run(results, layout, scatters, "one", {}), right))
 
 
 @needed
 def test_with_all_patches(ranks2):
     """With layers of multi-token prediction, which call the embedding themselves."""
     options = {"mtp_num_layers": 2, **FULL}
-    right = ranks2.run(results, SP2, True, "packed", options, "all", timeout=60)
-    assert all(map(equal, ranks2.run(results, SP2, False, "packed", options, "all", timeout=60), right))
+    right = ranks2.run(results, SP2, True, "packed", options, "all")
+    assert all(map(equal, ranks2.run(results, SP2, False, "packed", options, "all"), right))
 
 
 def routed(scatters, patched):
@@ -95,8 +95,8 @@ def routed(scatters, patched):
 @needed
 @pytest.mark.skipif(not takes_padding_mask(), reason="models of this release take no padding mask")
 def test_a_padding_mask_is_cut_like_the_embeddings(ranks2):
-    right = ranks2.run(routed, True, False, timeout=60)
-    assert all(map(equal, ranks2.run(routed, False, True, timeout=60), right))
+    right = ranks2.run(routed, True, False)
+    assert all(map(equal, ranks2.run(routed, False, True), right))
 
 
 def with_hook_that_scatters(patched):
@@ -109,8 +109,8 @@ def with_hook_that_scatters(patched):
 
 @needed
 def test_nobody_scatters_twice(ranks2):
-    right = ranks2.run(with_hook_that_scatters, False, timeout=60)
-    assert all(map(equal, ranks2.run(with_hook_that_scatters, True, timeout=60), right))
+    right = ranks2.run(with_hook_that_scatters, False)
+    assert all(map(equal, ranks2.run(with_hook_that_scatters, True), right))
 
 
 def hybrid(scatters, patched):
@@ -125,16 +125,16 @@ def hybrid(scatters, patched):
 @needed
 @pytest.mark.skipif(VERSION < (0, 17), reason="older specs of hybrid models need their kernels")
 def test_a_hybrid_model(ranks2):
-    right = ranks2.run(hybrid, True, False, timeout=60)
-    assert all(map(equal, ranks2.run(hybrid, False, True, timeout=60), right))
+    right = ranks2.run(hybrid, True, False)
+    assert all(map(equal, ranks2.run(hybrid, False, True), right))
 
 
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
 def test_this_release_needs_no_patch(ranks2):
     """It scatters as the patch does."""
     assert shim.plan()[ID].action == "upstream"
-    right = ranks2.run(results, SP2, True, "packed", {}, False, timeout=60)
-    assert all(map(equal, ranks2.run(results, SP2, False, "packed", {}, False, timeout=60), right))
+    right = ranks2.run(results, SP2, True, "packed", {}, False)
+    assert all(map(equal, ranks2.run(results, SP2, False, "packed", {}, False), right))
 
 
 def checked(layout, scatters, replaces):
@@ -159,6 +159,6 @@ def checked(layout, scatters, replaces):
 )
 def test_what_check_says(ranks2, layout, scatters, replaces, state):
     """A method of a trainer is a matter of this patch only if the embedding of its model does not scatter."""
-    for found in ranks2.run(checked, layout, scatters, replaces, timeout=60):
+    for found in ranks2.run(checked, layout, scatters, replaces):
         assert found.state == state
         assert ("shim does not try whether it scatters" in found.reason) is (state == "unknown")

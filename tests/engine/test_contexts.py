@@ -10,6 +10,7 @@ from fake_world import same
 
 import shim
 from shim._planning.arguments import Arguments
+from shim.testing.patience import patience
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def in_thread(action):
 
     thread = threading.Thread(target=run)
     thread.start()
-    thread.join(30)
+    thread.join(patience())
     return found[0]
 
 
@@ -43,13 +44,13 @@ class Block:
         self.begun, self.ending, self.error = threading.Event(), threading.Event(), None
         self.thread = threading.Thread(target=self.run, args=(arguments,))
         self.thread.start()
-        assert self.begun.wait(30)
+        assert self.begun.wait(patience())
 
     def run(self, arguments):
         try:
             with shim.patched(**arguments):
                 self.begun.set()
-                self.ending.wait(30)
+                self.ending.wait(patience())
         except shim.ShimError as error:
             self.error = error
         finally:
@@ -57,7 +58,7 @@ class Block:
 
     def end(self):
         self.ending.set()
-        self.thread.join(30)
+        self.thread.join(patience())
         assert not self.thread.is_alive()
 
 

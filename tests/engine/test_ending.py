@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from fake_world import World
 
+from shim.testing.patience import patience
+
 HEAD = """
 import sys
 sys.dont_write_bytecode = True
@@ -94,7 +96,11 @@ def environment(tmp_path_factory):
 @pytest.mark.parametrize("during", DURING)
 def test_the_end_of_the_interpreter_is_quiet(environment, during):
     done = subprocess.run(
-        [sys.executable, "-c", HEAD + DURING[during]], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", HEAD + DURING[during]],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=patience(),
     )
     said = done.stderr
     if "builtins" in during and not during.startswith("revert"):

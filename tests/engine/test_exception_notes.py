@@ -13,6 +13,7 @@ from unit_helpers import REPOSITORY
 import shim
 from shim._engine import engine
 from shim._engine.exception_notes import note_for
+from shim.testing.patience import patience
 
 DOUBLE = "megatron.core.ops:double"
 INNER = """
@@ -204,7 +205,9 @@ def test_a_program_that_ends_by_an_exception_prints_the_note_once(tmp_path, wher
         "PYTHONPATH": os.pathsep.join([str(world.root), str(REPOSITORY)]),
         "MEGATRON_SHIM_MATRIX": str(world.matrix),
     }
-    done = subprocess.run([sys.executable, "-c", dedent(code)], env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", dedent(code)], env=environ, capture_output=True, text=True, timeout=patience()
+    )
     assert done.returncode == (1 if where == "main" else 0)
     lines = done.stderr.splitlines()
     assert "ValueError: none" in lines

@@ -7,6 +7,7 @@ import pytest
 
 from shim.testing import fork_server
 from shim.testing.import_orders import ORDERS, ImportOrders, run_together
+from shim.testing.patience import patience
 
 CORE = "megatron.core."
 ALLOWED = {"packages": "fake_patches"}
@@ -21,7 +22,7 @@ def case(world):
     world.patch("q", [(TARGETS[-1], CORE + "layers:Base.tag"), CORE + "layers:Layer.size", TARGETS[0]])
     world.module("slow", "import time\n\nimport megatron.core.users\n\ntime.sleep(0.05)\n")
     imports = f"import {CORE}slow, {CORE}users, {CORE}layers"
-    return ImportOrders([*TARGETS, CORE + "layers:Layer.size"], imports=imports, timeout=60, apply=ALLOWED)
+    return ImportOrders([*TARGETS, CORE + "layers:Layer.size"], imports=imports, apply=ALLOWED)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -41,7 +42,7 @@ def test_the_case_sees_a_broken_engine(case, world, order, broken):
         "no_aliases": "import shim._engine.draft as b\nb.find_aliases = lambda *a: []",
         "no_restore": "import shim._engine.places as p\np.Places.restore = lambda self, slot: None",
     }[broken]
-    broken_case = ImportOrders(case.targets, imports=case.imports, setup=setup, timeout=60, apply=ALLOWED)
+    broken_case = ImportOrders(case.targets, imports=case.imports, setup=setup, apply=ALLOWED)
     fails = {"no_hook": ORDERS[:1], "no_aliases": ORDERS[2:3], "no_restore": ORDERS}[broken]
     if order in fails:
         with pytest.raises(AssertionError, match="import order"):
@@ -56,7 +57,7 @@ def test_the_case_sees_a_broken_engine_in_a_process_that_shares_modules(case):
     for order in ORDERS[:2]:
         case.run(order)
     with pytest.raises(AssertionError, match="is still patched"):
-        ImportOrders(case.targets, imports=case.imports, setup=setup, timeout=60, apply=ALLOWED).run(ORDERS[0])
+        ImportOrders(case.targets, imports=case.imports, setup=setup, apply=ALLOWED).run(ORDERS[0])
     case.run(ORDERS[0])
 
 
@@ -76,9 +77,9 @@ def test_the_case_sees_a_broken_engine_in_a_process_that_shares_modules(case):
 def test_no_end_of_a_process_is_taken_for_success(case, monkeypatch, imports, told, can_fork):
     monkeypatch.setattr(fork_server, "CAN_FORK", can_fork and fork_server.CAN_FORK)
     with pytest.raises(AssertionError, match=f"(?s)import order 'apply import' .*{told}"):
-        ImportOrders(case.targets, imports=imports, timeout=10 if "sleep" in imports else 100, apply=ALLOWED).run(
-            "apply import"
-        )
+        ImportOrders(
+            case.targets, imports=imports, timeout=10 if "sleep" in imports else patience(), apply=ALLOWED
+        ).run("apply import")
 
 
 @pytest.mark.one_python
@@ -99,7 +100,7 @@ def test_cases_that_share_an_import_fail_alone(case, order):
 def test_a_case_that_hangs_behind_a_shared_import_is_ended(case):
     waits = "import sys, time\n'seen' in sys.modules and time.sleep(60)\nsys.modules['seen'] = time"
     hangs = replace(case, imports=f"{case.imports}; {waits}", timeout=3)
-    found = run_together("import apply alias", {"hangs": hangs, "all": replace(case, timeout=3)})
+    found = run_together("import apply alias", {"hangs": hangs, "all": case})
     assert found["all"] == "" and "exit status -14" in found["hangs"]  # SIGALRM
 
 

@@ -15,6 +15,7 @@ from fake_world import same
 
 import shim
 from shim._engine.modules import Modules
+from shim.testing.patience import patience
 
 CORE = "megatron.core."
 
@@ -262,7 +263,7 @@ def test_apply_while_another_thread_imports(world):
     while CORE + "slow" not in sys.modules:
         time.sleep(0.001)
     report = shim.apply()
-    thread.join(10)
+    thread.join(patience())
     assert report["p"].state == "applied"
 
 
@@ -302,7 +303,7 @@ def test_threads_do_not_deadlock(patched_world):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(patience())
     assert not any(thread.is_alive() for thread in threads), "deadlock"
     assert errors == []
     shim.revert()
@@ -326,7 +327,9 @@ def test_a_name_that_was_read_before_and_stored_after_is_found_when_the_import_i
     """A thread imports a module and stands between reading upstream's function and storing it while apply() looks for
     aliases: the next look from shim binds it."""
     reads, goes_on = threading.Event(), threading.Event()
-    monkeypatch.setitem(sys.modules, "between", types.SimpleNamespace(wait=lambda: (reads.set(), goes_on.wait(30))))
+    monkeypatch.setitem(
+        sys.modules, "between", types.SimpleNamespace(wait=lambda: (reads.set(), goes_on.wait(patience())))
+    )
     world.module(
         "slow",
         """
@@ -340,10 +343,10 @@ def test_a_name_that_was_read_before_and_stored_after_is_found_when_the_import_i
     original = world.get("ops:double")
     thread = threading.Thread(target=lambda: world.get("slow:kept"))
     thread.start()
-    reads.wait(30)
+    reads.wait(patience())
     shim.apply()
     goes_on.set()
-    thread.join(30)
+    thread.join(patience())
     assert shim.status()["p"].state == "applied"
     assert world.get("slow:kept") is world.get("ops:double") is not original
     shim.revert()

@@ -18,6 +18,7 @@ import shim
 from shim._engine import engine as _engine
 from shim._engine.contexts import Context
 from shim._releases.sources import PARSING, parse
+from shim.testing.patience import patience
 
 INTERRUPTED = """
     import os
@@ -165,7 +166,6 @@ def test_an_interrupt_anywhere_leaves_nothing_half_applied(tree, events, stride)
         sweep("change", lambda: shim.apply(only=["count"]), lambda: shim.apply(only=["more"]), {stride})
         """),
         tree,
-        timeout=times(400, 1800),
     )
     counts = [int(line.split()[1]) for line in out.splitlines()]
     assert len(counts) == 3 and min(counts) > times(10, 40), out
@@ -202,7 +202,6 @@ def test_an_interrupted_import_is_no_import(tree):
         print(hits)
         """),
         tree,
-        timeout=times(400, 1800),
     )
     assert int(out) > times(10, 40)
 
@@ -222,7 +221,6 @@ def test_a_second_interrupt_leaves_nothing_half_applied_either(tree, again):
         sweep("change", less, more, {times(31, 3)}, again={again})
         """),
         tree,
-        timeout=times(400, 1800),
     )
     counts = [int(line.split()[1]) for line in out.splitlines()]
     assert len(counts) == 3 and min(counts) > times(8, 80), out
@@ -262,7 +260,6 @@ def test_a_signal_handler_that_calls_shim(tree, call):
         print("refused", len(REFUSED))
         """),
         tree,
-        timeout=times(400, 1800),
     )
     *swept, refused = (int(line.split()[1]) for line in out.splitlines())
     assert min(swept) > times(10, 150), out
@@ -303,7 +300,7 @@ FORKS = """
 
     def child():
         "Everything ends, and nothing is half applied: each patch on all of its targets or on none."
-        signal.alarm(20)
+        signal.alarm(int(patience()))
         report = shim.status()
         bound = {"count": ["ops:double", "layers:Layer.forward"], "more": ["ops:halve", "ops:double"]}
         for id, targets in bound.items():
@@ -363,7 +360,7 @@ FORKS = """
 def test_a_process_that_is_forked_while_another_thread_is_in_shim(tree):
     """As by DataLoader beside a thread in shim.patched(): nothing hangs, and a transaction is there or is not."""
     tree.module("late", "from megatron.core.ops import double\n")
-    out = run(f"TURNS = {times(60, 600)}\n" + dedent(FORKS), tree, timeout=times(400, 1800))
+    out = run(f"TURNS = {times(60, 600)}\n" + dedent(FORKS), tree)
     assert int(out) > times(5, 50), "the thread was hardly ever within a transaction"
 
 
@@ -466,7 +463,7 @@ def test_a_lock_that_another_thread_holds_is_free_in_a_forked_process(place):
     held.wait()
     pid = os.fork()
     if pid == 0:
-        os._exit(0 if getattr(owner, name).acquire(timeout=5) else 1)
+        os._exit(0 if getattr(owner, name).acquire(timeout=patience()) else 1)
     status = os.waitpid(pid, 0)[1]
     over.set()
     thread.join()
@@ -505,7 +502,7 @@ FORKED_DURING_AN_IMPORT = """
     begun.wait()
     pid = os.fork()
     if pid == 0:
-        signal.alarm(20)
+        signal.alarm(int(patience()))
         over.set()
         in_the_child()
         os._exit(0)

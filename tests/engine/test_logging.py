@@ -11,6 +11,7 @@ import pytest
 
 import shim
 from shim._engine import engine
+from shim.testing.patience import patience
 
 CORE = "megatron.core."
 
@@ -109,22 +110,22 @@ def test_a_handler_may_wait_for_a_thread_that_asks_for_the_status(warns, listeni
     def ask():
         with mine:
             held.set()
-            assert asked.wait(20)
+            assert asked.wait(patience())
             shim.status()
 
     def act():
         asked.set()
-        if not mine.acquire(timeout=2):
+        if not mine.acquire(timeout=patience()):
             return "waited in vain"
         mine.release()
         return "fine"
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    assert held.wait(20)
+    assert held.wait(patience())
     found = listening(act)
     warns()
-    thread.join(20)
+    thread.join(patience())
     assert [what for _, what in found] == ["fine"]
 
 

@@ -64,7 +64,7 @@ def test_threads_that_apply_revert_plan_and_import_at_once(tree):
         ]
         threads = [threading.Thread(target=worker, args=(n, *w), daemon=True) for n, w in enumerate(work)]
         [t.start() for t in threads]
-        [t.join(60) for t in threads]
+        [t.join(patience()) for t in threads]
         expect(not any(t.is_alive() for t in threads), "a thread hangs")
         expect(not errors, errors[:1])
         fetch()
@@ -81,7 +81,6 @@ def test_threads_that_apply_revert_plan_and_import_at_once(tree):
         expect(same(before, snapshot()) == [], same(before, snapshot()))
         """,
         tree,
-        timeout=90,
     )
 
 
@@ -98,7 +97,7 @@ def test_threads_that_plan_leave_the_filters_of_warnings_alone(tree):
                 shim.plan()
         threads = [threading.Thread(target=work) for _ in range(4)]
         [t.start() for t in threads]
-        [t.join(60) for t in threads]
+        [t.join(patience()) for t in threads]
         expect(warnings.filters == before, warnings.filters[:2])
         """),
         tree,
@@ -124,7 +123,7 @@ def test_what_is_imported_while_threads_apply_is_patched_or_not_but_never_half(t
             actions = [shim.apply, *(lambda n=n: load(CORE + n) for n in names)]
             threads = [threading.Thread(target=go, args=(a,), daemon=True) for a in actions]
             [t.start() for t in threads]
-            [t.join(30) for t in threads]
+            [t.join(patience()) for t in threads]
             expect(not any(t.is_alive() for t in threads), "a thread hangs")
             expect(not errors, turn, errors)
             report = shim.status()

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from shim.testing.patience import patience
+
 REPOSITORY = Path(__file__).parents[2]
 RELEASE = "0.16.1"
 END = "-- end of a command --"
@@ -42,7 +44,7 @@ def test_the_tutorial_tells_the_truth():
     page = commands()
     bin = str(Path(sys.executable).parent)
     script = f"\necho '{END}'\n".join(command.replace(".venv/bin", bin) for command, _ in page)
-    done = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, cwd=REPOSITORY, timeout=300)
+    done = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, cwd=REPOSITORY, timeout=patience())
     printed = done.stdout.split(f"{END}\n")
     assert done.returncode == 0 and len(printed) == len(page), done.stdout + done.stderr
     for (command, promised), found in zip(page, printed):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shim.ops.paged_stash import PagedStash, StashOverflowError
+from shim.testing.patience import patience
 
 pytestmark = pytest.mark.gpu(engine=False)
 
@@ -91,7 +92,7 @@ def test_kernels_do_as_the_reference_does():
         cwd=TOP,
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=patience(),
     )
     assert done.returncode == 0, done.stdout[-5000:]
 

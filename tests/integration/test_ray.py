@@ -12,6 +12,8 @@ pytest.importorskip("ray", reason="ray is not installed; `make integration` does
 
 from fake_world import World
 
+from shim.testing.patience import patience
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 HEAD = """
     import os, sys
@@ -58,7 +60,7 @@ def run(code, tree, **variables):
         **variables,
     }
     command = [sys.executable, "-c", dedent(HEAD) + dedent(code)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=patience())
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout
 
@@ -99,7 +101,7 @@ def test_a_worker_where_shim_cannot_be_applied_does_not_start(tree):
         env = shim.ray_runtime_env(require=["count"], lock="/no/such/lock", **mine)
         ray.init("local", num_cpus=1, include_dashboard=False, runtime_env=env, log_to_driver=False)
         try:
-            print(ray.get(ray.remote(max_retries=0)(facts).remote(), timeout=120))
+            print(ray.get(ray.remote(max_retries=0)(facts).remote(), timeout={patience()}))
         except ray.exceptions.RayError as error:
             print(type(error).__name__)
         """,

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from shim.testing.patience import patience
+
 TOP = Path(__file__).resolve().parent.parent.parent
 
 
@@ -18,7 +20,7 @@ def run_python():
         paths = os.pathsep.join([str(TOP), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment}
         return subprocess.run(
-            [sys.executable, *command], env=environment, cwd=TOP, capture_output=True, text=True, timeout=300
+            [sys.executable, *command], env=environment, cwd=TOP, capture_output=True, text=True, timeout=patience()
         )
 
     return run

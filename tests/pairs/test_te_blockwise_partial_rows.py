@@ -43,7 +43,7 @@ def ranks():
 
 def on_ranks(ranks, function, *args, patch=True):
     layout = Layout(tp=RANKS, sequence_parallel=True)
-    return ranks.run(in_layout, layout, patch, function, *args, timeout=120)
+    return ranks.run(in_layout, layout, patch, function, *args)
 
 
 def in_layout(layout, patch, function, *args):

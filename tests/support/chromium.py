@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from shim.testing.patience import patience
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # In JavaScript: each element with text of its own, its contrast, and what it needs by WCAG 2 (4.5, or 3 if large).
 CONTRASTS = """
@@ -108,7 +110,7 @@ class Chromium:
         self("Page.navigate", url="about:blank")  # an address that differs in its hash alone loads nothing
         self.events.clear()
         self("Page.navigate", url=address)
-        until = time.monotonic() + 30
+        until = time.monotonic() + patience()
         while self.run("document.readyState") != "complete" or self.run("location.href") == "about:blank":
             assert time.monotonic() < until, address
             time.sleep(0.02)

@@ -7,6 +7,7 @@ import threading
 
 from shim._config_override import recompute
 from shim._config_override.recompute import Place
+from shim.testing.patience import patience
 
 
 @dataclasses.dataclass
@@ -82,5 +83,5 @@ class Blocked:
     def __call__(self):
         first = self.function()
         self.inside.set()
-        assert self.leave.wait(60)
+        assert self.leave.wait(patience())
         return first, self.function()

@@ -7,6 +7,9 @@ from pathlib import Path
 from textwrap import dedent
 
 from fake_world import World
+from thorough import times
+
+from shim.testing.patience import patience
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HEAD = '''
@@ -14,6 +17,7 @@ HEAD = '''
     import shim
     from shim._engine import engine as _engine
     from fake_world import World, same, trust_fake_patches
+    from shim.testing.patience import patience
 
     trust_fake_patches()
     CORE = "megatron.core."
@@ -63,17 +67,18 @@ def tree_with_patches(root):
     return world
 
 
-def run(code, tree, *flags, timeout=400, **variables):
+def run(code, tree, *flags, **variables):
+    seconds = patience(times(600, 1800))
     environ = {n: v for n, v in os.environ.items() if not n.startswith(("MEGATRON_SHIM_", "PYTHON"))}
     environ |= {
         "PYTHONPATH": os.pathsep.join(map(str, (tree.root, REPOSITORY, REPOSITORY / "tests/support"))),
         "MEGATRON_SHIM_MATRIX": str(tree.matrix),
         **variables,
     }
-    # A deadlock shows where it is, and ends. A machine with much else to do is no deadlock.
-    limit = f"import faulthandler; faulthandler.dump_traceback_later({timeout - 10}, exit=True)\n"
+    # A deadlock shows where it is, and ends.
+    limit = f"import faulthandler; faulthandler.dump_traceback_later({seconds - 10}, exit=True)\n"
     code = limit + dedent(HEAD) + dedent(code)
     command = [sys.executable, *flags, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=timeout)
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=seconds)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-9000:]
     return done.stdout

@@ -19,6 +19,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+from shim.testing.patience import patience
 from shim.testing.releases import FetchError, cache_dir, environment, fetch
 
 VERSIONS = {"mcore-bridge": "1.6.5", "ms-swift": "4.6.0", "verl": "0.9.1", "liger-kernel": "0.8.5"}
@@ -79,20 +80,20 @@ def _environment(trainers, core, te):
     return kept | offline | {"LOG_LEVEL": "WARNING", "TORCHDYNAMO_DISABLE": "1"}
 
 
-def run(story, *arguments, trainers, core, te, timeout=300, **variables):
+def run(story, *arguments, trainers, core, te, **variables):
     """What the function `story` ("module:function") returns in a process of its own. `variables` are set in it.
 
-    Raises StoryError with the end of its output if it fails or does not end within `timeout` seconds.
+    Raises StoryError with the end of its output if it fails or does not end.
     """
-    return _run_all(story, [arguments], tuple(trainers), core, te, timeout, variables, ranks=False)[0]
+    return _run_all(story, [arguments], tuple(trainers), core, te, variables, ranks=False)[0]
 
 
-def run_ranks(story, each, *, trainers, core, te, timeout=300, **variables):
+def run_ranks(story, each, *, trainers, core, te, **variables):
     """What `story` returns in each rank of a world, by rank, called with the arguments that `each` has for the rank.
 
     RANK, LOCAL_RANK and WORLD_SIZE are set, as a launcher sets them; `join()` makes the gloo group.
     """
-    return _run_all(story, each, tuple(trainers), core, te, timeout, variables, ranks=True)
+    return _run_all(story, each, tuple(trainers), core, te, variables, ranks=True)
 
 
 def join():
@@ -107,15 +108,16 @@ def join():
     dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=world)
 
 
-def _run_all(story, each, trainers, core, te, timeout, variables, ranks):
+def _run_all(story, each, trainers, core, te, variables, ranks):
     try:
         environ = _environment(trainers, core, te) | variables
     except (FetchError, subprocess.CalledProcessError) as error:
         if "SHIM_TEST_SKIP_UNFETCHED" not in os.environ:
             raise
         import pytest  # here, because the process of a story runs this file too
+        from recording import NO_SOURCES
 
-        pytest.skip(f"the trainer or its libraries cannot be fetched: {error}")
+        pytest.skip(f"{NO_SOURCES}{', '.join(trainers)}, or of their libraries: {error}")
     scratch = Path(tempfile.mkdtemp(prefix="shim-trainers-"))
     processes, outputs = [], []
     try:
@@ -131,7 +133,7 @@ def _run_all(story, each, trainers, core, te, timeout, variables, ranks):
                     command, env=environ | mine, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
                 )
             )
-        _wait(processes, time.monotonic() + timeout)
+        _wait(processes, time.monotonic() + patience())
         answers = [scratch / f"answer.{rank}" for rank in range(len(each))]
         for rank, (process, answer, output) in enumerate(zip(processes, answers, outputs)):
             if process.returncode or not answer.exists():

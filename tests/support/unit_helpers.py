@@ -14,6 +14,7 @@ from shim._planning.options import resolve
 from shim._planning.plan import make_plan
 from shim._releases.detect import detect
 from shim._te import features
+from shim.testing.patience import patience
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -66,12 +67,12 @@ def metadata(root, version, distribution="megatron-core", direct_url=None):
     return home
 
 
-def run_python(code, *directories, flags=(), env=None, timeout=120):
+def run_python(code, *directories, flags=(), env=None):
     """Run `code` in a fresh interpreter with `directories`, then this repository, on PYTHONPATH."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_SHIM_")}
     environ |= {"PYTHONPATH": os.pathsep.join(map(str, (*directories, REPOSITORY))), **(env or {})}
     command = [sys.executable, *flags, "-c", dedent(code)]
-    return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=timeout)
+    return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=patience())
 
 
 def output_of(code, *directories, **arguments):

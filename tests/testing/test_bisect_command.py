@@ -12,6 +12,7 @@ from fake_world import World
 from thorough import in_full
 
 from shim.testing import environment, fetch
+from shim.testing.patience import patience
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RELEASE = "0.16.1"
@@ -27,10 +28,10 @@ TRAIN = """
 OTHERS = "mtp-loss-cp,chunked-logprob,te-moved-symbols,rope-fusion"
 # Two ranks, of which the last prints what they have summed up.
 RANKS = """
-    import datetime, os, torch, torch.distributed as dist
+    import os, torch, torch.distributed as dist
     from megatron.core.ops import double
 
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+    dist.init_process_group("gloo")
     loss = torch.tensor([1.0 if double(2) == 4 else 1.5])
     dist.all_reduce(loss)
     if dist.get_rank() == 1:
@@ -41,7 +42,7 @@ RANKS = """
 
 def bisect(arguments, command, directory, environ):
     line = [sys.executable, "-m", "shim", "bisect", "--json", "--metric", "loss:?", *arguments, "--", *command]
-    done = subprocess.run(line, capture_output=True, text=True, cwd=directory, env=environ, timeout=200)
+    done = subprocess.run(line, capture_output=True, text=True, cwd=directory, env=environ, timeout=patience())
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -14,15 +14,16 @@ from pathlib import Path
 
 import pytest
 from audit_cases import check_markdown, commit, git
+from recording import NO_SOURCES
 
 from shim._matrix.load import load_matrix
 from shim._tools.arguments import command_line
 from shim._tools.audit import VERDICTS
 from shim.testing import COMMITS, EVERYDAY, EVERYDAY_PAIRS, RELEASES, TE_RELEASES, cache_dir, environment, fetch
+from shim.testing.patience import patience
 from shim.testing.releases import FetchError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PATIENCE = 120  # seconds
 
 # Runs command lines given as JSON; prints [command, exit code, standard output, standard error] for each.
 DRIVER = """
@@ -78,7 +79,7 @@ def run_all(commands, directories, markdown=True):
         capture_output=True,
         text=True,
         env=environment([*directories, REPOSITORY]),
-        timeout=PATIENCE,
+        timeout=patience(),
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
@@ -189,7 +190,7 @@ def unsupported(*names):
         try:
             fetch(name)
         except FetchError as error:
-            pytest.skip(f"no sources of megatron-core {name}: {str(error).splitlines()[0]}")
+            pytest.skip(f"{NO_SOURCES}megatron-core {name}: {str(error).splitlines()[0]}")
     return names
 
 
@@ -313,7 +314,7 @@ def test_status_and_run():
     found = [fetch("0.16.1")]
     command = [sys.executable, "-m", "shim", "run", "--", sys.executable, "-c", STATUS]
     environ = environment([*found, REPOSITORY])
-    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=PATIENCE)
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=patience())
     assert done.returncode == 0, done.stderr
     (first, _), (text, code), (report, json_code) = json.loads(done.stdout.splitlines()[-1])
     assert first, "shim run has not applied the patches by the import of megatron.core"

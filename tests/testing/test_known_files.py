@@ -13,6 +13,7 @@ from shim._matrix.load import load_matrix
 from shim._releases.fingerprint import fingerprint, split_target
 from shim._releases.known_files import known_files, known_value, measure_files, render_files
 from shim._releases.sources import Sources
+from shim.testing.patience import patience
 from shim.testing.releases import environment, fetch
 
 RELEASES = [("megatron-core", "0.12.0"), ("megatron-core", "0.19.2"), ("transformer-engine", "2.20.2")]
@@ -51,7 +52,7 @@ def test_the_table_is_what_parsing_finds(distribution, release):
 
 def planned(*directories):
     done = subprocess.run(
-        [sys.executable, "-c", PLAN], env=environment(directories), capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", PLAN], env=environment(directories), capture_output=True, text=True, timeout=patience()
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -9,13 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
+from recording import NO_SOURCES
 
 from shim.testing import environment, fetch
+from shim.testing.patience import patience
 from shim.testing.releases import FetchError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RELEASE = "0.16.1"
-PATIENCE = 400  # seconds
 # Each edit, with the patch whose body it changes, and what the proofs have to say.
 EDITS = {
     "cp-comm-type-list": (  # the same defect, in other words
@@ -54,7 +55,7 @@ def tree(tmp_path_factory):
     try:
         release = fetch(RELEASE)
     except FetchError as error:
-        pytest.skip(f"megatron-core {RELEASE} is not at hand: {error}")
+        pytest.skip(f"{NO_SOURCES}megatron-core {RELEASE}: {error}")
     place = tmp_path_factory.mktemp("tree")
     shutil.copytree(release / "megatron", place / "megatron")
     for name, old, new, _ in EDITS.values():
@@ -67,8 +68,9 @@ def tree(tmp_path_factory):
 
 def start(*arguments, path, cwd):
     """An interrupt ends it, also where the tests run in the background of a shell, which lets it be ignored."""
+    limit = [] if "--prove" not in arguments or "--timeout" in arguments else ["--timeout", f"{patience():.0f}"]
     return subprocess.Popen(
-        [sys.executable, "-m", "shim", *arguments],
+        [sys.executable, "-m", "shim", *arguments, *limit],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -80,7 +82,7 @@ def start(*arguments, path, cwd):
 
 def run(*arguments, path, cwd):
     process = start(*arguments, path=path, cwd=cwd)
-    out, err = process.communicate(timeout=PATIENCE)
+    out, err = process.communicate(timeout=patience())
     return process.returncode, out, err
 
 
@@ -150,11 +152,11 @@ def test_an_interrupted_run_goes_on(tree, tmp_path):
     command = ("pin", "--prove", "--lock", "shim.lock", "--only", some, "--jobs", "1")
     process = start(*command, path=[tree], cwd=tmp_path)
     kept = tmp_path / ".shim.lock.proving"
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + patience()
     while not kept.exists() and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=PATIENCE)
+    _, err = process.communicate(timeout=patience())
     assert process.returncode == 130 and "the same command continues from there" in err, err
     assert not (tmp_path / "shim.lock").exists()
     code, _, err = run(*command, path=[tree], cwd=tmp_path)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from recording import NO_SOURCES
 from thorough import in_full
 
 from shim._proving import worker
@@ -20,11 +21,11 @@ from shim._proving.processes import Process
 from shim._proving.worker import SideTask, Work
 from shim._tools.cli import main
 from shim.testing import environment, fetch
+from shim.testing.patience import patience
 from shim.testing.releases import FetchError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RELEASE = "0.16.1"
-PATIENCE = 240  # seconds
 
 
 @pytest.fixture(scope="module")
@@ -35,20 +36,21 @@ def releases():
         try:
             return fetch(release, distribution)
         except FetchError as error:
-            pytest.skip(f"{distribution} {release} is not at hand: {error}")
+            pytest.skip(f"{NO_SOURCES}{distribution} {release}: {error}")
 
     return directory
 
 
 def prove(*arguments, directories, cwd=None, more=None):
     """The command in a process of its own: (exit code, standard output, standard error)."""
+    limit = [] if "--timeout" in arguments else ["--timeout", f"{patience():.0f}"]
     done = subprocess.run(
-        [sys.executable, "-m", "shim", "prove", *arguments],
+        [sys.executable, "-m", "shim", "prove", *arguments, *limit],
         capture_output=True,
         text=True,
         env={**environment([*directories, REPOSITORY]), **(more or {})},
         cwd=cwd,
-        timeout=PATIENCE,
+        timeout=patience(),
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -90,7 +92,7 @@ def test_a_patch_that_applies_in_part_is_judged(releases, tmp_path):
 
 def test_a_side_that_does_not_end_is_given_up(monkeypatch):
     answers = io.StringIO()
-    monkeypatch.setattr(worker, "run_side", lambda *_: time.sleep(PATIENCE))
+    monkeypatch.setattr(worker, "run_side", lambda *_: time.sleep(600))
     work = Work((SideTask("hangs", "", "", None), SideTask("too", "", "", None)), preload=True, timeout=0.05)
     worker._Pool(work, answers).run()
     found = {answer["key"]: answer for answer in map(json.loads, answers.getvalue().splitlines())}
@@ -123,7 +125,7 @@ def test_the_job_of_the_example_proves_another_tree_beside_what_an_audit_says_of
         text=True,
         env={**environment([releases(RELEASE), REPOSITORY]), **more},
         cwd=tmp_path,
-        timeout=PATIENCE,
+        timeout=patience(),
     )
     text = summary.read_text("utf-8")
     assert done.returncode == 0, done.stderr
@@ -180,11 +182,11 @@ def test_an_interrupt_leaves_no_process_behind(releases):
         # A shell lets what it runs in the background ignore interrupts.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + patience()
     while len(_with(marker)) < 3 and time.monotonic() < deadline:  # the command, the worker, one side
         time.sleep(0.05)
     os.killpg(running.pid, signal.SIGINT)
-    assert running.wait(30) != 0
+    assert running.wait(patience()) != 0
     while _with(marker) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _with(marker)
@@ -276,7 +278,7 @@ def test_what_forked_processes_share_is_no_garbage_of_theirs():
         "gc.collect()\n"
         "assert shared() is not None and own() is None\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment([REPOSITORY]), timeout=PATIENCE)
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment([REPOSITORY]), timeout=patience())
 
 
 def test_what_is_loaded_for_all_sides_leaves_megatron_core_as_it_is(releases):
@@ -303,7 +305,7 @@ def test_what_is_loaded_for_all_sides_leaves_megatron_core_as_it_is(releases):
         env=environment([releases(RELEASE), REPOSITORY]),
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=patience(),
     )
     assert done.returncode == 0, done.stderr
 
@@ -330,7 +332,7 @@ def test_a_worker_runs_nothing_before_it_is_told_and_ends_if_nobody_does(told, r
         env=environment([REPOSITORY]),
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=patience(),
     )
     assert (done.returncode, done.stdout or "no") == (0, ran), done.stderr
 

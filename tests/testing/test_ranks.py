@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
 from shim.testing import RankError, Ranks, forks  # noqa: E402
+from shim.testing.patience import patience  # noqa: E402
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def test_an_exception_names_rank_and_line_and_the_pool_recovers(ranks):
     started = time.monotonic()
     with pytest.raises(RankError, match=r"rank 1 raised KeyError") as caught:
         ranks.run(fail_on, 1)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < patience()
     assert caught.value.rank == 1 and caught.value.exception_type == "KeyError"
     assert "in fail_on" in caught.value.remote_traceback
     assert not set(before) & set(ranks.run(pid))
@@ -111,18 +112,18 @@ def test_a_rank_that_has_lost_its_peer_waits_for_the_peer_to_say_why(ranks, symp
     with pytest.raises(RankError, match="rank 1 raised ValueError") as caught:
         ranks.run(both_fail, 1, 1.5, symptom)
     assert [other.rank for other in caught.value.others] == [0]
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < patience()
 
 
 def test_a_hang_ends_with_the_rank_and_where_it_was(ranks):
-    with pytest.raises(RankError, match=r"rank 1 did not answer within 1 s.*\[1\] of 2") as caught:
-        ranks.run(sleep_on, 1, timeout=1)
+    with pytest.raises(RankError, match=r"rank 1 did not answer within 5 s.*\[1\] of 2") as caught:
+        ranks.run(sleep_on, 1, timeout=5)
     assert "in sleep_on" in caught.value.remote_traceback
 
 
 def test_a_dead_rank_is_noticed_at_once(ranks):
     with pytest.raises(RankError, match="rank 0 died with exit code 7"):
-        ranks.run(die_on, 0, timeout=60)
+        ranks.run(die_on, 0)
 
 
 def test_a_result_that_cannot_be_pickled_is_an_error_not_a_hang(ranks):
@@ -142,7 +143,7 @@ def test_fork_after_a_backward_and_a_world_of_one():
 def _compile_in_a_thread():
     from torch._inductor.async_compile import AsyncCompile
 
-    return AsyncCompile.pool().submit(int, "7").result(timeout=20)
+    return AsyncCompile.pool().submit(int, "7").result(timeout=patience())
 
 
 def test_ranks_compile_after_a_process_that_has_compiled(monkeypatch):
@@ -214,7 +215,7 @@ def test_ranks_end_when_their_parent_is_killed():
     parent = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True)
     pids = [int(text) for text in parent.stdout.split()]
     assert len(pids) == 2
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + patience()
     while any(is_running(rank) for rank in pids):
         assert time.monotonic() < deadline, "a rank outlived its parent"
         time.sleep(0.05)
@@ -259,4 +260,4 @@ for _ in range(300):
 
 @pytest.mark.skipif(torch.torch_version.TorchVersion(torch.__version__) >= (2, 8), reason="this torch does not hang")
 def test_three_hundred_groups_end():
-    subprocess.run([sys.executable, "-c", MANY_GROUPS], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", MANY_GROUPS], check=True, timeout=patience())

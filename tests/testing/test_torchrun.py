@@ -13,6 +13,8 @@ pytest.importorskip("torch")
 
 from fake_world import World
 
+from shim.testing.patience import patience
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 TRAIN = """
     import json, multiprocessing, os, sys
@@ -34,8 +36,8 @@ TRAIN = """
         process.start()
         write(f"{where}/rank.{rank}")
         process.join()
-        import datetime, shim, torch.distributed as dist
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+        import shim, torch.distributed as dist
+        dist.init_process_group("gloo")
         with open(f"{where}/check.{rank}", "w") as file:
             json.dump(shim.check().applied, file)
         dist.destroy_process_group()
@@ -65,7 +67,7 @@ def test_every_process_of_torchrun_is_patched_before_it_imports_the_target(tmp_p
         capture_output=True,
         text=True,
         env=environ,
-        timeout=60,
+        timeout=patience(),
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(" applies 1 patch to megatron-core 9.9.0") == 1  # by rank 0, in one of its two processes

@@ -19,6 +19,7 @@ from unit_helpers import REPOSITORY
 
 from shim._tools.bisect_runs import Outcome, differs, number_in, same_number
 from shim._tools.cli import main
+from shim.testing.patience import patience
 
 IDS = ["a", "b", "c", "d", "e"]
 HAS = 'has() { case ",$MEGATRON_SHIM_EXCLUDE," in *",$1,"*) return 1;; esac; }; '
@@ -130,7 +131,7 @@ def test_a_run_that_ends_in_a_third_way_tells_nothing(bisect):
 
 
 def test_a_hang_counts_as_an_end(bisect):
-    code, out, _ = bisect("has c && sleep 60; exit 0", "--timeout", "0.2")
+    code, out, _ = bisect("has c && sleep 60; exit 0", "--timeout", "2")
     assert code == 0 and out.startswith("c changes the result")
     assert "with it alone       did not end in time" in out
 
@@ -197,7 +198,7 @@ def test_an_interrupt_ends_the_run_at_hand_and_says_how_to_go_on(tree, tmp_path,
                 break
             time.sleep(0.05)
         process.send_signal(number)
-        err = process.communicate(timeout=60)[1].splitlines()
+        err = process.communicate(timeout=patience())[1].splitlines()
     assert process.returncode == exit
     assert err[-1] == (
         "shim: bisect stopped in run 1. 0 runs of shim-bisect count: the same command goes on behind them."

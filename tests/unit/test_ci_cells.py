@@ -18,6 +18,7 @@ from shim._matrix.cells import cells
 from shim._matrix.load import load_matrix
 from shim._tools.arguments import command_line
 from shim._tools.cli import main
+from shim.testing.patience import patience
 
 EDITED = BROKEN.replace("return helper(x)", "return helper(x) + 1")
 
@@ -182,7 +183,7 @@ def run_step(world, tmp_path):
             **variables,
         }
         done = subprocess.run(
-            [BASH, "-e", "-c", step["run"]], cwd=where, env=environ, capture_output=True, text=True, timeout=120
+            [BASH, "-e", "-c", step["run"]], cwd=where, env=environ, capture_output=True, text=True, timeout=patience()
         )
         return done.returncode, {name: file.read_text() for name, file in files.items()}, done.stdout + done.stderr
 

@@ -18,6 +18,7 @@ from shim._matrix.load import load_matrix
 from shim._matrix.pins import lock_path
 from shim._tools.cli import main
 from shim._tools.progress import Progress
+from shim.testing.patience import patience
 
 EDITED = BROKEN.replace("return helper(x)", "return helper(x) + 1")
 
@@ -153,7 +154,7 @@ def test_a_reader_that_has_gone_is_no_error(world, arguments, code):
     os.close(read)
     with run_shim(world, *arguments, stdout=write) as process:
         os.close(write)
-        err = process.communicate(timeout=60)[1].decode()
+        err = process.communicate(timeout=patience())[1].decode()
     assert process.returncode == code
     assert "Broken" not in err and "Traceback" not in err and "Exception" not in err
     assert not code or "required, but roll-fix is drifted" in err
@@ -165,7 +166,7 @@ def test_a_reader_of_both_streams_that_has_gone_changes_no_exit_code(world):
     os.close(read)
     with run_shim(world, "plan", "--only", "gone", stdout=write, stderr=write) as process:
         os.close(write)
-        assert process.wait(60) == 2
+        assert process.wait(patience()) == 2
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
@@ -173,7 +174,7 @@ def test_a_full_disk_is_said_and_no_success(world):
     """A lock or a report that was cut short must not look like one."""
     world.install(BROKEN)
     with open("/dev/full", "w") as full, run_shim(world, "plan", "--json", stdout=full) as process:
-        err = process.communicate(timeout=60)[1].decode()
+        err = process.communicate(timeout=patience())[1].decode()
     assert process.returncode == 1
     assert re.fullmatch(r"shim: standard output cannot be written: .*", err.splitlines()[-1])
     assert "Traceback" not in err
@@ -216,8 +217,8 @@ def test_progress_overwrites_itself_on_a_terminal_only():
             return True
 
     terminal, log, slow = Terminal(), io.StringIO(), io.StringIO()
-    for stream, patience in ((terminal, 60), (log, 60), (slow, 0)):
-        progress = Progress(stream, patience)
+    for stream, seconds in ((terminal, 60), (log, 60), (slow, 0)):
+        progress = Progress(stream, seconds)
         progress("a long one")
         progress("short")
         progress.done()

@@ -13,6 +13,7 @@ from override_cases import Blocked, Checkpoint, Config, in_thread, one_library, 
 
 import shim
 from shim._config_override import recompute, threads
+from shim.testing.patience import patience
 
 
 @pytest.fixture(autouse=True)
@@ -55,12 +56,12 @@ def test_overlapping_threads_restore_what_was_there_before_both():
     def other():
         with shim.config_override(config, fusion=False):
             entered.set()
-            leave.wait(60)
+            leave.wait(patience())
 
     thread = threading.Thread(target=other)
     with shim.config_override(config, fusion=False):
         thread.start()
-        assert entered.wait(60)
+        assert entered.wait(patience())
     assert config.fusion is False
     leave.set()
     thread.join()
@@ -73,7 +74,7 @@ def recomputing(checkpoint, blocked):
     found = []
     thread = threading.Thread(target=lambda: found.append(outcome(checkpoint.again)))
     thread.start()
-    assert blocked.inside.wait(60)
+    assert blocked.inside.wait(patience())
     try:
         yield found
     finally:

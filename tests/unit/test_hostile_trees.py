@@ -22,8 +22,8 @@ from shim._te import names as _wanted
 from shim._tools.audit import audit
 from shim._tools.audit_report import as_markdown, as_text
 from shim._tools.cli import main
+from shim.testing.patience import patience
 
-PATIENCE = 60  # seconds; nothing here takes more than a few
 MEMORY = 600  # MB that a process with nothing but an audit in it may take
 METADATA = "megatron_core-0.16.0.dist-info/METADATA"
 
@@ -99,7 +99,7 @@ def test_no_code_of_the_tree_runs_and_nothing_of_it_is_imported(world, tmp_path,
             env=environ,
             capture_output=True,
             text=True,
-            timeout=PATIENCE,
+            timeout=patience(),
         )
         assert done.returncode == 0, done.stdout + done.stderr
     assert not marker.exists()
@@ -123,7 +123,7 @@ def test_pip_runs_no_code_of_the_directory_it_is_called_in(world, tmp_path):
     environ = {**os.environ, "MEGATRON_SHIM_MATRIX": str(world.matrix), "PIP_NO_INDEX": "1"}
     environ |= {"PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY, world.own)))}
     environ |= {"MEGATRON_SHIM_CACHE": str(tmp_path / "cache")}
-    arguments = {"cwd": root, "env": environ, "capture_output": True, "text": True, "timeout": PATIENCE}
+    arguments = {"cwd": root, "env": environ, "capture_output": True, "text": True, "timeout": patience()}
     done = subprocess.run([sys.executable, str(command), "audit", "."], **arguments)
     assert done.returncode == 1 and "could not be fetched" in done.stdout
     assert not marker.exists()
@@ -469,7 +469,7 @@ def test_bombs_and_giants_stay_within_bounds(world, wheel, tmp_path):
         (world.root / "releases" / release / ".complete").touch()
         (tmp_path / "megatron-core" / release).symlink_to(world.root / "releases" / release)
     command = [sys.executable, str(script), *map(str, targets)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=patience())
     found = re.search(r"codes \[(.*)\] MB (\d+)", done.stderr)
     assert found, done.stderr
     assert found[1] == "1, 0, 0, 1, 1, 1, 2"

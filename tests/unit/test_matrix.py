@@ -471,7 +471,7 @@ def test_what_is_no_file_is_a_matrix_error_at_once(tmp_path):
             except MatrixError as error:
                 print(str(error).count("cannot be read: "))
     """
-    assert output_of(code, timeout=30).split() == ["1"] * 5
+    assert output_of(code).split() == ["1"] * 5
 
 
 def test_a_file_without_end_is_not_read_to_its_end(tmp_path):

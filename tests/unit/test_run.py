@@ -16,6 +16,7 @@ import shim
 from shim._matrix.load import load_matrix
 from shim._planning.options import resolve
 from shim._workers.deaf import deaf_part
+from shim.testing.patience import patience
 
 RUN = str(REPOSITORY / "shim" / "_workers" / "run")
 ALLOWED = f"{RUN}/packages=fake_patches"
@@ -61,7 +62,9 @@ def without_shim(env):
 
 
 def run(command, env, **arguments):
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, env=env, timeout=60, **arguments)
+    return subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, env=env, timeout=patience(), **arguments
+    )
 
 
 def python(code, env, *flags, executable=sys.executable):
@@ -414,13 +417,13 @@ def test_processes_of_every_kind(tree, tmp_path):
                 queue = context.Queue()
                 process = context.Process(target=work, args=(queue,))
                 process.start()
-                print(method, queue.get(timeout=30))
+                print(method, queue.get())
                 process.join()
             from megatron.core.ops import double
             context = multiprocessing.get_context("fork")
             process = context.Process(target=work, args=(queue := context.Queue(),))
             process.start()
-            print("forked after the import", queue.get(timeout=30), flush=True)
+            print("forked after the import", queue.get(), flush=True)
             process.join()
             code = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"
             use = "from megatron.core.ops import double; print(double(2))"
@@ -453,7 +456,7 @@ def test_threads_that_import_at_once(tree):
 
         threads = [threading.Thread(target=work, args=(n,)) for n in range(12)]
         [t.start() for t in threads]
-        [t.join(30) for t in threads]
+        [t.join() for t in threads]
         print(len(found), all(found))
     """
     for _ in range(3):

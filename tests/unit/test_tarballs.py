@@ -19,8 +19,8 @@ from shim._errors import OptionError
 from shim._releases import tarballs as _tarballs
 from shim._releases.sources import MAX_SOURCE_BYTES
 from shim._releases.trees import open_tree
+from shim.testing.patience import patience
 
-PATIENCE = 60  # seconds
 MEMORY = 100  # MB of a process that opens an archive
 COMMIT = "0123456789" * 4
 INFO = "Metadata-Version: 2.1\nName: megatron_core\nVersion: 0.16.7\n"
@@ -315,7 +315,7 @@ def test_bombs_stay_within_memory(tmp_path):
         bomb("name", entry("x", type=tarfile.GNUTYPE_LONGNAME)[0]),
     ]
     command = [sys.executable, "-c", MEASURE, *bombs]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=REPOSITORY)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(), cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr
     *reasons, megabytes = done.stdout.splitlines()
     assert len(reasons) == len(bombs)

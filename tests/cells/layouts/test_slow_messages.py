@@ -42,13 +42,13 @@ def truth():
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_microbatches_of_different_lengths_train_as_on_one_rank(ranks4, truth, schedule):
-    assert ranks4.run(on_rank, PATCHES, *SCHEDULES[schedule], timeout=60)[-1] == pytest.approx(truth, rel=1e-6)
+    assert ranks4.run(on_rank, PATCHES, *SCHEDULES[schedule])[-1] == pytest.approx(truth, rel=1e-6)
 
 
 @pytest.mark.skipif("pipeline-send-buffers" not in PATCHES, reason="this release keeps its outputs")
 def test_stock_sends_what_it_has_freed(ranks4, truth):
     # Messages slow enough that an output is gone before its message has left, on a busy machine too.
-    found = ranks4.run(on_rank, [], *SCHEDULES["interleaved"], 1, 0.3, timeout=60)[-1]
+    found = ranks4.run(on_rank, [], *SCHEDULES["interleaved"], 1, 0.3)[-1]
     assert max(abs(mine - true) / true for mine, true in zip(found, truth[: len(LENGTHS)], strict=True)) > 1e-3
 
 
