@@ -24,10 +24,8 @@ $(VENV)/.ready: setup.py tests/requirements.txt
 demo: env  ## train a small GPT with MTP on packed text, stock against shim (RELEASE=0.16.1)
 	$(BIN)/python examples/demo.py --release $(RELEASE)
 
-# Types are checked, and environments for the other Pythons made, by one process each: side by side.
-test: env  ## everything CI runs
-	$(MAKE) -j 2 lint unit-pythons
-	$(MAKE) unit helpers other-torch cells pairs trainers
+test: env  ## everything CI runs, with a table of where the minutes went
+	$(BIN)/python tests/everything.py
 
 # mypy finds shim.patches and shim.maintenance if they lie in the package, as in a wheel; in the tree both are unknown.
 lint: env
@@ -80,11 +78,12 @@ environments: env  ## tests and proofs with torch 2.6.0, 2.9.1, 2.12.1 and 2.14.
 # One release per set of bodies, and a patch's own tests once per variant, whose cases they share (make matrix: all on
 # all). tests/support/chosen.py says which; three cells at once, with one thread each.
 CELLS ?= --everyday
+LOGS := build/logs
 cells: env  ## real megatron-core, one process per release (CELLS="--releases 0.16.1")
-	SHIM_TEST_ONCE_PER_VARIANT=1 $(CELLS_ENVIRONMENT) $(BIN)/python -m shim.testing.cells $(CELLS) --jobs 3 -- -q -p no:warnings tests/cells tests/examples
+	SHIM_TEST_ONCE_PER_VARIANT=1 $(CELLS_ENVIRONMENT) $(BIN)/python -m shim.testing.cells $(CELLS) --jobs 3 --logs $(LOGS) -- -q -p no:warnings tests/cells tests/examples
 
 pairs: env  ## real megatron-core with Transformer Engine's Python layer
-	SHIM_TEST_ONCE_PER_VARIANT=1 $(CELLS_ENVIRONMENT) $(BIN)/python -m shim.testing.cells --everyday-pairs --jobs 3 -- -q -p no:warnings tests/pairs
+	SHIM_TEST_ONCE_PER_VARIANT=1 $(CELLS_ENVIRONMENT) $(BIN)/python -m shim.testing.cells --everyday-pairs --jobs 3 --logs $(LOGS) -- -q -p no:warnings tests/pairs
 
 # One release of each, and one order of imports for each; make integration runs all. Without a package index, and with
 # an empty cache, they are skipped.
