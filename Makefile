@@ -25,7 +25,7 @@ demo: env  ## train a small GPT with MTP on packed text, stock against shim (REL
 	$(BIN)/python examples/demo.py --release $(RELEASE)
 
 test: env  ## everything CI runs, with a table of where the minutes went
-	$(BIN)/python tests/everything.py
+	$(BIN)/python tests/support/everything.py
 
 # mypy finds shim.patches and shim.maintenance if they lie in the package, as in a wheel; in the tree both are unknown.
 lint: env
@@ -61,7 +61,7 @@ unit-pythons: env  ## what can differ there, on every other Python there is
 	PYTHON=$(BIN)/python sh tests/other_pythons.sh
 
 helpers: env  ## shim.testing, shim.ops, and the engine with torch
-	$(BIN)/python -m pytest -q -n 3 $(WITH_TORCH)
+	$(BIN)/python -m pytest -q -n 3 --dist loadgroup $(WITH_TORCH)
 
 # The newest torch of the axis, if `make environments` has made it here; else a line says that it is skipped.
 OTHER := --torch 2.14.1 --python 3.11 --if-made

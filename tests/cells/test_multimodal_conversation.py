@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from thorough import in_full
 from torch.utils.data import DataLoader, Dataset
 
 import shim
@@ -103,7 +104,7 @@ class InMemory(Dataset):
         return torch.as_tensor(both(self.tokenizer, self.conversations[row])[0])
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=in_full)])
 def test_epochs_of_workers(method):
     init = apply_in_worker if method == "spawn" else None
     with applied():

@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 from contract_cases import import_targets
+from thorough import in_full
 
 import shim
 from shim import testing
@@ -93,6 +94,7 @@ def put_back():
         shim.revert()
 
 
+@in_full
 def test_training_is_stocks_to_the_bit_and_no_patch_is_called_applied(put_back):
     stock, manager = put_back
     values = [unwrap(vars(owner)[name]) for owner, name, _ in manager.kept]

@@ -9,6 +9,7 @@ import megatron.core
 import numpy
 import pytest
 import torch
+from thorough import in_full
 from torch.utils.data import DataLoader, Dataset
 
 import shim
@@ -102,7 +103,7 @@ class Targets(Dataset):
         return torch.as_tensor(self.tokenizer.tokenize_conversation(self.conversations[row], True, False)[1])
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=in_full)])
 def test_workers(method):
     init = apply_in_worker if method == "spawn" else None
     with applied():

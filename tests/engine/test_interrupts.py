@@ -12,7 +12,7 @@ from textwrap import dedent
 import pytest
 from fake_world import same
 from own_process import run
-from thorough import times
+from thorough import in_full, times
 
 import shim
 from shim._engine import engine as _engine
@@ -151,7 +151,7 @@ INTERRUPTED = """
     """
 
 
-@pytest.mark.parametrize(("events", "stride"), [(("call", "return"), times(11, 3)), (("line",), times(29, 7))])
+@pytest.mark.parametrize(("events", "stride"), [(("call", "return"), times(31, 3)), (("line",), times(97, 7))])
 def test_an_interrupt_anywhere_leaves_nothing_half_applied(tree, events, stride):
     """KeyboardInterrupt at every third call or return, or seventh line, of the engine in turn (`make test`: at some),
     within apply, revert and a change of the plan: every patch is on all its targets or on none, status() is right, and
@@ -168,13 +168,13 @@ def test_an_interrupt_anywhere_leaves_nothing_half_applied(tree, events, stride)
         tree,
     )
     counts = [int(line.split()[1]) for line in out.splitlines()]
-    assert len(counts) == 3 and min(counts) > times(10, 40), out
+    assert len(counts) == 3 and min(counts) > times(3, 40), out
 
 
 def test_an_interrupted_import_is_no_import(tree):
     """KeyboardInterrupt while a target is bound within its import: the next import binds it as a whole."""
     out = run(
-        f"EVENTS, STRIDE = ('call', 'return'), {times(7, 2)}\n"
+        f"EVENTS, STRIDE = ('call', 'return'), {times(19, 2)}\n"
         + dedent(INTERRUPTED)
         + dedent("""
         at, hits = 1, 0
@@ -203,11 +203,11 @@ def test_an_interrupted_import_is_no_import(tree):
         """),
         tree,
     )
-    assert int(out) > times(10, 40)
+    assert int(out) > times(3, 40)
 
 
-@pytest.mark.one_python
-@pytest.mark.parametrize("again", [1, 2, 5, times(17, 9), times(60, 30), 150])
+@in_full
+@pytest.mark.parametrize("again", [1, 2, 5, 9, 30, 150])
 def test_a_second_interrupt_leaves_nothing_half_applied_either(tree, again):
     """The second comes so many lines after the first: also in what the first one has set going."""
     out = run(
@@ -215,15 +215,15 @@ def test_a_second_interrupt_leaves_nothing_half_applied_either(tree, again):
         + dedent(INTERRUPTED)
         + dedent(f"""
         nothing = lambda: None
-        sweep("apply", nothing, shim.apply, {times(31, 3)}, again={again})
-        sweep("revert", shim.apply, shim.revert, {times(31, 3)}, again={again})
+        sweep("apply", nothing, shim.apply, 3, again={again})
+        sweep("revert", shim.apply, shim.revert, 3, again={again})
         less, more = (lambda: shim.apply(only=["count"])), (lambda: shim.apply(only=["more"]))
-        sweep("change", less, more, {times(31, 3)}, again={again})
+        sweep("change", less, more, 3, again={again})
         """),
         tree,
     )
     counts = [int(line.split()[1]) for line in out.splitlines()]
-    assert len(counts) == 3 and min(counts) > times(8, 80), out
+    assert len(counts) == 3 and min(counts) > 80, out
 
 
 CALLS = {
@@ -238,7 +238,7 @@ CALLS = {
 
 
 @pytest.mark.one_python
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", [pytest.param(c, marks=() if c == "revert" else in_full) for c in CALLS])
 def test_a_signal_handler_that_calls_shim(tree, call):
     """At each place of apply and revert: it is served before or after, or refused with a sentence; never in between."""
     tree.module("late", "from megatron.core.ops import double\n")
@@ -254,15 +254,15 @@ def test_a_signal_handler_that_calls_shim(tree, call):
                 pass
         act = handler({CALLS[call]})
         nothing = lambda: None
-        sweep("apply", nothing, shim.apply, {times(23, 2)}, act)
-        sweep("revert", shim.apply, shim.revert, {times(23, 2)}, act)
-        sweep("change", lambda: shim.apply(only=["count"]), lambda: shim.apply(only=["more"]), {times(23, 2)}, act)
+        sweep("apply", nothing, shim.apply, {times(67, 2)}, act)
+        sweep("revert", shim.apply, shim.revert, {times(67, 2)}, act)
+        sweep("change", lambda: shim.apply(only=["count"]), lambda: shim.apply(only=["more"]), {times(67, 2)}, act)
         print("refused", len(REFUSED))
         """),
         tree,
     )
     *swept, refused = (int(line.split()[1]) for line in out.splitlines())
-    assert min(swept) > times(10, 150), out
+    assert min(swept) > times(3, 150), out
     assert (refused > 0) == (call in ("revert", "apply", "block")), out
 
 
@@ -360,8 +360,8 @@ FORKS = """
 def test_a_process_that_is_forked_while_another_thread_is_in_shim(tree):
     """As by DataLoader beside a thread in shim.patched(): nothing hangs, and a transaction is there or is not."""
     tree.module("late", "from megatron.core.ops import double\n")
-    out = run(f"TURNS = {times(60, 600)}\n" + dedent(FORKS), tree)
-    assert int(out) > times(5, 50), "the thread was hardly ever within a transaction"
+    out = run(f"TURNS = {times(20, 600)}\n" + dedent(FORKS), tree)
+    assert int(out) > times(1, 50), "the thread was hardly ever within a transaction"
 
 
 FACTORY = """

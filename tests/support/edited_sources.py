@@ -2,12 +2,20 @@
 
 import ast
 import copy
+from functools import cache
 
 from shim._errors import SourceError
 from shim._releases.fingerprint import definitions, split_target
 from shim._releases.sources import Sources
+from shim.testing.releases import fetch
 
-__all__ = ["Edited", "found_in"]
+__all__ = ["Edited", "found_in", "sources_of"]
+
+
+@cache
+def sources_of(distribution, release):
+    """To parse all releases takes half a minute: tests that do so run in one process, the group `sources`."""
+    return Sources([fetch(release, distribution)])
 
 
 def found_in(sources, target):

@@ -1,6 +1,6 @@
 """Keeps what a run of tests has spent and skipped, if SHIM_TEST_RECORD names a file: one line of JSON for each.
 
-Every process of pytest adds its lines; tests/everything.py makes one table of them.
+Every process of pytest adds its lines; everything.py makes one table of them.
 """
 
 import json

@@ -93,6 +93,7 @@ def test_files_that_have_gone_are_not_spoken_of():
     there = {stem for place in PLACES for stem in files_of(place)}
     assert set(files_of("examples")) <= set(chosen.ONLY)
     assert {*chosen.EVERYWHERE, *chosen.ONLY} <= {*there, *files_of("examples")}
+    assert set(chosen.SHARED) <= chosen.EVERYWHERE
 
 
 CELL = """

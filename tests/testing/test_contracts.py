@@ -2,12 +2,13 @@
 
 import ast
 from dataclasses import replace
-from functools import cache
 
 import pytest
+from edited_sources import sources_of
 from judge import Reduced, contract_on, function_of
 from mutants import OWN, Mutant, change_attribute, generate
 from recording import NO_SOURCES
+from thorough import in_full
 
 from shim._errors import SourceError
 from shim._matrix.load import load_matrix
@@ -15,9 +16,9 @@ from shim._matrix.model import RIGHT
 from shim._planning.contract import breach
 from shim._planning.evidence import shipped_evidence
 from shim._releases.phrases import parsed, stands_in
-from shim._releases.sources import Sources
-from shim.testing.releases import at_hand, fetch
+from shim.testing.releases import at_hand
 
+pytestmark = pytest.mark.xdist_group("sources")
 MATRIX = load_matrix()
 # (patch, variant, target) of every contract.
 CONTRACTS = [
@@ -26,11 +27,6 @@ CONTRACTS = [
     for variant in entry.variants.values()
     for target in variant.needs
 ]
-
-
-@cache
-def sources_of(distribution, release):
-    return Sources([fetch(release, distribution)])
 
 
 def bodies_of(id, variant, target):
@@ -185,6 +181,7 @@ def unbroken(function, reduced, variant, target):
     return left
 
 
+@in_full
 @pytest.mark.parametrize("id", sorted({id for id, _, _ in CONTRACTS}))
 def test_every_term_of_a_contract_is_broken_by_some_mutant(id):
     idle, done = {}, set()
@@ -227,6 +224,7 @@ def keeps(sources, id, variant):
     return True
 
 
+@in_full
 @pytest.mark.parametrize(
     "id", [id for id, entry in MATRIX.patches.items() if any(r.variant is None for r in entry.rules)]
 )

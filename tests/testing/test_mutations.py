@@ -22,15 +22,19 @@ DOCS = Path(__file__).parents[2] / "docs/contracts.md"
 
 
 @pytest.fixture(scope="module")
-def mutants():
-    """(cell, patch, body, name, verdict, what breaks the contract) of every mutant that was measured."""
+def thorough():
     if not THOROUGH:
-        pytest.skip("to make the mutants takes half a minute: under `make matrix`")
+        pytest.skip("to judge what was measured takes a minute: under `make matrix`")
+
+
+@pytest.fixture(scope="module")
+def mutants(thorough):
+    """(cell, patch, body, name, verdict, what breaks the contract) of every mutant that was measured."""
     return [(*where, judge.verdict(broken, found), broken) for *where, broken, found in judge.judged(measure.read())]
 
 
 @pytest.fixture(scope="module")
-def beside():
+def beside(thorough):
     matrix = load_matrix()
     return [
         (*where, neighbours.verdict(broken, found), broken)
@@ -39,7 +43,7 @@ def beside():
 
 
 @pytest.fixture(scope="module")
-def fixed():
+def fixed(thorough):
     """(patch, what is done, verdict, why the patch is not applied) of every fix that was measured."""
     matrix = load_matrix()
     return [

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from recording import NO_SOURCES
+from thorough import in_full
 
 from shim.testing import environment, fetch
 from shim.testing.patience import patience
@@ -146,6 +147,7 @@ def test_the_proofs_can_be_run_again(tree, locked):
     assert code == 1 and "uniform-recompute-end: fixed" in err and "in the lock, not fixed" in err
 
 
+@in_full
 def test_an_interrupted_run_goes_on(tree, tmp_path):
     """What it has measured is kept beside the lock, and the next run says so."""
     some = "uniform-recompute-end,cp-comm-type-list"  # one is accepted, and then runs again with a small model

@@ -7,9 +7,10 @@ it goes as soon as somebody puts the defect back.
 from functools import cache
 
 import pytest
-from edited_sources import Edited, found_in
+from edited_sources import Edited, found_in, sources_of
 from put_back import DEFECTS
 from recording import NO_SOURCES
+from thorough import in_full
 
 from shim._matrix.load import load_matrix
 from shim._matrix.model import NOT_NEEDED, RIGHT, UPSTREAM
@@ -17,6 +18,7 @@ from shim._planning.contract import shows
 from shim._releases.sources import Sources
 from shim.testing.releases import at_hand, fetch
 
+pytestmark = pytest.mark.xdist_group("sources")
 MATRIX = load_matrix()
 
 # Patches whose signs say nothing of releases that are right: only the bodies of these releases do.
@@ -46,11 +48,6 @@ def signs_of(id, state):
 
 
 SIGNED = sorted(id for id, entry in MATRIX.patches.items() if entry.fixed or entry.lacking)
-
-
-@cache
-def sources_of(distribution, release):
-    return Sources([fetch(release, distribution)])
 
 
 @cache
@@ -148,6 +145,7 @@ def skip_for_commits(id):
     pytest.skip(f"{NO_SOURCES}{distribution} at commit {' or '.join(absent)}")
 
 
+@in_full
 @pytest.mark.parametrize("id", FIXED)
 def test_a_sign_of_a_fix_goes_with_the_fix(id):
     """The newest right release with the bodies of the newest wrong one: nothing says any more that it is right."""
@@ -164,6 +162,7 @@ def test_a_sign_of_a_fix_goes_with_the_fix(id):
         skip_for_commits(id)
 
 
+@in_full
 @pytest.mark.parametrize(("id", "number", "target", "old", "new"), DEFECTS)
 def test_a_sign_of_a_fix_goes_with_each_of_its_parts(id, number, target, old, new):
     """The defect written back into the newest right release, as somebody may who knows nothing of it."""
@@ -179,6 +178,7 @@ def test_a_defect_is_written_back_for_every_fix():
     assert {id for id, *_ in DEFECTS} == {id for id in FIXED if (id, UPSTREAM) not in SILENT}
 
 
+@in_full
 @pytest.mark.parametrize("id", FIXED)
 def test_a_sign_survives_what_is_beside_the_point(id):
     """One statement more in every function that the patch binds, reads or has a sign in."""

@@ -37,7 +37,7 @@ CI = "\n".join(
 
 def test_ci_runs_what_make_test_runs():
     """The other Pythons have a job each, and run all that needs no torch. Archives and the site come on top."""
-    assert "python tests/everything.py" in MAKEFILE.partition("\ntest: ")[2].partition("\n\n")[0]
+    assert "python tests/support/everything.py" in MAKEFILE.partition("\ntest: ")[2].partition("\n\n")[0]
     targets = {target for step in STEPS for target in step}
     assert {"lint", "unit-pythons", "unit", "cells", "pairs"} <= targets
     assert (targets | {"fresh", "docs-site"}) - {"unit-pythons"} <= made(CI)

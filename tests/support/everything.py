@@ -12,10 +12,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
-TOP = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(TOP / "tests/support"))
+from recording import NO_SOURCES
 
-from recording import NO_SOURCES  # noqa: E402
+TOP = Path(__file__).resolve().parents[2]
 
 # Types are checked, and environments for the other Pythons made, by one process each: side by side.
 STEPS = (("lint", "unit-pythons"), ("unit",), ("helpers",), ("other-torch",), ("cells",), ("pairs",), ("trainers",))
