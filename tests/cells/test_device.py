@@ -137,7 +137,7 @@ def shown_here(id):
     return not chosen.ONCE or RELEASE not in EVERYDAY or RELEASE in chosen.cells_showing((id,), EVERYDAY)
 
 
-@pytest.mark.parametrize("name", chosen.half(list(STEPS), RELEASE))
+@pytest.mark.parametrize("name", STEPS)
 def test_each_patch_alone(name, runs, ranks):
     stock, world = runs(name), STEPS[name].layout.world
     if stock.error and world > 1:

@@ -61,8 +61,11 @@ def test_pairs_show_every_variant_of_what_has_to_do_with_transformer_engine(id):
 class Case:
     """What `thinned` asks of an item of pytest."""
 
-    def __init__(self, path, function, number):
-        self.path, self.originalname, self.number = path, function, number
+    def __init__(self, path, function, number, marks=()):
+        self.path, self.originalname, self.number, self.marks = path, function, number, marks
+
+    def get_closest_marker(self, name):
+        return name if name in self.marks else None
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -78,6 +81,12 @@ def test_every_case_of_a_file_runs_somewhere_and_every_function_wherever_the_fil
             assert {item.originalname for item in kept} == {item.originalname for item in items}
         if len(found) > 1 and stem not in chosen.EVERYWHERE:
             assert max(len(kept) for kept in found.values()) < 0.6 * len(items)
+
+
+@pytest.mark.parametrize("stem", ["test_device", "test_mtp_recompute"])
+def test_what_the_newest_cell_alone_runs_is_shared_with_none(stem):
+    items = [Case(TESTS / "cells" / f"{stem}.py", "of the machine", number, ["newest"]) for number in range(12)]
+    assert chosen.thinned(items, cells.EVERYDAY[-1], cells.EVERYDAY) == items
 
 
 def test_the_newest_cell_and_another_have_all_cases_of_a_loop(monkeypatch):
