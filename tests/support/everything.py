@@ -70,7 +70,7 @@ def table(spent, records):
 def missing(records, skipped):
     """One line: what was skipped for want of sources."""
     reasons = Counter(r["reason"].removeprefix(NO_SOURCES).partition(":")[0] for r in records if "reason" in r)
-    said = [f"{count} tests of {what}" for what, count in reasons.most_common()] + skipped
+    said = [f"{count} tests of {what}" for what, count in reasons.most_common()] + list(dict.fromkeys(skipped))
     return f"Skipped for want of sources: {'; '.join(said) or 'nothing'}."
 
 
