@@ -57,6 +57,10 @@ def test_late_work_imports_nothing(patched_world):
     assert done.returncode == 0, done.stderr
 
 
+# Imported where models are tried, and where a report is written, both without the lock.
+LATER = {f"shim.{name}" for name in ("_engine.models", "_planning.overview")}
+
+
 def test_what_the_engine_imports_within_a_function_is_there_when_the_engine_is():
     """No code imports under the engine's lock. torch is imported where models are tried, without the lock."""
     within = set()
@@ -68,4 +72,4 @@ def test_what_the_engine_imports_within_a_function_is_there_when_the_engine_is()
             elif isinstance(node, ast.Import):
                 within |= {alias.name for alias in node.names}
     there = json.loads(output_of("import json, sys, shim._engine.engine; print(json.dumps(sorted(sys.modules)))"))
-    assert {name for name in within - set(there) if name.partition(".")[0] != "torch"} == set()
+    assert {name for name in within - set(there) if name.partition(".")[0] != "torch"} == LATER

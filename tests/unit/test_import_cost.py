@@ -87,6 +87,7 @@ def test_one_module_of_the_engine_holds_state():
             if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(value, (ast.Call, ast.Dict, ast.Set)):
                 made.add((path.name, ast.unparse(value).partition("(")[0].partition("{")[0]))
     constants = {("records.py", "TypeVar"), ("switch.py", "operator.methodcaller"), ("copies.py", "tuple")}
+    constants |= {("modules.py", "frozenset")}
     constants |= {
         ("chain.py", "_Missing"),
         ("deferred_log.py", "logging.getLogger"),
