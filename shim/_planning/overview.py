@@ -72,14 +72,14 @@ def group(state: str, kind: str, pending_is_amiss: bool) -> str:
 
 # Text
 
-_WHAT = {  # what goes wrong without a patch, in a headline and over a section
-    "silent": ("silent errors", "silently wrong results"),
-    "crash": ("crashes", "errors in a build, a step, a save or a load"),
-    "hang": ("hangs", "runs that wait for ever"),
-    "memory": ("use of memory", "more memory than the model needs"),
-    "missing": ("missing features", "a feature or a speed that the release lacks"),
+_WHAT = {  # what goes wrong without a patch: once and more often in a headline, and over a section
+    "silent": ("silent error", "silent errors", "silently wrong results"),
+    "crash": ("crash", "crashes", "errors in a build, a step, a save or a load"),
+    "hang": ("hang", "hangs", "runs that wait for ever"),
+    "memory": ("use of memory", "uses of memory", "more memory than the model needs"),
+    "missing": ("missing feature", "missing features", "a feature or a speed that the release lacks"),
 }
-_APPLIED = {f"applied {symptom}": f"Fixed: {_WHAT[symptom][1]}" for symptom in SYMPTOMS}
+_APPLIED = {f"applied {symptom}": f"Fixed: {_WHAT[symptom][2]}" for symptom in SYMPTOMS}
 _APPLIED["applied "] = "{Applied}:"  # of a matrix that does not say
 _TITLES = {
     "problem": "Problems:",
@@ -128,12 +128,12 @@ def headline(rows: Sequence[Row], applied: str, more_problems: int = 0) -> str:
 
 def _fixes(rows: Sequence[Row]) -> str:
     counts = Counter(row.symptom for row in rows if row.group == "applied" and row.symptom)
-    parts = [f"{counts[symptom]} {what}" for symptom, (what, _) in _WHAT.items() if counts[symptom]]
+    parts = [f"{counts[s]} {one if counts[s] == 1 else many}" for s, (one, many, _) in _WHAT.items() if counts[s]]
     if not parts:
         return ""
     number, _, what = parts[0].partition(" ")
     features = sum(row.group == "features" for row in rows)
-    parts[0] = f"{number} {'fixes' if number == '1' else 'fix'} {what}"
+    parts[0] = f"{number} {'fixes a' if number == '1' else 'fix'} {what}"
     parts += [f"{features} feature{'' if features == 1 else 's'}"] if features else []
     return f": {', '.join(parts)}"
 

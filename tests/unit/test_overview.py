@@ -15,7 +15,7 @@ def test_patches_are_grouped_by_what_goes_wrong_without_them(world):
     text = MATRIX.replace("    changes: values", "    changes: values\n    symptom: silent")
     world.pin(text.replace("    changes: nothing", "    changes: nothing\n    symptom: memory"))
     out = str(world.install(BROKEN).plan())
-    assert out.startswith("2 patches apply: 1 fixes silent errors, 1 use of memory; 0 not needed here, 0 problems\n")
+    assert out.startswith("2 patches apply: 1 fixes a silent error, 1 use of memory; 0 not needed here, 0 problems\n")
     silent, memory = out.index("Fixed: silently wrong results\n"), out.index("Fixed: more memory than")
     assert silent < out.index("  roll-fix ") < memory < out.index("  faster-forward ")
 
