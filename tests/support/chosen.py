@@ -72,6 +72,7 @@ EVERYWHERE = {
     "test_others_wrappers",
     "test_proofs",
     "test_relied",
+    "test_targets_in_subclasses",
     "test_te_wrappers",
     "test_tied",
     "test_trainings",
