@@ -76,7 +76,7 @@ def imported_since(name: str) -> Iterator[str]:
 
 def _last() -> tuple[str, Any]:
     """The last module of sys.modules, with its name."""
-    name = next(reversed(sys.modules), "")
+    name = list(sys.modules)[-1]  # in one call of C: another thread may import between two steps of an iterator
     return name, sys.modules.get(name)
 
 
