@@ -12,8 +12,6 @@ almost nothing, and imports neither torch nor megatron.
 from __future__ import annotations
 
 import os
-import sys
-from _thread import get_ident
 
 # Type checkers know this name. Importing typing would be most of the cost of importing shim.
 TYPE_CHECKING = False
@@ -71,39 +69,14 @@ if os.path.isfile(os.path.join(_top, "version_matrix.yaml")) and os.path.isdir(o
 del _top
 
 
-def _forget_half_imported() -> None:
-    """In a forked process, let modules of shim be imported anew that another thread of its parent was importing.
-
-    That thread is not there to end the import, nor to let go of importlib's lock, for which another would wait.
-    """
-    locks: dict[str, Any] = getattr(sys.modules.get("_frozen_importlib"), "_module_locks", {})
-    for name in [name for name in locks if name.partition(".")[0] == __name__]:
-        lock = locks[name]()
-        if lock is not None and getattr(lock, "owner", None) not in (None, get_ident()):
-            sys.modules.pop(name, None)
-            del locks[name]
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_half_imported)
-
-
 def __getattr__(name: str) -> Any:
     home = "shim._version" if name == "__version__" else _HOMES.get(name, "shim._api")
     if name not in __all__ and name != "__version__":
         raise AttributeError(f"module 'shim' has no attribute {name!r}")
     import importlib
 
-    module = importlib.import_module(home)
-    # Also the module's other names: while the interpreter ends nothing can be imported, and shim.revert must work.
-    alike = [other for other in __all__ if _HOMES.get(other, "shim._api") == home]
-    found = {other: vars(module)[other] for other in {name, *alike} if other in vars(module)}
-    if name not in found:  # a signal handler or finalizer has interrupted the first import
-        raise AttributeError(
-            f"shim.{name} is not there yet: {home} is being imported by the call that this one interrupts"
-        )
-    globals().update(found)
-    return found[name]
+    found = globals()[name] = getattr(importlib.import_module(home), name)
+    return found
 
 
 def __dir__() -> list[str]:

@@ -16,7 +16,6 @@ from shim._engine import reports
 from shim._engine.announcement import announce
 from shim._engine.contexts import Context
 from shim._engine.deferred_log import logger
-from shim._engine.ending import is_ending
 from shim._engine.ranks import NOTHING, OWN_CODE, PACKAGES, PARTS, is_rank_zero, ranks_that_differ
 from shim._engine.report import PatchReport, Report
 from shim._errors import MatrixError, NotMetError, OptionError
@@ -101,7 +100,7 @@ def _planned(matrix: Matrix, asked: Arguments, trial: Mapping[str, Proved] | Non
         options = replace(options, trial=trial)
     if options.lock is not None:
         options = replace(options, lock_content=read_lock(options.lock))
-    sources = _engine.ENGINE.renewal.new_sources(known_with(files_of(options.lock_content)))
+    sources = _engine.ENGINE.new_sources(known_with(files_of(options.lock_content)))
     return make_plan(detect(sources), matrix, options, losses=_LostFeatures())
 
 
@@ -152,15 +151,15 @@ def apply(**given: Unpack[Given]) -> Report:
     patches that come or go, options that change, and demands (require, strict, on_drift, lock) that are dropped.
     Raises OptionError for arguments that are not usable, MatrixError for a matrix that is not valid, and BindError
     if a patch fails. The failed patch is rolled back as a whole.
-    The demands hold for what is imported later as well: an import of another copy, or of an edited file, that does not
-    meet them raises NotMetError.
+    The demands hold for what is imported later as well: an import of another copy that does not meet them raises
+    NotMetError.
     Logs one INFO line in the first process of a job, with the digest and how to do without shim.
     """
     wanted = _make_plan(Arguments(**given), "apply")
     _engine.ENGINE.switch_to(wanted)
     if not _engine.ENGINE.announced:
         _engine.ENGINE.announced = announce(wanted)
-    return status()
+    return _report()
 
 
 def apply_on_trial(variants: Mapping[str, str], left: Mapping[str, Sequence[str]], **given: Any) -> Report:
@@ -170,18 +169,17 @@ def apply_on_trial(variants: Mapping[str, str], left: Mapping[str, Sequence[str]
     Not public: for the processes in which `shim pin --prove` runs proofs.
     """
     _engine.ENGINE.switch_to(_make_plan(Arguments(**given), "apply", trial_of(variants, left)))
-    return status()
+    return _report()
 
 
 def revert() -> Report:
     """Take everything back: every name that shim wrote holds the very object that it held before.
 
     shim leaves alone what other code has replaced meanwhile, and reports it. No later apply() or import takes it
-    back. A function of shim's that other code holds, and may put on a name again, does what upstream's does from then
-    on. Pickles are out of reach.
+    back. A function of shim's that other code holds stays patched. Pickles are out of reach.
     """
     _engine.ENGINE.switch_to(None)
-    return status()
+    return _report()
 
 
 @contextlib.contextmanager
@@ -196,7 +194,7 @@ def patched(**given: Unpack[Given]) -> Iterator[Report]:
     wanted, context = _make_plan(Arguments(**given), "patched"), Context()
     try:
         _engine.ENGINE.switch_to(wanted, context)
-        yield status()
+        yield _report()
     finally:
         _engine.ENGINE.release(context)
 
@@ -206,9 +204,14 @@ def status() -> Report:
 
     While the model lives that `check` looked at last, status() looks at it again, so that both say the same. A patch
     that an override in this model shadows, or that has no effect on it, is not ``applied``.
-    If modules are loaded that the plan was not made for, it is made anew. Raises NotMetError if the new plan does not
+    If a package is loaded from another place than the plan is for, it is made anew. Raises NotMetError if that does not
     meet the demands of the call of apply() that it is for.
     """
+    _engine.ENGINE.catch_up()
+    return _report()
+
+
+def _report() -> Report:
     return reports.report(_engine.ENGINE, default_plan)
 
 
@@ -234,8 +237,6 @@ def check(model: Any = None, group: Any = None) -> Report:
     patch, except for an unknown one: that is never more than a warning. An idle patch is one only if it is required.
     Ranks that differ are a NotMetError. Logs one INFO line on rank 0.
     """
-    if is_ending():  # nothing can be imported or compared any more
-        return status()
     with contextlib.suppress(NotMetError):  # _in_force() raises it again, when all ranks have taken part
         _engine.ENGINE.catch_up()
     current = _engine.ENGINE.plan
@@ -327,7 +328,7 @@ def check_resume(saved: Mapping[str, Any] | str | None) -> bool:
 
 
 def _in_force(caller: str) -> Plan:
-    _engine.ENGINE.renewal.keep_tied()
+    _engine.ENGINE.renew_plan()
     current = _engine.ENGINE.plan
     if current is None:
         raise OptionError(f"nothing was applied in this process; call shim.apply() before shim.{caller}()")
@@ -342,7 +343,7 @@ def explain(id: str, verbose: bool = True) -> str:
     from shim._planning.explain import explanation
 
     with contextlib.suppress(NotMetError):
-        _engine.ENGINE.renewal.keep_tied()
+        _engine.ENGINE.renew_plan()
     made = _engine.ENGINE.plan or default_plan()
     if id not in made.decisions:
         raise OptionError(f"there is no patch {id!r}; {did_you_mean(id, made.decisions)}")

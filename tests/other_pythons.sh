@@ -26,8 +26,7 @@ files="
     tests/engine/test_reach.py
     tests/engine/test_stand_ins.py
     tests/engine/test_interrupts.py
-    tests/engine/test_tied.py
-    tests/engine/test_left_over.py
+    tests/engine/test_another_copy.py
     tests/engine/test_odd_namespaces.py
     tests/engine/test_ending.py
     tests/engine/test_robustness.py

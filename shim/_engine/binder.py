@@ -1,4 +1,4 @@
-"""Step 4, bind: bring ordered chains of patches onto targets, in transactions that nothing divides."""
+"""Step 4, bind: bring ordered chains of patches onto targets, in transactions that are all or nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shim._engine.aliases import namespace_of
 from shim._engine.chain import Imported, Layer, Replaced
 from shim._engine.draft import Draft
 from shim._engine.records import Findings, Records
-from shim._engine.switch import Switch, Write
+from shim._engine.undo_list import UndoList, Write
 from shim._errors import BindError
 from shim._releases.fingerprint import split_target
 
@@ -21,13 +21,13 @@ TRIES = 3  # of a transaction whose names other code writes meanwhile
 class Binder(Records):
     """The records, and the transactions that change them and the process.
 
-    Invariant: a transaction (`commit`) is all or nothing, under any interrupt. It computes everything on a copy of
-    the records and calls all factories first. Then a Switch writes the names and the records in one step.
+    Invariant: a transaction (`commit`) is all or nothing. It computes everything on a copy of the records and calls all
+    factories first. Then an UndoList writes the names and the records.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._unfinished: Switch | None = None
+        self._unfinished: UndoList | None = None
         self.missed: frozenset[str] = frozenset()  # by the last commit, see Draft
 
     # Modules that run again, or whose import fails
@@ -60,8 +60,8 @@ class Binder(Records):
 
         `wanted` maps targets to their layers, innermost first. A target that is not named loses all layers.
         `imported` limits the search for aliases of objects that a module has just defined. `also`: what is written in
-        the same step. `found`: what was found about other people's objects for these layers. Everything new is built
-        before, and every write is read back.
+        the same transaction. `found`: what was found about other people's objects for these layers. Everything new is
+        built before, and every write is read back.
         """
         replaced = self._commit(wanted, imported, also, found or self.found)
         if self.modules.came_meanwhile():
@@ -84,16 +84,16 @@ class Binder(Records):
             if draft.places.is_up_to_date():
                 break
         before = self.places.replaced
-        self._perform(Switch(writes))
+        self._perform(UndoList(writes))
         self.missed = frozenset(draft.missed)
         return [replaced for key, replaced in self.places.replaced.items() if before.get(key) is not replaced]
 
-    def _perform(self, switch: Switch) -> None:
-        self._unfinished = switch
+    def _perform(self, writes: UndoList) -> None:
+        self._unfinished = writes
         try:
-            switch.perform()
+            writes.perform()
         except Exception as error:
-            failing = switch.failing()
+            failing = writes.failing()
             self.recover()
             if failing is None:
                 raise
@@ -102,15 +102,14 @@ class Binder(Records):
         except BaseException:
             self.recover()
             raise
-        failing = switch.failing()
+        failing = writes.failing()
         self.recover()
         if failing is not None:
             raise BindError(f"{failing.label} does not read back", failing.patch)
 
     def recover(self) -> None:
-        """Take back a switch that failed, or that was interrupted while code of a class handled a write."""
-        switch = self._unfinished
-        if switch is not None:
-            if switch.failing() is not None:
-                switch.undo()
+        """Take back writes of which one failed, or that a process was forked or a thread interrupted among."""
+        if self._unfinished is not None:
+            if self._unfinished.failing() is not None:
+                self._unfinished.undo()
             self._unfinished = None

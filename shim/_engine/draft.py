@@ -12,7 +12,7 @@ from shim._engine.chain import MISSING, Chain, Change, Imported, Key, Layer, Slo
 from shim._engine.foreign import describe
 from shim._engine.records import Findings, Records
 from shim._engine.signatures import misfit
-from shim._engine.switch import Write
+from shim._engine.undo_list import Write
 from shim._errors import BindError
 from shim._releases.fingerprint import split_target
 
@@ -29,11 +29,9 @@ class Draft(Records):
         self.wrappers = records.wrappers.draft()
         self.places = records.places.draft()
         self.chains = dict(records.chains)
-        self.left_over = records.left_over.draft()
         self.found = found.copy()
         self.first = dict(records.first)
         self.known_ways = records.known_ways
-        self._retiring: list[Chain] = []
         self.missed: set[str] = set()  # modules of wanted targets that were not loaded, or were seen too late
 
     def bring_to(self, wanted: Mapping[str, tuple[Layer, ...]], imported: Imported | None) -> None:
@@ -46,8 +44,6 @@ class Draft(Records):
                 self.chains.pop(slot.target, None)  # the name may hold an older wrapper now
                 self.found.drop(slot.target)
         self._renew_replaced()
-        if imported is None:
-            self._govern_returned()
         opened = list(self._open({**dict.fromkeys(self.chains, ()), **wanted}))  # a factory may import a further target
         changes = [self._build(chain, layers) for chain, layers in opened if chain.layers != layers]
         self._keep_pairs(changes)
@@ -58,46 +54,19 @@ class Draft(Records):
                 self.wrappers.note(after)
             else:
                 self.chains.pop(after.target, None)
-        halves = {
-            key
-            for replaced in places.replaced.values()
-            if replaced.partner
-            for key in (replaced.slot.key, replaced.partner)
-        }
-        for chain, after in changes:
-            if chain.layers and not after.layers and chain.key not in halves:
-                self._retiring.append(chain)
-                if not self.wrappers.can_retire(chain):
-                    self.left_over.note(chain)
 
     def writes(self) -> Iterator[Write]:
-        """All writes, in their order: functions come back to life, names, functions retire, and the records last."""
-        tops = [unwrap(chain.top) for chain in self.chains.values()]
-        yield from self.wrappers.reviving(tops)
+        """All writes, in their order: names, and the records last."""
         yield from self.places.drafted.values()
-        yield from self.wrappers.retiring(self._retiring, tops)
         of = self._of
         for mine, theirs, names in (
-            (self, of, ("chains", "found", "first", "left_over")),
+            (self, of, ("chains", "found", "first")),
             (self.places, of.places, ("slots", "replaced")),
             (self.wrappers, of.wrappers, ("before", "added")),
             (self.modules, of.modules, ("unfinished", "searched")),
         ):
             for name in names:
                 yield Write(theirs, name, getattr(theirs, name), getattr(mine, name))
-
-    def _govern_returned(self) -> None:
-        """Govern places that hold a retired wrapper again.
-
-        A module imported while shim was bound took the wrapper. Then other code patched the module, so revert() did not
-        find the wrapper there, and later put the wrapper back. Costs nothing if no such wrapper is alive.
-        """
-        self.places.slots.update((slot.key, slot) for slot in self.put_back())
-        for owner, name, raw in find_aliases(self.wrappers.retired(self.chains.values())):
-            key = (id(owner), name)
-            if key not in self.places.slots and key not in self.places.replaced:
-                target, base = self.wrappers.origin(unwrap(raw))
-                self.places.slots[key] = Slot(owner, name, rewrap(raw, unwrap(base)), raw, target)
 
     def _renew_replaced(self) -> None:
         """Drop chains whose object was replaced by a function that their patches go around: they are built above it."""

@@ -1,64 +1,61 @@
 """The engine: one object that holds all state of shim in a process, and keeps the process in step with the plan.
 
-The invariant: a transaction (apply, revert, the begin and end of a with-block, an import) is one thing. It is prepared
-on copies, where every error and interrupt leaves the process as it was. Then names and records, `plan` included, are
-written in one step of the interpreter (switch.py). The consequences of the plan are brought in step after it, or by the
-next call if the transaction is interrupted there (`recover`).
+The invariant: a transaction (apply, revert, the begin and end of a with-block, an import) is all or nothing. It is
+prepared on copies, where every error leaves the process as it was. Then names and records, `plan` included, are written
+as one list, which is taken back whole if a write fails or is interrupted (undo_list.py).
 
 - Every transaction goes through one loop, `transact`. The path of apply() is `switch_to`, `transact` and `_write` here,
-  then Binder.commit, which lets a Draft compute the writes, and Switch.perform, which makes them.
-- A call of shim from inside of a transaction of the same thread (a factory, a signal handler, a finalizer) reads
-  what was in force before it, and is refused any change. The end of a with-block waits until the transaction is over,
-  and so does what an import has to be bound.
-- A forked process has the state before or after a transaction of another thread, and a new lock.
+  then Binder.commit, which lets a Draft compute the writes, and UndoList.perform, which makes them.
+- A call of shim from inside of a transaction of the same thread (by a factory, say) reads what was in force before it,
+  and is refused any change. The end of a with-block waits until the transaction is over, and so does what an import has
+  to be bound.
 
 Whenever `lock` is free:
 - `plan` is the plan in force, conflicts included; None if nothing is wanted.
 - The binder's chains match the plan in all modules that have run to the end, without the patches in `failed`. Modules
   in `watch.late` are the exception; catch_up() brings them up to date.
 - `watch` follows from the plan. The import hook is installed if there is a module to watch.
-- The plan is for the files that the loaded modules ran, as far as was checked: see tied.py.
 - `factories` has factories of the plan only. Everything else that patches hold has ended, or is reported until it can
   end.
 
 `lock` guards every field, and is held while a transaction is prepared and written. No code imports, logs or asks
 finders under `lock`: another thread may hold an import lock, or the lock of a logging handler, while it waits for
-`lock`. Messages wait in `deferred` instead, and `transact` lets go of the lock to import patch modules. The
-modules that take the lock are listed in within.py.
+`lock`. Messages wait in `deferred` instead, and `transact` lets go of the lock to import patch modules.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from shim._engine.aliases import namespace_of
+from shim._engine.another_copy import another_copy
 from shim._engine.binder import Binder
 from shim._engine.chain import Imported
 from shim._engine.checked import Checked
 from shim._engine.conflicts import require_none, warnings_for, with_conflicts
 from shim._engine.contexts import Block, Context, Contexts
 from shim._engine.deferred_log import DeferredLog, short_of
-from shim._engine.ending import is_ending
 from shim._engine.exception_notes import ExceptionNotes
 from shim._engine.factories import Factories
 from shim._engine.import_hook import ImportHook
-from shim._engine.imports import Imports
-from shim._engine.modules import locked_modules
+from shim._engine.modules import imports_no_megatron
 from shim._engine.records import Findings
-from shim._engine.switch import Write
-from shim._engine.tied import Renewal
+from shim._engine.undo_list import Write
 from shim._engine.watch import Watch
-from shim._engine.within import is_owned, is_within, refused_within
-from shim._errors import BindError
-from shim._planning.plan import Plan
+from shim._errors import BindError, NotMetError, OptionError
+from shim._planning.plan import Plan, make_plan
 from shim._planning.requirements import enforce
 from shim._planning.second_call import changed_by
+from shim._releases.detect import detect
+from shim._releases.sources import Sources
 
 __all__ = ["ENGINE", "Engine"]
 
@@ -85,7 +82,7 @@ class _Goal(NamedTuple):
 class Engine:
     """Brings the process to a plan, keeps it there while modules are imported, and knows all that reports need.
 
-    `_api` uses `plan`, `find_conflicts`, `switch_to`, `release`, `catch_up`, `warn` and `renewal`.
+    `_api` uses `plan`, `new_sources`, `find_conflicts`, `switch_to`, `release`, `catch_up`, `renew_plan` and `warn`.
     """
 
     def __init__(self) -> None:
@@ -100,30 +97,25 @@ class Engine:
         self.switches = 0  # how many times a call set out to change the plan
         self.announced = False  # whether this process has said the line of announcement.py
         self.failed: dict[str, str] = {}  # patch -> why it could not be bound under this plan
-        self.imports = Imports(self)
-        self.watch = Watch(ImportHook(self.imports.wants, self.imports.before, self.imports.after))
-        self.renewal = Renewal(self)
+        self.watch = Watch(ImportHook(self.wants, self.before_code, self.after_code))
         self.notes = ExceptionNotes(lambda: self.plan)
+        self._sources: Sources | None = None  # what the last plan has read
+        self._known: Callable[..., Any] | None = None
 
     # One at a time
 
     def is_within(self) -> bool:
         """Whether the call that asks comes from inside of a transaction of this thread."""
-        return is_within(self.lock)
+        return bool(self.lock._is_owned())  # type: ignore[attr-defined]
 
     def after_fork(self) -> None:
         """In a forked process: the other threads are gone, with what they held, and their transactions never began."""
-        if not is_owned(self.lock):
+        if not self.is_within():
             self.lock = threading.RLock()
+            self.binder.recover()
         here = threading.get_ident()
         self.contexts.keep_thread(here)
         self.watch.hook.keep_thread(here)
-        self.watch.orphaned = frozenset(locked_modules())
-
-    def _recover(self) -> None:
-        """Bring in step what an interrupt has left behind. The caller holds the lock."""
-        self.binder.recover()
-        self.imports.abandon_failed()
 
     # Calls that change the plan
 
@@ -133,10 +125,14 @@ class Engine:
         context: the with-block that the plan belongs to, until `release`.
         instead: the plan that was made anew. Nothing is done if another plan has come into force.
         """
-        if wanted is None and is_ending():
+        if wanted is None and _is_ending():
             return
         if self.is_within():
-            raise refused_within("revert" if wanted is None else "apply" if context is None else "patched")
+            what = "revert" if wanted is None else "apply" if context is None else "patched"
+            raise OptionError(
+                f"shim.{what}() was called within another call of shim, by a patch that is being bound. It has changed "
+                "nothing. Remedy: call it when that call has returned."
+            )
         before: Plan | None = None
 
         def goal() -> _Goal | None:
@@ -177,10 +173,10 @@ class Engine:
         """End a with-block: its earlier plan is in force again, unless another block with the same plan is open.
 
         Requirements and the lock file are not checked again: the earlier plan met them when it was applied. Within a
-        transaction of this thread, as in a finalizer, the block ends once that is over.
+        transaction of this thread, as in a generator that is collected, the block ends once that is over.
         """
         context.over = True
-        if not is_ending() and not self.is_within():
+        if not _is_ending() and not self.is_within():
             self._end_blocks()
 
     def _end_blocks(self) -> None:
@@ -188,7 +184,7 @@ class Engine:
         renewed = False
         try:
             while (block := self.contexts.over()) is not None:
-                if not renewed and block.beneath is not None and self.renewal.is_renewed(block.beneath):
+                if not renewed and block.beneath is not None and self._renew_beneath(block.beneath):
                     renewed = True
                     continue
                 if block.beneath is not None:
@@ -196,6 +192,15 @@ class Engine:
                 self.transact(functools.partial(self._without, block))
         finally:
             self._finish()
+
+    def _renew_beneath(self, plan: Plan) -> bool:
+        """Whether the plan that the end of a block restores did not fit this process any more, and was made anew."""
+        why = another_copy(plan)
+        if why:
+            fresh = self._made_anew(plan, why)
+            with self.lock:
+                self.contexts.open = self.contexts.renewed(plan, fresh)
+        return bool(why)
 
     def _without(self, block: Block) -> _Goal:
         """The plan that comes into force at the end of a block, which another thread may have ended meanwhile."""
@@ -213,57 +218,115 @@ class Engine:
         self.factories.release_dropped()
         self.deferred.flush()
 
-    # Work that comes with imports, or had to wait
+    # A plan that is for another copy of a package
 
-    def begin_before(self, module: ModuleType) -> None:
-        """Begin what patches hold from before the code of a module on: see Resource.begin. Called without the lock."""
-        plan, but, name = self.plan, self.failed, namespace_of(module)["__name__"]
-        if plan is None:
+    def new_sources(self, known: Callable[..., Any] | None) -> Sources:
+        """Sources for a new plan. They reuse what the last plan's Sources have read. `known`: see Sources."""
+        self._known = known
+        self._sources = Sources(before=self._sources, known=known)
+        return self._sources
+
+    def renew_plan(self) -> None:
+        """Make the plan in force anew if a package is loaded from another place. Called without the lock.
+
+        NotMetError if the new plan does not meet the demands of the call that the plan was made for. The plan stays
+        in force then, and so does what is bound.
+        """
+        plan = self.plan
+        why = "" if plan is None or self.is_within() else another_copy(plan)
+        if plan is None or not why:
+            return
+        try:
+            self.switch_to(self._made_anew(plan, why), instead=plan)
+        except NotMetError as error:
+            raise NotMetError(f"{why}. Until then: {error}") from error
+
+    def _made_anew(self, plan: Plan, why: str) -> Plan:
+        self.warn([f"{why}. The plan is made anew for it."])
+        environment = detect(self.new_sources(self._known))
+        return replace(make_plan(environment, plan.matrix, plan.options, plan.losses), asked_by=plan.asked_by)
+
+    # Imports: the import hook asks and tells
+
+    def wants(self, module: str) -> bool:
+        """Whether the import hook is to act on the import of a module."""
+        # This runs for every import of the process, under a lock of importlib's. So it takes no lock and does no work:
+        # after_code() does what is left when this module has run.
+        if module in self.watch.watched:
+            return True
+        if imports_no_megatron(module) or not self.watch.ready(self.binder.loaded):
+            return False
+        # A target has come past the hook. While a patch module is imported, late work would import it a second time.
+        return not (self.factories.loading or self.is_within())
+
+    def before_code(self, module: ModuleType) -> None:
+        """Just before the code of a module runs: begin what patches hold from there on (see Resource.begin)."""
+        name = namespace_of(module)["__name__"]
+        if name in self.watch.packages and sys.modules.get(name) is module:
+            self.renew_plan()
+        plan, but = self.plan, self.failed
+        if plan is None or name not in self.watch.guests:
             return
         if not self.is_within():
             with suppress(BindError):  # the transaction after the code fails in the same way, and tells
                 self.factories.load(plan, but, lambda found: found == name)
         self.factories.begin(plan, but, name, module)
 
-    def bind_imported(self, imported: Imported) -> None:
-        """Bind the targets of a module that has just run. `imported`: see Binder.commit."""
-        self.transact(self._in_force, imported)
-        self._do_what_waited()
+    def after_code(self, module: ModuleType, meanwhile: Callable[[], Sequence[str]]) -> None:
+        """Just after the code of a module has run: bind its targets. See ImportHook for `meanwhile` and for errors."""
+        name = namespace_of(module)["__name__"]
+        if self.is_within():
+            return  # it is late, and bound when the transaction is over
+        with self.lock:
+            self.binder.modules.executed.add(name)
+            self.watch.late -= {name}
+            self.binder.renew(module)
+            if self.plan is not None:  # patches with targets here may have failed: each import of a target tries them
+                plan = self.plan
+                self.failed = {id: why for id, why in self.failed.items() if name not in plan[id].modules}
+        try:
+            self.renew_plan()
+            self.transact(self._in_force, (name, [name, *meanwhile()]))
+            self._do_what_waited()
+        except BaseException:
+            with self.lock:
+                self.binder.modules.executed.discard(name)
+                if self.binder.loaded(name) is None:  # not a reload: importlib removes the module from sys.modules
+                    self.binder.abandon(name)
+            raise
+        finally:
+            with self.lock:
+                self.binder.modules.executed.discard(name)
+            self.deferred.flush()
 
-    def try_again(self, module: str) -> None:
-        """Bind patches with targets in this module although they have failed: each import of a target tries them."""
-        if self.plan is not None and self.failed:
-            plan = self.plan
-            self.failed = {id: why for id, why in self.failed.items() if module not in plan[id].modules}
+    # Work that had to wait
 
     def catch_up(self) -> None:
         """Do the work that had to wait, unless this call comes from inside of a transaction.
 
         Bind targets in modules that were half imported at apply() or came past the hook. Look for aliases in modules
         that were half imported at the last search. Bind targets that a foreign object has left. End blocks that are
-        over. Make the plan anew if modules are loaded that it was not made for (Renewal.keep_tied, also for errors).
+        over. Make the plan anew if it is for another copy (also for its errors, see renew_plan).
         """
         if self.is_within():
             return
-        self.renewal.keep_tied()
+        self.renew_plan()
         try:
-            self.do_late_work()
+            with self.lock:
+                self.watch.tidy()  # other code may have taken the hook out of sys.meta_path
+            self._do_late_work()
         finally:
             self.factories.release_dropped()
             self.deferred.flush()
 
     def _do_what_waited(self) -> None:
         """Do what could not be done within the transaction that has just ended."""
-        if self.imports.ran_within or self.contexts.over() is not None or self.watch.ready(self.binder.loaded):
-            self.do_late_work()
+        if self.contexts.over() is not None or self.watch.ready(self.binder.loaded):
+            self._do_late_work()
 
-    def do_late_work(self) -> None:
-        """See catch_up."""
+    def _do_late_work(self) -> None:
         if self.contexts.over() is not None:
             self._end_blocks()
-        with self.lock:
-            self._recover()
-            self.imports.renew_ran_within()
         self.transact(self._in_force)
 
     def _in_force(self) -> _Goal:
@@ -279,7 +342,7 @@ class Engine:
         - Patch modules are missing. They are imported without the lock, and the next round begins anew: another thread
           may have changed the plan, or have imported a further target.
         - A patch cannot be bound, and nothing is written. The next round leaves the patch out; see _Goal.called.
-        - Everything is there, and is written in one step.
+        - Everything is there, and is written.
 
         imported: see Binder.commit.
         """
@@ -290,7 +353,6 @@ class Engine:
         while True:
             try:
                 with self.lock:
-                    self._recover()
                     asked = goal()
                     if asked is None:
                         return
@@ -356,7 +418,7 @@ class Engine:
         return bool(ready or modules.overdue() or places.given_back() or places.has_replaced())
 
     def _write(self, asked: _Goal, findings: Findings, imported: Imported | None) -> None:
-        """Bind the layers of a plan whose factories are loaded, and make it the plan in force, in one step."""
+        """Bind the layers of a plan whose factories are loaded, and make it the plan in force."""
         plan, failed = asked.plan, asked.failed
         self.switches += asked.called
         if plan is self.plan:  # as at most imports
@@ -423,6 +485,11 @@ def _failure(error: BindError, plan: Plan | None) -> BindError:
 # The engine of this process. It holds all of shim's state, except the entered overrides of shim.config_override, which
 # works without apply() (shim._config_override.recompute).
 ENGINE = Engine()
+
+
+def _is_ending() -> bool:
+    """Whether Python takes its modules apart: nothing can be imported any more, and nothing need be restored."""
+    return sys is None or sys.meta_path is None  # Python sets both to None before it collects what is left
 
 
 def _after_fork() -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib.util
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from shim._engine.aliases import namespace_of
 from shim._engine.modules import imported_since, imports_no_megatron, is_lazy, locked_modules
-from shim._engine.path_net import PathNet
 from shim._releases.sources import is_ours
 
 __all__ = ["ImportHook"]
@@ -84,13 +83,9 @@ class ImportHook:
         self.wants = wants
         self.before = before
         self.after = after
-        self._watched: frozenset[str] = frozenset()
-        self._net = PathNet(self._caught)
         self._searches: set[tuple[int, str]] = set()  # of the other finders, which are under way: (thread, module)
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if self._watched and next(iter(sys.meta_path), None) is not self:
-            self._come_to_the_front()  # for the next import: other code has put a finder in front
         if not self.wants(name):
             return None
         # Another finder may also ask all of them, this one included. Then this one asks no further.
@@ -110,13 +105,6 @@ class ImportHook:
         if has_code:
             spec.loader = _HookedLoader(spec.loader, self)  # type: ignore[assignment]
         return spec
-
-    def _caught(self, name: str, spec: ModuleSpec) -> ModuleSpec:
-        """What PathNet has found. No work is done here: a plan searches for modules in the same way."""
-        if name not in self._watched or (threading.get_ident(), name) in self._searches:
-            return spec
-        self._come_to_the_front()
-        return self._hooked(spec)
 
     def _ask_others(self, name: str, path: Any, target: ModuleType | None) -> ModuleSpec | None:
         """What the finders behind this one find. Those in front of it have found nothing, or are asking it."""
@@ -140,13 +128,8 @@ class ImportHook:
         """Forget the searches of other threads, none of which is in a process that was forked."""
         self._searches = {search for search in self._searches if search[0] == thread}
 
-    def install(self, watched: frozenset[str] = frozenset(), directories: Iterable[str] = ()) -> None:
-        """Put the hook in front, so that no other finder comes before it, and a net below these directories."""
-        self._watched = watched
-        self._net.spread(directories)
-        self._come_to_the_front()
-
-    def _come_to_the_front(self) -> None:
+    def install(self) -> None:
+        """Put the hook in front, so that no other finder comes before it."""
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
         elif sys.meta_path[0] is not self:
@@ -154,8 +137,6 @@ class ImportHook:
             sys.meta_path = [self, *(finder for finder in sys.meta_path if finder is not self)]
 
     def remove(self) -> None:
-        self._watched = frozenset()
-        self._net.spread(())
         if self in sys.meta_path:
             # A new list, because another thread may iterate over the old one and would skip a finder.
             sys.meta_path = [finder for finder in sys.meta_path if finder is not self]

@@ -11,7 +11,6 @@ from shim._compatible import marks_of
 from shim._engine.aliases import namespace_of, unwrap
 from shim._engine.chain import Chain
 from shim._engine.checked import Checked
-from shim._engine.copies import of_copies
 from shim._engine.model_facts import run_of_models
 from shim._engine.overrides import Override, calls, overrides_of
 from shim._engine.probes import NO_VERDICT, Tries, of_patch
@@ -43,11 +42,7 @@ def with_findings(
     add_answers(states, models, plan, binder, tries)
     if not models:
         return states.report()
-    for claims in (
-        _problems_in(models, plan, raising),
-        _findings_in(models, plan, binder, tries),
-        of_copies(models, plan),
-    ):
+    for claims in (_problems_in(models, plan, raising), _findings_in(models, plan, binder, tries)):
         for claim in claims:
             states.add(claim)
     return _with_concerns(states.report(), models, plan)

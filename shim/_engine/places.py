@@ -10,7 +10,7 @@ from shim._engine.aliases import rewrap, unwrap
 from shim._engine.chain import MISSING, Chain, Held, Key, Replaced, Slot, read_name, replaced_by
 from shim._engine.foreign import describe
 from shim._engine.reach import callable_paths
-from shim._engine.switch import Write
+from shim._engine.undo_list import Write
 
 __all__ = ["Places"]
 

@@ -11,7 +11,6 @@ from shim._compatible import marks_of
 from shim._engine.aliases import namespace_of, unwrap
 from shim._engine.chain import MISSING, Chain, Held, Key, Replaced, Slot
 from shim._engine.foreign import describe
-from shim._engine.left_over import LeftOver
 from shim._engine.modules import Modules
 from shim._engine.places import Places
 from shim._engine.reach import callable_paths
@@ -99,7 +98,6 @@ class Records:
         self.wrappers = Wrappers()
         self.places = Places(self.wrappers.beneath)
         self.chains: dict[str, Chain] = {}
-        self.left_over = LeftOver()
         self.found = Findings()
         # Target -> the object there when shim first bound it, if no other code had been there.
         self.first: dict[str, Any] = {}
@@ -178,10 +176,6 @@ class Records:
         replaced = self.places.replaced.get((id(owner), name))
         since = replaced is not None and replaced.partner is None and not self.places.is_back(replaced)
         return describe(unwrap(value)) if since else ""
-
-    def put_back(self) -> list[Slot]:
-        """The names on which other code has put shim's object again, which still does what the patch does."""
-        return list(self.left_over.back({*self.places.slots, *self.places.replaced}))
 
     def effect_of(self, replaced: Replaced) -> str:
         """Whether shim's function is called although a foreign object stands on the name.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from shim._engine.ending import is_ending
+from shim._engine.another_copy import another_copy
 from shim._engine.report import Report
 from shim._engine.states import Claim, States, not_applied, read_report
 from shim._engine.ways import others_relied_on
@@ -18,16 +18,12 @@ __all__ = ["check", "effects", "report"]
 
 
 def report(engine: Engine, otherwise: Callable[[], Plan]) -> Report:
-    """The state of every patch now, also on the models of the last `check` that still live.
+    """The state of every patch now, also on the models of the last `check` that still live. See catch_up().
 
     otherwise: makes a plan to report on if there has been none.
     """
-    if is_ending():
-        return _read_back(engine, engine.plan or not_applied(engine.last or otherwise()), {})
-    engine.catch_up()
-    models = engine.checked.living()
-    last = engine.last if engine.last is not None and not engine.renewal.tie.mismatch(engine.last) else None
-    return _on_models(engine, models, engine.plan or not_applied(last or otherwise()), raising=False)
+    last = engine.last if engine.last is not None and not another_copy(engine.last) else None
+    return _on_models(engine, engine.checked.living(), engine.plan or not_applied(last or otherwise()), raising=False)
 
 
 def check(engine: Engine, models: list[Any] | None, plan: Plan) -> Report:

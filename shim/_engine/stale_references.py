@@ -15,7 +15,7 @@ __all__ = ["StaleReference", "stale_references"]
 
 
 class StaleReference(NamedTuple):
-    """A place in a model that holds upstream's own function of a target, or one that does the same."""
+    """A place in a model that holds upstream's own function of a target."""
 
     patch: str
     target: str
@@ -24,8 +24,6 @@ class StaleReference(NamedTuple):
 
 def stale_references(modules: Iterable[Any], plan: Plan, binder: Records) -> Iterator[StaleReference]:
     """The attributes of modules and of their configs that hold the function of a target as it was before it was bound.
-
-    One of shim's that was taken before a revert, or in a block that has ended, does the same as upstream's by now.
 
     Methods are left out: a model runs a method of its class by its name, and if it holds one under another name,
     mostly to put it back, it may never run that one. Closures and containers are out of reach.
@@ -37,8 +35,7 @@ def stale_references(modules: Iterable[Any], plan: Plan, binder: Records) -> Ite
             if chain is not None and type(chain.owner) is types.ModuleType:
                 base = unwrap(chain.base)
                 if type(base) is types.FunctionType and base is not unwrap(chain.top):
-                    for function in (base, *binder.wrappers.inert(target)):
-                        wanted.setdefault(id(function), []).append((decision.id, target))
+                    wanted.setdefault(id(base), []).append((decision.id, target))
     if not wanted:
         return
     seen: set[int] = set()

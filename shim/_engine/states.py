@@ -1,6 +1,6 @@
 """Step 5, verify: the state of each patch. This module alone makes one, from what it reads back and from claims.
 
-`read_report` reads the process. What other modules find besides, on a model (models.py, questions.py, copies.py) or of
+`read_report` reads the process. What other modules find besides, on a model (models.py, questions.py) or of
 bodies that a patch relies on (ways.py), they say as a `Claim`, and `States` decides what becomes of the state.
 """
 
@@ -223,7 +223,6 @@ def read_report(plan: Plan, binder: Records, failed: Mapping[str, str], held: Ma
     }
     fine = ("called", "kept", "released")
     left_alone = tuple(str(item) for item in binder.places.replaced_now() if binder.effect_of(item) not in fine)
-    left_alone += tuple(f"{slot} holds shim's object again: other code put it back" for slot in binder.put_back())
     return Report(patches, plan, releases, left_alone)
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Callable, Iterator
 
+from shim._engine.another_copy import packages_of
 from shim._engine.deferred_log import logger
 from shim._engine.import_hook import ImportHook
 from shim._engine.modules import is_lazy
-from shim._engine.switch import Write
-from shim._engine.tied import tied_modules
+from shim._engine.undo_list import Write
 from shim._planning.plan import Plan
 
 __all__ = ["Watch"]
@@ -30,25 +29,16 @@ class Watch:
         self.hook = hook
         self.guests: frozenset[str] = frozenset()  # modules before whose code patches begin something
         self.targets: frozenset[str] = frozenset()  # modules that have targets
-        self.tied: frozenset[str] = frozenset()  # modules that the plan has read, and the packages that patches are of
-        self.places: frozenset[str] = frozenset()  # the directories of these
-        self.patches: frozenset[str] = frozenset()  # patch modules and their parent packages
-        self.watched: frozenset[str] = frozenset()  # targets, guests, and targets of a plan about to come into force
+        self.packages: frozenset[str] = frozenset()  # the packages that patches are of
+        self.watched: frozenset[str] = frozenset()  # all of these, and those of a plan about to come into force
         self.late: frozenset[str] = frozenset()  # modules of targets that no commit has seen loaded yet
-        self.orphaned: frozenset[str] = frozenset()  # in a forked process, modules that its parent was importing
 
     def of(self, plan: Plan | None) -> dict[str, frozenset[str]]:
         """The fields that are of a plan, by their names; without `late`, which also belongs to the process."""
-        targets, tied = frozenset(() if plan is None else _target_modules(plan)), tied_modules(plan)
+        targets = frozenset(() if plan is None else _target_modules(plan))
         guests = frozenset(() if plan is None else _guests(plan))
-        return {
-            "guests": guests,
-            "targets": targets,
-            "tied": tied,
-            "places": frozenset(_places(plan, tied)),
-            "patches": frozenset(() if plan is None else _patch_modules(plan)),
-            "watched": targets | guests | tied,
-        }
+        packages = packages_of(plan)
+        return {"guests": guests, "targets": targets, "packages": packages, "watched": targets | guests | packages}
 
     def writes(self, modules: dict[str, frozenset[str]], loaded: _Loaded) -> Iterator[Write]:
         """What makes these the modules of the plan in force. `modules`: see `of`."""
@@ -60,15 +50,11 @@ class Watch:
         """What brings `late` up to date with the process."""
         return Write(self, "late", self.late, frozenset(name for name in self.targets if not loaded(name)))
 
-    def is_only_tied(self, name: str) -> bool:
-        """Whether nothing is to be done about a module but to compare its file."""
-        return name in self.tied and name not in self.targets and name not in self.guests
-
     def add(self, modules: dict[str, frozenset[str]]) -> None:
         """Also watch the modules of a plan about to come into force, until `tidy`. `modules`: see `of`."""
         self.watched |= modules["watched"]
         if self.watched:
-            self.hook.install(self.watched, self.places | modules["places"])
+            self.hook.install()
         for name in self.watched:
             module = sys.modules.get(name)
             if module is not None and is_lazy(module):
@@ -76,9 +62,9 @@ class Watch:
 
     def tidy(self) -> None:
         """Watch only the plan in force, and remove the hook if there is nothing to watch."""
-        self.watched = self.targets | self.guests | self.tied
+        self.watched = self.targets | self.guests | self.packages
         if self.watched:
-            self.hook.install(self.watched, self.places)
+            self.hook.install()
         else:
             self.hook.remove()
 
@@ -98,21 +84,12 @@ class Watch:
     def wait_for(self, plan: Plan, loaded: _Loaded) -> None:
         """Wait for target modules that other threads are importing now. Called without the lock."""
         for name in _target_modules(plan):
-            if name not in sys.modules or loaded(name) or is_lazy(sys.modules.get(name)) or name in self.orphaned:
+            if name not in sys.modules or loaded(name) or is_lazy(sys.modules.get(name)):
                 continue
             try:
                 importlib.import_module(name)  # returns at once if this thread is importing the module
             except Exception as error:  # noqa: BLE001 - raised in the importing thread; the module stays pending
                 logger().debug("the import of %s, which was under way, failed: %s", name, error)
-
-
-def _places(plan: Plan | None, tied: frozenset[str]) -> Iterator[str]:
-    """The directories of the modules that a plan has read, below those of sys.path, through which everything comes."""
-    for name in tied if plan is not None else ():
-        seen = plan.environment.sources.seen(name) if plan is not None else None
-        place = os.path.dirname(seen[0]) if seen is not None and seen[0] else ""
-        if place and place not in sys.path:
-            yield place
 
 
 def _target_modules(plan: Plan) -> set[str]:
@@ -125,9 +102,3 @@ def _target_modules(plan: Plan) -> set[str]:
 def _guests(plan: Plan) -> set[str]:
     wanted = [plan.matrix.patches[decision.id] for decision in plan.decisions.values() if decision.wanted]
     return {module for entry in wanted for module in entry.before}
-
-
-def _patch_modules(plan: Plan) -> set[str]:
-    """The modules of all patches, and their parent packages."""
-    parts = [entry.module.split(".") for entry in plan.matrix.patches.values()]
-    return {".".join(path[:count]) for path in parts for count in range(1, len(path) + 1)}

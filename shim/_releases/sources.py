@@ -12,7 +12,7 @@ import tokenize
 import warnings
 import zipimport
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from importlib.machinery import BuiltinImporter, FrozenImporter, ModuleSpec, PathFinder
 from importlib.util import decode_source, spec_from_file_location
 from pathlib import Path
@@ -24,7 +24,6 @@ from shim._releases.files import read_beginning, source_of, stamp_of
 
 __all__ = [
     "MAX_SOURCE_BYTES",
-    "Seen",
     "Sources",
     "digest_of_file",
     "file_of",
@@ -36,8 +35,6 @@ __all__ = [
 
 UNCOMPILED = (SyntaxError, ValueError, EOFError, zlib.error, RecursionError, MemoryError)
 T = TypeVar("T")
-# The record of a module that was read: its file ("" for none), its stamp, and a digest of the content if known.
-Seen = tuple[str, object, "str | None"]
 # Arguments: the digest of a file, its module, a name in it, and whether the name may be missing.
 Known = Callable[[str, str, str, bool], "str | None"]
 
@@ -196,8 +193,6 @@ class Sources:
     roots: directories to search instead of sys.path. So releases can be pinned and audited without an install.
     before: earlier Sources. Their results stay valid for files that have not changed.
     known: gives the fingerprint of a name in a known file (see known_files), or None.
-    ran: the content of loaded modules when they ran. A file that has changed since says nothing about the process.
-    untrue: modules that did not run from their file, each with the reason.
     """
 
     def __init__(
@@ -205,12 +200,8 @@ class Sources:
         roots: Iterable[str | os.PathLike[str]] | None = None,
         before: Sources | None = None,
         known: Known | None = None,
-        ran: Mapping[str, Seen] | None = None,
-        untrue: Mapping[str, str] | None = None,
     ) -> None:
         self._known = known
-        self._ran = ran or {}
-        self._untrue = untrue or {}
         self._roots = None if roots is None else [Path(root) for root in roots]
         self._trees: dict[str, ast.Module | SourceError] = {}
         self._paths: dict[str, str | None] = {}
@@ -240,28 +231,8 @@ class Sources:
         """A value that differs once the file of `module` has changed, or while the file is too new to tell."""
         if module not in self._stamps:
             path = self.path(module)
-            if path is None:
-                self._stamps[module] = None
-            elif module in self._untrue:
-                self._stamps[module] = path, self._untrue[module]
-            else:
-                self._stamps[module] = self._ran[module][:2] if module in self._ran else (path, stamp_of(path))
+            self._stamps[module] = None if path is None else (path, stamp_of(path))
         return self._stamps[module]
-
-    def seen(self, module: str) -> Seen | None:
-        """The record of `module` from when it was read. None if it was not read."""
-        if module not in self._stamps:
-            return None
-        stamp = self._stamps[module]
-        if stamp is None:
-            return "", None, None
-        held = self._found.get(("digest", module))
-        return (*stamp, held[1] if held is not None and held[0] == [stamp] else None)
-
-    @property
-    def modules(self) -> frozenset[str]:
-        """All modules that were read, or looked for."""
-        return frozenset(self._stamps)
 
     def known(self, module: str, qualname: str, added: bool) -> str | None:
         """The fingerprint of a name in a known file, which need not be parsed. None if the file is not known."""
@@ -275,10 +246,6 @@ class Sources:
         return self.remembered(("digest", module), [module], lambda: self._digest(module))
 
     def _digest(self, module: str) -> str | None:
-        if module in self._untrue:
-            return None
-        if module in self._ran:
-            return self._ran[module][2]
         path = self.path(module)
         try:
             return _hash(self._bytes(path)) if path is not None and path.endswith(".py") else None
@@ -343,16 +310,12 @@ class Sources:
         """The source of `module`. SourceError says why there is none."""
         path = self.path(module)
         self._stamp(module)  # before the file is read
-        if module in self._untrue:
-            raise SourceError(self._untrue[module], "edited")
         if path is None:
             raise SourceError(f"there is no module {module}", "missing")
         if not path.endswith(".py"):
             raise SourceError(f"{path} is not Python source, so the body of {module} cannot be known", "bytecode")
         try:
             content = self._bytes(path)
-            if module in self._ran and _hash(content) != self.digest(module):
-                raise SourceError(f"{path} has changed since {module} ran, so its body cannot be known", "edited")
             self.digest(module)
             encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
             if encoding not in ENCODINGS:

@@ -73,7 +73,7 @@ def test_processes_after_the_first_start_with_torch_and_without_what_is_patched(
         ("import alias apply", "draft as d; d.find_aliases = lambda *a: []", "an alias of .* is another object"),
         (
             "apply import alias",
-            "import_hook as h; h.ImportHook.find_spec = lambda *a: None\nh.PathNet.spread = lambda *a: None\n"
+            "import_hook as h; h.ImportHook.find_spec = lambda *a: None\n"
             "import shim._engine.engine as e; e.Engine.catch_up = lambda self: None",
             "is not reported as bound",
         ),

@@ -121,6 +121,8 @@ def test_what_a_patch_goes_around_may_be_taken_back(world, first, reverted, repl
     found = shim.status()["p"]
     assert (found.state, found.others) == ("excluded" if reverted else "applied", ())
     assert "replaced" not in found.reason
+    if reverted and first == "shim":
+        return  # a function of shim's that is put back after revert() stays patched: docs/limits.md
     if not reverted:
         assert world.get("ops:double")(2) == world.get("users:twice")(2) == ("p", 4)
     shim.revert()

@@ -7,7 +7,7 @@ import pytest
 from fake_world import DOUBLE, same
 
 import shim
-from shim._engine import switch
+from shim._engine import undo_list
 
 CORE = "megatron.core."
 
@@ -170,23 +170,17 @@ def test_an_interrupt_between_two_writes_leaves_nothing(world, monkeypatch, when
     """KeyboardInterrupt at each write, just before it or just after it, leaves all as it was."""
     world.patch("p", [CORE + "ops:double", (CORE + "layers:Layer.tag", CORE + "layers:Base.tag")])
     before = world.snapshot()
-    step_of, left = switch.step_of, [0]
+    write, left = undo_list._write, [0]
 
     def interrupted(owner, name, value):
-        """A write as of a class with a __setattr__ in Python: no other can be interrupted."""
-        step = step_of(owner, name, value)
         left[0] -= 1
-        if left[0] != -1:
-            return step
-
-        def stopped():
-            if when == "after":
-                step()
+        if left[0] == -1 and when == "before":
+            raise KeyboardInterrupt
+        write(owner, name, value)
+        if left[0] == -1:
             raise KeyboardInterrupt
 
-        return stopped
-
-    monkeypatch.setattr(switch, "step_of", interrupted)
+    monkeypatch.setattr(undo_list, "_write", interrupted)
     for writes in range(50):
         left[0] = writes
         try:

@@ -239,19 +239,6 @@ def test_after_a_revert_an_older_wrapper_is_taken_off_by_the_next(world):
     assert same(before, world.snapshot()) == []
 
 
-def test_a_wrapper_given_back_where_shim_never_wrote_is_taken_off_by_the_next_revert(world):
-    """A module imported while shim was bound holds a wrapper of its own, and a foreign patch there can keep it."""
-    world.patch("p", [CORE + "ops:double"])
-    shim.apply()
-    ours = world.get("users:Holder").call
-    world.set("users:Holder.call", lambda x: None)
-    shim.revert()
-    world.set("users:Holder.call", ours)
-    shim.revert()
-    assert world.get("users:Holder").call is world.get("ops:double")
-    assert not hasattr(world.get("ops:double"), "__wrapped__")
-
-
 @pytest.mark.parametrize("taken", ["forward", "backward"])
 def test_of_a_pair_both_stay_or_none(world, taken):
     """Where somebody stands on forward or backward, revert leaves both, because a pair torn apart computes wrong

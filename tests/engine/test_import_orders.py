@@ -37,7 +37,6 @@ def test_the_case_sees_a_broken_engine(case, world, order, broken):
     """Without the import hook, the search for aliases or the restoring, orders fail."""
     setup = {
         "no_hook": "import shim._engine.import_hook as h\nh.ImportHook.find_spec = lambda *a: None\n"
-        "h.PathNet.spread = lambda *a: None\n"
         "import shim._engine.engine as e\ne.Engine.catch_up = lambda self: None",
         "no_aliases": "import shim._engine.draft as b\nb.find_aliases = lambda *a: []",
         "no_restore": "import shim._engine.places as p\np.Places.restore = lambda self, slot: None",

@@ -223,7 +223,7 @@ def test_disabled_installs_nothing(patched_world, monkeypatch):
 
 
 def test_a_module_that_came_in_past_the_hook_is_caught(patched_world):
-    """If a finder in front of ours loads a target by a loader of its own, the next import or status() binds it."""
+    """A finder in front of ours has loaded a target by a loader of its own: the next import or status() binds it."""
     finder = next(f for f in sys.meta_path if getattr(f, "__name__", "") == "PathFinder")
 
     class Own:
@@ -238,6 +238,7 @@ def test_a_module_that_came_in_past_the_hook_is_caught(patched_world):
     sys.meta_path.insert(0, Own)
     ops = importlib.import_module(CORE + "ops")
     assert ops.double(2) == 4
+    sys.meta_path.remove(Own)
     layers = importlib.import_module(CORE + "layers")
     assert ops.double(2) == ("count", 4)
     assert layers.Layer().forward(1) == ("count", 2)

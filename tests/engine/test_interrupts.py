@@ -1,4 +1,4 @@
-"""A transaction is one thing: whatever interrupts it, calls into it or forks within it sees all of it or nothing."""
+"""A transaction is one thing: an interrupt, a factory that calls shim and a fork see all of it or nothing."""
 
 import asyncio
 import contextlib
@@ -12,12 +12,11 @@ from textwrap import dedent
 import pytest
 from fake_world import same
 from own_process import run
-from thorough import in_full, times
+from thorough import times
 
 import shim
 from shim._engine import engine as _engine
 from shim._engine.contexts import Context
-from shim._releases.sources import PARSING, parse
 from shim.testing.patience import patience
 
 INTERRUPTED = """
@@ -28,9 +27,8 @@ INTERRUPTED = """
         "more": [CORE + "ops:halve", CORE + "layers:Layer.make", CORE + "ops:double"],
     }
     NAMES = (
-        "engine", "imports", "tied", "reports", "within", "factories", "conflicts", "modules", "binder", "draft",
-        "records", "switch", "contexts", "retired", "places", "wrappers", "chain", "import_hook", "deferred_log",
-        "watch",
+        "engine", "reports", "factories", "conflicts", "modules", "binder", "draft", "records", "undo_list", "contexts",
+        "places", "wrappers", "chain", "import_hook", "deferred_log", "watch",
     )
     PARTS = ("_api", *(f"_engine/{name}" for name in NAMES))
     FILES = {os.path.join(os.path.dirname(shim.__file__), f"{part}.py") for part in PARTS}
@@ -40,51 +38,18 @@ INTERRUPTED = """
 
 
     class Interrupt:
-        "Acts at the n-th event within shim's engine, as a signal handler does; with `again`, so many events later too."
-        def __init__(self, at, act, again=0):
-            self.left, self.again, self.act = at, again, act
+        "Raises at the n-th event within shim's engine, as Ctrl-C does."
+        def __init__(self, at):
+            self.left = at
         def trace(self, frame, event, argument):
             if frame.f_code.co_filename not in FILES:
                 return None
             if event in EVENTS:
                 self.left -= 1
                 if self.left == 0:
-                    if self.again:
-                        self.left, self.again = self.again, 0
-                        start(self)  # an exception from a trace function ends the tracing
-                    else:
-                        sys.settrace(None)
-                    self.act()
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
             return self.trace
-
-
-    def start(interrupt):
-        "Trace this thread, the frames included that run already."
-        sys.settrace(interrupt.trace)
-        frame = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code.co_filename in FILES:
-                frame.f_trace = interrupt.trace
-            frame = frame.f_back
-
-
-    def interrupt():
-        raise KeyboardInterrupt
-
-
-    def handler(call):
-        "A signal handler that calls shim, and survives a refusal."
-        def handle():
-            try:
-                call()
-            except shim.OptionError as error:
-                if "nothing was applied" not in str(error):
-                    expect("called within another call of shim" in str(error), error)
-                    REFUSED.append(str(error))
-        return handle
-
-
-    REFUSED = []
 
 
     def bound(value):
@@ -119,11 +84,11 @@ INTERRUPTED = """
         expect(not finders(), when, "a finder is left")
 
 
-    def sweep(name, before, action, stride, act=interrupt, again=0):
+    def sweep(name, before, action, stride):
         at, hits = 1, 0
         while True:
             before()
-            one = Interrupt(at, act, again)
+            one = Interrupt(at)
             sys.settrace(one.trace)
             try:
                 action()
@@ -132,14 +97,14 @@ INTERRUPTED = """
                 done = False
             finally:
                 sys.settrace(None)
-            when = (name, at, again)
+            when = (name, at)
             on = whole(when)
             report = shim.status()
             said = {id: report[id].state for id in TARGETS}
             for id, state in said.items():
                 expect((state == "applied") == on[id], when, said, on)
             back(when)
-            if one.left > 0 and one.again == again:
+            if one.left > 0:
                 expect(done, when)
                 break
             hits += 1
@@ -182,7 +147,7 @@ def test_an_interrupted_import_is_no_import(tree):
             for name in [n for n in sys.modules if n.startswith(CORE)]:
                 del sys.modules[name]
             shim.apply()
-            one = Interrupt(at, interrupt)
+            one = Interrupt(at)
             sys.settrace(one.trace)
             try:
                 importlib.import_module(CORE + "users")
@@ -204,66 +169,6 @@ def test_an_interrupted_import_is_no_import(tree):
         tree,
     )
     assert int(out) > times(3, 40)
-
-
-@in_full
-@pytest.mark.parametrize("again", [1, 2, 5, 9, 30, 150])
-def test_a_second_interrupt_leaves_nothing_half_applied_either(tree, again):
-    """The second comes so many lines after the first: also in what the first one has set going."""
-    out = run(
-        "EVENTS = ('line',)\n"
-        + dedent(INTERRUPTED)
-        + dedent(f"""
-        nothing = lambda: None
-        sweep("apply", nothing, shim.apply, 3, again={again})
-        sweep("revert", shim.apply, shim.revert, 3, again={again})
-        less, more = (lambda: shim.apply(only=["count"])), (lambda: shim.apply(only=["more"]))
-        sweep("change", less, more, 3, again={again})
-        """),
-        tree,
-    )
-    counts = [int(line.split()[1]) for line in out.splitlines()]
-    assert len(counts) == 3 and min(counts) > 80, out
-
-
-CALLS = {
-    "revert": "shim.revert",
-    "apply": "lambda: shim.apply(only=['count'])",
-    "status": "shim.status",
-    "plan": "shim.plan",
-    "check": "shim.check",
-    "block": "block",
-    "import": "late",
-}
-
-
-@pytest.mark.one_python
-@pytest.mark.parametrize("call", [pytest.param(c, marks=() if c == "revert" else in_full) for c in CALLS])
-def test_a_signal_handler_that_calls_shim(tree, call):
-    """At each place of apply and revert: it is served before or after, or refused with a sentence; never in between."""
-    tree.module("late", "from megatron.core.ops import double\n")
-    out = run(
-        "EVENTS = ('line',)\n"
-        + dedent(INTERRUPTED)
-        + dedent(f"""
-        def late():
-            sys.modules.pop(CORE + "late", None)
-            importlib.import_module(CORE + "late")
-        def block():
-            with shim.patched(only=["more"]):
-                pass
-        act = handler({CALLS[call]})
-        nothing = lambda: None
-        sweep("apply", nothing, shim.apply, {times(67, 2)}, act)
-        sweep("revert", shim.apply, shim.revert, {times(67, 2)}, act)
-        sweep("change", lambda: shim.apply(only=["count"]), lambda: shim.apply(only=["more"]), {times(67, 2)}, act)
-        print("refused", len(REFUSED))
-        """),
-        tree,
-    )
-    *swept, refused = (int(line.split()[1]) for line in out.splitlines())
-    assert min(swept) > times(3, 150), out
-    assert (refused > 0) == (call in ("revert", "apply", "block")), out
 
 
 FORKS = """
@@ -468,99 +373,6 @@ def test_a_lock_that_another_thread_holds_is_free_in_a_forked_process(place):
     over.set()
     thread.join()
     assert status == 0
-
-
-FORKED_DURING_AN_IMPORT = """
-    import os, signal
-    from importlib.machinery import PathFinder
-
-    begun, over = threading.Event(), threading.Event()
-
-
-    class Slow:
-        "A module of this name runs once the import is to go on."
-        @staticmethod
-        def find_spec(name, path=None, target=None):
-            if name != SLOW or over.is_set():
-                return None
-            spec = PathFinder.find_spec(name, path, target)
-            run = spec.loader.exec_module
-
-            def wait(module):
-                begun.set()
-                over.wait()
-                run(module)
-
-            spec.loader.exec_module = wait
-            return spec
-
-
-    before()
-    sys.meta_path.insert(0, Slow)
-    thread = threading.Thread(target=importing)
-    thread.start()
-    begun.wait()
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(int(patience()))
-        over.set()
-        in_the_child()
-        os._exit(0)
-    status = os.waitpid(pid, 0)[1]
-    over.set()
-    thread.join()
-    expect(status == 0, status)
-    """
-
-LOST_FEATURES = """
-    SLOW = "shim._te.features"
-
-
-    def before():
-        importlib.import_module(CORE + "ops")
-        shim.apply()
-
-
-    def importing():
-        shim.plan().lost_features
-
-
-    def in_the_child():
-        shim.revert()
-        shim.plan().lost_features
-    """
-
-FOR_THE_FIRST_TIME = """
-    SLOW = "shim._engine.engine"
-
-
-    def before():
-        for name in [name for name in sys.modules if name.startswith("shim.")]:
-            del sys.modules[name]
-        for name in set(shim.__all__) & set(vars(shim)):
-            delattr(shim, name)
-
-
-    def importing():
-        shim.plan()
-
-
-    def in_the_child():
-        shim.status()
-    """
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-@pytest.mark.parametrize("how", [LOST_FEATURES, FOR_THE_FIRST_TIME], ids=["lost_features", "first_time"])
-def test_a_module_of_shims_that_another_thread_imports_is_imported_anew_in_a_forked_process(tree, how):
-    """Else the child would wait for ever for a thread that it has not, or use half a module."""
-    run(dedent(how) + dedent(FORKED_DURING_AN_IMPORT), tree)
-
-
-def test_a_handler_that_parses_while_its_thread_parses():
-    """ast.parse collects garbage and runs signal handlers: a finalizer may ask for the state, which parses as well."""
-    with PARSING:
-        assert parse("x = 1").body
 
 
 def test_a_block_of_a_task_that_nobody_runs_any_more_is_over(patched_world):

@@ -4,6 +4,7 @@ import _imp
 import importlib.machinery
 import importlib.util
 import logging
+import shutil
 import sys
 import threading
 
@@ -51,10 +52,10 @@ def unknown_variable(world, monkeypatch):
     return shim.apply
 
 
-def edited_file(world, monkeypatch):
+def another_copy(world, monkeypatch):
     shim.apply()
-    path = world.root / "megatron" / "core" / "ops.py"
-    path.write_text(path.read_text() + "# edited\n")
+    shutil.copytree(world.root / "megatron", world.root / "second" / "megatron")
+    monkeypatch.syspath_prepend(str(world.root / "second"))
     return lambda: importlib.import_module(CORE + "ops")
 
 
@@ -91,7 +92,7 @@ def in_a_factory(world, monkeypatch):
     return shim.apply
 
 
-@pytest.fixture(params=[unknown_variable, edited_file, foreign_object, lost_item, in_a_factory])
+@pytest.fixture(params=[unknown_variable, another_copy, foreign_object, lost_item, in_a_factory])
 def warns(request, patched_world, monkeypatch):
     """Something to call that warns once, in a world that is made up for it."""
     return request.param(patched_world, monkeypatch)

@@ -51,19 +51,6 @@ def test_what_was_taken_while_applied_or_is_no_target_is_fine(patched_world, mod
     assert shim.check(model)["count"].state == "applied"
 
 
-def test_what_was_taken_in_a_block_that_has_ended_is_named(patched_world, model):
-    """It was shim's, and does what upstream's does since the block has ended, also under a later apply()."""
-    with shim.patched():
-        model.inner[0].config.call = patched_world.get("ops:double")
-        assert model.inner[0].config.call(2) == ("count", 4)
-        assert shim.check(model)["count"].state == "applied"
-    assert model.inner[0].config.call(2) == 4
-    shim.apply()
-    found = shim.check(model)["count"]
-    assert found.state == "unknown" and "config.call" in found.reason
-    assert model.inner[0].config.call(2) == 4 and patched_world.get("ops:double")(2) == ("count", 4)
-
-
 def test_a_method_that_is_kept_to_be_put_back_is_no_problem(patched_world, model):
     layer = model.inner[0]
     layer.forward_backup = types.MethodType(type(layer).forward, layer)

@@ -35,6 +35,7 @@ ONCE = os.environ.get("SHIM_TEST_ONCE_PER_VARIANT") == "1"
 # Files that fewer cells say all about: examples where stock packs rows with MTP and where it does not, and what layouts
 # show alike between the oldest release and the newest.
 ONLY = {
+    "test_another_copy": {*newest_like("0.19.2")},
     "test_applied_after": {*newest_like("0.16.1", "0.19.2")},
     "test_demo": {*newest_like("0.16.1")},
     "test_forks": {*newest_like("0.19.2")},
@@ -49,7 +50,6 @@ ONLY = {
     "test_other_trainers": {*newest_like("0.15.3", "0.19.2")},
     "test_other_trainers_ranks": {*newest_like("0.19.2")},
     "test_others_wrappers": {*newest_like("0.15.3", "0.18.2")},
-    "test_tied": {*newest_like("0.19.2")},
     "test_te_wrappers": {"0.12.3+2.1.0", "0.18.2+2.16.1"},
     "test_trainings": {*newest_like("0.15.3", "0.19.2")},
     "test_tutorial": {*newest_like("0.16.1")},
@@ -59,6 +59,7 @@ ONLY = {
 EVERYWHERE = {
     "test_alignment",
     "test_all_patches",
+    "test_another_copy",
     "test_device",
     "test_factories",
     "test_generic_proofs_rounding",
@@ -74,7 +75,6 @@ EVERYWHERE = {
     "test_relied",
     "test_targets_in_subclasses",
     "test_te_wrappers",
-    "test_tied",
     "test_trainings",
     "test_wide_types",
 }

@@ -183,7 +183,6 @@ TESTED_IN = {
     "_engine.conflicts": "engine/test_foreign",
     "_engine.records": "engine/test_bind",
     "_engine.deferred_log": "engine/test_logging",
-    "_engine.path_net": "engine/test_tied",
     "_engine.checked": "engine/test_one_truth",
     "_engine.models": "engine/test_one_truth",
     "_engine.questions": "engine/test_both_orders",

@@ -8,8 +8,6 @@ import packaging
 import pytest
 from unit_helpers import BROKEN, REPOSITORY, megatron, output_of
 
-from shim._engine.within import HOLDERS
-
 LOADED = """
     import json, os, sys
     before = set(sys.modules)
@@ -86,8 +84,7 @@ def test_one_module_of_the_engine_holds_state():
             value = getattr(node, "value", None)
             if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(value, (ast.Call, ast.Dict, ast.Set)):
                 made.add((path.name, ast.unparse(value).partition("(")[0].partition("{")[0]))
-    constants = {("records.py", "TypeVar"), ("switch.py", "operator.methodcaller"), ("copies.py", "tuple")}
-    constants |= {("modules.py", "frozenset")}
+    constants = {("records.py", "TypeVar"), ("modules.py", "frozenset")}
     constants |= {
         ("chain.py", "_Missing"),
         ("deferred_log.py", "logging.getLogger"),
@@ -96,14 +93,3 @@ def test_one_module_of_the_engine_holds_state():
         ("states.py", ""),
     }
     assert made - constants == {("engine.py", "Engine")}
-
-
-def test_every_module_that_takes_the_lock_of_the_engine_counts_as_within_a_transaction():
-    """Else a signal handler that comes while such a module holds the lock would be let in."""
-    takes = set()
-    for path in (REPOSITORY / "shim" / "_engine").glob("*.py"):
-        blocks = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.With)]
-        taken = {ast.unparse(item.context_expr) for block in blocks for item in block.items}
-        if taken & {"self.lock", "engine.lock", "self._lock()"}:
-            takes.add(f"shim._engine.{path.stem}")
-    assert takes == {*HOLDERS, "shim._engine.factories"}  # which only these call

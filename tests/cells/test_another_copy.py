@@ -63,8 +63,3 @@ def test_another_release_that_comes_first_is_patched_as_itself(plain):
     *found, about, states = run(before="sys.path[:0] = [OTHER]", after="sys.path[:0] = [HERE]")
     assert (*found, states) == plain
     assert len(about) == 1 and HERE in about[0] and str(fetch(OTHER)) in about[0]
-
-
-def test_a_restored_meta_path_loses_no_patch(plain):
-    *found, about, states = run(before="sys.path[:0] = [HERE]", after="sys.meta_path[:] = meta_path")
-    assert (*found, states) == plain and about == []
