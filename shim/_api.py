@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from shim._engine import engine as _engine
 from shim._engine import reports
-from shim._engine.announcement import announce
 from shim._engine.contexts import Context
-from shim._engine.deferred_log import logger
+from shim._engine.log import announce, logger
 from shim._engine.ranks import NOTHING, OWN_CODE, PACKAGES, PARTS, is_rank_zero, ranks_that_differ
 from shim._engine.report import PatchReport, Report
 from shim._errors import MatrixError, NotMetError, OptionError

@@ -6,7 +6,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shim._engine.probes import Verdict
+    from shim._engine.overrides import Verdict
 
 __all__ = ["Checked"]
 

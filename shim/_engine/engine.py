@@ -35,21 +35,17 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from shim._engine.aliases import namespace_of
-from shim._engine.another_copy import another_copy
-from shim._engine.binder import Binder
-from shim._engine.chain import Imported
+from shim._engine.chains import Findings
 from shim._engine.checked import Checked
 from shim._engine.conflicts import require_none, warnings_for, with_conflicts
 from shim._engine.contexts import Block, Context, Contexts
-from shim._engine.deferred_log import DeferredLog, short_of
 from shim._engine.exception_notes import ExceptionNotes
 from shim._engine.factories import Factories
-from shim._engine.import_hook import ImportHook
-from shim._engine.modules import imports_no_megatron
-from shim._engine.records import Findings
-from shim._engine.undo_list import Write
-from shim._engine.watch import Watch
+from shim._engine.import_hook import ImportHook, Watch
+from shim._engine.log import DeferredLog, short_of
+from shim._engine.modules import another_copy, imports_no_megatron
+from shim._engine.names import Imported, Write, namespace_of
+from shim._engine.transactions import Binder
 from shim._errors import BindError, NotMetError, OptionError
 from shim._planning.plan import Plan, make_plan
 from shim._planning.requirements import enforce
@@ -421,13 +417,16 @@ class Engine:
         """Bind the layers of a plan whose factories are loaded, and make it the plan in force."""
         plan, failed = asked.plan, asked.failed
         self.switches += asked.called
-        if plan is self.plan:  # as at most imports
-            also = [self.watch.still_late(self.binder.loaded)]
-        else:
-            modules = self.watch.of(plan)
-            also = [*self.watch.writes(modules, self.binder.loaded)]
+        modules = {} if plan is self.plan else self.watch.of(plan)  # the same plan, as at most imports
+        targets = modules.get("targets", self.watch.targets)
+        late = frozenset(name for name in targets if not self.binder.loaded(name))
+        if modules:
             self.watch.add(modules)
-        also += [
+        also = [
+            *(
+                Write(self.watch, name, getattr(self.watch, name), now)
+                for name, now in {**modules, "late": late}.items()
+            ),
             Write(self, "plan", self.plan, plan),
             Write(self, "last", self.last, plan or self.last),
             Write(self, "failed", self.failed, failed),

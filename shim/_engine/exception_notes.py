@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from shim._engine.deferred_log import logger
+from shim._engine.log import logger
 from shim._errors import ShimError
 
 if TYPE_CHECKING:

@@ -1,53 +1,30 @@
-"""Whether the object on a target is upstream's own or other code's patch."""
+"""Other people's functions: whose an object is, and whether a patch can go around it."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import inspect
+import linecache
 import os
 import sys
 import types
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
-from shim._engine.aliases import namespace_of
+from shim._engine.names import describe, is_kind, namespace_of
+from shim._engine.reach import written_of
 from shim._errors import SourceError
-from shim._printing.printable import one_line
-from shim._releases.fingerprint import Definition, absolute_origin, definitions, outline, split_target
-from shim._releases.sources import Sources
+from shim._matrix.model import Needs
+from shim._planning.contract import breach_of
+from shim._planning.decision import Decision
+from shim._planning.plan import Plan
+from shim._record import record
+from shim._releases.fingerprint import Definition, FunctionNode, absolute_origin, definitions, outline, split_target
+from shim._releases.sources import Sources, parse
 
-__all__ = ["describe", "foreign_on", "is_upstreams", "takes_the_same"]
-
-
-DESCRIBED = 400  # characters
-
-
-def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
-    """Whether the type of `value` is a `kind`. isinstance would also accept a proxy."""
-    return issubclass(type(value), kind)
-
-
-def describe(value: Any) -> str:
-    """Module, name and file of an object, for messages: one printable line, with any name."""
-    return one_line(_described(value), DESCRIBED)
-
-
-def _described(value: Any) -> str:
-    if not _is(value, (types.FunctionType, types.BuiltinFunctionType, type)):
-        kind = type(value)
-        text = f"{kind.__module__}.{kind.__qualname__}"
-        # The function inside a wrapt.FunctionWrapper, a partial or a property says more than the type.
-        names = ("_self_wrapper", "func", "fget")
-        inner = next((found for name in names if _is(found := getattr(value, name, None), types.FunctionType)), None)
-        return text if inner is None else f"{text} with {_described(inner)}"
-    code = getattr(value, "__code__", None)
-    if not isinstance(code, types.CodeType):
-        return f"{getattr(value, '__module__', None) or type(value).__module__}.{value.__qualname__}"
-    # functools.wraps copies names. Globals and byte code keep those of the wrapper.
-    module = value.__globals__.get("__name__") or value.__module__
-    name = getattr(code, "co_qualname", code.co_name)
-    return f"{module}.{name} in {code.co_filename}:{code.co_firstlineno}"
+__all__ = ["Around", "Question", "foreign_on", "is_method", "is_tried", "is_upstreams", "may_go_around"]
 
 
 def _layers(value: Any) -> Iterator[Any]:
@@ -60,7 +37,7 @@ def _layers(value: Any) -> Iterator[Any]:
 
 
 def _is_from(value: Any, path: str, found: list[Definition]) -> bool:
-    if not _is(value, types.FunctionType):
+    if not is_kind(value, types.FunctionType):
         return False
     line = value.__code__.co_firstlineno
     return _is_of_file(value, path) and any(first <= line <= last for first, last in (d.lines for d in found))
@@ -68,14 +45,14 @@ def _is_from(value: Any, path: str, found: list[Definition]) -> bool:
 
 def _is_plainly(value: Any, path: str, module: str, qualname: str) -> bool:
     """Whether names and file alone prove the object upstream's own. Parsing would take most of apply()'s time."""
-    if _is(value, property):
+    if is_kind(value, property):
         value = value.fget
-    if _is(value, type):
+    if is_kind(value, type):
         return bool(value.__module__ == module and value.__qualname__ == qualname)
-    if _is(value, types.FunctionType) and value.__globals__.get("__name__", "").startswith("torch."):
+    if is_kind(value, types.FunctionType) and value.__globals__.get("__name__", "").startswith("torch."):
         value = getattr(value, "__wrapped__", None)  # as under torch.no_grad()
     # From Python 3.11 on byte code has the qualified name, which no decorator copies to a wrapper.
-    name = getattr(value.__code__, "co_qualname", None) if _is(value, types.FunctionType) else None
+    name = getattr(value.__code__, "co_qualname", None) if is_kind(value, types.FunctionType) else None
     return name == qualname and _is_of_file(value, path)
 
 
@@ -97,7 +74,7 @@ def _may_come_of(value: Any, module: str, found: list[Definition]) -> bool:
 
     True also if a decorator cannot be resolved.
     """
-    if _is(value, functools.partial):
+    if is_kind(value, functools.partial):
         return False  # else any functools decorator would explain a partial
     namespace = vars(sys.modules[module]) if module in sys.modules else {}
     packages = {_package(module)}
@@ -109,13 +86,13 @@ def _may_come_of(value: Any, module: str, found: list[Definition]) -> bool:
             if not isinstance(name, ast.Name) or name.id not in namespace:
                 return True
             packages.add(_package(_home_of(namespace[name.id])))
-    made_in = value.__globals__.get("__name__", "") if _is(value, types.FunctionType) else type(value).__module__
+    made_in = value.__globals__.get("__name__", "") if is_kind(value, types.FunctionType) else type(value).__module__
     return _package(made_in) in packages
 
 
 def _home_of(value: Any) -> str:
     """The module that defines a decorator, or the object whose attribute the decorator is."""
-    if _is(value, types.ModuleType):
+    if is_kind(value, types.ModuleType):
         return str(namespace_of(value).get("__name__", ""))  # an attribute read would load a lazy module
     return str(getattr(value, "__module__", None) or type(value).__module__)
 
@@ -203,16 +180,109 @@ def foreign_on(target: str, value: Any, sources: Sources) -> str:
     if path is None or not found or not all(isinstance(d.node, nodes) for d in found):
         return ""
     decorated = any(map(_is_wrapped, found))
-    if _is(value, type):
+    if is_kind(value, type):
         mine = value.__module__ == module and value.__qualname__ == qualname
         return "" if mine or decorated else describe(value)
-    if _is(value, property):
+    if is_kind(value, property):
         value = value.fget
     if decorated:
         layers = list(_layers(value))
         if not _may_come_of(value, module, found):
             return describe(value)
         # An object that hides the function it wraps has an unknown origin.
-        hidden = not _is(value, types.FunctionType) and len(layers) == 1
+        hidden = not is_kind(value, types.FunctionType) and len(layers) == 1
         return "" if hidden or any(_is_from(layer, path, found) for layer in layers) else describe(value)
     return "" if _is_from(value, path, found) else describe(value)
+
+
+@lru_cache(maxsize=256)  # by the code and not by the function, whose closure could keep a model alive
+def texts_of(code: types.CodeType) -> tuple[ast.AST, ...]:
+    """The definitions that `code` may have been compiled from: several for lambdas on one line.
+
+    None of them if the file cannot be read, or is another by now.
+    """
+    tree = _tree_of(code.co_filename)
+    found = [node for node in ast.walk(tree) if _begins_at(node, code.co_firstlineno)] if tree is not None else []
+    return tuple(node for node in found if getattr(node, "name", "<lambda>") == code.co_name)
+
+
+def _begins_at(node: ast.AST, line: int) -> bool:
+    if not isinstance(node, (*FunctionNode, ast.Lambda)):
+        return False
+    decorators = getattr(node, "decorator_list", ())
+    first: int = min([node.lineno, *(decorator.lineno for decorator in decorators)])
+    return first == line
+
+
+@lru_cache(maxsize=8)
+def _tree_of(file: str) -> ast.Module | None:
+    try:
+        return parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+@record
+class Around:
+    """A foreign function that a target stands around, in words, and why shim takes it."""
+
+    who: str
+    why: str
+
+
+@record
+class Question:
+    """Whether a patch has its effect with a foreign function in the place of a method. Only a model can tell.
+
+    target: what the patch binds or relies on.    method: where the function stands, which may be on the way to it.
+    """
+
+    patch: str
+    target: str
+    method: str
+    function: Any
+    who: str
+
+
+def is_method(name: str) -> bool:
+    """Whether ``module:qualname`` is an attribute of a class."""
+    return "." in split_target(name)[1]
+
+
+def is_tried(target: str, decision: Decision, plan: Plan) -> bool:
+    """Whether the patch has a way to try a foreign function on a target."""
+    return target in plan.matrix.patches[decision.id].probe
+
+
+def may_go_around(target: str, body: str, inner: Any, decision: Decision, plan: Plan) -> tuple[bool, str]:
+    """Whether the factory of a target holds around a foreign function, and why, or why not ("": it never does).
+
+    It does if the matrix says `wraps`, the function takes the calls that upstream's takes, and its text keeps the
+    contract of the target, if that has one. body: see Variant.inherits.
+    """
+    wiring = decision.wiring
+    if wiring is None or target not in wiring.wraps_any:
+        return False, ""
+    if not takes_the_same(body, inner, plan.environment.sources):
+        return False, "takes other arguments than upstream's"
+    if target not in wiring.needs:
+        return True, "takes the same arguments"
+    found = _breach(inner, wiring.needs[target])
+    return (False, f"breaks the contract: {found}") if found else (True, "keeps the contract")
+
+
+def _breach(function: Any, needs: Needs) -> str:
+    written = written_of(function)
+    texts = texts_of(written.__code__) if hasattr(written, "__code__") else ()
+    if len(texts) != 1 or not isinstance(texts[0], FunctionNode):
+        return "its text cannot be read"
+    return breach_of(_without_wraps(texts[0]), needs)
+
+
+def _without_wraps(node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.FunctionDef | ast.AsyncFunctionDef:
+    """The function without functools.wraps, which changes no call."""
+    kept = [d for d in node.decorator_list if not (isinstance(d, ast.Call) and ast.unparse(d.func).endswith("wraps"))]
+    if len(kept) == len(node.decorator_list):
+        return node
+    fields = {name: getattr(node, name) for name in node._fields}
+    return type(node)(**{**fields, "decorator_list": kept})

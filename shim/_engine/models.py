@@ -1,30 +1,146 @@
-"""Step 5, verify: whether bound patches take effect on a model."""
+"""Step 5, verify: whether bound patches take effect on a model, and concern it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import sys
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from shim._compatible import marks_of
-from shim._engine.aliases import namespace_of, unwrap
-from shim._engine.chain import Chain
+from shim._engine.chains import Records
 from shim._engine.checked import Checked
-from shim._engine.model_facts import run_of_models
-from shim._engine.overrides import Override, calls, overrides_of
-from shim._engine.probes import NO_VERDICT, Tries, of_patch
-from shim._engine.questions import add_answers
+from shim._engine.names import Chain, namespace_of, unwrap
+from shim._engine.overrides import NO_VERDICT, Override, Tries, add_answers, calls, of_patch, overrides_of
 from shim._engine.reach import is_releases_own, leads_to
-from shim._engine.records import Records
 from shim._engine.report import Report, switched_off
-from shim._engine.stale_references import stale_references
 from shim._engine.states import Claim, States
 from shim._errors import ShimError
 from shim._planning.plan import Decision, Plan
+from shim._planning.relevance import Run, given_facts
+from shim._planning.settings import facts_from
 from shim._releases.fingerprint import split_target
 
 __all__ = ["with_findings"]
+
+
+# What megatron-core's config decides. A config without the setting belongs to a release without the feature.
+_OF_CONFIG = (
+    *("mtp", "moe", "router-replay", "mla", "gated-attention", "mamba", "gdn", "dsa", "mrope", "fused-rope"),
+    *("expert-bias", "per-token-loss"),
+    *("fp32-residual", "max-logit", "recompute", "fused-loss", "sp", "layout", "fp8", "cuda-graph"),
+    *("tp", "cp", "pp", "ep"),
+)
+_CLASSES = {
+    "MultiTokenPredictionLayer": "mtp",
+    "MoELayer": "moe",
+    "MultiLatentAttention": "mla",
+    "MambaMixer": "mamba",
+    "GatedDeltaNet": "gdn",
+    "DSAttention": "dsa",
+    "MultimodalRotaryEmbedding": "mrope",
+}
+_PARALLEL_STATE = "megatron.core.parallel_state"
+_SIZE_FUNCTIONS = {
+    "tp": "get_tensor_model_parallel_world_size",
+    "cp": "get_context_parallel_world_size",
+    "pp": "get_pipeline_model_parallel_world_size",
+    "ep": "get_expert_model_parallel_world_size",
+}
+
+
+def run_of_models(models: Sequence[Any], plan: Plan) -> Run:
+    """What the models show. Words that no config, module or group decides, such as packed rows, are not known."""
+    modules = [module for model in models for module in model.modules()]
+    # vars(), because an attribute of a user's module may be a property that does something.
+    configs = {id(config): config for config in _values(modules, "config") if hasattr(config, "num_attention_heads")}
+    facts = given_facts("transformer-engine" in plan.environment.installed)
+    facts["lora"] = any(not p.requires_grad for model in models for p in _parameters(model))
+    if configs:
+
+        def read(name: str) -> list[Any]:
+            found = [getattr(config, name) for config in configs.values() if hasattr(config, name)]
+            return [*found, *_values(modules, name)]
+
+        facts.update(dict.fromkeys(_OF_CONFIG, False) | facts_from(read, _OF_CONFIG))
+    facts.update(dict.fromkeys(_words_of_classes(modules), True))
+    facts.update({word: True for word, size in _sizes() if size > 1})
+    sharded = [getattr(ddp, "use_distributed_optimizer", False) for ddp in _values(modules, "ddp_config")]
+    if sharded:
+        facts["distributed-optimizer"] = any(sharded)
+    return Run(facts, "this model")
+
+
+def _values(modules: Sequence[Any], name: str) -> Iterator[Any]:
+    for module in modules:
+        held = getattr(module, "__dict__", {})
+        if name in held:
+            yield held[name]
+
+
+def _words_of_classes(modules: Sequence[Any]) -> set[str]:
+    names = {base.__name__ for module in modules for base in type(module).__mro__}
+    return {word for name, word in _CLASSES.items() if name in names}
+
+
+def _sizes() -> Iterator[tuple[str, int]]:
+    """The parallel sizes of this process, if megatron has made its groups."""
+    state = sys.modules.get(_PARALLEL_STATE)
+    if state is None or not state.model_parallel_is_initialized():
+        return
+    for word, function in _SIZE_FUNCTIONS.items():
+        yield word, getattr(state, function)()
+
+
+def _parameters(model: Any) -> Iterator[Any]:
+    """None of what check() also takes for a model: an object that only has modules()."""
+    find = getattr(model, "parameters", None)
+    yield from () if find is None else find()
+
+
+class StaleReference(NamedTuple):
+    """A place in a model that holds upstream's own function of a target."""
+
+    patch: str
+    target: str
+    place: str
+
+
+def stale_references(modules: Iterable[Any], plan: Plan, binder: Records) -> Iterator[StaleReference]:
+    """The attributes of modules and of their configs that hold the function of a target as it was before it was bound.
+
+    Methods are left out: a model runs a method of its class by its name, and if it holds one under another name,
+    mostly to put it back, it may never run that one. Closures and containers are out of reach.
+    """
+    wanted: dict[int, list[tuple[str, str]]] = {}
+    for decision in plan.decisions.values():
+        for target in decision.targets if decision.wanted else ():
+            chain = binder.chains.get(target)
+            if chain is not None and type(chain.owner) is types.ModuleType:
+                base = unwrap(chain.base)
+                if type(base) is types.FunctionType and base is not unwrap(chain.top):
+                    wanted.setdefault(id(base), []).append((decision.id, target))
+    if not wanted:
+        return
+    seen: set[int] = set()
+    for module in modules:
+        owner = f"{type(module).__module__}.{type(module).__qualname__}"
+        for holder, prefix in ((module, ""), (getattr(module, "config", None), "config.")):
+            if id(holder) in seen:
+                continue
+            seen.add(id(holder))
+            for name, value in _namespace_of(holder).items():
+                function = value.func if type(value) is functools.partial else value
+                for patch, target in wanted.get(id(function), ()):
+                    yield StaleReference(patch, target, f"{prefix}{name} of {owner}")
+
+
+def _namespace_of(holder: Any) -> Mapping[str, Any]:
+    found = getattr(holder, "__dict__", {})
+    return dict(found) if type(found) is dict else {}
 
 
 def with_findings(

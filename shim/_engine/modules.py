@@ -1,24 +1,32 @@
-"""How far the import of a module has come, without loading lazy modules."""
+"""How far the import of a module has come, without loading lazy modules, and whether it is of the planned copy."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 import types
 from collections.abc import Iterator
 from typing import Any
 
-from shim._engine.aliases import namespace_of
+from shim._engine.names import namespace_of
+from shim._errors import SourceError
+from shim._planning.plan import Plan
+from shim._releases.detect import DISTRIBUTIONS, PATCHED, place_of, same_place
+from shim._releases.sources import Sources, file_of
 
 __all__ = [
     "Modules",
+    "another_copy",
     "imported_since",
     "imports_no_megatron",
     "is_initialising",
     "is_lazy",
     "locked_modules",
+    "packages_of",
 ]
+
 
 # Python, torch, and what torch requires: most of the modules of a process.
 _STRANGERS = frozenset(
@@ -141,3 +149,39 @@ class Modules:
         """Remember which module is the last now, and which are half imported: each of those is locked."""
         self.searched = _last()
         self.unfinished |= locked_modules()
+
+
+_PACKAGES = {DISTRIBUTIONS[distribution].package: distribution for distribution in PATCHED}
+
+
+def packages_of(plan: Plan | None) -> frozenset[str]:
+    """The packages that patches are of, installed or not. Empty if all patches are left out."""
+    if plan is None or all(decision.action == "excluded" for decision in plan.decisions.values()):
+        return frozenset()
+    return frozenset(_PACKAGES)
+
+
+def another_copy(plan: Plan) -> str:
+    """Why the plan does not fit the packages that are loaded, in a sentence with a remedy; "" if it fits.
+
+    A package may have come past the hook. Callers do not hold the engine's lock: files are looked for here.
+    """
+    loaded = (name for name in packages_of(plan) if name in sys.modules and not is_lazy(sys.modules[name]))
+    return next((why for name in loaded if (why := _elsewhere(plan, name))), "")
+
+
+def _elsewhere(plan: Plan, package: str) -> str:
+    distribution = _PACKAGES[package]
+    planned = plan.environment.installed.get(distribution)
+    file = file_of(sys.modules[package])
+    if planned is not None and file is not None and os.path.dirname(file) == planned.location:
+        return ""
+    try:
+        place = place_of(distribution, Sources())
+    except SourceError:
+        return ""
+    if place is None or (planned is not None and same_place(place, planned.location)):
+        return ""  # a module that other code has made by hand has no place
+    expected = f"{planned} was" if planned is not None else f"no {distribution} was"
+    remedy = f"Remedy: put it on sys.path before {plan.asked_by.partition(' at ')[0]}, in front of everything else"
+    return f"{package} is imported from {place}, but {expected} there for {plan.asked_by}. {remedy}"

@@ -10,16 +10,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-__all__ = [
-    "EFFECTS",
-    "NOTHING",
-    "OWN_CODE",
-    "PACKAGES",
-    "PARTS",
-    "distributed_rank",
-    "is_rank_zero",
-    "ranks_that_differ",
-]
+__all__ = ["NOTHING", "OWN_CODE", "PACKAGES", "PARTS", "distributed_rank", "is_rank_zero", "ranks_that_differ"]
 
 # The parts of a patch that are compared, each by 16 bits of the patch's slot, with the words for each in messages.
 PARTS = {"variant": "variant", "fingerprints": "upstream's bodies", "options": "options", "code": "its code"}

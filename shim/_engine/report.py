@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shim._planning.overview import Row
     from shim._planning.plan import Plan
 
-__all__ = ["STATES", "PatchReport", "Report", "switched_off"]
+__all__ = ["PatchReport", "Report", "STATES", "switched_off"]
 
 
 MODEL = "this model"  # what `concerns` is about

@@ -10,17 +10,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from shim._compatible import marks_of
-from shim._engine.aliases import unwrap
-from shim._engine.chain import Replaced, replaced_by
+from shim._engine.chains import Records
 from shim._engine.conflicts import remedy_for, remedy_in_doubt, remedy_untried
-from shim._engine.foreign import describe
-from shim._engine.records import Records
+from shim._engine.names import Replaced, describe, replaced_by, unwrap
 from shim._engine.report import PatchReport, Report, switched_off
 from shim._planning.plan import Decision, Plan
 from shim._record import record
 from shim._releases.fingerprint import split_target
 
-__all__ = ["UNSETTLED", "Claim", "States", "not_applied", "read_report"]
+__all__ = ["Claim", "States", "UNSETTLED", "not_applied", "read_report"]
 
 # The states of a patch that is wanted, and that nothing is known to keep from its effect.
 UNSETTLED = ("applied", "pending", "idle", "unknown")

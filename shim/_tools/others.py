@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shim._engine.aliases import namespace_of, unwrap
 from shim._engine.engine import ENGINE
 from shim._engine.foreign import foreign_on
+from shim._engine.names import namespace_of, unwrap
 from shim._releases.fingerprint import split_target
 
 if TYPE_CHECKING:

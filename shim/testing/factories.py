@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from shim._engine.aliases import unwrap
-from shim._engine.binder import Binder
+from shim._engine.names import unwrap
+from shim._engine.transactions import Binder
 from shim._planning.plan import Plan
 from shim._releases.fingerprint import split_target
 

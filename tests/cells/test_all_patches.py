@@ -9,8 +9,8 @@ from contract_cases import can_be_imported, import_targets
 
 import shim
 from shim import testing
-from shim._engine.chain import MISSING
 from shim._engine.engine import ENGINE
+from shim._engine.names import MISSING
 from shim._tools.cli import main
 from shim.testing import Layout
 

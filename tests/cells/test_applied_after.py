@@ -11,7 +11,7 @@ from megatron.core.transformer.moe import moe_utils
 
 import shim
 from shim import testing
-from shim._engine.aliases import unwrap
+from shim._engine.names import unwrap
 from shim.testing import Layout
 
 ABOUT = ["mtp-packed-sequences", "mtp-recompute", "frozen-recompute", "chunked-logprob"]  # the patches, see chosen.py

@@ -9,8 +9,8 @@ from megatron.core.tensor_parallel.random import CheckpointFunction, CheckpointW
 
 import shim
 from shim import testing
-from shim._engine.chain import MISSING
 from shim._engine.engine import ENGINE
+from shim._engine.names import MISSING
 from shim.testing import Layout
 
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])

@@ -67,10 +67,10 @@ def test_processes_after_the_first_start_with_torch_and_without_what_is_patched(
     [
         (
             "import alias apply revert",
-            "places as p; p.Places.restore = lambda *a: None",
+            "chains as p; p.Places.restore = lambda *a: None",
             "not the object it was before",
         ),
-        ("import alias apply", "draft as d; d.find_aliases = lambda *a: []", "an alias of .* is another object"),
+        ("import alias apply", "transactions as d; d.find_aliases = lambda *a: []", "an alias of .* is another object"),
         (
             "apply import alias",
             "import_hook as h; h.ImportHook.find_spec = lambda *a: None\n"

@@ -12,7 +12,7 @@ import torch
 
 import shim
 from shim import testing
-from shim._engine.signatures import misfit
+from shim._engine.factories import misfit
 
 IDS = ("mtp-packed-sequences", "mtp-recompute", "mtp-without-te", "rope-thd", "rope-fusion", "mla-rope-table")
 PLAN = shim.plan()

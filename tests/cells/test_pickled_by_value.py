@@ -9,8 +9,8 @@ import pytest
 from contract_cases import import_targets
 
 import shim
-from shim._engine.aliases import unwrap
 from shim._engine.engine import ENGINE
+from shim._engine.names import unwrap
 
 cloudpickle = pytest.importorskip("cloudpickle", reason="cloudpickle is not installed")
 # What these patches keep of a process, or read of torch's, has no value to send.

@@ -12,7 +12,7 @@ from megatron.core.models.common.embeddings import rope_utils
 
 import shim
 from shim import testing
-from shim._engine.signatures import misfit
+from shim._engine.factories import misfit
 from shim.patches.megatron_core.rope_fusion import proof as rope_fusion_proof
 from shim.patches.megatron_core.rope_thd import bindings
 from shim.patches.megatron_core.rope_thd import proof as rope_thd_proof

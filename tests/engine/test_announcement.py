@@ -8,8 +8,8 @@ import types
 import pytest
 
 import shim
-from shim._engine import announcement, engine
-from shim._engine.announcement import RANKS, is_first_of_job
+from shim._engine import engine, log
+from shim._engine.log import RANKS, is_first_of_job
 from shim._planning.arguments import SAID
 
 RUN = os.pathsep.join(["/x/shim/_workers/run", "/other"])
@@ -58,7 +58,7 @@ def test_apply_logs_one_line_in_its_process(configured):
 
 def test_without_anybody_who_reads_it_nothing_is_computed(job, capsys):
     """Outside of `shim run`: the digest takes a tenth of an apply()."""
-    job.setattr(announcement, "line_for", lambda plan: pytest.fail("computed"))
+    job.setattr(log, "line_for", lambda plan: pytest.fail("computed"))
     shim.apply()
     assert capsys.readouterr().err == "" and not engine.ENGINE.announced
 

@@ -265,7 +265,7 @@ def test_one_frame_per_patch(world):
 
 def test_one_pass_over_the_modules(world, monkeypatch):
     """apply() looks through sys.modules at most twice, however many patches there are."""
-    from shim._engine import draft as binding
+    from shim._engine import transactions as binding
 
     for number in range(6):
         world.patch(f"p{number}", [CORE + f"ops:{'double' if number % 2 else 'halve'}"])

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from shim._engine.code_reads import attributes_in, reads_first, reads_of
+from shim._engine.reach import attributes_in, reads_first, reads_of
 
 
 class Base:

@@ -7,7 +7,7 @@ import pytest
 from fake_world import DOUBLE, same
 
 import shim
-from shim._engine import undo_list
+from shim._engine import names
 
 CORE = "megatron.core."
 
@@ -170,7 +170,7 @@ def test_an_interrupt_between_two_writes_leaves_nothing(world, monkeypatch, when
     """KeyboardInterrupt at each write, just before it or just after it, leaves all as it was."""
     world.patch("p", [CORE + "ops:double", (CORE + "layers:Layer.tag", CORE + "layers:Base.tag")])
     before = world.snapshot()
-    write, left = undo_list._write, [0]
+    write, left = names._write, [0]
 
     def interrupted(owner, name, value):
         left[0] -= 1
@@ -180,7 +180,7 @@ def test_an_interrupt_between_two_writes_leaves_nothing(world, monkeypatch, when
         if left[0] == -1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(undo_list, "_write", interrupted)
+    monkeypatch.setattr(names, "_write", interrupted)
     for writes in range(50):
         left[0] = writes
         try:

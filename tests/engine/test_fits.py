@@ -5,7 +5,7 @@ import functools
 import pytest
 
 import shim
-from shim._engine.signatures import misfit
+from shim._engine.factories import misfit
 from shim.patches._arguments import takes
 
 CORE = "megatron.core."

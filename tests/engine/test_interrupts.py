@@ -27,8 +27,8 @@ INTERRUPTED = """
         "more": [CORE + "ops:halve", CORE + "layers:Layer.make", CORE + "ops:double"],
     }
     NAMES = (
-        "engine", "reports", "factories", "conflicts", "modules", "binder", "draft", "records", "undo_list", "contexts",
-        "places", "wrappers", "chain", "import_hook", "deferred_log", "watch",
+        "engine", "reports", "factories", "conflicts", "modules", "transactions", "chains", "contexts", "names", "log",
+        "import_hook",
     )
     PARTS = ("_api", *(f"_engine/{name}" for name in NAMES))
     FILES = {os.path.join(os.path.dirname(shim.__file__), f"{part}.py") for part in PARTS}

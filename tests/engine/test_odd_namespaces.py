@@ -7,7 +7,7 @@ import types
 import pytest
 
 import shim
-from shim._engine.aliases import find_aliases, namespace_of
+from shim._engine.names import find_aliases, namespace_of
 
 ODD = "somebodys_odd_module"
 
@@ -35,7 +35,7 @@ def test_a_class_that_c_code_has_not_made_ready_is_empty():
     """As in `_socket` without `socket`: the type has no dictionary yet, before Python 3.12."""
     code = (
         "import _socket, sys\n"
-        "from shim._engine.aliases import find_aliases, namespace_of\n"
+        "from shim._engine.names import find_aliases, namespace_of\n"
         "assert len(find_aliases([_socket.socket, _socket.dup])) >= 2\n"
         "print(len(namespace_of(_socket.SocketType)), 'socket' in sys.modules)\n"
     )

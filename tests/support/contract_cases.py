@@ -12,9 +12,8 @@ from megatron.core.tensor_parallel.random import CheckpointFunction
 
 import shim
 from shim import testing
-from shim._engine.aliases import unwrap
-from shim._engine.chain import MISSING
 from shim._engine.engine import ENGINE
+from shim._engine.names import MISSING, unwrap
 
 # What a backport adds to upstream's signature, always with a default: the parameters of a later release.
 ADDED = {

@@ -33,7 +33,7 @@ HEAD = '''
 
     def search_less():
         "Look for aliases in the fake world only, which is what takes the time of a cycle."
-        from shim._engine import draft as _bind
+        from shim._engine import transactions as _bind
         search = _bind.find_aliases
         names = lambda: [n for n in sys.modules if n.startswith("megatron")]
         _bind.find_aliases = lambda values, among=None: search(values, names() if among is None else among)

@@ -9,15 +9,15 @@ import sys
 
 import chosen
 
-from shim._engine import draft
+from shim._engine import transactions
 
 SKIPPED = {*sys.stdlib_module_names, "torch", "sympy", "networkx", "numpy", "hypothesis", "_pytest", "triton", "mpmath"}
 
 
 def begin(cell, cells):
-    if (cell == cells[-1] and not chosen.ONCE) or isinstance(draft.find_aliases, functools.partial):
+    if (cell == cells[-1] and not chosen.ONCE) or isinstance(transactions.find_aliases, functools.partial):
         return
-    draft.find_aliases = functools.partial(_find, draft.find_aliases)
+    transactions.find_aliases = functools.partial(_find, transactions.find_aliases)
 
 
 def _find(search, objects, modules=None):

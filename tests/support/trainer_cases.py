@@ -13,9 +13,8 @@ from trainers_in_small import BLOCK, FINALIZE, RANDOM, ROUTER, Undo
 
 import shim
 from shim import testing
-from shim._engine.aliases import find_aliases, unwrap
-from shim._engine.chain import MISSING
 from shim._engine.engine import ENGINE
+from shim._engine.names import MISSING, find_aliases, unwrap
 from shim.patches.megatron_core.rope_fusion.proof import Group
 
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])

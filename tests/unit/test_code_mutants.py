@@ -39,6 +39,6 @@ def test_each_kind_of_change_is_made_in_the_order_of_the_lines():
 
 
 def test_a_mutant_is_another_program():
-    text = (REPOSITORY / "shim/_engine/places.py").read_text("utf-8")
+    text = (REPOSITORY / "shim/_engine/chains.py").read_text("utf-8")
     programs = {ast.dump(ast.parse(mutant.applied(text))) for mutant in mutants_of(text)}
     assert len(programs) > 100 and ast.dump(ast.parse(text)) not in programs

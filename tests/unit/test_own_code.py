@@ -70,7 +70,7 @@ def test_what_does_not_count_is_imported_by_nothing_that_does():
         ], name
     code = "import sys, shim; shim.apply(); shim.check(); shim.checkpoint_state(); print(*sys.modules)"
     loaded = [name for name in output_of(code).split() if name.startswith("shim.")]
-    assert "shim._engine.binder" in loaded
+    assert "shim._engine.transactions" in loaded
     assert not [name for name in loaded if name.endswith("proof") or f"import {name}".startswith(beside)]
 
 
@@ -78,7 +78,7 @@ def test_an_edit_of_any_file_that_counts_is_another_digest(as_a_tree, of):
     """Of the engine, of the tables that decide, of the shipped rules and pins; the part is named."""
     before = of(as_a_tree)
     names = [(name, Path(file)) for name, file in own_files()]
-    assert {"_engine/binder.py", "_releases/known_files.json", "version_matrix.yaml"} <= {name for name, _ in names}
+    assert {"_engine/chains.py", "_releases/known_files.json", "version_matrix.yaml"} <= {name for name, _ in names}
     assert {"_workers/run/sitecustomize.py", "patches/_arguments.py", "_api.py", "ops/rope.py"} <= dict(names).keys()
     for name, file in names:
         content = file.read_bytes()
@@ -92,7 +92,7 @@ def test_an_edit_of_any_file_that_counts_is_another_digest(as_a_tree, of):
 def test_files_that_come_and_go_count(as_a_tree, of):
     """Python loads a compiled module rather than the source beside it; a room that nobody knows counts, too."""
     before = of(as_a_tree)
-    for name in ("shim/_engine/binder.so", "shim/_new/thing.py", "patches/megatron_core/more.pyc"):
+    for name in ("shim/_engine/transactions.so", "shim/_new/thing.py", "patches/megatron_core/more.pyc"):
         added = as_a_tree / name
         added.parent.mkdir(exist_ok=True)
         added.write_bytes(b"x")
@@ -111,7 +111,12 @@ def test_what_is_no_code_does_not_count(as_a_tree, of):
     before = of(as_a_tree)
     subprocess.run([sys.executable, "-m", "compileall", "-q", str(as_a_tree / "shim" / "_engine")], check=True)
     assert list((as_a_tree / "shim" / "_engine").rglob("*.pyc"))
-    for name in ("shim/_engine/.binder.py.swp", "shim/_engine/binder.py~", "shim/_engine/.nfs0001", "shim/notes.txt"):
+    for name in (
+        "shim/_engine/.binder.py.swp",
+        "shim/_engine/transactions.py~",
+        "shim/_engine/.nfs0001",
+        "shim/notes.txt",
+    ):
         (as_a_tree / name).write_text("x")
     for name in ("shim/testing/ranks.py", "shim/_tools/cli.py", "patches/megatron_core/rope_thd/proof.py"):
         path = as_a_tree / name
@@ -183,7 +188,7 @@ def test_an_engine_that_binds_nothing_does_not_pass_a_lock(world, as_a_tree):
     assert run("pin").returncode == 0, run("pin").stderr
     (world.root / "shim.lock").chmod(0o644)
     assert run("apply").returncode == 0, run("apply").stderr
-    binder = as_a_tree / "shim" / "_engine" / "binder.py"
+    binder = as_a_tree / "shim" / "_engine" / "transactions.py"
     before = binder.read_text("utf-8")
     assert "    def commit(" in before
     binder.write_text(before.replace("    def commit(", "    def commit_not(", 1), "utf-8")

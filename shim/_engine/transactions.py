@@ -1,4 +1,8 @@
-"""The draft of a transaction: what every chain, place and record will be, computed on a copy. Nothing is written."""
+"""Step 4, bind: bring ordered chains of patches onto targets, in transactions that are all or nothing.
+
+A transaction is drafted on a copy of the records (Draft). Then its writes are made one after the other, and taken back
+if one of them fails (UndoList).
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,30 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shim._engine.aliases import find_aliases, namespace_of, rewrap, unwrap
-from shim._engine.chain import MISSING, Chain, Change, Imported, Key, Layer, Slot, found_by_name
-from shim._engine.foreign import describe
-from shim._engine.records import Findings, Records
-from shim._engine.signatures import misfit
-from shim._engine.undo_list import Write
+from shim._engine.chains import Findings, Records
+from shim._engine.factories import misfit
+from shim._engine.names import (
+    MISSING,
+    Chain,
+    Change,
+    Imported,
+    Key,
+    Layer,
+    Replaced,
+    Slot,
+    UndoList,
+    Write,
+    describe,
+    find_aliases,
+    found_by_name,
+    namespace_of,
+    rewrap,
+    unwrap,
+)
 from shim._errors import BindError
 from shim._releases.fingerprint import split_target
 
-__all__ = ["Draft"]
+__all__ = ["Binder"]
 
 
 class Draft(Records):
@@ -263,3 +281,103 @@ class Draft(Records):
         """Whether the module that was just imported defined the object on the target."""
         made_in = getattr(unwrap(chain.top), "__module__", None)
         return not chain.layers and split_target(chain.target)[0] == module == made_in
+
+
+TRIES = 3  # of a transaction whose names other code writes meanwhile
+
+
+class Binder(Records):
+    """The records, and the transactions that change them and the process.
+
+    Invariant: a transaction (`commit`) is all or nothing. It computes everything on a copy of the records and calls all
+    factories first. Then an UndoList writes the names and the records.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._unfinished: UndoList | None = None
+        self.missed: frozenset[str] = frozenset()  # by the last commit, see Draft
+
+    # Modules that run again, or whose import fails
+
+    def renew(self, module: types.ModuleType) -> None:
+        """Forget chains and places in a module whose code has run again, if it holds new objects there."""
+        name = namespace_of(module)["__name__"]
+        inside = f"{name}:"
+        gone = {t for t, chain in self.chains.items() if t.startswith(inside) and not self._stands(chain)}
+        if gone:
+            self.chains = {target: chain for target, chain in self.chains.items() if target not in gone}
+        if any(target.startswith(inside) for target in self.first):
+            self.first = {t: first for t, first in self.first.items() if not t.startswith(inside)}
+        self.places.forget_what_was_replaced_in(module)
+
+    def abandon(self, name: str) -> None:
+        """Unbind everything in a module whose import fails: the module is about to leave sys.modules."""
+        self.commit({t: chain.layers for t, chain in self.chains.items() if split_target(t)[0] != name})
+
+    # Transactions
+
+    def commit(
+        self,
+        wanted: Mapping[str, tuple[Layer, ...]],
+        imported: Imported | None = None,
+        also: Sequence[Write] = (),
+        found: Findings | None = None,
+    ) -> list[Replaced]:
+        """Bring the chains of all loaded targets to `wanted`, all or nothing. Returns the names found replaced.
+
+        `wanted` maps targets to their layers, innermost first. A target that is not named loses all layers.
+        `imported` limits the search for aliases of objects that a module has just defined. `also`: what is written in
+        the same transaction. `found`: what was found about other people's objects for these layers. Everything new is
+        built before, and every write is read back.
+        """
+        replaced = self._commit(wanted, imported, also, found or self.found)
+        if self.modules.came_meanwhile():
+            # Another thread has imported something since the search for aliases, and may hold what stood there before.
+            replaced += self._commit(wanted, imported, (), self.found)
+        return replaced
+
+    def _commit(
+        self,
+        wanted: Mapping[str, tuple[Layer, ...]],
+        imported: Imported | None,
+        also: Sequence[Write],
+        found: Findings,
+    ) -> list[Replaced]:
+        self.recover()
+        for _ in range(TRIES):
+            draft = Draft(self, found)
+            draft.bring_to(wanted, imported)
+            writes = [*draft.writes(), *also]
+            if draft.places.is_up_to_date():
+                break
+        before = self.places.replaced
+        self._perform(UndoList(writes))
+        self.missed = frozenset(draft.missed)
+        return [replaced for key, replaced in self.places.replaced.items() if before.get(key) is not replaced]
+
+    def _perform(self, writes: UndoList) -> None:
+        self._unfinished = writes
+        try:
+            writes.perform()
+        except Exception as error:
+            failing = writes.failing()
+            self.recover()
+            if failing is None:
+                raise
+            message = f"{failing.label} cannot be written: {type(error).__name__}: {error}"
+            raise BindError(message, failing.patch) from error
+        except BaseException:
+            self.recover()
+            raise
+        failing = writes.failing()
+        self.recover()
+        if failing is not None:
+            raise BindError(f"{failing.label} does not read back", failing.patch)
+
+    def recover(self) -> None:
+        """Take back writes of which one failed, or that a process was forked or a thread interrupted among."""
+        if self._unfinished is not None:
+            if self._unfinished.failing() is not None:
+                self._unfinished.undo()
+            self._unfinished = None
