@@ -229,7 +229,8 @@ def check(model: Any = None, group: Any = None) -> Report:
         `status` says the same from then on: it looks at the model anew each time. shim holds the model weakly, and
         revert() forgets it.
     group: a torch.distributed process group. None: the default group, if torch.distributed is initialised. Each
-        rank contributes one short digest.
+        rank contributes one short digest, and all that it has applied if the digests differ. On NCCL call it after the
+        trainer has chosen its device.
 
     Pending, unknown, inactive, shadowed, conflicting and failed patches, and drifted correctness patches, are warnings,
     each once in the process. The same is a NotMetError for a patch of `require`, and under `strict` for a correctness
