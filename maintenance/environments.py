@@ -17,15 +17,22 @@ from typing import Any
 
 from shim._matrix.load import PACKAGE
 from shim.testing.cells import TORCH_ALONE, outcomes_of
-from shim.testing.environments import AXIS, Environment, made, needs
+from shim.testing.environments import Environment, made, needs
 from shim.testing.releases import cache_dir, environment, fetch
 
 from .docs_defects import read_proved
 from .docs_environments import RECORD, read_record
 
-__all__ = ["main", "proofs_of", "recorded_proofs", "tests_of"]
+__all__ = ["AXIS", "main", "proofs_of", "recorded_proofs", "tests_of"]
 
 TREE = PACKAGE.parent
+# The lowest torch and Python that shim supports, two between, and the newest torch that was at hand.
+AXIS = (
+    Environment("2.6.0", "3.10"),
+    Environment("2.9.1", "3.12"),
+    Environment("2.12.1", "3.13"),
+    Environment("2.14.1", "3.11"),
+)
 # Python -> pairs of megatron-core and Transformer Engine; pip installs 0.17 and later on Python 3.12 and later only.
 PAIRS = {
     "3.10": ("0.13.1+2.5.0", "0.16.1+2.12.0"),

@@ -1,7 +1,7 @@
 """The private and undocumented names of torch and triton that shim uses. They are looked up here and nowhere else.
 
 `NAMES` says of each name since and until when torch or triton has it, and what happens without it. A test resolves all
-of them with each torch of `shim.testing.environments`. Nothing here imports torch before it is asked.
+of them with each torch of docs/environments.md. Nothing here imports torch before it is asked.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from packaging.version import Version
 
 from .releases import FetchError, cache_dir
 
-__all__ = ["AXIS", "CHEAP", "Environment", "interpreter", "is_at_hand", "made", "needs", "source_tree"]
+__all__ = ["Environment", "interpreter", "is_at_hand", "made", "needs", "source_tree"]
 
 # Written last, with the requirements that were installed.
 _COMPLETE = ".complete"
@@ -46,16 +46,6 @@ class Environment:
     @property
     def directory(self) -> Path:
         return cache_dir() / "environments" / self.name
-
-
-# The lowest torch and Python that shim supports, two between, and the newest torch that was at hand.
-AXIS = (
-    Environment("2.6.0", "3.10"),
-    Environment("2.9.1", "3.12"),
-    Environment("2.12.1", "3.13"),
-    Environment("2.14.1", "3.11"),
-)
-CHEAP = AXIS[-1]  # the one whose tests `make test` runs if it is at hand
 
 
 def needs(requirements: Path) -> list[str]:

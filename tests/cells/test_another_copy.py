@@ -3,11 +3,12 @@
 import json
 import os
 
+import fork_server
 import pytest
 
 import shim
 from shim import testing
-from shim.testing import EVERYDAY, fork_server
+from shim.testing import EVERYDAY
 from shim.testing.releases import fetch
 
 PLAN = shim.plan()

@@ -2,13 +2,13 @@
 
 from textwrap import dedent
 
+import fork_server
 import pytest
 from contract_cases import can_be_imported
+from factories import imports_of_factories
 
 import shim
 from shim import testing
-from shim.testing import fork_server
-from shim.testing.factories import imports_of_factories
 from shim.testing.patience import patience
 
 PLAN = shim.plan()

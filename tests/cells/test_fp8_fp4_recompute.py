@@ -2,6 +2,7 @@
 
 from importlib.util import find_spec
 
+import fork_server
 import pytest
 import torch
 from megatron.core import tensor_parallel
@@ -10,7 +11,7 @@ from megatron.core.tensor_parallel.random import CheckpointFunction, CheckpointW
 
 import shim
 from shim import testing
-from shim.testing import Layout, fork_server
+from shim.testing import Layout
 
 pytestmark = pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="tests/pairs is about that")
 

@@ -3,15 +3,16 @@
 import functools
 import os
 
+import fork_server
 import pytest
 from chosen import ONCE
 from contract_cases import can_be_imported
+from import_orders import ORDERS, ImportOrders, run_together
 from thorough import in_full
 
 import shim
 from shim import testing
-from shim.testing import EVERYDAY, fork_server
-from shim.testing.import_orders import ORDERS, ImportOrders, run_together
+from shim.testing import EVERYDAY
 
 WANTED = [id for id, decision in shim.plan().decisions.items() if decision.wanted and can_be_imported(decision)]
 # An order takes seconds here. Every day the one is run that the other tests of a cell, which apply to what is imported

@@ -6,6 +6,7 @@ import json
 import sys
 from contextlib import contextmanager
 
+import fork_server
 import pytest
 import torch
 from megatron.core import parallel_state
@@ -19,7 +20,6 @@ import shim
 from shim import testing
 from shim._engine.engine import ENGINE
 from shim.patches.megatron_core.moved_symbols.proof import SYMBOLS, missing
-from shim.testing import fork_server
 
 ID = "moved-symbols"
 DECISION = shim.plan()[ID]

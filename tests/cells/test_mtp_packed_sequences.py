@@ -9,6 +9,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import fork_server
 import megatron.core.models.gpt.gpt_model as gpt_model
 import megatron.core.transformer.multi_token_prediction as mtp
 import pytest
@@ -21,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shim
 from shim import testing
 from shim.patches.megatron_core.mtp_packed_sequences.proof import ALIGN, LENGTHS
-from shim.testing import Layout, fork_server
+from shim.testing import Layout
 
 ID = "mtp-packed-sequences"
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])

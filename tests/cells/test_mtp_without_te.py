@@ -2,6 +2,7 @@
 
 import contextlib
 
+import fork_server
 import megatron.core.transformer.multi_token_prediction as mtp
 import pytest
 import torch
@@ -9,7 +10,6 @@ import torch
 import shim
 import shim.testing.model
 from shim import testing
-from shim.testing import fork_server
 
 ID = "mtp-without-te"
 NEEDED = shim.plan()[ID].wanted

@@ -3,10 +3,10 @@
 import sys
 from dataclasses import replace
 
+import fork_server
 import pytest
+from import_orders import ORDERS, ImportOrders, run_together
 
-from shim.testing import fork_server
-from shim.testing.import_orders import ORDERS, ImportOrders, run_together
 from shim.testing.patience import patience
 
 CORE = "megatron.core."
@@ -134,11 +134,9 @@ def test_an_order_runs_in_the_environment_of_this_moment(case, monkeypatch):
 
 
 def test_importing_the_case_imports_nothing_heavy():
-    """shim.testing.import_orders needs neither torch nor pytest."""
+    """import_orders needs neither torch nor pytest."""
     import subprocess
 
-    code = (
-        "import sys; sys.path[:] = %r; import shim.testing.import_orders; print({'torch', 'pytest'} & set(sys.modules))"
-    )
+    code = "import sys; sys.path[:] = %r; import import_orders; print({'torch', 'pytest'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code % sys.path], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -3,9 +3,8 @@
 from importlib.util import find_spec
 from pathlib import Path
 
+import fork_server
 import pytest
-
-from shim.testing import fork_server
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -1,9 +1,9 @@
 """Factories run under the engine's lock: none of them imports anything, with Transformer Engine neither."""
 
 import pytest
+from factories import imports_of_factories
 
 import shim
-from shim.testing.factories import imports_of_factories
 
 PLAN = shim.plan()
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 
+import fork_server
 import pytest
 import torch
 import transformer_engine
@@ -12,7 +13,7 @@ from transformer_engine.pytorch import cpu_offload as engine
 import shim
 from shim import testing
 from shim.patches.megatron_core.te_cpu_offload.proof import offload_manager
-from shim.testing import Layout, fork_server
+from shim.testing import Layout
 
 ID = "te-cpu-offload"
 MCORE = tuple(int(part) for part in testing.release().split(".")[:2])

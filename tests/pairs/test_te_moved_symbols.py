@@ -4,6 +4,7 @@ import importlib
 import inspect
 import json
 
+import fork_server
 import megatron.core.models.gpt.gpt_layer_specs
 import megatron.core.transformer.moe.moe_utils  # noqa: F401
 import pytest
@@ -14,7 +15,7 @@ from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
 import shim
 from shim import testing
-from shim.testing import Layout, fork_server
+from shim.testing import Layout
 
 ABOUT = ["te-moved-symbols", "te-skip-weight-update"]  # the patches, see chosen.py
 

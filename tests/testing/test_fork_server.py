@@ -10,9 +10,9 @@ import textwrap
 import time
 from pathlib import Path
 
+import fork_server
 import pytest
 
-from shim.testing import fork_server
 from shim.testing.patience import patience
 
 pytestmark = pytest.mark.skipif(not fork_server.CAN_FORK, reason="processes are not forked here")
@@ -235,7 +235,7 @@ def test_the_server_and_its_case_end_with_the_test_process(tmp_path, how):
     case = f"import os, time; open({str(pids)!r}, 'w').write(f'{{os.getppid()}} {{os.getpid()}}\\n')"
     if how == "kill":
         case += "; time.sleep(3600)"
-    asks = f"import sys; sys.path[:] = {sys.path!r}\nfrom shim.testing import fork_server\n"
+    asks = f"import sys; sys.path[:] = {sys.path!r}\nimport fork_server\n"
     asker = subprocess.Popen([sys.executable, "-c", f"{asks}fork_server.run({case!r})"])
     deadline = time.monotonic() + patience()
     while not (pids.exists() and pids.read_text().endswith("\n")):

@@ -8,9 +8,8 @@ import shim
 from shim._matrix.load import load_matrix
 from shim.maintenance.docs_environments import environments_page, read_record
 from shim.maintenance.docs_training import status
-from shim.maintenance.environments import OF_TORCH, PAIRS, recorded_proofs
+from shim.maintenance.environments import AXIS, OF_TORCH, PAIRS, recorded_proofs
 from shim.testing.cells import EVERYDAY_PAIRS
-from shim.testing.environments import AXIS
 
 DATA = {
     "failed": ["lost"],

@@ -9,12 +9,12 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
+from slow_messages import slow_messages
 
 import shim
 from shim import testing
 from shim.patches.megatron_core.pipeline_p2p_order.proof import DIFFERENT, losses_on_rank
 from shim.testing import Layout
-from shim.testing.slow_messages import slow_messages
 
 ABOUT = ["pipeline-p2p-order", "pipeline-send-buffers"]  # the patches, see chosen.py
 

@@ -1,6 +1,6 @@
 """Import orders: one test case for every patch, each order in a separate process.
 
-    from shim.testing.import_orders import ORDERS, ImportOrders
+    from import_orders import ORDERS, ImportOrders
 
     CASE = ImportOrders(
         targets=["megatron.core.transformer.multi_token_prediction:process_mtp_loss"],
@@ -39,8 +39,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import fork_server
-from .patience import patience
+import fork_server
+
+from shim.testing.patience import patience
 
 __all__ = ["ORDERS", "ImportOrders", "run_together"]
 
@@ -63,12 +64,9 @@ ORDERS = (
 )
 
 _ALIASES = "shim_import_order_aliases"
-_CHILD = (
-    "import json, sys; case = json.load(sys.stdin); from shim.testing.import_orders import _Child; _Child(**case).run()"
-)
+_CHILD = "import json, sys; case = json.load(sys.stdin); from import_orders import _Child; _Child(**case).run()"
 _TOGETHER = (
-    "import json, sys; given = json.load(sys.stdin); from shim.testing.import_orders import _in_children; "
-    "_in_children(**given)"
+    "import json, sys; given = json.load(sys.stdin); from import_orders import _in_children; _in_children(**given)"
 )
 _HELD = "the order held"  # a case that leaves before its end, with any exit status, does not print this
 
@@ -95,7 +93,7 @@ class ImportOrders:
 
         Where processes can be forked, the first of them starts from nothing. Those after it share the installed modules
         that the first one had loaded, such as torch: not shim, no package of a target, nothing that `setup` made, and
-        nothing that imports one of these. See `shim.testing.fork_server.run`, which also explains share_loaded.
+        nothing that imports one of these. See `fork_server.run`, which also explains share_loaded.
         """
         done = _run(order, _CHILD, self._given(order), [self], self.timeout, share_loaded)
         _require(order, done.returncode, done.stdout, done.stderr)
@@ -188,7 +186,7 @@ def _in_children(cases: dict[str, dict[str, Any]], seconds: dict[str, float]) ->
                     os.dup2(output.fileno(), 2)
                     _Child(**case).run()
                     status = 0
-                except BaseException:  # noqa: BLE001 - the parent tells of it
+                except BaseException:
                     traceback.print_exc()
                 finally:
                     sys.stdout.flush()
@@ -280,7 +278,7 @@ class _Child:
         def run() -> None:
             try:
                 elsewhere()
-            except BaseException as error:  # noqa: BLE001 - the main thread raises it
+            except BaseException as error:
                 raised.append(error)
 
         thread = threading.Thread(target=run)

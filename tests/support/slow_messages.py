@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from .patience import patience
+from shim.testing.patience import patience
 
 __all__ = ["slow_messages"]
 

@@ -63,7 +63,7 @@ def run(
     RuntimeError says that the server has died. Where processes cannot be forked, each is started anew.
     """
     if timeout is None:
-        from .patience import patience  # here, because the server runs this file as a script
+        from shim.testing.patience import patience  # here, because the server runs this file as a script
 
         timeout = patience()
     if not CAN_FORK:
@@ -304,7 +304,7 @@ def _become(request: dict[str, Any]) -> int:
             return (error.code or 0) & 0xFF
         print(error.code, file=sys.stderr)
         return 1
-    except BaseException:  # noqa: BLE001 - the end of the process
+    except BaseException:
         traceback.print_exc()
         return 1
     Path(request["files"]["loaded"]).write_text(json.dumps(_loaded(request["never"])), "utf-8")
