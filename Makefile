@@ -106,16 +106,16 @@ proofs: env  ## run all proofs on all releases, for docs/defects.md and its pict
 	$(BIN)/python -m shim.maintenance.docs
 
 mutations: env  ## what was measured on mutated releases, on fixes and on neighbours, measured again; two hours
-	$(BIN)/python tests/mutations/measure.py
-	$(BIN)/python tests/mutations/neighbours.py
-	$(BIN)/python tests/mutations/fixing.py
-	$(BIN)/python tests/mutations/judge.py
+	$(BIN)/python maintenance/mutations/measure.py
+	$(BIN)/python maintenance/mutations/neighbours.py
+	$(BIN)/python maintenance/mutations/fixing.py
+	$(BIN)/python maintenance/mutations/judge.py
 
 # EVERY=1 takes all four thousand, and about two hours of one core; FILES names some of them.
 EVERY ?= 10
 FILES ?= shim/_engine/*.py shim/_planning/*.py shim/_api.py shim/_config_override/*.py
 engine-mutations: env  ## mutants of the engine and the planning that no test notices: every tenth; a quarter of an hour
-	$(BIN)/python tests/mutations/engine.py $(FILES) --every $(EVERY) --jobs 2 --last tests/engine/test_state_machine.py
+	$(BIN)/python maintenance/mutations/engine.py $(FILES) --every $(EVERY) --jobs 2 --last tests/engine/test_state_machine.py
 
 gpu:  ## FP8, FP4 and fused rotations, where $(PYTHON) has torch, megatron-core and Transformer Engine with an NVIDIA GPU
 	$(PYTHON) -m pytest -q -rs -m gpu tests/gpu

@@ -1,4 +1,4 @@
-"""What was measured on mutants, on fixes and on neighbouring releases (tests/mutations), against today's contracts."""
+"""What was measured on mutants, on fixes and on neighbouring releases, against today's contracts."""
 
 import sys
 from collections import Counter

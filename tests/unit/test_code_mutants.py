@@ -1,4 +1,4 @@
-"""The mutants of shim's own code (tests/mutations/engine.py): each changes one thing, and no message."""
+"""The mutants of shim's own code (maintenance/mutations/engine.py): each changes one thing, and no message."""
 
 import ast
 from textwrap import dedent

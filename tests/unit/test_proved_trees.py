@@ -1,4 +1,4 @@
-"""What the proofs said of changed trees (tests/mutations/proved.json), against what is known of these trees."""
+"""What the proofs said of changed trees (maintenance/mutations/proved.json), against what is known of these trees."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
 """Ask the contracts of one variant about the release beside its own, and run the tests of the patch there with it.
 
-    python tests/mutations/neighbours.py [--patches ID ...]    measure anew; writes neighbours.json
-    python tests/mutations/neighbours.py --show                the table and the counts
+    python maintenance/mutations/neighbours.py [--patches ID ...]    measure anew; writes neighbours.json
+    python maintenance/mutations/neighbours.py --show                the table and the counts
 
 What is asked is what a plan asks of a release that nobody has pinned: a body that some release of the variant has is
 known, and every other one has to keep its contract. Then the variant is forced on that release, and the tests say

@@ -1,7 +1,7 @@
 """Measure mutants: whether stock still works on them, and whether the patch's tests pass.
 
-    python tests/mutations/measure.py                             all that stand in measured.json, again
-    python tests/mutations/measure.py --add 8 --cells 0.19.2 ...  up to 8 mutants of each body, those that are missing
+    python maintenance/mutations/measure.py                             all that stand in measured.json, again
+    python maintenance/mutations/measure.py --add 8 --cells 0.19.2 ...  up to 8 of each body, those that are missing
 
 One process per cell loads torch and the release; every mutant is a fork of it, in which upstream's function is replaced
 before shim is applied. Outcomes go to measured.json as they come. Whether contracts hold is not asked here: judge.py

@@ -1,8 +1,8 @@
 """Mutate shim's own code, run the tests that run the mutated line, and list the mutants that no test notices.
 
-    python tests/mutations/engine.py shim/_engine/chains.py                 all mutants of a file
-    python tests/mutations/engine.py shim/_engine/*.py --every 5 --jobs 2   every fifth mutant of each, two at once
-    python tests/mutations/engine.py shim/_engine/chains.py --only 57 58    those of these lines
+    python maintenance/mutations/engine.py shim/_engine/chains.py                 all mutants of a file
+    python maintenance/mutations/engine.py shim/_engine/*.py --every 5 --jobs 2   every fifth of each, two at once
+    python maintenance/mutations/engine.py shim/_engine/chains.py --only 57 58    those of these lines
 
 Works in a copy of the tree. First all tests run once under coverage, which tells the tests of each line and their
 seconds. Then each mutant gets a process, which runs the tests of its lines, the quickest first, until one fails.

@@ -1,7 +1,7 @@
 """Ask the contracts about the mutants that have been measured, and count: right, wrong, false alarms, dead.
 
-python tests/mutations/judge.py            the counts, and every wrong yes
-python tests/mutations/judge.py --alarms   every false alarm, too
+python maintenance/mutations/judge.py            the counts, and every wrong yes
+python maintenance/mutations/judge.py --alarms   every false alarm, too
 """
 
 import ast

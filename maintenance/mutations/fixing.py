@@ -1,8 +1,8 @@
 """Measure fixes as upstream might write them: does a patch stay right on a release that has fixed the defect itself?
 
-    python tests/mutations/fixing.py                             all of them, again; writes fixed.json
-    python tests/mutations/fixing.py --patches ID ... [--add]    of these patches; with --add those that are missing
-    python tests/mutations/fixing.py --show [--patches ID ...]   what the contracts say of them, without measuring
+    python maintenance/mutations/fixing.py                             all of them, again; writes fixed.json
+    python maintenance/mutations/fixing.py --patches ID ... [--add]    of these patches; --add: those that are missing
+    python maintenance/mutations/fixing.py --show [--patches ID ...]   what the contracts say of them, without measuring
 
 In a fix some bodies of a release are changed. The proofs of the patch run on it twice: as it is, which says whether it
 is a fix, and with the patch, whatever its contracts say.

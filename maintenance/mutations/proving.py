@@ -1,7 +1,7 @@
 """Ask the proofs about mutants and fixes that have been measured: does `shim pin --prove` decide rightly on such trees?
 
-    python tests/mutations/proving.py --count N [--patches ID ...]    N more of each patch; writes proved.json
-    python tests/mutations/proving.py --show                          the counts, without proving
+    python maintenance/mutations/proving.py --count N [--patches ID ...]    N more of each patch; writes proved.json
+    python maintenance/mutations/proving.py --show                          the counts, without proving
 
 Each tree is a copy of a release in which a function is changed. Those come first that the contracts refuse although the
 patch is right there; of the rest those that break the patch.
