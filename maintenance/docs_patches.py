@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from shim._matrix.model import KINDS, Matrix, PatchEntry
-from shim._planning.explain import patch_docstring
-from shim._planning.overview import effects_of, listed
+from shim._planning.texts import effects_of, patch_docstring
+from shim._tools.listing import listed
 
 from .docs_defects import ProofText, numbers, proof_texts
 from .docs_links import linked

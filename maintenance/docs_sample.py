@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shim._matrix.concerns import run_named
 from shim._matrix.model import Matrix, PatchEntry
-from shim._planning.overview import Row, concern_line, group, grouped, headline
-from shim._planning.relevance import run_named
+from shim._printing.overview import Row, concern_line, group, grouped, headline
 from shim._proving.report import Heading, as_text
 from shim._proving.results import Outcome, Result
 

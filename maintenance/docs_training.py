@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shim._matrix.model import SYMPTOMS, Matrix, PatchEntry
-from shim._planning.overview import listed
+from shim._tools.listing import listed
 from shim._version import __version__
 
 __all__ = ["CHANGES", "HITS", "OTHERS", "changes_in_words", "row_of", "status", "training_table"]

@@ -340,7 +340,7 @@ def explain(id: str, verbose: bool = True) -> str:
 
     verbose: also how it works, and its releases, variants and targets.
     """
-    from shim._planning.explain import explanation
+    from shim._planning.texts import explanation
 
     with contextlib.suppress(NotMetError):
         _engine.ENGINE.renew_plan()

@@ -19,8 +19,8 @@ from shim._engine.reach import is_releases_own, leads_to
 from shim._engine.report import Report, switched_off
 from shim._engine.states import Claim, States
 from shim._errors import ShimError
+from shim._matrix.concerns import Run, given_facts
 from shim._planning.plan import Decision, Plan
-from shim._planning.relevance import Run, given_facts
 from shim._planning.settings import facts_from
 from shim._releases.fingerprint import split_target
 

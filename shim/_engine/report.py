@@ -11,8 +11,8 @@ from shim._printing.printable import one_line
 from shim._record import record
 
 if TYPE_CHECKING:
-    from shim._planning.overview import Row
     from shim._planning.plan import Plan
+    from shim._printing.overview import Row
 
 __all__ = ["PatchReport", "Report", "STATES", "switched_off"]
 
@@ -162,13 +162,13 @@ class Report:
     @property
     def concern(self) -> str:
         """One line: which of the applied patches concern the models of check(), by symptom. "" without a model."""
-        from shim._planning.overview import concern_line
+        from shim._printing.overview import concern_line
 
         rows = self._rows(False)
         return concern_line(rows, MODEL, named=True) if any(row.concern for row in rows) else ""
 
     def _rows(self, pending_is_amiss: bool) -> list[Row]:
-        from shim._planning.overview import Row, group  # here and below, because apply() writes no text
+        from shim._printing.overview import Row, group  # here and below, because apply() writes no text
 
         return [
             Row(
@@ -197,7 +197,7 @@ class Report:
 
         pending_is_amiss: nothing will be imported any more, so a pending or unknown patch is a problem.
         """
-        from shim._planning.overview import concern_line, grouped, headline
+        from shim._printing.overview import concern_line, grouped, headline
 
         rows = self._rows(pending_is_amiss)
         releases = ", ".join(f"{name} {version}" for name, version in self.releases.items()) or "nothing installed"

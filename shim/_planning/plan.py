@@ -17,7 +17,7 @@ from shim._record import computed_once, record
 from shim._releases.detect import Environment
 
 if TYPE_CHECKING:
-    from shim._planning.relevance import Run
+    from shim._matrix.concerns import Run
 
 __all__ = ["Decision", "Plan", "make_plan"]
 
@@ -95,19 +95,9 @@ class Plan:
 
     def text(self, verbose: bool = False, run: Run | None = None) -> str:
         """The plan for people. `verbose` adds the reason of every decision, `run` tells what concerns it."""
-        from shim._planning.overview import plan_text  # here, because apply() writes no text
+        from shim._planning.texts import plan_text  # here, because apply() writes no text
 
-        return plan_text(
-            self.decisions,
-            self.matrix,
-            self.environment,
-            self.digest,
-            self.wrong_pairs,
-            self.lost_features,
-            self.pair_is_known,
-            verbose,
-            run,
-        )
+        return plan_text(self, verbose, run)
 
     def __str__(self) -> str:
         return self.text()

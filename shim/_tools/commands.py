@@ -12,24 +12,25 @@ from typing import TYPE_CHECKING, Any
 
 from shim._api import apply, asked_matrix, explain, plan, revert, status
 from shim._errors import NotMetError, OptionError, ShimError
+from shim._matrix.concerns import run_named
 from shim._matrix.load import load_matrix
 from shim._planning.arguments import Arguments
 from shim._planning.lock import write_lock
 from shim._planning.options import from_json, matrix_argument, resolve
-from shim._planning.overview import list_text, listed, nothing_installed
-from shim._planning.relevance import run_named
 from shim._planning.requirements import enforce
+from shim._planning.texts import nothing_installed
 from shim._releases.fingerprint import split_target
 from shim._tools.checkout import in_checkout, maintenance
 from shim._tools.fetching import fetched
+from shim._tools.listing import list_text, listed
 from shim._tools.notes import notes_of
 from shim._tools.output import NOT_MET, OK, put, say, tell
 from shim._tools.progress import Progress, hushed
 
 if TYPE_CHECKING:
+    from shim._matrix.concerns import Run
     from shim._matrix.model import Matrix
     from shim._planning.plan import Plan
-    from shim._planning.relevance import Run
 
 
 __all__ = [

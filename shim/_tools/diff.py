@@ -14,9 +14,9 @@ from shim._matrix.model import CHANGES, Matrix
 from shim._planning.evidence import tree_for, trees_of
 from shim._planning.lock import OWN, SHARED, SHIM, UNTOLD, locked, other_code, read_lock
 from shim._planning.options import matrix_argument
-from shim._planning.overview import nothing_installed
 from shim._planning.own_code import differing_parts
 from shim._planning.plan import Plan
+from shim._planning.texts import nothing_installed
 from shim._printing.printable import one_line
 from shim._tools.commands import selection
 from shim._tools.news import news_of

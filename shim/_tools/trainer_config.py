@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shim._errors import OptionError
-from shim._planning.relevance import Run
+from shim._matrix.concerns import Run
 from shim._planning.settings import Table
 from shim._tools.configs.files import Search
 from shim._tools.configs.reading import read_all

@@ -58,7 +58,7 @@ def test_late_work_imports_nothing(patched_world):
 
 
 # Imported where models are tried, and where a report is written, both without the lock.
-LATER = {f"shim.{name}" for name in ("_engine.models", "_planning.overview")}
+LATER = {f"shim.{name}" for name in ("_engine.models", "_printing.overview")}
 
 
 def test_what_the_engine_imports_within_a_function_is_there_when_the_engine_is():

@@ -14,7 +14,7 @@ from shim._matrix.load import load_matrix
 from shim._matrix.pins import lock_path, read_pins, recorded_pins, render_pins
 from shim._planning.evidence import FIXED as IS_FIXED
 from shim._planning.evidence import RIGHT
-from shim._planning.overview import listed
+from shim._tools.listing import listed
 from shim._tools.stale_pins import stale
 from shim._tools.support import support, support_table
 from shim.maintenance.pin import measure

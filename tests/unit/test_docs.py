@@ -9,7 +9,7 @@ from unit_helpers import REPOSITORY
 from shim._engine.report import STATES
 from shim._matrix import read_commits, read_needs, read_options, rules
 from shim._matrix.load import load_matrix
-from shim._planning.explain import explanation, patch_docstring
+from shim._planning.texts import explanation, patch_docstring
 from shim.maintenance import docs as _docs
 from shim.maintenance import docs_sample, docs_startup, docs_training
 from shim.maintenance.docs_links import linked

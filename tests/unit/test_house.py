@@ -9,7 +9,7 @@ from unit_helpers import REPOSITORY
 
 # Each part with those it may import, besides itself, also inside a function. What only a type checker reads is free.
 MAY_IMPORT = {
-    "_printing": set(),
+    "_printing": {"_record"},
     "_errors": {"_printing"},
     "_record": set(),
     "_version": set(),

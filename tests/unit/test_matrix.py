@@ -16,7 +16,7 @@ from shim._matrix import compiled
 from shim._matrix.described import shipped_files
 from shim._matrix.load import compile_matrix, load_matrix, matrix_path, patches_path
 from shim._matrix.pins import lock_path
-from shim._planning.explain import explanation
+from shim._planning.texts import explanation
 from shim._releases.files import read_bounded
 
 

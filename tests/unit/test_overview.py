@@ -4,7 +4,9 @@ import json
 
 from unit_helpers import BROKEN, MATRIX
 
-from shim._planning.relevance import Run, run_named
+from shim._matrix.concerns import Run, run_named
+from shim._matrix.model import SYMPTOMS
+from shim._printing import overview
 from shim._tools.trainer_config import run_of_configs
 
 DESCRIBED = "    symptom: silent\n    without: rolls cross sequences\n    concerns: [packed+tp]"
@@ -53,3 +55,7 @@ def test_data_says_it_of_each_patch(world):
     found = json.loads(json.dumps(described(world).to_dict(Run({"packed": False}, ""))))["patches"]
     assert (found["roll-fix"]["concerns"], found["faster-forward"]["concerns"]) == ("no", "unknown")
     assert "concerns" not in world.plan().to_dict()["patches"]["roll-fix"]
+
+
+def test_every_symptom_has_its_words_in_its_order():
+    assert tuple(overview._WHAT) == SYMPTOMS

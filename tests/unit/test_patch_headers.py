@@ -5,7 +5,7 @@ import re
 import pytest
 
 from shim._matrix.load import load_matrix
-from shim._planning.explain import patch_docstring
+from shim._planning.texts import patch_docstring
 
 PATCHES = load_matrix().patches
 WRONG = re.compile(r"^What is (?:wrong|missing|slow|large)\b", re.MULTILINE)

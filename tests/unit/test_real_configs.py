@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shim._planning.relevance import UNSAID
+from shim._matrix.concerns import UNSAID
 from shim._tools.trainer_config import run_of_configs
 
 REAL = yaml.safe_load(Path(__file__).with_name("real_configs.yaml").read_text("utf-8"))

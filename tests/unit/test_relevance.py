@@ -3,9 +3,8 @@
 import pytest
 
 from shim._errors import OptionError
-from shim._matrix.concerns import WORDS
+from shim._matrix.concerns import NO, UNKNOWN, WORDS, YES, Run, run_named
 from shim._matrix.load import load_matrix
-from shim._planning.relevance import NO, UNKNOWN, YES, Run, run_named
 from shim._planning.settings import MEGATRON, facts_from, names_in
 from shim._tools.trainer_config import TRAINERS
 

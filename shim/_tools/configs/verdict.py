@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shim._matrix.concerns import WORDS
-from shim._planning.relevance import Run, given_facts, words_named
+from shim._matrix.concerns import WORDS, Run, given_facts, words_named
 from shim._planning.settings import OPEN, Table, judged, names_in
 from shim._tools.configs.files import Search
 from shim._tools.configs.misspelt import perhaps_misspelt

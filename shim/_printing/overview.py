@@ -1,38 +1,20 @@
-"""Plans and reports as text: a headline, then the patches in groups that a reader can act on."""
+"""Patches as text: a headline, then groups that a reader can act on. For plans and reports, which make the rows."""
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from shim._matrix.concerns import WORDS
-from shim._matrix.model import DISTRIBUTIONS, SYMPTOMS, Matrix, PatchEntry
-from shim._planning.decision import Decision
-from shim._planning.losses import LostFeature
-from shim._planning.relevance import NO, UNKNOWN, UNSAID, YES, Run
 from shim._printing.printable import one_line
 from shim._record import record
-from shim._releases.detect import Environment
 
-__all__ = [
-    "Row",
-    "concern_line",
-    "effects_of",
-    "group",
-    "grouped",
-    "headline",
-    "list_text",
-    "listed",
-    "nothing_installed",
-    "plan_text",
-]
+__all__ = ["Row", "concern_line", "group", "grouped", "headline", "patches"]
 
-MORE_WORDS = 8  # that a plan suggests
 FEW = 8  # ids that a line names; of more it gives the number
 LONG = 8000  # characters of a reason, which may name many targets
 AMISS = ("drifted", "conflict", "failed", "shadowed")
 NOT_NEEDED = ("upstream", "not-needed", "not-installed")
+YES, NO, UNKNOWN = "yes", "no", "unknown"  # whether a patch concerns a run, as shim._matrix.concerns says it
 
 
 @record
@@ -52,7 +34,7 @@ class Row:
     effects: tuple[str, ...] = ()
     symptom: str = ""
     changes: str = ""
-    concern: str = ""  # YES, NO or UNKNOWN (relevance.py) of a run that something is known of, else ""
+    concern: str = ""  # YES, NO or UNKNOWN of a run that something is known of, else ""
     not_known: tuple[str, ...] = ()  # the words that an UNKNOWN one depends on
     without: str = ""  # what goes wrong without the patch
     in_part: bool = False  # a target is left out, or lost, that the patch can do without
@@ -79,7 +61,7 @@ _WHAT = {  # what goes wrong without a patch: once and more often in a headline,
     "memory": ("use of memory", "uses of memory", "more memory than the model needs"),
     "missing": ("missing feature", "missing features", "a feature or a speed that the release lacks"),
 }
-_APPLIED = {f"applied {symptom}": f"Fixed: {_WHAT[symptom][2]}" for symptom in SYMPTOMS}
+_APPLIED = {f"applied {symptom}": f"Fixed: {_WHAT[symptom][2]}" for symptom in _WHAT}
 _APPLIED["applied "] = "{Applied}:"  # of a matrix that does not say
 _TITLES = {
     "problem": "Problems:",
@@ -111,7 +93,7 @@ def headline(rows: Sequence[Row], applied: str, more_problems: int = 0) -> str:
     number = count("applied", "features")
     in_part = sum(row.in_part for row in rows)
     first = (
-        f"{_patches(number)} {_verb(number, applied)}{f', {in_part} of them in part' if in_part else ''}{_fixes(rows)}"
+        f"{patches(number)} {_verb(number, applied)}{f', {in_part} of them in part' if in_part else ''}{_fixes(rows)}"
     )
     others = {
         "unknown": "in doubt",
@@ -140,7 +122,7 @@ def _fixes(rows: Sequence[Row]) -> str:
 
 def _by_symptom(rows: Sequence[Row]) -> str:
     counts = Counter(row.symptom for row in rows if row.group == "applied" and row.symptom)
-    parts = [f"{counts[s]} {s}" for s in SYMPTOMS if counts[s]]
+    parts = [f"{counts[s]} {s}" for s in _WHAT if counts[s]]
     return f" ({', '.join(parts)})" if parts else ""
 
 
@@ -150,7 +132,7 @@ def concern_line(rows: Sequence[Row], run: str, named: bool = False) -> str:
     sure = [row for row in applied if row.concern == YES]
     counts = _by_symptom(sure)
     if named and sure:
-        ids = {symptom: ", ".join(row.id for row in sure if row.symptom == symptom) for symptom in SYMPTOMS}
+        ids = {symptom: ", ".join(row.id for row in sure if row.symptom == symptom) for symptom in _WHAT}
         counts = ": " + "; ".join(f"{symptom}: {those}" for symptom, those in ids.items() if those)
     line = f"{len(sure)} of {len(applied)} concern{'s' if len(sure) == 1 else ''} {run}{counts}"
     more = sum(row.concern == UNKNOWN for row in applied)
@@ -218,7 +200,7 @@ def _in_a_line(
             many = len(members) > FEW
             yield from [
                 "",
-                f"{title}: {f'{_patches(len(members))} (-v)' if many else ', '.join(row.id for row in members)}.",
+                f"{title}: {f'{patches(len(members))} (-v)' if many else ', '.join(row.id for row in members)}.",
             ]
             return
         yield from ["", f"{title}:"]
@@ -229,7 +211,7 @@ def _in_a_line(
     for reason in dict.fromkeys(row.reason for row in members):
         ids = [row.id for row in members if row.reason == reason]
         named = section == "excluded" or verbose
-        yield from ["", f"{title}: {one_line(reason)} ({', '.join(ids) if named else _patches(len(ids))})."]
+        yield from ["", f"{title}: {one_line(reason)} ({', '.join(ids) if named else patches(len(ids))})."]
 
 
 def _verb(number: int, applied: str) -> str:
@@ -237,133 +219,5 @@ def _verb(number: int, applied: str) -> str:
     return "applied" if applied == "applied" else "applies" if number == 1 else "apply"
 
 
-def _patches(count: int) -> str:
+def patches(count: int) -> str:
     return f"{count} patch{'' if count == 1 else 'es'}"
-
-
-def plan_text(
-    decisions: Mapping[str, Decision],
-    matrix: Matrix,
-    environment: Environment,
-    digest: str,
-    wrong_pairs: Sequence[tuple[str, str]],
-    lost_features: Sequence[LostFeature],
-    pair_is_known: bool | None,
-    verbose: bool = False,
-    run: Run | None = None,
-) -> str:
-    """The text of a plan, with what the releases get wrong together and lose. `verbose` adds all reasons.
-
-    run: what is known of the run that is to be trained; patches that concern it come first.
-    """
-    rows = [
-        Row(
-            id,
-            group(d.action, d.kind, False),
-            d.action,
-            matrix.patches[id].summary,
-            d.reason,
-            d.remedy,
-            d.variant if d.wanted else None,
-            dict.fromkeys(d.targets, ""),
-            others=d.parts_left,
-            effects=effects_of(matrix.patches[id]) if d.wanted else (),
-            in_part=d.wanted and bool(d.dropped),
-            symptom=matrix.patches[id].symptom,
-            changes=matrix.patches[id].changes,
-            concern=run.concern_of(matrix.patches[id].concerns) if run is not None and d.wanted else "",
-            without=matrix.patches[id].without,
-            not_known=run.missing_words(matrix.patches[id].concerns) if run is not None else (),
-        )
-        for id, d in decisions.items()
-    ]
-    installed = environment.installed.values()
-    problems = [f"  ! {i.distribution}: {one_line(problem)}" for i in installed for problem in i.problems]
-    missing = nothing_installed(environment)
-    lines = [missing] if missing else [headline(rows, "to apply", len(problems))]
-    lines += [concern_line(rows, run.words)] if run is not None and not missing else []
-    lines += [f"  {note}" for note in run.notes] if run is not None else []
-    lines += _with_one_word_more(decisions, matrix, run) if run is not None and not missing else []
-    lines += [f"  {i}" for i in installed]
-    lines += problems
-    if missing and not verbose:
-        return "\n".join(lines)
-    lines.append(f"  plan {digest}")
-    lines += grouped(rows, "to apply", verbose, run.words if run is not None else "")
-    if wrong_pairs:
-        lines += ["", "Defects of this megatron-core with this Transformer Engine, which a patch fixes:"]
-    lines += [f"  {id:<27} {one_line(what)}" for id, what in wrong_pairs]
-    if lost_features:
-        lines += ["", "Features that this megatron-core does not get from this Transformer Engine:"]
-    lines += [f"  {feature.verdict:<13} {one_line(feature)}" for feature in lost_features]
-    if pair_is_known is False:
-        lines += [
-            "",
-            "Lost features of this pair of releases were not measured; shim doctor searches its sources.",
-        ]
-    return "\n".join(lines)
-
-
-def _with_one_word_more(decisions: Mapping[str, Decision], matrix: Matrix, run: Run) -> list[str]:
-    """How many patches each further word of --for would add, if the run is named by such words."""
-    if not WORDS.keys() <= run.facts.keys():
-        return []
-    wanted = [matrix.patches[id] for id, decision in decisions.items() if decision.wanted]
-    counts = Counter(word for entry in wanted for word in run.words_that_would(entry.concerns) if word not in UNSAID)
-    if not counts:
-        return []
-    words = ", ".join(f"{word} ({n})" for word, n in counts.most_common(MORE_WORDS))
-    return [f"  also relevant if you use {words}"]
-
-
-def effects_of(entry: PatchEntry) -> tuple[str, ...]:
-    """The effects of a patch with several, each with its kind; () if `changes` says it all."""
-    return tuple(f"{kind}: {what}" for kind, what in (entry.effects or {}).items())
-
-
-def nothing_installed(environment: Environment) -> str:
-    """A sentence and a remedy for a machine without anything to patch. "" if a distribution is installed."""
-    if any(name in environment.installed for name in DISTRIBUTIONS):
-        return ""
-    python = one_line(sys.executable)
-    return (
-        f"Neither {' nor '.join(DISTRIBUTIONS)} is installed for {python}, so there is nothing to patch. "
-        "Remedy: run shim with the Python of the trainer (python -m shim), or put the source tree on PYTHONPATH."
-    )
-
-
-# All patches, whatever is installed
-
-
-def listed(matrix: Matrix) -> dict[str, dict[str, str]]:
-    """`kind`, `summary`, `changes` and `distribution` of each patch by id, and the supported `releases` that get it."""
-    found = {}
-    for id, entry in matrix.patches.items():
-        pins = matrix.pins.get(entry.distribution, {})
-        getting = [r for r in matrix.supported.get(entry.distribution, ()) if _gets(pins.get(r, {}).get(id))]
-        found[id] = {
-            "kind": entry.kind,
-            "summary": entry.summary,
-            "changes": entry.changes,
-            "distribution": entry.distribution,
-            "releases": f"{getting[0]} to {getting[-1]}" if len(getting) > 1 else "".join(getting),
-        }
-    return found
-
-
-def _gets(pin: object) -> bool:
-    return getattr(pin, "variant", None) is not None
-
-
-def list_text(matrix: Matrix) -> str:
-    """The text of `shim list`: all patches with their summaries, by kind."""
-    patches = listed(matrix)
-    width = max(map(len, patches), default=0)
-    lines = [f"{_patches(len(patches))}; shim explain ID says more of one, shim plan which are needed here."]
-    for kind in dict.fromkeys(patch["kind"] for patch in patches.values()):
-        lines += ["", f"{kind}:"]
-        for id, patch in patches.items():
-            if patch["kind"] == kind:
-                where = f" ({patch['distribution']} {patch['releases']})" if patch["releases"] else ""
-                lines.append(f"  {id:<{width}}  {one_line(patch['summary'])}{where}")
-    return "\n".join(lines)
