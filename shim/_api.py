@@ -21,13 +21,21 @@ from shim._errors import MatrixError, NotMetError, OptionError
 from shim._matrix.load import check_modules, load_matrix
 from shim._matrix.model import Matrix
 from shim._matrix.spelling import did_you_mean
-from shim._planning.arguments import Arguments, Given, Ids, PatchOptions, takes_arguments  # noqa: F401 - for get_type_hints()
+from shim._planning.digest import summary_of
 from shim._planning.evidence import Proved, files_of, trial_of
-from shim._planning.lock import read_lock
-from shim._planning.options import Options, is_disabled, matrix_argument, resolve, unknown_variables
-from shim._planning.own_code import summary_of
+from shim._planning.options import (  # noqa: F401 - for get_type_hints()
+    Arguments,
+    Given,
+    Ids,
+    Options,
+    PatchOptions,
+    is_disabled,
+    matrix_argument,
+    resolve,
+    takes_arguments,
+    unknown_variables,
+)
 from shim._planning.plan import Plan, make_plan
-from shim._planning.resume import differs, state_of
 from shim._releases.detect import detect
 from shim._releases.known_files import known_with
 
@@ -98,6 +106,8 @@ def _planned(matrix: Matrix, asked: Arguments, trial: Mapping[str, Proved] | Non
     if trial is not None:
         options = replace(options, trial=trial)
     if options.lock is not None:
+        from shim._planning.lock import read_lock  # here, because most jobs have none
+
         options = replace(options, lock_content=read_lock(options.lock))
     sources = _engine.ENGINE.new_sources(known_with(files_of(options.lock_content)))
     return make_plan(detect(sources), matrix, options, losses=_LostFeatures())
@@ -308,6 +318,8 @@ def checkpoint_state() -> dict[str, Any]:
 
     Raises OptionError if nothing was applied in this process.
     """
+    from shim._planning.resume import state_of
+
     return state_of(_in_force("checkpoint_state"))
 
 
@@ -317,6 +329,8 @@ def check_resume(saved: Mapping[str, Any] | str | None) -> bool:
     saved: what `checkpoint_state` returned, or a ``report.digest``. None, for a checkpoint that has neither, counts
     as a difference. Raises OptionError if nothing was applied in this process.
     """
+    from shim._planning.resume import differs
+
     found = differs(saved, _in_force("check_resume"))
     if found:
         logger().warning(

@@ -48,8 +48,7 @@ from shim._engine.names import Imported, Write, namespace_of
 from shim._engine.transactions import Binder
 from shim._errors import BindError, NotMetError, OptionError
 from shim._planning.plan import Plan, make_plan
-from shim._planning.requirements import enforce
-from shim._planning.second_call import changed_by
+from shim._planning.requirements import changed_by, enforce
 from shim._releases.detect import detect
 from shim._releases.sources import Sources
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from shim._engine.ranks import distributed_rank, is_rank_zero
-from shim._planning.arguments import SAID
+from shim._planning.options import SAID
 from shim._printing.printable import one_line
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from shim._errors import NotMetError, OptionError
 from shim._matrix.model import KINDS
+from shim._planning.digest import differing_parts
 from shim._planning.evidence import CANNOT_RUN, OTHERWISE, VERDICTS, tree_for, trees_of
-from shim._planning.own_code import differing_parts
 from shim._printing.printable import one_line
 from shim._releases.files import UnsafeFileError, read_bounded
 from shim._releases.json_text import JsonTextError, read_json, unknown_key

@@ -7,10 +7,9 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any
 
 from shim._matrix.model import Matrix, PatchEntry
-from shim._planning.decision import Decision
+from shim._planning.decision import Decision, Losses, LostFeature
+from shim._planning.digest import digest_of, identity_of
 from shim._planning.evidence import CANNOT_RUN, Proved, evidence_for
-from shim._planning.identity import digest_of, identity_of
-from shim._planning.losses import Losses, LostFeature
 from shim._planning.match import Match, match
 from shim._planning.options import Options
 from shim._record import computed_once, record

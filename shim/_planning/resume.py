@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from shim._planning.digest import differing_parts
 from shim._planning.lock import OWN, SHIM, locked, other_code
-from shim._planning.own_code import differing_parts
 from shim._planning.plan import Plan
 
 __all__ = ["differs", "state_of"]

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from shim._planning.arguments import PREFIX
+from shim._planning.options import PREFIX
 from shim._proving.worker import GO, Work
 
 __all__ = ["ENDED", "Process"]

@@ -8,8 +8,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from shim._planning.decision import Decision
-from shim._planning.losses import LostFeature
+from shim._planning.decision import Decision, LostFeature
 from shim._releases.detect import Environment
 from shim._releases.sources import Sources
 from shim._releases.versions import parse_range

@@ -14,9 +14,8 @@ from shim._api import apply, asked_matrix, explain, plan, revert, status
 from shim._errors import NotMetError, OptionError, ShimError
 from shim._matrix.concerns import run_named
 from shim._matrix.load import load_matrix
-from shim._planning.arguments import Arguments
 from shim._planning.lock import write_lock
-from shim._planning.options import from_json, matrix_argument, resolve
+from shim._planning.options import Arguments, from_json, matrix_argument, resolve
 from shim._planning.requirements import enforce
 from shim._planning.texts import nothing_installed
 from shim._releases.fingerprint import split_target

@@ -11,10 +11,10 @@ from shim._api import plan
 from shim._errors import NotMetError, OptionError
 from shim._matrix.load import load_matrix
 from shim._matrix.model import CHANGES, Matrix
+from shim._planning.digest import differing_parts
 from shim._planning.evidence import tree_for, trees_of
 from shim._planning.lock import OWN, SHARED, SHIM, UNTOLD, locked, other_code, read_lock
 from shim._planning.options import matrix_argument
-from shim._planning.own_code import differing_parts
 from shim._planning.plan import Plan
 from shim._planning.texts import nothing_installed
 from shim._printing.printable import one_line

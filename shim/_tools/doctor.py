@@ -13,8 +13,7 @@ import shim
 from shim._api import default_plan
 from shim._errors import ShimError
 from shim._matrix.load import matrix_path
-from shim._planning.arguments import PREFIX
-from shim._planning.options import matrix_argument
+from shim._planning.options import PREFIX, matrix_argument
 from shim._planning.texts import nothing_installed
 from shim._printing.markdown import cell, code, inline
 from shim._printing.masks import masked_data, masked_variable

@@ -16,9 +16,9 @@ from typing import Any
 from shim._api import plan
 from shim._errors import NotMetError, OptionError
 from shim._matrix.load import PACKAGE, patches_path
+from shim._planning.digest import file_digest, files_below, own_code
 from shim._planning.evidence import CANNOT_RUN, FIXED, NOT_FIXED, RIGHT, evidence_for, other_releases, trees_of
 from shim._planning.lock import VERDICT_KEYS, read_lock, write_lock
-from shim._planning.own_code import file_digest, files_below, own_code
 from shim._planning.plan import Plan, make_plan
 from shim._planning.requirements import enforce
 from shim._planning.texts import nothing_installed

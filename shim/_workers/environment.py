@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shim._errors import NotMetError, OptionError
-from shim._planning.arguments import (  # noqa: F401 - two of them for get_type_hints()
+from shim._planning.options import (  # noqa: F401 - two of them for get_type_hints()
     PREFIX,
     SAID,
     Arguments,

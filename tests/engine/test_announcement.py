@@ -10,7 +10,7 @@ import pytest
 import shim
 from shim._engine import engine, log
 from shim._engine.log import RANKS, is_first_of_job
-from shim._planning.arguments import SAID
+from shim._planning.options import SAID
 
 RUN = os.pathsep.join(["/x/shim/_workers/run", "/other"])
 OUTSIDE = (*RANKS, SAID, "PYTHONPATH", "RAY_RAYLET_PID")

@@ -9,7 +9,7 @@ import pytest
 from fake_world import same
 
 import shim
-from shim._planning.arguments import Arguments
+from shim._planning.options import Arguments
 from shim.testing.patience import patience
 
 

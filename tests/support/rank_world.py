@@ -73,17 +73,18 @@ def with_options(*by_rank):
 
 def with_engine(odd):
     """On rank `odd` shim's engine has another hash."""
-    from shim._planning import identity
 
-    before = identity.own_code
+    from shim._planning import digest
+
+    before = digest.own_code
     if dist.get_rank() == odd:
-        identity.own_code = lambda: {**before(), "_engine": "0" * 16}
+        digest.own_code = lambda: {**before(), "_engine": "0" * 16}
     try:
         shim.apply(packages=PACKAGES)
         return _check()
     finally:
         shim.revert()
-        identity.own_code = before
+        digest.own_code = before
 
 
 def with_release(odd, root):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from unit_helpers import BROKEN, PATCH, REPOSITORY, megatron, output_of, write_file
 
-from shim._planning import own_code
-from shim._planning.own_code import BESIDE, ROOMS, differing_parts, file_digest, files_below, own_files
+from shim._planning import digest
+from shim._planning.digest import BESIDE, ROOMS, differing_parts, file_digest, files_below, own_files
 
 SKIPPED = shutil.ignore_patterns("__pycache__")
 
@@ -45,10 +45,10 @@ def of(monkeypatch):
 
     def at(top):
         inside = top / "shim" if (top / "shim" / "patches").is_dir() else top
-        monkeypatch.setattr(own_code, "PACKAGE", top / "shim")
-        monkeypatch.setattr(own_code, "patches_path", lambda: inside / "patches")
-        monkeypatch.setattr(own_code, "matrix_path", lambda: inside / "version_matrix.yaml")
-        return own_code.own_code()
+        monkeypatch.setattr(digest, "PACKAGE", top / "shim")
+        monkeypatch.setattr(digest, "patches_path", lambda: inside / "patches")
+        monkeypatch.setattr(digest, "matrix_path", lambda: inside / "version_matrix.yaml")
+        return digest.own_code()
 
     return at
 

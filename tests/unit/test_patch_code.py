@@ -11,9 +11,9 @@ from unit_helpers import BROKEN, write_file
 from unit_helpers import PATCH as SOURCE
 
 from shim._matrix.load import load_matrix
+from shim._planning.digest import Code, code_of_package
 from shim._planning.lock import differences, locked
 from shim._planning.options import resolve
-from shim._planning.patch_code import Code, code_of_package
 from shim._planning.plan import make_plan
 from shim._releases.detect import detect
 
