@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable, Iterator
 
 from shim._engine.report import STATES
-from shim._matrix import declared, read_commits, read_needs, read_options, rules
+from shim._matrix import declared, reader, rules
 from shim._matrix.concerns import WORDS
 from shim._matrix.model import CHANGES, DISTRIBUTIONS, KINDS, SYMPTOMS
 from shim._tools.arguments import add_selection, command_line
@@ -300,16 +300,16 @@ KEYS = {
 }
 TABLES = {
     "The file": rules.TOP_KEYS,
-    "A commit": read_commits.COMMIT_KEYS,
+    "A commit": reader.COMMIT_KEYS,
     "A patch": rules.PATCH_KEYS,
     "A variant": rules.VARIANT_KEYS,
     "A rule": rules.RULE_KEYS,
     "A target": rules.TARGET_KEYS,
     "A read": rules.READ_KEYS,
-    "A contract": read_needs.CONTRACT_KEYS,
-    "A sign": read_needs.SIGN_KEYS,
-    "A decision": read_needs.DECIDED_KEYS,
-    "An option": read_options.KEYS,
+    "A contract": reader.CONTRACT_KEYS,
+    "A sign": reader.SIGN_KEYS,
+    "A decision": reader.DECIDED_KEYS,
+    "An option": reader.OPTION_KEYS,
 }
 
 MATRIX_HEAD = """\

@@ -11,7 +11,7 @@ import yaml
 from packaging.version import Version
 
 from shim._errors import MatrixError
-from shim._matrix.commits import Commit
+from shim._matrix.declared import Commit
 from shim._matrix.model import NOT_NEEDED, RIGHT
 
 __all__ = ["top_bound", "with_commit", "with_release", "with_wider_ranges"]

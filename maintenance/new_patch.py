@@ -12,8 +12,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from shim._errors import NotMetError, OptionError, SourceError
-from shim._matrix.described import PATCH_FILE
-from shim._matrix.load import matrix_path
+from shim._matrix.load import PATCH_FILE, matrix_path
 from shim._matrix.model import Matrix
 from shim._matrix.reader import compose
 from shim._matrix.spelling import did_you_mean

@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from shim._errors import MatrixError, NotMetError, OptionError
 from shim._matrix import load
-from shim._matrix.commits import RIGHT, Commit
+from shim._matrix.declared import RIGHT, Commit
 from shim._matrix.model import DISTRIBUTIONS, Matrix, Pin
 from shim._matrix.pins import lock_path, render_pins
 from shim._planning.evidence import evidence_for, evidence_in

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shim._matrix.commits import Commit
-from shim._matrix.declared import Declared
+from shim._matrix.declared import Commit, Declared
 from shim._matrix.model import (
     UPSTREAM,
     Decided,

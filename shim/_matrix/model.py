@@ -9,8 +9,7 @@ from typing import Any
 from packaging.version import Version
 
 from shim._errors import MatrixError
-from shim._matrix.commits import NOT_NEEDED, RIGHT, UPSTREAM, Commit
-from shim._matrix.declared import Declared
+from shim._matrix.declared import NOT_NEEDED, RIGHT, UPSTREAM, Commit, Declared
 from shim._record import computed_once, record
 from shim._releases.detect import PATCHED
 from shim._releases.fingerprint import fingerprint

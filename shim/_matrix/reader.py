@@ -1,19 +1,38 @@
-"""Reading YAML with places: every error carries file and line."""
+"""Reading YAML with places, and what a matrix says in it: every error carries file and line."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from shim._errors import MatrixError, SourceError
+from shim._matrix.declared import BOUNDS, TYPES, Commit, Declared
+from shim._matrix.model import DISTRIBUTIONS, RIGHT, Decided, Needs, Place, Sign, Variant
+from shim._matrix.pins import FINGERPRINT
 from shim._releases.fingerprint import split_target
+from shim._releases.phrases import parsed
 from shim._releases.versions import parse_range, parse_version, with_prereleases
 
-__all__ = ["Reader", "compose"]
+__all__ = [
+    "COMMIT_KEYS",
+    "NAME_LENGTH",
+    "OPTION_KEYS",
+    "Reader",
+    "compose",
+    "read_commits",
+    "read_decided",
+    "read_declared",
+    "read_signs",
+    "with_contracts",
+]
 
 # Styles of scalars that are text. The C loader and the Python loader differ on plain scalars.
 QUOTED = ("'", '"', "|", ">")
@@ -157,3 +176,191 @@ class Reader:
         if value is not None and not isinstance(value, (bool, int, float, str)):
             raise self.fail(node, f"{what} must be a number, text, true, false or null")
         return value
+
+
+# Commits
+
+NAME_LENGTH = 10  # the hexadecimal digits of a commit that name it
+COMMIT_KEYS = {"commit": True, "version": True, "date": True, "of": True}
+HASH = re.compile(r"[0-9a-f]{40}")
+DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
+
+
+def read_commits(
+    read: Reader, node: yaml.Node, supported: Mapping[str, tuple[str, ...]]
+) -> dict[str, dict[str, Commit]]:
+    """The commits in `node` by distribution and name, in the order of their dates. MatrixError names file and line."""
+    found: dict[str, dict[str, Commit]] = {}
+    for distribution, commits in read.mapping(node, "commits", dict.fromkeys(DISTRIBUTIONS, False)).items():
+        before = ""
+        for name, item in read.mapping(commits, f"commits of {distribution}").items():
+            commit = _commit(read, name, item)
+            if name in supported.get(distribution, ()):
+                raise read.fail(item, f"{name} is both a release and a commit of {distribution}")
+            if commit.date < before:
+                raise read.fail(item, f"commit {name} is of {commit.date}, but stands after one of {before}")
+            before = commit.date
+            found.setdefault(distribution, {})[name] = commit
+    return found
+
+
+def _commit(read: Reader, name: str, node: yaml.Node) -> Commit:
+    given = read.mapping(node, f"commit {name}", COMMIT_KEYS)
+    texts = {key: read.quoted(given[key], f"the {key} of commit {name}") for key in ("commit", "date")}
+    if not HASH.fullmatch(texts["commit"]):
+        raise read.fail(given["commit"], f"{texts['commit']!r} is not a commit: 40 hexadecimal digits, in lower case")
+    if name != texts["commit"][:NAME_LENGTH]:
+        first = texts["commit"][:NAME_LENGTH]
+        raise read.fail(node, f"a commit is named by its first {NAME_LENGTH} digits: {first}, not {name}")
+    if not _is_day(texts["date"]):
+        raise read.fail(given["date"], f"the date of commit {name} is {texts['date']!r}; write it as 2026-08-22")
+    return Commit(
+        name,
+        texts["commit"],
+        read.version(given["version"], f"the version of commit {name}"),
+        texts["date"],
+        read.text(given["of"], f"what commit {name} is of"),
+    )
+
+
+def _is_day(text: str) -> bool:
+    if not DATE.fullmatch(text):
+        return False
+    try:
+        date.fromisoformat(text)
+    except ValueError:
+        return False
+    return True
+
+
+# Contracts, signs that a release is right without a patch, and what people decided of bodies
+
+LISTS = ("parameters", "first", "also", "decorators", "has", "lacks", "keeps", "confined", "may", "returns")
+CONTRACT_KEYS = {**dict.fromkeys(("target",), True), **dict.fromkeys(("variants", *LISTS, "exact"), False)}
+PLACE = {"target": True, "has": False, "lacks": False, "once": False}
+SIGN_KEYS = {**PLACE, "target": False, "places": False, "note": True}
+DECIDED_KEYS = dict.fromkeys(("target", "body", "as", "note"), True)
+PHRASES = ("has", "lacks", "keeps", "confined", "may", "returns")
+
+
+def with_contracts(read: Reader, node: yaml.Node, variants: Mapping[str, Variant]) -> dict[str, Variant]:
+    """The variants with the contracts in `node`. A contract concerns the variants it names, or all with its body."""
+    found: dict[str, dict[str, Needs]] = {name: {} for name in variants}
+    for item in read.sequence(node, "contracts"):
+        given = read.mapping(item, "a contract", CONTRACT_KEYS)
+        body = read.target(given["target"], "target")
+        having = [name for name, variant in variants.items() if body in variant.bodies]
+        chosen = read.texts(given["variants"], "variants") if "variants" in given else having
+        odd = next((name for name in chosen if name not in having), None)
+        if odd is not None or not chosen:
+            raise read.fail(item, f"{body} is no body of {f'variant {odd}' if odd else 'a variant'}")
+        needs = _needs(read, item, given, body)
+        for name in chosen:
+            if body in found[name]:
+                raise read.fail(item, f"{body} has two contracts in variant {name}")
+            found[name][body] = needs
+    return {name: replace(variant, needs=found[name]) for name, variant in variants.items()}
+
+
+def _needs(read: Reader, node: yaml.Node, given: Mapping[str, yaml.Node], body: str) -> Needs:
+    if not given.keys() - {"target", "variants"}:
+        raise read.fail(node, f"the contract of {body} is empty; a body without a contract must be known")
+    lists = {name: _texts(read, given[name], name) for name in LISTS if name in given}
+    return Needs(**lists, exact="exact" in given and read.flag(given["exact"], "exact"))
+
+
+def read_signs(read: Reader, node: yaml.Node, key: str) -> Iterator[Sign]:
+    """The signs under `key`. A sign of one place is written without `places`."""
+    for item in read.sequence(node, key):
+        given = read.mapping(item, f"an entry of {key}", SIGN_KEYS)
+        note = read.text(given.pop("note"), "note")
+        if "places" in given:
+            if len(given) > 1:
+                raise read.fail(item, "a sign has either places, or a target with phrases")
+            places = [_place(read, p, read.mapping(p, "a place", PLACE)) for p in _items(read, given["places"])]
+        else:
+            places = [_place(read, item, given)]
+        yield Sign(tuple(places), note)
+
+
+def _items(read: Reader, node: yaml.Node) -> list[yaml.Node]:
+    items = list(read.sequence(node, "places"))
+    if not items:
+        raise read.fail(node, "places is empty")
+    return items
+
+
+def _place(read: Reader, node: yaml.Node, given: Mapping[str, yaml.Node]) -> Place:
+    if "target" not in given:
+        raise read.fail(node, "a sign needs a target, or places")
+    phrases = {name: _texts(read, given[name], name) for name in ("has", "lacks") if name in given}
+    once = "once" in given and read.flag(given["once"], "once")
+    return Place(read.target(given["target"], "target"), **phrases, once=once)
+
+
+def read_decided(read: Reader, node: yaml.Node, variants: Mapping[str, Variant]) -> Iterator[Decided]:
+    """The entries of `decided`. Each is about a body of a variant, or of any variant if a release is right."""
+    for item in read.sequence(node, "decided"):
+        given = read.mapping(item, "an entry of decided", DECIDED_KEYS)
+        gives = read.text(given["as"], "as", (*variants, *RIGHT))
+        target, body = read.target(given["target"], "target"), read.text(given["body"], "body")
+        having = [variants[gives]] if gives in variants else variants.values()
+        if not any(target in variant.bodies for variant in having):
+            raise read.fail(item, f"{target} is no body of {f'variant {gives}' if gives in variants else 'a variant'}")
+        if not re.fullmatch(FINGERPRINT, body):
+            raise read.fail(given["body"], f"{body!r} is not a fingerprint, as shim audit and shim pin print it")
+        yield Decided(target, body, gives, read.text(given["note"], "note"))
+
+
+def _texts(read: Reader, node: yaml.Node, what: str) -> tuple[str, ...]:
+    texts = read.texts(node, what)
+    if not texts:
+        raise read.fail(node, f"{what} is empty")
+    for text in texts if what in PHRASES else ():
+        try:
+            parsed(text)
+        except ValueError as error:
+            raise read.fail(node, f"{what}: {error}") from None
+    return texts
+
+
+# Options of patches
+
+OPTION_KEYS = {"default": True, **dict.fromkeys(("type", "choices", "minimum", "maximum", "above", "switch"), False)}
+
+
+def read_declared(read: Reader, name: str, node: yaml.Node) -> Declared:
+    """An option: a mapping of OPTION_KEYS, or just the default. Then shim checks nothing but the type."""
+    if not isinstance(node, yaml.MappingNode):
+        return Declared(name, default := read.scalar(node, name), _type(read, name, node, default, None))
+    given = read.mapping(node, f"option {name}", OPTION_KEYS)
+    default = read.scalar(given["default"], f"default of {name}")
+    kind = read.text(given["type"], f"type of {name}", tuple(TYPES)) if "type" in given else None
+    kind = _type(read, name, node, default, kind)
+    choices = read.texts(given["choices"], f"choices of {name}") if "choices" in given else ()
+    bounds = {key: _number(read, given[key], f"{key} of {name}") for key in BOUNDS if key in given}
+    switch = "switch" in given and read.flag(given["switch"], f"switch of {name}")
+    if switch and default is not False:
+        raise read.fail(node, f"option {name}: a switch is false by default")
+    if (choices and kind != "str") or (bounds and kind not in ("int", "float")):
+        raise read.fail(node, f"option {name}: choices belong to text, and {', '.join(BOUNDS)} to numbers")
+    found = Declared(name, default, kind, choices, **bounds, switch=switch)
+    try:
+        return replace(found, default=found.checked(default))
+    except ValueError as error:
+        raise read.fail(given["default"], f"the default of {name} {error}") from None
+
+
+def _type(read: Reader, name: str, node: yaml.Node, default: Any, kind: str | None) -> str:
+    if kind is not None:
+        return kind
+    if default is None:
+        raise read.fail(node, f"option {name} has no default to tell its type; say {{default: null, type: ...}}")
+    return type(default).__name__
+
+
+def _number(read: Reader, node: yaml.Node, what: str) -> float:
+    value = read.scalar(node, what)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise read.fail(node, f"{what} must be a finite number")
+    return value

@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
 from shim._matrix.concerns import WORDS
 from shim._matrix.coverage import check_coverage
-from shim._matrix.described import PATCH_FILE, Described, Descriptions
 from shim._matrix.model import (
     CHANGES,
     DISTRIBUTIONS,
@@ -27,12 +27,12 @@ from shim._matrix.model import (
     Variant,
 )
 from shim._matrix.pins import read_pins
-from shim._matrix.read_commits import read_commits
-from shim._matrix.read_needs import read_decided, read_signs, with_contracts
-from shim._matrix.read_options import read_declared
-from shim._matrix.reader import Reader, compose
+from shim._matrix.reader import Reader, compose, read_commits, read_decided, read_declared, read_signs, with_contracts
 from shim._releases.detect import DISTRIBUTIONS as KNOWN
 from shim._releases.known_trees import known_trees
+
+if TYPE_CHECKING:
+    from shim._matrix.load import Described, Descriptions
 
 __all__ = ["read_matrix"]
 
@@ -337,7 +337,7 @@ def _described(
         where = f"in the folder of the module {module.value}" if module is not None else "among the patches of shim"
         raise read.fail(
             node,
-            f"patch {id} has neither variants here nor a {PATCH_FILE} {where}; a patch outside of shim needs module:",
+            f"patch {id} has neither variants here nor a patch.yaml {where}; a patch outside of shim needs module:",
         )
     return found
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shim._matrix.commits import RIGHT
+from shim._matrix.declared import RIGHT
 
 __all__ = ["FAILURES", "Outcome", "Result", "outcome_of", "past", "summary", "verdict_of"]
 

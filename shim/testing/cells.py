@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shim._matrix.cells import cells as distinct_cells
-from shim._matrix.commits import MAIN as _MAIN
+from shim._matrix.declared import MAIN as _MAIN
 from shim._matrix.load import load_matrix
 
 from .environments import Environment, is_at_hand, made, needs, source_tree

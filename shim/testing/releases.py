@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from shim._matrix.commits import Commit
+from shim._matrix.declared import Commit
 from shim._matrix.load import load_matrix
 from shim._releases.versions import parse_version
 

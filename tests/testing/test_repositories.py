@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from shim._matrix.commits import Commit
+from shim._matrix.declared import Commit
 from shim.testing import FetchError, at_hand, environment, fetch, releases, repositories
 from shim.testing.releases import fetch_commit
 from shim.testing.repositories import GitError, archive, described, local_repository, obtain

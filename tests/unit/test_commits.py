@@ -8,8 +8,8 @@ import pytest
 from unit_helpers import BROKEN, FIXED, MATRIX, REWORKED, megatron
 
 from shim._errors import MatrixError, NotMetError
-from shim._matrix.commits import UPSTREAM
 from shim._matrix.compiled import read_compiled, render_compiled
+from shim._matrix.declared import UPSTREAM
 from shim._matrix.load import load_matrix
 from shim._matrix.pins import lock_path, read_pins, recorded_pins, render_pins
 from shim._planning.evidence import FIXED as IS_FIXED

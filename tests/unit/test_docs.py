@@ -7,7 +7,7 @@ import pytest
 from unit_helpers import REPOSITORY
 
 from shim._engine.report import STATES
-from shim._matrix import read_commits, read_needs, read_options, rules
+from shim._matrix import reader, rules
 from shim._matrix.load import load_matrix
 from shim._planning.texts import explanation, patch_docstring
 from shim.maintenance import docs as _docs
@@ -182,12 +182,7 @@ def test_every_key_of_the_matrix_is_documented(name):
 
 
 def test_every_table_of_keys_is_documented():
-    tables = [
-        name
-        for module in (rules, read_commits, read_needs, read_options)
-        for name in vars(module)
-        if name == "KEYS" or name.endswith("_KEYS")
-    ]
+    tables = [name for module in (rules, reader) for name in vars(module) if name == "KEYS" or name.endswith("_KEYS")]
     assert len(tables) == len(TABLES)
 
 

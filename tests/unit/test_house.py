@@ -192,8 +192,6 @@ TESTED_IN = {
     "_engine.states": "engine/test_failures",
     "_locks": "engine/test_interrupts",
     "_matrix.coverage": "unit/test_matrix",
-    "_matrix.declared": "unit/test_factories",
-    "_matrix.reader": "unit/test_matrix",
     "_proving.models": "testing/test_prove",
     "_releases.archives": "unit/test_hostile_trees",
     "_releases.recorded": "testing/test_known_files",

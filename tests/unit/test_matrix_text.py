@@ -9,7 +9,7 @@ from thorough import times
 from unit_helpers import MATRIX
 
 from shim._errors import MatrixError
-from shim._matrix.commits import Commit
+from shim._matrix.declared import Commit
 from shim._matrix.load import load_matrix, matrix_path
 from shim.maintenance.matrix_text import top_bound, with_commit, with_release, with_wider_ranges
 

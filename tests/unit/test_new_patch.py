@@ -13,7 +13,7 @@ from pinned import write_pins
 from unit_helpers import REPOSITORY, megatron
 
 from shim._errors import NotMetError, OptionError
-from shim._matrix.commits import Commit
+from shim._matrix.declared import Commit
 from shim._matrix.load import load_matrix
 from shim._matrix.model import Matrix
 from shim._tools.cli import main
