@@ -11,7 +11,7 @@ from shim._matrix import load
 from shim._matrix.load import load_matrix
 from shim._matrix.model import Matrix
 from shim._planning.evidence import FIXED, NOT_FIXED, RIGHT
-from shim._releases.known_trees import known_trees
+from shim._releases.known_files import known_trees
 from shim._tools.support import support, support_table
 
 from . import docs_sample, docs_training

@@ -20,8 +20,7 @@ from shim._matrix.load import load_matrix
 from shim._matrix.model import Matrix
 from shim._planning.evidence import CANNOT_RUN
 from shim._planning.lock import read_lock
-from shim._releases.known_files import known_files, render_files
-from shim._releases.known_trees import FILE
+from shim._releases.known_files import TREES, known_files, render_files
 
 __all__ = ["main", "render_trees", "with_tree"]
 
@@ -93,10 +92,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("lock", type=Path, help="written by shim pin --prove on the tree")
     parser.add_argument("--note", dest="of", help="what the tree is, in words; of a commit the matrix says it")
     options = parser.parse_args(argv)
-    found = json.loads(FILE.read_text("utf-8"))
+    found = json.loads(TREES.read_text("utf-8"))
     of = options.of or _said_of(load_matrix(), found, options.name)
     table = with_tree(found, options.name, of, read_lock(options.lock))
-    FILE.write_text(render_trees(table), "utf-8")
+    TREES.write_text(render_trees(table), "utf-8")
     shown = sum(options.name in said["trees"] for entries in table["patches"].values() for said in entries)
     print(f"{options.name}: {shown} patches")
     return 0

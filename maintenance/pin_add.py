@@ -11,6 +11,7 @@ from typing import Any
 
 from packaging.version import Version
 
+from shim._archives.trees import Tree, open_tree
 from shim._errors import MatrixError, NotMetError, OptionError
 from shim._matrix import load
 from shim._matrix.declared import RIGHT, Commit
@@ -20,7 +21,6 @@ from shim._planning.evidence import evidence_for, evidence_in
 from shim._releases import known_files
 from shim._releases.known_files import measure_files
 from shim._releases.sources import Sources
-from shim._releases.trees import Tree, open_tree
 from shim._releases.versions import parse_version
 from shim._tools.audit import Audit, Finding, audit
 from shim._tools.audit_report import as_text

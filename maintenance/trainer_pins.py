@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shim._archives.trees import open_tree
 from shim._matrix import load
 from shim._matrix.load import load_matrix
 from shim._matrix.model import Matrix
-from shim._releases.trees import open_tree
 from shim._tools.audit import audit
 
 from .docs_trainers import PINS, Trainer, read_trainers

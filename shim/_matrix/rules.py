@@ -29,7 +29,7 @@ from shim._matrix.model import (
 from shim._matrix.pins import read_pins
 from shim._matrix.reader import Reader, compose, read_commits, read_decided, read_declared, read_signs, with_contracts
 from shim._releases.detect import DISTRIBUTIONS as KNOWN
-from shim._releases.known_trees import known_trees
+from shim._releases.known_files import known_trees
 
 if TYPE_CHECKING:
     from shim._matrix.load import Described, Descriptions

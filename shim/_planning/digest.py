@@ -109,9 +109,9 @@ ROOMS = (
     "ops",
     "patches",
 )
-# The command line, the proofs and their runner, and the helpers of tests. A job that calls shim.apply() loads none of
-# them, and no other room imports them.
-BESIDE = ("__main__.py", "_proving", "_tools", "testing")
+# The command line and what it opens, the proofs and their runner, and the helpers of tests. A job that calls
+# shim.apply() loads none of them, and no other room imports them.
+BESIDE = ("__main__.py", "_archives", "_proving", "_tools", "testing")
 PROOFS = ("/proof.py", "/gpu_proof.py")
 
 TEXT = (".py", ".json", ".yaml")

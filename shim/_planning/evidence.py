@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shim._record import record
 from shim._releases.detect import PATCHED
-from shim._releases.known_trees import known_trees
+from shim._releases.known_files import known_trees
 
 if TYPE_CHECKING:
     from shim._releases.detect import Environment

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
+from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlparse
 
 from packaging.version import Version
@@ -18,7 +20,6 @@ from shim._errors import SourceError
 from shim._printing.printable import one_line
 from shim._record import record
 from shim._releases.files import read_beginning
-from shim._releases.recorded import Recorded, recorded
 from shim._releases.sources import Sources, parse
 from shim._releases.versions import parse_version
 
@@ -29,14 +30,17 @@ __all__ = [
     "VERSION_LIMIT",
     "Environment",
     "Installed",
+    "Recorded",
     "detect",
     "place_of",
+    "recorded",
     "same_place",
     "version_in_package_info",
 ]
 
 PATCHED = ("megatron-core", "transformer-engine")  # the distributions that patches are of; torch is only reported
 VERSION_LIMIT = 100  # characters of a version
+METADATA_LIMIT = 1_000_000  # bytes; the largest real METADATA has 100 kB
 VERSION_FILE_LIMIT = 100_000  # bytes; the largest real one has 3 kB
 
 
@@ -279,3 +283,76 @@ def detect(sources: Sources | None = None) -> Environment:
         if found is not None:
             installed[distribution] = found
     return Environment(installed, sources)
+
+
+# Installers' records, read from the metadata on sys.path. To import importlib.metadata takes longer than a whole plan,
+# so directories are read here. Archives, and other finders that know distributions, are rare.
+
+
+class Recorded(NamedTuple):
+    """One installation: its version, the directory that its files are relative to, the text of its direct_url.json."""
+
+    version: str | None
+    directory: str
+    direct_url: str | None
+
+
+def recorded(distribution: str) -> Iterator[Recorded]:
+    """Every installation of `distribution` with metadata on sys.path, in the order of sys.path."""
+    others = [finder for finder in sys.meta_path if finder is not PathFinder and hasattr(finder, "find_distributions")]
+    if others:
+        yield from _by_importlib(distribution, sys.path)
+        return
+    for entry in sys.path:
+        if os.path.isfile(entry):
+            yield from _by_importlib(distribution, [entry])
+        else:
+            yield from _in_directory(distribution, entry or os.curdir)
+
+
+def _in_directory(distribution: str, directory: str) -> Iterator[Recorded]:
+    wanted = _normalised(distribution)
+    try:
+        names = os.listdir(directory)
+    except OSError:
+        return
+    for name in names:
+        if not name.endswith((".dist-info", ".egg-info")):
+            continue
+        if _normalised(name.rpartition(".")[0].partition("-")[0]) == wanted:
+            home = os.path.join(directory, name)
+            text = _text(home, "METADATA") or _text(home, "PKG-INFO") or _text(home)
+            yield Recorded(_version(text or ""), directory, _text(home, "direct_url.json"))
+
+
+def _normalised(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _text(*parts: str) -> str | None:
+    try:
+        return read_beginning(os.path.join(*parts), METADATA_LIMIT).decode("utf-8")
+    except (SourceError, UnicodeDecodeError):
+        return None
+
+
+def _version(text: str) -> str | None:
+    """The version in the header of metadata. The header ends at the first empty line."""
+    for line in text.splitlines():
+        key, colon, value = line.partition(":")
+        if not line.strip():
+            return None
+        if colon and key.strip().lower() == "version":
+            return value.strip() or None
+    return None
+
+
+def _by_importlib(distribution: str, path: Sequence[str]) -> Iterable[Recorded]:
+    from importlib import metadata
+
+    for found in metadata.distributions(name=distribution, path=list(path)):
+        try:
+            version = found.metadata["Version"]
+        except UnicodeDecodeError:
+            version = None
+        yield Recorded(version, str(found.locate_file("")), found.read_text("direct_url.json"))

@@ -73,7 +73,7 @@ def source_of(path: str | None) -> str | None:
     found = _split(path) if path is not None and path.endswith(".pyc") else None
     if path is None or found is None:
         return path
-    from shim._releases.archives import has_member  # here, because zips are rare
+    from shim._releases.zips import has_member  # here, because zips are rare
 
     return path[:-1] if has_member(found[0], found[1][:-1]) else path
 
@@ -82,7 +82,7 @@ def read_beginning(path: str, size: int) -> bytes:
     """The first `size` bytes of the file at `path`, which may be in a zip. SourceError says why it cannot be read."""
     found = _split(path)
     if found is not None:
-        from shim._releases.archives import beginning_in  # here, because zips are rare
+        from shim._releases.zips import beginning_in  # here, because zips are rare
 
         return beginning_in(*found, size)
     try:

@@ -1,8 +1,15 @@
-"""Files of known releases by digest, so that shim knows their bodies without parsing.
+"""Files of known releases by digest, so that shim knows their bodies without parsing; and commits and forks.
 
 `shim pin --releases` writes known_files.json: {module: {digest of a file: {qualified name: fingerprint}}}, for all
 names that a patch of the matrix binds or reads. The digest covers the whole file, so no entry can be stale. Files of
 commits and forks are in known_trees.json. A file with an unknown digest is parsed.
+
+known_trees.json is about commits and forks that trainers run: what the proofs of patches have shown there, and the
+bodies in their files. It is made of locks that `shim pin --prove` has written (docs/evidence.md):
+
+    trees: {name: {of, releases, date, torch, python, where}}
+    patches: {patch id: [{trees, verdict, variant, fingerprints, shown, dropped}]}, trees with the same bodies together
+    files: as in known_files.json, for files that no release has
 """
 
 from __future__ import annotations
@@ -11,15 +18,26 @@ import json
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from shim._errors import SourceError
 from shim._releases.fingerprint import ABSENT, fingerprint, split_target
-from shim._releases.known_trees import known_trees
 from shim._releases.sources import Known, Sources
 
-__all__ = ["FILE", "KnownFiles", "known_files", "known_value", "known_with", "measure_files", "render_files"]
+__all__ = [
+    "FILE",
+    "TREES",
+    "KnownFiles",
+    "known_files",
+    "known_trees",
+    "known_value",
+    "known_with",
+    "measure_files",
+    "render_files",
+]
 
 FILE = Path(__file__).with_name("known_files.json")
+TREES = Path(__file__).with_name("known_trees.json")
 MISSING = ""  # stands for a fingerprint: the name is missing, and so is its class or module
 
 KnownFiles = Mapping[str, Mapping[str, Mapping[str, str]]]
@@ -29,6 +47,12 @@ KnownFiles = Mapping[str, Mapping[str, Mapping[str, str]]]
 def known_files() -> KnownFiles:
     """The table that ships with shim."""
     return json.loads(FILE.read_text("utf-8"))
+
+
+@lru_cache(maxsize=1)
+def known_trees() -> Mapping[str, Any]:
+    """The table that ships with shim. It is read on first use: a plan on a release does not need it."""
+    return json.loads(TREES.read_text("utf-8"))
 
 
 def measure_files(sources: Sources, targets: Iterable[str], into: dict[str, dict[str, dict[str, str]]]) -> None:

@@ -8,8 +8,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from shim._archives.trees import Tree, open_tree
 from shim._errors import OptionError
-from shim._releases.trees import Tree, open_tree
 from shim._tools.fetching import fetched
 
 __all__ = ["first_on_path"]

@@ -13,6 +13,7 @@ from typing import Any
 
 from packaging.version import Version
 
+from shim._archives.trees import Fetch, Tree, beside
 from shim._errors import ShimError, SourceError
 from shim._matrix.model import RIGHT, Matrix, PatchEntry
 from shim._planning.bodies import GONE, Bodies
@@ -21,7 +22,6 @@ from shim._planning.match import Match, match
 from shim._releases.detect import DISTRIBUTIONS, Environment, Installed
 from shim._releases.fingerprint import definitions, split_target
 from shim._releases.sources import Sources
-from shim._releases.trees import Fetch, Tree, beside
 from shim._te.names import LostName, lost_names
 from shim._tools.audit_contracts import judged
 

@@ -209,7 +209,7 @@ def do_new_patch(arguments: argparse.Namespace) -> int:
 
 
 def do_audit(arguments: argparse.Namespace) -> int:
-    from shim._releases.trees import open_tree
+    from shim._archives.trees import open_tree
     from shim._tools.audit import audit
     from shim._tools.audit_report import as_markdown, as_text
 

@@ -120,7 +120,7 @@ def _against(target: str | None) -> Iterator[tuple[dict[str, str], str]]:
     if target is None:
         yield {}, ""
         return
-    from shim._releases.trees import open_tree
+    from shim._archives.trees import open_tree
     from shim._tools.against import first_on_path
     from shim._tools.audit import audit
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from shim._releases.git_commits import ELSEWHERE, QUIET, SETTINGS
+from shim._archives.git_commits import ELSEWHERE, QUIET, SETTINGS
 
 __all__ = ["REPOSITORIES", "SECONDS", "GitError", "archive", "described", "local_repository", "obtain"]
 

@@ -7,8 +7,8 @@ import zipfile
 
 from unit_helpers import BROKEN, megatron
 
+from shim._archives.trees import open_tree
 from shim._matrix.load import load_matrix
-from shim._releases.trees import open_tree
 from shim._tools.audit import audit
 from shim.testing.releases import FetchError
 

@@ -10,6 +10,7 @@ import pytest
 from recording import NO_SOURCES
 from thorough import times
 
+from shim._archives.trees import open_tree
 from shim._errors import NotMetError
 from shim._matrix.load import load_matrix
 from shim._planning.match import match
@@ -18,7 +19,6 @@ from shim._planning.plan import make_plan
 from shim._planning.requirements import enforce
 from shim._releases.fingerprint import FunctionNode, definitions, split_target
 from shim._releases.sources import Sources
-from shim._releases.trees import open_tree
 from shim.testing.releases import at_hand, fetch
 
 MATRIX = load_matrix()

@@ -9,11 +9,11 @@ import pytest
 from audit_cases import EDITED, wheel_of
 from unit_helpers import BROKEN, FIXED, MATRIX, REPOSITORY, megatron, metadata, write_file
 
+from shim._archives.trees import open_tree
 from shim._errors import OptionError
 from shim._matrix.load import load_matrix
 from shim._matrix.model import RIGHT
 from shim._planning import match as _match
-from shim._releases.trees import open_tree
 from shim._te import names as _wanted
 from shim._tools.audit import FINE, VERDICTS, Finding, audit
 from shim._tools.audit_report import as_markdown, as_text

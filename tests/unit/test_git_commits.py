@@ -6,10 +6,10 @@ import pytest
 from audit_cases import EDITED, commit, examiner, git
 from unit_helpers import BROKEN, megatron, write_file
 
+from shim._archives import git_commits as _git_commits
+from shim._archives.trees import open_tree
 from shim._errors import OptionError
-from shim._releases import git_commits as _git_commits
 from shim._releases.sources import MAX_SOURCE_BYTES
-from shim._releases.trees import open_tree
 from shim._tools.audit import audit
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="there is no git on this machine")

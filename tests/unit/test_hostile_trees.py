@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from unit_helpers import BROKEN, MATRIX, REPOSITORY, megatron, write_file
 
+from shim._archives.packed import WheelSources
+from shim._archives.trees import open_tree
 from shim._errors import MatrixError, OptionError, SourceError
 from shim._matrix.load import load_matrix
 from shim._releases.sources import MAX_SOURCE_BYTES
-from shim._releases.trees import open_tree
-from shim._releases.wheels import WheelSources
 from shim._te import names as _wanted
 from shim._tools.audit import audit
 from shim._tools.audit_report import as_markdown, as_text

@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "_releases": {"_errors", "_locks", "_printing", "_record"},
     "_matrix": {"_errors", "_record", "_releases"},
     "_planning": {"_errors", "_printing", "_record", "_version", "_releases", "_matrix"},
+    "_archives": {"_errors", "_printing", "_record", "_releases"},
     "_te": {"_errors", "_record", "_releases", "_planning"},
     "_engine": {
         "_errors",
@@ -38,9 +39,10 @@ MAY_IMPORT = {
     },
     "_api": {"_errors", "_record", "_releases", "_matrix", "_planning", "_te", "_engine"},
     "_workers": {"_errors", "_planning", "_api"},
-    "testing": {"_errors", "_torch_names", "_releases", "_matrix", "_planning", "_engine", "_api", "ops"},
+    "testing": {"_errors", "_archives", "_torch_names", "_releases", "_matrix", "_planning", "_engine", "_api", "ops"},
     "_proving": {"_errors", "_printing", "_torch_names", "_releases", "_matrix", "_planning", "_api", "testing"},
     "_tools": {
+        "_archives",
         "_errors",
         "_printing",
         "_record",
@@ -54,6 +56,7 @@ MAY_IMPORT = {
     }
     | {"_workers", "testing", "_proving"},
     "maintenance": {
+        "_archives",
         "_errors",
         "_printing",
         "_record",
@@ -193,8 +196,7 @@ TESTED_IN = {
     "_locks": "engine/test_interrupts",
     "_matrix.coverage": "unit/test_matrix",
     "_proving.models": "testing/test_prove",
-    "_releases.archives": "unit/test_hostile_trees",
-    "_releases.recorded": "testing/test_known_files",
+    "_releases.zips": "unit/test_hostile_trees",
     "_tools.output": "unit/test_cli",
     "_tools.checkout": "unit/test_cli",
     "_workers.run.sitecustomize": "unit/test_run",

@@ -13,8 +13,7 @@ from shim._planning.evidence import CANNOT_RUN, NOT_FIXED, RIGHT, VERDICTS
 from shim._planning.evidence import FIXED as IS_FIXED
 from shim._planning.plan import make_plan
 from shim._proving.decide import _unknown_bodies
-from shim._releases.known_files import known_value
-from shim._releases.known_trees import FILE, known_trees
+from shim._releases.known_files import TREES, known_trees, known_value
 from shim.maintenance.known_trees import main, render_trees, with_tree
 
 EMPTY = {"trees": {}, "patches": {}, "files": {}}
@@ -115,7 +114,7 @@ def test_files_of_a_known_tree_are_not_parsed(shipped, monkeypatch):
 
 
 def test_a_fork_needs_words(tmp_path, shipped, monkeypatch):
-    monkeypatch.setattr("shim.maintenance.known_trees.FILE", tmp_path / "known_trees.json")
+    monkeypatch.setattr("shim.maintenance.known_trees.TREES", tmp_path / "known_trees.json")
     (tmp_path / "known_trees.json").write_text(render_trees(EMPTY))
     with pytest.raises(OptionError, match="say with --note what it is"):
         main(["a-fork", str(tmp_path / "no.lock")])
@@ -138,7 +137,7 @@ TABLE = known_trees()
 
 
 def test_the_table_is_as_it_is_written():
-    assert render_trees(TABLE) == FILE.read_text("utf-8")
+    assert render_trees(TABLE) == TREES.read_text("utf-8")
 
 
 @pytest.mark.parametrize("id", TABLE["patches"])

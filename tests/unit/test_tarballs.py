@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from unit_helpers import BROKEN, REPOSITORY, megatron, write_file
 
+from shim._archives import tarballs as _tarballs
+from shim._archives.trees import open_tree
 from shim._errors import OptionError
-from shim._releases import tarballs as _tarballs
 from shim._releases.sources import MAX_SOURCE_BYTES
-from shim._releases.trees import open_tree
 from shim.testing.patience import patience
 
 MEMORY = 100  # MB of a process that opens an archive
@@ -287,7 +287,7 @@ MEASURE = """
 import re, sys
 from pathlib import Path
 from shim._errors import OptionError
-from shim._releases.trees import open_tree
+from shim._archives.trees import open_tree
 for path in sys.argv[1:]:
     try:
         open_tree(path, None)

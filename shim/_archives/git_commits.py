@@ -10,8 +10,8 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from shim._archives.packed import HELD_LIMIT, LARGE, LINK, MEMBER_LIMIT, HeldSources, inner_path
 from shim._errors import OptionError
-from shim._releases.packed import HELD_LIMIT, LARGE, LINK, MEMBER_LIMIT, HeldSources, inner_path
 from shim._releases.sources import MAX_SOURCE_BYTES
 
 __all__ = ["ELSEWHERE", "QUIET", "SETTINGS", "is_bare", "open_commit"]

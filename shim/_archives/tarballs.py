@@ -13,8 +13,8 @@ import zlib
 from collections.abc import Callable
 from typing import BinaryIO
 
+from shim._archives.packed import HELD_LIMIT, LARGE, LINK, MEMBER_LIMIT, HeldSources
 from shim._errors import SourceError
-from shim._releases.packed import HELD_LIMIT, LARGE, LINK, MEMBER_LIMIT, HeldSources
 from shim._releases.sources import MAX_SOURCE_BYTES
 
 __all__ = ["COMMIT", "is_tarball", "open_tarball"]

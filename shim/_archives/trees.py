@@ -11,6 +11,9 @@ from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
+from shim._archives.git_commits import is_bare, open_commit
+from shim._archives.packed import JoinedSources, PackedSources, WheelSources, inner_path
+from shim._archives.tarballs import COMMIT, is_tarball, open_tarball
 from shim._errors import OptionError, SourceError
 from shim._printing.printable import one_line
 from shim._record import record
@@ -24,12 +27,8 @@ from shim._releases.detect import (
     version_in_package_info,
 )
 from shim._releases.files import read_beginning
-from shim._releases.git_commits import is_bare, open_commit
-from shim._releases.packed import JoinedSources, PackedSources, inner_path
 from shim._releases.sources import Sources
-from shim._releases.tarballs import COMMIT, is_tarball, open_tarball
 from shim._releases.versions import parse_version
-from shim._releases.wheels import WheelSources
 
 __all__ = ["Tree", "beside", "open_tree"]
 

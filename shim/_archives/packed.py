@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import zipfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from shim._errors import SourceError
 from shim._releases.sources import MAX_SOURCE_BYTES, Sources
+from shim._releases.zips import DAMAGED, beginning_of_member
 
 __all__ = [
     "HELD_LIMIT",
@@ -15,6 +18,7 @@ __all__ = [
     "HeldSources",
     "JoinedSources",
     "PackedSources",
+    "WheelSources",
     "inner_path",
 ]
 
@@ -84,6 +88,26 @@ class HeldSources(PackedSources):
         if name not in self._files:
             raise SourceError(f"there is no {name} in {self.place}", "missing")
         return self._files[name][:size]
+
+
+class WheelSources(PackedSources):
+    """Sources inside a zip, read member by member. Nothing is unpacked to disk, and no member beyond its limit."""
+
+    def __init__(self, wheel: str | os.PathLike[str]) -> None:
+        try:
+            self._archive = zipfile.ZipFile(wheel)
+        except DAMAGED as error:
+            raise SourceError(f"{os.fspath(wheel)} is not a wheel: {error}") from None
+        names = {info.filename: info for info in self._archive.infolist()}
+        super().__init__(os.fspath(wheel), names)
+
+    @property
+    def comment(self) -> bytes:
+        """The comment of the zip, in which GitHub names the commit."""
+        return self._archive.comment
+
+    def beginning(self, name: str, size: int) -> bytes:
+        return beginning_of_member(self._archive, name, size)
 
 
 class JoinedSources(Sources):
