@@ -13,6 +13,7 @@ import pytest
 from thorough import in_full
 
 from shim.testing import environment, fetch
+from shim.testing.patience import patience
 from shim.testing.releases import FetchError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -39,6 +40,7 @@ def edited(release, place, edits):
 def prove(tree, ids, place):
     """The verdicts of the proofs by patch, and what the command printed."""
     command = [sys.executable, "-m", "shim", "pin", "--prove", "--lock", "shim.lock", "--only", ids]
+    command += ["--timeout", f"{patience():.0f}"]
     where = {"cwd": place, "env": environment([tree, REPOSITORY])}
     done = subprocess.run(command, capture_output=True, text=True, **where)
     assert done.returncode == 0, done.stderr
@@ -76,6 +78,7 @@ BOTH = "mtp-recompute,mtp-full-embeddings"
 BESIDE = ",mtp-gather-gradient"  # a proof of the second asks for it
 
 
+@in_full
 def test_a_tree_that_wants_tokens_for_multi_token_prediction_gets_them(tmp_path):
     """As slime's and miles' images do. The truth of packed rows is moved with them."""
     ids = BOTH + ",mtp-packed-sequences"
