@@ -39,7 +39,7 @@ def readme():
 
 
 class BuildWithMatrix(build_py):
-    """build_py, and into the package the matrix with its pins and its fast form, and the changelog for `shim diff`."""
+    """build_py, and into the package the matrix with its pins and its fast form."""
 
     def run(self):
         super().run()
@@ -47,9 +47,6 @@ class BuildWithMatrix(build_py):
             package = Path(self.build_lib) / "shim"
             for name in ("version_matrix.yaml", "version_matrix.lock.json"):
                 shutil.copyfile(HERE / name, package / name)
-            shutil.copyfile(HERE / "CHANGELOG.md", package / "CHANGELOG.md")
-            unwanted = shutil.ignore_patterns("README.md", "template.md")
-            shutil.copytree(HERE / "changes", package / "changes", ignore=unwanted, dirs_exist_ok=True)
             fast_form = package / "_matrix" / "matrix.json"
             # Before what is there: an isolated build finds what it requires by it.
             path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))

@@ -20,8 +20,7 @@ from shim._tools.bisect_runs import Outcome, Record, differs, execute, same_numb
 from shim._tools.bisect_search import Found, search
 from shim._tools.commands import selection
 from shim._tools.output import OK, put, tell
-from shim._workers.deaf import deaf_part
-from shim._workers.environment import run_environment
+from shim._workers.environment import refuse_to_be_ignored, run_environment
 
 __all__ = ["do_bisect"]
 
@@ -58,8 +57,7 @@ def _refuse(arguments: argparse.Namespace, command: Sequence[str]) -> None:
         raise OptionError("torchrun has started shim bisect; put it in front instead: shim bisect -- torchrun train.py")
     if shutil.which(command[0]) is None:
         raise OptionError(f"{command[0]} cannot be run: there is no such command")
-    if deaf := deaf_part(command):
-        raise NotMetError(f"{command[0]}: with {deaf} Python ignores shim's environment. Remedy: leave {deaf} out.")
+    refuse_to_be_ignored(command)
     if not 0 <= arguments.tolerance < float("inf"):
         raise OptionError(f"--tolerance is {arguments.tolerance}; it must be 0 or more")
 

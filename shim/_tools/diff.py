@@ -13,13 +13,12 @@ from shim._matrix.load import load_matrix
 from shim._matrix.model import CHANGES, Matrix
 from shim._planning.digest import differing_parts
 from shim._planning.evidence import tree_for, trees_of
-from shim._planning.lock import OWN, SHARED, SHIM, UNTOLD, locked, other_code, read_lock
+from shim._planning.lock import OWN, SHARED, UNTOLD, locked, other_code, read_lock
 from shim._planning.options import matrix_argument
 from shim._planning.plan import Plan
 from shim._planning.texts import nothing_installed
 from shim._printing.printable import one_line
 from shim._tools.commands import selection
-from shim._tools.news import news_of
 from shim._tools.output import NOT_MET, OK, put
 
 __all__ = ["Difference", "Other", "compare", "do_diff"]
@@ -40,7 +39,6 @@ class Other:
 
     how: "new", "gone" or "changed".    what: each difference in words.    own_code: whether its own code differs.
     changes: what the patch changes in the numbers of a run: of CHANGES, or "" if this shim does not have the patch.
-    news: lines of the changelog.
     """
 
     how: str
@@ -48,7 +46,6 @@ class Other:
     own_code: bool
     changes: str
     summary: str
-    news: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,6 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], matrix: Matrix, made
     made: the plan that `new` is of, which says why a patch is gone.
     """
     releases = _both(old["releases"], new["releases"])
-    since = old["releases"].get(SHIM)
     patches: dict[str, Other] = {}
     code: dict[str, list[str]] = {SHARED: [], UNTOLD: []}
     bodies: dict[str, int] = {}
@@ -131,14 +127,12 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], matrix: Matrix, made
         if not what:
             continue
         entry = matrix.patches.get(id)
-        told = whose == OWN or then is None or then["variant"] != (now or then)["variant"]
         patches[id] = Other(
             NEW if then is None else GONE if now is None else CHANGED,
             tuple(what),
             whose == OWN,
             "" if entry is None else entry.changes,
             "" if entry is None else entry.summary,
-            tuple(f"{line.version}: {line.text}" for line in news_of(id, since)) if told else (),
         )
     drifted = {id: GONE for id in old["drifted"] if id not in new["drifted"]}
     return Difference(
@@ -236,6 +230,5 @@ def as_text(found: Difference, old: str, now: str, more: int) -> str:
 
 def _of_patch(id: str, other: Other) -> Iterator[str]:
     yield f"  {other.how:<7} {id}: {'; '.join(other.what)}"
-    more = f" (and {len(other.news) - 1} more in CHANGELOG.md)" if len(other.news) > 1 else ""
-    news = [f"changelog, {line}{more}" for line in other.news[:1]]
-    yield from (f"      {line}" for line in (other.summary, *news) if line)
+    if other.summary:
+        yield f"      {other.summary}"

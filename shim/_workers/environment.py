@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,12 +21,11 @@ from shim._planning.options import (  # noqa: F401 - two of them for get_type_hi
     is_true,
     takes_arguments,
 )
-from shim._workers.deaf import deaf_part
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["CommandError", "apply_in_ray_worker", "ray_runtime_env", "run", "run_environment"]
+__all__ = ["CommandError", "apply_in_ray_worker", "ray_runtime_env", "refuse_to_be_ignored", "run", "run_environment"]
 
 DIRECTORY = Path(__file__).with_name("run")  # holds a sitecustomize.py
 # Start of an entry of PYTHONPATH below DIRECTORY that names the packages that may hold patch modules. It is not a
@@ -33,6 +33,9 @@ DIRECTORY = Path(__file__).with_name("run")  # holds a sitecustomize.py
 ALLOWED = "packages="
 HOOK = "shim._workers.environment.apply_in_ray_worker"
 NEXT_HOOK = PREFIX + "RAY_NEXT_HOOK"
+# Options of Python in front of -c, -m or the program; and those of them with -I or -E (no PYTHONPATH) or -S (no site).
+OPTION = re.compile(r"-[^-cm].*")
+IGNORES = re.compile(r"-[bBdhiOPqRsuvVx]*[IES].*")
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in the driver of a submitted job
 RAY_PACKAGES = PREFIX + "RAY_PACKAGES"  # only HOOK reads it, and only a runtime environment sets HOOK
 
@@ -78,6 +81,18 @@ def _is_ours(entry: str) -> bool:
     return bool(entry) and str(DIRECTORY) in (path := os.path.abspath(entry), os.path.dirname(path))
 
 
+def refuse_to_be_ignored(command: Sequence[str]) -> None:
+    """Raise NotMetError if `command` is a Python with -I, -E or -S, which keep it from applying shim."""
+    words = list(command[1:]) if command and os.path.basename(command[0]).startswith("python") else []
+    while words and OPTION.fullmatch(word := words.pop(0)):
+        if IGNORES.fullmatch(word):
+            raise NotMetError(
+                f"{command[0]}: with {word} Python ignores shim's environment, so shim would not be "
+                f"applied. Remedy: leave {word} out, or call shim.apply() in the program."
+            )
+        del words[: word in ("-W", "-X")]  # the next word is its value
+
+
 class CommandError(OptionError):
     """A command cannot be run. `exit_code` is the one that a shell would return."""
 
@@ -88,12 +103,7 @@ class CommandError(OptionError):
 
 def run(command: Sequence[str], **arguments: Any) -> None:
     """Replace this process by `command`, in `run_environment(**arguments)`. CommandError if it cannot run."""
-    deaf = deaf_part(command)
-    if deaf:
-        raise NotMetError(
-            f"{command[0]}: with {deaf} Python ignores the environment of `shim run`, so shim would not be applied. "
-            f"Remedy: leave {deaf} out, or call shim.apply() in the program."
-        )
+    refuse_to_be_ignored(command)
     environment = run_environment(**arguments)
     environment.pop(SAID, None)  # it is a job of its own
     try:

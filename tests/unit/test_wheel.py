@@ -17,7 +17,6 @@ import pytest
 from unit_helpers import REPOSITORY, megatron, metadata
 
 import shim
-from shim.maintenance.changes import fragments
 
 
 def has_setuptools():
@@ -178,7 +177,6 @@ def test_the_wheel_holds_matrix_and_patches_inside_the_package(wheel):
     wanted = {
         "shim/version_matrix.yaml",
         "shim/version_matrix.lock.json",
-        "shim/CHANGELOG.md",
         "shim/py.typed",
         "shim/_te/wanted_names.json",
         "shim/_matrix/matrix.json",
@@ -189,7 +187,6 @@ def test_the_wheel_holds_matrix_and_patches_inside_the_package(wheel):
     for directory, into in (("shim", "shim"), ("patches", "shim/patches")):
         for file in (file for kind in ("*.py", "patch.yaml") for file in (REPOSITORY / directory).rglob(kind)):
             wanted.add(f"{into}/{file.relative_to(REPOSITORY / directory).as_posix()}")
-    wanted |= {f"shim/changes/{file.name}" for file in fragments(REPOSITORY)}
     assert names == wanted
 
 
