@@ -24,7 +24,7 @@ from shim._releases.sources import Sources
 from shim._releases.versions import parse_version
 from shim._tools.audit import Audit, Finding, audit
 from shim._tools.audit_report import as_text
-from shim._tools.stale_pins import stale
+from shim._tools.support import stale
 from shim.testing.releases import FetchError, fetch_commit
 from shim.testing.repositories import REPOSITORIES, GitError, described, local_repository, obtain
 

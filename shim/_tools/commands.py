@@ -192,7 +192,7 @@ def do_matrix(arguments: argparse.Namespace) -> int:
 
 def _stale_pins(matrix: Matrix) -> list[str]:
     """Where the pins disagree with the rules and the supported list, and the remedy."""
-    from shim._tools.stale_pins import stale
+    from shim._tools.support import stale
 
     command = "make pins" if matrix.shipped else f"shim pin --releases --matrix {matrix.path}"
     found = stale(matrix) if matrix.pinned else ["the matrix has no pins"]

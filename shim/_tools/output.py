@@ -18,7 +18,7 @@ from shim._errors import NotMetError
 from shim._matrix.spelling import did_you_mean
 from shim._printing.masks import masked, masked_data
 from shim._printing.printable import fits, one_line, printable
-from shim._printing.terminal import for_stream
+from shim._tools.terminal import for_stream
 
 __all__ = ["INTERRUPTED", "NOT_MET", "OK", "USAGE", "Parser", "complain", "nobody_reads", "put", "say", "shown", "tell"]
 

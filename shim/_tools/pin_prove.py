@@ -27,7 +27,7 @@ from shim._proving.decide import Decided, Judgement, decide
 from shim._proving.kept import Kept
 from shim._proving.run import Request
 from shim._releases.known_files import known_files, measure_files
-from shim._tools.against import first_on_path
+from shim._tools.fetching import first_on_path
 from shim._tools.output import NOT_MET, OK, put, tell
 from shim._tools.progress import Progress
 from shim._tools.prove import check_sides, require_torch

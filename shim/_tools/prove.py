@@ -121,8 +121,8 @@ def _against(target: str | None) -> Iterator[tuple[dict[str, str], str]]:
         yield {}, ""
         return
     from shim._archives.trees import open_tree
-    from shim._tools.against import first_on_path
     from shim._tools.audit import audit
+    from shim._tools.fetching import first_on_path
 
     there = detect().installed
     with first_on_path(target) as tree:

@@ -1,13 +1,13 @@
-"""The variants of all patches on all supported releases and commits, as data and as a table."""
+"""The variants of all patches on all supported releases and commits: data, a table, and pins that disagree."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from shim._matrix.model import Matrix
+from shim._matrix.model import UPSTREAM, Matrix
 from shim._printing.markdown import plain
 
-__all__ = ["support", "support_table"]
+__all__ = ["stale", "support", "support_table"]
 
 
 def support(matrix: Matrix) -> dict[str, dict[str, dict[str, str]]]:
@@ -53,3 +53,22 @@ def _table(corner: str, ids: Sequence[str], heads: Sequence[str], columns: Seque
     lines = [f"| {corner} | " + " | ".join(map(plain, heads)) + " |", "|---" * (len(heads) + 1) + "|"]
     lines += [f"| {id} | " + " | ".join(column[id] for column in columns) + " |" for id in ids]
     return "\n".join(lines)
+
+
+def stale(matrix: Matrix) -> list[str]:
+    """Where pins disagree with the rules, the supported list and the commits. Bodies are not compared."""
+    found: list[str] = []
+    for distribution in {**matrix.supported, **matrix.commits}:
+        for name in matrix.names(distribution):
+            pins = matrix.pins.get(distribution, {}).get(name, {})
+            shown = f"{distribution} {matrix.shown(distribution, name)}"
+            for entry in matrix.patches.values():
+                if entry.distribution != distribution:
+                    continue
+                pin, wanted = pins.get(entry.id), matrix.pinned_as(entry.id, name)
+                if pin is None and wanted not in (None, UPSTREAM):
+                    found.append(f"{shown} lacks a pin of {entry.id}, variant {wanted}")
+                elif pin is not None and (pin.variant or UPSTREAM) != wanted:
+                    pinned = pin.variant or UPSTREAM
+                    found.append(f"{shown} pins {pinned} of {entry.id}; the rules say {wanted or 'nothing'}")
+    return found

@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 import pytest
 from unit_helpers import write_file
 
-from shim._tools.against import first_on_path
+from shim._tools.fetching import first_on_path
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from packaging.version import Version
 
 from shim._releases.sources import Sources
-from shim._te import attention
+from shim._tools import notes as attention
 
 OLD, NEW = "attention.py", "attention/dot_product_attention/utils.py"
 CONSTANT = {

@@ -15,8 +15,7 @@ from shim._matrix.pins import lock_path, read_pins, recorded_pins, render_pins
 from shim._planning.evidence import FIXED as IS_FIXED
 from shim._planning.evidence import RIGHT
 from shim._tools.listing import listed
-from shim._tools.stale_pins import stale
-from shim._tools.support import support, support_table
+from shim._tools.support import stale, support, support_table
 from shim.maintenance.pin import measure
 from shim.maintenance.pin_all import measure_all, write_all
 

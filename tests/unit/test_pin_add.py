@@ -17,7 +17,7 @@ from shim._planning.evidence import FIXED as IS_FIXED
 from shim._planning.evidence import RIGHT
 from shim._planning.lock import write_lock
 from shim._tools.cli import main
-from shim._tools.stale_pins import stale
+from shim._tools.support import stale
 from shim.maintenance import pin_add
 from shim.maintenance.pin_add import New, parse_new
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from unit_helpers import BROKEN, MATRIX, PATCH, SOURCES, write_file
 
-from shim._printing.terminal import BOLD, GREEN, PLAIN, RED, coloured, for_stream, wrapped
 from shim._proving.report import Heading, as_text
 from shim._proving.results import Outcome, Result
 from shim._tools import cli
 from shim._tools.cli import main
+from shim._tools.terminal import BOLD, GREEN, PLAIN, RED, coloured, for_stream, wrapped
 
 SCREENS = Path(__file__).parent / "screens"
 DESCRIBED = (

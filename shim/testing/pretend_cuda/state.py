@@ -13,7 +13,7 @@ from .counts import Counts, Event, current_place, is_uncounted
 if TYPE_CHECKING:
     from .graphs import Graph
 
-__all__ = ["CaptureError", "DeviceFaultError", "State", "is_pretended", "state"]
+__all__ = ["CaptureError", "DeviceFaultError", "State", "state"]
 
 
 class DeviceFaultError(RuntimeError):
@@ -78,10 +78,6 @@ class State:
 
 
 _STATE: list[State] = []
-
-
-def is_pretended() -> bool:
-    return bool(_STATE)
 
 
 def state() -> State:
