@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 from shim._errors import MatrixError
 from shim._matrix.model import UPSTREAM, PatchEntry, Pin, Pinned
+from shim._releases.files import JsonTextError, read_json
 from shim._releases.fingerprint import ABSENT
-from shim._releases.json_text import JsonTextError, read_json
 
 __all__ = ["FINGERPRINT", "by_body", "lock_path", "read_pins", "recorded_pins", "render_pins"]
 

@@ -19,8 +19,7 @@ from shim._matrix.model import KINDS
 from shim._planning.digest import differing_parts
 from shim._planning.evidence import CANNOT_RUN, OTHERWISE, VERDICTS, tree_for, trees_of
 from shim._printing.printable import one_line
-from shim._releases.files import UnsafeFileError, read_bounded
-from shim._releases.json_text import JsonTextError, read_json, unknown_key
+from shim._releases.files import JsonTextError, UnsafeFileError, read_bounded, read_json, unknown_key
 from shim._version import __version__
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from shim._matrix.model import KINDS, Matrix
 from shim._matrix.spelling import all_of, did_you_mean, one_of
 from shim._planning.evidence import Proved
 from shim._record import record
-from shim._releases.json_text import JsonTextError, read_json
+from shim._releases.files import JsonTextError, read_json
 
 __all__ = [
     "PREFIX",

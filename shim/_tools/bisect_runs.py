@@ -17,7 +17,7 @@ from typing import Any
 
 from shim._errors import NotMetError, OptionError
 from shim._planning.lock import HELD
-from shim._releases.json_text import JsonTextError, read_json
+from shim._releases.files import JsonTextError, read_json
 
 __all__ = ["Outcome", "Record", "differs", "execute", "number_in", "same_number"]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import shim
 from shim._matrix.load import load_matrix
 from shim._planning.options import resolve
-from shim._releases.json_text import JsonTextError, line_of, read_json, unknown_key
+from shim._releases.files import JsonTextError, line_of, read_json, unknown_key
 
 
 @pytest.mark.parametrize(
