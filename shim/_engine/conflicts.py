@@ -194,7 +194,7 @@ def _without_any(decision: Decision, skipped: Mapping[str, str], binder: Records
 def _cut_off(decision: Decision, plan: Plan, binder: Records) -> _Foreign | None:
     """The function on the way to a body that keeps every call from it. Doubts and questions go to the binder."""
     for cut in cuts(decision, plan, binder):
-        if is_method(cut.way):
+        if is_method(cut.way) or is_tried(cut.way, decision, plan):
             binder.found.open.setdefault(
                 (decision.id, cut.body), Question(decision.id, cut.body, cut.way, cut.function, cut.who)
             )

@@ -216,6 +216,12 @@ class Tries:
     def __init__(self, plan: Plan, models: list[Any], verdicts: dict[Any, Verdict], trying: bool) -> None:
         self.plan, self.models, self.verdicts, self.trying = plan, models, verdicts, trying
         self._facts: dict[int, Any] = {}
+        self._of_models: Any = None
+
+    def _facts_of_models(self) -> Any:
+        if self._of_models is None:
+            self._of_models = tuple((type(model).__qualname__, facts_of(model)) for model in self.models)
+        return self._of_models
 
     def of(self, decision: Decision, method: str, module: Any, function: Any) -> Verdict:
         """What the patch's probe says of `function`, which `module` runs as `method`."""
@@ -223,7 +229,7 @@ class Tries:
         if probe is None:
             return None, "shim cannot test whether the patch has its effect"
         if id(module) not in self._facts:
-            self._facts[id(module)] = facts_of(module), *(type(model).__qualname__ for model in self.models)
+            self._facts[id(module)] = facts_of(module), self._facts_of_models()
         what = (decision.id, decision.variant, repr(sorted(decision.options.items())), method)
         key = (what, getattr(function, "__code__", function), type(module).__qualname__, self._facts[id(module)])
         if key not in self.verdicts:
@@ -245,7 +251,7 @@ def add_answers(states: States, models: list[Any], plan: Plan, binder: Records, 
         if (models or not is_method(question.method)) and states[question.patch].state in UNSETTLED:
             states.add(_answer(question, *_verdict(question, models, plan, binder, tries), plan))
     for question in _around(plan, binder):
-        if states[question.patch].state == "applied":
+        if (models or not is_method(question.method)) and states[question.patch].state == "applied":
             verdict, why = _verdict(question, models, plan, binder, tries)
             kept = binder.found.around[question.patch, question.target].why.startswith("keeps")
             if verdict is False or (verdict is None and not kept):
@@ -266,7 +272,10 @@ def _verdict(question: Question, models: list[Any], plan: Plan, binder: Records,
         places = _holding_upstreams(question, plan)
         if places:
             return None, f"{', '.join(places)} still hold upstream's own function"
-        return tries.of(plan[question.patch], question.method, question.function, question.function)
+        # What callers reach; if the patch goes around the function, that is the patch.
+        chain = binder.chains.get(question.method)
+        reached = question.function if chain is None or question.function is not chain.base else chain.top
+        return tries.of(plan[question.patch], question.method, reached, question.function)
     try:
         owner = binder.resolve(question.method)[0]
     except BindError as error:
@@ -283,12 +292,12 @@ def _verdict(question: Question, models: list[Any], plan: Plan, binder: Records,
 
 def _holding_upstreams(question: Question, plan: Plan) -> list[str]:
     """The names of modules that hold upstream's own function, taken before another came into its place."""
-    name = split_target(question.target)[1]
+    name = split_target(question.method)[1]
     found = []
     for module in [module for key, module in list(sys.modules.items()) if key.startswith(UPSTREAM)]:
         for alias, value in list(namespace_of(module).items()):
             named = type(value) is types.FunctionType and value.__name__ == name and value is not question.function
-            if named and is_upstreams(question.target, value, plan.environment.sources):
+            if named and is_upstreams(question.method, value, plan.environment.sources):
                 found.append(f"{module.__name__}.{alias}")
     return found
 

@@ -51,7 +51,7 @@ def _on_models(engine: Engine, models: list[Any], plan: Plan, *, raising: bool) 
     for id, sentence in others_relied_on(plan, engine.binder):  # without the lock: it may read files
         states.add(Claim(id, "", sentence))
     found = states.report()
-    if not models and not engine.binder.found.open:
+    if not models and not engine.binder.found.open and not engine.binder.found.around:
         return found
     from shim._engine.models import with_findings  # here, because apply() needs none of it
 

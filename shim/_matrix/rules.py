@@ -144,15 +144,14 @@ def _ways(read: Reader, node: yaml.Node, module: str) -> tuple[str, ...]:
 
 
 def _probed(read: Reader, node: yaml.Node, variants: Iterable[Variant]) -> tuple[str, ...]:
-    """The functions and methods that the probe of a patch tries, each a target, or a method on the way to one."""
+    """The functions and methods that the probe of a patch tries, each a target, or on the way to one."""
     targets = {name for v in variants for name in v.targets}
     ways = {way for v in variants for ways in v.reached_by.values() for way in ways}
-    known = targets | {way for way in ways if "." in way.partition(":")[2]}
     found = []
     for item in read.sequence(node, "probe"):
         found.append(read.target(item, "a function or method"))
-        if found[-1] not in known:
-            raise read.fail(item, f"{found[-1]} is no function that the patch binds, and no method that leads to one")
+        if found[-1] not in targets | ways:
+            raise read.fail(item, f"{found[-1]} is no function that the patch binds, and none that leads to one")
     return tuple(found)
 
 

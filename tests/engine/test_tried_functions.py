@@ -1,7 +1,10 @@
 """A foreign function in the place of one of a module is tried before it is called a conflict, and needs no model."""
 
+import contextlib
+import types
+
 import pytest
-from fake_world import WRAPPER
+from fake_world import WRAPPER, Model
 
 import shim
 
@@ -13,6 +16,14 @@ PROBE = (
         assert target == TARGETS[0]
         result = function(2)
         return result if isinstance(result, str) else result == 4
+    """
+)
+PROBE_OF_RESULTS = (
+    WRAPPER.partition("    def probe")[0]
+    + """
+    def probe(function, target, models):
+        result = function(2)
+        return isinstance(result, tuple) and result[0] == ID
     """
 )
 
@@ -73,3 +84,63 @@ def test_what_cannot_be_told_stays_a_doubt(put, function, why):
     put(function)
     found = shim.check()["p"]
     assert found.state == "unknown" and why in found.reason and "shim.compatible" in found.remedy
+
+
+def test_where_a_patch_goes_around_a_function_the_two_are_tried_together(world):
+    """Callers reach the patch, which corrects what the function beneath it gets wrong."""
+    world.patch("p", [{"target": DOUBLE, "wraps": "true"}], PROBE_OF_RESULTS, probe=[DOUBLE])
+    world.get("ops:double")
+    world.set("ops:double", lambda x, scale=2: 3 * x)
+    shim.apply(require=["p"])
+    assert shim.check()["p"].state == "applied" and shim.status()["p"].state == "applied"
+    assert world.get("ops:double")(2) == ("p", 6)
+
+
+def test_what_a_patch_goes_around_may_keep_it_from_its_effect(world):
+    world.patch("p", [{"target": DOUBLE, "wraps": "true"}], PROBE_OF_RESULTS.replace("== ID", "== 6"), probe=[DOUBLE])
+    world.get("ops:double")
+    world.set("ops:double", lambda x, scale=2: 3 * x)
+    shim.apply(require=["p"])
+    with pytest.raises(shim.NotMetError, match="p is conflict"):
+        shim.check()
+
+
+@pytest.fixture
+def way(world):
+    """The patch p on ways:inner, which a call reaches by ways:outer."""
+    module = world.module("ways", "def inner(x):\n    return x\n\n\ndef outer(x):\n    return inner(x)\n")
+    target = {"target": module + ":inner", "reached_by": f"[{module}:outer]"}
+    world.patch("p", [target], PROBE.replace("TARGETS[0]", "'megatron.core.ways:outer'"), probe=[module + ":outer"])
+    world.get("ways:outer")
+    return world
+
+
+@pytest.mark.parametrize("first", ["shim", "trainer"])
+@pytest.mark.parametrize(
+    ("function", "state"),
+    [(lambda x: 2 * x, "applied"), (lambda x: 3 * x, "conflict"), (lambda x: "of another day", "unknown")],
+)
+def test_a_function_on_the_way_is_tried_as_one_in_the_place_of_the_target(way, first, function, state):
+    if first == "trainer":
+        way.set("ways:outer", function)
+    shim.apply(require=["p"])
+    way.set("ways:outer", function)
+    assert shim.status()["p"].state == "unknown"
+    with contextlib.nullcontext() if state != "conflict" else pytest.raises(shim.NotMetError, match="p is conflict"):
+        shim.check()
+    assert shim.status()["p"].state == state
+
+
+def test_what_a_model_says_of_a_function_holds_for_this_model_alone(world):
+    """Its config may say that nothing runs the function."""
+    asks = PROBE.replace("result = function(2)", "result = 4 if not any(m.config.on for m in models) else 'it is on'")
+    world.patch("p", [DOUBLE], asks, probe=[DOUBLE])
+    world.get("ops:double")
+    world.set("ops:double", lambda x: 3 * x)
+    shim.apply()
+    model = Model()
+    model.config = types.SimpleNamespace(on=False)
+    assert shim.check(model)["p"].state == "applied"
+    model.config.on = True
+    assert shim.status()["p"].reason.endswith("shim.check has not tested yet whether the patch has its effect")
+    assert "it is on" in shim.check(model)["p"].reason
