@@ -33,9 +33,8 @@ def check(engine: Engine, models: list[Any] | None, plan: Plan) -> Report:
 
     plan: the plan in force, used if another thread reverts it meanwhile.
     """
-    if models is not None:
-        engine.checked.remember(models)
     models = engine.checked.living() if models is None else models
+    engine.checked.remember(models)
     return _on_models(engine, models, engine.plan or plan, raising=True)
 
 

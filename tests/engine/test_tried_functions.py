@@ -144,3 +144,13 @@ def test_what_a_model_says_of_a_function_holds_for_this_model_alone(world):
     model.config.on = True
     assert shim.status()["p"].reason.endswith("shim.check has not tested yet whether the patch has its effect")
     assert "it is on" in shim.check(model)["p"].reason
+
+
+def test_each_check_tries_anew(world):
+    """Two functions of the same code may hold different things; without a model, too."""
+    world.patch("p", [DOUBLE], PROBE, probe=[DOUBLE])
+    world.get("ops:double")
+    for factor, state in ((2, "applied"), (3, "conflict")):
+        world.set("ops:double", lambda x, factor=factor: factor * x)
+        shim.apply()
+        assert shim.check()["p"].state == state

@@ -50,6 +50,7 @@ ONLY = {
     "test_other_trainers": {*newest_like("0.15.3", "0.19.2")},
     "test_other_trainers_ranks": {*newest_like("0.19.2")},
     "test_others_wrappers": {*newest_like("0.15.3", "0.18.2")},
+    "test_rope_fusion_tried": {*newest_like("0.12.0", "0.18.2", "0.19.2")},
     "test_te_wrappers": {"0.12.3+2.1.0", "0.18.2+2.16.1"},
     "test_trainings": {*newest_like("0.15.3", "0.19.2")},
     "test_tutorial": {*newest_like("0.16.1")},

@@ -45,15 +45,17 @@ import copy
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from shim.patches._arguments import Function, argument, replacing
 from shim.patches.megatron_core._packed_rotation import ROPE, rotate_as_one
+from shim.patches.megatron_core._rotation_tries import APPLY, THD, Rotation, configs_of, is_cut, plain_config
 
 INTERLEAVED, MSCALE, MLA, PER_TOKEN = "rotary_interleaved", "mscale", "interleaving of MLA", "a row per token"
+ASKED = ("", "row per token", "interleaved", "mla", "mscale")  # what a probe asks for
 
 
 def _apply_rotary_pos_emb(original: Function, unpacked: frozenset[str], packed: frozenset[str]) -> Function:
@@ -152,7 +154,6 @@ def _unfused(unpacked: set[str], packed: set[str]) -> Callable[[Function], Funct
     return functools.partial(_apply_rotary_pos_emb, unpacked=frozenset(unpacked), packed=frozenset(packed))
 
 
-APPLY, THD = ROPE + "apply_rotary_pos_emb", ROPE + "_apply_rotary_pos_emb_thd"
 ROW_OF_TOKEN = {THD: functools.partial(rotate_as_one, row_per_token=None)}  # a table whose values show it
 
 BINDINGS: dict[str, dict[str, Callable[[Function], Function]]] = {
@@ -164,6 +165,42 @@ BINDINGS: dict[str, dict[str, Callable[[Function], Function]]] = {
     "v0_19": {APPLY: _unfused(set(), {MSCALE, MLA, PER_TOKEN})},
     "v0_20": {APPLY: _unfused(set(), {PER_TOKEN})},
 }
+
+
+def _asked_by(config: Any) -> Iterator[str]:
+    """What attention asks of a rotation with such a config. Its table may have a row for each token in any case."""
+    yield from ("", "row per token")
+    if config.rotary_interleaved:
+        yield "interleaved"
+    if config.multi_latent_attention:
+        yield "mla"
+    if config.multi_latent_attention or getattr(config, "yarn_rotary_scaling_factor", None) is not None:
+        yield "mscale"
+
+
+def probe(function: Function, target: str, models: list[Any]) -> bool | str:
+    """Does a fused call give what it is asked for? See docs/patch-modules.md.
+
+    With a model it is asked for what the model asks, else for all.
+    """
+    configs = configs_of(models)
+    if configs and not any(config.apply_rope_fusion for config in configs):
+        return True
+    if is_cut(target):
+        return "shim cannot rotate a whole row on a rank that has a part of it"
+    asked = dict.fromkeys(ask for config in configs for ask in _asked_by(config)) if configs else ASKED
+    device, failed = "cuda" if torch.cuda.is_available() else "cpu", ""
+    for ask in asked:
+        for packed in (True,) if ask == "row per token" else (False, True):
+            rotation = Rotation(ask, packed, device=device)
+            try:
+                made = rotation.call(function, target, (configs or [plain_config()])[0], fused=True)
+            except Exception as error:  # noqa: BLE001 - another call may show that the function is wrong
+                failed = failed or f"a call raised {type(error).__name__}: {error}"
+                continue
+            if not rotation.is_right(made):
+                return False
+    return failed or True
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:

@@ -23,8 +23,24 @@ from typing import Any
 
 from shim.patches._arguments import Function
 from shim.patches.megatron_core._packed_rotation import ROPE, rotate_as_one
+from shim.patches.megatron_core._rotation_tries import Operations, Rotation, configs_of, is_cut, plain_config
 
 VARIANTS = {"v0_12": False, "v0_15": True}  # whether a table may have a row for each token
+
+
+def probe(function: Function, target: str, models: list[Any]) -> bool | str:
+    """Does the rotation of a packed row take more operations for more sequences? See docs/patch-modules.md."""
+    if is_cut(target):
+        return "shim cannot rotate a whole row on a rank that has a part of it"
+    config, counts = (configs_of(models) or [plain_config()])[0], []
+    for lengths in ((7, 9), (1, 3) * 4):
+        rotation = Rotation("", packed=True, lengths=lengths)
+        with Operations() as counted:
+            made = rotation.call(function, target, config)
+        counts.append(counted.count)
+        if not rotation.is_right(made):
+            return "it rotates packed rows to other values than each sequence alone"
+    return counts[0] == counts[1]
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
