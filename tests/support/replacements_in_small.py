@@ -9,6 +9,7 @@ Read in the repositories of ROLL, and in those of other trainers that carry a st
 """
 
 import functools
+import importlib
 import sys
 
 from trainers_in_small import GPT, MTP, ROPE
@@ -109,7 +110,7 @@ def roll_rotation(undo, seen):
             return unpacked(t, freqs, rotary_interleaved=config.rotary_interleaved)
         return unpacked(t[:, None], freqs, rotary_interleaved=config.rotary_interleaved).squeeze(1)
 
-    for module in (rope, sys.modules["megatron.core.transformer.attention"]):
+    for module in (rope, importlib.import_module("megatron.core.transformer.attention")):
         undo.set(module, "apply_rotary_pos_emb", a_row_per_token)
 
 
