@@ -2,12 +2,16 @@
 
 import contextlib
 import importlib
+from types import SimpleNamespace
 
 import pytest
 import torch
+from foreign_functions import state_beside
 
 import shim
 from shim import testing
+from shim._engine.probes import run
+from shim.patches.megatron_core.fp32_residual import PIPELINED, SCHEDULES, probe
 from shim.patches.megatron_core.fp32_residual.proof import LAYERS, TOKENS, build, mamba_layer, norms_as_of_apex
 from shim.patches.megatron_core.masked_microbatch.proof import microbatches, scheduled
 
@@ -184,3 +188,48 @@ def test_schedules_take_any_model_parallel_config(ranks2, virtual):
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
 def test_this_release_needs_no_patch():
     assert shim.plan()[ID].action in ("upstream", "not-needed")
+
+
+# Schedules of others
+
+
+def of_others(*args, **kwargs):
+    raise NotImplementedError("a schedule of a trainer")
+
+
+def model_of(**fields):
+    model = torch.nn.Module()
+    pipelined = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.bfloat16, "fp32_residual_connection": True}
+    model.config = SimpleNamespace(**{**pipelined, **fields})
+    return model
+
+
+@pytest.mark.parametrize(
+    ("models", "expected"),
+    [
+        ([], "only a model says"),
+        ([torch.nn.Module()], "only a model says"),
+        ([model_of()], "cannot try a schedule"),
+        ([model_of(fp32_residual_connection=False), model_of()], "cannot try a schedule"),
+        ([model_of(fp32_residual_connection=False)], ""),
+        ([model_of(pipeline_model_parallel_size=1)], ""),
+        ([model_of(pipeline_dtype=torch.float32)], ""),
+        ([model_of(pipeline_dtype=None)], ""),
+    ],
+)
+def test_a_schedule_of_others_loses_nothing_without_the_flag_or_messages(models, expected):
+    """Which messages it sends cannot be tried."""
+    found, why = run(probe, of_others, f"{SCHEDULES}:{PIPELINED[0]}", models)
+    assert found is (None if expected else True) and (expected in why if expected else not why)
+
+
+@needed
+@pytest.mark.parametrize(
+    ("name", "first", "flag", "state"),
+    [(PIPELINED[0], "trainer", False, "applied"), (PIPELINED[1], "shim", True, "unknown")],
+)
+def test_what_the_models_say_is_the_state(monkeypatch, name, first, flag, state):
+    model = build(fp32_residual_connection=flag, pipeline_dtype=torch.bfloat16)
+    model.config.pipeline_model_parallel_size = 2
+    found = state_beside(monkeypatch, ID, importlib.import_module(SCHEDULES), name, of_others, first, [model])
+    assert found.state == state, str(found)

@@ -16,7 +16,12 @@ from shim._engine.overrides import run
 torch = pytest.importorskip("torch")
 
 BY_TRAINING = {"mtp-recompute", "mtp-packed-sequences", "frozen-recompute", "mtp-loss-cp", "paged-stash"}
-IN_CELLS = {"yarn-none-fields", "rope-thd", "rope-fusion"}  # test_yarn_none_fields.py, test_rope_thd_tried.py and so on
+IN_CELLS = {
+    "yarn-none-fields",
+    "rope-thd",
+    "rope-fusion",
+    "fp32-residual",
+}  # test_yarn_none_fields.py, test_rope_thd_tried.py and so on
 PATCHES = REPOSITORY / "patches"
 WITH_PROBE = {
     path.parent.name.replace("_", "-")

@@ -95,6 +95,18 @@ def _sends_fp32(original: Function) -> Function:
     return schedule
 
 
+def probe(function: Function, target: str, models: list[Any]) -> bool | str:
+    """Of a schedule: may any model send other than fp32 where it should? See docs/patch-modules.md."""
+    configs = [model.config for model in models if hasattr(model, "config")]
+    if not configs:
+        return "only a model says whether fp32_residual_connection is set"
+    for config in configs:
+        sends = config.pipeline_model_parallel_size > 1 and config.pipeline_dtype not in (None, torch.float32)
+        if sends and config.fp32_residual_connection:
+            return "shim cannot try a schedule, which sends messages to other ranks"
+    return True
+
+
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
     methods = [f"{LAYER}_forward_attention", LAYER + MLP[variant], f"{MAMBA}forward"]
