@@ -155,11 +155,13 @@ def _postprocess(model: Any) -> bool | str:
 
 
 def _loss_of(model: Any, row: PaddedRow, loss_mask: Any) -> bool | str:
-    main, deeper = (torch.ones(row.length, 1, WIDTH, device=row.ids.device, requires_grad=True) for _ in range(2))
+    shape = (row.length, 1, WIDTH)
+    main, deeper = (torch.full(shape, depth, device=row.ids.device, requires_grad=True) for depth in (1.0, 2.0))
     labels: list[Tensor] = []
 
     def loss(given: Tensor, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        labels.append(given.clone())
+        if (logits == 2.0).all():  # else it is the main loss
+            labels.append(given.clone())
         return logits.sum(-1).t()
 
     one = {"mtp_num_layers": 1, "mtp_unroll_steps": 1, "mtp_loss_scaling_factor": 1.0}

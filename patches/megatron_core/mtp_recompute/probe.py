@@ -30,11 +30,13 @@ def probe(module: Any, method: str, models: list[Any]) -> bool | str | None:
         return False
     weights = {weight.requires_grad for weight in module.parameters()}
     model = holder_of(module, "mtp", models)
-    decoder = getattr(model, "decoder", None)
-    if weights != {True, False} or (decoder is not None and any(w.requires_grad for w in decoder.parameters())):
-        return True  # what the decoder trains reaches the layer in hidden_states
+    before = [part for part in (getattr(model, name, None) for name in ("embedding", "decoder")) if part is not None]
+    if True not in weights or (not before and False not in weights):
+        return True
+    if any(weight.requires_grad for part in before for weight in part.parameters()):
+        return True  # what they train reaches the layer in hidden_states
     try:
         step, right = tried(module, None, trained=False)
     except RuntimeError:
         right = False  # nothing requires a gradient, so backward had nothing to run through
-    return right or "adapters in the layer are trained only if the inputs of the layer require a gradient"
+    return right or "the layer is trained only if its inputs require a gradient"
