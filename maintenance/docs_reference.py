@@ -150,9 +150,10 @@ reach a patched function. `shim.check(model)` decides about the patch:
 `report[id].others` names every override of 1 to 3 with its file and line. A method that the model's own config never
 runs hides nothing.
 
-A trainer may also assign another function to the class. shim tries that function in the same way, if the patch can try
-the method. Until `shim.check(model)` has done so, the patch is `unknown`. After that it is `applied` if the function
-keeps the effect of the patch, and a `conflict` if not. The other targets of the patch stay bound.
+A trainer may also assign another function to the class, or to a module. shim tries that function in the same way, if
+the patch can try what it replaces; one of a module needs no model. Until `shim.check(model)` has done so, the patch is
+`unknown`. After that it is `applied` if the function keeps the effect of the patch, and a `conflict` if not. The other
+targets of the patch stay bound.
 
 So call `shim.check` once the model is complete, with its adapters and frozen weights.
 
