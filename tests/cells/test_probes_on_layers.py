@@ -84,6 +84,18 @@ class LosesStates(Recomputes):
         return {**given, "hidden_states": given["hidden_states"].detach().requires_grad_()}
 
 
+class DoublesGradientOfStates(Recomputes):
+    def before(self, given):
+        states = given["hidden_states"]
+        return {**given, "hidden_states": 2 * states - states.detach()}
+
+
+class DoublesGradientOfInputs(Recomputes):
+    def before(self, given):
+        inputs = given["decoder_input"]
+        return {**given, "decoder_input": 2 * inputs - inputs.detach()}
+
+
 class TrainsAnotherValue(Recomputes):
     def inside(self, given):
         return {**given, "hidden_states": given["hidden_states"] * (1 + given["hidden_states"].requires_grad)}
@@ -141,6 +153,8 @@ def with_layer(cls, **options):
         (RunsThrice, UNIFORM, False, True),
         (LosesDecoderInput, UNIFORM, False, False),
         (LosesStates, UNIFORM, False, False),
+        (DoublesGradientOfStates, UNIFORM, False, False),
+        (DoublesGradientOfInputs, UNIFORM, False, False),
         (TrainsAnotherValue, UNIFORM, False, False),
         (FreesStates, UNIFORM, False, True),
         (LosesTheRow, UNIFORM, True, False),
