@@ -47,6 +47,14 @@ def wrong_gradient(t, *args, **kwargs):
     return rotation(ALL)(2 * t, *args, **kwargs) - rotation(ALL)(t.detach(), *args, **kwargs)
 
 
+def wrong_value(*args, **kwargs):
+    return rotation(ALL)(*args, **kwargs) + 1.0
+
+
+def loses_mscale_of_packed_rows(t, freqs, config, cu_seqlens=None, **how):
+    return rotation(ALL if cu_seqlens is None else ALL - {"mscale"})(t, freqs, config, cu_seqlens, **how)
+
+
 def loses_heads(*args, **kwargs):
     return rotation(ALL)(*args, **kwargs)[..., :1, :]
 
@@ -69,6 +77,8 @@ OF_OTHERS = [
     (rotation(ALL), [], True),
     *((rotation(ALL - {ask}), [], False) for ask in sorted(ALL)),
     (wrong_gradient, [], False),
+    (wrong_value, [], False),
+    (loses_mscale_of_packed_rows, [], False),
     (loses_heads, [], False),
     (knows_no_packed_rows(ALL), [], "a call raised"),
     (knows_no_packed_rows(ALL - {"mscale"}), [], False),
