@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 RELEASE ?= 0.16.1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test lint unit unit-pythons coverage helpers other-torch cells pairs trainers environments matrix proofs mutations engine-mutations gpu bench docs docs-site pins changelog dist fresh clean
+.PHONY: help env demo test lint unit unit-pythons coverage helpers other-torch cells pairs trainers environments matrix proofs mutations engine-mutations gpu gpu-bundle gpu-dry bench docs docs-site pins changelog dist fresh clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -119,6 +119,12 @@ engine-mutations: env  ## mutants of the engine and the planning that no test no
 
 gpu:  ## FP8, FP4 and fused rotations, where $(PYTHON) has torch, megatron-core and Transformer Engine with an NVIDIA GPU
 	$(PYTHON) -m pytest -q -rs -m gpu tests/gpu
+
+gpu-bundle: env  ## what a machine with a GPU and without a network lacks for gpu/run.sh; half an hour of CPU the first time
+	$(BIN)/python gpu/bundle.py
+
+gpu-dry: gpu-bundle  ## each step of gpu/run.sh but its kernels, without a GPU
+	PYTHON="$$($(BIN)/python gpu/bundle.py --interpreter)" gpu/run.sh --dry
 
 .PHONY: integration
 integration: env  ## shim in workers of a real Ray and beside real trainers, which are fetched, and its pages in a Chromium

@@ -1,11 +1,12 @@
 """The steps of benchmarks/device.py on a real GPU: what the host waits for, kernels, time and memory, stock and shim.
 
-    python benchmarks/gpu_steps.py [--release 0.19.2] [--step NAME]
+    python benchmarks/gpu_steps.py [--release 0.19.2] [--step NAME] [--te]
 
 A machine without a GPU has nothing to measure, and the program says so. Counts are torch.profiler's, of one step. Times
 are those of the host for a step and for the wait behind it, medians of alternating turns. The models are small, so a
-step takes as long as its launches. A step is also captured into a CUDA graph and replayed, which must give the
-same bits.
+step takes as long as its launches. --te takes those of tests/support/te_steps.py, which are made of Transformer
+Engine's layers, and needs it with its kernels. A step is also captured into a CUDA graph and replayed, which must give
+the same bits.
 
 The single rank has gloo, which copies each of stock's messages through the host: three waits for each loss that NCCL
 does not have. Exits with 1 if a step under the patches waits more often than stock, or if a replay is wrong.
@@ -17,6 +18,7 @@ import contextlib
 import statistics
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +28,15 @@ SUPPORT = str(Path(__file__).resolve().parent.parent / "tests" / "support")
 RELEASE = "0.19.2"
 TURNS, STEPS_IN_A_TURN = 5, 10
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
-READS = ("experts", "experts, replay")  # whose sizes the host reads, on stock too: not captured
+READS = ("experts", "experts, replay", "experts, FP8")  # whose sizes the host reads, on stock too: not captured
 COLUMNS = ("waits", "kernels", "copies from the host", "ms", "MiB at peak")
 
 
 class Side:
     """A step on stock or under patches: its counts, the milliseconds of each turn, and what a replayed graph gives."""
 
-    def __init__(self, name: str, ids: list[str]) -> None:
-        self.name, self.ids = name, ids
+    def __init__(self, name: str, of: Any, ids: list[str]) -> None:
+        self.name, self.of, self.ids = name, of, ids
         self.error = self.graph = ""
         self.counts: dict[str, int] = {}
         self.ms: list[float] = []
@@ -44,7 +46,7 @@ class Side:
     def step(self) -> Any:
         import device_steps
 
-        with device_steps.warmed(self.name, self.ids, contextlib.nullcontext) as run:
+        with device_steps.warmed(self.of, self.ids, contextlib.nullcontext) as run:
             run()
             yield run
 
@@ -117,7 +119,7 @@ class Side:
         return " | ".join(cells)
 
 
-def compare(release: str, only: str) -> int:
+def compare(release: str, only: str, te: bool) -> int:
     """The table of one release, in a process that has it; 1 if the patches wait more often, or a replay is wrong."""
     import torch
 
@@ -135,10 +137,10 @@ def compare(release: str, only: str) -> int:
     print(f"| step | side | {' | '.join(COLUMNS)} |\n|---|---|{'---|' * len(COLUMNS)}")
     missed: list[str] = []
     captured: list[Side] = []
-    for name, step in device_steps.STEPS.items():
+    for name, step in (import_module("te_steps") if te else device_steps).STEPS.items():
         if step.layout.world > 1 or (only and only != name):
             continue
-        sides = {"stock": Side(name, []), "shim": Side(name, ids)}
+        sides = {"stock": Side(name, step, []), "shim": Side(name, step, ids)}
         for side in sides.values():
             side.count()
         for _ in range(TURNS):
@@ -167,8 +169,11 @@ def compare(release: str, only: str) -> int:
 def main() -> int:
     parser = parser_of("Steps on a real GPU, stock and shim side by side.", RELEASE)
     parser.add_argument("--step", default="", help="this step only")
+    parser.add_argument("--te", action="store_true", help="steps of Transformer Engine's layers")
     arguments = parser.parse_args()
-    return compare(arguments.release, arguments.step) if arguments.measure else measured(__file__, arguments, {})
+    if arguments.measure:
+        return compare(arguments.release, arguments.step, arguments.te)
+    return measured(__file__, arguments, {})
 
 
 if __name__ == "__main__":

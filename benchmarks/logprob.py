@@ -379,9 +379,9 @@ def table(title: str, found: list[dict[str, Found]], bound: float | None, verdic
     return times
 
 
-def compare(release: str, repeats: int) -> int:
-    """All tables; 0 if shim moves no more bytes beyond the cache than megatron-core, and no more memory, messages and
-    error than it promises."""
+def compare(release: str, repeats: int, gpu: bool) -> int:
+    """All tables, or that of a GPU alone; 0 if shim moves no more bytes beyond the cache than megatron-core, and no
+    more memory, messages and error than it promises."""
     import torch
 
     import shim.ops.logprob
@@ -396,7 +396,7 @@ def compare(release: str, repeats: int) -> int:
     for package, reason in peers.missing.items():
         print(f"not here: {package} ({reason})")
     verdicts: list[str] = []
-    for ranks in (1, 2):
+    for ranks in () if gpu else (1, 2):
         with Ranks(ranks) as world:
             for tokens, vocabulary in SHAPES:
                 for dtype in ("float32", "bfloat16"):
@@ -424,10 +424,11 @@ def main() -> int:
     parser = parser_of(
         "Log-probabilities of torch, megatron-core and shim, side by side.", RELEASE, peers=True, repeats=9
     )
+    parser.add_argument("--gpu", action="store_true", help="the table of a GPU alone")
     arguments = parser.parse_args()
     if arguments.measure:
         peers_on_path(arguments)
-        return compare(arguments.release, arguments.repeats)
+        return compare(arguments.release, arguments.repeats, arguments.gpu)
     # Ranks are daemons, which may not have the processes that a parallel compilation starts.
     return measured(__file__, arguments, {"TORCHINDUCTOR_COMPILE_THREADS": "1", **ALLOCATOR})
 

@@ -79,7 +79,7 @@ CAPACITIES = 1.0, 1.5, 2.0
 PAGE_SIZES = 1, 16, 64, 256
 AHEAD = 0, 1, 2, 4
 MIB = 1 << 20
-ON_CPU, ON_GPU = (1, 4, 16, 64), (16, 64, 256, 1024)  # MiB of a tensor
+ON_CPU, ON_GPU = (1, 4, 16, 64), (1, 16, 64, 256, 1024)  # MiB of a tensor
 COLUMNS, PAGE_SIZE, WIDE = 1024, 64, 4096  # width on CPU; page size of the timed stash; width on a GPU
 HELD_LIMIT = 1.01  # shim's over upstream's, at most
 

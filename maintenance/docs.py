@@ -19,6 +19,7 @@ from .docs_defects import defects_page, defects_picture, read_proved, releases_p
 from .docs_device import device_tables
 from .docs_environments import environments_page, read_record
 from .docs_explore import explore_page
+from .docs_gpu import MEASURED, gpu_measured, read_gpu
 from .docs_patches import patch_page, patches_page
 from .docs_reference import commands, matrix_page, states_page
 from .docs_startup import STARTUP, startup_sentence, startup_table
@@ -108,7 +109,7 @@ def generated(top: Path) -> dict[Path, str]:
     """Each document that is generated, wholly or in part, with its text."""
     matrix = load_matrix()
     docs = top / "docs"
-    proved, record = read_proved(docs), read_record(docs)
+    proved, record, gpu = read_proved(docs), read_record(docs), read_gpu(docs)
     whole = {
         docs / "patches.md": patches_page(matrix),
         **{docs / "patches" / f"{id}.md": patch_page(matrix, proved, entry) for id, entry in matrix.patches.items()},
@@ -120,11 +121,11 @@ def generated(top: Path) -> dict[Path, str]:
         docs / "defects.svg": defects_picture(matrix, proved),
         docs / "defects_by_release.svg": releases_picture(matrix, proved),
         docs / "explore.html": explore_page(matrix, proved),
-        docs / "environments.md": environments_page(record),
+        docs / "environments.md": environments_page(record, gpu),
         docs / "trainers.md": trainers_page(docs / "trainers.yaml", matrix),
     }
     parts = {
-        top / "README.md": status(matrix, record, (top / "CHANGELOG.md").read_text("utf-8")),
+        top / "README.md": status(matrix, record, (top / "CHANGELOG.md").read_text("utf-8"), gpu),
         docs / "benchmarks.md": device_tables(docs),
         docs / "cli.md": commands(),
         docs / "per-model.md": per_model_table(matrix),
@@ -136,7 +137,8 @@ def generated(top: Path) -> dict[Path, str]:
         (*docs_training.CHANGES, f"{changes_in_words(matrix)}\n{startup_sentence(docs)}"),
     ):
         written[top / "README.md"] = replace_between(written[top / "README.md"], content, begin, end)
-    written[docs / "benchmarks.md"] = replace_between(written[docs / "benchmarks.md"], startup_table(docs), *STARTUP)
+    for begin, end, content in ((*STARTUP, startup_table(docs)), (*MEASURED, gpu_measured(gpu))):
+        written[docs / "benchmarks.md"] = replace_between(written[docs / "benchmarks.md"], content, begin, end)
     return {**written, **whole}
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from shim._torch_names import ATTRIBUTES, NAMES
 
+from .docs_gpu import gpu_environments
+
 __all__ = ["RECORD", "environments_page", "read_record"]
 
 RECORD = "environments.json"  # in docs/; written by shim.maintenance.environments
@@ -81,7 +83,7 @@ def read_record(docs: Path) -> dict[str, Any]:
     return json.loads(file.read_text("utf-8")) if file.exists() else {}
 
 
-def environments_page(record: Mapping[str, Any]) -> str:
+def environments_page(record: Mapping[str, Any], gpu: Mapping[str, Any] | None = None) -> str:
     """The page."""
     text = INTRODUCTION + _lines(_proof_rows(record)) + TESTS + _lines(_test_rows(record))
     reasons = _reasons(record)
@@ -90,7 +92,7 @@ def environments_page(record: Mapping[str, Any]) -> str:
     differ = _differences(record)
     if differ:
         text += DIFFER + _lines(differ)
-    return text + NAMES_PAGE + _lines(_names()) + LIMITS
+    return text + gpu_environments(gpu) + NAMES_PAGE + _lines(_names()) + LIMITS
 
 
 def _lines(lines: list[str]) -> str:

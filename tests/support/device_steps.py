@@ -223,12 +223,15 @@ class Run:
 
 
 @contextlib.contextmanager
-def warmed(name: str, ids: Sequence[str], device: Callable[[], Any] = pretend_cuda.cuda_pretended) -> Iterator[Step]:
-    """A step under these patches, with the options that it needs, that has run as often as it must.
+def warmed(
+    step: str | DeviceStep, ids: Sequence[str], device: Callable[[], Any] = pretend_cuda.cuda_pretended
+) -> Iterator[Step]:
+    """A step, or that of this name, under these patches, with the options that it needs, that has run as often as it
+    must.
 
     device: enters the pretended device; `contextlib.nullcontext` on a real one.
     """
-    step = STEPS[name]
+    step = STEPS[step] if isinstance(step, str) else step
     with contextlib.ExitStack() as undo:
         undo.enter_context(device())
         if ids:

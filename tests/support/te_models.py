@@ -20,6 +20,7 @@ EXPERTS = {
     "moe_token_dispatcher_type": "alltoall",
     "moe_router_load_balancing_type": "none",
 }
+FP8 = {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"}
 # Values are narrower than keys, as in the models that have it.
 LATENT = {
     "q_lora_rank": 128,
@@ -45,6 +46,23 @@ def experts(**overrides):
 
 def latent(**overrides):
     return _model(**LATENT, **overrides)
+
+
+def dense_fp8(**overrides):
+    return dense(**{**FP8, **overrides})
+
+
+def multi_token_fp8(**overrides):
+    return multi_token(**{**FP8, **overrides})
+
+
+def experts_fp8(**overrides):
+    """Each expert's rows are padded to what quantized products take."""
+    return experts(**{**FP8, "moe_router_padding_for_fp8": True, **overrides})
+
+
+def latent_fp8(**overrides):
+    return latent(**{**FP8, **overrides})
 
 
 def _model(**options):

@@ -33,6 +33,7 @@ def row(device, size=6):
 
 def test_a_tensor_says_that_it_is_on_the_device_and_has_its_values(device):
     tensor = torch.arange(6.0, device=0).view(2, 3)
+    assert torch.device(0) == torch.device("cuda", 0)  # which a torch without a GPU refuses
     assert (tensor.device, tensor.is_cuda, tensor.get_device()) == (torch.device("cuda", 0), True, 0)
     assert tensor.type() == "torch.cuda.FloatTensor" and tensor.cuda() is tensor and tensor.to(device) is tensor
     assert (tensor @ tensor.t()).tolist() == [[5, 14], [14, 50]]

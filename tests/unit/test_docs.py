@@ -11,7 +11,7 @@ from shim._matrix import reader, rules
 from shim._matrix.load import load_matrix
 from shim._planning.texts import explanation, patch_docstring
 from shim.maintenance import docs as _docs
-from shim.maintenance import docs_sample, docs_startup, docs_training
+from shim.maintenance import docs_sample, docs_gpu, docs_startup, docs_training
 from shim.maintenance.docs_links import linked
 from shim.maintenance.docs_patches import patch_page, patches_page
 from shim.maintenance.docs_reference import KEYS, MEANINGS, TABLES
@@ -30,8 +30,8 @@ def test_check_says_what_is_stale_and_writes_nothing(tmp_path, monkeypatch, caps
     (tmp_path / "docs").mkdir()
     places = [(docs_sample.BEGIN, docs_sample.END), docs_training.HITS, docs_training.CHANGES]
     sample = "".join(f"{begin}\nold\n{end}\n" for begin, end in places)
-    startup = "{}\n{}\n".format(*docs_startup.STARTUP)
-    pages = {"docs/benchmarks.md": startup, "docs/cli.md": "", "docs/per-model.md": ""}
+    measured = "".join("{}\n{}\n".format(*markers) for markers in (docs_startup.STARTUP, docs_gpu.MEASURED))
+    pages = {"docs/benchmarks.md": measured, "docs/cli.md": "", "docs/per-model.md": ""}
     for name, more in {"README.md": sample, **pages}.items():
         (tmp_path / name).write_text(f"before\n{_docs.BEGIN}\nold\n{_docs.END}\n{more}after\n")
     for name in ("CHANGELOG.md", "docs/trainers.yaml", "docs/device.json", "docs/startup.json"):

@@ -71,6 +71,13 @@ def _new_tensor(function: Any, args: list[Any], given: dict[str, Any]) -> Any:
     return _from_data(torch.tensor, data, given)
 
 
+def _device(function: Any, args: list[Any], given: dict[str, Any]) -> Any:
+    """torch.device(0), which a torch without a GPU refuses."""
+    if len(args) == 1 and isinstance(args[0], int):
+        args = [DEVICE.type, args[0]]
+    return function(*args, **given)
+
+
 def _to(function: Any, args: list[Any], given: dict[str, Any]) -> Any:
     """Tensor.to: what is on the device stays, without an operation."""
     tensor = args[0]
@@ -141,6 +148,7 @@ def _has_mask(index: Any) -> bool:
 
 
 _HANDLERS: dict[Any, Any] = {
+    torch.device: _device,
     Tensor.to: _to,
     Tensor.cuda: _cuda,
     Tensor.new_tensor: _new_tensor,
