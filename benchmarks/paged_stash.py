@@ -357,6 +357,9 @@ def measure(release: str, device: str, quick: bool) -> int:
     assert shim.ops.paged_stash.__file__.startswith(TOP)
     torch.set_num_threads(1)
     missing = missing_upstream()
+    if device == "cuda" and not torch.cuda.is_available():
+        print("no GPU: not measured")
+        return 0
     if device == "cuda":
         compare_times(device, ON_GPU[:2] if quick else ON_GPU, 20, missing is None)
         return 0
@@ -395,9 +398,6 @@ def main() -> int:
     # Kernels are interpreted, or replaced; a GPU would be in the way of both.
     interpreted = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     code = subprocess.run([*command, "cpu"], env={**environ, **interpreted}).returncode
-    if not torch.cuda.is_available():
-        print("\nno GPU: not measured")
-        return code
     return subprocess.run([*command, "cuda"], env=environ).returncode or code
 
 

@@ -9,6 +9,7 @@ behind its first kernel is for a GPU to show.
 from __future__ import annotations
 
 import contextlib
+import sys
 import types
 from collections.abc import Iterator, Sequence
 from importlib import import_module
@@ -17,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from shim.testing import pretend_cuda
 from shim.testing.pretend_cuda.state import State
@@ -29,22 +31,22 @@ called: list[str] = []
 
 
 def pytest_configure() -> None:
-    """Put stand-ins in front of the kernels before Transformer Engine copies their names."""
+    """Put stand-ins in front of the kernels, also where modules of Transformer Engine have copied their names."""
     real = any("-cu" in name.replace("_", "-") for name in packages_distributions().get("transformer_engine", ()))
-    if real:
-        import_module("transformer_engine.common").load_framework_extension("torch")
-    else:
+    if not real:
         transformer_engine_on_cpu()
+    with pretend_cuda.cuda_pretended():
+        import_module("transformer_engine.pytorch")
+    # This gives a tensor another storage instead of copying, which the pretended device cannot.
+    _replace(import_module("transformer_engine.pytorch.module._common").noop_cat, torch.cat)
     extension = import_module(EXTENSION)
     for name, function in list(vars(extension).items()):
         if isinstance(function, types.BuiltinFunctionType) and not name.startswith(ASKED):
-            setattr(extension, name, _kernel(name))
+            _replace(function, _kernel(name))
     if not real:
         extension.__file__ = "a stand-in"  # tests/gpu/conftest.py skips without a file
     _note_each_error()
     print(f"DRY the extension is {'real' if real else 'a stand-in'}")
-    with pretend_cuda.cuda_pretended():
-        import_module("transformer_engine.pytorch")
 
 
 def _kernel(name: str) -> Any:
@@ -52,6 +54,14 @@ def _kernel(name: str) -> Any:
         raise CompiledOpError(name)
 
     return reached
+
+
+def _replace(function: Any, stand_in: Any) -> None:
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("transformer_engine"):
+            for name, value in list(vars(module).items()):
+                if value is function:
+                    setattr(module, name, stand_in)
 
 
 def _note_each_error() -> None:
@@ -112,6 +122,11 @@ def _first_launch_ends_it() -> Iterator[None]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[Any]:
     report = yield
-    if report.when == "call" and report.passed:
-        print(f"DRY {item.nodeid} {'reached ' + called[0] if called else 'ran to its end'}")
+    report.end = f"reached {called[0]}" if called else "ran to its end"
     return report
+
+
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    if report.when == "call" and report.passed:
+        return "passed", ".", f"PASSED ({report.end})"
+    return None

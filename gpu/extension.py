@@ -17,7 +17,7 @@ FLAGS = (
     *("-O2", "-g0", "-w", "-fPIC", "-std=c++17", "-fvisibility=hidden"),
     *("-DTORCH_API_INCLUDE_EXTENSION_H", f"-DTORCH_EXTENSION_NAME={NAME}"),
 )
-COMMON = "common.h"
+FIRST = "first.h"  # a name that no source includes
 LIBRARIES = ("c10", "torch", "torch_cpu", "torch_python", "c10_cuda", "torch_cuda")
 
 
@@ -28,20 +28,20 @@ def compiled(sources: Path, home: Path, python: Path, say=print) -> Path:
     if library.exists():
         return library
     site, headers = _places(python)
-    own = [sources / "csrc", sources / "common_headers", *(sources / "common_headers" / at for at in _OWN)]
-    include = [f"-I{each}" for each in own]
+    include = [f"-I{sources / at}" for at in _OWN]
     for each in (headers, *(site / at for at in _INCLUDE)):
         include += ["-isystem", str(each)]
     flags = [*FLAGS, *include]
     files = sorted((sources / "csrc").rglob("*.cpp"))
     objects = {file: home / f"{'-'.join(file.relative_to(sources / 'csrc').parts)}.o" for file in files}
     missing = [file for file, made in objects.items() if not made.exists()]
-    first = home / f"{COMMON}.gch"
+    (home / FIRST).write_text(f'#include "{sources}/csrc/common.h"\n', "utf-8")
+    first = home / f"{FIRST}.gch"
     for number, file in enumerate(missing):
         if number == 0:
-            _run(["g++", *flags, "-x", "c++-header", sources / "csrc" / COMMON], first)
+            _run(["g++", *flags, "-x", "c++-header", home / FIRST], first)
         began = time.monotonic()
-        _run(["g++", *flags, f"-I{home}", "-include", COMMON, "-c", file], objects[file])
+        _run(["g++", *flags, "-include", home / FIRST, "-c", file], objects[file])
         say(f"compiled {file.name}, {number + 1} of {len(missing)}, in {time.monotonic() - began:.0f} s")
     first.unlink(missing_ok=True)  # some 800 MB
     links = ["-Wl,--no-as-needed", f"-L{site / 'torch' / 'lib'}", *(f"-l{name}" for name in LIBRARIES)]
@@ -49,7 +49,8 @@ def compiled(sources: Path, home: Path, python: Path, say=print) -> Path:
     return library
 
 
-_OWN = ("common", "common/include")
+# In this order: two files are called common.h.
+_OWN = ("common_headers", "common_headers/common", "common_headers/common/include", "csrc")
 _INCLUDE = (
     "torch/include",
     "torch/include/torch/csrc/api/include",

@@ -11,7 +11,7 @@ from shim._matrix import reader, rules
 from shim._matrix.load import load_matrix
 from shim._planning.texts import explanation, patch_docstring
 from shim.maintenance import docs as _docs
-from shim.maintenance import docs_sample, docs_gpu, docs_startup, docs_training
+from shim.maintenance import docs_gpu, docs_sample, docs_startup, docs_training
 from shim.maintenance.docs_links import linked
 from shim.maintenance.docs_patches import patch_page, patches_page
 from shim.maintenance.docs_reference import KEYS, MEANINGS, TABLES
