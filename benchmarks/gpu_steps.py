@@ -26,7 +26,7 @@ from on_release import measured, parser_of
 
 SUPPORT = str(Path(__file__).resolve().parent.parent / "tests" / "support")
 RELEASE = "0.19.2"
-TURNS, STEPS_IN_A_TURN = 5, 10
+TURNS, STEPS_IN_A_TURN = 3, 20
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 READS = ("experts", "experts, replay", "experts, FP8")  # whose sizes the host reads, on stock too: not captured
 COLUMNS = ("waits", "kernels", "copies from the host", "ms", "MiB at peak")
