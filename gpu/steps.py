@@ -104,7 +104,7 @@ def read_tests(text: str) -> dict[str, Any]:
     for line in text.splitlines():
         if found := OUTCOME.match(line):
             outcomes[found[2] or found[3]] = found[1] or found[4]
-    skipped = dict(re.findall(r"^SKIPPED \[(?:\d+)\] (\S+): (.*)$", text, re.MULTILINE))
+    skipped = re.findall(r"^SKIPPED \[\d+\] (\S+: .*)$", text, re.MULTILINE)
     return {
         "counts": dict(Counter(outcome.lower() for outcome in outcomes.values())),
         "passed": sorted(name for name, outcome in outcomes.items() if outcome == "PASSED"),

@@ -126,7 +126,7 @@ SKIPPED [2] tests/gpu/test_b.py:7: this GPU cannot
     assert found["counts"] == {"passed": 2, "failed": 1, "skipped": 1}
     assert found["failed"] == ["tests/gpu/test_a.py::test_y"]
     assert found["passed"] == ["tests/gpu/test_a.py::test_x[a b-1]", "tests/gpu/test_b.py::test_w"]
-    assert found["skipped"] == {"tests/gpu/test_b.py:7": "this GPU cannot"}
+    assert found["skipped"] == ["tests/gpu/test_b.py:7: this GPU cannot"]
 
 
 def test_verdicts_are_read_and_output_that_is_cut_has_none():
