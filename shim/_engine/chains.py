@@ -35,6 +35,9 @@ from shim._releases.fingerprint import split_target
 __all__ = ["Findings", "Records", "Wrapped"]
 
 
+# Objects of shim's
+
+
 class Wrappers:
     """Functions and classes of patches by identity, as weak references: an unused wrapper is forgotten.
 
@@ -92,6 +95,9 @@ class Wrappers:
 def _is_plain(inner: Any) -> bool:
     # type(), because isinstance accepts a proxy of a function, which also equals the function.
     return issubclass(type(inner), (types.FunctionType, type))
+
+
+# Names that shim has written
 
 
 class Places:
@@ -275,6 +281,9 @@ def _is_new(replaced: Replaced) -> bool:
 def _is_same(one: Any, other: Any) -> bool:
     """Whether two objects are one, or descriptors of one function."""
     return one is other or (one is not MISSING and other is not MISSING and unwrap(one) is unwrap(other))
+
+
+# What was found, and all records
 
 
 R = TypeVar("R", bound="Records")

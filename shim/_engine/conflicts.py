@@ -27,6 +27,13 @@ __all__ = [
 ]
 
 
+# Whether a call still reaches a body, if a foreign function stands on its way there or in its place
+#
+# `reached_by` in the matrix names the ways: the functions and methods through which a call comes. "Applied" is what a
+# call reaches, so a patch whose target is bound, and which nothing calls any more, is not applied. Of a body that a
+# patch `reads`, a report says who has replaced it.
+
+
 @record
 class Cut:
     """A foreign function on the way to a body, which does not lead there.
@@ -117,6 +124,9 @@ def _instead_of(body: str, plan: Plan, binder: Records) -> str:
     except BindError:
         return ""  # upstream defines some names only beside Transformer Engine
     return foreign_on(body, unwrap(binder.wrappers.beneath(value)), plan.environment.sources)
+
+
+# What foreign objects keep from a plan
 
 
 @record

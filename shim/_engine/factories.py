@@ -21,6 +21,9 @@ from shim._resources import Resource
 __all__ = ["Factories", "misfit"]
 
 
+# Whether a factory's result can replace upstream's object: the same kind, and every call that upstream's takes
+
+
 _TAKES = "_shim_takes"  # set by takes() of shim.patches._arguments
 
 
@@ -117,6 +120,9 @@ def misfit(new: Any, old: Any) -> str:
     if type(new) is not types.FunctionType:
         return ""
     return _refused(new, before) or _unknown(new, old, before)
+
+
+# The factories
 
 
 # The key of factories: patch, variant, options and targets.

@@ -27,6 +27,9 @@ from shim._releases.sources import Sources, parse
 __all__ = ["Around", "Question", "foreign_on", "is_method", "is_tried", "is_upstreams", "may_go_around"]
 
 
+# Whose an object is
+
+
 def _layers(value: Any) -> Iterator[Any]:
     """The object and the objects it wraps, as functools.wraps records them."""
     seen: set[int] = set()
@@ -196,6 +199,12 @@ def foreign_on(target: str, value: Any, sources: Sources) -> str:
 
 
 @lru_cache(maxsize=256)  # by the code and not by the function, whose closure could keep a model alive
+# The text of a function as a syntax tree, without asking importlib for anything
+#
+# inspect.getsource looks through all modules, and may load a lazy one. This reads the file, or what linecache has of
+# it, so that it can be asked under the engine's lock.
+
+
 def texts_of(code: types.CodeType) -> tuple[ast.AST, ...]:
     """The definitions that `code` may have been compiled from: several for lambdas on one line.
 
@@ -220,6 +229,11 @@ def _tree_of(file: str) -> ast.Module | None:
         return parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
+
+
+# May a patch go around a foreign function in the place of upstream's, or try it?
+#
+# Both orders ask here, of a function that was there first and of one that came after shim, so that both end alike.
 
 
 @record

@@ -148,6 +148,9 @@ class ImportHook:
 _Loaded = Callable[[str], object]  # whether a module has run to the end
 
 
+# Which imports concern the plan in force
+
+
 class Watch:
     """The modules of one plan.
 

@@ -109,6 +109,9 @@ class DeferredLog:
         return not within
 
 
+# One line for each job: shim's version, how many patches, the releases, the digest, and how to do without
+
+
 # Of launchers; the first that is set counts. torchrun sets RANK, also below srun and mpirun.
 RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 RUN = "/_workers/run"  # the end of the directory that `shim run` puts on PYTHONPATH

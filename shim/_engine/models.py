@@ -27,6 +27,9 @@ from shim._releases.fingerprint import split_target
 __all__ = ["with_findings"]
 
 
+# What models show of a run: their configs, their modules, and megatron's parallel state
+
+
 # What megatron-core's config decides. A config without the setting belongs to a release without the feature.
 _OF_CONFIG = (
     *("mtp", "moe", "router-replay", "mla", "gated-attention", "mamba", "gdn", "dsa", "mrope", "fused-rope"),
@@ -101,6 +104,9 @@ def _parameters(model: Any) -> Iterator[Any]:
     yield from () if find is None else find()
 
 
+# Functions that a model took while shim had not bound them, such as config.finalize_model_grads_func
+
+
 class StaleReference(NamedTuple):
     """A place in a model that holds upstream's own function of a target."""
 
@@ -141,6 +147,9 @@ def stale_references(modules: Iterable[Any], plan: Plan, binder: Records) -> Ite
 def _namespace_of(holder: Any) -> Mapping[str, Any]:
     found = getattr(holder, "__dict__", {})
     return dict(found) if type(found) is dict else {}
+
+
+# What keeps a patch from its effect on a model
 
 
 def with_findings(

@@ -151,6 +151,9 @@ class Modules:
         self.unfinished |= locked_modules()
 
 
+# Whether a package comes from another place than the plan was made for: sys.path may change after apply()
+
+
 _PACKAGES = {DISTRIBUTIONS[distribution].package: distribution for distribution in PATCHED}
 
 

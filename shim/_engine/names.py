@@ -37,6 +37,9 @@ __all__ = [
 ]
 
 
+# Aliases: other names under which modules and classes hold the same function or class
+
+
 # (module or class, name in its dictionary, the value found there)
 Location = tuple[Any, str, Any]
 
@@ -147,6 +150,14 @@ Factory = Callable[[Any], Any]
 
 
 Key = tuple[int, str]  # id() of a module or class, and a name in it
+
+
+# Chains
+#
+# Patches that share a target nest in the order of version_matrix.yaml. The first patch in the file is innermost and
+# gets upstream's object. Each further patch gets the result of the one before it. Callers see the last. Neither the
+# order of imports nor the order of apply() calls changes this: whenever a layer is added or removed, the chain is
+# built anew.
 
 
 class _Missing:
@@ -285,6 +296,9 @@ Change = tuple[Chain, Chain]  # before and after
 
 
 Imported = tuple[str, Iterable[str]]  # a module just imported, and the modules that may already hold its new objects
+
+
+# An object, in words
 
 
 DESCRIBED = 400  # characters

@@ -45,6 +45,9 @@ __all__ = [
 ]
 
 
+# Overrides: where they stand in a model, and whether they call what they override
+
+
 @record
 class Override:
     """A function that an instance runs instead of the method `name` of the class that shim patched.
@@ -134,6 +137,14 @@ def _is_way_to(read: Read, function: Any, override: Override) -> bool:
 
 Probe = Callable[[Any, str, list[Any]], "bool | str | None"]
 Verdict = tuple["bool | None", str]  # the second says why nothing is known
+# A patch's probe: what an override does to a tiny input, tried once, with nothing left behind
+#
+# A patch module may define `probe(module, method, models)`. It gets the instance, the overridden method as
+# ``package.module:Class.name``, and the models that check() was given. In the place of a function that is no method
+# it gets the foreign function itself, and no model is needed. It returns True (the override keeps the fix), False
+# (the override hides it), or None or a text (not known, and why).
+
+
 MOST_VERDICTS = 1000
 NOT_YET = "shim.check has not tested yet whether the patch has its effect"
 NO_VERDICT = "shim cannot tell whether the patch has its effect"  # if it says nothing
@@ -239,6 +250,9 @@ class Tries:
                 self.verdicts.clear()
             self.verdicts[key] = run(probe, module, method, self.models)
         return self.verdicts[key]
+
+
+# Foreign functions in the place of upstream's, tried, methods in a model: do patches keep their effect?
 
 
 def add_answers(states: States, models: list[Any], plan: Plan, binder: Records, tries: Tries) -> None:

@@ -39,6 +39,12 @@ __all__ = [
 ]
 
 
+# What byte code reads: the names of globals, closures and locals, the attributes of them, and imports
+#
+# Byte code is what runs. The text of a function may be gone, or another by now, and names in decorators and defaults
+# are not calls.
+
+
 # How a path begins ("global", "closure", "local", "import", "super", or "" for the result of an expression), the name
 # there (none after "super" and ""), and the attributes that follow; of "import" the module and the name in it.
 Read = tuple[str, ...]
