@@ -7,7 +7,7 @@ from megatron.core.models.common.embeddings import rope_utils
 
 import shim
 from shim import testing
-from shim._engine.probes import run
+from shim._engine.overrides import run
 from shim.patches.megatron_core.rope_thd import probe
 
 ID = "rope-thd"
