@@ -365,7 +365,7 @@ class Records:
         self.found = Findings()
         # Target -> the object there when shim first bound it, if no other code had been there.
         self.first: dict[str, Any] = {}
-        self.known_ways: dict[str, Any] = {}  # name -> upstream's own function there: see ways.py
+        self.known_ways: dict[str, Any] = {}  # name -> upstream's own function there: see conflicts.py
 
     def looking(self: R) -> R:
         """The same records with separate findings, for a search for conflicts."""

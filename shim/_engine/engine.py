@@ -2,7 +2,7 @@
 
 The invariant: a transaction (apply, revert, the begin and end of a with-block, an import) is all or nothing. It is
 prepared on copies, where every error leaves the process as it was. Then names and records, `plan` included, are written
-as one list, which is taken back whole if a write fails or is interrupted (undo_list.py).
+as one list, which is taken back whole if a write fails or is interrupted (UndoList).
 
 - Every transaction goes through one loop, `transact`. The path of apply() is `switch_to`, `transact` and `_write` here,
   then Binder.commit, which lets a Draft compute the writes, and UndoList.perform, which makes them.
@@ -90,7 +90,7 @@ class Engine:
         self.plan: Plan | None = None
         self.last: Plan | None = None  # the last plan that was wanted
         self.switches = 0  # how many times a call set out to change the plan
-        self.announced = False  # whether this process has said the line of announcement.py
+        self.announced = False  # whether this process has said its line for the job (log.py)
         self.failed: dict[str, str] = {}  # patch -> why it could not be bound under this plan
         self.watch = Watch(ImportHook(self.wants, self.before_code, self.after_code))
         self.notes = ExceptionNotes(lambda: self.plan)

@@ -1,7 +1,7 @@
 """Step 5, verify: the state of each patch. This module alone makes one, from what it reads back and from claims.
 
-`read_report` reads the process. What other modules find besides, on a model (models.py, questions.py) or of
-bodies that a patch relies on (ways.py), they say as a `Claim`, and `States` decides what becomes of the state.
+`read_report` reads the process. What other modules find besides, on a model (models.py, overrides.py) or of
+bodies that a patch relies on (conflicts.py), they say as a `Claim`, and `States` decides what becomes of the state.
 """
 
 from __future__ import annotations
