@@ -44,7 +44,8 @@ def groups_unwrapped():
 
         return call
 
-    names = ["get_rank", "get_world_size", "get_backend", "get_process_group_ranks", "all_gather", "all_reduce"]
+    names = ["get_rank", "get_world_size", "get_backend", "get_process_group_ranks"]
+    names += ["all_gather", "all_gather_object", "all_reduce"]
     with pytest.MonkeyPatch.context() as undo:
         for name in names:
             undo.setattr(dist, name, unwrapping(getattr(dist, name)))
