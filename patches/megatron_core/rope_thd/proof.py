@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
 from unittest import mock
 
 import torch
 
-from shim._torch_names import required
+from shim.patches.megatron_core._rotation_tries import Operations
 from shim.patches.megatron_core.rope_fusion.proof import (
     HEADS,
     WIDTH,
@@ -24,21 +22,6 @@ from shim.testing.proof import Here, proof
 
 FEW, MANY, TOKENS = 2, 16, 64
 RANKS = ((1, 0), (2, 0), (2, 1))  # of how many context-parallel ranks this is which
-
-
-_Mode: Any = required("torch.utils._python_dispatch:TorchDispatchMode")
-
-
-class Operations(_Mode):  # type: ignore[misc]
-    """Counts what is dispatched."""
-
-    count = 0
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        self.count += 1
-        return function(*args, **(kwargs or {}))
 
 
 def operations_of(sequences: int, device: str) -> int:
