@@ -52,10 +52,6 @@ class DeferredLog:
         self.logged: set[str] = set()
         self._within = within
         self._waiting: deque[tuple[int, str]] = deque()
-        self._filtering = False
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
 
     def warn(self, text: str) -> None:
         self._waiting.append((logging.WARNING, text))
@@ -80,9 +76,6 @@ class DeferredLog:
 
     def flush(self) -> None:
         """Log the queued messages. Called without the lock, and not while importlib asks finders for a module."""
-        if self._filtering and not self._within():
-            logger().removeFilter(self)  # its block was interrupted
-            self._filtering = False
         for _ in range(len(self._waiting)):
             try:
                 level, text = self._waiting.popleft()
@@ -93,13 +86,11 @@ class DeferredLog:
     @contextmanager
     def deferring(self) -> Iterator[None]:
         """Queue everything this thread logs in the block: factories of patches log under the lock unawares."""
-        self._filtering = True
         logger().addFilter(self)
         try:
             yield
         finally:
             logger().removeFilter(self)
-            self._filtering = False
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the logger is to log a record now, as logging asks."""

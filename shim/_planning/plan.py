@@ -129,8 +129,6 @@ def _drift_remedy(entry: PatchEntry, environment: Environment, matrix: Matrix, f
     release = f"{entry.distribution} {installed.raw or ''}".rstrip()
     if found.cause == "bytecode":
         return f"install {release} with its sources (.py files): shim compares them before it patches"
-    if found.cause == "edited":
-        return "restart the process, so that it runs the code in its files"
     if found.cause == "unreadable":
         return f"let this process read the files of {release}"
     if found.cause == "damaged":

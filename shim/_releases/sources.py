@@ -125,14 +125,11 @@ def _editable(finder: Any, module: str) -> ModuleSpec | None:
     return spec_from_file_location(module, file)
 
 
-def find_spec(
-    module: str, *, everyone: bool = False, searched: dict[str, list[str]] | None = None
-) -> ModuleSpec | None:
+def find_spec(module: str, *, searched: dict[str, list[str]] | None = None) -> ModuleSpec | None:
     """The spec that an import of `module` would use. Imports nothing, not even a parent.
 
     Asks only Python's own finders, and reads the tables of editable installs. Other finders, such as post-import hooks,
-    may import the module or its parents. With `everyone` they are also asked, for a module that is being imported now.
-    `searched`: see search_path.
+    may import the module or its parents. `searched`: see search_path.
     """
     parent, _, _ = module.rpartition(".")
     path: list[str] | None = None
@@ -144,7 +141,7 @@ def find_spec(
         if is_ours(finder):
             continue
         try:
-            if everyone or any(finder is own for own in PYTHONS_OWN):
+            if any(finder is own for own in PYTHONS_OWN):
                 look = getattr(finder, "find_spec", None)
                 spec = None if look is None else look(module, path)
             else:
