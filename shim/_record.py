@@ -7,7 +7,7 @@ of dataclasses work on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, FrozenInstanceError, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
@@ -58,6 +58,7 @@ class _Fields:
     def __init__(self, cls: Any) -> None:
         found: tuple[Field[Any], ...] = fields(cls)
         self.names = tuple(item.name for item in found)
+        self.known = frozenset(self.names)
         self.defaults = {item.name: item.default for item in found if item.default is not MISSING}
         self.factories = {item.name: item.default_factory for item in found if item.default_factory is not MISSING}
         self.compared = tuple(item.name for item in found if item.compare)
@@ -66,18 +67,24 @@ class _Fields:
 
 def _init(self: Any, *args: Any, **given: Any) -> None:
     of: _Fields = self.__record__
-    if len(args) > len(of.names):
-        raise TypeError(f"{type(self).__name__} takes {len(of.names)} arguments, and got {len(args)}")
-    positional = dict(zip(of.names, args))
-    twice = positional.keys() & given
-    values = {**of.defaults, **positional, **given}
+    values = {**of.defaults, **dict(zip(of.names, args)), **given}
     for name, factory in of.factories.items():
         if name not in values:
             values[name] = factory()
-    if twice or len(values) != len(of.names) or not values.keys() <= set(of.names):
-        odd = ", ".join(sorted(twice or values.keys() ^ set(of.names)))
-        raise TypeError(f"{type(self).__name__}: missing, unknown or given twice: {odd}")
-    vars(self).update((name, values[name]) for name in of.names)
+    twice = args and given and not given.keys().isdisjoint(of.names[: len(args)])
+    if twice or len(args) > len(of.names) or values.keys() != of.known:
+        raise _misfit(self, of, args, given, values)
+    vars(self).update(zip(of.names, map(values.__getitem__, of.names)))  # in the order of the fields
+
+
+def _misfit(
+    self: Any, of: _Fields, args: tuple[Any, ...], given: Mapping[str, Any], values: Mapping[str, Any]
+) -> TypeError:
+    """What is wrong with the arguments of a record."""
+    if len(args) > len(of.names):
+        return TypeError(f"{type(self).__name__} takes {len(of.names)} arguments, and got {len(args)}")
+    odd = ", ".join(sorted(given.keys() & set(of.names[: len(args)]) or values.keys() ^ of.known))
+    return TypeError(f"{type(self).__name__}: missing, unknown or given twice: {odd}")
 
 
 def _eq(self: Any, other: object) -> Any:
