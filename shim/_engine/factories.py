@@ -104,13 +104,16 @@ def misfit(new: Any, old: Any) -> str:
     if problem or not callable(old):
         return problem
     try:
-        before, after = inspect.signature(old).parameters, inspect.signature(new).parameters
+        before = inspect.signature(old).parameters
+        attributes = getattr(new, "__dict__", {})
+        copied = attributes.get("__wrapped__") is old and "__signature__" not in attributes  # by functools.wraps
+        after = before if copied else inspect.signature(new).parameters
     except (TypeError, ValueError):
         return ""  # built-in functions have no signature
     positional = [name for name, p in before.items() if p.kind <= p.POSITIONAL_OR_KEYWORD]
-    if list(after)[: len(positional)] != positional or not set(before) <= set(after):
+    if not copied and (list(after)[: len(positional)] != positional or not set(before) <= set(after)):
         return f"its parameters are {', '.join(after)}; upstream's are {', '.join(before)}"
-    for name, parameter in after.items():
+    for name, parameter in () if copied else after.items():
         if name not in before:
             if parameter.default is parameter.empty:
                 return f"parameter {name} is added without a default"
@@ -130,10 +133,10 @@ _Content = tuple[str, "str | None", str, tuple[str, ...]]
 
 
 class _Entry(NamedTuple):
-    """What a patch holds, and the factories it came with."""
+    """What a patch holds, and the layers it came with."""
 
     content: _Content
-    factories: Mapping[str, Any]
+    layers: Mapping[str, Layer]
     resource: Resource
 
 
@@ -154,7 +157,7 @@ class Factories:
         """lock: gives the engine's lock, which a forked process replaces."""
         self._lock = lock
         self._log = deferred
-        self._made: dict[_Content, Mapping[str, Any]] = {}
+        self._made: dict[_Content, Mapping[str, Layer]] = {}
         self._resources: list[_Entry] = []  # of the factories in `_made`, and of dropped ones that could not end yet
         self._loading = _Loading()
 
@@ -170,10 +173,8 @@ class Factories:
 
         but: ids that are not needed.    loaded: whether a module has run to the end.
         """
-        for decision in plan.decisions.values():
-            if not decision.wanted or decision.content in self._made or decision.id in but:
-                continue
-            if any(loaded(module) for module in (*decision.modules, *plan.matrix.patches[decision.id].before)):
+        for decision, modules in plan.wanted:
+            if decision.id not in but and decision.content not in self._made and any(map(loaded, modules)):
                 yield decision
 
     def load(self, plan: Plan, but: Collection[str], loaded: Callable[[str], object]) -> set[str]:
@@ -203,29 +204,29 @@ class Factories:
                 what = f"matrix and {entry.module} disagree about the targets of {decision.variant}: {odd}"
                 raise BindError(f"{decision.id}: {what}", decision.id)
             content = decision.content
+            layers = {t: Layer(decision.id, t, factory, decision.wiring, content) for t, factory in factories.items()}
             with self._lock():
-                self._made[content] = factories
-                self._resources += [_Entry(content, factories, resource) for resource in getattr(made, "resources", ())]
+                self._made[content] = layers
+                self._resources += [_Entry(content, layers, resource) for resource in getattr(made, "resources", ())]
         return postponed
 
     def layers(self, plan: Plan | None, but: Collection[str]) -> dict[str, tuple[Layer, ...]]:
         """Target -> layers, innermost first, in the order of the plan, which is that of the matrix."""
         wanted: dict[str, tuple[Layer, ...]] = {}
         for decision in () if plan is None else plan.decisions.values():
-            content = decision.content
-            factories = self._made.get(content)
-            if not decision.wanted or decision.id in but or factories is None:
+            made = self._made.get(decision.content)
+            if not decision.wanted or decision.id in but or made is None:
                 continue
-            for target in (target for target in decision.targets if target not in decision.skipped):
-                layer = Layer(decision.id, target, factories[target], decision.wiring, content)
-                wanted[target] = (*wanted.get(target, ()), layer)
+            for target in decision.targets:
+                if target not in decision.skipped:
+                    wanted[target] = (*wanted.get(target, ()), made[target])
         return wanted
 
     def keep_only(self, plan: Plan | None, but: Collection[str]) -> None:
         """Drop the factories of patches that are not applied, so that objects which only they reference are freed."""
         wanted = [] if plan is None else [d for d in plan.decisions.values() if d.wanted and d.id not in but]
         needed = {decision.content for decision in wanted}
-        self._made = {content: factories for content, factories in self._made.items() if content in needed}
+        self._made = {content: layers for content, layers in self._made.items() if content in needed}
 
     # What patches hold besides functions
 
@@ -246,7 +247,7 @@ class Factories:
         A resource that is still in use and cannot end yet is tried again at the next call.
         """
         with self._lock():
-            over = [entry for entry in self._resources if self._made.get(entry.content) is not entry.factories]
+            over = [entry for entry in self._resources if self._made.get(entry.content) is not entry.layers]
         for entry in over:
             if entry.resource.release is not None:
                 try:

@@ -33,7 +33,7 @@ class Decision:
     # Targets of the variant that are not bound, because their bodies are not known, with the reasons.
     dropped: Mapping[str, str] = field(default_factory=dict)
 
-    @property
+    @computed_once
     def wanted(self) -> bool:
         return self.action == "apply"
 
@@ -42,7 +42,7 @@ class Decision:
         """The name of the variant."""
         return None if self.wiring is None else self.wiring.name
 
-    @property
+    @computed_once
     def targets(self) -> tuple[str, ...]:
         return () if self.wiring is None else self.wiring.targets
 

@@ -63,6 +63,12 @@ class Plan:
         found = None if self.losses is None else self.losses.lost_features(self.environment, self.decisions)
         return found or ()
 
+    @computed_once
+    def wanted(self) -> tuple[tuple[Decision, frozenset[str]], ...]:
+        """The patches to apply, each with the modules of which one has to be imported before it is loaded."""
+        wanted = (decision for decision in self.decisions.values() if decision.wanted)
+        return tuple((d, d.modules.union(self.matrix.patches[d.id].before)) for d in wanted)
+
     @property
     def pair_is_known(self) -> bool | None:
         """Whether the losses of this pair of releases were measured. None if one of them is not installed."""
