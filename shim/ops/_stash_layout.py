@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["BITS", "NOWHERE", "STATES", "Pages"]
+__all__ = ["BITS", "NOWHERE", "OVERFLOW", "STATES", "Pages"]
 
 # Rows are copied as integers: every bit stays, and eight-bit floats work, which torch can hardly index.
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -15,6 +15,8 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # The elements of a pool's state. Heads and tails only count up; a ring is indexed by their remainder.
 HEAD, TAIL, HOST_HEAD, HOST_TAIL, WANTED, MOST_WANTED, STASHED, SPILLED, KEPT, LOST = range(10)
 STATES = 10
+
+OVERFLOW = ("keep", "spill", "raise")  # what may happen to a tensor that finds no page
 
 # Where a tensor's copy is.
 RELEASED, IN_POOL, ON_HOST, NOWHERE = range(4)

@@ -25,7 +25,7 @@ from shim._locks import renew_in_children
 from shim.ops._checks import capturing
 from shim.ops._stash_compiled import CompiledRegions
 from shim.ops._stash_group import StashGroup, tensors_in
-from shim.ops._stash_layout import KEPT, LOST, MOST_WANTED, SPILLED, STASHED, WANTED
+from shim.ops._stash_layout import KEPT, LOST, MOST_WANTED, OVERFLOW, SPILLED, STASHED, WANTED
 from shim.ops._stash_pool import PagePool, backend_for
 from shim.ops._stashed_tensor import StashedTensor
 
@@ -33,7 +33,6 @@ __all__ = ["OVERFLOW", "PagedStash", "PoolUse", "StashOverflowError", "StashStat
 
 log = logging.getLogger("shim")
 
-OVERFLOW = ("keep", "spill", "raise")
 # The most forward passes whose originals may wait for the device to report the place of their copies.
 AHEAD = 2
 # A pool's memory is freed if the stash has been empty this many times since the pool's last use.

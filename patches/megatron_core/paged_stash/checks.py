@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from shim.ops.paged_stash import StashStatistics
+from shim import ops
 from shim.patches._stubs import holder_of
 from shim.patches.megatron_core.paged_stash.experts import ExpertStash
 from shim.patches.megatron_core.paged_stash.plain_experts import FUSED_ASK_THE_CONFIG, is_fused
@@ -17,7 +17,7 @@ MLP = "megatron.core.transformer.mlp:MLP.forward"
 STASHES: weakref.WeakSet[ExpertStash] = weakref.WeakSet()  # one of each apply()
 
 
-def statistics() -> StashStatistics:
+def statistics() -> ops.StashStatistics:
     """The outcomes of experts' saved tensors since the patch was applied. Waits for the device."""
     return total_of(stash.statistics() for stash in list(STASHES))
 

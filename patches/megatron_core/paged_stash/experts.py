@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shim import ops
 from shim._errors import OptionError
 from shim.ops._checks import capturing
-from shim.ops.paged_stash import OVERFLOW, StashOverflowError, weights_of
+from shim.ops._stash_layout import OVERFLOW
 from shim.patches.megatron_core.paged_stash.settings import Settings, cannot_gain
 from shim.patches.megatron_core.paged_stash.stashes import Stashes
 
@@ -63,7 +64,7 @@ class ExpertStash(Stashes):
         padded = config.moe_pad_expert_input_to_capacity
         valid = probs.detach().reshape(rows) != 0 if padded else None
         expected = int(rows // max(config.moe_expert_capacity_factor, 1.0)) if padded else rows
-        with self.group(module, settings, rows, valid, expected, (hidden, probs), weights_of(module)) as group:
+        with self.group(module, settings, rows, valid, expected, (hidden, probs), _weights_of(module)) as group:
             output = forward()
         group.commit(output)
         return output
@@ -87,7 +88,7 @@ class ExpertStash(Stashes):
             return contextlib.nullcontext()
         module = getattr(self._current, "module", None)
         settings = self.settings(module.config) if module is not None else self._settings or self.settings(None)
-        weights = () if module is None else weights_of(module)
+        weights = () if module is None else _weights_of(module)
         # What comes quantized from other ranks has its scales behind all rows, so it does not count as rows of values.
         quantized = module is not None and getattr(module.config, WIRE, "bf16") != "bf16"
         inputs = () if quantized else getattr(self._current, "inputs", ())
@@ -122,11 +123,17 @@ class ExpertStash(Stashes):
         for stash in self._all():
             try:
                 stash.check() if stash.may_lose else stash.warn_if_idle()
-            except StashOverflowError as error:  # collect from all stashes, because each check resets the count
+            except ops.StashOverflowError as error:  # collect from all stashes, because each check resets the count
                 lost.append(error)
         self._drop_unused()
         if lost:
-            raise lost[0] if len(lost) == 1 else StashOverflowError(" ".join(map(str, lost)))
+            raise lost[0] if len(lost) == 1 else ops.StashOverflowError(" ".join(map(str, lost)))
+
+
+def _weights_of(module: Any) -> Iterable[Tensor]:
+    from shim.ops.paged_stash import weights_of  # here, because most runs have no stash
+
+    return weights_of(module)
 
 
 def _marked(tensor: Tensor) -> int | None:

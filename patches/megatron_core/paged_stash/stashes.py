@@ -12,17 +12,19 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from shim import ops  # which imports the stash at its first use: most runs have none
 from shim._locks import renew_in_children
 from shim.ops._checks import capturing
-from shim.ops._stash_group import StashGroup
-from shim.ops._stash_pool import PagePool
-from shim.ops.paged_stash import PagedStash, StashStatistics
 from shim.patches.megatron_core.paged_stash.settings import FLAG, SIZES, Settings, check_settings
+
+if TYPE_CHECKING:
+    from shim.ops._stash_group import StashGroup
+    from shim.ops._stash_pool import PagePool
 
 COMPILED = "squared_relu", "quick_gelu", "fast_gelu"  # elementwise, with a finite backward at zero
 
@@ -39,11 +41,11 @@ class Stashes:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.options = options
-        self._stashes: dict[Settings, PagedStash] = {}
+        self._stashes: dict[Settings, ops.PagedStash] = {}
         # Module -> settings, and settings of callers without a module. A stash whose settings are unused is dropped.
         self._settings_of: weakref.WeakKeyDictionary[Any, Settings] = weakref.WeakKeyDictionary()
         self._of_unknown: set[Settings] = set()
-        self._dropped = StashStatistics(0, 0, 0, 0)
+        self._dropped: ops.StashStatistics | None = None
         self._spilled_before: dict[Settings, Tensor] = {}
         self._lock = threading.Lock()
         renew_in_children(self, "_lock", threading.Lock)
@@ -89,10 +91,10 @@ class Stashes:
 
     # Stashes and their sizes
 
-    def _all(self) -> list[PagedStash]:
+    def _all(self) -> list[ops.PagedStash]:
         return list(self._stashes.values())  # another thread may add one meanwhile
 
-    def _stash_of(self, module: Any, settings: Settings) -> PagedStash:
+    def _stash_of(self, module: Any, settings: Settings) -> ops.PagedStash:
         stash = self._stashes.get(settings)
         known = settings in self._of_unknown if module is None else self._settings_of.get(module) == settings
         if stash is not None and known:
@@ -106,7 +108,7 @@ class Stashes:
             if settings not in self._stashes:
                 # A stash gets its host pool only with its sizes. Until then "spill" is not possible, so it is "raise".
                 policy = "raise" if self.options["overflow"] == "spill" else str(self.options["overflow"])
-                self._stashes[settings] = PagedStash(page_size=settings.page_size, overflow=policy)
+                self._stashes[settings] = ops.PagedStash(page_size=settings.page_size, overflow=policy)
             stash = self._stashes[settings]
         self._drop_unused()
         return stash
@@ -131,7 +133,7 @@ class Stashes:
                 del self._stashes[settings]
                 self._dropped = total_of([self._dropped, replace(counted, pools=())])
 
-    def _size(self, stash: PagedStash, settings: Settings) -> None:
+    def _size(self, stash: ops.PagedStash, settings: Settings) -> None:
         if not stash.live:
             stash.warn_if_idle()
         if not capturing():
@@ -182,17 +184,17 @@ class Stashes:
         device, host = sum(pool.nbytes for pool in pools), sum(pool.host_nbytes for pool in pools)
         return f"{len(pools)} pools of pages ({device} bytes on the device, {host} bytes on the host)"
 
-    def statistics(self) -> StashStatistics:
+    def statistics(self) -> ops.StashStatistics:
         return total_of([self._dropped, *(stash.statistics() for stash in self._all())])
 
 
-def total_of(counted: Iterable[StashStatistics]) -> StashStatistics:
-    """The sum of these statistics."""
-    found = list(counted)
+def total_of(counted: Iterable[ops.StashStatistics | None]) -> ops.StashStatistics:
+    """The sum of these statistics, without those that are None."""
+    found = [one for one in counted if one is not None]
     skipped: Counter[str] = Counter()
     for one in found:
         skipped.update(one.skipped)
-    return StashStatistics(
+    return ops.StashStatistics(
         stashed=sum(one.stashed for one in found),
         spilled=sum(one.spilled for one in found),
         kept=sum(one.kept for one in found),
