@@ -43,8 +43,8 @@ from shim._engine.exception_notes import ExceptionNotes
 from shim._engine.factories import Factories
 from shim._engine.import_hook import ImportHook, Watch
 from shim._engine.log import DeferredLog, short_of
-from shim._engine.modules import another_copy, imports_no_megatron
-from shim._engine.names import Imported, Write, namespace_of
+from shim._engine.modules import another_copy
+from shim._engine.names import Imported, Write, imports_no_megatron, namespace_of
 from shim._engine.transactions import Binder
 from shim._errors import BindError, NotMetError, OptionError
 from shim._planning.plan import Plan, make_plan

@@ -12,8 +12,8 @@ from types import ModuleType
 from typing import Any
 
 from shim._engine.log import logger
-from shim._engine.modules import imported_since, imports_no_megatron, is_lazy, locked_modules, packages_of
-from shim._engine.names import namespace_of
+from shim._engine.modules import imported_since, is_lazy, locked_modules, packages_of
+from shim._engine.names import imports_no_megatron, namespace_of
 from shim._planning.plan import Plan
 from shim._releases.sources import is_ours
 

@@ -7,10 +7,10 @@ import importlib.util
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from shim._engine.names import namespace_of
+from shim._engine.names import imports_no_megatron, namespace_of
 from shim._errors import SourceError
 from shim._planning.plan import Plan
 from shim._releases.detect import DISTRIBUTIONS, PATCHED, place_of, same_place
@@ -20,7 +20,6 @@ __all__ = [
     "Modules",
     "another_copy",
     "imported_since",
-    "imports_no_megatron",
     "is_initialising",
     "is_lazy",
     "locked_modules",
@@ -28,16 +27,11 @@ __all__ = [
 ]
 
 
-# Python, torch, and what torch requires: most of the modules of a process.
-_STRANGERS = frozenset(
-    {*sys.stdlib_module_names, "torch", "triton", "numpy", "sympy", "mpmath", "networkx", "jinja2", "fsspec"}
-)
 _LAZY: type = importlib.util._LazyModule  # type: ignore[attr-defined]
 
 
-def imports_no_megatron(name: str) -> bool:
-    """Whether a module is of a package that never imports megatron-core or Transformer Engine."""
-    return name.partition(".")[0] in _STRANGERS
+def _without_strangers(names: Iterable[str]) -> frozenset[str]:
+    return frozenset(name for name in names if not imports_no_megatron(name))
 
 
 def is_lazy(module: object) -> bool:
@@ -84,7 +78,10 @@ def imported_since(name: str) -> Iterator[str]:
 
 def _last() -> tuple[str, Any]:
     """The last module of sys.modules, with its name."""
-    name = list(sys.modules)[-1]  # in one call of C: another thread may import between two steps of an iterator
+    try:
+        name = next(reversed(sys.modules))
+    except RuntimeError:  # another thread has imported something between the two steps
+        name = list(sys.modules)[-1]
     return name, sys.modules.get(name)
 
 
@@ -140,7 +137,7 @@ class Modules:
         (name, module), (last, now) = self.searched, _last()
         if name == last and module is now:
             return frozenset()
-        return frozenset(imported_since(name) if sys.modules.get(name) is module else list(sys.modules))
+        return _without_strangers(imported_since(name) if sys.modules.get(name) is module else list(sys.modules))
 
     def looked_through(self, names: set[str]) -> None:
         self.unfinished, self.searched = (self.unfinished | self._came()) - names, None
@@ -148,7 +145,7 @@ class Modules:
     def note_search(self) -> None:
         """Remember which module is the last now, and which are half imported: each of those is locked."""
         self.searched = _last()
-        self.unfinished |= locked_modules()
+        self.unfinished |= _without_strangers(locked_modules())
 
 
 # Whether a package comes from another place than the plan was made for: sys.path may change after apply()

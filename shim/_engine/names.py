@@ -6,7 +6,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
-from typing import Any
+from typing import Any, NamedTuple
 
 from shim._matrix.model import Variant
 from shim._printing.printable import one_line
@@ -28,6 +28,7 @@ __all__ = [
     "dictionary_of",
     "find_aliases",
     "found_by_name",
+    "imports_no_megatron",
     "is_kind",
     "namespace_of",
     "read_name",
@@ -87,6 +88,17 @@ def dictionary_of(module: types.ModuleType) -> dict[str, Any]:
     return found
 
 
+# Python, torch, and what torch requires: most of the modules of a process.
+_STRANGERS = frozenset(
+    {*sys.stdlib_module_names, "torch", "triton", "numpy", "sympy", "mpmath", "networkx", "jinja2", "fsspec"}
+)
+
+
+def imports_no_megatron(name: str) -> bool:
+    """Whether a module is of a package that never imports megatron-core or Transformer Engine."""
+    return name.partition(".")[0] in _STRANGERS
+
+
 def _kinds(*of: type) -> frozenset[int]:
     """The ids of the types `of` and of all their subclasses in the process.
 
@@ -113,7 +125,8 @@ def find_aliases(objects: Iterable[Any], modules: Iterable[str] | None = None) -
     classmethod. It does not reach instances, closures, default arguments and containers.
     """
     wanted = {id(item) for item in objects}
-    if not wanted:
+    names = list(sys.modules) if modules is None else list(modules)
+    if not wanted or not names:
         return []
     # The search looks at some hundred thousand values, so both tests for each value are cheap: whether its id is wanted
     # (in C), and whether its exact type is that of a class or descriptor. Dictionaries are copied first, because
@@ -122,7 +135,7 @@ def find_aliases(objects: Iterable[Any], modules: Iterable[str] | None = None) -
     either = metaclasses | descriptors
     found: list[Location] = []
     seen: set[int] = set()
-    for name in list(sys.modules) if modules is None else list(modules):
+    for name in names:
         module = sys.modules.get(name)
         if not issubclass(type(module), types.ModuleType) or f"{name}.".startswith("shim."):
             continue
@@ -137,6 +150,8 @@ def find_aliases(objects: Iterable[Any], modules: Iterable[str] | None = None) -
                 continue
             seen.add(id(cls))
             namespace = namespace_of(cls)
+            if modules is not None and imports_no_megatron(str(namespace.get("__module__"))):
+                continue  # such as torch's Tensor, in almost every module
             values = list(namespace.values())
             inside = _of_type(either, values)
             left += _of_type(metaclasses, inside)
@@ -189,8 +204,7 @@ class Layer:
         return self.wiring is not None and self.target in self.wiring.may_be_missing
 
 
-@record
-class Held:
+class Held(NamedTuple):
     """A place inside of an object: what it holds, and whether the object surely calls it.
 
     owner: a closure's cell, or an object with the attribute `name`. None if shim cannot write to the place.

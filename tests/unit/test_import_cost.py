@@ -87,7 +87,7 @@ def test_one_module_of_the_engine_holds_state():
     constants = {
         ("chains.py", "TypeVar"),
         ("names.py", "_Missing"),
-        ("modules.py", "frozenset"),
+        ("names.py", "frozenset"),
         ("log.py", "logging.getLogger"),
         ("models.py", ""),
         ("ranks.py", ""),
