@@ -75,8 +75,8 @@ environments: env  ## tests and proofs with torch 2.6.0, 2.9.1, 2.12.1 and 2.14.
 	$(BIN)/python -m shim.maintenance.environments
 	$(BIN)/python -m shim.maintenance.docs
 
-# One release per set of bodies, and a patch's own tests once per variant, whose cases they share (make matrix: all on
-# all). tests/support/chosen.py says which; three cells at once, with one thread each.
+# One release per set of bodies. A file of tests says in its CELLS which of them run it, and with which cases (make
+# matrix: all on all). Three cells at once, with one thread each.
 CELLS ?= --everyday
 LOGS := build/logs
 cells: env  ## real megatron-core, one process per release (CELLS="--releases 0.16.1")

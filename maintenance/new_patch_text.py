@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 from shim._releases.detect import DISTRIBUTIONS
 from shim._releases.fingerprint import split_target
+from shim.testing.cells import EVERYDAY, EVERYDAY_PAIRS
 
 from .new_patch_proposal import Proposal
 
@@ -160,6 +162,8 @@ import pytest
 
 import shim
 {setting}
+CELLS = {cells}
+
 ID = "{id}"
 NEEDED = shim.plan()[ID].wanted
 needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
@@ -190,6 +194,18 @@ def one_rank():
 """
 
 
+def _cells(proposal: Proposal) -> dict[str, str]:
+    """Where `make test` runs them: every case on the newest variant, the first of each test on others and without."""
+    core = proposal.distribution == "megatron-core"
+    shown = EVERYDAY if core else EVERYDAY_PAIRS
+    found: dict[str, str] = {}
+    for releases in (*reversed(proposal.variants.values()), *proposal.without):
+        of_it = [cell for cell in shown if cell.partition("+")[0 if core else 2] in releases]
+        if of_it:
+            found[of_it[-1]] = "first" if found else "all"
+    return found or {shown[-1]: "all"}
+
+
 def test(proposal: Proposal) -> str:
     """The tests of the patch. Each fails until it is written."""
     core = proposal.distribution == "megatron-core"
@@ -198,5 +214,6 @@ def test(proposal: Proposal) -> str:
         mark=MARK,
         setting="from shim import testing\n" if core else "",
         fixture=ONE_RANK if core else "",
+        cells=json.dumps(_cells(proposal)),
     )
     return text + (RIGHT.format(mark=MARK) if proposal.without else "")

@@ -23,18 +23,12 @@ else:
 
 
 def pytest_ignore_collect(collection_path):
-    """In `make test` a file about a patch runs once per variant, one about layouts on few releases: see chosen.py."""
-    release = testing.release()
-    if collection_path.parent.name != "layouts":
-        return True if chosen.left_out(collection_path, release, EVERYDAY) else None
-    if chosen.ONCE and release in EVERYDAY and release not in chosen.LAYOUTS:
-        return True
-    return True if chosen.left_out(collection_path, release, chosen.LAYOUTS) else None
+    """In `make test` a file runs on the releases that its CELLS names: see chosen.py."""
+    return True if chosen.left_out(collection_path, testing.release(), EVERYDAY) else None
 
 
 def pytest_collection_modifyitems(items, config):
     """Last what gives autograd a thread of its own: no rank that computes a gradient can be forked after that."""
-    chosen.keep_newest(items, config, testing.release(), EVERYDAY)
     chosen.keep_part(items, config, testing.release(), EVERYDAY)
     items.sort(key=lambda item: item.get_closest_marker("no_fork_after") is not None)
 

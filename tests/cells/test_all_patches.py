@@ -14,6 +14,8 @@ from shim._engine.names import MISSING
 from shim._tools.cli import main
 from shim.testing import Layout
 
+CELLS = "every"
+
 IN_FORCE = ("applied", "upstream", "not-needed", "inactive", "excluded", "not-installed")
 ROUNDS = "chunked-logprob"
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -13,6 +13,8 @@ from shim.patches.megatron_core.checkpoint_without_grad.proof import UNIFORM
 from shim.patches.megatron_core.frozen_recompute.proof import NORMS
 from shim.testing import Layout
 
+CELLS = {"0.12.0": "all"}
+
 ID, QUANTIZED = "checkpoint-without-grad", "fp8-fp4-recompute"
 
 

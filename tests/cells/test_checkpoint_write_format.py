@@ -12,6 +12,8 @@ from shim.patches.megatron_core.checkpoint_write_format.proof import weights_los
 from shim.testing.proof import Here
 from shim.testing.sharded import WRITER
 
+CELLS = {"0.12.0": "all", "0.16.1": "first"}
+
 ID = "checkpoint-write-format"
 NEEDED = shim.plan()[ID].wanted
 needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")

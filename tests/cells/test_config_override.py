@@ -14,6 +14,8 @@ from shim import testing
 from shim.patches.megatron_core.config_override.proof import FULL, toggled
 from shim.testing.patience import patience
 
+CELLS = {"0.12.0": "all"}
+
 ID = "config-override"
 WITHOUT_TE = "fp8-fp4-recompute"  # CheckpointWithoutOutput raises without Transformer Engine, but for this patch
 

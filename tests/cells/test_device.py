@@ -14,6 +14,20 @@ import shim
 from shim import testing
 from shim.testing.cells import EVERYDAY
 
+CELLS = {
+    "0.12.0": "first",
+    "0.12.3": "first",
+    "0.13.1": "first",
+    "0.14.0": "all",
+    "0.15.3": "first",
+    "0.16.0": "first",
+    "0.16.1": "first",
+    "0.17.0": "first",
+    "0.17.1": "all",
+    "0.18.2": "first",
+    "0.19.2": "all",
+}
+
 RELEASE = testing.release()
 IDS = [id for id, decision in shim.plan().decisions.items() if decision.wanted]
 NEVER_MORE = ("faults", "host_reads", "blocking_copies", "launches", "bytes_moved")
@@ -151,7 +165,7 @@ def test_each_patch_alone(name, runs, ranks):
 CAPTURED = [name for name in STEPS if name not in ("experts", "experts, replay") and STEPS[name].layout.world == 1]
 
 
-@pytest.mark.newest
+@pytest.mark.once
 @pytest.mark.parametrize("name", CAPTURED)
 def test_a_step_is_captured_and_replayed(name, ranks, runs):
     """No host read, no event, no copy that waits while capturing; and no memory of the host that a replay lacks."""
@@ -165,7 +179,7 @@ def test_a_step_is_captured_and_replayed(name, ranks, runs):
     assert gradients > 2 and wrong == 0
 
 
-@pytest.mark.newest
+@pytest.mark.once
 def test_stock_is_not_captured_on_packed_rows(ranks, runs):
     if runs("MTP, packed").error:
         pytest.skip("stock cannot do this step, captured or not")
@@ -204,7 +218,7 @@ def with_planted(name, what):
         return stock, device_steps.run_counted(name)
 
 
-@pytest.mark.newest
+@pytest.mark.once
 @pytest.mark.parametrize("what", PLANTED)
 def test_a_planted_fault_is_seen(what, ranks):
     stock, faulty = ranks[1].run(with_planted, "dense", what)[0]

@@ -10,6 +10,8 @@ from shim.patches.megatron_core.dp_reshardable_fp32.proof import BY_DATA
 from shim.patches.megatron_core.reshardable_padding.proof import STEPS, Training, apart, fused_adam
 from shim.testing.user_model import ModelError
 
+CELLS = {"0.12.3": "first", "0.17.0": "all"}
+
 ID = "dp-reshardable-fp32"
 NEEDED = shim.plan()[ID].wanted
 needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")

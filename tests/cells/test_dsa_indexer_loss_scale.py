@@ -10,6 +10,8 @@ import shim
 from shim import testing
 from shim.patches.megatron_core.dsa_indexer_loss_scale.proof import gradients
 
+CELLS = {"0.15.3": "first", "0.16.1": "all"}
+
 ID = "dsa-indexer-loss-scale"
 NEEDED = shim.plan()[ID].wanted
 needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")

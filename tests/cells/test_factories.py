@@ -11,6 +11,8 @@ import shim
 from shim import testing
 from shim.testing.patience import patience
 
+CELLS = "every"
+
 PLAN = shim.plan()
 WANTED = [id for id, decision in PLAN.decisions.items() if decision.wanted and can_be_imported(decision)]
 

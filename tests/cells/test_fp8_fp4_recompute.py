@@ -13,6 +13,8 @@ import shim
 from shim import testing
 from shim.testing import Layout
 
+CELLS = {"0.12.3": "first", "0.14.0": "all", "0.16.0": "first"}
+
 pytestmark = pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="tests/pairs is about that")
 
 ID = "fp8-fp4-recompute"

@@ -12,6 +12,8 @@ from shim.patches.megatron_core.global_aux_loss_scale.proof import OPTIONS, grad
 from shim.patches.megatron_core.moe_aux_loss_scale.proof import AUX, PER_TOKEN, off_by, takes_padding_mask
 from shim.testing import Layout
 
+CELLS = {"0.12.0": "first", "0.17.0": "all"}
+
 ID = "global-aux-loss-scale"
 NEEDED = shim.plan()[ID].wanted
 needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")

@@ -11,6 +11,8 @@ from torch.utils.data import ConcatDataset, DataLoader
 import shim
 from shim.testing.corpus import Tokenizer, gpt_dataset, text_of, write_corpus
 
+CELLS = {"0.12.0": "all", "0.16.0": "first"}
+
 ID = "gpt-dataset-pad-token"
 MASK = "gpt-dataset-loss-mask"  # which keeps the padding of one row out of the others
 LENGTH, EOD, EPOCHS = 8, 1, 3

@@ -13,6 +13,8 @@ import shim
 from shim import testing
 from shim.testing import Layout
 
+CELLS = "every"
+
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
 HAS_PACKED_MTP = VERSION >= (0, 16)
 needs_packed_mtp = pytest.mark.skipif(not HAS_PACKED_MTP, reason="MTP refuses packed rows before 0.16")
@@ -36,7 +38,7 @@ def packed_against_alone(*args, **kwargs):
     return testing.differences(packed, alone)
 
 
-@pytest.mark.newest
+@pytest.mark.once
 @needs_packed_mtp
 @pytest.mark.parametrize("per_token_loss", [False, True], ids=["mean", "per_token"])
 @pytest.mark.parametrize("mtp_num_layers", [1, 2])
@@ -47,7 +49,7 @@ def test_plain_packing_is_the_same_as_running_alone(position, mtp_num_layers, pe
     assert testing.worst(found) < WITHIN_LAYOUT, found
 
 
-@pytest.mark.newest
+@pytest.mark.once
 @needs_packed_mtp
 def test_loss_masks_and_sequences_of_one_token_are_in_the_truth():
     masks = [torch.tensor([0.0, 0, 1, 1, 1, 1]), torch.ones(1), torch.tensor([1.0, 0, 1, 0, 1])]
@@ -99,7 +101,7 @@ def test_every_release_holds_the_same_model():
     assert alone.logged.tolist() == pytest.approx(LOGGED, rel=1e-6)
 
 
-@pytest.mark.newest
+@pytest.mark.once
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp2", "tp2+sp"])
 @pytest.mark.parametrize("model", [{}, SWIGLU, {"add_bias_linear": True}], ids=["gelu", "swiglu", "bias"])
 def test_tensor_parallelism_gives_the_losses_of_one_rank(ranks2, model, sequence_parallel):
@@ -108,7 +110,7 @@ def test_tensor_parallelism_gives_the_losses_of_one_rank(ranks2, model, sequence
         assert losses_differ(two, one) < ACROSS_LAYOUTS
 
 
-@pytest.mark.newest
+@pytest.mark.once
 def test_pipeline_parallelism_gives_the_losses_of_one_rank(ranks2):
     one = run(testing.run_alone, [4, 8, 4])
     first, last = ranks2.run(_alone_in_rank, Layout(pp=2), {})
@@ -147,7 +149,7 @@ def _alone_in_rank(layout, model):
     return run(testing.run_alone, [4, 8, 4], layout, model=model)
 
 
-@pytest.mark.newest
+@pytest.mark.once
 @needs_packed_mtp
 @pytest.mark.parametrize(
     "layout", [Layout(tp=2), Layout(tp=2, sequence_parallel=True), Layout(cp=2), Layout(pp=2)], ids=str
@@ -163,7 +165,7 @@ def _against_alone_in_rank(layout, lora):
         return packed_against_alone([4, 8, 4], layout, lora=lora)
 
 
-@pytest.mark.newest
+@pytest.mark.once
 def test_lora_trains_only_its_adapters():
     with testing.layout_initialised(Layout()):
         gpt = testing.build_gpt()
@@ -227,7 +229,7 @@ def test_the_groups_of_a_layout_share_a_device():
     assert threads() == before
 
 
-@pytest.mark.newest
+@pytest.mark.once
 @pytest.mark.parametrize("device", [0, "1", "cuda", "cuda:1", torch.device("cuda", 0), torch.device("cpu")], ids=str)
 def test_a_device_has_a_name_or_a_number(device):
     """Forks name the one of the process by the local rank, as a number or as the text of an environment variable."""
@@ -237,7 +239,7 @@ def test_a_device_has_a_name_or_a_number(device):
     assert torch.ones(2).to(torch.float64).dtype == torch.ones(2).to(torch.ones(1).double()).dtype == torch.float64
 
 
-@pytest.mark.newest
+@pytest.mark.once
 def test_no_stream_is_captured_and_all_events_have_happened():
     assert torch.cuda.is_current_stream_capturing() is False
     event = torch.cuda.Event(enable_timing=True)

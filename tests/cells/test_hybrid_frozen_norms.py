@@ -10,6 +10,8 @@ from shim.patches.megatron_core.frozen_recompute.proof import NORMS
 from shim.patches.megatron_core.hybrid_frozen_norms import _recomputes_first_norm
 from shim.patches.megatron_core.hybrid_frozen_norms.proof import adapted_hybrid, gradients, unequal
 
+CELLS = {"0.12.3": "first", "0.13.1": "all", "0.18.2": "first"}
+
 ID = "hybrid-frozen-norms"
 # Stock needs Transformer Engine or the other patch for the recompute.
 BOTH = [ID, "fp8-fp4-recompute"]

@@ -14,6 +14,17 @@ import shim
 from shim import testing
 from shim.testing import EVERYDAY
 
+CELLS = {
+    "0.12.0": "all",
+    "0.13.1": "all",
+    "0.14.0": "all",
+    "0.15.3": "all",
+    "0.16.1": "all",
+    "0.17.1": "all",
+    "0.18.2": "all",
+    "0.19.2": "all",
+}
+
 WANTED = [id for id, decision in shim.plan().decisions.items() if decision.wanted and can_be_imported(decision)]
 # An order takes seconds here. Every day the one is run that the other tests of a cell, which apply to what is imported
 # already, say least about, with all patches at once; each of them in all orders with SHIM_TEST_ALL_ORDERS=1.
@@ -53,7 +64,7 @@ def case_of(patches, setup=""):
 
 
 @in_full
-@pytest.mark.newest
+@pytest.mark.once
 def test_processes_after_the_first_start_with_torch_and_without_what_is_patched():
     asks = "import sys; print(sorted({'torch', 'megatron', 'shim', 'transformer_engine', 'pytest'} & set(sys.modules)))"
     for _ in range(2):
@@ -62,7 +73,7 @@ def test_processes_after_the_first_start_with_torch_and_without_what_is_patched(
     assert done.stdout == "['torch']\n"
 
 
-@pytest.mark.newest
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("order", "broken", "told"),
     [

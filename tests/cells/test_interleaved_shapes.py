@@ -15,6 +15,8 @@ from shim.patches.megatron_core.interleaved_shapes.proof import VARIABLE
 from shim.patches.megatron_core.pipeline_p2p_order.proof import losses_on_rank
 from shim.testing import Layout
 
+CELLS = {"0.12.0": "first", "0.16.0": "all"}
+
 ID = "interleaved-shapes"
 VARIANT = shim.plan()[ID].variant
 BESIDE = [id for id in ("p2p-default-group", "pipeline-p2p-order", "pipeline-send-buffers") if shim.plan()[id].wanted]

@@ -14,6 +14,8 @@ import shim
 from shim import testing
 from shim._engine.factories import misfit
 
+CELLS = "every"
+
 IDS = ("mtp-packed-sequences", "mtp-recompute", "mtp-without-te", "rope-thd", "rope-fusion", "mla-rope-table")
 PLAN = shim.plan()
 TARGETS = [(id, target) for id in IDS if PLAN[id].wanted for target in PLAN[id].targets]

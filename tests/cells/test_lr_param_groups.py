@@ -17,6 +17,8 @@ from shim.patches.megatron_core.lr_param_groups.proof import (
     wrong_groups,
 )
 
+CELLS = {"0.14.0": "first", "0.17.0": "all"}
+
 ID = "lr-param-groups"
 NEEDED = shim.plan()[ID].wanted
 needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")

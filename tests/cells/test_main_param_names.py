@@ -15,6 +15,8 @@ from shim.patches.megatron_core.main_param_names.proof import (
 )
 from shim.testing.proof import CannotRunError
 
+CELLS = {"0.12.0": "first", "0.14.0": "all"}
+
 ID = "main-param-names"
 NEEDED = shim.plan()[ID].wanted
 needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")

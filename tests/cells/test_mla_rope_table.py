@@ -7,6 +7,8 @@ import shim
 from shim import testing
 from shim.patches.megatron_core.rope_fusion.proof import Group
 
+CELLS = {"0.12.3": "first", "0.15.3": "all"}
+
 ID = "mla-rope-table"
 MINOR = tuple(int(part) for part in testing.release().split(".")[:2])
 if MINOR < (0, 13):

@@ -26,6 +26,8 @@ from shim.patches.megatron_core.moe_aux_loss_scale.proof import (
 )
 from shim.testing import Layout
 
+CELLS = {"0.13.1": "all", "0.15.3": "first", "0.17.1": "first", "0.19.2": "first"}
+
 ID = "moe-aux-loss-scale"
 NEEDED = shim.plan()[ID].wanted
 needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")

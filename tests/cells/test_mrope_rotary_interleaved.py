@@ -19,6 +19,8 @@ from shim.patches.megatron_core.mrope_rotary_interleaved.proof import (
 )
 from shim.patches.megatron_core.mrope_thd.proof import LENGTHS, error, packed, unpacked
 
+CELLS = {"0.12.3": "all"}
+
 ID = "mrope-rotary-interleaved"
 NEEDED = shim.plan()[ID].wanted
 pytestmark = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")

@@ -13,6 +13,8 @@ from shim.patches.megatron_core import mrope_thd
 from shim.patches.megatron_core.mrope_thd.proof import LENGTHS, build, error, packed, packed_of, row_of, unpacked
 from shim.patches.megatron_core.rope_fusion.proof import kernels
 
+CELLS = {"0.12.3": "all", "0.14.0": "first", "0.15.3": "first", "0.17.1": "first"}
+
 ID = "mrope-thd"
 VARIANT = shim.plan()[ID].variant
 EARLY = VARIANT in ("v0_12", "v0_13")

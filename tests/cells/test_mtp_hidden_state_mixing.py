@@ -11,6 +11,8 @@ import shim
 from shim import testing
 from shim.testing import Layout
 
+CELLS = {"0.13.1": "first", "0.14.0": "first", "0.16.1": "first", "0.17.1": "all", "0.18.2": "first", "0.19.2": "first"}
+
 ABOUT = ["mtp-packed-sequences"]  # the patches, see chosen.py
 
 ID = "mtp-packed-sequences"

@@ -10,6 +10,8 @@ from torch.utils.data import DataLoader, Dataset
 import shim
 from shim.patches.megatron_core.multimodal_conversation.proof import CONVERSATION, text_of, tokenizer
 
+CELLS = {"0.16.0": "first", "0.17.1": "all"}
+
 ID = "multimodal-conversation"
 pytestmark = pytest.mark.skipif(not shim.plan()[ID].wanted, reason="this release needs no patch")
 SYSTEM = [{"role": "system", "content": "Be brief."}, *CONVERSATION]

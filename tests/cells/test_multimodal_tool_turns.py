@@ -12,6 +12,8 @@ from shim.patches.megatron_core.multimodal_conversation import proof as multimod
 from shim.patches.megatron_core.multimodal_tool_turns.proof import CONVERSATION, HIDDEN
 from shim.testing.proof import CannotRunError
 
+CELLS = {"0.12.0": "first", "0.17.0": "all"}
+
 ID, OTHER = "multimodal-tool-turns", "multimodal-conversation"
 NEEDED = shim.plan()[ID].wanted
 needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")

@@ -19,6 +19,8 @@ from shim.patches.megatron_core.reshardable_padding.proof import (
 )
 from shim.testing.user_model import ModelError
 
+CELLS = {"0.12.0": "first", "0.16.0": "all"}
+
 ID = "optimizer-sharding-default"
 NEEDED = shim.plan()[ID].wanted
 needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")

@@ -12,6 +12,8 @@ import shim
 from shim import testing
 from shim.testing.patience import patience
 
+CELLS = "every"
+
 pytestmark = pytest.mark.skipif(testing.release() != "0.16.1", reason="nothing in it depends on the release")
 wrapt = pytest.importorskip("wrapt")
 

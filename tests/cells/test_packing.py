@@ -7,6 +7,8 @@ import shim
 from shim import testing
 from shim.testing import Layout
 
+CELLS = {"0.12.0": "first", "0.14.0": "first", "0.16.0": "all", "0.17.1": "first", "0.18.2": "first", "0.19.2": "first"}
+
 ABOUT = ["mtp-packed-sequences"]  # the patches, see chosen.py
 
 ID = "mtp-packed-sequences"

@@ -25,6 +25,8 @@ import shim
 from shim import testing
 from shim.testing import Layout
 
+CELLS = {"0.12.0": "first", "0.13.1": "all", "0.17.0": "first", "0.19.2": "first"}
+
 RECOMPUTE = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},

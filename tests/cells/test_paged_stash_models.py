@@ -11,6 +11,8 @@ import shim
 from shim import testing
 from shim.testing import Layout
 
+CELLS = {"0.12.0": "first", "0.12.3": "all", "0.17.0": "first", "0.18.2": "first"}
+
 pytestmark = pytest.mark.skipif(NOT_TOLD, reason="experts of 0.12.0 are not told which rows are padding")
 
 

@@ -12,6 +12,8 @@ import shim
 from shim._engine.engine import ENGINE
 from shim._engine.names import unwrap
 
+CELLS = "every"
+
 cloudpickle = pytest.importorskip("cloudpickle", reason="cloudpickle is not installed")
 # What these patches keep of a process, or read of torch's, has no value to send.
 LEFT = {"moved-symbols", "mtp-loss-options", "paged-stash", "broadcast-data-group", "fused-linear-logprob"}

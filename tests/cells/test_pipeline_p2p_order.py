@@ -15,6 +15,8 @@ from shim import testing
 from shim.patches.megatron_core.pipeline_p2p_order.proof import DIFFERENT, EQUAL, STEPS, losses_on_rank
 from shim.testing import Layout
 
+CELLS = {"0.13.1": "first", "0.16.0": "all"}
+
 ID = "pipeline-p2p-order"
 BESIDE = [id for id in ("p2p-default-group", "pipeline-send-buffers") if shim.plan()[id].wanted]
 UNBATCHED = {"batch_p2p_comm": False}

@@ -14,6 +14,8 @@ from shim import testing
 from shim.patches.megatron_core.pipeline_send_buffers.proof import chunks, late_messages, step
 from shim.testing import Layout
 
+CELLS = {"0.12.3": "all", "0.18.2": "first"}
+
 ID = "pipeline-send-buffers"
 NEEDED = shim.plan()[ID].wanted
 needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")

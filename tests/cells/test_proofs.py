@@ -8,6 +8,8 @@ import shim
 from shim import testing
 from shim.testing.cells import EVERYDAY
 
+CELLS = "every"
+
 
 def alone(patch, found):
     return patch.distribution == "megatron-core" and not found.te

@@ -7,6 +7,8 @@ from importlib import import_module
 import shim
 from shim._engine.engine import ENGINE
 
+CELLS = "every"
+
 
 def relied_on():
     """(patch, body, class or module, name, value there) for each function that an applied patch relies on."""

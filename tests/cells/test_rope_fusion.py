@@ -23,6 +23,8 @@ from shim.patches.megatron_core.rope_fusion.proof import (
     takes,
 )
 
+CELLS = {"0.12.0": "first", "0.13.1": "all", "0.15.3": "first", "0.16.0": "first", "0.17.0": "first", "0.19.2": "first"}
+
 ID = "rope-fusion"
 RELEASE = Version(testing.release()).release[:3]
 TELLS_LONGEST = takes("max_seqlen")

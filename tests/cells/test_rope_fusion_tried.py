@@ -12,6 +12,9 @@ from shim._engine.overrides import run
 from shim.patches.megatron_core.rope_fusion import probe
 from shim.patches.megatron_core.rope_fusion.proof import config_of, kernels
 
+CELLS = {"0.12.0": "all", "0.18.2": "first", "0.19.2": "first"}
+ABOUT = []
+
 ID = "rope-fusion"
 TARGET = rope_utils.__name__ + ":apply_rotary_pos_emb"
 MINOR = tuple(int(part) for part in testing.release().split(".")[:2])

@@ -2,6 +2,8 @@
 
 import shim
 
+CELLS = {"0.14.0": "first", "0.17.0": "all"}
+
 ABOUT = ["rope-thd"]  # the patches, see chosen.py
 
 

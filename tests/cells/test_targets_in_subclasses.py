@@ -7,6 +7,8 @@ from subclass_cases import bare, nested, of_a_user
 import shim
 from shim import testing
 
+CELLS = "every"
+
 NESTED = nested(shim.plan())
 
 pytestmark = pytest.mark.skipif(not NESTED, reason="no patch here binds a method in a class and in its subclass")

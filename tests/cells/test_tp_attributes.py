@@ -26,6 +26,8 @@ from shim.patches.megatron_core.tp_attributes.proof import (
 )
 from shim.testing.proof import Here
 
+CELLS = {"0.14.0": "all", "0.15.3": "first", "0.16.0": "first", "0.17.0": "first", "0.18.2": "first", "0.19.2": "first"}
+
 ID = "tp-attributes"
 VARIANT = shim.plan()[ID].variant
 ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce", "sequence_parallel", "shared")

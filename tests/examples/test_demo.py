@@ -6,6 +6,8 @@ from pathlib import Path
 import fork_server
 import pytest
 
+CELLS = {"0.16.1": "all"}
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 pytestmark = pytest.mark.skipif(

@@ -10,6 +10,8 @@ import pytest
 
 from shim.testing.patience import patience
 
+CELLS = {"0.16.1": "all"}
+
 REPOSITORY = Path(__file__).parents[2]
 RELEASE = "0.16.1"
 END = "-- end of a command --"

@@ -28,7 +28,7 @@ else:
 
 
 def pytest_ignore_collect(collection_path):
-    """In `make test` a file about a patch runs once per variant: see chosen.py."""
+    """In `make test` a file runs on the pairs that its CELLS names: see chosen.py."""
     return True if chosen.left_out(collection_path, pair(), EVERYDAY_PAIRS) else None
 
 

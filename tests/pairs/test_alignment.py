@@ -11,6 +11,8 @@ from transformer_engine.common import recipe as recipes
 
 from shim.ops import Packing, fp8_alignment
 
+CELLS = "every"
+
 TE = tuple(int(part) for part in version("transformer_engine").split(".")[:2])
 CLASSES = {
     "delayed": "DelayedScaling",

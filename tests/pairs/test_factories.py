@@ -5,6 +5,8 @@ from factories import imports_of_factories
 
 import shim
 
+CELLS = "every"
+
 PLAN = shim.plan()
 
 

@@ -17,6 +17,8 @@ import shim
 from shim import testing
 from shim.testing import Fp8Event, Layout
 
+CELLS = {"0.12.0+2.3.0": "all", "0.13.1+2.5.0": "first", "0.19.2+2.20.2": "first"}
+
 ID, TE_ID = "fp8-fp4-recompute", "te-fp8-state"
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
 TE = tuple(int(part) for part in version("transformer_engine").split(".")[:2])

@@ -10,6 +10,14 @@ import shim
 from shim import testing
 from shim.testing import Layout
 
+CELLS = {
+    "0.12.0+2.2.0": "all",
+    "0.12.3+2.1.0": "first",
+    "0.13.1+2.5.0": "first",
+    "0.16.1+2.12.0": "first",
+    "0.19.2+2.20.2": "first",
+}
+
 ABOUT = ["te-fp8-state"]  # the patches, see chosen.py
 
 ID = "fp8-fp4-recompute"

@@ -12,6 +12,8 @@ from shim import testing
 from shim.testing import Layout
 from shim.testing.fp8_layer import delayed_scaling, fp8_linear, fp8_region, fresh_fp8_state
 
+CELLS = "every"
+
 MCORE = tuple(int(part) for part in testing.release().split(".")[:2])
 TE = tuple(int(part) for part in transformer_engine.__version__.split(".")[:2])
 

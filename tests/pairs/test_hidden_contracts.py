@@ -15,6 +15,8 @@ import shim
 from shim import testing
 from shim.testing import Layout
 
+CELLS = "every"
+
 TARGETS = import_targets(shim.plan())
 
 

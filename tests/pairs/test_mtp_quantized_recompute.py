@@ -15,6 +15,8 @@ import shim
 from shim import testing
 from shim.testing import Layout
 
+CELLS = {"0.12.0+2.2.0": "first", "0.13.1+2.5.0": "first", "0.15.3+2.9.0": "all"}
+
 ABOUT = ["mtp-recompute"]  # the patches, see chosen.py
 
 ID, PACKED, REGION, TE_ID = "mtp-recompute", "mtp-packed-sequences", "fp8-fp4-recompute", "te-fp8-state"

@@ -8,6 +8,8 @@ import pytest
 from shim import testing
 from shim.testing.cells import EVERYDAY_PAIRS
 
+CELLS = "every"
+
 PAIR = f"{testing.release()}+{version('transformer-engine')}"
 
 

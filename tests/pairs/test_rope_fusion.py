@@ -14,6 +14,15 @@ from shim import testing
 from shim.patches.megatron_core.rope_fusion.proof import Group, fused_and_unfused_rotations_on_a_gpu
 from shim.testing.proof import Here, measure
 
+CELLS = {
+    "0.12.0+2.2.0": "first",
+    "0.12.3+2.1.0": "all",
+    "0.15.3+2.9.0": "first",
+    "0.16.1+2.12.0": "first",
+    "0.17.1+2.14.1": "first",
+    "0.19.2+2.20.2": "first",
+}
+
 ID = "rope-fusion"
 if not hasattr(extension, "apply_rotary_pos_emb"):
     pytest.skip("this pair has no fused function without te-moved-symbols", allow_module_level=True)

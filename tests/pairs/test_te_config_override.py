@@ -9,6 +9,8 @@ from transformer_engine.pytorch import distributed
 import shim
 from shim.patches.megatron_core.config_override.proof import toggled
 
+CELLS = {"0.12.0+2.2.0": "all"}
+
 IDS = ["te-config-override", "config-override"]
 
 

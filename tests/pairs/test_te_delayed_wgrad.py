@@ -9,6 +9,8 @@ import transformer_engine.pytorch as te
 import shim
 from shim.patches.transformer_engine.te_delayed_wgrad.proof import delay, modules_on
 
+CELLS = {"0.12.0+2.2.0": "first", "0.13.1+2.5.0": "all"}
+
 ID = "te-delayed-wgrad"
 NEEDED = shim.plan()[ID].wanted
 needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")

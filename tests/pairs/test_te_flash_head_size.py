@@ -14,6 +14,8 @@ import shim
 from shim.patches.transformer_engine.te_flash_head_size import LikeKnown
 from shim.patches.transformer_engine.te_flash_head_size.proof import B300, chosen, gpu, home, takes_flash
 
+CELLS = {"0.12.0+2.2.0": "first", "0.12.3+2.1.0": "first", "0.13.1+2.5.0": "all"}
+
 ID = "te-flash-head-size"
 NEEDED = shim.plan()[ID].wanted
 needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")

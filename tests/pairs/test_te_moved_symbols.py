@@ -17,6 +17,8 @@ import shim
 from shim import testing
 from shim.testing import Layout
 
+CELLS = {"0.12.0+2.3.0": "first", "0.13.1+2.5.0": "first", "0.16.1+2.12.0": "all", "0.18.2+2.16.1": "first"}
+
 ABOUT = ["te-moved-symbols", "te-skip-weight-update"]  # the patches, see chosen.py
 
 ID, SKIP = "te-moved-symbols", "te-skip-weight-update"

@@ -17,6 +17,8 @@ from shim.patches.transformer_engine.te_mxfp8_empty_shard.proof import (
 )
 from shim.testing.transformer_engine import compiled_ops
 
+CELLS = {"0.12.0+2.3.0": "first", "0.18.2+2.18.0": "all"}
+
 ID = "te-mxfp8-empty-shard"
 NEEDED = shim.plan()[ID].wanted
 needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")

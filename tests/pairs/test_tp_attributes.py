@@ -21,6 +21,15 @@ from shim.patches.megatron_core.tp_attributes.proof import (
 )
 from shim.testing.proof import CannotRunError, Here
 
+CELLS = {
+    "0.13.1+2.5.0": "all",
+    "0.15.3+2.9.0": "first",
+    "0.16.1+2.12.0": "first",
+    "0.17.1+2.14.1": "first",
+    "0.18.2+2.18.0": "first",
+    "0.19.2+2.20.2": "first",
+}
+
 ID = "tp-attributes"
 VARIANT = shim.plan()[ID].variant
 HERE = Here(world=2, te=True)

@@ -9,13 +9,18 @@ from shim._matrix.load import load_matrix
 from shim.testing import cells, releases
 
 TESTS = Path(__file__).parents[1]
-PLACES = {"cells": cells.EVERYDAY, "cells/layouts": chosen.LAYOUTS, "pairs": cells.EVERYDAY_PAIRS}
+PLACES = {
+    "cells": cells.EVERYDAY,
+    "cells/layouts": cells.EVERYDAY,
+    "examples": cells.EVERYDAY,
+    "pairs": cells.EVERYDAY_PAIRS,
+}
 
 
 def test_the_everyday_cells_are_supported_and_show_every_variant():
     """Also that a release is right by itself, where one is. What only commits have, their cells show."""
     matrix = load_matrix()
-    assert set(cells.EVERYDAY) <= set(releases.RELEASES) and set(chosen.LAYOUTS) <= set(cells.EVERYDAY)
+    assert set(cells.EVERYDAY) <= set(releases.RELEASES)
     for id, entry in matrix.patches.items():
         pins = [matrix.pins[entry.distribution][release].get(id) for release in matrix.supported[entry.distribution]]
         shown = cells.EVERYDAY_PAIRS if entry.distribution == "transformer-engine" else cells.EVERYDAY
@@ -31,23 +36,18 @@ def test_pairs_are_of_supported_releases():
         assert core in releases.RELEASES and engine in releases.TE_RELEASES
 
 
-def files_of(place):
-    return sorted(path.stem for path in (TESTS / place).glob("test_*.py"))
-
-
 @pytest.mark.parametrize("place", PLACES)
-def test_a_file_of_a_patch_runs_once_per_variant_and_all_else_everywhere(place):
+def test_a_file_says_where_it_runs_and_every_variant_of_its_patches_has_a_cell(place):
+    """Except of layouts: what up to four ranks show is alike on most. What few cells say all about has `ABOUT = []`."""
     known, shown = set(load_matrix().patches), PLACES[place]
-    for stem in files_of(place):
-        patches, found = chosen.patches_of(stem), chosen.cells_for(stem, shown)
-        assert bool(patches) != (stem in chosen.EVERYWHERE) and set(patches) <= known, stem
-        assert found <= set(shown), stem
-        if stem in chosen.ONLY:
-            continue
-        assert patches or found == set(shown), stem
+    for path in sorted((TESTS / place).glob("test_*.py")):
+        assert "CELLS" in chosen.said_by(path), f"{path} has no line CELLS: see CONTRIBUTING.md"
+        found, patches = chosen.cells_of(path, shown), chosen.patches_of(path)
+        assert set(found) <= set(shown) and {"all"} <= set(found.values()) <= {"all", "first"}, path
+        assert set(patches) <= known, path
         wanted = set().union(*(chosen.variants_of(patches, cell) for cell in shown))
-        assert set().union(*(chosen.variants_of(patches, cell) for cell in found)) == wanted, stem
-        assert len(patches) != 1 or len(found) == len(wanted), stem
+        missing = wanted - set().union(*(chosen.variants_of(patches, cell) for cell in found))
+        assert place == "cells/layouts" or not missing, f"{path}: no cell shows {missing}"
 
 
 @pytest.mark.parametrize("id", [id for id in load_matrix().patches if id.startswith("te-")])
@@ -59,50 +59,53 @@ def test_pairs_show_every_variant_of_what_has_to_do_with_transformer_engine(id):
 
 
 class Case:
-    """What `thinned` asks of an item of pytest."""
+    """What `kept` asks of an item of pytest."""
 
-    def __init__(self, path, function, number, marks=()):
-        self.path, self.originalname, self.number, self.marks = path, function, number, marks
+    def __init__(self, path, function, *marks):
+        self.path, self.originalname, self.marks = path, function, marks
 
     def get_closest_marker(self, name):
         return name if name in self.marks else None
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_every_case_of_a_file_runs_somewhere_and_every_function_wherever_the_file_does(place):
-    """But functions about layouts run on two releases, one of them the newest."""
-    for stem in files_of(place):
-        path = TESTS / place / f"{stem}.py"
-        items = [Case(path, f"{count} cases", number) for count in (1, 2, 3, 5, 6, 7, 30) for number in range(count)]
-        found = {cell: chosen.thinned(items, cell, PLACES[place]) for cell in chosen.cells_for(stem, PLACES[place])}
-        assert {item for kept in found.values() for item in kept} == set(items)
-        newest = next(cell for cell in reversed(PLACES[place]) if cell in found)
-        for kept in [found[newest]] if place == "cells/layouts" else found.values():
-            assert {item.originalname for item in kept} == {item.originalname for item in items}
-        if len(found) > 1 and stem not in chosen.EVERYWHERE:
-            assert max(len(kept) for kept in found.values()) < 0.6 * len(items)
+def kept_on(path, shown):
+    """What each of `shown` keeps of a file with a test of three cases, and with one that is marked `once`."""
+    items = [*(Case(path, "three") for _ in range(3)), Case(path, "one", "once")]
+    asked = chosen.cells_of(path, shown)
+    return {cell: "".join(str(items.index(item)) for item in chosen.kept(items, cell, shown)) for cell in asked}
 
 
-@pytest.mark.parametrize("stem", ["test_device", "test_mtp_recompute"])
-def test_what_the_newest_cell_alone_runs_is_shared_with_none(stem):
-    items = [Case(TESTS / "cells" / f"{stem}.py", "of the machine", number, ["newest"]) for number in range(12)]
-    assert chosen.thinned(items, cells.EVERYDAY[-1], cells.EVERYDAY) == items
+def test_a_cell_runs_all_cases_or_the_first_of_each_test(tmp_path):
+    path = tmp_path / "test_it.py"
+    path.write_text('CELLS = {"b": "first", "a": "all", "c": "all"}\n')
+    shown = ("a", "b", "c", "d")
+    assert kept_on(path, shown) == {"a": "012", "b": "0", "c": "0123"}
+    every = tmp_path / "test_every.py"
+    every.write_text('CELLS = "every"\n')
+    assert kept_on(every, shown) == {"a": "012", "b": "012", "c": "012", "d": "0123"}
 
 
-def test_the_newest_cell_and_another_have_all_cases_of_a_loop(monkeypatch):
-    cases, cells_of_both = list(range(7)), (chosen.LAYOUTS[-1], chosen.LAYOUTS[0])
+def test_files_are_left_out_in_make_test_alone_and_on_its_cells(tmp_path, monkeypatch):
+    path = tmp_path / "test_it.py"
+    path.write_text('CELLS = {"0.19.2": "all", "0.12.0": "first"}\n')
+    cases = list(range(7))
     monkeypatch.setattr(chosen, "ONCE", True)
-    newest, other = (chosen.half(cases, cell) for cell in cells_of_both)
-    assert sorted([*newest, *other]) == cases and len(newest) == 4
+    left = {cell: chosen.left_out(path, cell, cells.EVERYDAY) for cell in (*cells.EVERYDAY, "main")}
+    assert {cell for cell, is_out in left.items() if not is_out} == {"0.12.0", "0.19.2", "main"}
+    assert not chosen.left_out(tmp_path / "helper.py", "0.16.1", cells.EVERYDAY)
+    assert [chosen.looped(cases, path, cell) for cell in ("0.19.2", "0.12.0", "main")] == [cases, [0], cases]
     monkeypatch.setattr(chosen, "ONCE", False)
-    assert [chosen.half(cases, cell) for cell in cells_of_both] == [cases, cases]
+    assert not any(chosen.left_out(path, cell, cells.EVERYDAY) for cell in cells.EVERYDAY)
+    assert chosen.looped(cases, path, "0.12.0") == cases
 
 
-def test_files_that_have_gone_are_not_spoken_of():
-    there = {stem for place in PLACES for stem in files_of(place)}
-    assert set(files_of("examples")) <= set(chosen.ONLY)
-    assert {*chosen.EVERYWHERE, *chosen.ONLY} <= {*there, *files_of("examples")}
-    assert set(chosen.SHARED) <= chosen.EVERYWHERE
+def test_a_release_that_is_no_cell_stands_for_the_one_in_its_place(tmp_path):
+    gone = next(release for release in releases.RELEASES if release not in cells.EVERYDAY)
+    path = tmp_path / "test_it.py"
+    path.write_text(f'CELLS = {{"{gone}": "all"}}\n')
+    (found,) = chosen.cells_of(path, cells.EVERYDAY)
+    matrix = load_matrix()
+    assert found in cells.EVERYDAY and matrix.pins["megatron-core"][found] == matrix.pins["megatron-core"][gone]
 
 
 CELL = """

@@ -16,6 +16,8 @@ from shim import testing
 from shim.patches.megatron_core.pipeline_p2p_order.proof import DIFFERENT, losses_on_rank
 from shim.testing import Layout
 
+CELLS = {"0.13.1": "first", "0.16.1": "all", "0.19.2": "first"}
+
 ABOUT = ["pipeline-p2p-order", "pipeline-send-buffers"]  # the patches, see chosen.py
 
 PATCHES = [id for id in ("p2p-default-group", "pipeline-send-buffers", "pipeline-p2p-order") if shim.plan()[id].wanted]
