@@ -80,6 +80,10 @@ MEANINGS = {
     "not-installed": ("The distribution of the patch is not installed.", ""),
     "out-of-range": ("No rule of the matrix covers this release.", ""),
     "excluded": ("You left the patch out, by an argument or a variable.", ""),
+    "not-concerned": (
+        "The patch concerns nothing that `concerns=` names.",
+        "Nothing, unless `check(model)` says that the model needs the patch: then add the word that it names.",
+    ),
     "inactive": (
         "The patch is bound, but has no effect on the model that `check(model)` was given.",
         "The reason names the flag or the option that switches it on.",

@@ -80,7 +80,8 @@ def changes_in_words(matrix: Matrix) -> str:
     counts = Counter(entry.changes for entry in matrix.patches.values())
     return (
         f"Of {len(matrix.patches)} patches, {counts['values']} change values that stock gets wrong or cannot compute, "
-        f"{counts['rounding']} change rounding, and {counts['nothing']} change no number."
+        f"{counts['rounding']} change rounding, and {counts['nothing']} no number. "
+        "A run that meets no defect has stock's bits."
     )
 
 

@@ -29,6 +29,7 @@ from shim._planning.options import (  # noqa: F401 - for get_type_hints()
     Ids,
     Options,
     PatchOptions,
+    checked_concerns,
     is_disabled,
     matrix_argument,
     resolve,
@@ -108,7 +109,10 @@ def _planned(matrix: Matrix, asked: Arguments, trial: Mapping[str, Proved] | Non
     if options.lock is not None:
         from shim._planning.lock import read_lock  # here, because most jobs have none
 
-        options = replace(options, lock_content=read_lock(options.lock))
+        content = read_lock(options.lock)
+        words = content.get("concerns") if options.concerns is None else options.concerns
+        concerns = None if words is None else checked_concerns(f"the lock {options.lock}", words)
+        options = replace(options, lock_content=content, concerns=concerns)
     sources = _engine.ENGINE.new_sources(known_with(files_of(options.lock_content)))
     return make_plan(detect(sources), matrix, options, losses=_LostFeatures())
 
@@ -143,6 +147,10 @@ def apply(**given: Unpack[Given]) -> Report:
     kinds: the kinds to apply, of correctness, compat, performance and feature.
     require: patch ids. NotMetError, with nothing applied, if one of them is not applied, and
         the release was not seen to be right without it (upstream, not-needed).
+    rounding: whether patches may change rounding where stock is right, to save memory or time. One that is named in
+        `require` may in any case.
+    concerns: what the run has, as words of `shim plan --for` ("mtp,packed,lora"). Patches that concern none of it are
+        left out, unless `require` names them. `check` warns of each that a model needs beyond the words.
     strict: NotMetError if a correctness patch has drifted or is in conflict.
     on_drift: "skip" leaves a drifted patch out, "error" raises, "apply" applies it if the signature still fits.
         "known" is as "skip", but contracts do not count: an unknown body is drifted.
@@ -152,8 +160,9 @@ def apply(**given: Unpack[Given]) -> Report:
     packages: packages besides shim.patches in which the patch modules of such a matrix may lie.
 
     A list may be one text with commas between the names. An argument that is not given is taken from
-    MEGATRON_SHIM_ONLY, _REQUIRE, _KINDS, _STRICT, _ON_DRIFT, _OPTIONS (JSON), _MATRIX or _LOCK. An argument that is
-    given outranks its variable, even with its default value. MEGATRON_SHIM_DISABLE and _EXCLUDE outrank all arguments.
+    MEGATRON_SHIM_ONLY, _REQUIRE, _KINDS, _STRICT, _ROUNDING, _CONCERNS, _ON_DRIFT, _OPTIONS (JSON), _MATRIX or _LOCK.
+    An argument that is given outranks its variable, even with its default value. MEGATRON_SHIM_DISABLE and _EXCLUDE
+    outrank all arguments.
 
     Idempotent and thread-safe. A second call with other arguments adjusts to them: the last call counts for the whole
     process, from any caller. One WARNING names what it takes from the call before, with the file and line of both:
@@ -285,7 +294,27 @@ def _compared(current: Plan | None) -> tuple[str, dict[str, tuple[str, ...]], di
     return current.digest, patches, compared
 
 
+def _beyond_the_words(report: Report, options: Options) -> str:
+    """What the models need of the patches that `concerns` has left out: silent defects first; "" if nothing."""
+    left = sorted(
+        (p for p in report.patches.values() if p.state == "not-concerned" and p.kind == "correctness"),
+        key=lambda patch: patch.symptom != "silent",
+    )
+    needed = [f"{patch.id} ({patch.without or patch.summary})" for patch in left if patch.concerns == "yes"]
+    if not needed:
+        return ""
+    more = sum(patch.concerns == "unknown" for patch in left)
+    return (
+        f"this model needs {'; '.join(needed)}, which concerns={','.join(options.concerns or ())} leaves out"
+        f"{f'; it may need {more} more' if more else ''}. Remedy: name all that the run has, or leave concerns out."
+    )
+
+
 def _judge(report: Report, options: Options) -> None:
+    if beyond := _beyond_the_words(report, options):
+        if options.strict:
+            raise NotMetError(f"shim.check: strict, but {beyond}")
+        _engine.ENGINE.warn([beyond])
     for patch in report.patches.values():
         # apply() has warned of the targets that it left to other code.
         if patch.state == "applied" and "lost" in patch.targets.values() and patch.kind == "correctness":

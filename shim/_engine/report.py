@@ -34,6 +34,7 @@ STATES = (
     "not-installed",
     "out-of-range",
     "excluded",
+    "not-concerned",
     "inactive",
     "pending",
     "idle",

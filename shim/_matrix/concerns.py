@@ -139,26 +139,26 @@ def given_facts(te_is_installed: bool) -> dict[str, bool]:
     return {"any": True, "te": te_is_installed, "no-te": not te_is_installed}
 
 
-def words_named(text: str) -> tuple[str, ...]:
-    """The words of --for in `text`, with commas between, and those that they imply. OptionError for other words."""
+def words_named(text: str, what: str = "--for") -> tuple[str, ...]:
+    """The words in `text`, with commas between, and those that they imply. OptionError for others; `what` gave them."""
     found: set[str] = set()
     for given in text.replace(",", " ").lower().split():
         word = OTHER_NAMES.get(given.replace("_", "-"), given.replace("_", "-"))
         if word not in WORDS or word in OF_ENVIRONMENT:
             known = [word for word in WORDS if word not in OF_ENVIRONMENT]
             raise OptionError(
-                f"--for does not know {given!r}; {did_you_mean(given, [*known, *OTHER_NAMES])} "
+                f"{what} does not know {given!r}; {did_you_mean(given, [*known, *OTHER_NAMES])} "
                 f"Words are {', '.join(known)}."
             )
         found.update([word, *IMPLIED.get(word, ())])
     named = tuple(word for word in WORDS if word in found)
     if not set(named) - set(UNSAID):
-        raise OptionError("--for is empty; name what you train, such as --for packed,lora,tp")
+        raise OptionError(f"{what} is empty; name what you train, such as packed,lora,tp")
     return named
 
 
-def run_named(text: str, te_is_installed: bool) -> Run:
+def run_named(text: str, te_is_installed: bool, what: str = "--for") -> Run:
     """The run that is what `text` names, words with commas between, and nothing else. OptionError for other words."""
-    named = words_named(text)
+    named = words_named(text, what)
     facts = {**dict.fromkeys(WORDS, False), **given_facts(te_is_installed), **dict.fromkeys(named, True)}
     return Run(facts, f"a run with {', '.join(word for word in named if word not in UNSAID)}")

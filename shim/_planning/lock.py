@@ -59,8 +59,8 @@ KEYS: dict[str, type] = {
     "patches": dict,
     "releases": dict,
 }
-# A tree of a lock may have these as well: what its proofs have shown, and further trees.
-MORE_KEYS: dict[str, type] = {"also": list, "proved": dict}
+# A tree of a lock may have these as well: what its proofs have shown, further trees, and the words of `concerns`.
+MORE_KEYS: dict[str, type] = {"also": list, "concerns": list, "proved": dict}
 PROVED_KEYS: dict[str, Any] = {
     "date": str,
     "files": dict,
@@ -100,7 +100,8 @@ def locked(plan: Plan) -> dict[str, Any]:
     """
     kinds = [kind for kind in KINDS if plan.options.kinds is None or kind in plan.options.kinds]
     drifted = sorted(id for id, d in plan.decisions.items() if _has_drifted(d.without_conflict or d))
-    return {"format": FORMAT, **plan.identity, "kinds": kinds, "drifted": drifted, "digest": plan.digest}
+    asked = {} if plan.options.concerns is None else {"concerns": list(plan.options.concerns)}
+    return {"format": FORMAT, **plan.identity, "kinds": kinds, **asked, "drifted": drifted, "digest": plan.digest}
 
 
 def _has_drifted(decision: Decision) -> bool:
@@ -182,7 +183,7 @@ def _ill_formed(text: str, found: Any) -> str:
     """The missing part of a lock, or "". JsonTextError for a key that no lock has."""
     odd = _ill_formed_tree(text, found, (), {**KEYS, **MORE_KEYS})
     for place, tree in enumerate(found.get("also", ()) if not odd else ()):
-        odd = odd or _ill_formed_tree(text, tree, ("also", place), {**KEYS, "proved": dict})
+        odd = odd or _ill_formed_tree(text, tree, ("also", place), {**KEYS, "concerns": list, "proved": dict})
     return odd
 
 
@@ -288,6 +289,8 @@ def differences(lock: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
         found += _differing(f"files of the package {name}", theirs, ours, "none")
     found += _differing("matrix", lock.get("matrix"), here["matrix"], "none")
     found += _differing("kinds", _listed(lock["kinds"]), _listed(here["kinds"]), "none")
+    words = (_listed(side.get("concerns") or ["all runs"]) for side in (lock, here))
+    found += _differing("concerns", *words, "none")
     found += _differing("drifted", _listed(lock["drifted"]), _listed(here["drifted"]), "none")
     bodies: list[str] = []
     code: list[str] = []

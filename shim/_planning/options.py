@@ -11,6 +11,7 @@ from dataclasses import field
 from typing import Any, TypedDict, TypeVar, cast
 
 from shim._errors import OptionError
+from shim._matrix.concerns import words_named
 from shim._matrix.model import KINDS, Matrix
 from shim._matrix.spelling import all_of, did_you_mean, one_of
 from shim._planning.evidence import Proved
@@ -36,6 +37,7 @@ __all__ = [
     "words_of",
 ]
 
+ROUNDING = "rounding"  # also the option of a patch that fixes something and, if asked, changes rounding
 ON_DRIFT = ("skip", "error", "apply", "known")
 PREFIX = "MEGATRON_SHIM_"
 # Set below `shim run` by the process that has said the line of a job, for those that it starts.
@@ -67,6 +69,8 @@ class Given(TypedDict, total=False):
     require: Ids
     kinds: Ids | None
     strict: bool
+    rounding: bool
+    concerns: Ids | None
     on_drift: str
     options: PatchOptions | None
     packages: Ids
@@ -83,6 +87,8 @@ class Arguments:
     require: Any = Unset("REQUIRE", ())
     kinds: Any = Unset("KINDS", None)
     strict: Any = Unset("STRICT", False)
+    rounding: Any = Unset("ROUNDING", False)
+    concerns: Any = Unset("CONCERNS", None)
     on_drift: Any = Unset("ON_DRIFT", "skip")
     options: Any = Unset("OPTIONS", None)
     packages: Any = ()
@@ -113,8 +119,12 @@ class Arguments:
                 found[name] = ",".join(words_of(name, () if given is None else given)) or empty
         if words := words_of("exclude", self.exclude):
             found["exclude"] = ",".join(words)
-        if not isinstance(self.strict, Unset):
-            found["strict"] = "1" if checked_flag(self.strict) else "0"
+        for name in ("strict", "rounding"):
+            given = getattr(self, name)
+            if not isinstance(given, Unset):
+                found[name] = "1" if checked_flag(name, given) else "0"
+        if not isinstance(self.concerns, Unset):
+            found["concerns"] = ",".join(checked_concerns("concerns", self.concerns) or ())
         if not isinstance(self.on_drift, Unset):
             found["on_drift"] = checked_choice("on_drift", self.on_drift, ON_DRIFT)
         if not isinstance(self.options, Unset):
@@ -173,10 +183,10 @@ def is_true(name: str, text: str) -> bool:
     raise OptionError(f"{name}={text!r} is neither true nor false; use 1 or 0")
 
 
-def checked_flag(strict: Any) -> bool:
-    if not isinstance(strict, bool):  # to Python, the text "false" is true
-        raise OptionError(f"strict is {strict!r}; it must be True or False")
-    return strict
+def checked_flag(what: str, value: Any) -> bool:
+    if not isinstance(value, bool):  # to Python, the text "false" is true
+        raise OptionError(f"{what} is {value!r}; it must be True or False")
+    return value
 
 
 def checked_choice(what: str, value: Any, choices: tuple[str, ...]) -> str:
@@ -193,6 +203,11 @@ def checked_kinds(given: Ids | None, what: str = "kinds") -> frozenset[str] | No
         if kind not in KINDS:
             raise OptionError(f"{what} names {kind!r}; it must be {one_of(kind, KINDS)}")
     return frozenset(words)
+
+
+def checked_concerns(what: str, given: Ids | None) -> tuple[str, ...] | None:
+    """The words that say what a run has, with those that they imply."""
+    return None if given is None else words_named(",".join(words_of(what, given)), what)
 
 
 def path_of(what: str, given: Any) -> str:
@@ -233,6 +248,8 @@ VARIABLES = tuple(
         "KINDS",
         "REQUIRE",
         "STRICT",
+        "ROUNDING",
+        "CONCERNS",
         "ON_DRIFT",
         "OPTIONS",
         "MATRIX",
@@ -245,7 +262,7 @@ OTHER_VARIABLES = tuple(PREFIX + name for name in ("CACHE", "RAY_NEXT_HOOK", "RA
 
 @record
 class Options:
-    """Resolved options. None for `only` and `kinds` means all. `disabled` turns everything off.
+    """Resolved options. None for `only`, `kinds` and `concerns` means all. `disabled` turns everything off.
 
     lock_content: what the file `lock` holds, if it was read for a plan.
     trial: patches to apply whatever their bodies are, in a process that runs proofs (evidence.trial_of).
@@ -256,6 +273,8 @@ class Options:
     require: frozenset[str] = frozenset()
     kinds: frozenset[str] | None = None
     strict: bool = False
+    rounding: bool = False
+    concerns: tuple[str, ...] | None = None
     on_drift: str = "skip"
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     disabled: bool = False
@@ -264,8 +283,13 @@ class Options:
     lock_content: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     trial: Mapping[str, Proved] | None = field(default=None, compare=False, repr=False)
 
+    def may_round(self, id: str) -> bool:
+        """Whether a patch may change rounding where stock is right: it was asked for, or the patch by its name."""
+        return self.rounding or id in self.require or self.trial is not None
+
     def for_patch(self, id: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        return {**defaults, **self.options.get(id, {})}
+        asked = {ROUNDING: True} if ROUNDING in defaults and self.may_round(id) else {}
+        return {**defaults, **asked, **self.options.get(id, {})}
 
 
 def _ids(what: str, given: Ids | None, known: Iterable[str]) -> frozenset[str] | None:
@@ -344,7 +368,7 @@ def _from_variables(asked: Arguments) -> dict[str, tuple[str, Any]]:
         if text and name in ("only", "kinds", "require"):
             words = words_of(variable, text)
             read = () if words == (NONE,) else words or value.default
-        elif text and name == "strict":
+        elif text and name in ("strict", ROUNDING):
             read = is_true(variable, text)
         elif text:
             read = from_json(variable, text) if name == "options" else text
@@ -372,7 +396,9 @@ def resolve(matrix: Matrix, asked: Arguments | None = None, **given: Any) -> Opt
         exclude=(_ids("exclude", asked.exclude, known) or frozenset()) | by_operator,
         require=required - by_operator,  # an operator gets past a required patch without editing the trainer
         kinds=checked_kinds(values["kinds"][1], values["kinds"][0]),
-        strict=checked_flag(values["strict"][1]),
+        strict=checked_flag("strict", values["strict"][1]),
+        rounding=checked_flag(ROUNDING, values[ROUNDING][1]),
+        concerns=checked_concerns(*values["concerns"]),
         on_drift=checked_choice(*values["on_drift"], ON_DRIFT),
         options=_patch_options(matrix, *values["options"]),
         lock=None if lock is None else path_of(what, lock),

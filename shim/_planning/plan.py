@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from shim._matrix.concerns import NO, Run, run_named
 from shim._matrix.model import Matrix, PatchEntry
 from shim._planning.decision import Decision, Losses, LostFeature
 from shim._planning.digest import digest_of, identity_of
@@ -14,9 +15,6 @@ from shim._planning.match import Match, match
 from shim._planning.options import Options
 from shim._record import computed_once, record
 from shim._releases.detect import Environment
-
-if TYPE_CHECKING:
-    from shim._matrix.concerns import Run
 
 __all__ = ["Decision", "Plan", "make_plan"]
 
@@ -113,6 +111,10 @@ def _described(entry: PatchEntry, run: Run | None) -> dict[str, str]:
     return {"summary": entry.summary, "symptom": entry.symptom, "changes": entry.changes, **concerns}
 
 
+# Stock's bits are the default: what a user compares with, and what a maintainer can review.
+ROUNDS = "it changes rounding where stock is right, and that was not asked for (rounding=True)"
+
+
 def _excluded(entry: PatchEntry, options: Options) -> str:
     if options.disabled:
         return "MEGATRON_SHIM_DISABLE is set"
@@ -122,6 +124,8 @@ def _excluded(entry: PatchEntry, options: Options) -> str:
         return "not among the patches asked for with only"
     if options.kinds is not None and entry.kind not in options.kinds:
         return f"its kind, {entry.kind}, is not among the kinds asked for"
+    if entry.kind == "performance" and entry.changes == "rounding" and not options.may_round(entry.id):
+        return ROUNDS
     return ""
 
 
@@ -165,12 +169,30 @@ def _drift_remedy(entry: PatchEntry, environment: Environment, matrix: Matrix, f
     return prove + remedy + fits + look
 
 
+def _not_concerned(entry: PatchEntry, options: Options, run: Run | None) -> str:
+    """Why a patch is of no use to the run that `concerns` names; "" if it is, may be, or is required by its name."""
+    if run is None or entry.id in options.require or run.concern_of(entry.concerns) != NO:
+        return ""
+    return f"it concerns {_alternatives(entry)}, and concerns names {', '.join(options.concerns or ())}"
+
+
+def _alternatives(entry: PatchEntry) -> str:
+    return " or ".join("+".join(words) for words in entry.concerns)
+
+
 def _decide(
-    entry: PatchEntry, environment: Environment, options: Options, matrix: Matrix, proved: Proved | None
+    entry: PatchEntry,
+    environment: Environment,
+    options: Options,
+    matrix: Matrix,
+    proved: Proved | None,
+    run: Run | None = None,
 ) -> Decision:
     excluded = _excluded(entry, options)
     if excluded:
         return Decision(entry.id, entry.kind, "excluded", excluded)
+    if why := _not_concerned(entry, options, run):
+        return Decision(entry.id, entry.kind, "not-concerned", why)
     if proved is not None and proved.verdict == CANNOT_RUN and options.on_drift in ("apply", "known"):
         proved = None  # what was decided without proofs was decided for on_drift="skip"
     found = match(entry, environment, matrix, proved)
@@ -211,8 +233,10 @@ def _decide(
 def make_plan(environment: Environment, matrix: Matrix, options: Options, losses: Losses | None = None) -> Plan:
     """Decide about every patch of the matrix. Imports nothing, and changes nothing."""
     proved = evidence_for(options.lock_content, environment) if options.trial is None else options.trial
+    words, te = options.concerns, "transformer-engine" in environment.installed
+    run = None if words is None else run_named(",".join(words), te, "concerns")
     decisions = {
-        id: _decide(entry, environment, options, matrix, proved.get(id)) for id, entry in matrix.patches.items()
+        id: _decide(entry, environment, options, matrix, proved.get(id), run) for id, entry in matrix.patches.items()
     }
     environment.sources.forget_trees()
     return Plan(decisions, environment, options, matrix, losses)

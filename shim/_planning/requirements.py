@@ -127,6 +127,11 @@ def _demands(before: Plan, after: Plan) -> Iterator[str]:
         yield f"no longer required: {_listed(dropped)}"
     if was.strict and not now.strict:
         yield "no longer strict"
+    if was.rounding and not now.rounding:
+        yield "rounding is not asked for any more"
+    if was.concerns != now.concerns and now.concerns is not None:
+        before_them = "all runs" if was.concerns is None else ", ".join(was.concerns)
+        yield f"concerns names {', '.join(now.concerns)}, and named {before_them}"
     if was.on_drift not in ("skip", now.on_drift):
         yield f"on_drift is {now.on_drift!r}, and was {was.on_drift!r}"
     if was.lock not in (None, now.lock):

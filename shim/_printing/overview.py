@@ -78,6 +78,7 @@ _IN_A_LINE = {
     "upstream": "Not needed, because this release has fixed the defect",
     "not-needed": "Not needed, because this release lacks the defect or the feature",
     "excluded": "Left out",
+    "not-concerned": "Of no concern to this run",
     "out-of-range": "For other releases",
     "not-installed": "Nothing to patch",
 }
@@ -100,6 +101,7 @@ def headline(rows: Sequence[Row], applied: str, more_problems: int = 0) -> str:
         "waiting": "waiting for an import",
         "idle": "idle",
         "excluded": "left out",
+        "not-concerned": "of no concern to this run",
         "out-of-range": "for other releases",
     }
     parts = [f"{count(group)} {what}" for group, what in others.items() if count(group)]

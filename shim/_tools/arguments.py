@@ -19,6 +19,12 @@ def add_selection(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--require", metavar="IDS", help="exit 1 if one of these patches cannot be applied")
     sub.add_argument("--kinds", metavar="KINDS", help="only these kinds: correctness, compat, performance, feature")
     sub.add_argument("--strict", action="store_true", help="exit 1 if a correctness patch has drifted")
+    sub.add_argument("--concerns", metavar="WORDS", help="only what concerns such a run: packed,lora,mtp,moe,tp,...")
+    sub.add_argument(
+        "--rounding",
+        action="store_true",
+        help="also what changes rounding where stock is right, to save memory or time",
+    )
     sub.add_argument(
         "--on-drift",
         choices=("skip", "error", "apply", "known"),

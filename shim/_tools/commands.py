@@ -54,14 +54,16 @@ def selection(arguments: argparse.Namespace) -> dict[str, Any]:
         value = getattr(arguments, name)
         if value:
             chosen[name] = value.replace(",", " ").split()
-    if arguments.strict:
-        chosen["strict"] = True
+    for name in ("strict", "rounding"):
+        if getattr(arguments, name):
+            chosen[name] = True
     if arguments.on_drift:
         chosen["on_drift"] = arguments.on_drift
     if arguments.matrix:
         chosen["matrix"] = arguments.matrix
-    if arguments.kinds:
-        chosen["kinds"] = arguments.kinds
+    for name in ("kinds", "concerns"):
+        if getattr(arguments, name):
+            chosen[name] = getattr(arguments, name)
     if arguments.package:
         chosen["packages"] = arguments.package
     if arguments.options:

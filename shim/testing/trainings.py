@@ -26,7 +26,7 @@ from .oracle import run_packed, run_schedule, worst
 from .packing import pack, random_sequences
 from .proof import on_device
 
-__all__ = ["TRAININGS", "Counts", "Training", "counted", "largest_error", "train_layer"]
+__all__ = ["TRAININGS", "Counts", "Training", "counted", "largest_error", "train_layer", "trained"]
 
 LENGTHS, ALIGN = (24, 40), 8
 STEPS = 3
@@ -88,7 +88,7 @@ def counted(training: Training) -> Counts:
     """
     with on_device("cpu", te=False), layout_initialised(training.layout):
         torch.manual_seed(0)
-        step = _step(training)
+        _, step = _prepared(training)
         step()
         found = [_counted(step) for _ in range(STEPS)]
     return replace(found[0], peak_bytes=min(count.peak_bytes for count in found))
@@ -101,28 +101,41 @@ def _counted(step: Callable[[], object]) -> Counts:
     return Counts(footprint.operations, collectives, footprint.message_bytes, footprint.peak_bytes)
 
 
-def _step(training: Training) -> Callable[[], object]:
+def trained(training: Training, steps: int = 3) -> dict[str, Tensor]:
+    """The weights of this rank after some steps, and its gradients of the last one (as "gradient of NAME"), by name."""
+    with on_device("cpu", te=False), layout_initialised(training.layout):
+        torch.manual_seed(0)
+        model, step = _prepared(training)
+        for _ in range(steps):
+            step()
+        found = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+        gradients = {name: getattr(w, "main_grad", w.grad) for name, w in model.named_parameters()}
+        return {**found, **{f"gradient of {name}": g.clone() for name, g in gradients.items() if g is not None}}
+
+
+def _prepared(training: Training) -> tuple[Any, Callable[[], object]]:
+    """The model, and a step of its training."""
     sharded = {"sequence_parallel": True} if training.layout.sequence_parallel else {}
     model: Any = build_gpt(**{"mtp_num_layers": None, **sharded, **training.options})
     if training.kind != "row":
         rows = [pack(random_sequences(LENGTHS, seed=seed), align=ALIGN) for seed in (0, 1)]
         if training.kind == "schedule":
-            return lambda: run_schedule(model, rows)
-        return lambda: run_packed(model, rows[0])
+            return model, lambda: run_schedule(model, rows)
+        return model, lambda: run_packed(model, rows[0])
     ids = torch.arange(sum(LENGTHS))[None] % 64
 
     def passes(model: Any) -> None:
         model(ids, ids, None, labels=ids).mean().backward()
 
     if training.optimizer:
-        return _with_optimizer(model, passes, training.optimizer == "distributed")
+        return model, _with_optimizer(model, passes, training.optimizer == "distributed")
 
     def run() -> None:
         for weight in model.parameters():
             weight.grad = None
         passes(model)
 
-    return run
+    return model, run
 
 
 def train_layer(layer: Any, shape: Sequence[int], *, steps: int, rate: float) -> None:

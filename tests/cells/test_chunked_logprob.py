@@ -137,6 +137,36 @@ def test_its_two_effects_are_apart():
     assert stocks[0][target < 0].all() and not patched[0][target < 0].any()
 
 
+def bits(which, dtype, smoothing):
+    """Losses and gradient of this rank."""
+    logits, target, weights = sample(dtype)
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    computed = logits.chunk(tensor_parallel_size(), -1)[rank].contiguous().requires_grad_() * 1
+    with torch.compiler.set_stance("force_eager"):
+        losses = losses_of(which, computed, target, smoothing)
+        return losses.detach(), torch.autograd.grad((losses * weights).sum(), computed)[0]
+
+
+def other_bits(layout, case):
+    """What differs from stock's bits if rounding is not asked for, and what tokens without a target have on stock."""
+    with testing.megatron_on_cpu(), testing.layout_initialised(layout):
+        stock = bits(*case)
+        with shim.patched(only=[ID]):
+            found = bits(*case)
+        has_target = sample(case[1])[1] >= 0
+        differ = [not torch.equal(old[has_target], new[has_target]) for old, new in zip(stock, found, strict=True)]
+        left = [bool(new[~has_target].any()) for new in found]
+        return differ, left, [bool(old[~has_target].any()) for old in stock]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_unasked_only_tokens_without_a_target_have_other_bits(ranks2, case):
+    for layout in (Layout(), Layout(tp=2)):
+        pool = ranks2 if layout.world == 2 else None
+        for found in pool.run(other_bits, layout, case) if pool else [other_bits(layout, case)]:
+            assert found == ([False, False], [False, False], [True, True])
+
+
 def test_stock_has_these_errors(found):
     """Else the tests above could not fail."""
     for ranks, results in found.items():

@@ -14,19 +14,7 @@ import shim
 from shim import testing
 from shim.testing.cells import EVERYDAY
 
-CELLS = {
-    "0.12.0": "first",
-    "0.12.3": "first",
-    "0.13.1": "first",
-    "0.14.0": "all",
-    "0.15.3": "first",
-    "0.16.0": "first",
-    "0.16.1": "first",
-    "0.17.0": "first",
-    "0.17.1": "all",
-    "0.18.2": "first",
-    "0.19.2": "all",
-}
+CELLS = {"0.12.0": "first", "0.14.0": "all", "0.15.3": "first", "0.16.1": "first", "0.18.2": "all", "0.19.2": "first"}
 
 RELEASE = testing.release()
 IDS = [id for id, decision in shim.plan().decisions.items() if decision.wanted]

@@ -206,12 +206,15 @@ class World:
         reads=(),
         probe=(),
         contracts=(),
+        changes="nothing",
+        concerns=(),
     ) -> None:
         """Add a patch. `targets` are targets, pairs of a target and what it inherits, or ADDED, or the mappings of a
         matrix; `source` is its module. `probe`: the methods that it tries. `contracts` as in a matrix,
-        each on a line."""
+        each on a line. `concerns`: as in patch.yaml, such as "mtp+packed"."""
         self.patches[id] = {"targets": targets, "kind": kind, "options": options or {}, "pins": pins or {}}
         self.patches[id] |= {"reads": reads, "probe": probe, "contracts": contracts}
+        self.patches[id] |= {"changes": changes, "concerns": concerns}
         names = [t if isinstance(t, str) else t["target"] if isinstance(t, dict) else t[0] for t in targets]
         head = f"ID = {id!r}\nTARGETS = {names!r}\n"
         path = self.root / "fake_patches" / f"{id.replace('-', '_')}.py"
@@ -227,7 +230,7 @@ class World:
                 f"  {id}:",
                 f"    summary: the fake patch {id}",
                 f"    kind: {patch['kind']}",
-                "    changes: nothing",
+                f"    changes: {patch['changes']}",
                 "    distribution: megatron-core",
                 f"    module: fake_patches.{id.replace('-', '_')}",
                 "    variants:",
@@ -239,6 +242,7 @@ class World:
                 *(f"          - {body}" for body in patch["reads"]),
                 "    delete_when: never",
             ]
+            lines += [f"    concerns: [{', '.join(patch['concerns'])}]"] if patch["concerns"] else []
             lines += [f"    probe: [{', '.join(patch['probe'])}]"] if patch["probe"] else []
             if patch["contracts"]:
                 lines += ["    contracts:"] + [f"      - {contract}" for contract in patch["contracts"]]
