@@ -193,6 +193,9 @@ def _in_a_line(
     title: str, section: str, members: Sequence[Row], verbose: bool, width: int, applied: str
 ) -> Iterable[str]:
     """Patches that do nothing here: their ids, or how many there are of them."""
+    if members and section == "not-concerned" and not verbose:
+        yield from ["", f"{title}: {patches(len(members))} (-v)."]
+        return
     if members and section in ("elsewhere", *NOT_NEEDED[:2]):
         if not verbose and section == "elsewhere":
             others = f"{len(members)} other{'' if len(members) == 1 else 's'}"
