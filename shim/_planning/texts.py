@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from shim._errors import SourceError
 from shim._matrix.concerns import UNSAID, WORDS, Run
 from shim._matrix.model import DISTRIBUTIONS, NOT_NEEDED, UPSTREAM, PatchEntry
-from shim._printing.overview import Row, concern_line, group, grouped, headline
+from shim._printing.overview import MORE, Row, concern_line, group, grouped, headline
 from shim._printing.printable import one_line, printable
 from shim._releases.detect import Environment
 from shim._releases.sources import Sources
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["effects_of", "explanation", "nothing_installed", "patch_docstring", "plan_text"]
 
+NAMED = 4  # patches of a section, in a plan of everything
 MORE_WORDS = 8  # that a plan suggests
 
 
@@ -62,7 +63,12 @@ def plan_text(plan: Plan, verbose: bool = False, run: Run | None = None) -> str:
     if missing and not verbose:
         return "\n".join(lines)
     lines.append(f"  plan {plan.digest}")
-    lines += grouped(rows, "to apply", verbose, run.words if run is not None else "")
+    # All are named to one who asks for all, or for a run; else a plan fits a screen.
+    most = None if verbose or run is not None or plan.options.concerns is not None else NAMED
+    sections = list(grouped(rows, "to apply", verbose, run.words if run is not None else "", most))
+    lines += sections
+    if any(line.endswith(MORE) for line in sections):
+        lines += ["", "Name what you train to see what hits it: shim plan --for packed,lora,mtp (or --config FILE)."]
     if plan.wrong_pairs:
         lines += ["", "Defects of this megatron-core with this Transformer Engine, which a patch fixes:"]
     lines += [f"  {id:<27} {one_line(what)}" for id, what in plan.wrong_pairs]

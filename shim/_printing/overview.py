@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from shim._printing.printable import one_line
 from shim._record import record
 
-__all__ = ["Row", "concern_line", "group", "grouped", "headline", "patches"]
+__all__ = ["MORE", "Row", "concern_line", "group", "grouped", "headline", "patches"]
 
+MORE = " more (-v)"  # ends a line that stands for patches which are not named
 FEW = 8  # ids that a line names; of more it gives the number
 LONG = 8000  # characters of a reason, which may name many targets
 AMISS = ("drifted", "conflict", "failed", "shadowed")
@@ -141,8 +142,11 @@ def concern_line(rows: Sequence[Row], run: str, named: bool = False) -> str:
     return f"{line}; {more} more may" if more else line
 
 
-def grouped(rows: Sequence[Row], applied: str, verbose: bool, run: str = "") -> Iterable[str]:
-    """The patches in sections. run: the run that `concern` of the rows is about, in words."""
+def grouped(rows: Sequence[Row], applied: str, verbose: bool, run: str = "", most: int | None = None) -> Iterable[str]:
+    """The patches in sections. run: the run that `concern` of the rows is about, in words.
+
+    most: how many patches a section names that has no problems; the rest is counted.
+    """
     width = max((len(row.id) for row in rows), default=0)
     sections = [_section(row) for row in rows]
     header = any(section in _APPLIED for section in sections)
@@ -154,7 +158,8 @@ def grouped(rows: Sequence[Row], applied: str, verbose: bool, run: str = "") -> 
         if header and section in _APPLIED:
             header = False
             yield f"  {_HEADER[0]:<{width}}  {_HEADER[1]:<8}  {'without it' if members[0].concern else _HEADER[2]}"
-        for row in members:
+        named = members if most is None or section not in (*_APPLIED, "features") else members[:most]
+        for row in named:
             changes = f"{row.changes:<8}  " if section in (*_APPLIED, "open") else ""
             about = f" ({row.state})" if section == "problem" else " (in part)" if row.in_part else ""
             words = [row.symptom, ", ".join(row.not_known)]
@@ -163,6 +168,8 @@ def grouped(rows: Sequence[Row], applied: str, verbose: bool, run: str = "") -> 
             what = row.without if changes and row.concern and row.without else row.summary
             yield f"  {row.id:<{width}}  {changes}{one_line(what)}{about}"
             yield from _more_of(row, verbose, section in ("problem", "unknown"))
+        if len(named) < len(members):
+            yield f"  and {len(members) - len(named)}{MORE}"
     for section, title in _IN_A_LINE.items():
         members = [row for row, its in zip(rows, sections) if its == section]
         title = title.format(Applied=applied.capitalize(), run=run)
@@ -178,7 +185,8 @@ def _section(row: Row) -> str:
 
 
 def _more_of(row: Row, verbose: bool, with_reason: bool) -> Iterable[str]:
-    yield from (f"      changes {one_line(text)}" for text in row.effects)
+    if verbose:
+        yield from (f"      changes {one_line(text)}" for text in row.effects)
     if verbose and row.variant:
         yield f"      variant {row.variant} of {one_line(', '.join(row.targets), LONG)}"
     if verbose or with_reason:

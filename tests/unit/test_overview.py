@@ -59,3 +59,24 @@ def test_data_says_it_of_each_patch(world):
 
 def test_every_symptom_has_its_words_in_its_order():
     assert tuple(overview._WHAT) == SYMPTOMS
+
+
+def rows_of(count, **given):
+    row = {"state": "apply", "summary": "it", "reason": "why", "remedy": "", "variant": None, "targets": {}}
+    row |= {"group": "applied", "symptom": "silent", **given}
+    return [overview.Row(id=f"{row['group']}-{number}", **row) for number in range(count)]
+
+
+def test_a_section_that_is_long_names_some_and_counts_the_rest_but_for_problems():
+    rows = [*rows_of(9), *rows_of(6, group="problem"), *rows_of(4, group="features")]
+    lines = list(overview.grouped(rows, "to apply", False, most=4))
+    assert [sum(f" {kind}-" in line for line in lines) for kind in ("applied", "problem", "features")] == [4, 6, 4]
+    assert [line for line in lines if line.endswith(overview.MORE)] == ["  and 5 more (-v)"]
+    assert not any(line.endswith(overview.MORE) for line in overview.grouped(rows, "to apply", False))
+
+
+def test_what_concerns_none_of_the_words_is_one_count():
+    rows = rows_of(30, group="not-concerned")
+    lines = list(filter(None, overview.grouped(rows, "to apply", False)))
+    assert lines == ["Of no concern to this run: 30 patches (-v)."]
+    assert "not-concerned-7" in "\n".join(overview.grouped(rows, "to apply", True))
