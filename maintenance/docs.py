@@ -15,7 +15,7 @@ from shim._releases.known_files import known_trees
 from shim._tools.support import support, support_table
 
 from . import docs_sample, docs_training
-from .docs_defects import defects_page, defects_picture, read_proved, releases_picture
+from .docs_defects import defects_page, defects_picture, releases_picture
 from .docs_device import device_tables
 from .docs_environments import environments_page, read_record
 from .docs_explore import explore_page
@@ -26,6 +26,7 @@ from .docs_startup import STARTUP, startup_sentence, startup_table
 from .docs_te import feature_page
 from .docs_trainers import trainers_page
 from .docs_training import changes_in_words, status, training_table
+from .proof_results import read_proved
 
 __all__ = [
     "BEGIN",
@@ -109,7 +110,7 @@ def generated(top: Path) -> dict[Path, str]:
     """Each document that is generated, wholly or in part, with its text."""
     matrix = load_matrix()
     docs = top / "docs"
-    proved, record, gpu = read_proved(docs), read_record(docs), read_gpu(docs)
+    proved, record, gpu = read_proved(matrix), read_record(docs), read_gpu(docs)
     whole = {
         docs / "patches.md": patches_page(matrix),
         **{docs / "patches" / f"{id}.md": patch_page(matrix, proved, entry) for id, entry in matrix.patches.items()},

@@ -1,7 +1,7 @@
 """docs/explore.html: choose two releases and what you train, and see the defects that hit you. One file, no network.
 
-The page is put together from explore/page.html, page.css and page.js. Its data are the matrix and docs/proved.json, and
-everything that the script shows is one of their texts.
+The page is put together from explore/page.html, page.css and page.js. Its data are the matrix and the results of the
+proofs, and everything that the script shows is one of their texts.
 """
 
 from __future__ import annotations

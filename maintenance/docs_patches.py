@@ -1,4 +1,4 @@
-"""docs/patches.md and the page of each patch: from the matrix, the patch's header, its proofs and proved.json."""
+"""docs/patches.md and the page of each patch: from the matrix, the patch's header, its proofs and their results."""
 
 from __future__ import annotations
 

@@ -15,13 +15,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shim._matrix.load import PACKAGE
+from shim._matrix.load import PACKAGE, load_matrix
 from shim.testing.cells import TORCH_ALONE, outcomes_of
 from shim.testing.environments import Environment, made, needs
 from shim.testing.releases import cache_dir, environment, fetch
 
-from .docs_defects import read_proved
 from .docs_environments import RECORD, read_record
+from .proof_results import read_proved
 
 __all__ = ["AXIS", "main", "proofs_of", "recorded_proofs", "tests_of"]
 
@@ -88,7 +88,7 @@ def proofs_of(python: Path, pair: str, jobs: int) -> dict[str, Any]:
 def recorded_proofs(data: Mapping[str, Any], usual: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
     """Verdicts by their number, reasons, failures, and the words of stock that differ from `usual`.
 
-    usual: what docs/proved.json has of the release, with torch 2.13.
+    usual: what is recorded of the release, with torch 2.13.
     """
     proofs = {label: found for label, found in data["proofs"].items() if found["proof"]}
     here = {label: (found["stock"] or {"text": ""})["text"] for label, found in proofs.items()}
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="sides of proofs at once (default 2)")
     options = parser.parse_args(argv)
     docs = TREE / "docs"
-    record, usual = read_record(docs), read_proved(docs)
+    record, usual = read_record(docs), read_proved(load_matrix())
     failed = False
     for chosen in AXIS:
         if options.torch and chosen.torch not in options.torch.split(","):

@@ -18,8 +18,11 @@ from .changes import unannounced, wrong_fragments
 from .new_patch import unfilled
 from .pin import Changed, Evidence, kept_pins, measure, needs_sources
 from .pin_all import Fetch, Measured, Tables
+from .proof_results import read_results
 
 __all__ = ["left_to_do", "measure_some"]
+
+PROVE = ".venv/bin/python -m shim.maintenance.prove_all"
 
 
 def measure_some(
@@ -122,10 +125,17 @@ def left_to_do(top: Path, matrix: Matrix, id: str) -> list[str]:
         left.append(
             f"version_matrix.lock.json: no pins of {id} on {where}: no variant has its bodies, see docs/evidence.md"
         )
-    proved = top / "docs" / "proved.json"
-    if f'"{id}"' not in (text := proved.read_text("utf-8")) and f'"{id}/' not in text:
-        left.append(f"docs/proved.json: no results; run python -m shim.maintenance.prove_all --patches {id}")
+    releases = _without_results(matrix, id)
+    if releases:
+        left.append(f"proved.json: no results on {', '.join(releases)}; run {PROVE} --patches {id}")
     return left + unannounced(top, id)
+
+
+def _without_results(matrix: Matrix, id: str) -> list[str]:
+    """The releases of megatron-core on which no proof of the patch has run."""
+    cells = {cell for proof in read_results(matrix.patches[id]).values() for cell in proof}
+    ran = {cell.partition("+")[0] for cell in cells}
+    return [release for release in matrix.supported["megatron-core"] if release not in ran]
 
 
 def _bound(matrix: Matrix, id: str) -> set[tuple[str, str]]:

@@ -9,20 +9,20 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from packaging.version import Version
 
 from shim._matrix.load import PACKAGE, load_matrix
+from shim._matrix.model import Matrix
 from shim.testing.cells import EVERYDAY_PAIRS
 from shim.testing.releases import environment, fetch
 
-from .docs_defects import PROVED, read_proved
+from .proof_results import as_text, read_results, recorded, results_path
 
-__all__ = ["as_text", "main", "of_its_time", "recorded"]
+__all__ = ["main", "of_its_time", "prove_on"]
 
 
 def of_its_time(release: str) -> str:
@@ -32,58 +32,34 @@ def of_its_time(release: str) -> str:
     return earlier[-1]
 
 
-def recorded(
-    data: Mapping[str, Any], te: str, before: Mapping[str, Any] = MappingProxyType({}), ids: Sequence[str] = ()
-) -> dict[str, Any]:
-    """What is kept of the output of `shim prove --json`: words and verdicts, no seconds.
-
-    before: what was recorded of the release earlier. It stays, but for the patches `ids`.
-    """
-    kept = {label: found for label, found in before.items() if label.partition("/")[0] not in ids}
-    kept |= {
-        label: {
-            "verdict": found["verdict"],
-            **{side: (found[side] or {"text": ""})["text"] for side in ("stock", "with_shim")},
-        }
-        for label, found in data["proofs"].items()
-        if found["proof"]
-    }
-    return {"transformer-engine": te, "proofs": kept}
+def prove_on(matrix: Matrix, release: str, ids: Iterable[str] = (), jobs: int = 2) -> bool:
+    """Run the proofs of these patches, or of all, on a release, and write what came out. Returns whether one failed."""
+    te = of_its_time(release)
+    data = _prove(list(ids), [fetch(release), fetch(te, "transformer-engine")], jobs)
+    found: dict[str, dict[str, Any]] = {}
+    for label, said in data["proofs"].items():
+        found.setdefault(label.partition("/")[0], {})[label] = said
+    for id, proofs in found.items():
+        entry = matrix.patches[id]
+        results = recorded(proofs, f"{release}+{te}", read_results(entry))
+        if results:
+            results_path(entry).write_text(as_text(results), "utf-8")
+    print(f"{release}+{te}: {data['summary']}", *data["failed"], flush=True)
+    return bool(data["failed"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and write docs/proved.json. Returns 1 if a proof has failed on some release."""
+    """Measure, and write proved.json of each patch. Returns 1 if a proof has failed on some release."""
     parser = argparse.ArgumentParser(prog="python -m shim.maintenance.prove_all", description=__doc__)
     parser.add_argument("--releases", metavar="A,B", help="only these; what is recorded of the others stays")
     parser.add_argument("--patches", metavar="A,B", help="only these; what is recorded of the others stays")
     parser.add_argument("--jobs", type=int, default=2, help="sides at once (default 2)")
     options = parser.parse_args(argv)
-    supported = load_matrix().supported["megatron-core"]
-    docs = PACKAGE.parent / "docs"
-    found = read_proved(docs)
-    failed = False
-    for release in options.releases.split(",") if options.releases else supported:
-        te = of_its_time(release)
-        ids = options.patches.split(",") if options.patches else []
-        data = _prove(ids, [fetch(release), fetch(te, "transformer-engine")], options.jobs)
-        before = found.get(release, {}).get("proofs", {}) if ids else {}
-        found[release] = recorded(data, te, before, ids)
-        failed = failed or bool(data["failed"])
-        print(f"{release}+{te}: {data['summary']}", *data["failed"], flush=True)
-        ordered = {release: found[release] for release in supported if release in found}
-        (docs / PROVED).write_text(as_text(ordered), "utf-8")
-    return 1 if failed else 0
-
-
-def as_text(found: Mapping[str, Any]) -> str:
-    """The record as JSON with a line for each proof, so that a diff shows just what has changed."""
-    releases = []
-    for release, run in found.items():
-        lines = [f"   {json.dumps(label)}: {json.dumps(kept)}" for label, kept in run["proofs"].items()]
-        te = json.dumps(run["transformer-engine"])
-        proofs = "{\n" + ",\n".join(lines) + "\n  }"
-        releases.append(f' {json.dumps(release)}: {{\n  "transformer-engine": {te},\n  "proofs": {proofs}\n }}')
-    return "{\n" + ",\n".join(releases) + "\n}\n"
+    matrix = load_matrix()
+    releases = options.releases.split(",") if options.releases else matrix.supported["megatron-core"]
+    ids = options.patches.split(",") if options.patches else []
+    failed = [prove_on(matrix, release, ids, options.jobs) for release in releases]
+    return 1 if any(failed) else 0
 
 
 def _prove(ids: Sequence[str], directories: Sequence[Path], jobs: int) -> dict[str, Any]:

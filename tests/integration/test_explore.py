@@ -11,11 +11,11 @@ from unit_helpers import REPOSITORY
 
 from shim._matrix.load import load_matrix
 from shim._te.features import losses_of
-from shim.maintenance.docs_defects import read_proved
 from shim.maintenance.docs_explore import explore_page
+from shim.maintenance.proof_results import read_proved
 
 MATRIX = load_matrix()
-PROVED = read_proved(REPOSITORY / "docs")
+PROVED = read_proved(MATRIX)
 PAGE = REPOSITORY / "docs" / "explore.html"
 NEWEST = MATRIX.supported[CORE][-1]
 MOST = ["mtp", "moe", "mla", "packed", "padding-mask", "recompute", "tp", "sp", "cp", "pp", "ep", "checkpoint"]

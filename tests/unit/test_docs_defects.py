@@ -1,17 +1,17 @@
 """docs/defects.md: every patch has a proof with a reproduction, and the record covers every release."""
 
 import pytest
-from unit_helpers import REPOSITORY
 
 from shim._matrix.load import load_matrix
 from shim._proving.results import FAILURES
-from shim.maintenance.docs_defects import defects_page, defects_picture, proof_texts, read_proved, releases_picture
+from shim.maintenance.docs_defects import defects_page, defects_picture, proof_texts, releases_picture
 from shim.maintenance.docs_links import linked, short
 from shim.maintenance.docs_patches import patch_page
-from shim.maintenance.prove_all import as_text, of_its_time, recorded
+from shim.maintenance.proof_results import as_text, read_proved, read_results, recorded, results_path
+from shim.maintenance.prove_all import of_its_time
 
 MATRIX = load_matrix()
-PROVED = read_proved(REPOSITORY / "docs")
+PROVED = read_proved(MATRIX)
 TEXTS = [text for entry in MATRIX.patches.values() for text in proof_texts(entry)]
 
 
@@ -134,23 +134,41 @@ def test_references_become_links():
     assert "ROCm/TransformerEngine/issues/715" in linked("ROCm Transformer Engine issue 715")
 
 
-def test_the_record_is_written_with_a_line_for_each_proof():
-    assert (REPOSITORY / "docs" / "proved.json").read_text("utf-8") == as_text(PROVED)
+@pytest.mark.parametrize("entry", MATRIX.patches.values(), ids=MATRIX.patches)
+def test_the_results_of_a_patch_are_in_its_folder_with_a_line_for_each(entry):
+    """They are of its own proofs, each on a release beside one of Transformer Engine of its time."""
+    results = read_results(entry)
+    assert results_path(entry).read_text("utf-8") == as_text(results)
+    assert set(results) <= {text.label for text in proof_texts(entry)}
+    cells = set().union(*results.values())
+    assert cells <= {f"{release}+{of_its_time(release)}" for release in MATRIX.supported["megatron-core"]}
 
 
 def test_each_release_runs_beside_one_of_its_time():
     assert of_its_time("0.12.0") == "2.3.0" and of_its_time("0.14.0") == "2.5.0" and of_its_time("0.19.2") == "2.20.2"
 
 
+def said(verdict, stock="", with_shim=""):
+    return {"verdict": verdict, "stock": stock, "with_shim": with_shim}
+
+
 def test_words_and_verdicts_are_kept_and_seconds_are_not():
     sides = {"stock": {"text": "off by 1.0e-02", "seconds": 1.5}, "with_shim": None}
-    data = {"proofs": {"a": {"proof": "a-proof", "verdict": "upstream", **sides}, "b": {"proof": "", "verdict": ""}}}
-    kept = {"verdict": "upstream", "stock": "off by 1.0e-02", "with_shim": ""}
-    assert recorded(data, "2.9.0") == {"transformer-engine": "2.9.0", "proofs": {"a": kept}}
+    data = {"a": {"proof": "a-proof", "verdict": "upstream", **sides}, "a/none": {"proof": "", "verdict": ""}}
+    assert recorded(data, "0.15.0+2.9.0", {}) == {"a": {"0.15.0+2.9.0": said("upstream", "off by 1.0e-02")}}
 
 
-def test_a_part_of_the_record_can_be_made_anew():
-    data = {"proofs": {"a/x": {"proof": "x", "verdict": "fixed", "stock": None, "with_shim": None}}}
-    before = {"a": {"verdict": "old"}, "a/y": {"verdict": "old"}, "b": {"verdict": "old"}}
-    found = recorded(data, "2.9.0", before, ["a"])["proofs"]
-    assert {label: kept["verdict"] for label, kept in found.items()} == {"b": "old", "a/x": "fixed"}
+def test_the_results_of_one_release_can_be_made_anew():
+    """Also beside another Transformer Engine. Those of a proof that is gone go, and of other releases they stay."""
+    data = {"a/x": {"proof": "x", "verdict": "fixed", "stock": None, "with_shim": None}}
+    before = {"a/x": {"1.0+2.0": said("old"), "1.1+2.0": said("old")}, "a/y": {"1.1+2.0": said("old")}}
+    assert recorded(data, "1.1+2.1", before) == {"a/x": {"1.0+2.0": said("old"), "1.1+2.1": said("fixed")}}
+
+
+def test_releases_with_the_same_result_share_a_line():
+    results = {"a": {"1.10+2.0": said("fixed", "x"), "1.9+2.0": said("fixed", "x"), "1.8+2.0": said("upstream")}}
+    lines = as_text(results).splitlines()
+    assert [line.partition(', "verdict"')[0] for line in lines[2:4]] == [
+        '  {"on": ["1.8+2.0"]',
+        '  {"on": ["1.9+2.0", "1.10+2.0"]',
+    ]

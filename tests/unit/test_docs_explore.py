@@ -12,18 +12,18 @@ from html.parser import HTMLParser
 import pytest
 from explored import CORE, TE, hits
 from packaging.version import Version
-from unit_helpers import REPOSITORY
 
 from shim._matrix.concerns import WORDS
 from shim._matrix.load import load_matrix
 from shim._matrix.model import NOT_NEEDED, UPSTREAM
 from shim._te.features import losses_of
-from shim.maintenance.docs_defects import proof_texts, read_proved
+from shim.maintenance.docs_defects import proof_texts
 from shim.maintenance.docs_explore import ANSWERED, GROUPS, PARTS, PRESETS, VERDICTS, explore_data, explore_page
 from shim.maintenance.docs_links import linked, segments
+from shim.maintenance.proof_results import read_proved
 
 MATRIX = load_matrix()
-PROVED = read_proved(REPOSITORY / "docs")
+PROVED = read_proved(MATRIX)
 DATA = explore_data(MATRIX, PROVED)
 PATCHES = {patch["id"]: patch for patch in DATA["patches"]}
 CORES, TES = MATRIX.supported[CORE], MATRIX.supported[TE]

@@ -160,6 +160,7 @@ def test_the_source_distribution_has_tests_and_documents(sdist):
         "SECURITY.md",
         "Makefile",
         "docs/cli.md",
+        "patches/megatron_core/rope_thd/proved.json",
         "changes/README.md",
         ".ci/run",
     } <= names
