@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 RELEASE ?= 0.16.1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test lint unit unit-pythons coverage helpers other-torch cells pairs trainers environments matrix proofs mutations engine-mutations gpu gpu-bundle gpu-dry bench docs docs-site pins changelog dist fresh clean
+.PHONY: help env demo test lint unit unit-pythons coverage helpers other-torch cells pairs trainers environments matrix proofs mutations engine-mutations gpu gpu-bundle gpu-dry bench docs docs-all docs-site pins changelog dist fresh clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -101,7 +101,7 @@ matrix: env  ## the same on all 21 releases and main, in every order of imports,
 	$(BIN)/python -m shim.testing.cells --all-pairs -- -q -p no:warnings tests/pairs
 	$(MAKE) proofs
 
-proofs: env  ## run all proofs on all releases, for docs/defects.md and its picture
+proofs: env  ## run all proofs on all releases, and write their results
 	$(BIN)/python -m shim.maintenance.prove_all
 	$(BIN)/python -m shim.maintenance.docs
 
@@ -148,10 +148,13 @@ bench: env  ## all benchmarks, as ratios
 	$(BIN)/python benchmarks/device.py
 	$(BIN)/python benchmarks/gpu_steps.py
 
-docs: env  ## write the generated parts of README.md and docs/
+docs: env  ## write the generated parts of README.md and docs/ that a commit keeps current
 	$(BIN)/python -m shim.maintenance.docs
 	$(BIN)/python -m shim._matrix
 	$(BIN)/python tests/support/stash_operators.py
+
+docs-all: docs  ## for a release, write also what all patches make together, and docs/explore.html
+	$(BIN)/python -m shim.maintenance.docs --all
 
 SITE := .venv-site
 $(SITE)/.ready: docs/requirements.txt

@@ -29,8 +29,8 @@ ENDINGS = (".proof", ".gpu_proof")  # as in shim.testing.proof, whose import wou
 INTRODUCTION = """\
 # Defects
 
-Generated from the proofs, which lie beside the patches, and from their results, which `make proofs` measures on every
-supported release of megatron-core, each beside a release of Transformer Engine of its time.
+Written for a release, from the proofs and their results, which lie beside the patches. `make proofs` measures them on
+every supported release of megatron-core, each beside a release of Transformer Engine of its time.
 
 `shim prove` shows the same on your machine, for what is installed there: on stock, and with the patch.
 
@@ -47,11 +47,11 @@ the command that shows the defect. Each line leads to the page of its patch, wit
 shim, and who met the defect. The picture behind the table has the state of each release.
 
 """
-PICTURE = (
-    "![Each defect on each release: stock wrong and fixed, upstream right, or not to be run without a GPU](defects.svg)"
-    "\n\n"
-    "[explore.html](explore.html), opened in a browser, shows the defects of two releases that hit a certain run."
-)
+PICTURE = """\
+![Each defect on each release: stock wrong and fixed, upstream right, or not to be run without a GPU](defects.svg)
+
+[explore.html](explore.html) shows the defects of two releases that hit a certain run: on the site, and in a checkout
+after `make docs-all`."""
 TABLE = """\
 | defect | kind | wrong on | others | upstream | reproduce |
 |---|---|---|---|---|---|"""

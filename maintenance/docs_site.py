@@ -11,12 +11,15 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from html.parser import HTMLParser
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import yaml
 
 from shim._matrix import load
+
+from .docs import everything
 
 __all__ = ["Page", "check", "navigation", "prepare", "with_blank_lines", "with_html_links", "with_links"]
 
@@ -39,17 +42,22 @@ PACKAGES = {
 }
 
 
-def prepare(top: Path, repository: str) -> Path:
+def prepare(top: Path, repository: str, written: Mapping[Path, str] = MappingProxyType({})) -> Path:
     """Write the sources of the site, and return the configuration for mkdocs.
 
     top: the tree. repository: the address of the repository, for links to files that are no pages.
+    written: texts that take the place of those in the tree, or are not there.
     """
     build = top / "build"
     source = build / "site-src"
     shutil.rmtree(source, ignore_errors=True)
     there = [top / name for name in TOP_PAGES]
     there += [file for file in sorted((top / "docs").rglob("*")) if file.suffix in COPIED]
-    pages = {file.relative_to(top).as_posix() for file in there}
+    texts = {file.relative_to(top).as_posix(): file for file in there}
+    pages = texts.keys() | {file.relative_to(top).as_posix() for file in written}
+
+    def text_of(name: str) -> str:
+        return written[top / name] if top / name in written else texts[name].read_text("utf-8")
 
     def elsewhere(path: str) -> bool:
         return path not in pages and (top / path).exists()
@@ -57,13 +65,13 @@ def prepare(top: Path, repository: str) -> Path:
     for name in sorted(pages):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         if name.endswith(".md"):
-            text = with_links((top / name).read_text("utf-8"), name, elsewhere, repository)
+            text = with_links(text_of(name), name, elsewhere, repository)
             (source / name).write_text(with_blank_lines(text), "utf-8")
         elif name.endswith(".html"):
-            text = with_html_links((top / name).read_text("utf-8"), name, elsewhere, repository)
+            text = with_html_links(text_of(name), name, elsewhere, repository)
             (source / name).write_text(text, "utf-8")
         else:
-            shutil.copyfile(top / name, source / name)
+            (source / name).write_text(text_of(name), "utf-8")
     shutil.move(source / "docs" / "site.css", source / "site.css")
     for package, about in PACKAGES.items():
         page = source / "docs" / "api" / f"{package}.md"
@@ -228,7 +236,7 @@ def main(argv: list[str] | None = None) -> int:
     top = load.PACKAGE.parent
     if step == "prepare":
         repository = re.search(r'^Repository = "(.+)"$', (top / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
-        print(prepare(top, repository[1] if repository else "").relative_to(top))
+        print(prepare(top, repository[1] if repository else "", everything(top)).relative_to(top))
         return 0
     found = check((top / "build" / "site").resolve())
     print("\n".join(found) if found else "no link is dead, and nothing comes from another host")

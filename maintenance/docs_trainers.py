@@ -316,10 +316,7 @@ def _at_its_pin(trainer: Trainer, record: Mapping[str, Any] | None, matrix: Matr
     counts = [f"{len(ids)} {AUDITED.get(verdict, verdict)}" for verdict, ids in found.items() if verdict != "drifted"]
     drifted = found.get("drifted", ())
     counts.append(f"{len(drifted) or 'none'} {AUDITED['drifted']}" + (f": {_links(drifted)}" if drifted else ""))
-    said = f"`shim audit` of these sources says of {sum(map(len, found.values()))} patches: {', '.join(counts)}."
-    known = {id for ids in found.values() for id in ids}
-    new = [id for id, entry in matrix.patches.items() if entry.distribution == "megatron-core" and id not in known]
-    return f"{said} Patches that have come since were not audited: {_links(tuple(new))}." if new else said
+    return f"`shim audit` of these sources says of {sum(map(len, found.values()))} patches: {', '.join(counts)}."
 
 
 def _links(ids: tuple[str, ...]) -> str:

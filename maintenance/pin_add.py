@@ -28,7 +28,7 @@ from shim._tools.support import stale
 from shim.testing.releases import FetchError, fetch_commit
 from shim.testing.repositories import REPOSITORIES, GitError, described, local_repository, obtain
 
-from .docs import generated
+from .docs import everything
 from .matrix_text import top_bound, with_commit, with_release, with_wider_ranges
 from .pin import Evidence, measure_one, replace_file
 from .pin_all import tables_of_names
@@ -411,7 +411,7 @@ def _write(written: Mapping[Path, str], say: Say, top: Path | None) -> list[Path
         put(written)
         if top is not None:
             say("writes the documents")
-            put(generated(top))
+            put(everything(top))
     except BaseException:
         for file, was in before.items():
             if was is None:

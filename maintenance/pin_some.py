@@ -20,7 +20,7 @@ from .pin import Changed, Evidence, kept_pins, measure, needs_sources
 from .pin_all import Fetch, Measured, Tables
 from .proof_results import read_results
 
-__all__ = ["left_to_do", "measure_some"]
+__all__ = ["left_to_do", "measure_some", "without_results"]
 
 PROVE = ".venv/bin/python -m shim.maintenance.prove_all"
 
@@ -125,13 +125,13 @@ def left_to_do(top: Path, matrix: Matrix, id: str) -> list[str]:
         left.append(
             f"version_matrix.lock.json: no pins of {id} on {where}: no variant has its bodies, see docs/evidence.md"
         )
-    releases = _without_results(matrix, id)
+    releases = without_results(matrix, id)
     if releases:
         left.append(f"proved.json: no results on {', '.join(releases)}; run {PROVE} --patches {id}")
     return left + unannounced(top, id)
 
 
-def _without_results(matrix: Matrix, id: str) -> list[str]:
+def without_results(matrix: Matrix, id: str) -> list[str]:
     """The releases of megatron-core on which no proof of the patch has run."""
     cells = {cell for proof in read_results(matrix.patches[id]).values() for cell in proof}
     ran = {cell.partition("+")[0] for cell in cells}

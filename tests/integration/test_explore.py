@@ -7,7 +7,6 @@ import pytest
 from chromium import CONTRASTS, address_of
 from explored import CORE, TE, hits
 from packaging.version import Version
-from unit_helpers import REPOSITORY
 
 from shim._matrix.load import load_matrix
 from shim._te.features import losses_of
@@ -16,7 +15,6 @@ from shim.maintenance.proof_results import read_proved
 
 MATRIX = load_matrix()
 PROVED = read_proved(MATRIX)
-PAGE = REPOSITORY / "docs" / "explore.html"
 NEWEST = MATRIX.supported[CORE][-1]
 MOST = ["mtp", "moe", "mla", "packed", "padding-mask", "recompute", "tp", "sp", "cp", "pp", "ep", "checkpoint"]
 # In the page's words: kind, patch, and for each proof its label, the two sides, and the pair that it names.
@@ -42,11 +40,18 @@ FOCUSED = (
 )
 
 
+@pytest.fixture(scope="module")
+def explorer(tmp_path_factory):
+    file = tmp_path_factory.mktemp("docs") / "explore.html"
+    file.write_text(explore_page(MATRIX, PROVED), "utf-8")
+    return file
+
+
 @pytest.fixture
-def page(browser):
+def page(browser, explorer):
     """Opens the page with a choice; afterwards nothing may have gone wrong, and nothing have been loaded."""
 
-    def opened(hash="", file=PAGE, **how):
+    def opened(hash="", file=explorer, **how):
         browser.open(address_of(file, hash), **how)
         return browser
 

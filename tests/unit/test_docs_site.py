@@ -6,6 +6,7 @@ import pytest
 import yaml
 from unit_helpers import REPOSITORY
 
+from shim.maintenance.docs import everything
 from shim.maintenance.docs_site import (
     Page,
     check,
@@ -18,7 +19,6 @@ from shim.maintenance.docs_site import (
 )
 
 HERE = "https://example.test/shim"
-EXPLORER = REPOSITORY / "docs" / "explore.html"
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,9 @@ def site(tmp_path_factory):
     top = tmp_path_factory.mktemp("tree")
     for name in ("docs", "patches", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"):
         (top / name).symlink_to(REPOSITORY / name)
-    config = prepare(top, HERE)
+    config = prepare(
+        top, HERE, {top / name.relative_to(REPOSITORY): text for name, text in everything(REPOSITORY).items()}
+    )
     return config.parent / "site-src", yaml.safe_load(config.read_text("utf-8"))
 
 
@@ -71,7 +73,8 @@ def test_the_explorer_leads_to_pages_of_the_site(site):
     assert 'data-page-ending="/"' in text and "`patches/${patch.id}${PAGE_ENDING}`" in text
     pages = list((source / "docs" / "patches").glob("*.md"))
     assert pages and all("\n## See it\n" in page.read_text() for page in pages)
-    scripts = [re.findall(r"<script>.*?</script>", page, re.DOTALL) for page in (text, EXPLORER.read_text("utf-8"))]
+    explorer = everything(REPOSITORY)[REPOSITORY / "docs" / "explore.html"]
+    scripts = [re.findall(r"<script>.*?</script>", page, re.DOTALL) for page in (text, explorer)]
     assert scripts[0] == scripts[1] and len(scripts[0]) == 1
     files = {"docs/data.json"}.__contains__
     page = '<a href="#a"> <a href="https://a.test/b"> <a href="data.json#x"> <a href="b.md#c">'

@@ -8,9 +8,13 @@ from packaging.version import Version
 from unit_helpers import REPOSITORY
 
 import shim
+from shim._matrix.load import load_matrix
+from shim.maintenance import docs
 from shim.maintenance.changes import fragments
+from shim.maintenance.pin_some import without_results
 
 pytestmark = pytest.mark.skipif(os.environ.get("SHIM_RELEASING") != "1", reason="only before a release")
+MATRIX = load_matrix()
 CHANGELOG = (REPOSITORY / "CHANGELOG.md").read_text("utf-8")
 
 
@@ -26,6 +30,17 @@ def test_the_address_is_set():
 def test_the_version_is_one_of_a_release():
     version = Version(shim.__version__)
     assert not version.is_prerelease and version.local is None
+
+
+def test_the_documents_of_all_patches_are_current(capsys):
+    """README's counts, the tables and the pictures, which only a release writes: run `make docs-all`."""
+    assert docs.main(["--check", "--all"]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("id", MATRIX.patches)
+def test_the_proofs_of_each_patch_have_run_on_every_release(id):
+    """A patch may come with the results of some: run `make proofs`."""
+    assert without_results(MATRIX, id) == []
 
 
 def test_the_citation_names_the_version():
