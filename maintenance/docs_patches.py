@@ -95,7 +95,11 @@ def patch_page(matrix: Matrix, proved: Mapping[str, Any], entry: PatchEntry) -> 
     for text in texts:
         lines += [*_proof(matrix, proved, text), ""]
     lines += ["## What it binds", "", *_bound(entry), ""]
-    more = [f"Option `{o.name}`, by default `{o.default}`: {o.takes}" for o in entry.declared.values()]
+    more = [
+        f"Outside of [{id}]({id}.md), which binds a target that it binds: {why}" for id, why in entry.outside_of.items()
+    ]
+    more += [f"Cost: {entry.cost}"] if entry.cost else []
+    more += [f"Option `{o.name}`, by default `{o.default}`: {o.takes}" for o in entry.declared.values()]
     more += [f"Acts before the code of {_codes(entry.before)} runs"] if entry.before else []
     lines += [*(f"- {line}" for line in more), ""] if more else []
     said = [linked(reference) for reference in entry.references] + [

@@ -219,6 +219,8 @@ KEYS = {
         "concerns": "The models and runs that the patch concerns. Each entry is words that hold together, with `+` "
         "between them, such as `mtp+packed`; the entries are alternatives. The words are in the last table.",
         "per_model": "Inputs of the patch: `own`, from the module's config or the call; `process`, from the process.",
+        "outside_of": "The patches that this one wraps: it binds the same target and stands later. `{id: why}`.",
+        "cost": "What the fix takes beyond stock: operations, messages, bytes. Without it: nothing.",
         "distribution": "The distribution whose releases decide about the variant.",
         "variants": "The variants by name.",
         "references": "Pull requests and issues upstream.",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -106,11 +105,15 @@ def _with_files(matrix: Matrix, files: Tables) -> Tables:
 def left_to_do(top: Path, matrix: Matrix, id: str) -> list[str]:
     """What a patch of the source tree `top` still lacks, a line each: what the tests would say many minutes later."""
     left = [*unfilled(top), *wrong_fragments(top, matrix.patches)]
-    nesting, mine = (top / "tests/unit/test_nesting.py").read_text("utf-8"), _bound(matrix, id)
-    for other in (other for other in matrix.patches if other != id):
+    mine, ids = _bound(matrix, id), list(matrix.patches)
+    for other in (other for other in ids if other != id):
         shared = sorted({target for _, target in mine & _bound(matrix, other)})
-        if shared and not re.search(rf'\("{id}", "{other}"\)|\("{other}", "{id}"\)', nesting):
-            left.append(f"tests/unit/test_nesting.py: {id} and {other} share {', '.join(shared)}: which is outside?")
+        inside, outside = sorted((id, other), key=ids.index)
+        if shared and inside not in matrix.patches[outside].outside_of:
+            left.append(
+                f"patch.yaml: {outside} is outside of {inside} on {', '.join(shared)}: say why that is right under "
+                f"`outside_of` of {outside}, or move its entry in version_matrix.yaml"
+            )
     for key, what in (
         ("symptom", "what goes wrong without it"),
         ("concerns", "which runs it concerns"),

@@ -217,6 +217,9 @@ class PatchEntry:
     concerns: tuple[tuple[str, ...], ...] = ()  # alternatives, each of words that hold together: see concerns.WORDS
     # Its inputs: "own", of the module's config or the call; "process", global.
     per_model: Mapping[str, str] = field(default_factory=dict)
+    # Patches with the same target that this one wraps, because it stands later: id -> why that is right.
+    outside_of: Mapping[str, str] = field(default_factory=dict)
+    cost: str = ""  # what the fix takes beyond stock; "" for nothing
     symptom: str = ""  # the worst of what goes wrong, one of SYMPTOMS; "" if nobody said it
     without: str = ""  # what goes wrong in a release that needs the patch and does not get it
     effects: Mapping[str, str] = None  # type: ignore[assignment]  # of what `changes` says: the kind -> what it concerns

@@ -51,6 +51,8 @@ DESCRIPTION = {
     "symptom": False,
     "concerns": False,
     "per_model": False,
+    "outside_of": False,
+    "cost": False,
     "distribution": False,
     "variants": True,
     "references": False,
@@ -294,6 +296,8 @@ def _patch(
         symptom=read.text(entries["symptom"], "symptom", SYMPTOMS) if "symptom" in entries else "",
         concerns=tuple(_concerns(read, entries["concerns"])) if "concerns" in entries else (),
         per_model=_per_model(read, entries["per_model"]) if "per_model" in entries else {},
+        outside_of=_outside_of(read, entries["outside_of"]) if "outside_of" in entries else {},
+        cost=read.text(entries["cost"], "cost") if "cost" in entries else "",
         distribution=distribution,
         module=module,
         variants=variants,
@@ -326,6 +330,10 @@ def _concerns(read: Reader, node: yaml.Node) -> Iterator[tuple[str, ...]]:
 def _per_model(read: Reader, node: yaml.Node) -> dict[str, str]:
     given = read.mapping(node, "per_model", {"own": False, "process": False})
     return {key: read.text(value, key) for key, value in given.items()}
+
+
+def _outside_of(read: Reader, node: yaml.Node) -> dict[str, str]:
+    return {id: read.text(why, f"outside_of {id}") for id, why in read.mapping(node, "outside_of").items()}
 
 
 def _described(

@@ -44,7 +44,8 @@ def test_check_says_what_is_stale_and_writes_nothing(tmp_path, monkeypatch, caps
     (tmp_path / "docs").mkdir()
     places = [(docs_sample.BEGIN, docs_sample.END), docs_training.HITS, docs_training.CHANGES]
     sample = "".join(f"{begin}\nold\n{end}\n" for begin, end in places)
-    measured = "".join("{}\n{}\n".format(*markers) for markers in (docs_startup.STARTUP, docs_gpu.MEASURED))
+    markers = (docs_startup.STARTUP, docs_gpu.MEASURED, _docs.COSTS)
+    measured = "".join("{}\n{}\n".format(*pair) for pair in markers)
     pages = {"docs/benchmarks.md": measured, "docs/cli.md": ""}
     for name, more in {"README.md": sample, **pages}.items():
         (tmp_path / name).write_text(f"before\n{_docs.BEGIN}\nold\n{_docs.END}\n{more}after\n")
