@@ -42,7 +42,7 @@ DOWNLOAD, PAIR, REST = 4.0, 0.8, 12.0  # seconds of one download, of one pair of
 
 NEXT = """\
 Then, in this order (docs/new-release.md):
-  make pins docs     after each change of the matrix
+  make pins docs-all after each change of the matrix
   python -m shim.testing.cells --releases {cell} -- -q -p no:warnings {tests}
   make test
   a fragment in changes/"""

@@ -7,16 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from shim._errors import OptionError
-from shim._matrix import load
 from shim._matrix.model import Matrix
 from shim._matrix.pins import lock_path, recorded_pins, render_pins
 from shim._matrix.spelling import did_you_mean
-from shim._releases import known_files
 
 from .changes import unannounced, wrong_fragments
 from .new_patch import unfilled
 from .pin import Changed, Evidence, kept_pins, measure, needs_sources
-from .pin_all import Fetch, Measured, Tables
+from .pin_all import Fetch, Measured
 from .proof_results import read_results
 
 __all__ = ["left_to_do", "measure_some", "without_results"]
@@ -32,7 +30,10 @@ def measure_some(
     progress: Callable[[str], None],
     proved: Evidence | None = None,
 ) -> Measured:
-    """Measure the patches `ids`. The pins of the others stay.
+    """Measure the patches `ids`. The pins of the others stay, and so does the table of files.
+
+    That table spares a plan the parsing, and a release brings it up to date: two patches that bind names of one file
+    would conflict in it.
 
     A commit that is not at hand keeps its pins of them. Where the rules have changed since, it has none, see `lacking`.
 
@@ -60,8 +61,7 @@ def measure_some(
             if name in of
         },
     )
-    files: Tables = {}
-    pins = measure(alone, fetch, lambda d, name: progress(f"{d} {matrix.shown(d, name)}"), files, recorded, proved)
+    pins = measure(alone, fetch, lambda d, name: progress(f"{d} {matrix.shown(d, name)}"), None, recorded, proved)
     missing: dict[str, str] = {}
     changed: list[Changed] = []
     for distribution in alone.commits:
@@ -83,23 +83,7 @@ def measure_some(
         }
         for distribution in {**matrix.supported, **matrix.commits}
     }
-    tables = {}
-    if path == load.matrix_path():
-        tables = {known_files.FILE: known_files.render_files(_with_files(matrix, files))}
-    return Measured(matrix, render_pins(all_pins), tables, missing, needs_sources(changed))
-
-
-def _with_files(matrix: Matrix, files: Tables) -> Tables:
-    """The shipped table with what was measured now, and without bodies that no patch binds or reads any more."""
-    bodies = {body for entry in matrix.patches.values() for body in entry.bodies}
-    found: Tables = {}
-    for table in (known_files.known_files(), files):
-        for module, digests in table.items():
-            for digest, values in digests.items():
-                wanted = {qualname: value for qualname, value in values.items() if f"{module}:{qualname}" in bodies}
-                if wanted:
-                    found.setdefault(module, {}).setdefault(digest, {}).update(wanted)
-    return found
+    return Measured(matrix, render_pins(all_pins), {}, missing, needs_sources(changed))
 
 
 def left_to_do(top: Path, matrix: Matrix, id: str) -> list[str]:

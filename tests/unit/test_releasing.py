@@ -9,6 +9,7 @@ from unit_helpers import REPOSITORY
 
 import shim
 from shim._matrix.load import load_matrix
+from shim._releases.known_files import known_files
 from shim.maintenance import docs
 from shim.maintenance.changes import fragments
 from shim.maintenance.pin_some import without_results
@@ -35,6 +36,12 @@ def test_the_version_is_one_of_a_release():
 def test_the_documents_of_all_patches_are_current(capsys):
     """README's counts, the tables and the pictures, which only a release writes: run `make docs-all`."""
     assert docs.main(["--check", "--all"]) == 0, capsys.readouterr().out
+
+
+def test_the_table_of_files_has_every_body():
+    """So that a plan on a release parses nothing: run `make pins`."""
+    known = {f"{m}:{name}" for m, files in known_files().items() for bodies in files.values() for name in bodies}
+    assert {body for entry in MATRIX.patches.values() for body in entry.bodies} <= known
 
 
 @pytest.mark.parametrize("id", MATRIX.patches)
