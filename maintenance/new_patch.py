@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import keyword
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from . import new_patch_text as text
 from .changes import FOLDER, fragments
 from .new_patch_proposal import Body, Proposal
 
-__all__ = ["propose", "said", "unfilled", "write_patch"]
+__all__ = ["place", "propose", "said", "unfilled", "write_patch"]
 
 ID = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 PACKAGES = {"megatron": "megatron-core", "transformer_engine": "transformer-engine"}
@@ -179,7 +179,7 @@ def write_patch(proposal: Proposal, matrix: Matrix, top: Path, dry_run: bool = F
         module: text.module(proposal),
         described: text.description(proposal),
         shown: text.proof(proposal),
-        file: with_entry(file.read_text("utf-8"), entry),
+        file: with_entry(file.read_text("utf-8"), entry, place(proposal.id, proposal.targets, matrix)),
         news: text.news(proposal),
         test: text.test(proposal),
     }
@@ -189,18 +189,32 @@ def write_patch(proposal: Proposal, matrix: Matrix, top: Path, dry_run: bool = F
     return written
 
 
-def with_entry(matrix: str, entry: str) -> str:
-    """The text of a matrix with one more entry after the last patch. All else stays, comments included."""
+def place(id: str, targets: Iterable[str], matrix: Matrix) -> str:
+    """The patch behind which the entry of a new one goes; "" for the first place.
+
+    It is the neighbour by name, so that two new patches seldom meet at one line, or the last one that binds a target of
+    the new one, which is then outside.
+    """
+    ids = list(matrix.patches)
+    neighbour = max((other for other in ids if other < id), default="")
+    sharing = [other for other in ids if set(targets) & set(matrix.patches[other].targets)]
+    return max([neighbour, *sharing], key=lambda other: ids.index(other) if other else -1)
+
+
+def with_entry(matrix: str, entry: str, after: str = "") -> str:
+    """The text of a matrix with one more entry behind that of `after`, or as the first. All else stays."""
     document = compose(matrix_path(), matrix.encode())
     patches = next(value for key, value in document.value if key.value == "patches")
+    keys = [key for key, _ in patches.value]
+    place = next((number for number, key in enumerate(keys, 1) if key.value == after), 0)
     lines = matrix.splitlines(keepends=True)
-    end = patches.end_mark.line if patches.end_mark.line < len(lines) else len(lines)
-    # Blank lines and comments before the next block belong to that block.
-    while end > 0 and (not lines[end - 1].strip() or lines[end - 1].startswith("#")):
+    end = keys[place].start_mark.line if place < len(keys) else min(patches.end_mark.line, len(lines))
+    # Blank lines and comments before the next entry or block belong to that.
+    while end > 0 and (not lines[end - 1].strip() or lines[end - 1].lstrip().startswith("#")):
         end -= 1
-    rest = "".join(lines[end:])
-    before = "".join(lines[:end]).rstrip("\n")
-    return f"{before}\n{entry}" + (rest if not rest or rest.startswith("\n") else f"\n{rest}")
+    if end and not lines[end - 1].endswith("\n"):
+        lines[end - 1] += "\n"
+    return "".join([*lines[:end], entry, *lines[end:]])
 
 
 def unfilled(top: Path) -> list[str]:
@@ -223,8 +237,8 @@ def said(proposal: Proposal, written: Mapping[Path, str], left: Sequence[str], d
     lines = [*proposal.targets, *(f"  {body}" for body in proposal.bodies), ""]
     if dry_run:
         for path, content in written.items():
-            own = content.partition(f"\n  {proposal.id}:\n")
-            lines += [f"--- {path}", f"  {proposal.id}:\n{own[2].partition(chr(10) * 2)[0]}\n" if own[1] else content]
+            own = re.search(rf"^  {proposal.id}:\n(    .*\n)+", content, re.MULTILINE)
+            lines += [f"--- {path}", own[0] if own else content]
         return "\n".join(lines)
     *_, test = written
     folder = test.parent.name

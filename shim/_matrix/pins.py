@@ -40,8 +40,11 @@ def by_body(pins: Mapping[str, Mapping[str, Mapping[str, Pin]]]) -> dict[str, di
 
 
 def render_pins(pins: Mapping[str, Mapping[str, Mapping[str, Pin]]]) -> str:
-    """The text of the file: a line for each body, with the releases that have it."""
-    return _text(by_body(pins), "") + "\n"
+    """The text of the file: a line for each body, with the releases that have it.
+
+    Patches stand by their ids, so that the pins of two new ones seldom meet at one line.
+    """
+    return _text(dict(sorted(by_body(pins).items())), "") + "\n"
 
 
 def _text(value: Any, indent: str) -> str:

@@ -125,13 +125,27 @@ patches:
 {rest}"""
 
 
+SECOND = "  second:\n    summary: two\n"
+
+
 @pytest.mark.parametrize("rest", ["", "releases:\n  megatron-core: {}\n"])
-def test_the_entry_stands_behind_the_last_patch_and_all_else_stays(rest):
+def test_the_entry_stands_behind_another_and_all_else_stays(rest):
     """Comments, blank lines and order included."""
     before = MATRIX.format(rest=rest)
-    after = new_patch.with_entry(before, "  second:\n    summary: two\n")
-    assert after.replace("  second:\n    summary: two\n", "") == before
-    assert list(yaml.safe_load(after)["patches"]) == ["first", "second"]
+    after = new_patch.with_entry(before, SECOND, "first")
+    assert after.replace(SECOND, "") == before and list(yaml.safe_load(after)["patches"]) == ["first", "second"]
+    between = new_patch.with_entry(after, "  between:\n    summary: it\n", "first")
+    assert between.partition("    kind: compat\n")[2].startswith(f"  between:\n    summary: it\n{SECOND}")
+    foremost = new_patch.with_entry(before, SECOND)
+    assert foremost.replace(SECOND, "") == before and list(yaml.safe_load(foremost)["patches"]) == ["second", "first"]
+
+
+def test_a_new_patch_stands_behind_its_neighbour_by_name_and_outside_of_those_with_its_target():
+    matrix = load_matrix()
+    assert new_patch.place("rope-x", ["a:b"], matrix) == "rope-thd" and new_patch.place("a", ["a:b"], matrix) == ""
+    (target,) = matrix.patches["masked-microbatch"].variants["v0_12"].targets
+    sharing = [id for id, entry in matrix.patches.items() if target in entry.targets]
+    assert len(sharing) > 1 and new_patch.place("a", [target], matrix) == sharing[-1]
 
 
 @pytest.mark.parametrize("target", [TARGET, "megatron.core.roll:Layer"])
