@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 RELEASE ?= 0.16.1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test lint unit unit-pythons coverage helpers other-torch cells pairs trainers environments matrix proofs mutations engine-mutations gpu gpu-bundle gpu-dry bench docs docs-all docs-site pins changelog dist fresh clean
+.PHONY: help env demo test lint unit unit-pythons coverage helpers other-torch cells pairs trainers environments matrix patch proofs mutations engine-mutations gpu gpu-bundle gpu-dry bench docs docs-all docs-site pins changelog dist fresh clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -100,6 +100,9 @@ matrix: env  ## the same on all 21 releases and main, in every order of imports,
 	$(BIN)/python -m shim.testing.cells --all --jobs 1 -- -q -p no:warnings tests/cells/layouts
 	$(BIN)/python -m shim.testing.cells --all-pairs -- -q -p no:warnings tests/pairs
 	$(MAKE) proofs
+
+patch: env  ## of one patch (ID=...): its pins, tests, proofs and page on few releases, and what it lacks; two minutes
+	$(BIN)/python -m shim.maintenance.one_patch $(ID)
 
 proofs: env  ## run all proofs on all releases, and write their results
 	$(BIN)/python -m shim.maintenance.prove_all

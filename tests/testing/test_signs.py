@@ -21,8 +21,8 @@ from shim.testing.releases import at_hand, fetch
 pytestmark = pytest.mark.xdist_group("sources")
 MATRIX = load_matrix()
 
-# Patches whose signs say nothing of releases that are right: only the bodies of these releases do. Those that lack every
-# target need no sign, see lacks_targets.
+# Patches whose signs say nothing of releases that are right: only the bodies of these releases do. Those that lack
+# every target need no sign, see lacks_targets.
 SILENT = {
     (
         "te-cp-thd-padding",
