@@ -134,7 +134,7 @@ def rope():
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.transformer import TransformerConfig
 
-    from shim.patches.megatron_core.rope_fusion.proof import Group
+    from shim.patches.megatron_core._proof_rotations import Group
 
     config = TransformerConfig(num_layers=1, hidden_size=24, num_attention_heads=2, apply_rope_fusion=False)
     freqs = torch.randn(25, 1, 1, 8)
@@ -148,7 +148,7 @@ def yarn():
     """The tables of MLA, fused and not, on one rank."""
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
-    from shim.patches.megatron_core.rope_fusion.proof import Group
+    from shim.patches.megatron_core._proof_rotations import Group
 
     made = YarnRotaryEmbedding(8, original_max_position_embeddings=32)
     made.cp_group = Group()

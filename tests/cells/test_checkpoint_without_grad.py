@@ -9,8 +9,8 @@ from megatron.core.tensor_parallel import random
 
 import shim
 from shim import testing
+from shim.patches.megatron_core._proof_recompute import NORMS
 from shim.patches.megatron_core.checkpoint_without_grad.proof import UNIFORM
-from shim.patches.megatron_core.frozen_recompute.proof import NORMS
 from shim.testing import Layout
 
 CELLS = {"0.12.0": "all"}

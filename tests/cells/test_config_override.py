@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.config_override.proof import FULL, toggled
+from shim.patches._proof_config_override import toggled
+from shim.patches.megatron_core.config_override.proof import FULL
 from shim.testing.patience import patience
 
 CELLS = {"0.12.0": "all"}

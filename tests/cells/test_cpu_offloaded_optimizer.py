@@ -12,6 +12,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 import shim
 from shim import testing
+from shim.patches.megatron_core._proof_offloading import offloading
 from shim.patches.megatron_core.cpu_offloaded_optimizer.proof import (
     SAVED_AT,
     SAVED_BY_BUCKETS,
@@ -21,7 +22,6 @@ from shim.patches.megatron_core.cpu_offloaded_optimizer.proof import (
     after_files_were_loaded,
     after_weights_were_loaded,
     differing,
-    offloading,
 )
 from shim.testing import Layout
 from shim.testing.user_model import ModelError

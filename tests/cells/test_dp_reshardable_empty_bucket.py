@@ -10,9 +10,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.dp_reshardable_empty_bucket import STATE, bindings
-from shim.patches.megatron_core.dp_reshardable_empty_bucket.proof import BY_DATA, SETTINGS
-from shim.patches.megatron_core.reshardable_padding.proof import (
+from shim.patches.megatron_core._proof_optimizer_resume import (
     STEPS,
     Training,
     apart,
@@ -21,6 +19,8 @@ from shim.patches.megatron_core.reshardable_padding.proof import (
     weights_after,
     weights_resumed,
 )
+from shim.patches.megatron_core.dp_reshardable_empty_bucket import STATE, bindings
+from shim.patches.megatron_core.dp_reshardable_empty_bucket.proof import BY_DATA, SETTINGS
 
 CELLS = {"0.12.0": "first", "0.17.0": "all"}
 

@@ -6,8 +6,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.dp_reshardable_fp32.proof import BY_DATA
-from shim.patches.megatron_core.reshardable_padding.proof import STEPS, Training, apart, fused_adam
+from shim.patches.megatron_core._proof_optimizer_resume import BY_DATA, STEPS, Training, apart, fused_adam
 from shim.testing.user_model import ModelError
 
 CELLS = {"0.12.3": "first", "0.17.0": "all"}

@@ -9,8 +9,8 @@ from megatron.core.optimizer import optimizer as optimizers
 
 import shim
 from shim import testing
+from shim.patches.megatron_core._proof_optimizer_resume import MODEL, Training, fused_adam
 from shim.patches.megatron_core.expert_main_params.proof import EXPERTS, more_precise, wrong_main_params
-from shim.patches.megatron_core.reshardable_padding.proof import MODEL, Training, fused_adam
 from shim.testing import Layout
 
 CELLS = {"0.12.0": "first", "0.15.3": "all"}

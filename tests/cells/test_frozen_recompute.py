@@ -10,7 +10,8 @@ from nothing_saved import raises_nothing_saved
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.frozen_recompute.proof import NORMS, UNIFORM, adapted, row
+from shim.patches.megatron_core._proof_recompute import NORMS
+from shim.patches.megatron_core.frozen_recompute.proof import UNIFORM, adapted, row
 
 CELLS = {"0.12.3": "all", "0.18.2": "first"}
 

@@ -8,8 +8,8 @@ from megatron.core.transformer.moe import moe_utils
 
 import shim
 from shim import testing
+from shim.patches.megatron_core._proof_router_losses import AUX, PER_TOKEN, off_by, takes_padding_mask
 from shim.patches.megatron_core.global_aux_loss_scale.proof import OPTIONS, gradient
-from shim.patches.megatron_core.moe_aux_loss_scale.proof import AUX, PER_TOKEN, off_by, takes_padding_mask
 from shim.testing import Layout
 
 CELLS = {"0.12.0": "first", "0.17.0": "all"}

@@ -6,7 +6,7 @@ from nothing_saved import raises_nothing_saved
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.frozen_recompute.proof import NORMS
+from shim.patches.megatron_core._proof_recompute import NORMS
 from shim.patches.megatron_core.hybrid_frozen_norms import _recomputes_first_norm
 from shim.patches.megatron_core.hybrid_frozen_norms.proof import adapted_hybrid, gradients, unequal
 

@@ -11,8 +11,8 @@ from megatron.core.pipeline_parallel import schedules
 import shim
 from shim import testing
 from shim.patches.megatron_core import interleaved_shapes
+from shim.patches.megatron_core._proof_pipelines import losses_on_rank
 from shim.patches.megatron_core.interleaved_shapes.proof import VARIABLE
-from shim.patches.megatron_core.pipeline_p2p_order.proof import losses_on_rank
 from shim.testing import Layout
 
 CELLS = {"0.12.0": "first", "0.16.0": "all"}

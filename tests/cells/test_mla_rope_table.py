@@ -5,7 +5,7 @@ import torch
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.rope_fusion.proof import Group
+from shim.patches.megatron_core._proof_rotations import Group
 
 CELLS = {"0.12.3": "first", "0.15.3": "all"}
 

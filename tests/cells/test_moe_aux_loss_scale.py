@@ -12,9 +12,8 @@ from megatron.core.transformer.moe import moe_utils
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.moe_aux_loss_scale.proof import (
+from shim.patches.megatron_core._proof_router_losses import (
     AUX,
-    BOTH,
     PER_TOKEN,
     ROWS,
     TOKENS,
@@ -24,6 +23,7 @@ from shim.patches.megatron_core.moe_aux_loss_scale.proof import (
     step,
     takes_padding_mask,
 )
+from shim.patches.megatron_core.moe_aux_loss_scale.proof import BOTH
 from shim.testing import Layout
 
 CELLS = {"0.13.1": "all", "0.15.3": "first", "0.17.1": "first", "0.19.2": "first"}

@@ -8,7 +8,8 @@ from thorough import in_full
 from torch.utils.data import DataLoader, Dataset
 
 import shim
-from shim.patches.megatron_core.multimodal_conversation.proof import CONVERSATION, text_of, tokenizer
+from shim.patches.megatron_core._proof_tokenizers import tokenizer
+from shim.patches.megatron_core.multimodal_conversation.proof import CONVERSATION, text_of
 
 CELLS = {"0.16.0": "first", "0.17.1": "all"}
 

@@ -8,7 +8,8 @@ import pytest
 from jinja2 import Template
 
 import shim
-from shim.patches.megatron_core.multimodal_conversation import proof as multimodal_conversation
+from shim.patches.megatron_core import _proof_tokenizers
+from shim.patches.megatron_core.multimodal_conversation.proof import text_of
 from shim.patches.megatron_core.multimodal_tool_turns.proof import CONVERSATION, HIDDEN
 from shim.testing.proof import CannotRunError
 
@@ -22,7 +23,7 @@ BEGINS = ("llama3", "llama3p1", "llama3p2", "nvlm-yi-34b", "nemotron5", "nemotro
 FORMATS = ("qwen2p0", "qwen2p5", "chatml", *BEGINS)  # BEGINS have a token in front of the conversation
 
 
-class Words(multimodal_conversation.Words):
+class Words(_proof_tokenizers.Words):
     """Reads templates as transformers does. It has one for the formats that have none, and a token in front."""
 
     chat_template = "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}|{% endfor %}"
@@ -40,8 +41,8 @@ class Words(multimodal_conversation.Words):
 
 def tokenizer(prompt_format, **options):
     begin = "^" if prompt_format in BEGINS else ""
-    with mock.patch.object(multimodal_conversation, "Words", lambda: Words(begin)):
-        return multimodal_conversation.tokenizer(prompt_format, **options)
+    with mock.patch.object(_proof_tokenizers, "Words", lambda: Words(begin)):
+        return _proof_tokenizers.tokenizer(prompt_format, **options)
 
 
 def spoken(role, conversation=SYSTEM):
@@ -102,7 +103,7 @@ def test_without_tools_the_targets_are_those_of_stock(conversation):
 def test_a_tool_alone():
     with applied():
         tokens, targets = both(tokenizer("qwen2p5"), CONVERSATION[2:3])
-    assert "tool\nRain." in multimodal_conversation.text_of(tokens)
+    assert "tool\nRain." in text_of(tokens)
     assert targets == [HIDDEN] * len(tokens)
 
 
@@ -169,4 +170,4 @@ def test_this_release_needs_no_patch():
     """It has no tokenizer for images."""
     assert shim.plan()[ID].action == "not-needed"
     with pytest.raises(CannotRunError):
-        multimodal_conversation.tokenizer()
+        _proof_tokenizers.tokenizer()

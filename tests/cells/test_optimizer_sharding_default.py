@@ -7,8 +7,7 @@ import torch
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.reshardable_padding.proof import (
-    FULLY,
+from shim.patches.megatron_core._proof_optimizer_resume import (
     STEPS,
     Training,
     apart,
@@ -17,6 +16,7 @@ from shim.patches.megatron_core.reshardable_padding.proof import (
     weights_after,
     weights_resumed,
 )
+from shim.patches.megatron_core.reshardable_padding.proof import FULLY
 from shim.testing.user_model import ModelError
 
 CELLS = {"0.12.0": "first", "0.16.0": "all"}

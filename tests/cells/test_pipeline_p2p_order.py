@@ -12,7 +12,8 @@ from megatron.core.pipeline_parallel import p2p_communication
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.pipeline_p2p_order.proof import DIFFERENT, EQUAL, STEPS, losses_on_rank
+from shim.patches.megatron_core._proof_pipelines import STEPS, losses_on_rank
+from shim.patches.megatron_core.pipeline_p2p_order.proof import DIFFERENT, EQUAL
 from shim.testing import Layout
 
 CELLS = {"0.13.1": "first", "0.16.0": "all"}

@@ -11,14 +11,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.reshardable_padding.proof import (
-    FULLY,
-    STEPS,
-    Training,
-    fused_adam,
-    save_after,
-    weights_resumed,
-)
+from shim.patches.megatron_core._proof_optimizer_resume import STEPS, Training, fused_adam, save_after, weights_resumed
+from shim.patches.megatron_core.reshardable_padding.proof import FULLY
 
 CELLS = {"0.12.0": "first", "0.17.1": "all"}
 

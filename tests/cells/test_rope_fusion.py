@@ -11,17 +11,9 @@ from packaging.version import Version
 
 import shim
 from shim import testing
+from shim.patches.megatron_core._proof_rotations import HEADS, LENGTHS, WIDTH, config_of, offsets, table, takes
 from shim.patches.megatron_core.rope_fusion import proof as rope_fusion_proof
-from shim.patches.megatron_core.rope_fusion.proof import (
-    HEADS,
-    LENGTHS,
-    TOKENS,
-    WIDTH,
-    config_of,
-    offsets,
-    table,
-    takes,
-)
+from shim.patches.megatron_core.rope_fusion.proof import TOKENS
 
 CELLS = {"0.12.0": "first", "0.13.1": "all", "0.15.3": "first", "0.16.0": "first", "0.17.0": "first", "0.19.2": "first"}
 

@@ -9,8 +9,9 @@ from megatron.core.models.common.embeddings import rope_utils
 
 from shim import testing
 from shim._engine.overrides import run
+from shim.patches.megatron_core._proof_rotations import config_of
 from shim.patches.megatron_core.rope_fusion import probe
-from shim.patches.megatron_core.rope_fusion.proof import config_of, kernels
+from shim.patches.megatron_core.rope_fusion.proof import kernels
 
 CELLS = {"0.12.0": "all", "0.18.2": "first", "0.19.2": "first"}
 ABOUT = []

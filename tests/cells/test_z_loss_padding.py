@@ -8,7 +8,7 @@ import torch
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.moe_aux_loss_scale.proof import (
+from shim.patches.megatron_core._proof_router_losses import (
     PER_TOKEN,
     model_of,
     of_routers,

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import shim
-from shim.patches.megatron_core.rope_fusion.proof import ASKED, FORMS, call_of, config_of, error_of, on_rank
+from shim.patches.megatron_core._proof_rotations import config_of, on_rank
+from shim.patches.megatron_core.rope_fusion.proof import ASKED, FORMS, call_of, error_of
 from shim.testing.proof import CannotRunError
 
 pytestmark = pytest.mark.gpu

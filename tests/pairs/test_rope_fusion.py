@@ -11,7 +11,8 @@ from megatron.core.transformer import TransformerConfig
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.rope_fusion.proof import Group, fused_and_unfused_rotations_on_a_gpu
+from shim.patches.megatron_core._proof_rotations import Group
+from shim.patches.megatron_core.rope_fusion.proof import fused_and_unfused_rotations_on_a_gpu
 from shim.testing.proof import Here, measure
 
 CELLS = {

@@ -7,7 +7,7 @@ import torch
 from transformer_engine.pytorch import distributed
 
 import shim
-from shim.patches.megatron_core.config_override.proof import toggled
+from shim.patches._proof_config_override import toggled
 
 CELLS = {"0.12.0+2.2.0": "all"}
 

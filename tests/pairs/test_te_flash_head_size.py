@@ -11,8 +11,9 @@ import torch
 from packaging.version import Version
 
 import shim
+from shim.patches.transformer_engine._proof_flash_attention import chosen, gpu, home
 from shim.patches.transformer_engine.te_flash_head_size import LikeKnown
-from shim.patches.transformer_engine.te_flash_head_size.proof import B300, chosen, gpu, home, takes_flash
+from shim.patches.transformer_engine.te_flash_head_size.proof import B300, takes_flash
 
 CELLS = {"0.12.0+2.2.0": "first", "0.12.3+2.1.0": "first", "0.13.1+2.5.0": "all"}
 

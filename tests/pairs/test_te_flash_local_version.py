@@ -7,7 +7,7 @@ import pytest
 from packaging.version import Version
 
 import shim
-from shim.patches.transformer_engine.te_flash_head_size.proof import chosen, home
+from shim.patches.transformer_engine._proof_flash_attention import chosen, home
 from shim.patches.transformer_engine.te_flash_local_version import FUNCTIONS, HOMES
 from shim.patches.transformer_engine.te_flash_local_version.proof import (
     BLACKWELL,

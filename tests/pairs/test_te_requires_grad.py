@@ -5,7 +5,7 @@ import torch
 
 import shim
 from shim._torch_names import required
-from shim.patches.transformer_engine.te_mxfp8_empty_shard.proof import weight
+from shim.patches.transformer_engine._proof_mxfp8 import weight
 from shim.patches.transformer_engine.te_requires_grad.proof import Quantize, Scale, quantized, with_tensors
 from shim.testing.proof import CannotRunError
 

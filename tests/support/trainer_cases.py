@@ -15,7 +15,7 @@ import shim
 from shim import testing
 from shim._engine.engine import ENGINE
 from shim._engine.names import MISSING, find_aliases, unwrap
-from shim.patches.megatron_core.rope_fusion.proof import Group
+from shim.patches.megatron_core._proof_rotations import Group
 
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
 PACKED, RECOMPUTE, BIAS, ROPE_ID = "mtp-packed-sequences", "mtp-recompute", "expert-bias-padding", "rope-fusion"

@@ -112,6 +112,12 @@ def part(module):
     return module.split(".")[1] if "." in module else ""
 
 
+def of_proofs(module):
+    """Whether it is a file of proofs, or one that they share."""
+    name = module.rpartition(".")[2]
+    return module.startswith("shim.patches.") and (name in ("proof", "gpu_proof") or name.startswith("_proof_"))
+
+
 def test_imports_run_one_way():
     odd = [
         f"{module} imports {name}"
@@ -119,7 +125,7 @@ def test_imports_run_one_way():
         for name in imports_of(module)
         if part(module) in MAY_IMPORT
         and part(name) not in {part(module), "", *MAY_IMPORT[part(module)]}
-        and not (module.endswith((".proof", ".gpu_proof")) and part(name) == "testing")  # a proof runs real models
+        and not (of_proofs(module) and part(name) == "testing")  # a proof runs real models
     ]
     assert not odd, "\n".join(odd)
 
@@ -146,13 +152,13 @@ def test_no_module_of_the_engine_needs_itself_for_its_types_either():
 
 
 def test_no_patch_imports_another():
-    """What several patches need lies beside them, such as patches/_arguments.py. A proof may use another proof."""
+    """What several patches need lies beside them, such as patches/_arguments.py, and what several proofs need too."""
 
     def folder(module):
         parts = module.split(".")[2:4] if module.startswith("shim.patches.") else []
         return ".".join(parts) if len(parts) == 2 and not parts[1].startswith("_") else None
 
-    patches = [module for module in FILES if folder(module) and not module.endswith((".proof", ".gpu_proof"))]
+    patches = [module for module in FILES if folder(module)]
     odd = [
         (module, name)
         for module in patches
@@ -161,6 +167,8 @@ def test_no_patch_imports_another():
     ]
     helpers = [module for module in FILES if module.startswith("shim.patches.") and not folder(module)]
     odd += [(module, name) for module in helpers for name in imports_of(module) if folder(name)]
+    plain = [module for module in FILES if module.startswith("shim.patches.") and not of_proofs(module)]
+    odd += [(module, name) for module in plain for name in imports_of(module) if of_proofs(name)]
     assert len(patches) > 67 and len(helpers) > 10
     assert odd == []
 

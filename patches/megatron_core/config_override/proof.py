@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-import shim
 from shim import testing
+from shim.patches._proof_config_override import overridden, toggled
 from shim.testing.cpu import storage_shared_in_python
 from shim.testing.proof import Here, Measured, proof
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 TOKENS, STEPS, RATE = 12, 8, 0.1
-
-
-@contextlib.contextmanager
-def toggled(config: Any, **fields: Any) -> Iterator[None]:
-    """What a trainer writes by hand."""
-    before = {name: getattr(config, name) for name in fields}
-    vars(config).update(fields)
-    try:
-        yield
-    finally:
-        vars(config).update(before)
-
-
-@contextlib.contextmanager
-def overridden(config: Any, **fields: Any) -> Iterator[None]:
-    """shim.config_override; where it is refused, because checkpoints would not keep it, there is only the toggle."""
-    with contextlib.ExitStack() as entered:
-        try:
-            entered.enter_context(shim.config_override(config, **fields))
-        except shim.NotMetError:
-            entered.enter_context(toggled(config, **fields))
-        yield
 
 
 def training(override: Any, **recompute: Any) -> tuple[dict[str, torch.Tensor], list[float]]:

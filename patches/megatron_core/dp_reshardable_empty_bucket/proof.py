@@ -5,8 +5,8 @@ from __future__ import annotations
 import tempfile
 from typing import Any
 
-from shim.patches.megatron_core.dp_reshardable_fp32.proof import BY_DATA
-from shim.patches.megatron_core.reshardable_padding.proof import (
+from shim.patches.megatron_core._proof_optimizer_resume import (
+    BY_DATA,
     STEPS,
     apart,
     save_after,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import tempfile
 from typing import Any
 
-from shim.patches.megatron_core.reshardable_padding.proof import (
+from shim.patches.megatron_core._proof_optimizer_resume import (
+    BY_DATA,
     STEPS,
     apart,
     save_after,
@@ -14,8 +15,6 @@ from shim.patches.megatron_core.reshardable_padding.proof import (
 )
 from shim.testing.layout import Layout
 from shim.testing.proof import Here, proof
-
-BY_DATA = {"distrib_optim_sharding_type": "dp_reshardable"}
 
 
 def resumed_apart(here: Here, settings: dict[str, Any]) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shim.patches.megatron_core.reshardable_padding.proof import Training, fused_adam
+from shim.patches.megatron_core._proof_optimizer_resume import Training, fused_adam
 from shim.testing.layout import Layout
 from shim.testing.proof import CannotRunError, Here, proof
 

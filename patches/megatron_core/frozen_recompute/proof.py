@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from shim import testing
+from shim.patches.megatron_core._proof_recompute import NORMS
 from shim.testing.cpu import storage_shared_in_python
 from shim.testing.oracle import Result
 from shim.testing.proof import Here, Measured, proof
 
 UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-NORMS: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
 STEPS, RATE = 8, 0.2
 
 

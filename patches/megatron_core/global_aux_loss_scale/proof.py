@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shim.patches.megatron_core.moe_aux_loss_scale.proof import GLOBAL, ROWS, model_of, of_routers, off_by, step
+from shim.patches.megatron_core._proof_router_losses import GLOBAL, ROWS, model_of, of_routers, off_by, step
 from shim.testing import Layout
 from shim.testing.proof import CannotRunError, Here, proof
 

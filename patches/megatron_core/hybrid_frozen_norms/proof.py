@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shim import testing
-from shim.patches.megatron_core.frozen_recompute.proof import NORMS
+from shim.patches.megatron_core._proof_recompute import NORMS
 from shim.testing.cpu import storage_shared_in_python
 from shim.testing.proof import Here, proof
 

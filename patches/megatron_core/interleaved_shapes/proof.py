@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from shim.patches.megatron_core.pipeline_p2p_order.proof import losses_on_rank
+from shim.patches.megatron_core._proof_pipelines import losses_on_rank
 from shim.testing import Layout
 from shim.testing.proof import Here, proof
 

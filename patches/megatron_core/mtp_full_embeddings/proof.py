@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shim import testing
-from shim.patches.megatron_core.mtp_gather_gradient.proof import Weights, descend, distance, trained_weights
+from shim.patches.megatron_core._proof_trained_weights import Weights, descend, distance, trained_weights
 from shim.testing import Layout
 from shim.testing.proof import Here, proof
 

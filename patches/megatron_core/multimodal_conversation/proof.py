@@ -2,38 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
-from unittest import mock
 
-from shim.patches.megatron_core.sft_identity_prompts.proof import Letters
-from shim.testing.proof import CannotRunError, Here, proof
+from shim.patches.megatron_core._proof_tokenizers import tokenizer
+from shim.testing.proof import Here, proof
 
 CONVERSATION = [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "A cat."}]
 BEGIN, EPOCHS = "<img>", 3
-
-
-class Words(Letters):
-    """A tokenizer of transformers, as far as MegatronMultimodalTokenizer asks."""
-
-    def add_tokens(self, tokens: Sequence[str], special_tokens: bool) -> int:
-        return len(tokens)
-
-
-def tokenizer(prompt_format: str = "qwen2p5", tag: str = "internvl", **options: Any) -> Any:
-    """megatron-core's MegatronMultimodalTokenizer around `Words`."""
-    try:
-        library = import_module("megatron.core.tokenizers.vision.libraries.multimodal_tokenizer")
-    except ModuleNotFoundError as error:
-        raise CannotRunError("this release has no MegatronMultimodalTokenizer") from error
-    transformers = mock.Mock()
-    transformers.AutoTokenizer.from_pretrained.return_value = Words()
-    with (
-        mock.patch.object(library, "HAVE_TRANSFORMERS", True),
-        mock.patch.object(library, "transformers", transformers, create=True),
-    ):
-        return library.MegatronMultimodalTokenizer("letters", prompt_format, [], tag, **options)
 
 
 def text_of(tokens: Any) -> str:

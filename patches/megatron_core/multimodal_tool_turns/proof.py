@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shim.patches.megatron_core.multimodal_conversation.proof import tokenizer
+from shim.patches.megatron_core._proof_tokenizers import tokenizer
 from shim.testing.proof import Here, proof
 
 CONVERSATION = [

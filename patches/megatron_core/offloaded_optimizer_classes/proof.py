@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shim.patches.megatron_core.cpu_offloaded_optimizer.proof import offloading
+from shim.patches.megatron_core._proof_offloading import offloading
 from shim.testing.proof import Here, proof
 
 BACKENDS = {

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import tempfile
 
-from shim.patches.megatron_core.reshardable_padding.proof import (
-    STEPS,
-    apart,
-    save_after,
-    weights_after,
-    weights_resumed,
-)
+from shim.patches.megatron_core._proof_optimizer_resume import STEPS, apart, save_after, weights_after, weights_resumed
 from shim.testing.layout import Layout
 from shim.testing.proof import Here, proof
 

@@ -7,17 +7,8 @@ from unittest import mock
 
 import torch
 
+from shim.patches.megatron_core._proof_rotations import HEADS, WIDTH, alone, config_of, longest, offsets, on_rank, table
 from shim.patches.megatron_core._rotation_tries import Operations
-from shim.patches.megatron_core.rope_fusion.proof import (
-    HEADS,
-    WIDTH,
-    alone,
-    config_of,
-    longest,
-    offsets,
-    on_rank,
-    table,
-)
 from shim.testing.proof import Here, proof
 
 FEW, MANY, TOKENS = 2, 16, 64

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shim.patches.megatron_core.moe_aux_loss_scale.proof import PER_TOKEN, model_of, of_routers, off_by, step
+from shim.patches.megatron_core._proof_router_losses import PER_TOKEN, model_of, of_routers, off_by, step
 from shim.testing.proof import Here, proof
 
 SEQUENCES: dict[str, Any] = {

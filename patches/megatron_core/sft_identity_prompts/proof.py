@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 from unittest import mock
 
+from shim.patches.megatron_core._proof_tokenizers import Letters
 from shim.testing.proof import CannotRunError, Here, proof
 
 CONVERSATION = [
@@ -17,25 +18,6 @@ CONVERSATION = [
     {"role": "assistant", "content": "Yes."},
 ]
 HIDDEN = -100
-
-
-class Letters:
-    """A tokenizer of transformers, as far as SFTTokenizer asks: each letter is a token."""
-
-    bos_token_id, eos_token_id, pad_token_id, chat_template = None, 0, 1, "{{ messages[0]['content'] }}"
-
-    def __len__(self) -> int:
-        return 256
-
-    def convert_tokens_to_ids(self, token: str) -> int:
-        return 2
-
-    def apply_chat_template(self, conversation: Any, chat_template: str, return_tensors: str = "", **_: Any) -> Any:
-        import numpy
-        from jinja2 import Template
-
-        ids = list(map(ord, Template(chat_template).render(messages=conversation)))
-        return numpy.array([ids]) if return_tensors else ids
 
 
 def tokenizer(prompt_format: str) -> Any:

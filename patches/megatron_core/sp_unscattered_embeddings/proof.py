@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shim import testing
-from shim.patches.megatron_core.mtp_gather_gradient.proof import Weights, distance, trained_weights
+from shim.patches.megatron_core._proof_trained_weights import Weights, distance, trained_weights
 from shim.testing import Layout
 from shim.testing.proof import CannotRunError, Here, proof
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shim.patches.megatron_core.moe_aux_loss_scale.proof import AUX, error
+from shim.patches.megatron_core._proof_router_losses import AUX, error
 from shim.testing import Layout
 from shim.testing.proof import Here, proof
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from shim.patches.megatron_core.config_override.proof import overridden
+from shim.patches._proof_config_override import overridden
 from shim.testing.proof import Here, proof
 
 FORWARD, AFTERWARDS = 5.0, 3.0

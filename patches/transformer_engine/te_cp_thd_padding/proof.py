@@ -17,23 +17,13 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
+from shim.patches.transformer_engine._proof_attention import CUDNN, PACKAGE, OnGpu
 from shim.testing.layout import Layout
 from shim.testing.proof import CannotRunError, Here, proof
 
 RANKS, HEADS, HEAD = 2, 2, 8
-CUDNN = (9, 23, 0)
 NOTHING = -1e30  # the logarithm of the sum over no key; finite, so that differences stay numbers
-PACKAGE = "transformer_engine.pytorch.attention.dot_product_attention"
-
-
-class OnGpu(TorchFunctionMode):
-    """Tensors say that they lie on a GPU, for Transformer Engine's checks."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        asked: Any = torch.Tensor.is_cuda
-        return True if func == asked.__get__ else func(*args, **(kwargs or {}))
 
 
 def places(starts: Tensor, lengths: Tensor) -> Iterator[tuple[slice, slice]]:

@@ -18,11 +18,21 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from shim.patches.transformer_engine.te_cp_thd_padding.proof import CUDNN, PACKAGE, OnGpu
+from shim.patches.transformer_engine._proof_attention import (
+    BATCH,
+    CUDNN,
+    HEAD,
+    HEADS,
+    LENGTH,
+    PACKAGE,
+    RANKS,
+    OnGpu,
+    empty_caches,
+    own_tokens,
+)
 from shim.testing.layout import Layout
 from shim.testing.proof import Here, proof
 
-RANKS, HEADS, HEAD, LENGTH, BATCH = 2, 2, 8, 16, 2
 CRASH = r"^RuntimeError: Inference tensors cannot be saved for backward"
 
 
@@ -41,19 +51,6 @@ def called_by_name(original: Any) -> Any:
     """dense_attention for this function of Transformer Engine, which is called by position in some releases."""
     bind = inspect.signature(original).bind
     return lambda *args, **kwargs: dense_attention(**bind(*args, **kwargs).arguments)
-
-
-CACHES = ("_cu_seqlens_cache", "_cu_seqlens_info_with_cp_cache")
-
-
-@contextlib.contextmanager
-def empty_caches() -> Iterator[None]:
-    """Transformer Engine's caches of offsets, empty, and as they were afterwards."""
-    with contextlib.ExitStack() as undo:
-        for name, module in list(sys.modules.items()):
-            for cache in CACHES if name.startswith("transformer_engine.pytorch") else ():
-                undo.enter_context(mock.patch.dict(vars(module).get(cache, {}), clear=True))
-        yield
 
 
 @contextlib.contextmanager
@@ -78,12 +75,6 @@ def fused_attention() -> Iterator[Any]:
         undo.enter_context(empty_caches())
         undo.enter_context(OnGpu())
         yield owner.DotProductAttention  # type: ignore[attr-defined, unused-ignore]
-
-
-def own_tokens(rank: int, ranks: int) -> Tensor:
-    """Which tokens of a row the rank has: of 2 * ranks chunks the rank-th from both ends."""
-    chunks = torch.arange(LENGTH).view(2 * ranks, -1)
-    return torch.cat([chunks[rank], chunks[-1 - rank]]) if ranks > 1 else torch.arange(LENGTH)
 
 
 def trained_after_evaluation(evaluated: bool = True) -> float:

@@ -17,13 +17,15 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from shim.patches.transformer_engine.te_cp_thd_padding.proof import CUDNN, PACKAGE, OnGpu
-from shim.patches.transformer_engine.te_cu_seqlens_cache.proof import (
+from shim.patches.transformer_engine._proof_attention import (
     BATCH,
+    CUDNN,
     HEAD,
     HEADS,
     LENGTH,
+    PACKAGE,
     RANKS,
+    OnGpu,
     empty_caches,
     own_tokens,
 )

@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 
-from shim.patches.transformer_engine.te_flash_head_size.proof import chosen, home, there
+from shim.patches.transformer_engine._proof_flash_attention import chosen, home, there
 from shim.testing.proof import Here, proof
 from shim.testing.transformer_engine import te_cuda_stand_ins
 

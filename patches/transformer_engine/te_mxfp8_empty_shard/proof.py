@@ -6,7 +6,6 @@ refuse what the compiled ones refuse, which follows from mxfp8_scaling.cu and co
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,39 +15,13 @@ import torch
 from torch import Tensor
 
 from shim import testing
+from shim.patches.transformer_engine._proof_mxfp8 import BLOCK, COLUMNS, ROWS, TENSOR, weight
 from shim.testing.layout import Layout
 from shim.testing.proof import CannotRunError, Here, proof
 from shim.testing.transformer_engine import compiled_ops
 
-TENSOR = "transformer_engine.pytorch.tensor."
-ROWS, COLUMNS, BLOCK = 128, 256, 32
 LARGEST = 448.0  # of E4M3
 BIAS = 127  # of an exponent in E8M0
-
-
-def weight(rows: int = ROWS, columns: int = COLUMNS, **extra: Any) -> Any:
-    """A weight in MXFP8, bf16 to others, all zeros; rows in multiples of 128, so that no scale is padding."""
-    mxfp8 = import_module(TENSOR + "mxfp8_tensor")
-    dtypes: Any = import_module("transformer_engine.pytorch.constants")
-    kind = getattr(dtypes, "DType", None) or import_module("transformer_engine_torch").DType  # type: ignore[attr-defined, unused-ignore]
-    accepted = inspect.signature(mxfp8.MXFP8Tensor.__new__).parameters
-    swizzled = {"with_gemm_swizzled_scales": False} if "with_gemm_swizzled_scales" in accepted else {}
-
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.uint8)
-
-    return mxfp8.MXFP8Tensor(
-        (rows, columns),
-        torch.bfloat16,
-        rowwise_data=zeros(rows, columns),
-        rowwise_scale_inv=zeros(rows, columns // BLOCK),
-        columnwise_data=zeros(rows, columns),
-        columnwise_scale_inv=zeros(rows // BLOCK, columns),
-        fp8_dtype=kind.kFloat8E4M3,
-        quantizer=mxfp8.MXFP8Quantizer(kind.kFloat8E4M3),
-        **swizzled,
-        **extra,
-    )
 
 
 def largest(shard: Tensor, of_rows: Tensor, of_columns: Tensor, rows: int, columns: int, start: int) -> None:

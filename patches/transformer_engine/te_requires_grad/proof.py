@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shim import testing
-from shim.patches.transformer_engine.te_mxfp8_empty_shard.proof import weight
+from shim.patches.transformer_engine._proof_mxfp8 import weight
 from shim.testing.proof import CannotRunError, Here, proof
 
 

@@ -13,7 +13,8 @@ from slow_messages import slow_messages
 
 import shim
 from shim import testing
-from shim.patches.megatron_core.pipeline_p2p_order.proof import DIFFERENT, losses_on_rank
+from shim.patches.megatron_core._proof_pipelines import losses_on_rank
+from shim.patches.megatron_core.pipeline_p2p_order.proof import DIFFERENT
 from shim.testing import Layout
 
 CELLS = {"0.13.1": "first", "0.16.1": "all", "0.19.2": "first"}
