@@ -222,6 +222,9 @@ KEYS = {
         "outside_of": "The patches that this one wraps: it binds the same target and stands later. `{id: why}`.",
         "cost": "What the fix takes beyond stock: operations, messages, bytes. Without it: nothing.",
         "distribution": "The distribution whose releases decide about the variant.",
+        "targets": "The targets that variants inherit: a variant without this key has all of them, and one that only "
+        "names a target has the keys that it has here.",
+        "reads": "The same for `reads`.",
         "variants": "The variants by name.",
         "references": "Pull requests and issues upstream.",
         "met_by": "Projects that met or work around the defect: `NAME issue N`, `NAME pull request N`, or words.",
@@ -347,6 +350,16 @@ variants:
   v0_16:
     targets: {.roll: [Layer.forward]}
     reads: {.roll: [helper]}
+```
+
+Variants inherit what stands at the level of the patch under `targets` and `reads`, so that none repeats it:
+
+```yaml
+targets: {.roll: [Layer.forward, {target: roll, optional: true}]}
+variants:
+  v0_16: {}                      # both targets
+  v0_17:
+    targets: {.roll: [roll]}     # one of them, which is optional here too
 ```
 
 A patch outside of shim has the same two files: its entry in a matrix names the `module`, whose folder has the

@@ -54,6 +54,8 @@ DESCRIPTION = {
     "outside_of": False,
     "cost": False,
     "distribution": False,
+    "targets": False,
+    "reads": False,
     "variants": True,
     "references": False,
     "met_by": False,
@@ -73,7 +75,7 @@ PATCH_KEYS = {
     "module": True,
     **dict.fromkeys(("applies", "upstream", "not_needed"), False),
 }
-DESCRIBED_VARIANT = {"targets": True, "reads": False}
+DESCRIBED_VARIANT = {"targets": False, "reads": False}
 VARIANT_KEYS = {"applies": False, **DESCRIBED_VARIANT}
 FLAGS = ("optional", "added", "alone", "wraps")
 TARGET_KEYS = {"target": True, "inherits": False, **dict.fromkeys(FLAGS, False), "without": False, "reached_by": False}
@@ -81,13 +83,20 @@ READ_KEYS = {"read": True, "reached_by": True}
 RULE_KEYS = {**dict.fromkeys(DISTRIBUTIONS, False), "note": False}
 
 
-def _variant(read: Reader, name: str, node: yaml.Node, entries: Mapping[str, yaml.Node]) -> Variant:
+def _variant(
+    read: Reader, name: str, node: yaml.Node, entries: Mapping[str, yaml.Node], of_patch: Mapping[str, yaml.Node]
+) -> Variant:
+    """of_patch: the entries of the patch, whose `targets` and `reads` its variants inherit.
+
+    A variant without the key has all of it. One that only names a target or a read has what is said of it there.
+    """
+    entries = {**{key: of_patch[key] for key in ("targets", "reads") if key in of_patch}, **entries}
     targets: list[str] = []
     inherited: dict[str, str] = {}
     skippable: dict[str, str] = {}
     reached_by: dict[str, tuple[str, ...]] = {}
     flags: dict[str, set[str]] = {flag: set() for flag in FLAGS}
-    for module, item in _by_module(read, entries["targets"], f"targets of {name}"):
+    for module, item in _inheriting(read, entries, of_patch, "targets", name):
         if isinstance(item, yaml.MappingNode):
             given = read.mapping(item, "a target", TARGET_KEYS)
             target = read.target(given["target"], "target", module)
@@ -112,7 +121,7 @@ def _variant(read: Reader, name: str, node: yaml.Node, entries: Mapping[str, yam
     if len(targets) == 1 and skippable:
         raise read.fail(node, f"variant {name} can do without each of its targets")
     depends_on: list[str] = []
-    for module, item in _by_module(read, entries["reads"], f"reads of {name}") if "reads" in entries else ():
+    for module, item in _inheriting(read, entries, of_patch, "reads", name):
         if isinstance(item, yaml.MappingNode):
             given = read.mapping(item, "a read", READ_KEYS)
             item = given["read"]
@@ -130,6 +139,21 @@ def _variant(read: Reader, name: str, node: yaml.Node, entries: Mapping[str, yam
         skippable=skippable,
         reached_by=reached_by,
     )
+
+
+def _inheriting(
+    read: Reader, entries: Mapping[str, yaml.Node], of_patch: Mapping[str, yaml.Node], key: str, name: str
+) -> Iterator[tuple[str, yaml.Node]]:
+    """The entries of `targets` or `reads`; in the place of a name alone, the mapping that the patch has for it."""
+    known: dict[str, tuple[str, yaml.Node]] = {}
+    what = key.removesuffix("s")
+    for module, item in _by_module(read, of_patch[key], key) if key in of_patch else ():
+        if isinstance(item, yaml.MappingNode):
+            given = read.mapping(item, f"a {what}", TARGET_KEYS if key == "targets" else READ_KEYS)
+            known[read.target(given[what], what, module)] = module, item
+    for module, item in _by_module(read, entries[key], f"{key} of {name}") if key in entries else ():
+        alone = not isinstance(item, yaml.MappingNode)
+        yield known.get(read.target(item, f"a {what}", module), (module, item)) if alone and known else (module, item)
 
 
 def _by_module(read: Reader, node: yaml.Node, what: str) -> Iterator[tuple[str, yaml.Node]]:
@@ -270,7 +294,7 @@ def _patch(
         variant = read.mapping(item, f"variant {name}", VARIANT_KEYS if written is None else DESCRIBED_VARIANT)
         if name in RIGHT:
             raise read.fail(item, f"no variant can be called {name}: that is said of releases that are right")
-        variants[name] = _variant(read, name, item, variant)
+        variants[name] = _variant(read, name, item, variant, entries)
         rules += _rules_of(read, name, variant["applies"]) if "applies" in variant else ()
     if not variants:
         raise read.fail(entries["variants"], f"patch {id} has no variant")

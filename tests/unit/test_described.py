@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import yaml
 from unit_helpers import REPOSITORY, write_file
 
 from shim._errors import MatrixError
@@ -125,3 +126,48 @@ def test_each_folder_of_a_patch_has_an_entry_and_a_description():
     modules = {f"shim.patches.{folder.parent.name}.{folder.name}" for folder in folders if folder.name != "__pycache__"}
     assert modules == {entry.module for entry in load_matrix().patches.values()}
     assert all((folder / "patch.yaml").is_file() for folder in folders if folder.name != "__pycache__")
+
+
+OF_PATCH = """\
+targets: {.roll: [Layer.forward, {target: roll, optional: true, reached_by: [Layer.forward], without: a word}]}
+reads: {.other: [{read: call, reached_by: [.roll:roll]}]}
+variants:"""
+
+
+def test_variants_inherit_what_the_patch_says_of_targets_and_reads(described):
+    """A key that is missing as a whole; and of a name alone what is said of it. A mapping stands for itself."""
+    before = DESCRIBED.partition("variants:\n")[0]
+    after = DESCRIBED.partition("contracts:")[2]
+    named = "    targets: [.roll:Layer.forward, .roll:roll]\n    reads: [.roll:VERSION, .other:call]\n"
+    bare = "    targets: [{target: .roll:roll}]\n    reads: []\n"
+
+    def variants_with(own):
+        return described((DESCRIBED, f"{before}{OF_PATCH}\n  v0_16: {{}}\n  v0_17:\n{own}contracts:{after}")).variants
+
+    found = variants_with(named)
+    package = "megatron.core"
+    roll, forward, call = f"{package}.roll:roll", f"{package}.roll:Layer.forward", f"{package}.other:call"
+    ways = {roll: (forward,), call: (roll,)}
+    assert found["v0_16"].targets == found["v0_17"].targets == (forward, roll)
+    assert found["v0_16"].depends_on == (call,) and found["v0_17"].depends_on == (f"{package}.roll:VERSION", call)
+    for name in ("v0_16", "v0_17"):
+        assert (found[name].reached_by, found[name].skippable, found[name].optional) == (ways, {roll: "a word"}, {roll})
+    found = variants_with(bare)["v0_17"]
+    assert (found.targets, found.depends_on, found.reached_by, found.skippable) == ((roll,), (), {}, {})
+
+
+def test_a_variant_without_targets_of_its_own_or_of_the_patch_is_an_error(described):
+    with pytest.raises(MatrixError, match="variant v0_17 has no target"):
+        described(("    targets: [.roll:roll]\n", "    reads: [.roll:roll]\n"))
+
+
+def test_no_variant_repeats_what_the_patch_can_say_once():
+    """The same whole list of targets or reads in all variants stands at the level of the patch."""
+    repeated = []
+    for file in (REPOSITORY / "patches").rglob("patch.yaml"):
+        variants = yaml.safe_load(file.read_text("utf-8"))["variants"].values()
+        for key in ("targets", "reads"):
+            said = [str(variant[key]) for variant in variants if key in variant]
+            repeated += [(file.parent.name, key)] if len(said) == len(variants) > 1 and len(set(said)) == 1 else []
+        repeated += [(file.parent.name, "an alias")] if re.search(r": [&*]\w", file.read_text("utf-8")) else []
+    assert repeated == []
