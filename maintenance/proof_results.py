@@ -40,7 +40,7 @@ def _by_cell(runs: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, str]]]
 def as_text(results: Results) -> str:
     """The content of a file: a line for each result of a proof, with the cells that gave it, the oldest first."""
     proofs = []
-    for label, cells in results.items():
+    for label, cells in sorted(results.items()):
         alike: dict[str, list[str]] = {}
         for cell in sorted(cells, key=_age):
             alike.setdefault(json.dumps(cells[cell]), []).append(cell)
