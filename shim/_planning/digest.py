@@ -112,7 +112,7 @@ ROOMS = (
 # The command line and what it opens, the proofs and their runner, and the helpers of tests. A job that calls
 # shim.apply() loads none of them, and no other room imports them.
 BESIDE = ("__main__.py", "_archives", "_proving", "_tools", "testing")
-PROOFS = ("/proof.py", "/gpu_proof.py")
+PROOFS = re.compile(r"(^|/)((gpu_)?proof\.py|_proof_[^/]*|proved\.json)$")  # with what they share, and their results
 
 TEXT = (".py", ".json", ".yaml")
 KINDS = (*TEXT, ".pyc", ".so", ".pyd")  # what an import or shim reads. Files of an editor do not count.
@@ -141,7 +141,7 @@ def own_files() -> list[tuple[str, str]]:
         if top not in BESIDE and top != "patches" and name != "_matrix/matrix.json":
             found[name] = file
     for name, file in files_below(str(patches_path())):
-        if not name.endswith(PROOFS):
+        if not PROOFS.search(name):
             found[f"patches/{name}"] = file
     return sorted(found.items())
 

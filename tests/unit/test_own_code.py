@@ -62,12 +62,11 @@ def test_every_room_of_the_package_is_in_one_of_the_lists():
 
 def test_what_does_not_count_is_imported_by_nothing_that_does():
     """By no line of a file that counts, and by no process that applies, reports and checks; no patch loads a proof."""
+    of_proofs = re.compile(r"(from|import)\b.*\b(proof\b|_proof_)")
     beside = tuple(f"{start} shim.{name.removesuffix('.py')}" for name in BESIDE for start in ("from", "import"))
     for name, file in own_files():
         lines = [line.strip() for line in Path(file).read_text("utf-8").splitlines() if name.endswith(".py")]
-        assert not [
-            line for line in lines if line.startswith(beside) or re.match(r"(from|import)\b.*\bproof\b", line)
-        ], name
+        assert not [line for line in lines if line.startswith(beside) or of_proofs.match(line)], name
     code = "import sys, shim; shim.apply(); shim.check(); shim.checkpoint_state(); print(*sys.modules)"
     loaded = [name for name in output_of(code).split() if name.startswith("shim.")]
     assert "shim._engine.transactions" in loaded
@@ -118,7 +117,10 @@ def test_what_is_no_code_does_not_count(as_a_tree, of):
         "shim/notes.txt",
     ):
         (as_a_tree / name).write_text("x")
-    for name in ("shim/testing/ranks.py", "shim/_tools/cli.py", "patches/megatron_core/rope_thd/proof.py"):
+    proofs = [
+        f"patches/megatron_core/{name}" for name in ("rope_thd/proof.py", "rope_thd/proved.json", "_proof_pipelines.py")
+    ]
+    for name in ("shim/testing/ranks.py", "shim/_tools/cli.py", *proofs):
         path = as_a_tree / name
         path.write_text(path.read_text("utf-8") + "\n", "utf-8")
     assert of(as_a_tree) == before
