@@ -235,5 +235,5 @@ def test_stock_leaves_main_gradients_empty(ranks2):
 
 
 def test_stock_refuses_if_reductions_overlap(ranks2):
-    with pytest.raises(testing.RankError, match="param.grad being None is not safe"):
+    with pytest.raises(testing.RankError, match=r"param\.grad being None is not safe"):
         ranks2.run(steps_of, Layout(), FROZEN, True, True, ())

@@ -66,8 +66,9 @@ def biases_alone_are_trained(here: Here) -> Measured:
     To reproduce: build a GPTModel with `add_qkv_bias=True`, freeze all parameters but the biases of `linear_qkv`, and
     run forward and backward. `linear_qkv.bias.grad` is None, and nothing says so. Train some steps: the loss stays.
 
-    `LinearWithFrozenWeight.backward` returns None for the bias, whether it is trained or not. Right is the gradient that
-    the same bias has beside a trained weight. RowParallelLinear adds its bias outside, and is right. From 0.12 to 0.20.
+    `LinearWithFrozenWeight.backward` returns None for the bias, whether it is trained or not. Right is the gradient
+    that the same bias has beside a trained weight. RowParallelLinear adds its bias outside, and is right. From 0.12 to
+    0.20.
     """
     measured: Measured = here.run(bias_only_training)[0]
     return measured
