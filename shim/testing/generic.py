@@ -19,7 +19,8 @@ import functools
 import math
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -109,6 +110,18 @@ def generic_proofs(build: Callable[..., Any]) -> list[Proof]:
         """
         return _here(here, _layers_left_out, mine)
 
+    @proof("gradients off by {:.1e}", bound=EXACT, devices=("cpu", "cuda"), crashes=MODEL_ERROR)
+    def trained_beside_frozen_weights(here: Here) -> Measured:
+        """A parameter that is trained beside frozen ones gets another gradient than if all are trained, or none.
+
+        To reproduce: train one step with the parameters frozen that build() has frozen, and the same step with none
+        frozen, and compare the gradients of those that are trained in both. One that is missing counts as zero. If
+        build() has frozen nothing, all but vectors are frozen, as in training of biases and norms alone. The bound is
+        1e-6, or how far these gradients move if each weight is rounded once more.
+        """
+        [measured] = here.run(_frozen_against_all_trained, mine, here.device)
+        return measured
+
     @proof("TP off by {:.1e}", bound=OF_RANKS, ranks=2, crashes=MODEL_ERROR)
     def tensor_parallel_equals_one_rank(here: Here) -> Measured:
         """Tensor parallelism gives other losses or gradients than one rank with the same weights.
@@ -136,6 +149,7 @@ def generic_proofs(build: Callable[..., Any]) -> list[Proof]:
         recompute_equals_none,
         packed_recompute_equals_none,
         recompute_reaches_every_layer,
+        trained_beside_frozen_weights,
         tensor_parallel_equals_one_rank,
         save_and_load,
     ]
@@ -279,6 +293,35 @@ def _layer_calls(model: nn.Module, run: Callable[[], Any]) -> dict[str, int]:
         for handle in handles:
             handle.remove()
     return calls
+
+
+# ---- frozen weights
+
+
+def _frozen_against_all_trained(build: Build, device: str) -> Measured:
+    model = built(build, device)
+    row = _row(model, device)
+    parameters = {name: weight for name, weight in model.named_parameters() if weight.is_floating_point()}
+    trained = {name for name, weight in parameters.items() if weight.requires_grad}
+    if len(trained) == len(parameters):
+        trained = {name for name, weight in parameters.items() if weight.dim() == 1}
+
+    def step(names: Collection[str], doing: str = "") -> Result:
+        for name, weight in parameters.items():
+            weight.requires_grad_(name in names)
+        found = alone(model, row, doing=doing)
+        return replace(found, grads={name: grad for name, grad in found.grads.items() if name in trained})
+
+    truth = step(parameters)
+    _has_gradients(truth)
+    found = differences(step(trained, doing="with frozen weights"), truth)
+    if worst(found) <= EXACT:
+        return Measured(worst(found))
+
+    def all_trained(model: nn.Module, row: PackedRow) -> Result:
+        return step(parameters)
+
+    return _beside_rounding(found, _rounding(all_trained, model, row, truth))
 
 
 # ---- tensor parallelism, checkpoints

@@ -28,6 +28,7 @@ ABOUT = []  # the patches, see chosen.py
 
 PLAN = shim.plan()
 PACKED, RECOMPUTE, AGAIN = "packed-equals-alone", "recompute-equals-none", "packed-recompute-equals-none"
+FROZEN = "trained-beside-frozen-weights"
 REACHED, SHARDED, SAVED = "recompute-reaches-every-layer", "tensor-parallel-equals-one-rank", "save-and-load"
 UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 build = functools.partial(testing.build_gpt, mtp_num_layers=1)
@@ -37,7 +38,7 @@ CANNOT_SAVE = PLAN["checkpoint-write-format"].wanted
 def sides(build, *names):
     """What the proofs of these names say of the model; all of them without names."""
     proofs = [found for found in testing.generic_proofs(build) if not names or found.name in names]
-    assert len(proofs) == (len(names) or 6)
+    assert len(proofs) == (len(names) or 7)
     return {found.name: measure(found, Here(world=found.ranks)) for found in proofs}
 
 
@@ -60,7 +61,7 @@ def right(*names):
 def test_with_shim_everything_is_right():
     with shim.patched():
         found = states(build)
-    assert found == right(PACKED, RECOMPUTE, AGAIN, REACHED, SHARDED, SAVED)
+    assert found == right(PACKED, RECOMPUTE, AGAIN, REACHED, FROZEN, SHARDED, SAVED)
 
 
 @pytest.mark.skipif(not CANNOT_SAVE, reason="the release saves checkpoints")
@@ -112,6 +113,28 @@ def test_on_stock_adapters_are_not_trained_under_recompute():
         assert states(adapted, RECOMPUTE, REACHED) == {RECOMPUTE: "wrong", REACHED: "wrong"}
     with shim.patched():
         assert states(adapted, PACKED, RECOMPUTE, AGAIN, REACHED) == right(PACKED, RECOMPUTE, AGAIN, REACHED)
+
+
+def with_biases(**overrides):
+    """With those of Qwen2's attention, and of all other linear layers. Nothing is frozen."""
+    return build(add_qkv_bias=True, add_bias_linear=True, **overrides)
+
+
+def adapted_with_biases(**overrides):
+    """LoRA with bias="all" of peft."""
+    model = with_biases(**overrides)
+    testing.add_lora(model)
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(weight.requires_grad or name.endswith(".bias"))
+    return model
+
+
+@pytest.mark.parametrize("build", [with_biases, adapted_with_biases])
+def test_on_stock_biases_beside_frozen_weights_are_not_trained(build):
+    with shim.patched(only=[]):
+        assert states(build, FROZEN) == {FROZEN: "wrong"}
+    with shim.patched():
+        assert states(build, FROZEN) == right(FROZEN)
 
 
 # ---- what the proofs notice
@@ -228,9 +251,19 @@ def keeps_everything(**overrides):
     return model
 
 
+def cuts_behind_a_frozen_weight(**overrides):
+    model = adapted(**overrides)
+    first = model.decoder.layers[0].mlp.linear_fc1
+    first.register_forward_hook(
+        lambda module, args, output: (output[0] if module.weight.requires_grad else output[0].detach(), output[1])
+    )
+    return model
+
+
 @pytest.mark.parametrize(
     "build, name, text",
     [
+        (cuts_behind_a_frozen_weight, FROZEN, "gradients off by"),
         (attends_across_sequences, PACKED, "packed off by"),
         (other_in_the_recompute, RECOMPUTE, "recomputed off by"),
         (other_in_the_recompute, AGAIN, "recomputed off by"),
@@ -278,7 +311,7 @@ def zero_adapters(**overrides):
         (bare, (RECOMPUTE, REACHED, SHARDED)),
         (in_bfloat16, (PACKED, SHARDED)),
         (with_dropout, (PACKED,)),
-        (zero_adapters, (PACKED, SAVED)),
+        (zero_adapters, (PACKED, FROZEN, SAVED)),
         (functools.partial(testing.build_gpt, mtp_num_layers=None), (PACKED, AGAIN, SHARDED)),
     ],
     ids=["bare", "bfloat16", "dropout", "adapters of zeros", "without MTP"],

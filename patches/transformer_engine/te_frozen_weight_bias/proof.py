@@ -78,7 +78,7 @@ def drelu(of_output: Tensor, rows: Tensor, *more: Any) -> Tensor:
     return rows_of(of_output) * (rows_of(rows) > 0)
 
 
-KERNELS = {
+KERNELS: dict[str, Callable[..., Any]] = {
     "relu": relu,
     "drelu": drelu,
     "generic_gemm": generic_gemm,
