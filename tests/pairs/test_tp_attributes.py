@@ -90,6 +90,35 @@ def test_experts_that_are_cut(defaults):
             assert found["experts.down.bias0"] == (False, -1)
 
 
+def dimensions(etp):
+    """The partition_dim of weights of row-parallel layers, once an optimizer was made: single, of a trainer, dense."""
+    model = build_gpt(num_layers=1, mtp_num_layers=None, expert_tensor_parallel_size=etp).requires_grad_(False)
+    options = {"config": model.config, "init_method": torch.nn.init.ones_, "bias": True, "skip_bias_add": False}
+    mlp = model.decoder.layers[0].mlp
+    with layers_can_be_built():
+        mlp.single, mlp.corrected, mlp.dense = (
+            extensions.TERowParallelLinear(32, 8, input_is_parallel=True, is_expert=is_expert, **options)
+            for is_expert in (True, True, False)
+        )
+    before = mlp.single.weight.partition_dim
+    mlp.corrected.weight.partition_dim = 1  # as slime, miles and AReaL do
+    wrapped_and_optimizer(model)
+    return before, *(layer.weight.partition_dim for layer in (mlp.single, mlp.corrected, mlp.dense))
+
+
+@needs_marks
+def test_row_parallel_experts_that_are_cut():
+    with applied():
+        assert HERE.run(dimensions, 2, layout=TWO) == [(0, 1, 1, 1)] * 2
+
+
+@needs_marks
+def test_row_parallel_experts_that_are_whole_keep_what_they_say():
+    """Nobody reads it: no other rank has a part of them."""
+    with applied():
+        assert HERE.run(dimensions, 1, layout=testing.Layout(tp=2, etp=1)) == [(1, 1, 1, 1)] * 2
+
+
 def build_around_experts(**options):
     """A model without experts of its own, whose config says that some are spread."""
     model = build_gpt(**options, expert_model_parallel_size=1)

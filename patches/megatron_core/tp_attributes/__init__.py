@@ -8,17 +8,20 @@ tensor_model_parallel, and on rank 0 alone if it is not. Some parameters have th
 - Transformer Engine marks `duplicated` linear layers, such as LoRA's (up to 0.16). They count once for each rank.
 - Attention sinks (softmax_type="learnable") have none (from 0.15 on).
 - Experts that no other rank holds have none if they are biases, or LoRA layers of a trainer (up to 0.18).
+And one has the wrong dimension: the weights of row-parallel experts of Transformer Engine that are cut are said to be
+cut along dimension 0, in place of 1 (up to 0.18; grouped ones with Transformer Engine before 2.13). Muon and resharding
+read it. slime, miles and AReaL each correct it.
 
 What the patch does: before get_megatron_optimizer makes its copies of parameters, it goes over them once, and gives
 those of upstream's classes the attributes that their constructors should have set. So it also fixes models that were
 built before apply(). The muon optimizer of 0.16 and 0.17 has another function, which gets the same pass.
 
-What it leaves alone: attributes that are set, but for the defaults (False, -1, 1) that trainers fill in, and for the
-mark of `duplicated` layers; layers that a subclass has given weights of another size; models of Megatron-FSDP, which
-takes the attributes earlier. Experts whose tensor parallelism is 1 without expert parallelism keep theirs: their
-gradients are not summed over tensor-parallel ranks, so no norm is right. If the tensor parallelism of experts is
-neither 1 nor that of other layers, the biases of row-parallel experts are counted as on stock. The attributes stay on
-the parameters after shim.revert(), and an optimizer made before apply() keeps its own.
+What it leaves alone: attributes that are set, but for the defaults (False, -1, 1) that trainers fill in, for the mark
+of `duplicated` layers, and for that dimension; layers that a subclass has given weights of another size; models of
+Megatron-FSDP, which takes the attributes earlier. Experts whose tensor parallelism is 1 without expert parallelism keep
+theirs: their gradients are not summed over tensor-parallel ranks, so no norm is right. If the tensor parallelism of
+experts is neither 1 nor that of other layers, the biases of row-parallel experts are counted as on stock. Attributes
+stay on the parameters after shim.revert(), and an optimizer made before apply() keeps its own.
 
 Upstream: pull requests 4084 (initialisation, in 0.18), 3213 (duplicated, in 0.17), 5916 (experts, in 0.19), 7530
 (sinks, open).
@@ -60,6 +63,8 @@ CUT = {
     (EXTENSIONS, "TERowParallelGroupedLinear"): {"weight": 1},
     **SINKS,
 }
+# Transformer Engine is told of no parallel mode for experts that are cut, and takes all for column-parallel.
+ROW = ((EXTENSIONS, "TERowParallelLinear"), (EXTENSIONS, "TERowParallelGroupedLinear"))
 GROUPS = ("pg_collection", "model_comm_pgs")  # the caller's own process groups, since 0.15 and in 0.14
 GROUPED = (EXTENSIONS, "TEGroupedLinear")
 # Where a layer keeps the size that its weight has on one rank along the dimension that is cut.
@@ -98,6 +103,7 @@ def _are_experts_whole(groups: Any) -> bool:
 def _set_attributes(chunk: Any, sinks_alone: bool, experts_whole: bool) -> None:
     cut = {found: names for key, names in (SINKS if sinks_alone else CUT).items() if (found := _loaded(*key))}
     grouped = None if sinks_alone else _loaded(*GROUPED)
+    row = () if sinks_alone or experts_whole else tuple(found for key in ROW if (found := _loaded(*key)))
     for module in chunk.modules():
         names = next((names for of, names in cut.items() if isinstance(module, of)), {})
         is_grouped = grouped is not None and isinstance(module, grouped)
@@ -111,6 +117,10 @@ def _set_attributes(chunk: Any, sinks_alone: bool, experts_whole: bool) -> None:
             elif experts_whole and not getattr(parameter, "allreduce", True) and _is_unset(parameter):
                 # The norm of experts is summed over ranks of which no other holds this parameter.
                 parameter.tensor_model_parallel = True
+        if isinstance(module, row) and module.parallel_mode is None:
+            for name, parameter in module.named_parameters(recurse=False):
+                if name.startswith("weight") and getattr(parameter, "partition_dim", -1) == 0:
+                    parameter.partition_dim = 1
         if not sinks_alone:
             for parameter in _duplicated(module):
                 parameter.tensor_model_parallel = False

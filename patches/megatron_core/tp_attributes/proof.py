@@ -304,3 +304,43 @@ def grouped_experts_count_in_the_clip_norm(here: Here) -> float:
     Megatron-LM pull request 5916.
     """
     return off(here, with_experts)
+
+
+def wrong_dimensions() -> int:
+    """How many weights of row-parallel experts have another partition_dim than the dimension that is cut."""
+    from megatron.core import parallel_state
+    from megatron.core.extensions import transformer_engine as extensions
+
+    model: Any = testing.build_gpt(num_layers=1, mtp_num_layers=None).requires_grad_(False)
+    given = {"config": model.config, "init_method": nn.init.ones_, "bias": False, "skip_bias_add": False}
+    given |= {"is_expert": True, "tp_comm_buffer_name": None}
+    mlp = model.decoder.layers[0].mlp
+    with layers_can_be_built():
+        mlp.grouped = extensions.TERowParallelGroupedLinear(EXPERTS, 2 * HIDDEN, HIDDEN, **given)
+        mlp.single = extensions.TERowParallelLinear(2 * HIDDEN, HIDDEN, input_is_parallel=True, **given)
+    wrapped_and_optimizer(model)
+    part = 2 * HIDDEN // parallel_state.get_expert_tensor_parallel_world_size()
+    weights = [weight for layer in (mlp.grouped, mlp.single) for weight in layer.parameters() if weight.requires_grad]
+    assert len(weights) == EXPERTS + 1 and all(weight.shape == (HIDDEN, part) for weight in weights)
+    return sum(getattr(weight, "partition_dim", -1) != 1 for weight in weights)
+
+
+@proof(
+    "{:.0f} of 3 weights cut along another dimension than they say",
+    right="weights are cut as they say",
+    ranks=2,
+    te=True,
+    variants=(*LAYERS, "v0_18"),
+)
+def row_parallel_experts_say_how_they_are_cut(here: Here) -> int:
+    """Weights of row-parallel experts of Transformer Engine have the partition_dim of column-parallel ones.
+
+    To reproduce: with expert tensor parallelism 2, build `TERowParallelLinear(..., is_expert=True)`, as the experts of
+    SequentialMLP are, and with Transformer Engine before 2.13 also `TERowParallelGroupedLinear`, as those of
+    TEGroupedMLP. Each rank has half of the columns, and `weight.partition_dim` is 0.
+
+    megatron-core hands parallel_mode=None to Transformer Engine, which then marks weights as cut along rows. Muon
+    gathers the parts along this dimension, and resharding cuts along it. Right is 1. Fixed in 0.19 by Megatron-LM pull
+    request 5916.
+    """
+    return max(here.run(wrong_dimensions, layout=testing.Layout(tp=here.world)))
