@@ -17,7 +17,7 @@ CLASSES = ("TEFusedMLP", "TEFusedResidualRMSNorm")
 def layers() -> list[Any]:
     """A layer of each class of this release, with two trained parts and nothing else."""
     extensions: Any = import_module("megatron.core.extensions.transformer_engine")
-    classes = [found for name in CLASSES if isinstance(found := getattr(extensions, name, None), type)]
+    classes: list[Any] = [found for name in CLASSES if isinstance(found := getattr(extensions, name, None), type)]
     made = []
     for kind in classes:
         if not hasattr(kind, "_register_hooks_on_fused_impl"):
