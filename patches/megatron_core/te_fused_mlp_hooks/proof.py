@@ -75,8 +75,8 @@ def hooks_that_are_off_at_first_run_later(here: Here) -> int:
     none for the weights of linear_fc1 and linear_fc2, which the all-gather may still be writing. TEFusedResidualRMSNorm
     does the same from 0.17 on.
 
-    `_register_hooks_on_fused_impl` puts the hooks of that moment in a list. Right is to look at each forward. Open
-    upstream (issue 6132).
+    `_register_hooks_on_fused_impl` puts the hooks of that moment in a list. Right is to look at each forward. Fixed
+    on main by pull request 6132.
     """
     return int(here.run(wrong_waits, False)[0])
 

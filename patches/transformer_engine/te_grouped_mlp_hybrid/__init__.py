@@ -9,7 +9,7 @@ E4M3, which is fused as before.
 
 Not covered: operations that are fused already stay so if a later region has another format of the same recipe.
 
-Upstream: issue 3342, fixed in 2.20.
+Upstream: issue 3342, fixed by pull request 3352 in 2.20.
 
 Delete when: Transformer Engine 2.19 is not supported.
 """
