@@ -9,68 +9,95 @@ NAME is that of a commit in the matrix, or any other for a fork. `make pins` tak
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shim._errors import OptionError
 from shim._matrix.load import load_matrix
-from shim._matrix.model import Matrix
-from shim._planning.evidence import CANNOT_RUN
+from shim._matrix.model import Matrix, PatchEntry
+from shim._planning.evidence import CANNOT_RUN, digest_of_bodies
 from shim._planning.lock import read_lock
 from shim._releases.known_files import TREES, known_files, render_files
 
-__all__ = ["main", "render_trees", "with_tree"]
+__all__ = ["is_stale", "main", "render_trees", "with_tree"]
+
+Entries = Mapping[str, PatchEntry]
 
 ABOUT = ("date", "torch", "python", "where")  # of a tree, beside its releases
-SAID = ("verdict", "variant", "fingerprints", "shown")  # of a patch
+SAID = ("verdict", "variant", "shown", "dropped")  # of bodies
 
 
-def with_tree(found: Mapping[str, Any], name: str, of: str, lock: Mapping[str, Any]) -> dict[str, Any]:
-    """The table with the tree of a lock: what its proofs have shown, in place of what the table had of these patches.
+def with_tree(
+    found: Mapping[str, Any], name: str, about: Mapping[str, str], lock: Mapping[str, Any], entries: Entries
+) -> dict[str, Any]:
+    """The table with the tree of a lock: what its proofs have shown, beside what the table had of other patches.
 
+    about: `of`, what the tree is; and of a commit of upstream's history `day`.
     A patch whose proofs showed nothing on the tree is not in it. OptionError if the lock has no proofs.
     """
     proved = lock.get("proved")
     if proved is None:
         raise OptionError("the lock has no proofs; write it with shim pin --prove --lock FILE")
-    about = {"of": of, "releases": lock["releases"], **{key: proved[key] for key in ABOUT}}
-    trees = {**{other: said for other, said in found["trees"].items() if other != name}, name: about}
     patches: dict[str, list[dict[str, Any]]] = {}
-    for id, said in _entries(found, name, proved["patches"]):
-        patches.setdefault(id, []).append(said)
+    for id, said in found["patches"].items():
+        kept = [_without(each, name) for each in said] if id in proved["patches"] else [dict(each) for each in said]
+        patches[id] = [each for each in kept if each["bodies"]]
     for id, judged in sorted(proved["patches"].items()):
         if judged["verdict"] != CANNOT_RUN:
-            said = {key: judged[key] for key in SAID}
-            _add(patches.setdefault(id, []), name, {**said, "dropped": judged.get("dropped", [])})
+            said = {
+                **{key: judged[key] for key in SAID if key in judged},
+                "names": names_of(entries[id], judged["variant"]),
+            }
+            bodies = digest_of_bodies(judged["fingerprints"])
+            _add(patches.setdefault(id, []), {"dropped": [], **said}, bodies, name)
     known = known_files()
     files: dict[str, dict[str, Any]] = {}
     for module in {**found["files"], **proved["files"]}:
         digests = {**found["files"].get(module, {}), **proved["files"].get(module, {})}
         new = {digest: bodies for digest, bodies in digests.items() if digest not in known.get(module, ())}
         files |= {module: new} if new else {}
-    return {"trees": trees, "patches": patches, "files": files}
+    tree = {**about, "releases": lock["releases"], **{key: proved[key] for key in ABOUT}}
+    return {
+        "trees": {**found["trees"], name: tree},
+        "patches": {id: said for id, said in patches.items() if said},
+        "files": files,
+    }
 
 
-def _entries(found: Mapping[str, Any], name: str, judged: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The entries with the ids of their patches, without the tree `name` in those of the patches `judged`."""
-    for id, entries in found["patches"].items():
-        for said in entries:
-            trees = [tree for tree in said["trees"] if tree != name or id not in judged]
-            if trees:
-                yield id, {**said, "trees": trees}
+def names_of(entry: PatchEntry, variant: str | None) -> str:
+    """8 hexadecimal digits over the names whose bodies evidence is about. Evidence about other names is stale."""
+    names = entry.bodies if variant is None else entry.variants[variant].bodies if variant in entry.variants else ()
+    return hashlib.sha256(" ".join(sorted(names)).encode()).hexdigest()[:8]
 
 
-def _add(entries: list[dict[str, Any]], name: str, said: Mapping[str, Any]) -> None:
-    """Name the tree in the entry of the same verdict about the same bodies, or make one."""
-    same = ("verdict", "variant", "fingerprints", "dropped")
-    for entry in entries:
-        if all(entry[key] == said[key] for key in same):
-            entry["trees"].append(name)
+def is_stale(entry: PatchEntry | None, said: Mapping[str, Any]) -> bool:
+    """Whether evidence is about a patch or variant that is gone, or about other names than it binds and reads today."""
+    return entry is None or names_of(entry, said["variant"]) != said["names"]
+
+
+def _without(said: Mapping[str, Any], tree: str) -> dict[str, Any]:
+    """What was shown, on other trees."""
+    left = {digest: [name for name in names.split() if name != tree] for digest, names in said["bodies"].items()}
+    return {**said, "bodies": {digest: " ".join(names) for digest, names in left.items() if names}}
+
+
+def _add(entries: list[dict[str, Any]], said: Mapping[str, Any], bodies: str, name: str) -> None:
+    """Name the tree beside others with the same verdict about the same bodies, or make an entry."""
+    same = ("verdict", "variant", "dropped", "names")
+    alike = [entry for entry in entries if all(entry[key] == said[key] for key in same)]
+    there = [entry for entry in alike if bodies in entry["bodies"]]
+    if there:
+        there[0]["bodies"][bodies] += f" {name}"
+        return
+    for entry in alike:
+        if entry["shown"] == said["shown"]:
+            entry["bodies"][bodies] = name
             return
-    entries.append({"trees": [name], **said})
+    entries.append({**said, "bodies": {bodies: name}})
 
 
 def render_trees(found: Mapping[str, Any]) -> str:
@@ -93,10 +120,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--note", dest="of", help="what the tree is, in words; of a commit the matrix says it")
     options = parser.parse_args(argv)
     found = json.loads(TREES.read_text("utf-8"))
-    of = options.of or _said_of(load_matrix(), found, options.name)
-    table = with_tree(found, options.name, of, read_lock(options.lock))
+    matrix = load_matrix()
+    of = options.of or _said_of(matrix, found, options.name)
+    table = with_tree(found, options.name, {"of": of}, read_lock(options.lock), matrix.patches)
     TREES.write_text(render_trees(table), "utf-8")
-    shown = sum(options.name in said["trees"] for entries in table["patches"].values() for said in entries)
+    trees = [names for said in table["patches"].values() for each in said for names in each["bodies"].values()]
+    shown = sum(options.name in names.split() for names in trees)
     print(f"{options.name}: {shown} patches")
     return 0
 

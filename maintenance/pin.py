@@ -11,7 +11,7 @@ from shim._errors import MatrixError, SourceError
 from shim._matrix.model import NOT_NEEDED, RIGHT, UPSTREAM, Matrix, PatchEntry, Pin, Rule, Variant
 from shim._matrix.pins import lock_path
 from shim._planning.contract import breach, shows
-from shim._planning.evidence import FIXED, Proved, shipped_evidence
+from shim._planning.evidence import FIXED, Proved, digest_of_bodies, shipped_evidence
 from shim._planning.evidence import RIGHT as RIGHT_ON_STOCK
 from shim._releases.fingerprint import fingerprint
 from shim._releases.known_files import measure_files
@@ -75,8 +75,9 @@ def measure_one(
 def _is_proved(entry: PatchEntry, pin: Pin, proved: Sequence[Proved]) -> bool:
     """Whether proofs have shown on exactly these bodies what the pin gives, in `proved` or on a known tree."""
     verdict = RIGHT_ON_STOCK if pin.variant is None else FIXED
+    here = verdict, pin.variant, digest_of_bodies(pin.fingerprints)
     return any(
-        (said.verdict, said.variant, said.fingerprints) == (verdict, pin.variant, pin.fingerprints) and not said.dropped
+        (said.verdict, said.variant, said.bodies) == here and not said.dropped
         for said in (*proved, *shipped_evidence(entry.id))
     )
 

@@ -14,7 +14,7 @@ from shim._archives.packed import HELD_LIMIT, LARGE, LINK, MEMBER_LIMIT, HeldSou
 from shim._errors import OptionError
 from shim._releases.sources import MAX_SOURCE_BYTES
 
-__all__ = ["ELSEWHERE", "QUIET", "SETTINGS", "is_bare", "open_commit"]
+__all__ = ["ELSEWHERE", "QUIET", "SETTINGS", "Git", "is_bare", "open_commit"]
 
 PATIENCE = 120  # seconds for one call of git
 READ = ("megatron/core", "transformer_engine", "build_tools/VERSION.txt", "PKG-INFO")
@@ -55,7 +55,7 @@ def open_commit(directory: Path, ref: str) -> HeldSources:
     """
     if not ref or ref.startswith("-") or not ref.isprintable():
         raise OptionError(f"--ref {ref!r} is no name of a commit; give a branch, a tag, or a commit")
-    git = _Git(directory)
+    git = Git(directory)
     prefix = git.text("rev-parse", "--show-prefix")
     if prefix is None:
         remedy = "Remedy: name a git directory, or leave out --ref to audit the files as they are"
@@ -76,7 +76,7 @@ def _and_above(prefix: str) -> Iterable[str]:
     yield ""
 
 
-def _sources_of(git: _Git, commit: str, roots: Sequence[str], place: str) -> HeldSources:
+def _sources_of(git: Git, commit: str, roots: Sequence[str], place: str) -> HeldSources:
     wanted: dict[str, str] = {}  # by name the object
     odd: dict[str, str] = {}
     total = 0
@@ -102,14 +102,10 @@ def _sources_of(git: _Git, commit: str, roots: Sequence[str], place: str) -> Hel
     if total > HELD_LIMIT:
         what = f"{place} has more than {HELD_LIMIT} bytes of sources, which no release has"
         raise OptionError(f"{what}. Remedy: check it out and name its directory")
-    given = "".join(f"{object_}\n" for object_ in wanted.values())
-    contents = git.run("cat-file", "--batch", given=given.encode())
-    if contents is None:
-        raise OptionError(f"the commit {commit} cannot be read: {git.complaint}. Remedy: name a sound clone")
-    return HeldSources(place, dict(zip(wanted, _batch(contents, place))), odd, roots, commit)
+    return HeldSources(place, dict(zip(wanted, git.blobs(list(wanted.values())))), odd, roots, commit)
 
 
-def _batch(contents: bytes, place: str) -> Iterable[bytes]:
+def _batch(contents: bytes, place: object) -> Iterable[bytes]:
     """The objects in the output of ``git cat-file --batch``: for each a line "object type size", and its content."""
     at = 0
     while at < len(contents):
@@ -117,13 +113,13 @@ def _batch(contents: bytes, place: str) -> Iterable[bytes]:
         described = contents[at:line_end].decode("ascii", "replace").split()
         if len(described) != 3:
             what = " ".join(described)
-            raise OptionError(f"{place} lacks an object ({what}). Remedy: fetch it; an audit fetches nothing itself")
+            raise OptionError(f"{place} lacks an object ({what}). Remedy: fetch it; shim fetches nothing itself")
         size = int(described[2])
         yield contents[line_end + 1 : line_end + 1 + size]
         at = line_end + 1 + size + 1
 
 
-class _Git:
+class Git:
     """git in one directory. `complaint` is the message of the last failed call, in one line."""
 
     def __init__(self, directory: Path) -> None:
@@ -133,6 +129,14 @@ class _Git:
     def text(self, *arguments: str) -> str | None:
         found = self.run(*arguments)
         return None if found is None else found.decode("utf-8", "replace").rstrip("\n")
+
+    def blobs(self, objects: Iterable[str]) -> Iterable[bytes]:
+        """The contents of these objects, in their order. OptionError if one is missing."""
+        contents = self.run("cat-file", "--batch", given="".join(f"{object_}\n" for object_ in objects).encode())
+        if contents is None:
+            remedy = "Remedy: name a sound clone"
+            raise OptionError(f"the objects of {self._directory} cannot be read: {self.complaint}. {remedy}")
+        return _batch(contents, self._directory)
 
     def run(self, *arguments: str, given: bytes = b"") -> bytes | None:
         """The output of git, or None if it fails. OptionError if there is no git, or it takes too long."""

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from shim._errors import SourceError
 from shim._matrix.model import Matrix, PatchEntry, Pin, Variant
 from shim._planning.contract import breach
+from shim._planning.evidence import digest_of_bodies
 from shim._record import computed_once
 from shim._releases.detect import Environment
 from shim._releases.fingerprint import fingerprint, signature_part
@@ -27,6 +28,7 @@ class Bodies:
         self._known: dict[str, Mapping[str, Collection[str]]] = {}
         self._found: dict[tuple[str, str | None, bool], str] = {}
         self._breaches: dict[tuple[str, str], str] = {}
+        self._digests: dict[str | None, str] = {}
 
     @computed_once
     def pins(self) -> list[tuple[str, Pin]]:
@@ -51,6 +53,13 @@ class Bodies:
 
     def of(self, variant: Variant) -> dict[str, str]:
         return {t: self.found(t, variant.inherits(t), t in variant.may_be_missing) for t in variant.bodies}
+
+    def digest(self, variant: Variant | None) -> str:
+        """The digest of the bodies of a variant, or of all bodies that the release has, as evidence names them."""
+        name = None if variant is None else variant.name
+        if name not in self._digests:
+            self._digests[name] = digest_of_bodies(self.here() if variant is None else self.of(variant))
+        return self._digests[name]
 
     def unknown(self, name: str, bodies: Mapping[str, str]) -> dict[str, str]:
         """The bodies that no pin of this variant knows, each with the reason."""

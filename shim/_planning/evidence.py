@@ -6,6 +6,7 @@ that trainers run ships with shim.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ __all__ = [
     "RIGHT",
     "TRIAL",
     "Proved",
+    "digest_of_bodies",
     "evidence_for",
     "evidence_in",
     "files_of",
@@ -48,29 +50,37 @@ class Proved:
 
     verdict: FIXED, RIGHT, NOT_FIXED or CANNOT_RUN.
     variant: the one that was tried. None if stock is right.
-    fingerprints: the bodies of the variant, "" for one that the tree lacks. If stock is right, all bodies of the patch
-        that the tree has.
+    bodies: the digest of the bodies of the variant, "" for one that the tree lacks. If stock is right, of all bodies of
+        the patch that the tree has.
     shown: the measurements in words, or why nothing could be measured.
     date: the day of the run.
     otherwise: if nothing was shown, what contracts and signs had decided: `state`, `reason` and `cause` of a Match, and
         its `dropped` targets with blanks between. The same bodies give the same, so no source is parsed for it again.
     dropped: targets without which it was tried: no proof runs their bodies, and the patch can do without them.
     trees: the known trees that it ran on. Empty for the tree of a lock.
+    where: the first of them in words. A commit of upstream has its day.
     """
 
     verdict: str
     variant: str | None
-    fingerprints: Mapping[str, str]
+    bodies: str
     shown: str = ""
     date: str = ""
     otherwise: Mapping[str, str] = field(default_factory=dict)
     dropped: Sequence[str] = ()
     trees: Sequence[str] = ()
+    where: str = ""
+
+
+def digest_of_bodies(bodies: Mapping[str, str]) -> str:
+    """16 hexadecimal digits over a set of bodies: fingerprints by target."""
+    text = " ".join(f"{target}={bodies[target]}" for target in sorted(bodies))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def trial_of(variants: Mapping[str, str], left: Mapping[str, Sequence[str]]) -> Mapping[str, Proved]:
     """The options that make a plan apply these variants, by patch, without the targets in `left`."""
-    return {id: Proved(TRIAL, variant, {}, dropped=left.get(id, ())) for id, variant in variants.items()}
+    return {id: Proved(TRIAL, variant, "", dropped=left.get(id, ())) for id, variant in variants.items()}
 
 
 def trees_of(lock: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -110,9 +120,14 @@ def _of_tree(tree: Mapping[str, Any]) -> dict[str, Proved]:
     proved = tree.get("proved")
     if proved is None:
         return {}
-    names = ("verdict", "variant", "fingerprints", "shown", "otherwise")
+    names = ("verdict", "variant", "shown", "otherwise")
     return {
-        id: Proved(date=proved["date"], dropped=said.get("dropped", ()), **{name: said[name] for name in names})
+        id: Proved(
+            bodies=digest_of_bodies(said["fingerprints"]),
+            date=proved["date"],
+            dropped=said.get("dropped", ()),
+            **{name: said[name] for name in names},
+        )
         for id, said in proved["patches"].items()
     }
 
@@ -127,20 +142,26 @@ def evidence_in(lock: Mapping[str, Any]) -> dict[str, list[Proved]]:
 
 
 def shipped_evidence(id: str) -> list[Proved]:
-    """What the proofs of a patch have shown on known trees, for one set of bodies each."""
-    known = known_trees()
-    return [
-        Proved(
-            said["verdict"],
-            said["variant"],
-            said["fingerprints"],
-            said["shown"],
-            known["trees"][said["trees"][0]]["date"],
-            dropped=said["dropped"],
-            trees=said["trees"],
-        )
-        for said in known["patches"].get(id, ())
-    ]
+    """What the proofs of a patch have shown on commits and forks, for one set of bodies each."""
+    known, found = known_trees(), []
+    for said in known["patches"].get(id, ()):
+        for bodies, text in said["bodies"].items():
+            names = text.split()
+            tree = known["trees"][names[0]]
+            where = f"commit {names[0]} of {tree['day']}" if "day" in tree else ", ".join(names)
+            found.append(
+                Proved(
+                    said["verdict"],
+                    said["variant"],
+                    bodies,
+                    said["shown"],
+                    tree["date"],
+                    dropped=said["dropped"],
+                    trees=names,
+                    where=where,
+                )
+            )
+    return found
 
 
 def files_of(lock: Mapping[str, Any] | None) -> Mapping[str, Mapping[str, Mapping[str, str]]]:

@@ -136,18 +136,18 @@ def _shown(bodies: Bodies, proved: Proved, release: str) -> Match | None:
     """What the proofs have shown, if they ran on the very bodies that are here. None: nothing, or of other bodies."""
     entry = bodies.entry
     when = f"{proved.date}, {proved.shown}" if proved.shown else proved.date
-    tree = f"the same bodies in {', '.join(proved.trees)}" if proved.trees else "this tree"
+    tree = f"the same bodies in {proved.where}" if proved.trees else "this tree"
     if proved.verdict == RIGHT_ON_STOCK or (proved.verdict == CANNOT_RUN and proved.variant is None):
-        found = bodies.here()
-        if found != proved.fingerprints:
+        if bodies.digest(None) != proved.bodies:
             return None
+        found = bodies.here()
         if proved.verdict == CANNOT_RUN:
             return _otherwise(bodies, proved, None, found)
         return Match(UPSTREAM, f"{release} is right without it: proved on {tree} ({when})", None, found)
     variant = entry.variants.get(proved.variant or "")
-    found = {} if variant is None else bodies.of(variant)
-    if variant is None or found != proved.fingerprints:
+    if variant is None or bodies.digest(variant) != proved.bodies:
         return None
+    found = bodies.of(variant)
     if proved.verdict == CANNOT_RUN:
         return _otherwise(bodies, proved, variant, found)
     if proved.verdict == FIXED:

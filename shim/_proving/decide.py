@@ -92,10 +92,13 @@ def _bodies(plan: Plan, id: str) -> Bodies:
 
 
 def decide(plan: Plan, request: Request, say: Say) -> Decided:
-    """Run the proofs and judge. `request` gives the number of jobs, the time limit, and earlier answers."""
-    ids = undecided(plan)
+    """Run the proofs and judge. `request` gives the number of jobs, the time limit, and earlier answers.
+
+    If it names patches, only these are judged: the others are applied as they are planned, and their proofs do not run.
+    """
+    ids = [id for id in undecided(plan) if not request.ids or id in request.ids]
     likely = {id: [variant.name for variant in _bodies(plan, id).likely()[:TRIES]] for id in ids}
-    known = tuple(id for id, decision in plan.decisions.items() if decision.wanted and id not in ids)
+    known = () if request.ids else tuple(id for id, d in plan.decisions.items() if d.wanted and id not in ids)
     judged: dict[str, Judgement] = {}
     told: tuple[str, ...] = ()
     for number in range(TRIES):

@@ -26,6 +26,7 @@ from shim._releases.sources import Known, Sources
 
 __all__ = [
     "FILE",
+    "MISSING",
     "TREES",
     "KnownFiles",
     "known_files",

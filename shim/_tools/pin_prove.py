@@ -17,7 +17,16 @@ from shim._api import plan
 from shim._errors import NotMetError, OptionError
 from shim._matrix.load import PACKAGE, patches_path
 from shim._planning.digest import file_digest, files_below, own_code
-from shim._planning.evidence import CANNOT_RUN, FIXED, NOT_FIXED, RIGHT, evidence_for, other_releases, trees_of
+from shim._planning.evidence import (
+    CANNOT_RUN,
+    FIXED,
+    NOT_FIXED,
+    RIGHT,
+    digest_of_bodies,
+    evidence_for,
+    other_releases,
+    trees_of,
+)
 from shim._planning.lock import VERDICT_KEYS, read_lock, write_lock
 from shim._planning.plan import Plan, make_plan
 from shim._planning.requirements import enforce
@@ -32,7 +41,7 @@ from shim._tools.output import NOT_MET, OK, put, tell
 from shim._tools.progress import Progress
 from shim._tools.prove import check_sides, require_torch
 
-__all__ = ["do_pin_prove"]
+__all__ = ["do_pin_prove", "inputs_of", "proved_part"]
 
 INTERRUPTED = 130  # as a shell says it
 VERDICTS = {
@@ -71,7 +80,7 @@ def _require_something(made: Plan) -> None:
 
 
 def _decided(made: Plan, lock: Path, arguments: argparse.Namespace) -> Decided:
-    kept = Kept(lock.with_name(f".{lock.name}.proving"), _about(made))
+    kept = Kept(lock.with_name(f".{lock.name}.proving"), inputs_of(made))
     if len(kept):
         tell(f"shim: going on with {len(kept)} measurements of the run that was interrupted")
     progress = Progress()
@@ -85,7 +94,7 @@ def _decided(made: Plan, lock: Path, arguments: argparse.Namespace) -> Decided:
     return found
 
 
-def _about(made: Plan) -> dict[str, Any]:
+def inputs_of(made: Plan) -> dict[str, Any]:
     """The inputs of measurements besides the proof: all files of the tree and of shim, torch, and Python."""
     places = [found.location for name, found in made.environment.installed.items() if name != "torch"]
     return {
@@ -103,7 +112,7 @@ def _files_digest(directory: str) -> str:
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def _proved(made: Plan, decided: Decided) -> dict[str, Any]:
+def proved_part(made: Plan, decided: Decided) -> dict[str, Any]:
     """The part of the lock that holds the verdicts."""
     files: dict[str, dict[str, dict[str, str]]] = {}
     bodies = sorted({body for entry in made.matrix.patches.values() for body in entry.bodies})
@@ -133,7 +142,7 @@ def _proved(made: Plan, decided: Decided) -> dict[str, Any]:
 
 def _written(made: Plan, decided: Decided, others: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> int:
     """Write the lock. others: trees that the lock holds already, and keeps unless they are this very tree."""
-    proved = _proved(made, decided)
+    proved = proved_part(made, decided)
     seen = {"releases": {}, "proved": proved}
     decided_plan = make_plan(
         made.environment, made.matrix, replace(made.options, lock_content=seen), losses=made.losses
@@ -162,7 +171,7 @@ def _compared(made: Plan, decided: Decided, lock: Mapping[str, Any], arguments: 
             odd.append(f"{id}: {_of(then)} in the lock, {_of(today)} now")
         elif (then.verdict, then.variant, *then.dropped) != (today.verdict, today.variant, *today.dropped):
             odd.append(f"{id}: {_of(then)} in the lock, {_of(today)} now ({today.shown})")
-        elif dict(then.fingerprints) != dict(today.fingerprints):
+        elif then.bodies != digest_of_bodies(today.fingerprints):
             odd.append(f"{id}: its bodies are not those of the lock")
     for line in odd:
         tell(f"shim: {line}")

@@ -9,7 +9,7 @@ from unit_helpers import BROKEN, MATRIX, PATCH, write_file
 import shim
 from shim._errors import NotMetError
 from shim._planning.bodies import Bodies
-from shim._planning.evidence import CANNOT_RUN, FIXED, Proved, trial_of
+from shim._planning.evidence import CANNOT_RUN, FIXED, Proved, digest_of_bodies, trial_of
 from shim._planning.lock import locked
 from shim._planning.match import match
 from shim._planning.plan import make_plan
@@ -123,7 +123,7 @@ def test_proofs_that_show_nothing_leave_the_part_out(partial):
     plan = partial.install(EDITED).plan()
     found = match(plan.matrix.patches["roll-fix"], plan.environment, plan.matrix)
     otherwise = {"state": found.state, "reason": found.reason, "cause": found.cause, "dropped": FORWARD}
-    said = Proved(CANNOT_RUN, "old", found.fingerprints, "no proof", "2026-01-02", otherwise)
+    said = Proved(CANNOT_RUN, "old", digest_of_bodies(found.fingerprints), "no proof", "2026-01-02", otherwise)
     again = match(plan.matrix.patches["roll-fix"], plan.environment, plan.matrix, said)
     assert again.state == "apply" and list(again.dropped) == [FORWARD]
     edited = replace(said, otherwise={**otherwise, "dropped": ROLL})
@@ -135,7 +135,7 @@ def proved_without(world, *targets):
     plan = world.install(BOTH).plan()
     entry = plan.matrix.patches["roll-fix"]
     bodies = Bodies(entry, plan.environment, plan.matrix).of(entry.variants["old"])
-    said = Proved(FIXED, "old", bodies, "1e-1 -> 0", "2026-01-02", dropped=targets)
+    said = Proved(FIXED, "old", digest_of_bodies(bodies), "1e-1 -> 0", "2026-01-02", dropped=targets)
     return match(entry, plan.environment, plan.matrix, said)
 
 

@@ -1,0 +1,1 @@
+"""Every commit of upstream's main, development and release branches: its bodies, and what proofs say of them."""

@@ -1,0 +1,49 @@
+"""The proofs of some patches on one commit, in a process that has the commit on its path: what a lock would say."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from shim._api import plan
+from shim._matrix.model import Matrix
+from shim._proving.decide import decide
+from shim._proving.kept import Kept
+from shim._proving.run import Request
+from shim._tools.pin_prove import inputs_of, proved_part
+
+
+def without_contracts(matrix: Matrix) -> Matrix:
+    """The matrix in which no contract speaks for a body, so that a proof has to run each that is unknown."""
+    patches = {
+        id: replace(entry, variants={name: replace(v, needs={}) for name, v in entry.variants.items()})
+        for id, entry in matrix.patches.items()
+    }
+    return replace(matrix, patches=patches)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write to `file` what the proofs show, as `shim pin --prove` writes it into a lock."""
+    parser = argparse.ArgumentParser(prog=f"python -m {__spec__.name}", description=__doc__)
+    parser.add_argument("ids", help="patches, with commas between")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--jobs", type=int, default=1)
+    options = parser.parse_args(argv)
+    made = plan(lock=None)
+    made = replace(made, matrix=without_contracts(made.matrix))
+    kept = Kept(options.file.with_suffix(".proving"), inputs_of(made))
+    request = Request(ids=tuple(options.ids.split(",")), jobs=options.jobs, kept=kept, complete=True)
+    decided = decide(made, request, lambda said: None)
+    releases = {name: found.raw for name, found in made.environment.installed.items()}
+    told = {"releases": releases, "proved": proved_part(made, decided)}
+    options.file.write_text(json.dumps(told), "utf-8")
+    kept.forget()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
