@@ -81,6 +81,8 @@ def trees_table() -> str:
     known = known_trees()
     lines = ["| tree | what it is | fixed | right on stock | not fixed |", "|---|---|---|---|---|"]
     for name, tree in known["trees"].items():
+        if "day" in tree:
+            continue  # of upstream's history, of which only the bodies are proved that no other tree has
         said = {verdict: _judged(known, name, verdict) for verdict in (FIXED, RIGHT, NOT_FIXED)}
         about = f"{tree['of']} ({tree['date']}, torch {tree['torch']})"
         lines.append(f"| {name} | {about} | {' | '.join(said.values())} |")
@@ -93,7 +95,7 @@ def _judged(known: Mapping[str, Any], name: str, verdict: str) -> str:
         f"{id} {said['variant']}" if said["variant"] else id
         for id, entries in known["patches"].items()
         for said in entries
-        if name in said["trees"] and said["verdict"] == verdict
+        if said["verdict"] == verdict and any(name in trees.split() for trees in said["bodies"].values())
     ]
     return ", ".join(found) or "-"
 

@@ -216,12 +216,9 @@ def _judged(plan: Plan, id: str, variant: str | None, results: Sequence[Result],
 
     That it fixes the tree is said by the proofs about this variant; that the tree is right without it, by all.
     """
-    from shim.testing.proof import proofs_of  # imports torch
-
     proofs = {result.proof: _sides(result) for result in results if result.stock is not None}
-    about = {proof.name: proof.variants for proof in proofs_of(plan.matrix.patches[id].module)}
     ran = [result for result in results if _ran(result)]
-    own = [result for result in ran if not about[result.proof] or variant in about[result.proof]]
+    own = _about(plan, id, variant, ran)
     if not ran:
         why = next((result.reason for result in results if result.reason), "none of its proofs can run here")
         return Judgement(id, CANNOT_RUN, variant, why, proofs)
@@ -253,6 +250,14 @@ def _judged(plan: Plan, id: str, variant: str | None, results: Sequence[Result],
         return Judgement(id, CANNOT_RUN, variant, f"its proofs do not run {_names(missed)}", proofs)
     without = f"; without {_names(missed)}, which its proofs do not run" if missed else ""
     return Judgement(id, FIXED, variant, _measured(fixed) + without, proofs, dropped=tuple(missed))
+
+
+def _about(plan: Plan, id: str, variant: str | None, results: Iterable[Result]) -> list[Result]:
+    """Those of the results of a patch whose proofs are about this variant."""
+    from shim.testing.proof import proofs_of  # imports torch
+
+    about = {proof.name: proof.variants for proof in proofs_of(plan.matrix.patches[id].module)}
+    return [result for result in results if not about[result.proof] or variant in about[result.proof]]
 
 
 def _missed(bodies: Collection[str], results: Iterable[Result]) -> list[str]:
@@ -338,9 +343,12 @@ def _together(plan: Plan, judged: dict[str, Judgement], request: Request, say: S
         return judged
     asked = replace(request, ids=tuple(accepted), together=True, trial=_trial(judged), left=_left(judged))
     found = dict(judged)
-    for result in prove(_as_tried(plan, accepted), asked, say):
-        if result.stock is not None and _ran(result) and (result.patched is None or result.patched.state != "right"):
-            found[result.patch] = judged[result.patch].refused(f"beside all other patches {_measured([result])}")
+    results = prove(_as_tried(plan, accepted), asked, say)
+    for id, variant in accepted.items():
+        ran = [result for result in _of(id, results) if result.stock is not None and _ran(result)]
+        for result in _about(plan, id, variant, ran):
+            if result.patched is None or result.patched.state != "right":
+                found[id] = judged[id].refused(f"beside all other patches {_measured([result])}")
     return found
 
 

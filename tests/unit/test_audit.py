@@ -180,14 +180,7 @@ commits:
 @pytest.mark.parametrize(("text", "nearest"), [(REWORKED, "0.17.0"), (REWORKED.replace("shift", "by"), "0123456789")])
 def test_a_diff_begins_from_a_commit_only_where_no_release_has_its_body(world, verdicts, monkeypatch, text, nearest):
     """A wheel is fetched sooner than a repository. The header says what the commit is."""
-    said = {
-        "trees": ["0123456789"],
-        "verdict": "fixed",
-        "variant": "new",
-        "fingerprints": {},
-        "shown": "",
-        "dropped": [],
-    }
+    said = {"bodies": {"": "0123456789"}, "verdict": "fixed", "variant": "new", "shown": "", "dropped": []}
     found = {"trees": {"0123456789": {"date": "2026-11-25"}}, "patches": {"roll-fix": [said]}}
     monkeypatch.setattr("shim._planning.evidence.known_trees", lambda: found)
     megatron(world.root / "releases/0123456789", "0.17.1", {"roll.py": text})

@@ -47,7 +47,7 @@ def proofs(monkeypatch):
             verdict = {"verdict": IS_FIXED, "variant": variant}
             if variant == UPSTREAM:
                 verdict = {"verdict": RIGHT, "variant": None}
-            said = {"trees": [hash[:10]], **verdict, "fingerprints": {}, "shown": "", "dropped": []}
+            said = {"bodies": {"": hash[:10]}, **verdict, "shown": "", "dropped": []}
             patches.setdefault(id.replace("_", "-"), []).append(said)
 
     return shown

@@ -11,6 +11,7 @@ from shim._planning.evidence import CANNOT_RUN, FIXED, NOT_FIXED, RIGHT
 from shim._proving import decide
 from shim._proving.kept import Kept
 from shim._proving.results import Outcome, Result
+from shim._proving.run import Request
 from shim._proving.worker import SideTask
 
 BODY, HELPER, PART = (f"megatron.core.roll:{name}" for name in ("roll", "helper", "part"))
@@ -42,6 +43,7 @@ def judge(monkeypatch):
         watched = decide.Watched((), frozenset(bodies), frozenset(right))
         return decide._judged(plan, "roll-fix", variant, results, watched)
 
+    judged.plan = plan
     return judged
 
 
@@ -78,6 +80,17 @@ def test_a_fix_that_breaks_something_else_is_none(judge):
 
 def test_a_proof_about_another_variant_does_not_speak_against_this_one(judge):
     assert judge(result("wrong", "right"), result("broken", "broken", "second")).verdict == FIXED
+
+
+@pytest.mark.parametrize(("variant", "verdict"), [("old", FIXED), ("new", NOT_FIXED)])
+def test_nor_beside_all_other_patches(judge, monkeypatch, variant, verdict):
+    alone = judge(result("wrong", "right"), variant="old")
+    judged = {"roll-fix": replace(alone, variant=variant)}
+    again = [result("wrong", "right"), result("wrong", "wrong", "second")]
+    monkeypatch.setattr(decide, "prove", lambda plan, request, say: again)
+    monkeypatch.setattr(decide, "_as_tried", lambda plan, variants: judge.plan)
+    [found] = decide._together(judge.plan, judged, Request(), print).values()
+    assert found.verdict == verdict
 
 
 def test_a_tree_is_right_only_if_all_proofs_say_so(judge):

@@ -14,7 +14,7 @@ from shim._planning.evidence import FIXED as IS_FIXED
 from shim._planning.plan import make_plan
 from shim._proving.decide import _unknown_bodies
 from shim._releases.known_files import TREES, known_trees, known_value
-from shim.maintenance.known_trees import main, render_trees, with_tree
+from shim.maintenance.known_trees import is_stale, main, render_trees, with_tree
 
 EMPTY = {"trees": {}, "patches": {}, "files": {}}
 MATRIX = load_matrix()
@@ -22,6 +22,11 @@ MATRIX = load_matrix()
 
 def lock_of(world, said):
     return {"releases": {"megatron-core": "0.17.0"}, "proved": proved(world, said)}
+
+
+def added(table, name, world, said, **about):
+    """The table with what was shown on the installed tree."""
+    return with_tree(table, name, {"of": "a fork", **about}, lock_of(world, said), world.plan().matrix.patches)
 
 
 @pytest.fixture
@@ -51,16 +56,22 @@ def decided(world):
 )
 def test_what_was_shown_on_a_known_tree_decides(shipped, said, variant, action, reason):
     assert decided(shipped).action == "drifted" and "proofs" not in decided(shipped).reason
-    shipped.ship(with_tree(EMPTY, "a-fork", "a fork", lock_of(shipped, verdict(shipped, said, variant))))
+    shipped.ship(added(EMPTY, "a-fork", shipped, verdict(shipped, said, variant)))
     found = decided(shipped)
     assert found.action == action and reason in found.reason
     shipped.install(EDITED_AGAIN)
     assert decided(shipped).action == "drifted" and "proofs" not in decided(shipped).reason
 
 
+def test_a_commit_of_the_history_is_named_with_its_day(shipped):
+    shipped.ship(added(EMPTY, "0123456789", shipped, verdict(shipped, IS_FIXED), of="#12", day="2026-05-19"))
+    reason = "proved on the same bodies in commit 0123456789 of 2026-05-19 (2026-01-02, 1e-1 -> 0)"
+    assert reason in decided(shipped).reason
+
+
 def test_another_matrix_has_no_part_in_it(tree, monkeypatch):
     """Its patches may bear the same names."""
-    table = with_tree(EMPTY, "a-fork", "a fork", lock_of(tree, verdict(tree, IS_FIXED)))
+    table = added(EMPTY, "a-fork", tree, verdict(tree, IS_FIXED))
     monkeypatch.setattr("shim._planning.evidence.known_trees", lambda: table)
     assert decided(tree).action == "drifted"
 
@@ -74,7 +85,7 @@ def test_bodies_of_a_right_release_need_no_evidence(shipped, monkeypatch):
 
 def test_proofs_that_could_not_run_here_yield_to_those_of_a_known_tree(shipped):
     """A lock is made where a module of the image may be missing."""
-    shipped.ship(with_tree(EMPTY, "a-fork", "a fork", lock_of(shipped, verdict(shipped, IS_FIXED))))
+    shipped.ship(added(EMPTY, "a-fork", shipped, verdict(shipped, IS_FIXED)))
     plan = shipped.plan()
     otherwise = {"state": "drifted", "reason": "changed", "cause": "changed", "dropped": ""}
     for said, reason in ((CANNOT_RUN, "in a-fork"), (NOT_FIXED, "on this tree")):
@@ -85,27 +96,29 @@ def test_proofs_that_could_not_run_here_yield_to_those_of_a_known_tree(shipped):
 
 
 def test_trees_with_the_same_bodies_stand_together(shipped):
-    one = with_tree(EMPTY, "one", "a commit", lock_of(shipped, verdict(shipped, IS_FIXED)))
-    both = with_tree(one, "two", "a fork", lock_of(shipped, verdict(shipped, IS_FIXED, shown="2e-1 -> 0")))
+    one = added(EMPTY, "one", shipped, verdict(shipped, IS_FIXED))
+    both = added(one, "two", shipped, verdict(shipped, IS_FIXED, shown="2e-1 -> 0"))
     [said] = both["patches"]["roll-fix"]
-    assert said["trees"] == ["one", "two"] and said["shown"] == "1e-1 -> 0" and set(both["trees"]) == {"one", "two"}
+    assert list(said["bodies"].values()) == ["one two"] and said["shown"] == "1e-1 -> 0"
+    assert set(both["trees"]) == {"one", "two"}
     shipped.install(EDITED_AGAIN)
-    apart = with_tree(both, "two", "a fork", lock_of(shipped, verdict(shipped, IS_FIXED)))
-    assert [said["trees"] for said in apart["patches"]["roll-fix"]] == [["one"], ["two"]]
+    apart = added(both, "two", shipped, verdict(shipped, IS_FIXED))
+    [said] = apart["patches"]["roll-fix"]
+    assert list(said["bodies"].values()) == ["one", "two"]
     text = render_trees(apart)
     assert json.loads(text) == apart and render_trees(json.loads(text)) == text
 
 
 def test_what_showed_nothing_is_not_in_the_table(shipped):
     """And takes away what the tree had shown before."""
-    one = with_tree(EMPTY, "one", "a commit", lock_of(shipped, verdict(shipped, IS_FIXED)))
-    assert with_tree(one, "one", "a commit", lock_of(shipped, verdict(shipped, CANNOT_RUN)))["patches"] == {}
+    one = added(EMPTY, "one", shipped, verdict(shipped, IS_FIXED))
+    assert added(one, "one", shipped, verdict(shipped, CANNOT_RUN))["patches"] == {}
     with pytest.raises(OptionError, match="has no proofs"):
-        with_tree(EMPTY, "one", "a commit", {"releases": {}})
+        with_tree(EMPTY, "one", {}, {"releases": {}}, {})
 
 
 def test_files_of_a_known_tree_are_not_parsed(shipped, monkeypatch):
-    table = with_tree(EMPTY, "one", "a commit", lock_of(shipped, verdict(shipped, IS_FIXED)))
+    table = added(EMPTY, "one", shipped, verdict(shipped, IS_FIXED))
     monkeypatch.setattr("shim._releases.known_files.known_trees", lambda: table)
     [(digest, bodies)] = table["files"]["megatron.core.roll"].items()
     assert known_value(digest, "megatron.core.roll", "roll", False) == bodies["roll"]
@@ -143,13 +156,17 @@ def test_the_table_is_as_it_is_written():
 @pytest.mark.parametrize("id", TABLE["patches"])
 def test_what_was_shown_is_of_today_s_variants(id):
     """Of other targets it would speak for bodies that nobody has measured."""
-    entry = MATRIX.patches[id]
     for said in TABLE["patches"][id]:
-        assert said["verdict"] in VERDICTS and set(said["trees"]) <= set(TABLE["trees"])
-        if said["variant"] is None:
-            assert set(said["fingerprints"]) <= set(entry.bodies)
-        else:
-            assert set(said["fingerprints"]) == set(entry.variants[said["variant"]].bodies)
+        assert said["verdict"] in VERDICTS and set(" ".join(said["bodies"].values()).split()) <= set(TABLE["trees"])
+        assert not is_stale(MATRIX.patches[id], said), f"{id}: run make history, and prove the known trees again"
+
+
+def test_evidence_about_other_names_is_stale():
+    entry, said = MATRIX.patches["mtp-recompute"], TABLE["patches"]["mtp-recompute"][0]
+    assert not is_stale(entry, said)
+    assert is_stale(None, said) and is_stale(entry, {**said, "variant": "gone"})
+    variants = {name: replace(variant, targets=variant.targets[1:]) for name, variant in entry.variants.items()}
+    assert is_stale(replace(entry, variants=variants), said)
 
 
 def test_each_commit_is_in_the_table():
