@@ -101,11 +101,14 @@ def match(entry: PatchEntry, environment: Environment, matrix: Matrix, proved: P
     right = _like_a_right_release(bodies, rule, release)
     if right is not None:
         return right
-    for said in _evidence(entry, matrix, proved):
+    if rule is not None and rule.gives == NOT_NEEDED and all(map(bodies.missing, entry.targets)):
+        lacks = f"{release} {_WORDS[NOT_NEEDED]}: it has none of the patch's targets{note}"
+        return Match(NOT_NEEDED, lacks)
+    for said in _evidence(bodies, proved):
         shown = _shown(bodies, said, release)
         if shown is not None:
             return shown
-    right = _seen_to_be_right(bodies, rule, release)
+    right = _seen_to_be_right(bodies, release)
     if right is not None:
         return right
     # A version that is said to be right, with unknown bodies: the defect may still be there.
@@ -125,10 +128,15 @@ def match(entry: PatchEntry, environment: Environment, matrix: Matrix, proved: P
     return _unshown(drift, rule, release) if rule is not None and unshown else drift
 
 
-def _evidence(entry: PatchEntry, matrix: Matrix, proved: Proved | None) -> list[Proved]:
-    """What proofs have shown, here first. If they could not run here, what they have shown on known trees first."""
+def _evidence(bodies: Bodies, proved: Proved | None) -> list[Proved]:
+    """What proofs have shown, here first. If they could not run here, what they have shown on known trees first.
+
+    They speak of bodies that no release has. So a plan on a release does not read what they have shown.
+    """
     here = [] if proved is None else [proved]
-    known = shipped_evidence(entry.id) if matrix.shipped else []
+    entry = bodies.entry
+    released = any(bodies.all_known(variant.name, bodies.of(variant)) for variant in entry.variants.values())
+    known = shipped_evidence(entry.id) if bodies.matrix.shipped and not released and bodies.here() else []
     return [*known, *here] if proved is not None and proved.verdict == CANNOT_RUN else [*here, *known]
 
 
@@ -193,12 +201,9 @@ def _like_a_right_release(bodies: Bodies, rule: Rule | None, release: str) -> Ma
     return None
 
 
-def _seen_to_be_right(bodies: Bodies, rule: Rule | None, release: str) -> Match | None:
-    """What shows that the release is right without the patch: it lacks all targets, or has a sign. None: nothing."""
+def _seen_to_be_right(bodies: Bodies, release: str) -> Match | None:
+    """The sign that the release is right without the patch. None if there is none."""
     entry = bodies.entry
-    if rule is not None and rule.gives == NOT_NEEDED and all(map(bodies.missing, entry.targets)):
-        note = f" ({rule.note})" if rule.note else ""
-        return Match(NOT_NEEDED, f"{release} {_WORDS[NOT_NEEDED]}: it has none of the patch's targets{note}")
     sources = bodies.environment.sources
     for state, signs in ((UPSTREAM, entry.fixed), (NOT_NEEDED, entry.lacking)):
         sign = next((sign for sign in signs if shows(sources, sign)), None)

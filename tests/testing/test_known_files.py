@@ -24,11 +24,13 @@ BODIES = sorted({body for entry in MATRIX.patches.values() for body in entry.bod
 LACKING = {split_target(body)[0] for entry in MATRIX.patches.values() for body in {*entry.bodies} - NAMES}
 PLAN = """
 import json, shim
+from shim._releases import known_files
 from shim._releases.sources import Sources
 parsed, parse = [], Sources._parse
 Sources._parse = lambda self, module: parsed.append(module) or parse(self, module)
 plan = shim.plan()
-print(json.dumps([parsed, plan.to_dict()["patches"]]))
+read = [table for table in ("known_files", "known_trees") if getattr(known_files, table).cache_info().misses]
+print(json.dumps([parsed, plan.to_dict()["patches"], read]))
 """
 
 
@@ -68,9 +70,15 @@ PERMUTATION = {f"transformer_engine.{part}.triton.permutation" for part in ("pyt
 
 def test_a_plan_for_known_releases_parses_nothing_but_a_sign():
     core, engine = fetch("0.19.2"), fetch("2.20.2", "transformer-engine")
-    parsed, patches = planned(core, engine)
+    parsed, patches, _ = planned(core, engine)
     assert set(parsed) <= PERMUTATION | LACKING
     assert patches["mtp-packed-sequences"]["action"] == "apply"
+
+
+@pytest.mark.parametrize(("core", "engine"), [("0.12.3", "2.1.0"), ("0.16.1", "2.12.0"), ("0.19.2", "2.20.2")])
+def test_a_plan_for_known_releases_does_not_read_what_is_known_of_other_trees(core, engine):
+    """Releases lack what later ones have, and patches for it: nothing is looked up for these, either."""
+    assert planned(fetch(core), fetch(engine, "transformer-engine"))[2] == ["known_files"]
 
 
 def test_a_file_that_was_edited_is_parsed_and_the_edited_body_is_left_out(tmp_path):
@@ -81,7 +89,8 @@ def test_a_file_that_was_edited_is_parsed_and_the_edited_body_is_left_out(tmp_pa
     text = file.read_text("utf-8")
     start = text.index("def process_mtp_loss")
     file.write_text(text[:start] + text[start:].replace("return ", "return +", 1), "utf-8")
-    parsed, patches = planned(tmp_path / "edited")
+    parsed, patches, read = planned(tmp_path / "edited")
+    assert read == ["known_files", "known_trees"]
     # What shows whether the release has the fix is looked for in the other files of the patch.
     entry = load_matrix().patches["mtp-packed-sequences"]
     of_patch = {
