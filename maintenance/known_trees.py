@@ -21,9 +21,18 @@ from shim._matrix.load import load_matrix
 from shim._matrix.model import Matrix, PatchEntry
 from shim._planning.evidence import CANNOT_RUN, digest_of_bodies
 from shim._planning.lock import read_lock
-from shim._releases.known_files import TREES, known_files, render_files
+from shim._releases.known_files import (
+    SHORT,
+    TREES,
+    KnownFiles,
+    Packed,
+    known_files,
+    packed,
+    render_packed,
+    unpacked,
+)
 
-__all__ = ["is_stale", "main", "render_trees", "with_tree"]
+__all__ = ["is_stale", "main", "render_trees", "with_files", "with_tree"]
 
 Entries = Mapping[str, PatchEntry]
 
@@ -54,18 +63,24 @@ def with_tree(
             }
             bodies = digest_of_bodies(judged["fingerprints"])
             _add(patches.setdefault(id, []), {"dropped": [], **said}, bodies, name)
-    known = known_files()
-    files: dict[str, dict[str, Any]] = {}
-    for module in {**found["files"], **proved["files"]}:
-        digests = {**found["files"].get(module, {}), **proved["files"].get(module, {})}
-        new = {digest: bodies for digest, bodies in digests.items() if digest not in known.get(module, ())}
-        files |= {module: new} if new else {}
     tree = {**about, "releases": lock["releases"], **{key: proved[key] for key in ABOUT}}
     return {
         "trees": {**found["trees"], name: tree},
         "patches": {id: said for id, said in patches.items() if said},
-        "files": files,
+        "files": with_files(found["files"], proved["files"]),
     }
+
+
+def with_files(found: Packed, more: KnownFiles) -> dict[str, dict[str, Any]]:
+    """The files of a table and more, without those of releases."""
+    files: dict[str, dict[str, dict[str, str]]] = {}
+    for module in {**found, **more}:
+        of_releases = {digest[:SHORT] for digest in known_files().get(module, ())}
+        new = {digest[:SHORT]: bodies for digest, bodies in more.get(module, {}).items()}
+        digests = {**unpacked(found, module), **new}
+        kept = {digest: bodies for digest, bodies in digests.items() if digest not in of_releases}
+        files |= {module: kept} if kept else {}
+    return packed(files)
 
 
 def names_of(entry: PatchEntry, variant: str | None) -> str:
@@ -109,7 +124,7 @@ def render_trees(found: Mapping[str, Any]) -> str:
         patches.append(f"  {json.dumps(id)}: [\n{lines}\n  ]")
     parts = {"trees": trees, "patches": patches}
     text = "".join(f' "{key}": {{\n' + ",\n".join(lines) + "\n },\n" for key, lines in parts.items())
-    return f'{{\n{text} "files": {render_files(found["files"]).strip()}\n}}\n'
+    return f'{{\n{text} "files": {render_packed(found["files"])}\n}}\n'
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,11 @@ from shim._archives.git_commits import Git
 from shim._errors import OptionError
 from shim._matrix.load import load_matrix
 from shim._planning.evidence import CANNOT_RUN
-from shim._releases.known_files import TREES, known_trees
+from shim._releases.known_files import TREES, KnownFiles, known_trees
 from shim.testing.releases import cache_dir
 from shim.testing.repositories import REPOSITORIES
 
-from ..known_trees import is_stale, render_trees, with_tree
+from ..known_trees import is_stale, render_trees, with_files, with_tree
 from ..pin import replace_file
 from .cover import Chosen, Unknown, chosen
 from .proofs import prove
@@ -47,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     state = State(name)
     if options.again:
         state.unjudged, state.broken = {}, {}
-    unknown = _walked(name, repository, state, options.table)
+    unknown, files = _walked(name, repository, state, options.table)
+    _write(lambda table: {**table, "files": with_files(table["files"], files)})
     state.write()
     if options.commits:
         _prove(name, repository, unknown, state, options.commits)
@@ -62,13 +63,26 @@ def _clone(distribution: str) -> Path:
     return directory / ".git" if (directory / ".git").exists() else directory
 
 
-def _walked(distribution: str, repository: Path, state: State, table: bool) -> Unknown:
-    """Every commit with its bodies that no release has. Prints what is new, and what is left."""
+def _write(change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Change the evidence that ships, and leave out of it what is about other names than patches bind or read today."""
+    entries, before = load_matrix().patches, known_trees()
+    patches = {
+        id: left
+        for id, said in before["patches"].items()
+        if (left := [each for each in said if not is_stale(entries.get(id), each)])
+    }
+    replace_file(TREES, render_trees(change({**before, "patches": patches})).encode())
+    known_trees.cache_clear()
+
+
+def _walked(distribution: str, repository: Path, state: State, table: bool) -> tuple[Unknown, KnownFiles]:
+    """Every commit with its bodies that no release has, and all files. Prints what is new, and what is left."""
     git = Git(repository)
     walk = Walk(git, distribution, load_matrix(), cache_dir() / "history" / f"{distribution}.jsonl")
     commits = commits_of(git, distribution, heads_of(git, distribution).values())
     blobs = {commit: walk.blobs(commit.hash) for commit in commits}
-    walk.measure((blob, module) for having in blobs.values() for module, blob in having.items())
+    every = [(blob, module) for having in blobs.values() for module, blob in having.items()]
+    walk.measure(every)
     unknown = {c: [f for f in walk.on(having) if f.has_targets and not f.is_released] for c, having in blobs.items()}
     seen: dict[str, dict[str, Found]] = {}
     new = []
@@ -86,7 +100,7 @@ def _walked(distribution: str, repository: Path, state: State, table: bool) -> U
     if table:
         for id in sorted(seen, key=lambda id: -len(seen[id])):
             print(f"  {id}: {len(seen[id])} sets, {len(left[id])} to prove")
-    return unknown
+    return unknown, walk.files(every)
 
 
 def _prove(distribution: str, repository: Path, unknown: Unknown, state: State, count: int) -> None:
@@ -109,16 +123,9 @@ def _record(distribution: str, choice: Chosen, told: dict[str, Any], state: Stat
         print(f"  {told['error']}")
         return
     judged = told["proved"]["patches"]
-    entries = load_matrix().patches
-    before = known_trees()
-    patches = {
-        id: [each for each in said if not is_stale(entries.get(id), each)] for id, said in before["patches"].items()
-    }
-    told["proved"]["files"] = {}  # hundreds of files a commit
+    told["proved"]["files"] = {}  # the walk has them
     about = {"of": commit.number, "day": commit.date}
-    table = with_tree({**before, "patches": patches}, commit.short, about, told, entries)
-    replace_file(TREES, render_trees(table).encode())
-    known_trees.cache_clear()
+    _write(lambda table: with_tree(table, commit.short, about, told, load_matrix().patches))
     for found in choice.new:
         said = judged.get(found.entry.id, {"verdict": CANNOT_RUN, "shown": "its bodies are those of a release here"})
         if not state.judged(found):

@@ -161,7 +161,7 @@ class Walk:
     def __init__(self, git: Git, distribution: str, matrix: Matrix, cache: Path) -> None:
         self._git = git
         self._matrix = matrix.released
-        self._entries = [entry for entry in matrix.patches.values() if entry.distribution == distribution]
+        self._entries = [e for e in matrix.patches.values() if e.distribution == distribution and e.stands_alone]
         self._distribution = distribution
         self._names = names_of(self._entries)
         package = DISTRIBUTIONS[distribution].package.split(".")[0]
@@ -218,6 +218,15 @@ class Walk:
         measure_files(HeldSources(module, {path: content}, {}), [f"{module}:{n}" for n in self._names[module]], found)
         [(digest, values)] = found[module].items()
         return {**values, "digest": digest}
+
+    def files(self, blobs: Iterable[tuple[str, str]]) -> dict[str, dict[str, dict[str, str]]]:
+        """The bodies in these blobs, each with its module, by the digest that a plan takes of a file."""
+        found: dict[str, dict[str, dict[str, str]]] = {}
+        for blob, module in dict.fromkeys(blobs):
+            values = self._known[f"{blob} {module}"]
+            bodies = {name: values[name] for name in self._names[module]}
+            found.setdefault(module, {})[values["digest"]] = bodies
+        return found
 
     def on(self, blobs: Mapping[str, str]) -> Iterator[Found]:
         """The bodies of each patch, if the modules are these blobs."""

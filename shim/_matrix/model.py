@@ -258,6 +258,11 @@ class PatchEntry:
         """The distributions that every rule has a range over. Where one is not installed, there is nothing to patch."""
         return tuple(name for name in DISTRIBUTIONS if all(name in rule.ranges for rule in self.rules))
 
+    @property
+    def stands_alone(self) -> bool:
+        """Whether the bodies of its distribution decide, whatever is installed beside it."""
+        return all(rule.ranges.keys() <= {self.distribution} for rule in self.rules)
+
     def possible(self, variant: str, versions: Mapping[str, Version], but: Collection[str] = ()) -> bool:
         """Whether a rule gives `variant` to some release of the patch's distribution beside what else is installed.
 

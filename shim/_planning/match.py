@@ -131,12 +131,14 @@ def match(entry: PatchEntry, environment: Environment, matrix: Matrix, proved: P
 def _evidence(bodies: Bodies, proved: Proved | None) -> list[Proved]:
     """What proofs have shown, here first. If they could not run here, what they have shown on known trees first.
 
-    They speak of bodies that no release has. So a plan on a release does not read what they have shown.
+    They speak of bodies that no release has. So a plan on a release does not read what they have shown. If another
+    distribution decides as well, they say nothing: it may be another release beside these bodies.
     """
     here = [] if proved is None else [proved]
     entry = bodies.entry
     released = any(bodies.all_known(variant.name, bodies.of(variant)) for variant in entry.variants.values())
-    known = shipped_evidence(entry.id) if bodies.matrix.shipped and not released and bodies.here() else []
+    speak = bodies.matrix.shipped and entry.stands_alone and not released and bodies.here()
+    known = shipped_evidence(entry.id) if speak else []
     return [*known, *here] if proved is not None and proved.verdict == CANNOT_RUN else [*here, *known]
 
 

@@ -4,12 +4,13 @@
 names that a patch of the matrix binds or reads. The digest covers the whole file, so no entry can be stale. Files of
 commits and forks are in known_trees.json. A file with an unknown digest is parsed.
 
-known_trees.json is about commits and forks that trainers run: what the proofs of patches have shown there, and the
-bodies in their files. It is made of locks that `shim pin --prove` has written (docs/evidence.md):
+known_trees.json is about commits and forks: what the proofs of patches have shown there, and the bodies in their files.
+It is made of locks that `shim pin --prove` has written, and by `make history` (docs/evidence.md):
 
-    trees: {name: {of, releases, date, torch, python, where}}
-    patches: {patch id: [{trees, verdict, variant, fingerprints, shown, dropped}]}, trees with the same bodies together
-    files: as in known_files.json, for files that no release has
+    trees: {name: {of, releases, date, torch, python, where}}, and of a commit of upstream's history its `day`
+    patches: {patch id: [{verdict, variant, shown, dropped, names, bodies}]}. `bodies` has the digest of each set of
+        bodies with the trees that have it, `names` is a digest of the names that are bound or read
+    files: the bodies in files that no release has, see `packed`
 """
 
 from __future__ import annotations
@@ -34,11 +35,15 @@ __all__ = [
     "known_value",
     "known_with",
     "measure_files",
+    "packed",
     "render_files",
+    "render_packed",
+    "unpacked",
 ]
 
 FILE = Path(__file__).with_name("known_files.json")
 TREES = Path(__file__).with_name("known_trees.json")
+SHORT = 16  # digits of a digest in a packed table
 MISSING = ""  # stands for a fingerprint: the name is missing, and so is its class or module
 
 KnownFiles = Mapping[str, Mapping[str, Mapping[str, str]]]
@@ -79,10 +84,9 @@ def known_value(digest: str, module: str, qualname: str, added: bool) -> str | N
 
     Raises SourceError if the name is missing from the file, as fingerprint() does.
     """
-    table = known_files()
-    if digest not in table.get(module, ()):
-        table = known_trees()["files"]
-    return _value_in(table, digest, module, qualname, added)
+    released = known_files().get(module, {}).get(digest)
+    bodies = _files_of_trees(module).get(digest[:SHORT], {}) if released is None else released
+    return _seen(bodies.get(qualname), module, qualname, added)
 
 
 def known_with(files: KnownFiles) -> Known:
@@ -92,16 +96,61 @@ def known_with(files: KnownFiles) -> Known:
 
     def known(digest: str, module: str, qualname: str, added: bool) -> str | None:
         value = known_value(digest, module, qualname, added)
-        return _value_in(files, digest, module, qualname, added) if value is None else value
+        if value is not None:
+            return value
+        return _seen(files.get(module, {}).get(digest, {}).get(qualname), module, qualname, added)
 
     return known
 
 
-def _value_in(table: KnownFiles, digest: str, module: str, qualname: str, added: bool) -> str | None:
-    value = table.get(module, {}).get(digest, {}).get(qualname)
+def _seen(value: str | None, module: str, qualname: str, added: bool) -> str | None:
     if value == MISSING or (value == ABSENT and not added):
         raise SourceError(f"{module} has no {qualname}", "missing")
     return value
+
+
+Packed = Mapping[str, Mapping[str, Any]]
+
+
+def packed(table: KnownFiles) -> dict[str, dict[str, Any]]:
+    """The table in a third of its size: by module the names, the bodies of each, and the files that have the same.
+
+    A file is a row: for each name which of its bodies it has, "-" if that is not known. Digests have 16 digits.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for module, digests in sorted(table.items()):
+        names = sorted({name for bodies in digests.values() for name in bodies})
+        values = {name: sorted({bodies[name] for bodies in digests.values() if name in bodies}) for name in names}
+        rows: dict[str, list[str]] = {}
+        for digest, bodies in sorted(digests.items()):
+            row = (str(values[name].index(bodies[name])) if name in bodies else "-" for name in names)
+            rows.setdefault(" ".join(row), []).append(digest[:SHORT])
+        files = {row: " ".join(dict.fromkeys(digests)) for row, digests in rows.items()}
+        found[module] = {"names": names, "bodies": list(values.values()), "files": files}
+    return found
+
+
+def unpacked(table: Packed, module: str) -> dict[str, dict[str, str]]:
+    """The files of a module in a packed table, with their bodies."""
+    if module not in table:
+        return {}
+    names, values = table[module]["names"], table[module]["bodies"]
+    found: dict[str, dict[str, str]] = {}
+    for row, digests in table[module]["files"].items():
+        having = ((name, of, place) for name, of, place in zip(names, values, row.split(), strict=True))
+        bodies = {name: of[int(place)] for name, of, place in having if place != "-"}
+        found.update(dict.fromkeys(digests.split(), bodies))
+    return found
+
+
+@lru_cache
+def _files_of_trees(module: str) -> dict[str, dict[str, str]]:
+    return unpacked(known_trees()["files"], module)
+
+
+def render_packed(table: Packed) -> str:
+    """The text of a packed table, with one line for each module."""
+    return "{\n" + ",\n".join(f'  "{module}": {json.dumps(table[module])}' for module in sorted(table)) + "\n }"
 
 
 def render_files(table: KnownFiles) -> str:

@@ -4,7 +4,9 @@ import json
 from dataclasses import replace
 
 import pytest
-from edited_trees import BODIES, EDITED, EDITED_AGAIN, proved, verdict
+from edited_trees import BODIES, EDITED_AGAIN, proved, verdict
+from hypothesis import given
+from hypothesis import strategies as st
 from unit_helpers import FIXED
 
 from shim._errors import OptionError
@@ -13,7 +15,15 @@ from shim._planning.evidence import CANNOT_RUN, NOT_FIXED, RIGHT, VERDICTS
 from shim._planning.evidence import FIXED as IS_FIXED
 from shim._planning.plan import make_plan
 from shim._proving.decide import _unknown_bodies
-from shim._releases.known_files import TREES, known_trees, known_value
+from shim._releases.known_files import (
+    TREES,
+    _files_of_trees,
+    known_trees,
+    known_value,
+    packed,
+    render_packed,
+    unpacked,
+)
 from shim.maintenance.known_trees import is_stale, main, render_trees, with_tree
 
 EMPTY = {"trees": {}, "patches": {}, "files": {}}
@@ -120,10 +130,23 @@ def test_what_showed_nothing_is_not_in_the_table(shipped):
 def test_files_of_a_known_tree_are_not_parsed(shipped, monkeypatch):
     table = added(EMPTY, "one", shipped, verdict(shipped, IS_FIXED))
     monkeypatch.setattr("shim._releases.known_files.known_trees", lambda: table)
-    [(digest, bodies)] = table["files"]["megatron.core.roll"].items()
-    assert known_value(digest, "megatron.core.roll", "roll", False) == bodies["roll"]
+    _files_of_trees.cache_clear()
+    digest = shipped.plan().environment.sources.digest("megatron.core.roll")
+    body = decided(shipped).fingerprints["megatron.core.roll:roll"]
+    assert known_value(digest, "megatron.core.roll", "roll", False) == body
     assert known_value("another", "megatron.core.roll", "roll", False) is None
-    assert EDITED != EDITED_AGAIN
+    assert known_value(digest, "megatron.core.roll", "another", False) is None
+    _files_of_trees.cache_clear()
+
+
+NAMED = st.dictionaries(st.sampled_from("abc"), st.sampled_from(["0123456789abcdef.01234567", "absent", ""]))
+DIGESTS = st.dictionaries(st.text("0123456789abcdef", min_size=16, max_size=16), NAMED.filter(bool), min_size=1)
+
+
+@given(st.dictionaries(st.sampled_from(["m.x", "m.y"]), DIGESTS))
+def test_a_packed_table_gives_the_files_back(table):
+    assert {module: unpacked(packed(table), module) for module in table} == table
+    assert unpacked(packed(table), "another") == {} and json.loads(render_packed(packed(table))) == packed(table)
 
 
 def test_a_fork_needs_words(tmp_path, shipped, monkeypatch):
