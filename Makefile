@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 RELEASE ?= 0.16.1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test lint unit unit-pythons coverage helpers other-torch cells pairs trainers environments matrix patch proofs mutations engine-mutations gpu gpu-bundle gpu-dry bench docs docs-all docs-site pins changelog dist fresh clean
+.PHONY: help env demo test lint unit unit-pythons coverage helpers other-torch cells pairs trainers environments matrix patch proofs mutations engine-mutations gpu gpu-bundle gpu-dry bench docs docs-all docs-site pins history changelog dist fresh clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -173,6 +173,11 @@ docs-site: $(SITE)/.ready  ## the documentation as a site in build/site, with it
 pins: env  ## fingerprint all supported releases and write them into version_matrix.lock.json
 	$(BIN)/python -m shim pin --releases
 	$(BIN)/python -m shim._matrix
+
+# COMMITS=20 also runs the proofs on so many commits, the next ones; up to three CPU minutes each.
+COMMITS ?= 0
+history: env  ## bodies on every commit of upstream's branches, and proofs of those that no release has (COMMITS=20)
+	$(BIN)/python -m shim.maintenance.history --commits $(COMMITS)
 
 changelog: env  ## collect the fragments of changes/ in CHANGELOG.md, as the section of shim.__version__
 	$(BIN)/towncrier build --yes --version "$$($(BIN)/python -c 'import shim; print(shim.__version__)')"
