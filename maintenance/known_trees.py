@@ -73,11 +73,11 @@ def with_tree(
 
 def with_files(found: Packed, more: KnownFiles) -> dict[str, dict[str, Any]]:
     """The files of a table and more, without those of releases."""
-    files: dict[str, dict[str, dict[str, str]]] = {}
+    files: dict[str, dict[str, Mapping[str, str]]] = {}
     for module in {**found, **more}:
         of_releases = {digest[:SHORT] for digest in known_files().get(module, ())}
         new = {digest[:SHORT]: bodies for digest, bodies in more.get(module, {}).items()}
-        digests = {**unpacked(found, module), **new}
+        digests: dict[str, Mapping[str, str]] = {**unpacked(found, module), **new}
         kept = {digest: bodies for digest, bodies in digests.items() if digest not in of_releases}
         files |= {module: kept} if kept else {}
     return packed(files)

@@ -171,12 +171,12 @@ def make_history(world, clone, tmp_path, monkeypatch, capsys):
 
 def test_it_goes_on_from_where_it_stopped(make_history):
     said = make_history("--commits", "1")
-    assert "7 commits, 2 sets of bodies that no release has, 2 new" in said and "roll-fix: " in said
+    assert "7 commits, 9 sets of bodies, of which no release has 2; 2 are new" in said and "roll-fix: " in said
     assert "2 to prove" in said and "7 CPU seconds" in said
     [first] = json.loads(make_history.trees.read_text())["trees"].values()
     assert first["day"] and "releases" in first
     said = make_history("--commits", "5")
-    assert "0 new" in said and "1 to prove" in said and "roll-fix: fixed old" in said
+    assert "0 are new" in said and "1 to prove" in said and "roll-fix: fixed old" in said
     table = json.loads(make_history.trees.read_text())
     assert sum(len(each["bodies"]) for each in table["patches"]["roll-fix"]) == 2 == len(table["trees"])
     before = make_history.trees.read_text(), make_history.state.read_text()
@@ -204,7 +204,7 @@ def test_a_commit_that_cannot_be_imported_is_not_tried_again(make_history):
 def test_a_set_is_forgotten_with_the_names_that_made_it(make_history, world):
     make_history("--commits", "5")
     world.pin(world.matrix.read_text().replace('        reads: ["megatron.core.roll:helper"]\n', ""))
-    assert "2 new" in make_history()
+    assert "2 are new" in make_history()
     assert len(json.loads(make_history.state.read_text())[CORE]["sets"]["roll-fix"]) == 2
     assert json.loads(make_history.trees.read_text())["patches"] == {}
 
