@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from shim._api import plan
+import shim
 from shim._matrix.model import Matrix
 from shim._proving.decide import decide
 from shim._proving.kept import Kept
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("--jobs", type=int, default=1)
     options = parser.parse_args(argv)
-    made = plan(lock=None)
+    made = shim.plan(lock=None)
     made = replace(made, matrix=without_contracts(made.matrix))
     kept = Kept(options.file.with_suffix(".proving"), inputs_of(made))
     request = Request(ids=tuple(options.ids.split(",")), jobs=options.jobs, kept=kept, complete=True)

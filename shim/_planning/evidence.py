@@ -38,6 +38,7 @@ RIGHT = "right on stock"
 NOT_FIXED = "not fixed"  # or worse with the patch than without
 CANNOT_RUN = "cannot run"  # so nothing was shown
 VERDICTS = (FIXED, RIGHT, NOT_FIXED, CANNOT_RUN)
+SHOWN = (RIGHT, FIXED, NOT_FIXED)  # as evidence counts that does not agree
 TRIAL = "trial"  # in the processes that run the proofs only: apply it, whatever its bodies are
 
 OTHERWISE = ("state", "reason", "cause", "dropped")  # of what was decided without proofs, see Proved
@@ -142,7 +143,10 @@ def evidence_in(lock: Mapping[str, Any]) -> dict[str, list[Proved]]:
 
 
 def shipped_evidence(id: str) -> list[Proved]:
-    """What the proofs of a patch have shown on commits and forks, for one set of bodies each."""
+    """What the proofs of a patch have shown on commits and forks, for one set of bodies each.
+
+    That stock is right comes first: it was shown for all bodies of the patch, anything else for those of one variant.
+    """
     known, found = known_trees(), []
     for said in known["patches"].get(id, ()):
         for bodies, text in said["bodies"].items():
@@ -161,7 +165,7 @@ def shipped_evidence(id: str) -> list[Proved]:
                     where=where,
                 )
             )
-    return found
+    return sorted(found, key=lambda proved: SHOWN.index(proved.verdict))
 
 
 def files_of(lock: Mapping[str, Any] | None) -> Mapping[str, Mapping[str, Mapping[str, str]]]:

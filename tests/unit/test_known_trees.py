@@ -73,6 +73,16 @@ def test_what_was_shown_on_a_known_tree_decides(shipped, said, variant, action, 
     assert decided(shipped).action == "drifted" and "proofs" not in decided(shipped).reason
 
 
+def test_what_was_shown_of_more_bodies_comes_first(shipped):
+    """Two trees have the same bodies of one variant, and one of them has fixed the defect in a body of another."""
+    table = EMPTY
+    for number, said in enumerate((NOT_FIXED, IS_FIXED, RIGHT)):
+        before = decided(shipped).reason
+        table = added(table, f"tree-{number}", shipped, verdict(shipped, said, None if said == RIGHT else "old"))
+        shipped.ship(table)
+        assert f"tree-{number}" in decided(shipped).reason != before
+
+
 def test_a_commit_of_the_history_is_named_with_its_day(shipped):
     shipped.ship(added(EMPTY, "0123456789", shipped, verdict(shipped, IS_FIXED), of="#12", day="2026-05-19"))
     reason = "proved on the same bodies in commit 0123456789 of 2026-05-19 (2026-01-02, 1e-1 -> 0)"
