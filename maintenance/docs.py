@@ -6,6 +6,7 @@ Those that every new patch changes are written for a release and for the site al
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ in no release. What was shown holds for exactly these bodies, also in a tree tha
 
 def releases_page(matrix: Matrix) -> str:
     """The text of docs/releases.md."""
-    return f"{RELEASES}\n{support_table(matrix)}\n\n{TREES}\n{trees_table()}\n"
+    return f"{RELEASES}\n{support_table(matrix)}\n\n{TREES}\n{trees_table()}\n\n{_of_history()}\n"
 
 
 def trees_table() -> str:
@@ -87,6 +88,24 @@ def trees_table() -> str:
         about = f"{tree['of']} ({tree['date']}, torch {tree['torch']})"
         lines.append(f"| {name} | {about} | {' | '.join(said.values())} |")
     return "\n".join(lines)
+
+
+def _of_history() -> str:
+    """A sentence about the commits that are in no line of the table."""
+    known = known_trees()
+    commits = {name for name, tree in known["trees"].items() if "day" in tree}
+    verdicts = Counter(
+        said["verdict"]
+        for entries in known["patches"].values()
+        for said in entries
+        for names in said["bodies"].values()
+        if names.split()[0] in commits
+    )
+    counts = ", ".join(f"{verdicts[verdict]} {verdict}" for verdict in (FIXED, RIGHT, NOT_FIXED))
+    return (
+        f"The proofs have also run on {len(commits)} commits of upstream's branches, for the bodies that are new there "
+        f"([history](evidence.md#history)): {counts}."
+    )
 
 
 def _judged(known: Mapping[str, Any], name: str, verdict: str) -> str:

@@ -14,6 +14,7 @@ from shim._matrix.model import Matrix
 from shim._proving.decide import decide
 from shim._proving.kept import Kept
 from shim._proving.run import Request
+from shim._tools.fetching import first_on_path
 from shim._tools.pin_prove import inputs_of, proved_part
 
 
@@ -29,17 +30,19 @@ def without_contracts(matrix: Matrix) -> Matrix:
 def main(argv: Sequence[str] | None = None) -> int:
     """Write to `file` what the proofs show, as `shim pin --prove` writes it into a lock."""
     parser = argparse.ArgumentParser(prog=f"python -m {__spec__.name}", description=__doc__)
+    parser.add_argument("tree", help="a directory with the sources of the commit")
     parser.add_argument("ids", help="patches, with commas between")
     parser.add_argument("file", type=Path)
     parser.add_argument("--jobs", type=int, default=1)
     options = parser.parse_args(argv)
-    made = shim.plan(lock=None)
-    made = replace(made, matrix=without_contracts(made.matrix))
-    kept = Kept(options.file.with_suffix(".proving"), inputs_of(made))
-    request = Request(ids=tuple(options.ids.split(",")), jobs=options.jobs, kept=kept, complete=True)
-    decided = decide(made, request, lambda said: None)
-    releases = {name: found.raw for name, found in made.environment.installed.items()}
-    told = {"releases": releases, "proved": proved_part(made, decided)}
+    with first_on_path(options.tree):
+        made = shim.plan(lock=None)
+        made = replace(made, matrix=without_contracts(made.matrix))
+        kept = Kept(options.file.with_suffix(".proving"), inputs_of(made))
+        request = Request(ids=tuple(options.ids.split(",")), jobs=options.jobs, kept=kept, complete=True)
+        decided = decide(made, request, lambda said: None)
+        releases = {name: found.raw for name, found in made.environment.installed.items()}
+        told = {"releases": releases, "proved": proved_part(made, decided)}
     options.file.write_text(json.dumps(told), "utf-8")
     kept.forget()
     return 0

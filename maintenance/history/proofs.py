@@ -14,8 +14,10 @@ from typing import Any
 
 from packaging.version import Version
 
+from shim._archives.trees import open_tree
 from shim._matrix.load import PACKAGE
-from shim._releases.detect import version_in_package_info
+from shim._tools.fetching import fetched
+from shim.testing.cells import EVERYDAY_PAIRS
 from shim.testing.releases import environment, fetch
 from shim.testing.repositories import archive
 
@@ -37,9 +39,10 @@ def prove(repository: Path, distribution: str, commit: Commit, ids: Sequence[str
     shutil.rmtree(tree, ignore_errors=True)
     with zipfile.ZipFile(archive(repository, distribution, commit.hash, scratch)) as sources:
         sources.extractall(tree)
+    version = open_tree(str(tree), fetched).environment.installed[distribution].raw
     done = subprocess.run(
-        [sys.executable, "-m", "shim.maintenance.history.judge", ",".join(ids), str(file)],
-        env=environment([tree, fetch(_beside(tree), "transformer-engine"), PACKAGE.parent]),
+        [sys.executable, "-m", "shim.maintenance.history.judge", str(tree), ",".join(ids), str(file)],
+        env=environment([fetch(*_beside(distribution, version or "0")), PACKAGE.parent]),
         capture_output=True,
         text=True,
         errors="replace",
@@ -55,7 +58,10 @@ def prove(repository: Path, distribution: str, commit: Commit, ids: Sequence[str
     return told
 
 
-def _beside(tree: Path) -> str:
-    """The release of Transformer Engine of the commit's time."""
-    said = version_in_package_info((tree / "megatron/core/package_info.py").read_text("utf-8"))
-    return of_its_time(str(Version(said or "0.12").base_version))
+def _beside(distribution: str, version: str) -> tuple[str, str]:
+    """The release of the other distribution that is of the time of this version, and the name of that distribution."""
+    at = Version(Version(version).base_version)
+    if distribution == "megatron-core":
+        return of_its_time(str(at)), "transformer-engine"
+    pairs = sorted((Version(te), core) for core, _, te in (pair.partition("+") for pair in EVERYDAY_PAIRS))
+    return next((core for te, core in reversed(pairs) if te <= at), pairs[0][1]), "megatron-core"
