@@ -14,6 +14,7 @@ from shim._matrix.model import Matrix
 from shim._proving.decide import decide
 from shim._proving.kept import Kept
 from shim._proving.run import Request
+from shim._releases.detect import PATCHED
 from shim._tools.fetching import first_on_path
 from shim._tools.pin_prove import inputs_of, proved_part
 
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         kept = Kept(options.file.with_suffix(".proving"), inputs_of(made))
         request = Request(ids=tuple(options.ids.split(",")), jobs=options.jobs, kept=kept, complete=True)
         decided = decide(made, request, lambda said: None)
-        releases = {name: found.raw for name, found in made.environment.installed.items()}
+        releases = {name: found.raw for name, found in made.environment.installed.items() if name in PATCHED}
         told = {"releases": releases, "proved": proved_part(made, decided)}
     options.file.write_text(json.dumps(told), "utf-8")
     kept.forget()

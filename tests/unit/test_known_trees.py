@@ -202,5 +202,9 @@ def test_evidence_about_other_names_is_stale():
     assert is_stale(replace(entry, variants=variants), said)
 
 
+def test_the_table_is_small():
+    assert TREES.stat().st_size <= 300_000, "it ships in the wheel"
+
+
 def test_each_commit_is_in_the_table():
     assert set(MATRIX.commits["megatron-core"]) <= set(TABLE["trees"])
