@@ -63,7 +63,7 @@ def with_tree(
             }
             bodies = digest_of_bodies(judged["fingerprints"])
             _add(patches.setdefault(id, []), {"dropped": [], **said}, bodies, name)
-    kept = ("date",) if "day" in about else ABOUT  # there are many commits, and all are proved in the same way
+    kept = ABOUT[:1] if "day" in about else ABOUT  # there are many commits, and all are proved in the same way
     tree = {**about, "releases": lock["releases"], **{key: proved[key] for key in kept}}
     return {
         "trees": {**found["trees"], name: tree},
