@@ -63,8 +63,8 @@ def with_tree(
             }
             bodies = digest_of_bodies(judged["fingerprints"])
             _add(patches.setdefault(id, []), {"dropped": [], **said}, bodies, name)
-    kept = ABOUT[:1] if "day" in about else ABOUT  # there are many commits, and all are proved in the same way
-    tree = {**about, "releases": lock["releases"], **{key: proved[key] for key in kept}}
+    keys = ABOUT[:1] if "day" in about else ABOUT  # there are many commits, and all are proved in the same way
+    tree = {**about, "releases": lock["releases"], **{key: proved[key] for key in keys}}
     return {
         "trees": {**found["trees"], name: tree},
         "patches": {id: said for id, said in patches.items() if said},
