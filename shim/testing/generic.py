@@ -45,6 +45,8 @@ SEEDS, MARGIN, HIDES = (1, 2), 2.0, 3e-2
 Run = Callable[[nn.Module, PackedRow], Result]
 NONE = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+OF_MODULES = {**NONE, "recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
+AS_BUILT: dict[str, Any] = {}
 
 
 def generic_proofs(build: Callable[..., Any]) -> list[Proof]:
@@ -122,6 +124,24 @@ def generic_proofs(build: Callable[..., Any]) -> list[Proof]:
         [measured] = here.run(_frozen_against_all_trained, mine, here.device)
         return measured
 
+    @proof(
+        "{:.0f} parameters are no leaves, or get their gradient in parts or not at all",
+        right="each gradient arrives once",
+        devices=("cpu", "cuda"),
+        crashes=MODEL_ERROR,
+    )
+    def each_gradient_arrives_once(here: Here) -> float:
+        """Recompute makes a parameter a result of the model, or brings its gradient in several parts or not at all.
+
+        To reproduce: train one step on one sequence, with the recompute that the model is built with, with
+        recompute_granularity="full", and with recompute_modules=["core_attn", "mlp"]. After forward each parameter is
+        to be a leaf of autograd, and to require a gradient if it did before. One that a recomputed function returned is
+        none, and backward may call itself without end, so the proof goes no further then. In backward each parameter
+        that gets a gradient without recompute is to get it once: DistributedDataParallel adds up ranks as soon as
+        a gradient has arrived, and what arrives later is lost.
+        """
+        return _here(here, _gradients_astray, mine)
+
     @proof("TP off by {:.1e}", bound=OF_RANKS, ranks=2, crashes=MODEL_ERROR)
     def tensor_parallel_equals_one_rank(here: Here) -> Measured:
         """Tensor parallelism gives other losses or gradients than one rank with the same weights.
@@ -150,6 +170,7 @@ def generic_proofs(build: Callable[..., Any]) -> list[Proof]:
         packed_recompute_equals_none,
         recompute_reaches_every_layer,
         trained_beside_frozen_weights,
+        each_gradient_arrives_once,
         tensor_parallel_equals_one_rank,
         save_and_load,
     ]
@@ -322,6 +343,66 @@ def _frozen_against_all_trained(build: Build, device: str) -> Measured:
         return step(parameters)
 
     return _beside_rounding(found, _rounding(all_trained, model, row, truth))
+
+
+# ---- each gradient once
+
+
+class _LostError(CannotRunError):
+    """Ends a step after a forward that made parameters its results. `names` has them."""
+
+    def __init__(self, names: set[str]) -> None:
+        super().__init__(f"after forward these are no leaves, or require another gradient than before: {sorted(names)}")
+        self.names = names
+
+
+def _gradients_astray(build: Build, device: str) -> float:
+    plain = built(build, device, **NONE)
+    row = user_model.moved(pack(random_sequences(LENGTHS[:1], user_model.vocabulary(plain)), align=ALIGN), device)
+    try:
+        truth = _arrivals(plain, row, "")
+    except _LostError as lost:
+        return float(len(lost.names))
+    if not truth:
+        raise CannotRunError("no weight of the model gets a gradient from a sequence alone: nothing is trained")
+    astray = {name for name, times in truth.items() if times != 1}
+    for options in (AS_BUILT, FULL, OF_MODULES):
+        recomputed = built(build, device, **options)
+        copy_weights(plain, recomputed)
+        try:
+            found = _arrivals(recomputed, row, "with recompute")
+            astray |= {name for name in truth.keys() | found.keys() if found.get(name) != 1}
+        except _LostError as lost:
+            astray |= lost.names
+    return float(len(astray))
+
+
+def _arrivals(model: nn.Module, row: PackedRow, doing: str) -> dict[str, int]:
+    """How often the gradient of each parameter arrives in one step, by its name. Raises _LostError after forward."""
+    weights = dict(model.named_parameters())
+    trained = {name for name, weight in weights.items() if weight.requires_grad}
+    arrived: dict[str, int] = {}
+
+    def look(*_: Any) -> None:
+        lost = {name for name, weight in weights.items() if not weight.is_leaf}
+        lost |= {name for name, weight in weights.items() if weight.requires_grad is not (name in trained)}
+        if lost:
+            raise _LostError(lost)
+
+    def counting(name: str) -> Callable[[Tensor], None]:
+        def count(weight: Tensor) -> None:
+            arrived[name] = arrived.get(name, 0) + 1
+
+        return count
+
+    handles = [model.register_forward_hook(look)]
+    handles += [weights[name].register_post_accumulate_grad_hook(counting(name)) for name in trained]
+    try:
+        alone(model, row, doing)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return arrived
 
 
 # ---- tensor parallelism, checkpoints

@@ -30,6 +30,7 @@ PLAN = shim.plan()
 PACKED, RECOMPUTE, AGAIN = "packed-equals-alone", "recompute-equals-none", "packed-recompute-equals-none"
 FROZEN = "trained-beside-frozen-weights"
 REACHED, SHARDED, SAVED = "recompute-reaches-every-layer", "tensor-parallel-equals-one-rank", "save-and-load"
+ONCE_EACH = "each-gradient-arrives-once"
 UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 build = functools.partial(testing.build_gpt, mtp_num_layers=1)
 CANNOT_SAVE = PLAN["checkpoint-write-format"].wanted
@@ -61,7 +62,7 @@ def right(*names):
 def test_with_shim_everything_is_right():
     with shim.patched():
         found = states(build)
-    assert found == right(PACKED, RECOMPUTE, AGAIN, REACHED, FROZEN, SHARDED, SAVED)
+    assert found == right(PACKED, RECOMPUTE, AGAIN, REACHED, FROZEN, ONCE_EACH, SHARDED, SAVED)
 
 
 @pytest.mark.skipif(not CANNOT_SAVE, reason="the release saves checkpoints")
@@ -135,6 +136,20 @@ def test_on_stock_biases_beside_frozen_weights_are_not_trained(build):
         assert states(build, FROZEN) == {FROZEN: "wrong"}
     with shim.patched():
         assert states(build, FROZEN) == right(FROZEN)
+
+
+def biased(**overrides):
+    return build(add_bias_linear=True, **overrides)
+
+
+@pytest.mark.skipif(PLAN["biased-mlp-recompute"].action != "apply", reason="the release returns no parameter")
+def test_on_stock_a_recomputed_bias_is_no_leaf():
+    """Of two layers, and of one of multi-token prediction where that recomputes its MLP."""
+    with shim.patched(only=[]):
+        side = sides(biased, ONCE_EACH)[ONCE_EACH]
+    assert side.state == "wrong" and side.value in (2, 3), side
+    with shim.patched():
+        assert states(biased, ONCE_EACH) == right(ONCE_EACH)
 
 
 # ---- what the proofs notice
@@ -260,10 +275,43 @@ def cuts_behind_a_frozen_weight(**overrides):
     return model
 
 
+def in_two_parts(**overrides):
+    """A layer whose input norm runs in a checkpoint of its own, as well as outside."""
+    model = build(**overrides)
+    last = model.decoder.layers[-1]
+
+    def twice(module, args, output):
+        again = torch.utils.checkpoint.checkpoint(module.forward, args[0], use_reentrant=True)
+        return (output + again) / 2
+
+    last.input_layernorm.register_forward_hook(twice)
+    return model
+
+
+def thaws(**overrides):
+    """A forward that makes a frozen weight require a gradient."""
+    model = build(**overrides)
+    weight = model.decoder.final_layernorm.weight.requires_grad_(False)
+    model.decoder.register_forward_hook(lambda *_: (weight.requires_grad_(True), None)[1])
+    return model
+
+
+def leaves_one_out(**overrides):
+    """A norm that is not trained under recompute."""
+    model = build(**overrides)
+    norm = model.decoder.final_layernorm
+    if overrides.get("recompute_granularity") == "full":
+        norm.register_forward_hook(lambda module, args, output: output.detach() + (args[0] - args[0].detach()))
+    return model
+
+
 @pytest.mark.parametrize(
     "build, name, text",
     [
         (cuts_behind_a_frozen_weight, FROZEN, "gradients off by"),
+        (in_two_parts, ONCE_EACH, "2 parameters"),
+        (thaws, ONCE_EACH, "1 parameters"),
+        (leaves_one_out, ONCE_EACH, "2 parameters"),
         (attends_across_sequences, PACKED, "packed off by"),
         (other_in_the_recompute, RECOMPUTE, "recomputed off by"),
         (other_in_the_recompute, AGAIN, "recomputed off by"),

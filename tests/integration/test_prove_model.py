@@ -14,7 +14,7 @@ ORDERS = ("shim first", "trainer first")
 MODELS = {"bridge_build": "mcore-bridge", "verl_build": "verl"}
 PACKED, SHARDS = "packed-equals-alone", "tensor-parallel-equals-one-rank"
 RECOMPUTE = ("recompute-equals-none", "packed-recompute-equals-none", "recompute-reaches-every-layer")
-ALL = {PACKED, *RECOMPUTE, SHARDS, "save-and-load"}
+ALL = {PACKED, *RECOMPUTE, "each-gradient-arrives-once", SHARDS, "save-and-load"}
 # Without shim: which proofs come out wrong. mcore-bridge has a recompute of multi-token prediction of its own.
 WRONG = {
     ("bridge_build", "0.16.1"): {PACKED},
