@@ -43,7 +43,7 @@ EXACT, OF_RANKS = 1e-6, 5e-6  # of fp32 on a CPU, of a small model; if more is f
 # The smallest defect of this kind that is known moves gradients by 5e-2.
 SEEDS, MARGIN, HIDES = (1, 2), 2.0, 3e-2
 Run = Callable[[nn.Module, PackedRow], Result]
-NONE = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
+NONE: dict[str, Any] = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 OF_MODULES = {**NONE, "recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
 AS_BUILT: dict[str, Any] = {}

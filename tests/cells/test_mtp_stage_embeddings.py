@@ -25,8 +25,8 @@ MIDDLE = [[E, T], [T, M], [L]]
 ALONE = [[E, T], [T], [M], [L]]
 FIRST = [[E, T, T, M], [L]]
 LAST = [[E, T], [T], [M, L]]
-# of two virtual stages on each of three ranks, in the order in which a row runs through them
-VIRTUAL = [[[E], [T]], [[T], [M]], [[T], [L]]]
+# Of two virtual stages on each of three ranks, in the order in which a row runs through them.
+VIRTUAL = [[E], [T], [T], [T], [M], [L]]
 
 
 @contextlib.contextmanager
@@ -202,11 +202,12 @@ def with_mtp(ranks):
         (LAST, False, None, [(0, 0)] * 3),
         (LAST, True, None, [(0, 0)] * 3),
         (MIDDLE, False, with_mtp, [(0, 0)] * 3),
+        (VIRTUAL, False, with_mtp, [(0, 0)] * 3),
         (MIDDLE, False, None, [(1, 2), (1, 2), (0, 0)]),
         (MIDDLE, True, None, [(1, 2), (1, 2), (0, 0)]),
     ],
-    ids=["last untied", "last tied", "a caller's own group", "middle untied", "middle tied"],
+    ids=["last untied", "last tied", "a caller's group", "a caller's group, virtual", "middle untied", "middle tied"],
 )
 def test_messages_are_sent_where_the_group_is_wrong(stages, tied, embedding_ranks, expected):
     with testing.Ranks(3) as ranks:
-        assert ranks.run(sent, stages, Layout(pp=3), tied, embedding_ranks) == expected
+        assert ranks.run(sent, stages, Layout(pp=3, vp=len(stages) // 3), tied, embedding_ranks) == expected

@@ -81,8 +81,8 @@ def _holds_a_copy(model: Any) -> bool:
 def _send(tensor: torch.Tensor, model: Any, *, back: bool, use: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
     """From the stage of MTP to the first one, or back. The receiver calls use(its part, what it got) for each part."""
     stage = _stage_of_mtp(model)
-    if stage == 0:
-        return  # both are the same weight
+    if not stage:
+        return  # on the first stage both are the same weight
     ranks = dist.get_process_group_ranks(model.pp_group)
     first, predicting = ranks[0], ranks[stage]
     source, target = (first, predicting) if back else (predicting, first)
