@@ -18,7 +18,7 @@ from shim.testing.schedules import run_microbatches
 
 ID = "mtp-stage-embeddings"
 NEEDED = shim.plan()[ID].wanted
-pytestmark = pytest.mark.skipif(not NEEDED, reason="this release has MTP on the last stage only")
+needed = pytest.mark.skipif(not NEEDED, reason="this release has MTP on the last stage only")
 E, T, M, L = "embedding", "decoder", "mtp", "loss"
 
 MIDDLE = [[E, T], [T, M], [L]]
@@ -129,6 +129,7 @@ def judged(ranks, tied, frozen=False):
 TIED = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 
 
+@needed
 @TIED
 @pytest.mark.parametrize(
     "layout, stages, options",
@@ -146,6 +147,7 @@ def test_copies_begin_and_stay_equal(layout, stages, options, tied):
     judged(found, tied)
 
 
+@needed
 def test_frozen_embeddings_stay():
     options = {"frozen": True, "share_embeddings_and_output_weights": False}
     with testing.Ranks(3) as ranks:
@@ -165,6 +167,7 @@ def gradients(stages, layout, tied):
         }
 
 
+@needed
 @TIED
 @pytest.mark.parametrize("layout, stages", [(Layout(pp=3), MIDDLE), (Layout(pp=2), FIRST)], ids=["middle", "first"])
 def test_gradients_are_those_of_one_rank(layout, stages, tied):
@@ -196,6 +199,7 @@ def with_mtp(ranks):
     return ranks[:2]
 
 
+@needed
 @pytest.mark.parametrize(
     "stages, tied, embedding_ranks, expected",
     [
@@ -211,3 +215,20 @@ def with_mtp(ranks):
 def test_messages_are_sent_where_the_group_is_wrong(stages, tied, embedding_ranks, expected):
     with testing.Ranks(3) as ranks:
         assert ranks.run(sent, stages, Layout(pp=3, vp=len(stages) // 3), tied, embedding_ranks) == expected
+
+
+def stage_of_mtp_has_embeddings(stages, layout):
+    with inside(layout):
+        try:
+            chunks = chunks_of(stages, layout, seeded=True)
+        except (AssertionError, NotImplementedError, TypeError):  # a layout with MTP elsewhere, or any layout
+            return False
+        return parallel_state.get_pipeline_model_parallel_rank() == 1 and bool(copies(chunks))
+
+
+@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
+def test_this_release_needs_no_patch():
+    """It refuses such a layout, or builds MTP on the last stage all the same."""
+    assert shim.plan()[ID].action == "not-needed"
+    with testing.Ranks(3) as ranks:
+        assert ranks.run(stage_of_mtp_has_embeddings, MIDDLE, Layout(pp=3)) == [False] * 3
