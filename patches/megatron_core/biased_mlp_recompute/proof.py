@@ -73,7 +73,8 @@ def a_frozen_bias_stays_frozen(here: Here) -> int:
 
     To reproduce: build a GPTModel of two layers with `add_bias_linear=True`, `recompute_granularity="selective"` and
     `recompute_modules=["mlp"]`, freeze its weights, and add adapters. After a forward the biases of both `linear_fc2`
-    require a gradient, because `CheckpointFunction` returned them, and backward would not end. Right is that none does. From 0.12 to 0.19.
+    require a gradient, because `CheckpointFunction` returned them, and backward would not end. Right is that none does.
+    From 0.12 to 0.19.
     """
     found: int = here.run(frozen_biases_with_a_gradient)[0]
     return found
