@@ -43,7 +43,7 @@ def runs_of_an_mlp() -> int:
     return runs
 
 
-@proof("the MLP runs {:.0f} times, and would run on", right="forward, and one recompute", bound=2, defect="hang")
+@proof("the MLP runs {:.0f} times in a step", right="twice: forward and one recompute", bound=2, defect="hang")
 def backward_through_a_biased_mlp_ends(here: Here) -> int:
     """Backward never ends if an MLP with biases is recomputed.
 
