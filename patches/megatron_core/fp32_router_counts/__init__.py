@@ -13,7 +13,8 @@ The patch brings these buffers back to fp32 where the router brings back its bia
 They are as large as in a model of fp32, which is 2 bytes more for each expert of a layer, also in the message that adds
 up the counts of a step. They are in no checkpoint. A model of fp32 does not change.
 
-Upstream: Megatron-LM pull request 7081 (open).
+Upstream: Megatron-LM pull request 7081, merged in September 2026 and in no release yet, counts tokens for the bias in
+integers, which the patch leaves as they are.
 
 Delete when: the counts of a router stay in fp32 under Float16Module in every supported release.
 """
@@ -37,7 +38,7 @@ def _maintain(original: Function) -> Function:
     def _maintain_float32_expert_bias(self: Any, *args: Any, **kwargs: Any) -> Any:
         for name in COUNTS:
             counts = getattr(self, name, None)
-            if counts is not None and counts.dtype != torch.float32:
+            if counts is not None and counts.is_floating_point() and counts.dtype != torch.float32:
                 counts.data = counts.data.float()
         return original(self, *args, **kwargs)
 
