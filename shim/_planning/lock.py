@@ -289,8 +289,8 @@ def differences(lock: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
         found += _differing(f"files of the package {name}", theirs, ours, "none")
     found += _differing("matrix", lock.get("matrix"), here["matrix"], "none")
     found += _differing("kinds", _listed(lock["kinds"]), _listed(here["kinds"]), "none")
-    words = (_listed(side.get("concerns") or ["all runs"]) for side in (lock, here))
-    found += _differing("concerns", *words, "none")
+    theirs, ours = (_listed(side.get("concerns") or ["all runs"]) for side in (lock, here))
+    found += _differing("concerns", theirs, ours, "none")
     found += _differing("drifted", _listed(lock["drifted"]), _listed(here["drifted"]), "none")
     bodies: list[str] = []
     code: list[str] = []

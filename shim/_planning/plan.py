@@ -124,8 +124,6 @@ def _excluded(entry: PatchEntry, options: Options) -> str:
         return "not among the patches asked for with only"
     if options.kinds is not None and entry.kind not in options.kinds:
         return f"its kind, {entry.kind}, is not among the kinds asked for"
-    if entry.kind == "performance" and entry.changes == "rounding" and not options.may_round(entry.id):
-        return ROUNDS
     return ""
 
 
@@ -197,6 +195,9 @@ def _decide(
         proved = None  # what was decided without proofs was decided for on_drift="skip"
     found = match(entry, environment, matrix, proved)
     action, reason, remedy = found.state, found.reason, ""
+    rounds = entry.kind == "performance" and entry.changes == "rounding"
+    if rounds and action in ("apply", "drifted") and not options.may_round(entry.id):
+        return Decision(entry.id, entry.kind, "excluded", ROUNDS)
     variant, dropped = entry.variants.get(found.variant or ""), found.dropped
     if dropped and options.on_drift == "apply" and found.signatures_fit:
         dropped = {}

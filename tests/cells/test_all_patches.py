@@ -95,8 +95,9 @@ def test_what_is_reverted_was_never_there():
     assert not ENGINE.binder.places.slots and not ENGINE.binder.chains
 
 
-def test_the_command_status_says_what_is_applied_here(capsys):
+def test_the_command_status_says_what_is_applied_here(capsys, monkeypatch):
     """With the shipped matrix. It is the one command that imports megatron: the others are in test_commands.py."""
+    monkeypatch.setenv("MEGATRON_SHIM_ROUNDING", "1")
     assert main(["status"]) == 0
     text = capsys.readouterr().out
     assert main(["status", "--json"]) == 0

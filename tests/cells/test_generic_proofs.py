@@ -39,7 +39,7 @@ CANNOT_SAVE = PLAN["checkpoint-write-format"].wanted
 def sides(build, *names):
     """What the proofs of these names say of the model; all of them without names."""
     proofs = [found for found in testing.generic_proofs(build) if not names or found.name in names]
-    assert len(proofs) == (len(names) or 7)
+    assert len(proofs) == (len(names) or 8)
     return {found.name: measure(found, Here(world=found.ranks)) for found in proofs}
 
 
