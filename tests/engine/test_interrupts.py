@@ -20,7 +20,7 @@ from shim._engine.contexts import Context
 from shim.testing.patience import patience
 
 INTERRUPTED = """
-    import os
+    import linecache, os
     search_less()
     TARGETS = {
         "count": [CORE + "ops:double", CORE + "layers:Layer.forward"],
@@ -44,7 +44,9 @@ INTERRUPTED = """
         def trace(self, frame, event, argument):
             if frame.f_code.co_filename not in FILES:
                 return None
-            if event in EVENTS:
+            # CPython loses the end of a with-block to an interrupt just before it (bpo-29988), and a lock with it.
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+            if event in EVENTS and not line.startswith("with "):
                 self.left -= 1
                 if self.left == 0:
                     sys.settrace(None)
