@@ -106,7 +106,9 @@ def match(entry: PatchEntry, environment: Environment, matrix: Matrix, proved: P
         return Match(NOT_NEEDED, lacks)
     for said in _evidence(bodies, proved):
         shown = _shown(bodies, said, release)
-        if shown is not None:
+        # In part, a variant of other versions was seen to help, and is not the one that this version gets.
+        elsewhere = shown is not None and shown.dropped and candidate is not None and shown.variant != candidate.name
+        if shown is not None and not elsewhere:
             return shown
     right = _seen_to_be_right(bodies, release)
     if right is not None:
