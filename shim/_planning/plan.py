@@ -12,7 +12,7 @@ from shim._planning.decision import Decision, Losses, LostFeature
 from shim._planning.digest import digest_of, identity_of
 from shim._planning.evidence import CANNOT_RUN, Proved, evidence_for
 from shim._planning.match import Match, match
-from shim._planning.options import Options
+from shim._planning.options import ROUNDING, Options
 from shim._record import computed_once, record
 from shim._releases.detect import Environment
 
@@ -195,8 +195,9 @@ def _decide(
         proved = None  # what was decided without proofs was decided for on_drift="skip"
     found = match(entry, environment, matrix, proved)
     action, reason, remedy = found.state, found.reason, ""
-    rounds = entry.kind == "performance" and entry.changes == "rounding"
-    if rounds and action in ("apply", "drifted") and not options.may_round(entry.id):
+    # One that has an option for it stays, and is told whether it may: see Options.for_patch.
+    rounds = "rounding" in (entry.changes, *entry.effects) and ROUNDING not in (entry.options or {})
+    if rounds and entry.kind == "performance" and action in ("apply", "drifted") and not options.may_round(entry.id):
         return Decision(entry.id, entry.kind, "excluded", ROUNDS)
     variant, dropped = entry.variants.get(found.variant or ""), found.dropped
     if dropped and options.on_drift == "apply" and found.signatures_fit:
