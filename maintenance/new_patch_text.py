@@ -161,7 +161,7 @@ TEST = '''\
 import pytest
 
 import shim
-{setting}
+
 CELLS = {cells}
 
 ID = "{id}"
@@ -185,13 +185,7 @@ def test_this_release_needs_no_patch():
     pytest.fail("{mark} show that stock is right, or that it lacks what the patch fixes")
 '''
 
-ONE_RANK = """
-
-@pytest.fixture(autouse=True)
-def one_rank():
-    with testing.layout_initialised(testing.Layout()):
-        yield
-"""
+ONE_RANK = 'pytestmark = pytest.mark.usefixtures("one_rank")  # of tests/cells/conftest.py\n'
 
 
 def _cells(proposal: Proposal) -> dict[str, str]:
@@ -212,7 +206,6 @@ def test(proposal: Proposal) -> str:
     text = TEST.format(
         id=proposal.id,
         mark=MARK,
-        setting="from shim import testing\n" if core else "",
         fixture=ONE_RANK if core else "",
         cells=json.dumps(_cells(proposal)),
     )

@@ -19,19 +19,15 @@ from shim.testing.model import ON_CPU
 CELLS = {"0.12.3": "first", "0.15.3": "all", "0.19.2": "first"}
 
 ID = "biased-mlp-recompute"
-pytestmark = pytest.mark.skipif(not shim.plan()[ID].wanted, reason="this release needs no patch")
+pytestmark = [
+    pytest.mark.usefixtures("one_rank"),
+    pytest.mark.skipif(not shim.plan()[ID].wanted, reason="this release needs no patch"),
+]
 
 
 @contextlib.contextmanager
 def inside(layout):
     with testing.megatron_on_cpu(), testing.layout_initialised(layout):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def one_rank(request):
-    """No rank can be forked inside a layout."""
-    with contextlib.nullcontext() if "ranks2" in request.fixturenames else inside(Layout()):
         yield
 
 

@@ -17,6 +17,7 @@ from shim.testing import Layout
 CELLS = {"0.12.0": "all", "0.19.2": "first"}
 
 ID = "checkpoint-non-tensors"
+pytestmark = pytest.mark.usefixtures("one_rank")
 VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
 LENGTHS = {"one": (16,), "packed": (5, 13, 3)}
 
@@ -28,13 +29,6 @@ def applied(*others):
 @contextlib.contextmanager
 def inside(layout, *others):
     with testing.megatron_on_cpu(), testing.layout_initialised(layout), applied(*others):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def one_rank(request):
-    """No rank can be forked inside a layout."""
-    with contextlib.nullcontext() if "ranks2" in request.fixturenames else testing.layout_initialised(Layout()):
         yield
 
 

@@ -11,17 +11,11 @@ import shim
 from shim import testing
 from shim.patches.megatron_core._proof_recompute import NORMS
 from shim.patches.megatron_core.checkpoint_without_grad.proof import UNIFORM
-from shim.testing import Layout
 
 CELLS = {"0.12.0": "all"}
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 ID, QUANTIZED = "checkpoint-without-grad", "fp8-fp4-recompute"
-
-
-@pytest.fixture(autouse=True)
-def one_rank():
-    with testing.layout_initialised(Layout()):
-        yield
 
 
 def patched():

@@ -45,12 +45,6 @@ with_buckets = pytest.mark.skipif(VARIANT not in SAVED_BY_BUCKETS, reason="the f
 written_by_stock = pytest.mark.skipif(VARIANT in ("v0_12", "v0_15"), reason="stock cannot write it")
 
 
-@pytest.fixture
-def one_rank():
-    with testing.layout_initialised(testing.Layout()):
-        yield
-
-
 def applied():
     return shim.patched(only=[ID], require=[ID])
 

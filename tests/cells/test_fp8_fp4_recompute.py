@@ -11,7 +11,6 @@ from megatron.core.tensor_parallel.random import CheckpointFunction, CheckpointW
 
 import shim
 from shim import testing
-from shim.testing import Layout
 
 CELLS = {"0.12.3": "first", "0.14.0": "all", "0.16.0": "first"}
 
@@ -29,12 +28,6 @@ def applied():
     with shim.patched(only=[ID], require=[ID]) as report:
         assert report[ID].state == "applied", str(report)
         yield report
-
-
-@pytest.fixture
-def one_rank():
-    with testing.layout_initialised(Layout()):
-        yield
 
 
 class Probe(torch.nn.Module):

@@ -1,7 +1,5 @@
 """gathered-logits-loss: gathered logits train as their parts, to the bit, and what stock does right stays."""
 
-import contextlib
-
 import pytest
 import torch
 
@@ -13,7 +11,10 @@ from shim.testing import Layout
 CELLS = {"0.17.0": "all"}
 
 ID = "gathered-logits-loss"
-pytestmark = pytest.mark.skipif(not shim.plan()[ID].wanted, reason="this release needs no patch")
+pytestmark = [
+    pytest.mark.usefixtures("one_rank"),
+    pytest.mark.skipif(not shim.plan()[ID].wanted, reason="this release needs no patch"),
+]
 PLAIN = {"mtp_num_layers": None}
 FUSED = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"}
 MODELS = {
@@ -23,13 +24,6 @@ MODELS = {
     "fused": {**PLAIN, **FUSED},
     "recompute": {**PLAIN, "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_rank(request):
-    """No rank can be forked inside a layout."""
-    with contextlib.nullcontext() if "ranks2" in request.fixturenames else testing.layout_initialised(Layout()):
-        yield
 
 
 def equal(mine, other):

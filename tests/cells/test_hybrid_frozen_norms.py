@@ -5,7 +5,6 @@ import torch
 from nothing_saved import raises_nothing_saved
 
 import shim
-from shim import testing
 from shim.patches.megatron_core._proof_recompute import NORMS
 from shim.patches.megatron_core.hybrid_frozen_norms import _recomputes_first_norm
 from shim.patches.megatron_core.hybrid_frozen_norms.proof import adapted_hybrid, gradients, unequal
@@ -17,13 +16,10 @@ ID = "hybrid-frozen-norms"
 BOTH = [ID, "fp8-fp4-recompute"]
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
-pytestmark = pytest.mark.skipif(not shim.plan()[ID].wanted, reason="only a spec of one's own has such norms")
-
-
-@pytest.fixture(autouse=True)
-def one_rank():
-    with testing.layout_initialised(testing.Layout()):
-        yield
+pytestmark = [
+    pytest.mark.usefixtures("one_rank"),
+    pytest.mark.skipif(not shim.plan()[ID].wanted, reason="only a spec of one's own has such norms"),
+]
 
 
 def stack_without_norms(part):

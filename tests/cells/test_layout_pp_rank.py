@@ -28,12 +28,6 @@ def on():
         yield
 
 
-@pytest.fixture
-def one_rank():
-    with testing.megatron_on_cpu(), testing.layout_initialised(Layout()):
-        yield
-
-
 def config_of(stages=STAGES, ranks=2, **fields):
     """The config of `ranks` pipeline ranks. stages: a list of layers for each (virtual) stage, None for no layout."""
     layers = sum(stage.count("decoder") for stage in stages) if stages else LAYERS

@@ -29,12 +29,6 @@ if not testing.release().startswith("0.12."):  # which wants the count of all ra
 on_one_rank = pytest.mark.usefixtures("one_rank")
 
 
-@pytest.fixture
-def one_rank():
-    with testing.megatron_on_cpu(), testing.layout_initialised(Layout()):
-        yield
-
-
 def patched(on=True):
     return shim.patched(only=[ID, *BESIDE], require=[ID], options={ID: {"sum_over_cp": on}})
 

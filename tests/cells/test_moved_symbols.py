@@ -17,7 +17,6 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 import shim
-from shim import testing
 from shim._engine.engine import ENGINE
 from shim.patches.megatron_core.moved_symbols.proof import SYMBOLS, missing
 
@@ -44,12 +43,6 @@ by_rank = pytest.mark.skipif(VARIANT in (None, "v0_17"), reason="this release ta
 
 def patched():
     return shim.patched(only=[ID], require=[ID])
-
-
-@pytest.fixture
-def one_rank():
-    with testing.layout_initialised(testing.Layout()):
-        yield
 
 
 @pytest.fixture

@@ -23,12 +23,6 @@ def patched(*ids, **options):
     return shim.patched(only=[ID, *ids], require=[ID], options={ID: options})
 
 
-@pytest.fixture
-def one_rank():
-    with testing.megatron_on_cpu(), testing.layout_initialised(testing.Layout()):
-        yield
-
-
 def build(depths, tied, **options):
     return testing.build_gpt(mtp_num_layers=depths, share_embeddings_and_output_weights=tied, **SIZES | options)
 

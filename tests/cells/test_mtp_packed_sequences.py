@@ -47,12 +47,6 @@ def applied():
         yield report
 
 
-@pytest.fixture
-def one_rank():
-    with testing.layout_initialised(Layout()):
-        yield
-
-
 def build(lora=False, **model):
     gpt = testing.build_gpt(**model)
     if lora:

@@ -50,12 +50,6 @@ def applied():
         yield report
 
 
-@pytest.fixture
-def one_rank():
-    with testing.layout_initialised(Layout()):
-        yield
-
-
 def same_in_all(cases, **model):
     """Cases in which a run with recompute and one without are not the same to the bit, or nothing was compared."""
     wrong = []

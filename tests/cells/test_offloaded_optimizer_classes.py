@@ -13,16 +13,11 @@ from shim.patches.megatron_core.cpu_offloaded_optimizer.proof import after_a_che
 from shim.patches.megatron_core.offloaded_optimizer_classes.proof import groups, groups_lost, read, write
 
 CELLS = {"0.13.1": "first", "0.16.1": "first", "0.17.1": "all"}
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 ID, RESUME = "offloaded-optimizer-classes", "cpu-offloaded-optimizer"
 NEEDED = shim.plan()[ID].wanted
 needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
-
-
-@pytest.fixture(autouse=True)
-def one_rank():
-    with testing.layout_initialised(testing.Layout()):
-        yield
 
 
 def patched():

@@ -15,8 +15,6 @@ import torch
 from thorough import times
 
 import shim
-from shim import testing
-from shim.testing import Layout
 from shim.testing.patience import patience
 
 CELLS = {"0.12.0": "first", "0.14.0": "first", "0.17.0": "first", "0.18.2": "all"}
@@ -56,12 +54,6 @@ def stashed(request):
         return pages_taken
     statistics = request.getfixturevalue("applied")
     return lambda: statistics().stashed
-
-
-@pytest.fixture
-def one_rank():
-    with testing.layout_initialised(Layout()):
-        yield
 
 
 def right(model, counts, **options):

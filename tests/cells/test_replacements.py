@@ -35,12 +35,6 @@ in_both_orders = pytest.mark.parametrize("first", ["shim", "trainer"])
 VARIANTS = {id: shim.plan()[id].variant for id in (OFFLOADED, PACKED, ROWS, MROPE)}
 
 
-@pytest.fixture
-def one_rank():
-    with testing.megatron_on_cpu(), testing.layout_initialised(Layout()):
-        yield
-
-
 # A target that the patch can do without
 
 

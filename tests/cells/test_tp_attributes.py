@@ -221,12 +221,6 @@ def test_biases_of_spread_experts_count():
 # ---- what it leaves alone
 
 
-@pytest.fixture
-def one_rank():
-    with testing.layout_initialised(testing.Layout()):
-        yield
-
-
 def passed(chunks, variant=VARIANT, **settings):
     """Let the patch go over these chunks in front of a function that does nothing."""
 

@@ -48,7 +48,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 import shim
 from shim import testing
-from shim.testing import Layout
 
 CELLS = {"0.13.1": "first", "0.15.3": "all", "0.16.1": "first", "0.19.2": "first"}
 
@@ -69,12 +68,6 @@ has_embeddings_step = pytest.mark.skipif(VERSION < (0, 14), reason="the layer ha
 @pytest.fixture
 def applied():
     with shim.patched(only=PATCHES, require=PATCHES):
-        yield
-
-
-@pytest.fixture
-def one_rank():
-    with testing.layout_initialised(Layout()):
         yield
 
 
