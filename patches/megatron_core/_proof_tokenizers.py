@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -36,16 +37,23 @@ class Words(Letters):
         return len(tokens)
 
 
-def tokenizer(prompt_format: str = "qwen2p5", tag: str = "internvl", **options: Any) -> Any:
-    """megatron-core's MegatronMultimodalTokenizer around `Words`."""
+@contextmanager
+def library_with(tokens: Letters, module: str, name: str) -> Iterator[Any]:
+    """A module of megatron-core that has the tokenizer `name`, and finds `tokens` in transformers meanwhile."""
     try:
-        library = import_module("megatron.core.tokenizers.vision.libraries.multimodal_tokenizer")
+        library = import_module(f"megatron.core.tokenizers.{module}")
     except ModuleNotFoundError as error:
-        raise CannotRunError("this release has no MegatronMultimodalTokenizer") from error
+        raise CannotRunError(f"this release has no {name}") from error
     transformers = mock.Mock()
-    transformers.AutoTokenizer.from_pretrained.return_value = Words()
+    transformers.AutoTokenizer.from_pretrained.return_value = tokens
     with (
         mock.patch.object(library, "HAVE_TRANSFORMERS", True),
         mock.patch.object(library, "transformers", transformers, create=True),
     ):
+        yield library
+
+
+def tokenizer(prompt_format: str = "qwen2p5", tag: str = "internvl", **options: Any) -> Any:
+    """megatron-core's MegatronMultimodalTokenizer around `Words`."""
+    with library_with(Words(), "vision.libraries.multimodal_tokenizer", "MegatronMultimodalTokenizer") as library:
         return library.MegatronMultimodalTokenizer("letters", prompt_format, [], tag, **options)

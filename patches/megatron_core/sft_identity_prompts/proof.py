@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
-from unittest import mock
 
-from shim.patches.megatron_core._proof_tokenizers import Letters
-from shim.testing.proof import CannotRunError, Here, proof
+from shim.patches.megatron_core._proof_tokenizers import Letters, library_with
+from shim.testing.proof import Here, proof
 
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
@@ -22,17 +20,8 @@ HIDDEN = -100
 
 def tokenizer(prompt_format: str) -> Any:
     """megatron-core's SFTTokenizer around `Letters`."""
-    try:
-        sft_tokenizer = import_module("megatron.core.tokenizers.text.libraries.sft_tokenizer")
-    except ModuleNotFoundError as error:
-        raise CannotRunError("this release has no SFTTokenizer") from error
-    transformers = mock.Mock()
-    transformers.AutoTokenizer.from_pretrained.return_value = Letters()
-    with (
-        mock.patch.object(sft_tokenizer, "HAVE_TRANSFORMERS", True),
-        mock.patch.object(sft_tokenizer, "transformers", transformers, create=True),
-    ):
-        return sft_tokenizer.SFTTokenizer("letters", prompt_format)
+    with library_with(Letters(), "text.libraries.sft_tokenizer", "SFTTokenizer") as library:
+        return library.SFTTokenizer("letters", prompt_format)
 
 
 def right_targets(conversation: Sequence[dict[str, str]]) -> list[int]:
