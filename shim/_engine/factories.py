@@ -98,30 +98,35 @@ def _unknown(new: types.FunctionType, old: Any, before: Mapping[str, inspect.Par
     return ""
 
 
-def misfit(new: Any, old: Any) -> str:
-    """Why `new` cannot replace `old`; "" if it can. A backport may add optional parameters."""
-    problem = _wrong_kind(new, old)
-    if problem or not callable(old):
-        return problem
-    try:
-        before = inspect.signature(old).parameters
-        attributes = getattr(new, "__dict__", {})
-        copied = attributes.get("__wrapped__") is old and "__signature__" not in attributes  # by functools.wraps
-        after = before if copied else inspect.signature(new).parameters
-    except (TypeError, ValueError):
-        return ""  # built-in functions have no signature
+def _differs(before: Mapping[str, inspect.Parameter], after: Mapping[str, inspect.Parameter]) -> str:
+    """How a signature differs from upstream's; "" if it does in optional parameters alone that a backport adds."""
     positional = [name for name, p in before.items() if p.kind <= p.POSITIONAL_OR_KEYWORD]
-    if not copied and (list(after)[: len(positional)] != positional or not set(before) <= set(after)):
+    if list(after)[: len(positional)] != positional or not set(before) <= set(after):
         return f"its parameters are {', '.join(after)}; upstream's are {', '.join(before)}"
-    for name, parameter in () if copied else after.items():
+    for name, parameter in after.items():
         if name not in before:
             if parameter.default is parameter.empty:
                 return f"parameter {name} is added without a default"
         # By identity: a default may be a tensor, whose == gives no bool.
         elif parameter.kind is not before[name].kind or parameter.default is not before[name].default:
             return f"parameter {name} is not as upstream has it"
-    if type(new) is not types.FunctionType:
-        return ""
+    return ""
+
+
+def misfit(new: Any, old: Any) -> str:
+    """Why `new` cannot replace `old`; "" if it can. A backport may add optional parameters."""
+    problem = _wrong_kind(new, old)
+    if problem or not callable(old):
+        return problem
+    attributes = getattr(new, "__dict__", {})
+    shows_olds = attributes.get("__wrapped__") is old and "__signature__" not in attributes  # by functools.wraps
+    try:
+        before = inspect.signature(old).parameters
+        problem = "" if shows_olds else _differs(before, inspect.signature(new).parameters)
+    except (TypeError, ValueError):
+        return ""  # built-in functions have no signature
+    if problem or type(new) is not types.FunctionType:
+        return problem
     return _refused(new, before) or _unknown(new, old, before)
 
 
