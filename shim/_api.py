@@ -110,9 +110,10 @@ def _planned(matrix: Matrix, asked: Arguments, trial: Mapping[str, Proved] | Non
         from shim._planning.lock import read_lock  # here, because most jobs have none
 
         content = read_lock(options.lock)
-        words = content.get("concerns") if options.concerns is None else options.concerns
-        concerns = None if words is None else checked_concerns(f"the lock {options.lock}", words)
-        options = replace(options, lock_content=content, concerns=concerns)
+        options = replace(options, lock_content=content)
+        if options.concerns is None:
+            words = checked_concerns(f"the lock {options.lock}", content.get("concerns"))
+            options = replace(options, concerns=words)
     sources = _engine.ENGINE.new_sources(known_with(files_of(options.lock_content)))
     return make_plan(detect(sources), matrix, options, losses=_LostFeatures())
 

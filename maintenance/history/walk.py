@@ -92,15 +92,8 @@ def commits_of(git: Git, distribution: str, heads: Iterable[str], without: Itera
 
 def names_of(entries: Iterable[PatchEntry]) -> dict[str, list[str]]:
     """The names that these patches bind or read, or that a class inherits for them, by module."""
-    targets = {body for entry in entries for body in entry.bodies}
-    targets |= {
-        inherited
-        for entry in entries
-        for variant in entry.variants.values()
-        for inherited in (variant.inherited or {}).values()
-    }
     found: dict[str, list[str]] = {}
-    for module, qualname in sorted(map(split_target, targets)):
+    for module, qualname in sorted(map(split_target, set().union(*map(_all, entries)))):
         found.setdefault(module, []).append(qualname)
     return found
 
@@ -248,6 +241,7 @@ class Walk:
 
 
 def _all(entry: PatchEntry) -> set[str]:
+    """The names that a patch binds or reads, or that a class inherits for it."""
     return {
         name for variant in entry.variants.values() for name in (*variant.bodies, *(variant.inherited or {}).values())
     }

@@ -18,6 +18,7 @@ __all__ = [
     "Run",
     "given_facts",
     "run_named",
+    "run_of",
     "words_named",
 ]
 
@@ -157,8 +158,12 @@ def words_named(text: str, what: str = "--for") -> tuple[str, ...]:
     return named
 
 
-def run_named(text: str, te_is_installed: bool, what: str = "--for") -> Run:
+def run_named(text: str, te_is_installed: bool) -> Run:
     """The run that is what `text` names, words with commas between, and nothing else. OptionError for other words."""
-    named = words_named(text, what)
+    return run_of(words_named(text), te_is_installed)
+
+
+def run_of(named: Iterable[str], te_is_installed: bool) -> Run:
+    """The run that has these words of `words_named`, and no other."""
     facts = {**dict.fromkeys(WORDS, False), **given_facts(te_is_installed), **dict.fromkeys(named, True)}
     return Run(facts, f"a run with {', '.join(word for word in named if word not in UNSAID)}")

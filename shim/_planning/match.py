@@ -107,8 +107,7 @@ def match(entry: PatchEntry, environment: Environment, matrix: Matrix, proved: P
     for said in _evidence(bodies, proved):
         shown = _shown(bodies, said, release)
         # In part, a variant of other versions was seen to help, and is not the one that this version gets.
-        elsewhere = shown is not None and shown.dropped and candidate is not None and shown.variant != candidate.name
-        if shown is not None and not elsewhere:
+        if shown is not None and not (shown.dropped and candidate and shown.variant != candidate.name):
             return shown
     right = _seen_to_be_right(bodies, release)
     if right is not None:

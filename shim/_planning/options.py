@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 ROUNDING = "rounding"  # also the option of a patch that fixes something and, if asked, changes rounding
+FLAGS = ("strict", ROUNDING)
 ON_DRIFT = ("skip", "error", "apply", "known")
 PREFIX = "MEGATRON_SHIM_"
 # Set below `shim run` by the process that has said the line of a job, for those that it starts.
@@ -119,7 +120,7 @@ class Arguments:
                 found[name] = ",".join(words_of(name, () if given is None else given)) or empty
         if words := words_of("exclude", self.exclude):
             found["exclude"] = ",".join(words)
-        for name in ("strict", "rounding"):
+        for name in FLAGS:
             given = getattr(self, name)
             if not isinstance(given, Unset):
                 found[name] = "1" if checked_flag(name, given) else "0"
@@ -368,7 +369,7 @@ def _from_variables(asked: Arguments) -> dict[str, tuple[str, Any]]:
         if text and name in ("only", "kinds", "require"):
             words = words_of(variable, text)
             read = () if words == (NONE,) else words or value.default
-        elif text and name in ("strict", ROUNDING):
+        elif text and name in FLAGS:
             read = is_true(variable, text)
         elif text:
             read = from_json(variable, text) if name == "options" else text

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import field, replace
 from typing import Any
 
-from shim._matrix.concerns import NO, Run, run_named
+from shim._matrix.concerns import NO, Run, run_of
 from shim._matrix.model import Matrix, PatchEntry
 from shim._planning.decision import Decision, Losses, LostFeature
 from shim._planning.digest import digest_of, identity_of
@@ -236,7 +236,7 @@ def make_plan(environment: Environment, matrix: Matrix, options: Options, losses
     """Decide about every patch of the matrix. Imports nothing, and changes nothing."""
     proved = evidence_for(options.lock_content, environment) if options.trial is None else options.trial
     words, te = options.concerns, "transformer-engine" in environment.installed
-    run = None if words is None else run_named(",".join(words), te, "concerns")
+    run = None if words is None else run_of(words, te)
     decisions = {
         id: _decide(entry, environment, options, matrix, proved.get(id), run) for id, entry in matrix.patches.items()
     }
