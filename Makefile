@@ -108,11 +108,9 @@ proofs: env  ## run all proofs on all releases, and write their results
 	$(BIN)/python -m shim.maintenance.prove_all
 	$(BIN)/python -m shim.maintenance.docs
 
-mutations: env  ## what was measured on mutated releases, on fixes and on neighbours, measured again; two hours
+mutations: env  ## what was measured on mutated releases and on fixes, measured again; two hours
 	$(BIN)/python maintenance/mutations/measure.py
-	$(BIN)/python maintenance/mutations/neighbours.py
 	$(BIN)/python maintenance/mutations/fixing.py
-	$(BIN)/python maintenance/mutations/judge.py
 
 # EVERY=1 takes all four thousand, and about two hours of one core; FILES names some of them.
 EVERY ?= 10

@@ -73,7 +73,7 @@ MEANINGS = {
     "applied": ("The patch is in force. shim has just read every binding back from the process.", ""),
     "upstream": (
         "The release has fixed the defect: all bodies that the patch binds or relies on are those of a release that is "
-        "right, or a sign of the fix was seen. The version alone is never enough.",
+        "right, or proofs have shown it. The version alone is never enough.",
         "",
     ),
     "not-needed": ("The release never had the defect, for instance because it lacks the feature. Seen as above.", ""),
@@ -100,8 +100,9 @@ MEANINGS = {
         "`shim.compatible` if it is right.",
     ),
     "drifted": (
-        "A body that the patch binds or relies on cannot be read, or is unknown and keeps no contract.",
-        "Update megatron-shim, or report it with the output of `shim audit`. "
+        "A body that the patch binds or relies on cannot be read, or is not known: whether this tree needs the patch "
+        "is not known.",
+        "Let the proofs decide (`shim pin --prove`), update megatron-shim, or report it with what `shim audit` prints. "
         '`on_drift="apply"` applies the patch if the signature still fits.',
     ),
     "conflict": (
@@ -231,10 +232,7 @@ KEYS = {
         "delete_when": "The event that makes the patch unnecessary, if the header of its module does not name it.",
         "options": "The options by name.",
         "before": "Modules before whose code the patch acts: its `Resource.begin`. It is loaded then at the latest.",
-        "contracts": "The patch's needs of unknown bodies, see [contracts.md](contracts.md).",
-        "fixed": "Signs that a release has fixed the defect. It is `upstream` then, also with unknown bodies.",
-        "lacking": "Signs that a release never had the defect. It is `not-needed` then.",
-        "decided": "Decisions of people about bodies of new releases that keep no contract.",
+        "decided": "Decisions of people about bodies of new releases.",
         "pairs": "Defects of two releases together, with a `note`. `shim plan` names them. They decide no variant.",
         "probe": "The targets in whose place the module's `probe` tries a foreign function, methods in a model.",
         "module": "The module with `bindings()`, such as `trainer_patches.roll_fix`.",
@@ -259,8 +257,7 @@ KEYS = {
         "optional": "`true`: a process may do without the module of this target, so the patch does not wait for it.",
         "added": "`true`: the release may lack the name. The factory then gets MISSING.",
         "alone": "`true`: shim does not bind aliases of this target.",
-        "wraps": "`true`: the factory holds around any function that takes the same calls, also a foreign one. If the "
-        "target has a contract, the text of the foreign one must keep it.",
+        "wraps": "`true`: the factory holds around any function that takes the same calls, also a foreign one.",
         "without": "The remaining defect without this one target. A foreign object there costs no more than that.",
         "reached_by": "The functions and methods through which a call reaches it. A foreign function there, or an "
         "override of the method, may hide the patch.",
@@ -268,29 +265,6 @@ KEYS = {
     "A read": {
         "read": "The name.",
         "reached_by": "As of a target.",
-    },
-    "A contract": {
-        "target": "The target or read that the contract is for.",
-        "variants": "The variants that it is for. Without it: all with this body.",
-        "parameters": 'Names that the function takes. "*args" and "**kwargs" are the variadic ones.',
-        "first": "The names of its first parameters, for arguments by position.",
-        "also": "With `exact`: further names that it may take.",
-        "decorators": "Its decorators, all of them, as text.",
-        "has": "Phrases that stand in it in this order.",
-        "lacks": "Phrases that do not stand in it.",
-        "keeps": "Names and attributes that it binds only in the phrases of `has`.",
-        "confined": "Expressions that stand only in the phrases of `has`. Assertions and errors do not count.",
-        "may": "Further phrases that may stand in it, for `keeps` and `confined`.",
-        "returns": "Phrases for its results. Every return is one of them.",
-        "exact": "`true`: it takes nothing else. For functions that the patch replaces.",
-    },
-    "A sign": {
-        "target": "The function that shows it. Without phrases: its absence is the sign.",
-        "has": "Phrases that stand in it in this order.",
-        "lacks": "Phrases that do not stand in it.",
-        "once": "`true`: of several definitions one is enough for `has`.",
-        "places": "Instead of one target: a list of targets with phrases. All of them together are the sign.",
-        "note": "Why the release is right then, in one line.",
     },
     "A decision": {
         "target": "The target or read that was read.",
@@ -316,8 +290,6 @@ TABLES = {
     "A rule": rules.RULE_KEYS,
     "A target": rules.TARGET_KEYS,
     "A read": rules.READ_KEYS,
-    "A contract": reader.CONTRACT_KEYS,
-    "A sign": reader.SIGN_KEYS,
     "A decision": reader.DECIDED_KEYS,
     "An option": reader.OPTION_KEYS,
 }

@@ -10,8 +10,7 @@ from pathlib import Path
 from shim._errors import MatrixError, SourceError
 from shim._matrix.model import NOT_NEEDED, RIGHT, UPSTREAM, Matrix, PatchEntry, Pin, Rule, Variant
 from shim._matrix.pins import lock_path
-from shim._planning.contract import breach, shows
-from shim._planning.evidence import FIXED, Proved, digest_of_bodies, shipped_evidence
+from shim._planning.evidence import FIXED, LACKING, Proved, digest_of_bodies, shipped_evidence
 from shim._planning.evidence import RIGHT as RIGHT_ON_STOCK
 from shim._releases.fingerprint import fingerprint
 from shim._releases.known_files import measure_files
@@ -74,10 +73,10 @@ def measure_one(
 
 def _is_proved(entry: PatchEntry, pin: Pin, proved: Sequence[Proved]) -> bool:
     """Whether proofs have shown on exactly these bodies what the pin gives, in `proved` or on a known tree."""
-    verdict = RIGHT_ON_STOCK if pin.variant is None else FIXED
-    here = verdict, pin.variant, digest_of_bodies(pin.fingerprints)
+    verdicts = (RIGHT_ON_STOCK, LACKING) if pin.variant is None else (FIXED,)
+    here = pin.variant, digest_of_bodies(pin.fingerprints)
     return any(
-        (said.verdict, said.variant, said.bodies) == here and not said.dropped
+        said.verdict in verdicts and (said.variant, said.bodies) == here and not said.dropped
         for said in (*proved, *shipped_evidence(entry.id))
     )
 
@@ -92,14 +91,14 @@ def _undecided(
 ) -> list[str]:
     """What nobody has decided about a release that the patch has no pin for yet: its version alone speaks for the pin.
 
-    A body that no release with the same pin has must keep its contract, or stand under `decided`. A release that is
-    right may show a sign of it instead. A patch without any pin is new, and whoever writes it decides.
+    A body that no release with the same pin has must stand under `decided`, unless proofs have run. A patch without any
+    pin is new, and whoever writes it decides.
     """
     before = {release: pins[entry.id] for release, pins in recorded.items() if entry.id in pins}
     if not before or name in before:
         return []
     same = [other.fingerprints for other in before.values() if other.variant == pin.variant]
-    if pin.variant is None and _is_seen_to_be_right(entry, matrix.wanted(entry.id, name), sources, pin, same):
+    if pin.variant is None and _is_seen_to_be_right(entry, matrix.wanted(entry.id, name), pin, same):
         return []
     gives = matrix.wanted(entry.id, name)
     decided = {(d.target, d.body) for d in entry.decided if d.gives == gives}
@@ -108,31 +107,28 @@ def _undecided(
     for target, body in pin.fingerprints.items():
         if any(others.get(target) == body for others in same) or (target, body) in decided:
             continue
-        why = "and nothing shows that it is right"
-        if pin.variant is not None:
-            why = _breach(sources, entry.variants[pin.variant], target, bool(same))
-        if why:
-            found.append(
-                f"{entry.id}: nobody has seen {target} of {shown}, {why}. Remedy: read it (shim audit), and correct "
-                "the ranges if the patch does not fit. If the change is beside the point, say so under `decided` of "
-                f'the patch: {{target: "{target}", body: "{body}", as: {gives}, note: ...}}'
-            )
+        if pin.variant is not None and not same:
+            continue  # a variant that no release has was written for this one
+        why = "and nothing shows that it is right" if pin.variant is None else "and the ranges alone give it a variant"
+        found.append(
+            f"{entry.id}: nobody has seen {target} of {shown}, {why}. Remedy: let the proofs decide (shim pin --prove "
+            "--against TREE), or read it (shim audit) and correct the ranges if the patch does not fit. "
+            "If the change is beside the point, say so under `decided` of the patch: "
+            f'{{target: "{target}", body: "{body}", as: {gives}, note: ...}}'
+        )
     return found
 
 
-def _is_seen_to_be_right(
-    entry: PatchEntry, gives: str | None, sources: Sources, pin: Pin, others: Sequence[Mapping[str, str]]
-) -> bool:
-    """Whether all bodies are those of another release that is right, or show a sign, or none is there to be wrong."""
+def _is_seen_to_be_right(entry: PatchEntry, gives: str | None, pin: Pin, others: Sequence[Mapping[str, str]]) -> bool:
+    """Whether all bodies are those of another release that is right, or none is there to be wrong."""
     lacks_all = gives == NOT_NEEDED and pin.fingerprints.keys().isdisjoint(entry.targets)
-    signs = (*entry.fixed, *entry.lacking)
-    return pin.fingerprints in others or lacks_all or any(shows(sources, sign) for sign in signs)
+    return pin.fingerprints in others or lacks_all
 
 
 def _on_commit(
     matrix: Matrix, entry: PatchEntry, name: str, sources: Sources, known: Mapping[str, Mapping[str, Pin]]
 ) -> Pin | None:
-    """The pin of a commit: what the proofs have shown there, or what the bodies of releases, signs and contracts say.
+    """The pin of a commit: what the proofs have shown there, or what the bodies of releases say.
 
     None if only the version of the commit speaks for what the rules give. Once it is pinned, a body is right wherever
     it is found.
@@ -141,14 +137,12 @@ def _on_commit(
     of_releases = [pins[entry.id] for pins in releases if entry.id in pins]
     rule = entry.pinned_rule(matrix.version(entry.distribution, name))
     shown = _proved_on(entry, name) or _alike(entry, rule, sources, of_releases)
-    if not shown and any(shows(sources, sign) for sign in entry.fixed):
-        shown = UPSTREAM
     gives = shown or (None if rule is None else rule.gives)
     try:
         pin = None if gives is None else _measure(entry, gives, sources)
     except SourceError:
         return None
-    speak = pin is None or gives is None or shown or _speak_for(entry, gives, sources, pin, of_releases)
+    speak = pin is None or gives is None or shown or _speak_for(entry, gives, pin, of_releases)
     return pin if speak else None
 
 
@@ -159,7 +153,7 @@ def _proved_on(entry: PatchEntry, name: str) -> str | None:
             continue
         if said.verdict == FIXED and said.variant in entry.variants:
             return said.variant
-        if said.verdict == RIGHT_ON_STOCK:
+        if said.verdict in (RIGHT_ON_STOCK, LACKING):
             return UPSTREAM
     return None
 
@@ -189,25 +183,16 @@ def _known(pins: Sequence[Pin]) -> dict[str | None, dict[str, set[str]]]:
     return known
 
 
-def _speak_for(entry: PatchEntry, gives: str, sources: Sources, pin: Pin, of_releases: Sequence[Pin]) -> bool:
-    """Whether the bodies of a commit speak for what the rules give: a sign of a fix, or a contract for each body."""
+def _speak_for(entry: PatchEntry, gives: str, pin: Pin, of_releases: Sequence[Pin]) -> bool:
+    """Whether the bodies of a commit speak for what the rules give: releases with the same pin have each of them."""
     if pin.variant is None:
         right = [other.fingerprints for other in of_releases if other.variant is None]
-        return _is_seen_to_be_right(entry, gives, sources, pin, right)
-    variant, known = entry.variants[pin.variant], _known(of_releases)
-    new = [t for t, body in pin.fingerprints.items() if body not in known.get(pin.variant, {}).get(t, ())]
-    return not any(_breach(sources, variant, target, pin.variant in known) for target in new)
-
-
-def _breach(sources: Sources, variant: Variant, target: str, of_releases: bool) -> str:
-    """Why an unknown body does not fit the variant. "" if it keeps its contract.
-
-    of_releases: whether a release has the variant. One that no release has was written for commits such as this one.
-    """
-    if target not in variant.needs:
-        return "and there is no contract of it" if of_releases else ""
-    said = breach(sources, variant.inherits(target) or target, variant.needs[target])
-    return f"which breaks its contract: {said}" if said else ""
+        return _is_seen_to_be_right(entry, gives, pin, right)
+    known = _known(of_releases)
+    # A variant that no release has was written for commits such as this one.
+    return pin.variant not in known or all(
+        body in known[pin.variant].get(target, ()) for target, body in pin.fingerprints.items()
+    )
 
 
 def measure(

@@ -74,7 +74,7 @@ class Added:
     audited: the audit against the pins as they were.    files: what was written.
     widened: patch id -> the bound of its range before and after.
     decide: what has no answer yet, a line each.
-    read: changed bodies that keep their contracts or were proved, so that the patch holds: patch id -> targets.
+    read: changed bodies on which the patch was proved: patch id -> targets.
     """
 
     new: New
@@ -101,9 +101,13 @@ class Added:
         lines = [as_text(self.audited), "", *(f"wrote {file}" for file in self.files), ""]
         wider = [f"  {id}: <{old} became <{new}" for id, (old, new) in self.widened.items()]
         lines += ["Ranges that reach to it now:", *wider, ""] if wider else []
-        lines += ["To read, in the audit above: changed bodies with which the patch holds, by contract or by proof"]
+        lines += ["To read, in the audit above: changed bodies with which the patch holds by its proofs"]
         lines += [f"  {id}: {', '.join(targets)}" for id, targets in self.read.items()] or ["  none"]
-        until = "contracts decide there" if self.new.is_commit else "`shim matrix` and the tests complain"
+        until = (
+            "it is not known there whether the patch is needed"
+            if self.new.is_commit
+            else "`shim matrix` and the tests complain"
+        )
         lines += ["", f"To decide; until then {until}:"]
         lines += [f"  {line}" for line in self.decide] or ["  nothing"]
         lines += ["", PROVE.format(name=self.name)] if self.new.is_commit and self.decide else []
@@ -259,7 +263,7 @@ def _commit(matrix: Matrix, new: New, source: Path | None, of: str, say: Say) ->
 
 
 def _kept(finding: Finding) -> tuple[str, ...]:
-    """The targets whose unknown bodies keep their contracts, or run in proofs that are right."""
+    """The targets whose unknown bodies run in proofs that are right."""
     return tuple(d.target for d in finding.differences) if finding.verdict == "apply" else ()
 
 
@@ -304,16 +308,15 @@ def _remedy(finding: Finding, new: New, says: str | None) -> str:
     if finding.verdict == "gone":
         first = "look for where upstream moved the code"
     else:
-        broken = [d.target for d in finding.differences if d.contract.startswith("broken")]
-        first = f"read {', '.join(broken)} above" if broken else "read the bodies above"
+        first = "let its proofs decide (shim pin --prove --against TREE --lock FILE), or read the bodies above"
     beside = f"if the change is beside the point, say so under `decided`, as {says}" if says else "then widen a range"
     rule = f"end the range of {says} before {new.name}, and " if says else ""
-    right = "if the release is right by itself, give it a sign under `fixed` or `lacking`"
+    right = "if the release is right by itself, give it a range under `upstream` or `not_needed`"
     return f"{first}; {beside}; {right}; else {rule}write a variant for {new.name}"
 
 
 def _unpinned(matrix: Matrix, distribution: str, commit: Commit, findings: Mapping[str, Finding]) -> Decide:
-    """The patches that neither bodies nor contracts speak for on the commit: its proofs can."""
+    """The patches for which no body speaks on the commit: its proofs can."""
     version = Version(commit.version)
     return [
         (id, f"{id} ({finding.words}): it has no pin there until its proofs have run, or a variant fits")

@@ -154,7 +154,6 @@ def apply(**given: Unpack[Given]) -> Report:
         left out, unless `require` names them. `check` warns of each that a model needs beyond the words.
     strict: NotMetError if a correctness patch has drifted or is in conflict.
     on_drift: "skip" leaves a drifted patch out, "error" raises, "apply" applies it if the signature still fits.
-        "known" is as "skip", but contracts do not count: an unknown body is drifted.
     options: {patch id: {option: value}}, each of the type and in the range that `shim explain ID` shows.
     matrix: another version_matrix.yaml. None: the one that ships with shim.
     lock: a lock file, or None.

@@ -94,7 +94,8 @@ def _walked(distribution: str, repository: Path, state: State, table: bool) -> t
     state.forget_others({id: set(digests) for id, digests in seen.items()})
     total = len({(each.entry.id, each.digest) for having in blobs.values() for each in walk.on(having)})
     unseen = sum(map(len, seen.values()))
-    print(f"{len(commits)} commits, {total} sets of bodies, of which no release has {unseen}; {len(new)} are new")
+    others = f"{unseen} of them of no release that gets a patch"
+    print(f"{len(commits)} commits, {total} sets of bodies, {others}; {len(new)} are new")
     if len(new) <= 40:
         print("".join(f"  {line}\n" for line in new), end="")
     left = {id: [each for each in digests.values() if not state.judged(each)] for id, digests in seen.items()}

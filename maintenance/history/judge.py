@@ -6,26 +6,15 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import shim
-from shim._matrix.model import Matrix
 from shim._proving.decide import decide
 from shim._proving.kept import Kept
 from shim._proving.run import Request
 from shim._releases.detect import PATCHED
 from shim._tools.fetching import first_on_path
 from shim._tools.pin_prove import inputs_of, proved_part
-
-
-def without_contracts(matrix: Matrix) -> Matrix:
-    """The matrix in which no contract speaks for a body, so that a proof has to run each that is unknown."""
-    patches = {
-        id: replace(entry, variants={name: replace(v, needs={}) for name, v in entry.variants.items()})
-        for id, entry in matrix.patches.items()
-    }
-    return replace(matrix, patches=patches)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +27,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     with first_on_path(options.tree):
         made = shim.plan(lock=None)
-        made = replace(made, matrix=without_contracts(made.matrix))
         kept = Kept(options.file.with_suffix(".proving"), inputs_of(made))
         request = Request(ids=tuple(options.ids.split(",")), jobs=options.jobs, kept=kept, complete=True)
         decided = decide(made, request, lambda said: None)

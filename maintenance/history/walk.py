@@ -112,11 +112,11 @@ class Found:
 
     @property
     def is_released(self) -> bool:
-        """Whether a release has the bodies of a variant, or is right without the patch and has the same."""
-        entry, bodies = self.entry, self.bodies
-        if any(bodies.all_known(variant.name, bodies.of(variant)) for variant in entry.variants.values()):
-            return True
-        return bodies.matrix.right_like(entry.id, bodies.found, bodies.missing) is not None
+        """Whether a release has the bodies of a variant.
+
+        Those of a release that is right decide nothing here: the defect may come of code that the patch does not read.
+        """
+        return any(self.bodies.all_known(v.name, self.bodies.of(v)) for v in self.entry.variants.values())
 
     def digest_of(self, variant: Variant | None) -> str:
         """What evidence about the variant names; None: about stock."""

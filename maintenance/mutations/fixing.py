@@ -2,10 +2,10 @@
 
     python maintenance/mutations/fixing.py                             all of them, again; writes fixed.json
     python maintenance/mutations/fixing.py --patches ID ... [--add]    of these patches; --add: those that are missing
-    python maintenance/mutations/fixing.py --show [--patches ID ...]   what the contracts say of them, without measuring
+    python maintenance/mutations/fixing.py --show [--patches ID ...]   what was measured
 
 In a fix some bodies of a release are changed. The proofs of the patch run on it twice: as it is, which says whether it
-is a fix, and with the patch, whatever its contracts say.
+is a fix, and with the patch.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import fcntl
 import json
 import os
 import sys
-from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -26,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 MEASURED = HERE / "fixed.json"
 SECONDS = 150  # for one side of one proof
-__all__ = ["Fix", "asked", "fixes_of", "judged", "read", "verdict", "with_contracts"]
+__all__ = ["Fix", "fixes_of", "measured", "read", "with_fixes"]
 
 
 @dataclass(frozen=True)
@@ -51,9 +50,9 @@ class Fix:
         return "\n".join(f"{body}\n{ast.unparse(node)}" for body, node in sorted(self.nodes.items()))
 
 
-def with_contracts(matrix) -> list[str]:
-    """The patches of which some body has a contract."""
-    return [id for id, entry in matrix.patches.items() if any(v.needs for v in entry.variants.values())]
+def with_fixes() -> list[str]:
+    """The patches for which fixes are written."""
+    return [file.stem.replace("_", "-") for file in sorted((HERE / "fixes").glob("[a-z]*.py"))]
 
 
 @cache
@@ -98,53 +97,21 @@ def fixes_of(id: str) -> list[Fix]:
     return found
 
 
-# ---- what the contracts say
-
-
 def variant_of(matrix, fix: Fix):
     entry = matrix.patches[fix.patch]
     return entry.variants[matrix.pins[entry.distribution][fix.core][fix.patch].variant]
 
 
-def asked(matrix, fix: Fix) -> str:
-    """Why the patch would not be applied; "" where it would be. Signs that a release has fixed it are not asked for."""
-    from judge import Reduced
-
-    from shim._planning.contract import breach
-    from shim._releases.sources import Sources
-
-    variant = variant_of(matrix, fix)
-    changed = Reduced(Sources([]), ())
-    for body, node in fix.nodes.items():
-        changed.put(body, node)
-    for target in variant.bodies:
-        body = variant.inherits(target) or target
-        if body in fix.nodes:
-            if target not in variant.needs:
-                return f"{body.partition(':')[2]}: its body is unknown, and has no contract"
-            said = breach(changed, body, variant.needs[target])
-            if said:
-                return f"{body.partition(':')[2]}: {said}"
-    return ""
-
-
-def verdict(broken: str, found: dict) -> str:
-    if found["stock"] != "right":
-        return "dead"  # no fix at all
-    if found["patched"] == "right":
-        return "false alarm" if broken else "right yes"
-    return "right no" if broken else "WRONG YES"
-
-
-def judged(matrix, table: dict, patches=None):
-    """(patch, what, why the patch is not applied, what was measured) of each fix that was measured as it is."""
+def measured(patches=None):
+    """(patch, what, what was measured) of each fix that was measured as it is."""
     from measure import digest
 
+    table = read()
     for id in patches or table:
         for fix in fixes_of(id):
             found = table.get(id, {}).get(fix.what)
             if found is not None and found["text"] == digest(fix.text):
-                yield id, fix.what, asked(matrix, fix), found
+                yield id, fix.what, found
 
 
 # ---- measuring
@@ -284,24 +251,21 @@ def main() -> int:
         import shim.testing.proof  # noqa: F401
 
         torch.set_num_threads(1)
-        torch._dynamo.config.disable = True  # compiling takes most of the time, and is no matter of contracts
-        fixes = [fix for id in options.patches or with_contracts(matrix) for fix in fixes_of(id)]
-        # Those that keep all contracts come first: one of them can be a wrong yes.
-        fixes.sort(key=lambda fix: bool(asked(matrix, fix)))
+        torch._dynamo.config.disable = True  # compiling takes most of the time
+        fixes = [fix for id in options.patches or with_fixes() for fix in fixes_of(id)]
         table = read()
         known = {(id, what): found["text"] for id, whats in table.items() for what, found in whats.items()}
         measure_all(matrix, [f for f in fixes if not options.add or known.get((f.patch, f.what)) != digest(f.text)])
-    return show(matrix, options.patches)
+    return show(options.patches)
 
 
-def show(matrix, patches=None) -> int:
-    counts: Counter = Counter()
-    for id, what, broken, found in judged(matrix, read(), patches):
-        said = verdict(broken, found)
-        counts[said] += 1
-        print(f"{said:12} {id} | {what} | {broken or 'kept'} | {found['patched']}")
-    print(dict(counts))
-    return 1 if counts["WRONG YES"] else 0
+def show(patches=None) -> int:
+    """Print what was measured. 1 if one is no fix: it is not right on stock."""
+    dead = 0
+    for id, what, found in measured(patches):
+        dead += found["stock"] != "right"
+        print(f"{id} | {what} | stock {found['stock']} | patched {found['patched']}")
+    return 1 if dead else 0
 
 
 if __name__ == "__main__":

@@ -4,11 +4,12 @@
     python maintenance/mutations/measure.py --add 8 --cells 0.19.2 ...  up to 8 of each body, those that are missing
 
 One process per cell loads torch and the release; every mutant is a fork of it, in which upstream's function is replaced
-before shim is applied. Outcomes go to measured.json as they come. Whether contracts hold is not asked here: judge.py
-does, in seconds.
+before shim is applied. Outcomes go to measured.json as they come. What the proofs say of these trees is asked by
+proving.py.
 """
 
 import argparse
+import ast
 import collections
 import contextlib
 import functools
@@ -68,7 +69,6 @@ def measure(cell: str, patches: list[str] | None, add: int) -> int:
 
 def _work(matrix, cell: str, id: str, add: int) -> list:
     """For each mutant of a patch a function that measures it. Empty where the unchanged release does not pass."""
-    from judge import Reduced, contract_on, mutants_of, spread
     from selected import PROBES_OF, STASH_SINCE, TESTS, tests_of
 
     from shim._releases.sources import Sources
@@ -80,10 +80,9 @@ def _work(matrix, cell: str, id: str, add: int) -> list:
     if id not in TESTS or TESTS[id][0] != folder or pin is None or pin.variant is None:
         return []
     variant, sources = matrix.patches[id].variants[pin.variant], Sources()
-    reduced = Reduced(sources, {variant.inherits(target) or target for target in variant.needs})
     known = read().get(cell, {}).get(id, {})
     todo, count = [], collections.Counter()
-    for body, mutant in spread(mutants_of(sources, id, variant), lambda *item: contract_on(reduced, variant, *item)):
+    for body, mutant in _spread(mutants_of(sources, id, variant)):
         measured = known.get(body, {}).get(mutant.name, {}).get("text") == digest(mutant.text)
         count[body] += 1
         if measured != bool(add) and (measured or count[body] <= add or mutant.kind == "by hand"):
@@ -108,6 +107,62 @@ def _work(matrix, cell: str, id: str, add: int) -> list:
         print(f"{time.monotonic() - began:6.1f} s {body.split(':')[1]} | {mutant.name} | {found}", flush=True)
 
     return [functools.partial(run, *item) for item in todo]
+
+
+def mutants_of(sources, id: str, variant) -> list:
+    """(body, mutant) for all bodies of a variant that are one function, those written by hand first."""
+    from handwritten import handwritten
+    from mutants import generate
+
+    from shim._errors import SourceError
+    from shim._releases.fingerprint import definitions, split_target
+
+    found = []
+    for target in variant.bodies:
+        body = variant.inherits(target) or target
+        module, qualname = split_target(body)
+        try:
+            there = [definition.node for definition in definitions(sources.tree(module), qualname)]
+        except SourceError:
+            continue
+        if len(there) == 1 and isinstance(there[0], ast.FunctionDef):
+            found += [(body, mutant) for mutant in (*handwritten(id, body, there[0]), *generate(there[0]))]
+    return found
+
+
+def _spread(mutants: list) -> list:
+    """The same, so that the first ones are of all bodies and kinds. Of those alike a hash of their text says which."""
+    alike = sorted(mutants, key=lambda item: hashlib.sha256(item[1].text.encode()).digest())
+    seen: collections.Counter = collections.Counter()
+    places = []
+    for body, mutant in alike:
+        seen[body, mutant.kind] += 1
+        places.append((mutant.kind != "by hand", seen[body, mutant.kind]))
+    return [alike[at] for at in sorted(range(len(alike)), key=places.__getitem__)]
+
+
+def measured_mutants(ids=None):
+    """(cell, patch, body, name, what was measured, mutant) of every mutant of these patches that is still the same."""
+    from shim._matrix.load import load_matrix
+    from shim._releases.sources import Sources
+    from shim.testing.releases import fetch
+
+    matrix = load_matrix()
+    for cell, patches in read().items():
+        releases = dict(zip(("megatron-core", "transformer-engine"), cell.split("+")))
+        for id, bodies in patches.items():
+            if ids and id not in ids:
+                continue
+            entry = matrix.patches[id]
+            release = releases[entry.distribution]
+            variant = entry.variants[matrix.pins[entry.distribution][release][id].variant]
+            sources = Sources([fetch(release, entry.distribution)])
+            known = {(body, mutant.name): mutant for body, mutant in mutants_of(sources, id, variant)}
+            for body, mutants in bodies.items():
+                for name, found in mutants.items():
+                    mutant = known.get((body, name))
+                    if mutant is not None and digest(mutant.text) == found["text"]:
+                        yield cell, id, body, name, found, mutant
 
 
 def _numbers() -> tuple[int, ...]:
@@ -143,7 +198,7 @@ def _load(cell: str) -> None:
         with contextlib.suppress(ImportError):
             __import__(name)
     logging.disable(logging.WARNING)
-    torch._dynamo.config.disable = True  # compiling takes most of the time, and is no matter of contracts
+    torch._dynamo.config.disable = True  # compiling takes most of the time
 
 
 def digest(text: str) -> str:

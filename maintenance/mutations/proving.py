@@ -3,8 +3,8 @@
     python maintenance/mutations/proving.py --count N [--patches ID ...]    N more of each patch; writes proved.json
     python maintenance/mutations/proving.py --show                          the counts, without proving
 
-Each tree is a copy of a release in which a function is changed. Those come first that the contracts refuse although the
-patch is right there; of the rest those that break the patch.
+Each tree is a copy of a release in which a function is changed. Mutants on which the patch is right come first, then
+fixes, then mutants that break the patch.
 """
 
 import argparse
@@ -45,8 +45,7 @@ FIXES_AMONG_MUTANTS = {
 }
 SECONDS = 900
 PATIENCE = 120.0  # for one side of one proof
-COUNTED = ("trees", "patches", "right yes", "right on stock", "right no", "WRONG YES", "drifted", "false alarm")
-REST = 3  # the kind that comes last
+COUNTED = ("trees", "patches", "right yes", "right on stock", "right no", "WRONG YES", "false alarm")
 __all__ = ["Case", "cases", "read", "table", "truth_of", "verdict"]
 
 
@@ -55,7 +54,7 @@ class Case:
     """A changed tree about which is known what a patch does there.
 
     cell: the releases that are changed. truth: "right" where the patch is right there, "wrong" where not.
-    fixed: the tree is right without the patch. refused: why the contracts leave the patch out, "" where they do not.
+    fixed: the tree is right without the patch.
     nodes: body -> its changed definition. mutant: for a change that callers are told about.
     """
 
@@ -64,7 +63,6 @@ class Case:
     cell: str
     truth: str
     fixed: bool
-    refused: str
     text: str
     nodes: dict
     mutant: object = None
@@ -95,10 +93,7 @@ def read() -> dict:
 
 
 def table(found: dict) -> dict[str, Counter]:
-    """How often each outcome came, of mutants and of fixes; how many trees and patches there are.
-
-    "drifted" counts the cases that the contracts refuse without need.
-    """
+    """How often each outcome came, of mutants and of fixes; how many trees and patches there are."""
     counts = {kind: Counter(dict.fromkeys(COUNTED, 0)) for kind in ("mutants", "fixes")}
     for cases in found.values():
         for kind, count in counts.items():
@@ -108,7 +103,6 @@ def table(found: dict) -> dict[str, Counter]:
                 said = verdict(case)
                 count["trees"] += 1
                 count[said] += 1
-                count["drifted"] += case["refused"] and said != "right no" and said != "WRONG YES"
     return counts
 
 
@@ -120,27 +114,24 @@ def cases(patches=None) -> list[Case]:
 def _fixes(patches):
     import fixing
 
-    from shim._matrix.load import load_matrix
-
-    matrix, measured = load_matrix(), fixing.read()
-    for id in measured if patches is None else [id for id in patches if id in measured]:
+    known = fixing.read()
+    for id in known if patches is None else [id for id in patches if id in known]:
         written = {fix.what: fix for fix in fixing.fixes_of(id)}
-        for _, what, refused, found in fixing.judged(matrix, measured, [id]):
+        for _, what, found in fixing.measured([id]):
             fix = written[what]
             if found["stock"] == "right":
                 truth = "right" if found["patched"] == "right" else "wrong"
-                yield Case(id, what, fix.release, truth, True, refused, found["text"], fix.nodes)
+                yield Case(id, what, fix.release, truth, True, found["text"], fix.nodes)
 
 
 def _mutants(patches):
-    import judge
     import measure
 
-    for cell, id, body, name, refused, found, mutant in judge.judged_mutants(measure.read(), patches):
+    for cell, id, body, name, found, mutant in measure.measured_mutants(patches):
         if found["stock"] == "works" and not mutant.copies:
             truth = truth_of(id, found)
             what = f"{body.partition(':')[2]} | {name}"
-            yield Case(id, what, cell, truth, False, refused, found["text"], {body: mutant.node}, mutant)
+            yield Case(id, what, cell, truth, False, found["text"], {body: mutant.node}, mutant)
 
 
 def truth_of(id: str, found: dict) -> str:
@@ -150,10 +141,8 @@ def truth_of(id: str, found: dict) -> str:
 
 
 def _kind(case: Case) -> int:
-    """Refused by the contracts without need, of mutants and of fixes; trees that the patch breaks; all others."""
-    if case.refused and (case.truth == "right" or case.fixed):
-        return 1 if case.fixed else 0
-    return 2 if case.truth == "wrong" else REST
+    """Mutants on which the patch is right; fixes; mutants that it breaks."""
+    return 1 if case.fixed else 2 if case.truth == "wrong" else 0
 
 
 def _tree(case: Case, into: Path) -> list[Path]:
@@ -213,7 +202,7 @@ def prove(case: Case) -> dict:
     if done.returncode:
         raise SystemExit(f"{case.patch}, {case.what}:\n{done.stderr}")
     found = json.loads(done.stdout.splitlines()[-1])
-    return {"text": case.text, "truth": case.truth, "fixed": case.fixed, "refused": bool(case.refused), **found}
+    return {"text": case.text, "truth": case.truth, "fixed": case.fixed, **found}
 
 
 def _here(id: str) -> int:
@@ -260,11 +249,10 @@ def _prove_some(patches, count: int) -> None:
     from measure import write
 
     known = read()
-    left: dict[tuple[bool, str, int], list[Case]] = {}
+    left: dict[tuple[str, int], list[Case]] = {}
     for case in cases(patches):
         if known.get(case.patch, {}).get(case.key, {}).get("text") != case.text:
-            kind = _kind(case)
-            left.setdefault((kind == REST, case.patch, kind), []).append(case)
+            left.setdefault((case.patch, _kind(case)), []).append(case)
     for turn in range(count):
         for _, found in sorted(left.items()):
             if turn < len(found):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shim import testing
 from shim.testing import Layout
-from shim.testing.proof import CannotRunError, Here
+from shim.testing.proof import Here, LacksFeatureError
 
 # The loss of the tokens is multiplied by zero, so that what is left of a router's gradient is that of its own losses.
 MODEL: dict[str, Any] = {
@@ -66,7 +66,7 @@ def step(wrapped: Any, padding: Sequence[int] = (), micro_batch_size: int = 1, *
     from megatron.core.transformer.moe import moe_utils
 
     if padding and not takes_padding_mask():
-        raise CannotRunError("models of this release take no padding mask")
+        raise LacksFeatureError("models of this release take no padding mask")
     config, places = wrapped.config, places_of_rank()
     config.finalize_model_grads_func = finalize_model_grads
     rows = of_rank(torch.randint(0, 64, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0)))

@@ -69,7 +69,7 @@ def _cut(body: str, way: str, binds: bool, plan: Plan, binder: Records) -> Cut |
     except BindError:
         return None
     inner = unwrap(binder.wrappers.beneath(value))
-    # Upstream's own function leads there, by the patches' contracts. It is compared once, because its file is read.
+    # Upstream's own function leads there. It is compared once, because its file is read.
     if binder.known_ways.get(way) is inner:
         return None
     who = foreign_on(way, inner, plan.environment.sources)

@@ -5,24 +5,19 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import linecache
 import os
 import sys
 import types
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
 from shim._engine.names import describe, is_kind, namespace_of
-from shim._engine.reach import written_of
 from shim._errors import SourceError
-from shim._matrix.model import Needs
-from shim._planning.contract import breach_of
 from shim._planning.decision import Decision
 from shim._planning.plan import Plan
 from shim._record import record
-from shim._releases.fingerprint import Definition, FunctionNode, absolute_origin, definitions, outline, split_target
-from shim._releases.sources import Sources, parse
+from shim._releases.fingerprint import Definition, absolute_origin, definitions, outline, split_target
+from shim._releases.sources import Sources
 
 __all__ = ["Around", "Question", "foreign_on", "is_method", "is_tried", "is_upstreams", "may_go_around"]
 
@@ -198,39 +193,6 @@ def foreign_on(target: str, value: Any, sources: Sources) -> str:
     return "" if _is_from(value, path, found) else describe(value)
 
 
-@lru_cache(maxsize=256)  # by the code and not by the function, whose closure could keep a model alive
-# The text of a function as a syntax tree, without asking importlib for anything
-#
-# inspect.getsource looks through all modules, and may load a lazy one. This reads the file, or what linecache has of
-# it, so that it can be asked under the engine's lock.
-
-
-def texts_of(code: types.CodeType) -> tuple[ast.AST, ...]:
-    """The definitions that `code` may have been compiled from: several for lambdas on one line.
-
-    None of them if the file cannot be read, or is another by now.
-    """
-    tree = _tree_of(code.co_filename)
-    found = [node for node in ast.walk(tree) if _begins_at(node, code.co_firstlineno)] if tree is not None else []
-    return tuple(node for node in found if getattr(node, "name", "<lambda>") == code.co_name)
-
-
-def _begins_at(node: ast.AST, line: int) -> bool:
-    if not isinstance(node, (*FunctionNode, ast.Lambda)):
-        return False
-    decorators = getattr(node, "decorator_list", ())
-    first: int = min([node.lineno, *(decorator.lineno for decorator in decorators)])
-    return first == line
-
-
-@lru_cache(maxsize=8)
-def _tree_of(file: str) -> ast.Module | None:
-    try:
-        return parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-
-
 # May a patch go around a foreign function in the place of upstream's, or try it?
 #
 # Both orders ask here, of a function that was there first and of one that came after shim, so that both end alike.
@@ -271,32 +233,12 @@ def is_tried(target: str, decision: Decision, plan: Plan) -> bool:
 def may_go_around(target: str, body: str, inner: Any, decision: Decision, plan: Plan) -> tuple[bool, str]:
     """Whether the factory of a target holds around a foreign function, and why, or why not ("": it never does).
 
-    It does if the matrix says `wraps`, the function takes the calls that upstream's takes, and its text keeps the
-    contract of the target, if that has one. body: see Variant.inherits.
+    It does if the matrix says `wraps`, and the function takes the calls that upstream's takes. body: see
+    Variant.inherits.
     """
     wiring = decision.wiring
     if wiring is None or target not in wiring.wraps_any:
         return False, ""
     if not takes_the_same(body, inner, plan.environment.sources):
         return False, "takes other arguments than upstream's"
-    if target not in wiring.needs:
-        return True, "takes the same arguments"
-    found = _breach(inner, wiring.needs[target])
-    return (False, f"breaks the contract: {found}") if found else (True, "keeps the contract")
-
-
-def _breach(function: Any, needs: Needs) -> str:
-    written = written_of(function)
-    texts = texts_of(written.__code__) if hasattr(written, "__code__") else ()
-    if len(texts) != 1 or not isinstance(texts[0], FunctionNode):
-        return "its text cannot be read"
-    return breach_of(_without_wraps(texts[0]), needs)
-
-
-def _without_wraps(node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.FunctionDef | ast.AsyncFunctionDef:
-    """The function without functools.wraps, which changes no call."""
-    kept = [d for d in node.decorator_list if not (isinstance(d, ast.Call) and ast.unparse(d.func).endswith("wraps"))]
-    if len(kept) == len(node.decorator_list):
-        return node
-    fields = {name: getattr(node, name) for name in node._fields}
-    return type(node)(**{**fields, "decorator_list": kept})
+    return True, "takes the same arguments"

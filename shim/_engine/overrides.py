@@ -267,8 +267,7 @@ def add_answers(states: States, models: list[Any], plan: Plan, binder: Records, 
     for question in _around(plan, binder):
         if (models or not is_method(question.method)) and states[question.patch].state == "applied":
             verdict, why = _verdict(question, models, plan, binder, tries)
-            kept = binder.found.around[question.patch, question.target].why.startswith("keeps")
-            if verdict is False or (verdict is None and not kept):
+            if not verdict:
                 states.add(_answer(question, verdict, why, plan))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,8 @@ from shim._matrix.model import (
     UPSTREAM,
     Decided,
     Matrix,
-    Needs,
     PatchEntry,
-    Place,
     Rule,
-    Sign,
     Variant,
 )
 from shim._record import computed_once
@@ -30,7 +27,7 @@ from shim._record import computed_once
 __all__ = ["FILE", "read_compiled", "render_compiled"]
 
 FILE = Path(__file__).with_name("matrix.json")
-FORMAT = 17  # raise it with every change of the file's form or of the records in it
+FORMAT = 18  # raise it with every change of the file's form or of the records in it
 
 
 def render_compiled(matrix: Matrix, digest: str, described: str, lock: bytes) -> str:
@@ -76,9 +73,7 @@ def _places(lock: bytes) -> dict[str, tuple[int, int]]:
 
 
 def _plain(value: Any) -> Any:
-    """Types that JSON does not know: a set becomes a sorted list, and a record a mapping. Contracts become text."""
-    if isinstance(value, Variant):
-        return {**vars(value), "needs": json.dumps(dict(value.needs), default=_plain, separators=(",", ":"))}
+    """Types that JSON does not know: a set becomes a sorted list, and a record a mapping."""
     return sorted(value) if isinstance(value, frozenset) else vars(value)
 
 
@@ -110,15 +105,15 @@ def read_compiled(file: Path, digest: str, described: str | None, lock: bytes) -
 
 
 class _Parsed(Mapping[str, Any]):
-    """The values of a JSON object, parsed on first use. A plan on a known release uses no contracts, and few pins."""
+    """The values of a JSON object, parsed on first use. A plan on a known release uses few pins."""
 
-    def __init__(self, text: str | bytes, made: Callable[[Any], Any] | None = None) -> None:
-        self._text, self._made = text, made
+    def __init__(self, text: bytes) -> None:
+        self._text = text
 
     @computed_once
     def _read(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self._text)
-        return found if self._made is None else {key: self._made(value) for key, value in found.items()}
+        return found
 
     def __getitem__(self, key: str) -> Any:
         return self._read[key]
@@ -149,16 +144,7 @@ def _patch(entry: dict[str, Any]) -> PatchEntry:
     entry["declared"] = {name: _declared(given) for name, given in entry["declared"].items()}
     entry["before"] = tuple(entry["before"])
     entry["decided"] = tuple(Decided(**given) for given in entry["decided"])
-    for name in ("fixed", "lacking"):
-        entry[name] = tuple(map(_sign, entry[name]))
     return PatchEntry(**entry)
-
-
-def _sign(given: dict[str, Any]) -> Sign:
-    places = (
-        Place(place["target"], tuple(place["has"]), tuple(place["lacks"]), place["once"]) for place in given["places"]
-    )
-    return Sign(tuple(places), given["note"])
 
 
 def _variant(given: dict[str, Any]) -> Variant:
@@ -167,13 +153,7 @@ def _variant(given: dict[str, Any]) -> Variant:
     for name in ("optional", "may_be_missing", "no_aliases", "wraps_any"):
         given[name] = frozenset(given[name])
     given["reached_by"] = {target: tuple(methods) for target, methods in given["reached_by"].items()}
-    given["needs"] = _Parsed(given["needs"], _needs)
     return Variant(**given)
-
-
-def _needs(given: dict[str, Any]) -> Needs:
-    fields: dict[str, Any] = {name: value if name == "exact" else tuple(value) for name, value in given.items()}
-    return Needs(**fields)
 
 
 def _declared(given: dict[str, Any]) -> Declared:

@@ -26,14 +26,11 @@ __all__ = [
     "RIGHT",
     "UPSTREAM",
     "Matrix",
-    "Needs",
     "PatchEntry",
     "Pin",
     "Pinned",
-    "Place",
     "Rule",
     "SYMPTOMS",
-    "Sign",
     "Variant",
 ]
 
@@ -49,59 +46,6 @@ SYMPTOMS = ("silent", "crash", "hang", "memory", "missing")
 
 
 DISTRIBUTIONS = PATCHED  # ranges are over them
-
-
-@record
-class Needs:
-    """The contract of a body: the patch's needs of it. It decides about unknown bodies (docs/contracts.md).
-
-    parameters: names that the function takes. "*args" and "**kwargs" stand for the variadic ones.
-    first: names that its parameters begin with, for what the patch gives or takes by position.
-    exact: it takes nothing else, because the patch replaces it and could not pass anything else on.
-    also: names that it may take all the same.
-    decorators: its decorators, all of them, as text.
-    has: phrases that stand in it in this order (see shim._releases.phrases).
-    lacks: phrases that do not stand in it.
-    keeps: names and attributes that it binds nowhere but in the phrases of `has`, so that these work on what is given.
-    confined: expressions that stand in it nowhere but in the phrases of `has`.
-    may: phrases that may stand in it all the same, for `keeps` and `confined`.
-    returns: phrases for what it returns. Every return is one of them. Empty: anything.
-    """
-
-    parameters: tuple[str, ...] = ()
-    first: tuple[str, ...] = ()
-    exact: bool = False
-    also: tuple[str, ...] = ()
-    decorators: tuple[str, ...] = ()
-    has: tuple[str, ...] = ()
-    lacks: tuple[str, ...] = ()
-    returns: tuple[str, ...] = ()
-    keeps: tuple[str, ...] = ()
-    confined: tuple[str, ...] = ()
-    may: tuple[str, ...] = ()
-
-
-@record
-class Place:
-    """One place of a sign: the body `target` has the phrases of `has` in this order, and none of `lacks`.
-
-    Without phrases: there is no `target`.
-
-    once: of several definitions of `target` one is enough for `has`, such as the value of a name if an import fails.
-    """
-
-    target: str
-    has: tuple[str, ...] = ()
-    lacks: tuple[str, ...] = ()
-    once: bool = False
-
-
-@record
-class Sign:
-    """The evidence that a release is right without the patch: all of `places`. `note` says why it is right then."""
-
-    places: tuple[Place, ...]
-    note: str
 
 
 @record
@@ -126,13 +70,11 @@ class Variant:
     may_be_missing: targets that a release may lack. Their factories get MISSING if the name is absent. revert()
         removes the names again.
     no_aliases: targets whose object upstream uses under other names for other purposes. shim binds no alias of them.
-    wraps_any: targets whose factory holds around any function that takes the same calls and keeps the contract, if the
-        target has one: also around a foreign function.
+    wraps_any: targets whose factory holds around any function that takes the same calls: also around a foreign one.
     skippable: targets that the patch can do without, if a foreign object stands there, with what stays wrong
         then.
     reached_by: maps a target or a read to the functions and methods through which a call reaches it. A foreign
         function there, or an override of the method, may hide the patch.
-    needs: contracts of targets and reads. A body without one must be known.
     """
 
     name: str
@@ -145,7 +87,6 @@ class Variant:
     wraps_any: frozenset[str] = frozenset()
     skippable: Mapping[str, str] = field(default_factory=dict)
     reached_by: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    needs: Mapping[str, Needs] = field(default_factory=dict)
 
     @property
     def bodies(self) -> tuple[str, ...]:
@@ -227,8 +168,6 @@ class PatchEntry:
     options: Mapping[str, Any] = None  # type: ignore[assignment]
     declared: Mapping[str, Declared] = None  # type: ignore[assignment]
     before: tuple[str, ...] = ()  # modules before whose code the patch begins something: see Resource.begin
-    fixed: tuple[Sign, ...] = ()  # each shows that a release has fixed the defect
-    lacking: tuple[Sign, ...] = ()  # each shows that a release never had it
     decided: tuple[Decided, ...] = ()
     pairs: tuple[Rule, ...] = ()  # releases that are wrong together, each note says how; they decide nothing
     line: int = 0
@@ -391,8 +330,8 @@ class Matrix:
 
     def right_like(
         self, patch: str, found: Callable[[str], str], missing: Callable[[str], bool]
-    ) -> tuple[str, dict[str, str]] | None:
-        """The first release or commit that is right without the patch and has the same bodies, and these bodies.
+    ) -> Iterator[tuple[str, dict[str, str]]]:
+        """The releases and commits that are right without the patch and have the same bodies, with these bodies.
 
         All bodies of the patch count: `found` has the release's bodies, and lacks those that it lacks.
         """
@@ -410,8 +349,7 @@ class Matrix:
                 and all(found(target) == body for target, body in known.items())
                 and all(target in known or missing(target) for target in entry.bodies)
             ):
-                return name, known
-        return None
+                yield name, known
 
     def known(self, patch: str) -> Iterable[tuple[str, Pin]]:
         """Every pin of a patch with the release or commit that has it, in the order of `names`."""

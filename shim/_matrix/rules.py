@@ -27,7 +27,7 @@ from shim._matrix.model import (
     Variant,
 )
 from shim._matrix.pins import read_pins
-from shim._matrix.reader import Reader, compose, read_commits, read_decided, read_declared, read_signs, with_contracts
+from shim._matrix.reader import Reader, compose, read_commits, read_decided, read_declared
 from shim._releases.detect import DISTRIBUTIONS as KNOWN
 from shim._releases.known_files import known_trees
 
@@ -62,9 +62,6 @@ DESCRIPTION = {
     "delete_when": False,
     "options": False,
     "before": False,
-    "contracts": False,
-    "fixed": False,
-    "lacking": False,
     "decided": False,
     "pairs": False,
     "probe": False,
@@ -298,8 +295,6 @@ def _patch(
         rules += _rules_of(read, name, variant["applies"]) if "applies" in variant else ()
     if not variants:
         raise read.fail(entries["variants"], f"patch {id} has no variant")
-    if "contracts" in entries:
-        variants = with_contracts(read, entries["contracts"], variants)
     if written is not None:
         rules += _short_rules(read, given, distribution, variants)
     rules += _rules(read, entries["applies"], "applies", variants) if "applies" in entries else ()
@@ -332,8 +327,6 @@ def _patch(
         options={name: option.default for name, option in declared.items()},
         declared=declared,
         before=tuple(_modules(read, entries["before"])) if "before" in entries else (),
-        fixed=tuple(read_signs(read, entries["fixed"], "fixed")) if "fixed" in entries else (),
-        lacking=tuple(read_signs(read, entries["lacking"], "lacking")) if "lacking" in entries else (),
         decided=tuple(read_decided(read, entries["decided"], variants)) if "decided" in entries else (),
         pairs=tuple(_pairs(read, entries["pairs"])) if "pairs" in entries else (),
         line=node.start_mark.line,

@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping
 
 from shim._errors import SourceError
 from shim._matrix.model import Matrix, PatchEntry, Pin, Variant
-from shim._planning.contract import breach
 from shim._planning.evidence import digest_of_bodies
 from shim._record import computed_once
 from shim._releases.detect import Environment
@@ -27,7 +26,6 @@ class Bodies:
         self.problems: dict[str, SourceError] = {}
         self._known: dict[str, Mapping[str, Collection[str]]] = {}
         self._found: dict[tuple[str, str | None, bool], str] = {}
-        self._breaches: dict[tuple[str, str], str] = {}
         self._digests: dict[str | None, str] = {}
 
     @computed_once
@@ -85,51 +83,28 @@ class Bodies:
         known = self.known(name)
         return bool(bodies) and all(value in known.get(target, ()) for target, value in bodies.items())
 
-    def breach(self, variant: Variant, target: str) -> str | None:
-        """How a body breaks its contract, in words. "" if it keeps it.
-
-        None if it has none, so that it must be known, or if it is not found as the variant expects it.
-        """
-        if target not in variant.needs or self.found_in(variant, target) == GONE:
-            return None
-        key = (variant.name, target)
-        if key not in self._breaches:
-            body = variant.inherits(target) or target
-            self._breaches[key] = breach(self.environment.sources, body, variant.needs[target])
-        return self._breaches[key]
-
-    def standing(self, variant: Variant) -> tuple[dict[str, str], dict[str, str]]:
-        """The bodies that are not known with this variant, with the reasons: those that keep contracts, and others."""
-        kept: dict[str, str] = {}
-        others: dict[str, str] = {}
-        for target, why in self.unknown(variant.name, self.of(variant)).items():
-            (kept if self.breach(variant, target) == "" else others)[target] = why
-        return kept, others
-
     def found_in(self, variant: Variant, target: str) -> str:
         return self.found(target, variant.inherits(target), target in variant.may_be_missing)
 
-    def signatures_fit(self, variant: Variant, bodies: Mapping[str, str], kept: Collection[str]) -> bool:
-        """Whether every target keeps its contract, or has the signature that it has in some pinned release."""
+    def signatures_fit(self, variant: Variant, bodies: Mapping[str, str]) -> bool:
+        """Whether every target has the signature that it has in some pinned release."""
         known = self.known(variant.name)
         return all(
-            target in kept
-            or any(signature_part(bodies[target]) == signature_part(value) for value in known.get(target, ()))
+            any(signature_part(bodies[target]) == signature_part(value) for value in known.get(target, ()))
             for target in variant.targets
         )
 
     def nearest(self, variants: list[Variant], to: Variant) -> Variant:
-        """The variant with the fewest broken bodies, then with the most known ones for its size, then nearest to `to`.
+        """The variant with the fewest unknown bodies, then with the most known ones for its size, then nearest to `to`.
 
-        Variants of which half is broken come last, by their shares: one of few bodies has few broken ones anywhere.
+        Variants of which half is unknown come last, by their shares: one of few bodies has few unknown ones anywhere.
         """
         order = list(self.entry.variants)
 
         def distance(variant: Variant) -> tuple[bool, float, float, int]:
-            kept, broken = self.standing(variant)
-            apart, count = abs(order.index(variant.name) - order.index(to.name)), len(variant.bodies)
-            share, unknown = len(broken) / count, (len(broken) + len(kept)) / count
-            return (True, share, unknown, apart) if share >= 0.5 else (False, len(broken), unknown, apart)
+            unknown = len(self.unknown(variant.name, self.of(variant)))
+            apart, share = abs(order.index(variant.name) - order.index(to.name)), unknown / len(variant.bodies)
+            return (True, share, 0, apart) if share >= 0.5 else (False, unknown, share, apart)
 
         return min(variants, key=distance)
 
@@ -144,7 +119,7 @@ class Bodies:
     def likely(self) -> list[Variant]:
         """The variants whose targets are here, or can be done without, the likeliest first.
 
-        That is the one by the rules, unless a body breaks its contract; of the others the nearest by bodies.
+        That is the one by the rules; of the others the nearest by bodies.
         """
         versions = self.environment.versions
         unclear = self.environment.installed.keys() - versions.keys() - {self.entry.distribution}
@@ -156,7 +131,7 @@ class Bodies:
             if all(self.found_in(variant, target) != GONE or target in variant.skippable for target in variant.targets)
         ]
         found: list[Variant] = []
-        if candidate in left and not any(self.breach(candidate, target) for target in candidate.bodies):
+        if candidate in left:
             found.append(candidate)
             left.remove(candidate)
         while left:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 from shim._record import record
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CANNOT_RUN",
     "FIXED",
+    "LACKING",
     "NOT_FIXED",
     "RIGHT",
     "TRIAL",
@@ -35,28 +35,24 @@ __all__ = [
 
 FIXED = "fixed"  # stock is wrong, and right with the patch
 RIGHT = "right on stock"
+LACKING = "lacks the feature"  # so that it cannot have the defect
 NOT_FIXED = "not fixed"  # or worse with the patch than without
 CANNOT_RUN = "cannot run"  # so nothing was shown
-VERDICTS = (FIXED, RIGHT, NOT_FIXED, CANNOT_RUN)
-SHOWN = (RIGHT, FIXED, NOT_FIXED)  # as evidence counts that does not agree
+VERDICTS = (FIXED, RIGHT, LACKING, NOT_FIXED, CANNOT_RUN)
+SHOWN = (RIGHT, LACKING, FIXED, NOT_FIXED)  # as evidence counts that does not agree
 TRIAL = "trial"  # in the processes that run the proofs only: apply it, whatever its bodies are
-
-OTHERWISE = ("state", "reason", "cause", "dropped")  # of what was decided without proofs, see Proved
-DECIDED = ("apply", "drifted", "upstream", "not-needed")  # the states that such a decision can have
 
 
 @record
 class Proved:
     """The evidence about one patch.
 
-    verdict: FIXED, RIGHT, NOT_FIXED or CANNOT_RUN.
-    variant: the one that was tried. None if stock is right.
-    bodies: the digest of the bodies of the variant, "" for one that the tree lacks. If stock is right, of all bodies of
+    verdict: one of VERDICTS.
+    variant: the one that was tried. None if stock is right, or lacks the feature.
+    bodies: the digest of the bodies of the variant, "" for one that the tree lacks. Without a variant, of all bodies of
         the patch that the tree has.
     shown: the measurements in words, or why nothing could be measured.
     date: the day of the run.
-    otherwise: if nothing was shown, what contracts and signs had decided: `state`, `reason` and `cause` of a Match, and
-        its `dropped` targets with blanks between. The same bodies give the same, so no source is parsed for it again.
     dropped: targets without which it was tried: no proof runs their bodies, and the patch can do without them.
     trees: the known trees that it ran on. Empty for the tree of a lock.
     where: the first of them in words. A commit of upstream has its day.
@@ -67,7 +63,6 @@ class Proved:
     bodies: str
     shown: str = ""
     date: str = ""
-    otherwise: Mapping[str, str] = field(default_factory=dict)
     dropped: Sequence[str] = ()
     trees: Sequence[str] = ()
     where: str = ""
@@ -121,7 +116,7 @@ def _of_tree(tree: Mapping[str, Any]) -> dict[str, Proved]:
     proved = tree.get("proved")
     if proved is None:
         return {}
-    names = ("verdict", "variant", "shown", "otherwise")
+    names = ("verdict", "variant", "shown")
     return {
         id: Proved(
             bodies=digest_of_bodies(said["fingerprints"]),
@@ -145,7 +140,8 @@ def evidence_in(lock: Mapping[str, Any]) -> dict[str, list[Proved]]:
 def shipped_evidence(id: str) -> list[Proved]:
     """What the proofs of a patch have shown on commits and forks, for one set of bodies each.
 
-    That stock is right comes first: it was shown for all bodies of the patch, anything else for those of one variant.
+    That stock is right, or lacks the feature, comes first: it was shown for all bodies of the patch, anything else for
+    those of one variant.
     """
     known, found = known_trees(), []
     for said in known["patches"].get(id, ()):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from shim._errors import NotMetError, OptionError
 from shim._matrix.model import KINDS
 from shim._planning.digest import differing_parts
-from shim._planning.evidence import CANNOT_RUN, OTHERWISE, VERDICTS, tree_for, trees_of
+from shim._planning.evidence import VERDICTS, tree_for, trees_of
 from shim._printing.printable import one_line
 from shim._releases.files import JsonTextError, UnsafeFileError, read_bounded, read_json, unknown_key
 from shim._version import __version__
@@ -40,8 +40,10 @@ __all__ = [
     "write_lock",
 ]
 
-FORMAT = 5
-READABLE = (4, FORMAT)  # in format 4 a patch has no "own", the hash of the code that it shares with no other
+FORMAT = 6
+# In format 4 a patch has no "own", the hash of the code that it shares with no other. Up to format 5 a verdict has
+# "otherwise", which decides nothing.
+READABLE = (4, 5, FORMAT)
 HELD = "this process is held to the lock"  # the error of a process that differs from its lock
 SHIM = "megatron-shim"
 FEW, WIDE = 4, 160  # differences in an error, and characters of one; after an upgrade there may be a hundred
@@ -72,14 +74,13 @@ PROVED_KEYS: dict[str, Any] = {
 }
 VERDICT_KEYS: dict[str, Any] = {
     "fingerprints": dict,
-    "otherwise": dict,
     "proofs": dict,
     "shown": str,
     "variant": (str, type(None)),
     "verdict": str,
 }
-# A verdict may have this as well: the targets without which the patch was accepted.
-MORE_VERDICT_KEYS: dict[str, Any] = {"dropped": list}
+# A verdict may have this as well: the targets without which the patch was accepted, and what format 5 had.
+MORE_VERDICT_KEYS: dict[str, Any] = {"dropped": list, "otherwise": dict}
 PATCH_KEYS: dict[str, type] = {
     "code": str,
     "fingerprints": dict,
@@ -164,7 +165,7 @@ def read_lock(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise OptionError(f"the lock {file} cannot be read: {error}. {remedy}") from None
     written = found.get("format") if isinstance(found, dict) else None
     if type(written) is int and written not in READABLE:
-        formats = " and ".join(map(str, READABLE))
+        formats = f"{READABLE[0]} to {READABLE[-1]}"
         raise OptionError(
             f"{file} is a lock of format {written}, and megatron-shim {__version__} reads formats {formats}, in which "
             f"all of shim's code counts. {remedy}"
@@ -213,9 +214,6 @@ def _ill_formed_proofs(text: str, proved: Mapping[str, Any], place: Place) -> st
         what = _spelled((*place, "patches", id))
         if said["verdict"] not in VERDICTS:
             return f"{said['verdict']!r} is no verdict of {what}"
-        otherwise = dict.fromkeys(OTHERWISE if said["verdict"] == CANNOT_RUN else (), str)
-        if said["otherwise"].keys() != otherwise.keys() or _lacking(said["otherwise"], otherwise, what):
-            return f"'otherwise' of {what} does not have {', '.join(otherwise) or 'nothing'}"
     for module, digests in proved["files"].items():
         if not isinstance(digests, dict) or not all(isinstance(bodies, dict) for bodies in digests.values()):
             return f"{_spelled((*place, 'files', module))} is no mapping of mappings"

@@ -7,10 +7,9 @@ from dataclasses import field, replace
 
 from packaging.version import Version
 
-from shim._matrix.model import NOT_NEEDED, RIGHT, UPSTREAM, Matrix, PatchEntry, Rule, Variant
+from shim._matrix.model import NOT_NEEDED, UPSTREAM, Matrix, PatchEntry, Rule, Variant
 from shim._planning.bodies import GONE, Bodies
-from shim._planning.contract import shows
-from shim._planning.evidence import CANNOT_RUN, DECIDED, FIXED, NOT_FIXED, OTHERWISE, TRIAL, Proved, shipped_evidence
+from shim._planning.evidence import CANNOT_RUN, FIXED, LACKING, NOT_FIXED, TRIAL, Proved, shipped_evidence
 from shim._planning.evidence import RIGHT as RIGHT_ON_STOCK
 from shim._record import record
 from shim._releases.detect import Environment
@@ -25,11 +24,8 @@ class Match:
 
     state: ``apply``, ``upstream``, ``not-needed``, ``not-installed``, ``out-of-range`` or ``drifted``.
     fingerprints: those of the bodies of `variant`.
-    drifted: the bodies that are neither known with this variant nor keep its contract, each with the reason.
-    kept: the bodies that are not known, but keep their contracts, each with the reason why it is not known.
-    breaches: how those of `drifted` that have a contract break it.
-    dropped: targets that the patch does without, because their bodies are neither known nor keep a contract, each with
-        the reason.
+    drifted: the bodies that are not known with this variant, each with the reason.
+    dropped: targets that the patch does without, because their bodies are not known, each with the reason.
     signatures_fit: whether every target can still be called as the patch calls it.
     cause: why the first of `drifted` is not known: "changed", "unpinned", or the cause of its SourceError. "unshown":
         the version is one of those that are right without the patch, and nothing shows that this release is.
@@ -41,8 +37,6 @@ class Match:
     variant: str | None = None
     fingerprints: Mapping[str, str] = field(default_factory=dict)
     drifted: Mapping[str, str] = field(default_factory=dict)
-    kept: Mapping[str, str] = field(default_factory=dict)
-    breaches: Mapping[str, str] = field(default_factory=dict)
     dropped: Mapping[str, str] = field(default_factory=dict)
     signatures_fit: bool = False
     cause: str = ""
@@ -98,69 +92,78 @@ def match(entry: PatchEntry, environment: Environment, matrix: Matrix, proved: P
             those = "the body of {} is that" if len(found) == 1 else f"all {len(found)} bodies of {{}} are those"
             reason = f"{those.format(release)} of variant {variant.name}; its version does not matter"
             return Match("apply", reason, variant.name, found)
-    right = _like_a_right_release(bodies, rule, release)
+    right = _like_a_right_release(bodies, rule, release, agreeing=True)
     if right is not None:
         return right
-    if rule is not None and rule.gives == NOT_NEEDED and all(map(bodies.missing, entry.targets)):
-        lacks = f"{release} {_WORDS[NOT_NEEDED]}: it has none of the patch's targets{note}"
-        return Match(NOT_NEEDED, lacks)
+    if rule is not None and rule.variant is None and all(map(bodies.missing, entry.targets)):
+        lacks = f"{release} {_WORDS[rule.right]}: it has none of the patch's targets{note}"
+        return Match(rule.right, lacks)
     for said in _evidence(bodies, proved):
         shown = _shown(bodies, said, release)
         # In part, a variant of other versions was seen to help, and is not the one that this version gets.
         if shown is not None and not (shown.dropped and candidate and shown.variant != candidate.name):
             return shown
-    right = _seen_to_be_right(bodies, release)
+    # The defect may come of code that the patch neither binds nor reads, so proofs about the same bodies come first.
+    right = _like_a_right_release(bodies, rule, release, agreeing=False)
     if right is not None:
         return right
     # A version that is said to be right, with unknown bodies: the defect may still be there.
     unshown = rule is not None and rule.variant is None
     choices = possible or list(entry.variants.values())
-    if unshown:  # another distribution may decide that these very bodies need no patch
-        choices = [v for v in entry.variants.values() if bodies.all_known(v.name, bodies.of(v))] or choices
+    if rule is not None and unshown:
+        # Another distribution may say that these very bodies need no patch. Its releases are known by their versions.
+        whole = [v for v in entry.variants.values() if bodies.all_known(v.name, bodies.of(v))]
+        others = rule.ranges.keys() - {entry.distribution}
+        if whole and others and all(environment.installed[o].raw in matrix.supported.get(o, ()) for o in others):
+            return Match(rule.right, f"{release} {_WORDS[rule.right]}{note}", None, bodies.here())
+        choices = whole or choices
     if candidate is None and not unshown and not (possible and _beyond(entry, versions, matrix)):
         return Match("out-of-range", f"{release} lies outside the ranges of this patch, and its bodies are unknown")
     variant = bodies.nearest(choices, candidate or choices[-1])
-    kept, broken = bodies.standing(variant)
-    if kept and not broken:
-        return _kept(release, bodies, variant, kept)
-    if broken and not unshown and broken.keys() <= variant.skippable.keys() and set(variant.targets) - broken.keys():
-        return _in_part(release, bodies, variant, kept, broken)
-    drift = _drifted(release, bodies, variant)
-    return _unshown(drift, rule, release) if rule is not None and unshown else drift
+    unknown = bodies.unknown(variant.name, bodies.of(variant))
+    if unknown and not unshown and unknown.keys() <= variant.skippable.keys() and set(variant.targets) - unknown.keys():
+        return _in_part(release, bodies, variant, unknown)
+    drift = _drifted(release, bodies, variant, unknown)
+    if rule is not None and unshown:
+        drift = _unshown(drift, rule, release)
+    if proved is not None and proved.verdict == CANNOT_RUN and _is_about(bodies, proved):
+        return replace(drift, reason=f"{drift.reason}; its proofs show nothing on this tree ({proved.shown})")
+    return drift
+
+
+def _is_about(bodies: Bodies, proved: Proved) -> bool:
+    """Whether the proofs ran on the very bodies that are here."""
+    variant = None if proved.variant is None else bodies.entry.variants.get(proved.variant)
+    return (variant is not None or proved.variant is None) and bodies.digest(variant) == proved.bodies
 
 
 def _evidence(bodies: Bodies, proved: Proved | None) -> list[Proved]:
-    """What proofs have shown, here first. If they could not run here, what they have shown on known trees first.
+    """What proofs have shown, here first, and then on known trees.
 
     They speak of bodies that no release has. So a plan on a release does not read what they have shown. If another
     distribution decides as well, they say nothing: it may be another release beside these bodies.
     """
-    here = [] if proved is None else [proved]
+    here = [] if proved is None or proved.verdict == CANNOT_RUN else [proved]
     entry = bodies.entry
     released = any(bodies.all_known(variant.name, bodies.of(variant)) for variant in entry.variants.values())
     speak = bodies.matrix.shipped and entry.stands_alone and not released and bodies.here()
-    known = shipped_evidence(entry.id) if speak else []
-    return [*known, *here] if proved is not None and proved.verdict == CANNOT_RUN else [*here, *known]
+    return [*here, *(shipped_evidence(entry.id) if speak else [])]
 
 
 def _shown(bodies: Bodies, proved: Proved, release: str) -> Match | None:
-    """What the proofs have shown, if they ran on the very bodies that are here. None: nothing, or of other bodies."""
-    entry = bodies.entry
+    """What the proofs have shown, if they ran on the very bodies that are here. None: they ran on others."""
+    if not _is_about(bodies, proved):
+        return None
     when = f"{proved.date}, {proved.shown}" if proved.shown else proved.date
     tree = f"the same bodies in {proved.where}" if proved.trees else "this tree"
-    if proved.verdict == RIGHT_ON_STOCK or (proved.verdict == CANNOT_RUN and proved.variant is None):
-        if bodies.digest(None) != proved.bodies:
-            return None
-        found = bodies.here()
-        if proved.verdict == CANNOT_RUN:
-            return _otherwise(bodies, proved, None, found)
-        return Match(UPSTREAM, f"{release} is right without it: proved on {tree} ({when})", None, found)
-    variant = entry.variants.get(proved.variant or "")
-    if variant is None or bodies.digest(variant) != proved.bodies:
+    if proved.verdict == RIGHT_ON_STOCK:
+        return Match(UPSTREAM, f"{release} is right without it: proved on {tree} ({when})", None, bodies.here())
+    if proved.verdict == LACKING:
+        return Match(NOT_NEEDED, f"{release} {_WORDS[NOT_NEEDED]}: seen on {tree} ({when})", None, bodies.here())
+    if proved.variant is None:  # it was wrong, and no variant fits it
         return None
+    variant = bodies.entry.variants[proved.variant]
     found = bodies.of(variant)
-    if proved.verdict == CANNOT_RUN:
-        return _otherwise(bodies, proved, variant, found)
     if proved.verdict == FIXED:
         return _with(bodies, variant, f"proved on {tree} ({when})", proved.dropped)
     unknown = bodies.unknown(variant.name, found)
@@ -176,43 +179,20 @@ def _with(bodies: Bodies, variant: Variant, reason: str, left: Sequence[str]) ->
     return Match("apply", reason, variant.name, found, dropped=dropped)
 
 
-def _otherwise(bodies: Bodies, proved: Proved, variant: Variant | None, found: Mapping[str, str]) -> Match | None:
-    """What was decided about these bodies without proofs."""
-    state, reason, cause, left = (proved.otherwise.get(name, "") for name in OTHERWISE)
-    if state not in DECIDED or (variant is None) != (state in RIGHT):
-        return None
-    reason += f"; its proofs show nothing on this tree ({proved.shown})"
-    drifted = dict.fromkeys(found, reason) if state == "drifted" else {}
-    if state == "apply" and variant is not None:
-        dropped = dict.fromkeys((target for target in left.split() if target in variant.skippable), reason)
-        return Match(state, reason, variant.name, found, dropped=dropped, cause=cause)
-    return Match(state, reason, None if variant is None else variant.name, found, drifted, cause=cause)
+def _like_a_right_release(bodies: Bodies, rule: Rule | None, release: str, agreeing: bool) -> Match | None:
+    """The release or commit that is right without the patch and has the same bodies. None if there is none.
 
-
-def _like_a_right_release(bodies: Bodies, rule: Rule | None, release: str) -> Match | None:
-    """The release or tag that is right without the patch and has the same bodies. None if there is none."""
+    agreeing: a release counts only if the version says the same. The version of a commit says nothing.
+    """
     entry, matrix = bodies.entry, bodies.matrix
-    like = matrix.right_like(entry.id, bodies.found, bodies.missing)
-    state = UPSTREAM if like is None else matrix.wanted(entry.id, like[0]) or UPSTREAM
-    # Where the version says otherwise, the defect may come of code that the patch neither binds nor reads.
-    agrees = rule is not None and rule.gives == state
-    if like is not None and (agrees or not (entry.fixed if state == UPSTREAM else entry.lacking)):
-        name, alike = like
-        note = f" ({rule.note})" if rule is not None and rule.variant is None and rule.note else ""
-        shown = matrix.shown(entry.distribution, name)
-        return Match(state, f"{release} {_WORDS[state]}: its bodies are those of {shown}{note}", None, alike)
-    return None
-
-
-def _seen_to_be_right(bodies: Bodies, release: str) -> Match | None:
-    """The sign that the release is right without the patch. None if there is none."""
-    entry = bodies.entry
-    sources = bodies.environment.sources
-    for state, signs in ((UPSTREAM, entry.fixed), (NOT_NEEDED, entry.lacking)):
-        sign = next((sign for sign in signs if shows(sources, sign)), None)
-        if sign is not None:
-            where = ", ".join(place.target for place in sign.places)
-            return Match(state, f"{release} {_WORDS[state]}: {sign.note} (seen at {where})")
+    commits = matrix.commits.get(entry.distribution, {})
+    for name, alike in matrix.right_like(entry.id, bodies.found, bodies.missing):
+        state = matrix.wanted(entry.id, name) or UPSTREAM
+        agrees = rule is not None and rule.gives == state
+        if agrees or name in commits or not agreeing:
+            note = f" ({rule.note})" if rule is not None and agrees and rule.note else ""
+            shown = matrix.shown(entry.distribution, name)
+            return Match(state, f"{release} {_WORDS[state]}: its bodies are those of {shown}{note}", None, alike)
     return None
 
 
@@ -229,49 +209,25 @@ def _unshown(found: Match, rule: Rule, release: str) -> Match:
     return replace(found, reason=reason + why, signatures_fit=False, cause=cause)
 
 
-def _kept(release: str, bodies: Bodies, variant: Variant, kept: Mapping[str, str]) -> Match:
-    """Unknown bodies that keep their contracts: the patch holds."""
-    names = ", ".join(split_target(target)[1] for target in kept)
-    unknown, holds = ("body", "contract holds") if len(kept) == 1 else ("bodies", "contracts hold")
-    others = len(variant.bodies) - len(kept)
-    rest = f"; the other {others} {'body is' if others == 1 else 'bodies are'} known" if others else ""
-    reason = f"{unknown} unknown, {holds}: {names}{rest} ({release}, variant {variant.name})"
-    return Match("apply", reason, variant.name, bodies.of(variant), kept=kept, signatures_fit=True)
-
-
-def _in_part(
-    release: str, bodies: Bodies, variant: Variant, kept: Mapping[str, str], broken: Mapping[str, str]
-) -> Match:
-    """Bodies that drifted, of which the patch can do without each: it holds without them."""
+def _in_part(release: str, bodies: Bodies, variant: Variant, unknown: Mapping[str, str]) -> Match:
+    """Bodies that are not known, of which the patch can do without each: it holds without them."""
     found = bodies.of(variant)
-    names = ", ".join(split_target(target)[1] for target in broken)
+    names = ", ".join(split_target(target)[1] for target in unknown)
     reason = f"{release} needs it (variant {variant.name}); it does without {names}, of which the body is not known"
-    fits = all(found[target] != GONE for target in broken) and bodies.signatures_fit(variant, found, kept)
-    return Match("apply", reason, variant.name, found, kept=kept, dropped=broken, signatures_fit=fits)
+    fits = all(found[target] != GONE for target in unknown) and bodies.signatures_fit(variant, found)
+    return Match("apply", reason, variant.name, found, dropped=unknown, signatures_fit=fits)
 
 
-def _drifted(release: str, bodies: Bodies, variant: Variant) -> Match:
+def _drifted(release: str, bodies: Bodies, variant: Variant, unknown: Mapping[str, str]) -> Match:
     found = bodies.of(variant)
-    kept, drifted = bodies.standing(variant)
-    if not drifted:  # all bodies are those of a variant, and another distribution has to say whether it is needed
+    if not unknown:  # all bodies are those of a variant, and another distribution has to say whether it is needed
         return Match("drifted", "", variant.name, found)
-    first, why = next(iter(drifted.items()))
-    breaches = {target: said for target in drifted if (said := bodies.breach(variant, target))}
+    first, why = next(iter(unknown.items()))
     relied = "" if first in variant.targets else ", which the patch relies on"
-    more = f" (and {len(drifted) - 1} more)" if len(drifted) > 1 else ""
-    broken = f", and it breaks its contract: {breaches[first]}" if first in breaches else ""
-    reason = f"{release} differs at {first}{relied}{more}: {why}{broken}"
+    more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
+    reason = f"{release} differs at {first}{relied}{more}: {why}"
     cause = bodies.problems[first].cause if found[first] == GONE else "changed"
     if cause == "changed" and not bodies.pins:
         cause, reason = "unpinned", f"no release is pinned, so no body of {release} is known"
-    return Match(
-        "drifted",
-        reason,
-        variant.name,
-        found,
-        drifted,
-        kept,
-        breaches,
-        signatures_fit=bodies.signatures_fit(variant, found, kept),
-        cause=cause,
-    )
+    fits = bodies.signatures_fit(variant, found)
+    return Match("drifted", reason, variant.name, found, unknown, signatures_fit=fits, cause=cause)

@@ -39,7 +39,7 @@ __all__ = [
 
 ROUNDING = "rounding"  # also the option of a patch that fixes something and, if asked, changes rounding
 FLAGS = ("strict", ROUNDING)
-ON_DRIFT = ("skip", "error", "apply", "known")
+ON_DRIFT = ("skip", "error", "apply")
 PREFIX = "MEGATRON_SHIM_"
 # Set below `shim run` by the process that has said the line of a job, for those that it starts.
 SAID = PREFIX + "SAID"

@@ -10,7 +10,7 @@ from shim._matrix.concerns import NO, Run, run_of
 from shim._matrix.model import Matrix, PatchEntry
 from shim._planning.decision import Decision, Losses, LostFeature
 from shim._planning.digest import digest_of, identity_of
-from shim._planning.evidence import CANNOT_RUN, Proved, evidence_for
+from shim._planning.evidence import Proved, evidence_for
 from shim._planning.match import Match, match
 from shim._planning.options import ROUNDING, Options
 from shim._record import computed_once, record
@@ -191,8 +191,6 @@ def _decide(
         return Decision(entry.id, entry.kind, "excluded", excluded)
     if why := _not_concerned(entry, options, run):
         return Decision(entry.id, entry.kind, "not-concerned", why)
-    if proved is not None and proved.verdict == CANNOT_RUN and options.on_drift in ("apply", "known"):
-        proved = None  # what was decided without proofs was decided for on_drift="skip"
     found = match(entry, environment, matrix, proved)
     action, reason, remedy = found.state, found.reason, ""
     # One that has an option for it stays, and is told whether it may: see Options.for_patch.
@@ -204,10 +202,7 @@ def _decide(
         dropped = {}
     if dropped:
         remedy = _drift_remedy(entry, environment, matrix, replace(found, cause="changed"), proved is not None)
-    if action == "apply" and (found.kept or dropped) and options.on_drift == "known":
-        action, reason = "drifted", f"on_drift='known' asks for known bodies only, and {reason}"
-        remedy = "let contracts decide with on_drift='skip', which is the default, or pin the release in the matrix"
-    elif action == "drifted":
+    if action == "drifted":
         remedy = _drift_remedy(entry, environment, matrix, found, proved is not None)
         if options.on_drift == "apply" and found.signatures_fit:
             action, reason, remedy = "apply", f"applied to a body that is not known, as asked for: {reason}", ""

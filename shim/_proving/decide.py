@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from shim._matrix.model import RIGHT as RIGHT_STATES
 from shim._matrix.model import UPSTREAM, Variant
 from shim._planning.bodies import GONE, Bodies
-from shim._planning.evidence import CANNOT_RUN, FIXED, NOT_FIXED, RIGHT
-from shim._planning.match import match
+from shim._planning.evidence import CANNOT_RUN, FIXED, LACKING, NOT_FIXED, RIGHT
 from shim._planning.plan import Plan
 from shim._proving.reached import Spot, spots_of
 from shim._proving.results import Outcome, Result, past
@@ -41,7 +40,6 @@ class Judgement:
     shown: str
     proofs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     fingerprints: Mapping[str, str] = field(default_factory=dict)
-    otherwise: Mapping[str, str] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
 
     def refused(self, shown: str) -> Judgement:
@@ -76,7 +74,7 @@ class Watched:
 
 
 def undecided(plan: Plan) -> list[str]:
-    """The patches of which not all bodies were seen in a release: contracts, signs or nothing speak for them."""
+    """The patches of which not all bodies were seen in a release."""
     found = []
     for id, decision in ((id, d.without_conflict or d) for id, d in plan.decisions.items()):
         if decision.action in ("excluded", "not-installed", "out-of-range"):
@@ -179,8 +177,7 @@ def _unknown_bodies(plan: Plan, id: str, variant: str) -> dict[str, str]:
     if not variant:
         return {}
     bodies, wiring = _bodies(plan, id), plan.matrix.patches[id].variants[variant]
-    _, unknown = bodies.standing(wiring)
-    return _unseen(bodies, wiring, unknown)
+    return _unseen(bodies, wiring, bodies.unknown(variant, bodies.of(wiring)))
 
 
 def _doubtful_bodies(plan: Plan, id: str, variant: str) -> dict[str, str]:
@@ -219,11 +216,14 @@ def _judged(plan: Plan, id: str, variant: str | None, results: Sequence[Result],
     proofs = {result.proof: _sides(result) for result in results if result.stock is not None}
     ran = [result for result in results if _ran(result)]
     own = _about(plan, id, variant, ran)
+    lacking = [result for result in results if result.stock is not None and result.stock.lacks]
+    if results and len(lacking) == len(results):
+        return Judgement(id, LACKING, None, _stocks(lacking), proofs)
     if not ran:
         why = next((result.reason for result in results if result.reason), "none of its proofs can run here")
         return Judgement(id, CANNOT_RUN, variant, why, proofs)
     if not any(_is_wrong(result.stock) for result in ran):
-        left = [result for result in results if not _ran(result)]
+        left = [result for result in results if not _ran(result) and result not in lacking]
         if left:
             why = f"{_stocks(ran)}, but of {left[0].proof}: {_why_not(left[0])}"
             return Judgement(id, CANNOT_RUN, variant, why, proofs)
@@ -332,7 +332,7 @@ def _left(judged: Mapping[str, Judgement]) -> dict[str, tuple[str, ...]]:
 
 def _trial(judged: Mapping[str, Judgement], without: str = "") -> dict[str, str]:
     """What the process applies beside all patches whose bodies are known. What was not shown is decided as ever."""
-    left_out = {id: "" for id, j in judged.items() if j.verdict in (NOT_FIXED, RIGHT)}
+    left_out = {id: "" for id, j in judged.items() if j.verdict in (NOT_FIXED, RIGHT, LACKING)}
     return {**_accepted(judged), **left_out, **({without: ""} if without else {})}
 
 
@@ -399,12 +399,7 @@ def _against_the_matrix(
 
 
 def _with_bodies(plan: Plan, judgement: Judgement) -> Judgement:
-    """The judgement with the bodies that it is about, and with the decision that stands if nothing was shown."""
+    """The judgement with the bodies that it is about."""
     entry, bodies = plan.matrix.patches[judgement.id], _bodies(plan, judgement.id)
-    if judgement.verdict == CANNOT_RUN:
-        found = match(entry, plan.environment, plan.matrix)
-        dropped = " ".join(found.dropped)
-        otherwise = {"state": found.state, "reason": found.reason, "cause": found.cause, "dropped": dropped}
-        judgement = replace(judgement, variant=found.variant, otherwise=otherwise)
     here = bodies.here() if judgement.variant is None else bodies.of(entry.variants[judgement.variant])
     return replace(judgement, fingerprints=here)

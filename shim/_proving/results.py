@@ -32,6 +32,7 @@ class Outcome:
     """One side: "right", "wrong", "cannot run", or "broken", and the measurement in words (`text`).
 
     reached: of the bodies that were watched, those that ran.
+    lacks: whether it cannot run because the tree lacks the feature.
     """
 
     state: str
@@ -41,6 +42,7 @@ class Outcome:
     curves: Mapping[str, Sequence[float]] = field(default_factory=dict)
     details: str = ""
     reached: tuple[str, ...] = ()
+    lacks: bool = False
 
     @property
     def ended_early(self) -> bool:
@@ -68,6 +70,7 @@ def outcome_of(answer: Mapping[str, Any], defect: str, crashes: str) -> Outcome:
         answer.get("curves", {}),
         answer.get("details", ""),
         tuple(answer.get("reached", ())),
+        answer.get("lacks", False),
     )
 
 

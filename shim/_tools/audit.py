@@ -16,14 +16,13 @@ from packaging.version import Version
 from shim._archives.trees import Fetch, Tree, beside
 from shim._errors import ShimError, SourceError
 from shim._matrix.model import RIGHT, Matrix, PatchEntry
-from shim._planning.bodies import GONE, Bodies
+from shim._planning.bodies import Bodies
 from shim._planning.evidence import Proved
 from shim._planning.match import Match, match
 from shim._releases.detect import DISTRIBUTIONS, Environment, Installed
 from shim._releases.fingerprint import definitions, split_target
 from shim._releases.sources import Sources
 from shim._te.names import LostName, lost_names
-from shim._tools.audit_contracts import judged
 
 __all__ = ["Audit", "Difference", "Finding", "audit"]
 
@@ -48,14 +47,13 @@ CANDIDATES = 3  # known bodies to fetch in order to find the nearest one
 
 @dataclass(frozen=True)
 class Difference:
-    """An unknown body: the reason, a diff from the nearest known body, and what its contract says."""
+    """An unknown body: the reason, and a diff from the nearest known body."""
 
     target: str
     bound: bool  # True for a target of the patch, False for a read
     why: str
     nearest: str = ""  # the release that the diff starts from
     diff: tuple[str, ...] = ()
-    contract: str = ""  # "kept: ...", "broken: ...", or "none, ..." (see judged); "" for a body that cannot be read
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -64,7 +62,6 @@ class Difference:
             "why": self.why,
             "nearest": self.nearest,
             "diff": list(self.diff),
-            "contract": self.contract,
         }
 
 
@@ -198,11 +195,9 @@ def _finding(
     if found.variant is None:
         return Finding(entry.id, entry.kind, entry.distribution, found.state, found.reason)
     variant = entry.variants[found.variant]
-    reasons, breaches = {**found.kept, **found.drifted}, dict(found.breaches)
+    reasons = dict(found.drifted)
     if not reasons and found.state == "apply":  # proofs speak for the bodies that are not known
-        bodies = Bodies(entry, environment, matrix)
-        reasons = bodies.unknown(variant.name, found.fingerprints)
-        breaches = {target: said for target in reasons if (said := bodies.breach(variant, target))}
+        reasons = Bodies(entry, environment, matrix).unknown(variant.name, found.fingerprints)
     differences = []
     gone = False
     for target in filter(reasons.__contains__, variant.bodies):
@@ -210,9 +205,7 @@ def _finding(
         text = _body(sources, body)
         gone = gone or (target in variant.targets and not (_there(sources, body) and _there(sources, _owner(target))))
         nearest, diff = ("", ()) if text is None else known.nearest(entry, target, found, text, version)
-        readable = found.fingerprints[target] != GONE
-        contract = judged(variant.needs.get(target), breaches.get(target, "")) if readable else ""
-        differences.append(Difference(target, target in variant.targets, reasons[target], nearest, diff, contract))
+        differences.append(Difference(target, target in variant.targets, reasons[target], nearest, diff))
     verdict = "gone" if gone and found.state == "drifted" else found.state
     return Finding(entry.id, entry.kind, entry.distribution, verdict, found.reason, found.variant, tuple(differences))
 

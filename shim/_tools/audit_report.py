@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 from shim._matrix.model import RIGHT
 from shim._printing.markdown import escaped_html, fence_of, plain
@@ -24,11 +23,8 @@ def as_text(found: Audit) -> str:
     for finding in sorted(found.findings, key=lambda finding: not finding.amiss):
         lines.append(f"  {finding.words:<{width}}  {finding.id}: {one_line(finding.reason)}")
         for difference in finding.differences:
-            # Of a body that keeps its contract one line is enough here. Markdown folds it up, and JSON has it all.
-            kept = difference.contract.startswith("kept")
-            why = _why(replace(difference, contract="kept") if kept else difference)
-            lines += [f"    {_role(difference)} {difference.target}: {one_line(why)}"]
-            lines += [f"      {printable(line, '')}" for line in (() if kept else difference.diff)]
+            lines += [f"    {_role(difference)} {difference.target}: {one_line(_why(difference))}"]
+            lines += [f"      {printable(line, '')}" for line in difference.diff]
     lines += [f"  lost name: {one_line(name)}" for name in found.lost]
     lines += [f"  ! {one_line(note)}" for note in found.notes]
     return "\n".join(lines)
@@ -87,4 +83,4 @@ def _role(difference: Difference) -> str:
 
 def _why(difference: Difference) -> str:
     start = f" (from {difference.nearest})" if difference.nearest else ""
-    return f"{difference.why}{start}" + (f"; contract {difference.contract}" if difference.contract else "")
+    return f"{difference.why}{start}"

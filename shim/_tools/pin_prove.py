@@ -20,6 +20,7 @@ from shim._planning.digest import file_digest, files_below, own_code
 from shim._planning.evidence import (
     CANNOT_RUN,
     FIXED,
+    LACKING,
     NOT_FIXED,
     RIGHT,
     digest_of_bodies,
@@ -47,8 +48,9 @@ INTERRUPTED = 130  # as a shell says it
 VERDICTS = {
     FIXED: "Accepted, since stock is wrong here and right with the patch:",
     RIGHT: "Not needed here, since stock is right:",
+    LACKING: "Not needed here, since the tree lacks the feature:",
     NOT_FIXED: "Left out, since they do not fix this tree, or make it worse:",
-    CANNOT_RUN: "Decided as without proofs, which show nothing here:",
+    CANNOT_RUN: "Not known, since the proofs show nothing here:",
 }
 
 

@@ -30,7 +30,17 @@ from shim._errors import ShimError
 from .layout import Layout, layout_initialised
 from .ranks import RankError, Ranks
 
-__all__ = ["CannotRunError", "Here", "Measured", "Proof", "Side", "measure", "proof", "proofs_of"]
+__all__ = [
+    "CannotRunError",
+    "Here",
+    "LacksFeatureError",
+    "Measured",
+    "Proof",
+    "Side",
+    "measure",
+    "proof",
+    "proofs_of",
+]
 
 ENDINGS = (".proof", ".gpu_proof")  # of the modules with the proofs of a patch; the second if they fill a file
 # Errors that say what torch or Triton cannot do here: an expression for "Type: message", and the reason in words.
@@ -47,7 +57,11 @@ DEFECTS = ("silent", "crash", "hang", "memory", "time", "missing")
 
 
 class CannotRunError(ShimError):
-    """A proof cannot run here, and why: no GPU of the kind it needs, a feature that this release does not have."""
+    """A proof cannot run here, and why: no GPU of the kind it needs, another error before what it measures."""
+
+
+class LacksFeatureError(CannotRunError):
+    """The tree has no such feature, so that it cannot have the defect: no DSA, no padding mask that a model takes."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +86,7 @@ class Side:
     text: "gradient off by 9.1e-02", "TypeError: ...", or the reason why it could not run. For an unexpected error:
         the errors of all ranks that failed, and the expected one.
     value: the measurement, or None.
+    lacks: if it cannot run, whether that is because the tree lacks the feature.
     state: "right", "wrong", "cannot run", or "broken": the proof itself failed, of which `details` has the traceback.
     """
 
@@ -81,6 +96,7 @@ class Side:
     value: float | None = None
     curves: Mapping[str, Sequence[float]] = field(default_factory=dict)
     details: str = ""
+    lacks: bool = False
 
 
 @dataclass(frozen=True)
@@ -193,9 +209,10 @@ class Here:
                 return ranks.run(_on_rank, function, args, layout, "cpu", self._te, timeout=timeout)
         except RankError as error:
             for failed in (error, *error.others):
-                if failed.exception_type == CannotRunError.__name__:
-                    why = failed.remote_traceback.rpartition(f"{CannotRunError.__name__}: ")[2]
-                    raise CannotRunError(why.strip()) from error
+                for kind in (CannotRunError, LacksFeatureError):
+                    if failed.exception_type == kind.__name__:
+                        why = failed.remote_traceback.rpartition(f"{kind.__name__}: ")[2]
+                        raise kind(why.strip()) from error
             raise
 
 
@@ -234,7 +251,8 @@ def measure(found: Proof, here: Here) -> Side:
         with on_device(here.device, found.te):
             measured = found.function(here)
     except CannotRunError as error:
-        return Side("cannot run", str(error), time.monotonic() - started)
+        lacks = isinstance(error, LacksFeatureError)
+        return Side("cannot run", str(error), time.monotonic() - started, lacks=lacks)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("megatron", "transformer_engine"):
             return _crashed(found, error, time.monotonic() - started)

@@ -545,7 +545,7 @@ def test_the_pins_are_those_of_this_release():
     name = folder if folder in known else testing.release()
     pins = {id: pin for id, pin in known[name].items() if id in here and pin.variant}
     wanted = {id for id in plan if plan[id].wanted}
-    # On a commit a patch may have no pin, and its contracts decide.
+    # On a commit a patch may have no pin, and proofs decide.
     assert pins.keys() <= wanted if name in plan.matrix.commits["megatron-core"] else pins.keys() == wanted
     for id, pin in pins.items():
         assert (plan[id].variant, plan[id].fingerprints) == (pin.variant, pin.fingerprints)

@@ -130,23 +130,6 @@ def test_what_a_patch_goes_around_may_be_taken_back(world, first, reverted, repl
 
 
 @in_both_orders
-def test_a_function_that_breaks_the_contract_is_no_function_to_go_around(world, first, replaced):
-    """A contract says what the patch needs of a body, and somebody's own function is one that nobody has seen."""
-    contract = "{target: megatron.core.ops:double, has: [x * scale]}"
-    world.patch("p", [{"target": DOUBLE, "wraps": "true"}], contracts=[contract])
-    found = bind(world, first, ("ops:double", replaced))["p"]
-    assert found.state == "conflict" and "lacks `x * scale`" in found.reason
-
-    def keeps(x, scale=2):
-        return x * scale
-
-    world.set("ops:double", keeps)
-    found = shim.status()["p"]
-    assert found.state == "applied" and "keeps the contract" in found.reason
-    assert world.get("ops:double")(3) == ("p", 6)
-
-
-@in_both_orders
 def test_a_patch_that_goes_around_brings_none_along_that_does_not(world, first, replaced):
     """Both bind one target. Only one of them holds around a function that is not upstream's."""
     world.patch("p", [{"target": DOUBLE, "wraps": "true"}])

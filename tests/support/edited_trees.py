@@ -30,7 +30,7 @@ def verdict(world, verdict, variant="old", **more):
     found = Bodies(entry, plan.environment, plan.matrix)
     bodies = found.here() if variant is None else found.of(entry.variants[variant])
     said = {"verdict": verdict, "variant": variant, "fingerprints": bodies, "shown": "1e-1 -> 0", "proofs": {}}
-    return {**said, "otherwise": {}, **more}
+    return {**said, **more}
 
 
 def proved(world, said):

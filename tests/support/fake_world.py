@@ -205,15 +205,14 @@ class World:
         pins=None,
         reads=(),
         probe=(),
-        contracts=(),
         changes="nothing",
         concerns=(),
     ) -> None:
         """Add a patch. `targets` are targets, pairs of a target and what it inherits, or ADDED, or the mappings of a
-        matrix; `source` is its module. `probe`: the methods that it tries. `contracts` as in a matrix,
-        each on a line. `concerns`: as in patch.yaml, such as "mtp+packed"."""
+        matrix; `source` is its module. `probe`: the methods that it tries. `concerns`: as in
+        patch.yaml, such as "mtp+packed"."""
         self.patches[id] = {"targets": targets, "kind": kind, "options": options or {}, "pins": pins or {}}
-        self.patches[id] |= {"reads": reads, "probe": probe, "contracts": contracts}
+        self.patches[id] |= {"reads": reads, "probe": probe}
         self.patches[id] |= {"changes": changes, "concerns": concerns}
         names = [t if isinstance(t, str) else t["target"] if isinstance(t, dict) else t[0] for t in targets]
         head = f"ID = {id!r}\nTARGETS = {names!r}\n"
@@ -244,8 +243,6 @@ class World:
             ]
             lines += [f"    concerns: [{', '.join(patch['concerns'])}]"] if patch["concerns"] else []
             lines += [f"    probe: [{', '.join(patch['probe'])}]"] if patch["probe"] else []
-            if patch["contracts"]:
-                lines += ["    contracts:"] + [f"      - {contract}" for contract in patch["contracts"]]
             if patch["options"]:
                 lines += ["    options:"] + [f"      {name}: {value}" for name, value in patch["options"].items()]
         self.matrix.write_text("\n".join(lines) + "\n")

@@ -6,9 +6,7 @@ import pytest
 from audit_cases import commit, git
 from recording import NO_SOURCES
 
-from shim._matrix.load import load_matrix
 from shim._planning.evidence import FIXED
-from shim.maintenance.history.judge import without_contracts
 from shim.maintenance.history.proofs import prove
 from shim.maintenance.history.walk import Commit
 from shim.testing import fetch
@@ -50,10 +48,3 @@ def test_a_commit_is_judged_as_a_tree_is(repository, tmp_path):
     commit(repository)
     where = Commit(git(repository, "rev-parse", "HEAD").strip(), "2026-01-02")
     assert "not today" in prove(repository / ".git", CORE, where, ids, tmp_path / "scratch")["error"]
-
-
-def test_no_contract_speaks_for_a_body():
-    matrix = load_matrix()
-    assert any(variant.needs for entry in matrix.patches.values() for variant in entry.variants.values())
-    for entry in without_contracts(matrix).patches.values():
-        assert not any(variant.needs for variant in entry.variants.values())

@@ -30,12 +30,7 @@ BOTH = (
         'transformer-engine: ">=2.1.dev0,<2.2.dev0", note: as it was}\n',
         1,
     )
-    # The name that Transformer Engine 2.2 brought shows which release it is.
-    .replace(
-        "    delete_when:",
-        '    lacking:\n      - {target: "transformer_engine:moved", note: as it was}\n    delete_when:',
-        1,
-    )
+    .replace('"0.18.0"]', '"0.18.0"]\n  transformer-engine: ["2.1.0", "2.3.0"]')
 )
 
 
@@ -77,10 +72,10 @@ def of(found, patch="roll-fix"):
         (
             "0.16.0",
             "transformer-engine==2.1.0",
-            "not-needed",
-            "lacks what this patch fixes: as it was (seen at transformer_engine:moved)",
+            "upstream",
+            "beside transformer-engine 2.1.0 has fixed this itself (as it was)",
         ),
-        ("0.16.0", "transformer-engine==2.0.0", "not-needed", "beside transformer-engine 2.0.0 lacks"),
+        ("0.16.0", "transformer-engine==2.0.0", "out-of-range", "beside transformer-engine 2.0.0 lies outside"),
         ("0.18.0", "transformer-engine==2.0.0", "upstream", "its bodies are those of 0.18.0"),
         ("0.16.0", None, "apply", "beside transformer-engine of unknown version needs it"),
     ],
@@ -123,7 +118,7 @@ def test_the_other_way_round(examine, tmp_path):
     found = examine(te, drifted)
     assert of(found).verdict == "drifted" and not found.clean
     assert [d.diff[-1] for d in of(found).differences] == ["+    return helper(x) + 1"]
-    assert of(examine(engine(tmp_path / "old", "2.1.0"), drifted)).verdict == "not-needed"
+    assert of(examine(engine(tmp_path / "old", "2.1.0"), drifted)).verdict == "drifted"
     gone = megatron(tmp_path / "gone", "0.16.3", {"roll.py": "x = 1\n"})
     assert of(examine(te, gone)).verdict == "gone"
 
@@ -137,7 +132,7 @@ def test_others_come_in_every_form(examine, tmp_path):
     for other in (te, wheel, site, "transformer-engine==2.1.0"):
         found = examine(target, other)
         assert of(found).reason.startswith("megatron-core 0.16.0 beside transformer-engine 2.1.0"), other
-        assert of(found).verdict == "not-needed" and of(found, "faster-forward").verdict == "apply"
+        assert of(found).verdict == "upstream" and of(found, "faster-forward").verdict == "apply"
     unknown = examine(target, engine(tmp_path / "bare", None))
     assert of(unknown).verdict == "apply"
     assert unknown.notes == ("transformer-engine: no readable version; judged by bodies alone",)

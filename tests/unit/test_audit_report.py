@@ -78,7 +78,7 @@ def test_json_has_the_documented_keys(shim, tmp_path):
     assert set(found["patches"]) == {"roll-fix", "faster-forward"}
     patch = found["patches"]["roll-fix"]
     assert set(patch) == {"kind", "distribution", "verdict", "reason", "variant", "differences"}
-    assert set(patch["differences"][0]) == {"target", "role", "why", "nearest", "diff", "contract"}
+    assert set(patch["differences"][0]) == {"target", "role", "why", "nearest", "diff"}
     assert patch["differences"][0]["role"] == "binds"
 
 

@@ -122,7 +122,7 @@ def test_a_commit_with_all_bodies_of_a_right_release_is_right(pinned):
     assert gives(matrix) == "upstream" and stale(matrix) == []
 
 
-def test_an_unknown_body_without_a_contract_is_not_pinned_by_the_version(pinned, proofs):
+def test_an_unknown_body_is_not_pinned_by_the_version(pinned, proofs):
     text = EDITED
     assert gives(pinned({MAIN[:10]: text}, commit(MAIN, "0.17.0.dev0"))) == "-"
     proofs(MAIN, roll_fix="new")

@@ -35,8 +35,7 @@ variants:
     reads: {megatron.core.other: [call], .: [VERSION]}
   v0_17:
     targets: [.roll:roll]
-contracts:
-  - {target: .roll:roll, parameters: [x]}
+references: [Pull request 1]
 """
 
 
@@ -79,7 +78,6 @@ def test_targets_can_be_given_by_module_and_modules_by_their_package(described):
         "megatron.core.roll:roll": ("megatron.core.roll:Layer.forward", "megatron.core.other:call")
     }
     assert second.targets == ("megatron.core.roll:roll",)
-    assert first.needs["megatron.core.roll:roll"] == second.needs["megatron.core.roll:roll"]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +86,7 @@ def test_targets_can_be_given_by_module_and_modules_by_their_package(described):
         ("kind: correctness", "kind: odd", "patch.yaml:2", "it must be one of"),
         ("mtp+packed", "mtp+packd", "patch.yaml:6", "there is no word 'packd'"),
         ("distribution: megatron-core\n", "", "patch.yaml:1", "lacks 'distribution'"),
-        ("contracts:", "applies: []\ncontracts:", "patch.yaml:13", "unknown key 'applies'"),
+        ("references:", "applies: []\nreferences:", "patch.yaml:13", "unknown key 'applies'"),
         ("    targets: [.roll:roll]", '    applies: {megatron-core: ">=1"}\n    targets: [".roll:roll"]',
          "patch.yaml:12", "unknown key 'applies' in variant v0_17"),
         ('v0_17: ">=0.17,<0.18"', 'v0_18: ">=0.17,<0.18"', "matrix.yaml:7", "there is no variant 'v0_18'"),
@@ -137,12 +135,12 @@ variants:"""
 def test_variants_inherit_what_the_patch_says_of_targets_and_reads(described):
     """A key that is missing as a whole; and of a name alone what is said of it. A mapping stands for itself."""
     before = DESCRIBED.partition("variants:\n")[0]
-    after = DESCRIBED.partition("contracts:")[2]
+    after = DESCRIBED.partition("references:")[2]
     named = "    targets: [.roll:Layer.forward, .roll:roll]\n    reads: [.roll:VERSION, .other:call]\n"
     bare = "    targets: [{target: .roll:roll}]\n    reads: []\n"
 
     def variants_with(own):
-        return described((DESCRIBED, f"{before}{OF_PATCH}\n  v0_16: {{}}\n  v0_17:\n{own}contracts:{after}")).variants
+        return described((DESCRIBED, f"{before}{OF_PATCH}\n  v0_16: {{}}\n  v0_17:\n{own}references:{after}")).variants
 
     found = variants_with(named)
     package = "megatron.core"

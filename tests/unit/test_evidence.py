@@ -12,7 +12,7 @@ import shim
 from shim._errors import NotMetError, OptionError
 from shim._matrix.load import load_matrix
 from shim._planning.bodies import GONE
-from shim._planning.evidence import CANNOT_RUN, NOT_FIXED, RIGHT, evidence_for, files_of
+from shim._planning.evidence import CANNOT_RUN, LACKING, NOT_FIXED, RIGHT, evidence_for, files_of
 from shim._planning.evidence import FIXED as IS_FIXED
 from shim._planning.lock import read_lock, write_lock
 from shim._planning.plan import make_plan
@@ -89,26 +89,35 @@ def test_a_proof_that_fails_with_the_patch_counts_for_known_bodies_as_well(tree)
     assert found.action == "drifted" and found.reason == "its proofs fail on this tree (2026-01-02, 1e-1 -> 0)"
 
 
-@pytest.mark.parametrize(("state", "variant"), [("apply", "old"), ("drifted", "old"), ("upstream", None)])
-def test_where_proofs_show_nothing_the_decision_stays(tree, monkeypatch, state, variant):
-    """It was made from the same bodies, so no source is parsed for it again."""
-    otherwise = {
-        "state": state,
-        "reason": "its contract",
-        "cause": "changed" if state == "drifted" else "",
-        "dropped": "",
-    }
-    write(tree, verdict(tree, CANNOT_RUN, variant, otherwise=otherwise))
+def test_where_proofs_show_nothing_the_tree_stays_unknown(tree, monkeypatch):
+    """The bodies are in the lock, so no source is parsed. Who asks for drifted patches gets this one, too."""
+    write(tree, verdict(tree, CANNOT_RUN))
     with nothing_parsed(monkeypatch):
         found = roll(tree)
-    assert found.action == state and found.reason == "its contract; its proofs show nothing on this tree (1e-1 -> 0)"
-
-
-def test_asking_for_drifted_patches_decides_anew(tree):
-    """What was decided without proofs was decided for on_drift="skip"."""
-    otherwise = {"state": "drifted", "reason": "its contract", "cause": "changed", "dropped": ""}
-    write(tree, verdict(tree, CANNOT_RUN, otherwise=otherwise))
+    assert found.action == "drifted" and found.reason.endswith("; its proofs show nothing on this tree (1e-1 -> 0)")
     assert shim.plan(lock=tree.lock, on_drift="apply")["roll-fix"].action == "apply"
+
+
+def test_a_tree_that_lacks_the_feature_needs_no_patch(tree):
+    write(tree, verdict(tree, LACKING, None))
+    found = roll(tree)
+    assert found.action == "not-needed" and "lacks what this patch fixes: seen on this tree" in found.reason
+
+
+def test_a_tree_that_no_variant_fits_is_not_right(tree):
+    """The proofs saw the defect, and had no variant to try."""
+    write(tree, verdict(tree, NOT_FIXED, None))
+    assert roll(tree).action == "drifted"
+
+
+def test_a_lock_of_an_earlier_format_is_read(tree):
+    """Its verdicts have one key more, which decides nothing."""
+    lock = write(tree, verdict(tree, IS_FIXED))
+    content = json.loads(lock.read_text())
+    content["format"] = 5
+    content["proved"]["patches"]["roll-fix"]["otherwise"] = {}
+    lock.write_text(json.dumps(content))
+    assert roll(tree).action == "apply"
 
 
 def test_the_part_without_which_a_patch_was_accepted_is_read(tree):
@@ -151,7 +160,7 @@ def test_an_edited_verdict_decides_nothing_else(tree, change):
         (lambda proved: proved["patches"]["roll-fix"].update(variant=1), "'variant' of proved.patches.roll-fix"),
         (lambda proved: proved["patches"]["roll-fix"].update(code="import os"), "code"),
         (lambda proved: proved["patches"]["roll-fix"].update(dropped="roll"), "'dropped' of proved.patches.roll-fix"),
-        (lambda proved: proved["patches"]["roll-fix"].update(otherwise={"state": "apply"}), "'otherwise'"),
+        (lambda proved: proved["patches"]["roll-fix"].update(otherwise="apply"), "'otherwise'"),
         (lambda proved: proved["files"].update({"megatron.core.roll": 1}), "is no mapping of mappings"),
     ],
 )

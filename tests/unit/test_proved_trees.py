@@ -35,22 +35,22 @@ def test_what_proofs_say_is_judged_by_what_is_known(verdict, truth, fixed, text,
     assert proving.verdict({"verdict": verdict, "truth": truth, "fixed": fixed, "text": text}) == said
 
 
-def case(verdict, refused=True, truth="right", fixed=False):
-    return {"verdict": verdict, "truth": truth, "fixed": fixed, "refused": refused, "text": ""}
+def case(verdict, truth="right", fixed=False):
+    return {"verdict": verdict, "truth": truth, "fixed": fixed, "text": ""}
 
 
-def test_needless_refusals_are_counted_before_and_after():
+def test_outcomes_are_counted():
     mutants = {
         "a": case("fixed"),
         "b": case("cannot run"),
         "c": case("not fixed", truth="wrong"),
-        "d": case("fixed", refused=False),
+        "d": case("fixed"),
         "e": case("fixed", truth="wrong"),
     }
     found = proving.table({"x": {**mutants, "f": case("right on stock", fixed=True)}, "y": {"a": case("fixed")}})
-    expected = {"trees": 6, "patches": 2, "right yes": 3, "false alarm": 1, "right no": 1, "WRONG YES": 1, "drifted": 3}
+    expected = {"trees": 6, "patches": 2, "right yes": 3, "false alarm": 1, "right no": 1, "WRONG YES": 1}
     assert found["mutants"] == {**expected, "right on stock": 0}
-    assert (found["fixes"]["trees"], found["fixes"]["patches"], found["fixes"]["drifted"]) == (1, 1, 1)
+    assert (found["fixes"]["trees"], found["fixes"]["patches"]) == (1, 1)
 
 
 def test_no_patch_is_proved_on_a_tree_that_it_breaks_or_that_has_the_defect():
@@ -60,12 +60,12 @@ def test_no_patch_is_proved_on_a_tree_that_it_breaks_or_that_has_the_defect():
 
 def test_enough_trees_were_asked_about_for_a_rate(counts):
     assert sum(count["trees"] for count in counts.values()) >= 60
-    assert all(count["drifted"] >= 20 for count in counts.values())
+    assert all(count["trees"] - count["right no"] >= 20 for count in counts.values())
 
 
 @pytest.mark.parametrize("kind", ["mutants", "fixes"])
 def test_the_proofs_leave_one_needless_refusal_in_ten_at_most(counts, kind):
-    assert counts[kind]["false alarm"] <= 0.1 * counts[kind]["drifted"]
+    assert counts[kind]["false alarm"] <= 0.1 * (counts[kind]["trees"] - counts[kind]["right no"])
 
 
 @pytest.mark.parametrize("kind", ["mutants", "fixes"])

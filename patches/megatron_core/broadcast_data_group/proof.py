@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shim.testing import Layout
-from shim.testing.proof import CannotRunError, Here, proof
+from shim.testing.proof import Here, LacksFeatureError, proof
 
 SHORTEST = 5
 
@@ -25,7 +25,7 @@ def sent(row: Tensor | None, group: Any) -> Tensor:
     from megatron.core import tensor_parallel
 
     if "tp_group" not in inspect.signature(tensor_parallel.broadcast_data).parameters:
-        raise CannotRunError("broadcast_data of this release takes no group")
+        raise LacksFeatureError("broadcast_data of this release takes no group")
     data = None if row is None else {"tokens": row}
     tokens: Tensor = tensor_parallel.broadcast_data(["tokens"], data, torch.int64, tp_group=group)["tokens"]
     return tokens

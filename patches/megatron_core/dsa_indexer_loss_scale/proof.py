@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shim import testing
+from shim.patches.megatron_core._proof_features import need_option
 from shim.testing.proof import CannotRunError, Here, proof
 
 ROWS, WIDTH = 4, 8
@@ -42,8 +43,9 @@ class Layer(torch.nn.Module):
 def gradients(microbatches: int, grad_scale_func: Callable[[Tensor], Tensor] | None = None, **overrides: Any) -> Tensor:
     """The gradients of both weights, [2, h, h], in a step on ROWS rows in so many microbatches."""
     name = "megatron.core.transformer.experimental_attention_variant.dsa"
+    need_option("dsa_indexer_topk", "DSA")
     if find_spec(name.rpartition(".")[0]) is None or find_spec(name) is None:
-        raise CannotRunError("this release has no DSA")
+        raise CannotRunError("DSA of this release is in another module")
     scaler = import_module(name).DSAIndexerLossAutoScaler
     schedules = import_module("megatron.core.pipeline_parallel.schedules")
     config: Any = testing.build_gpt(mtp_num_layers=None, num_layers=1).config

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shim import testing
 from shim.testing import Layout
-from shim.testing.proof import CannotRunError, Here, proof
+from shim.testing.proof import Here, LacksFeatureError, proof
 
 EXPERTS = 4
 MODEL: dict[str, Any] = {
@@ -40,7 +40,7 @@ def wrapped_model(**options: Any) -> Any:
     except AssertionError as error:
         if "Bias is not supported for MoE" not in str(error):
             raise
-        raise CannotRunError("this release refuses biases of experts") from error
+        raise LacksFeatureError("this release refuses biases of experts") from error
     return DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
 
 

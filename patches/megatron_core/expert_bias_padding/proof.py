@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shim import testing
-from shim.testing.proof import CannotRunError, Here, proof
+from shim.testing.proof import Here, LacksFeatureError, proof
 
 MODEL: dict[str, Any] = {
     "num_layers": 1,
@@ -47,7 +47,7 @@ def counted(tokens: int, padding: int = 0, **options: Any) -> Tensor:
 def wrong_counts(tokens: int, padding: int) -> int:
     """Experts whose count is not that of the row without its padding."""
     if not takes_padding_mask():
-        raise CannotRunError("models of this release take no padding mask")
+        raise LacksFeatureError("models of this release take no padding mask")
     with torch.compiler.set_stance("force_eager"):  # a part of the router is compiled on first use, for many seconds
         return int((counted(tokens, padding) != counted(tokens)).sum())
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shim.patches.megatron_core._proof_optimizer_resume import Training, fused_adam
 from shim.testing.layout import Layout
-from shim.testing.proof import CannotRunError, Here, proof
+from shim.testing.proof import CannotRunError, Here, LacksFeatureError, proof
 
 EXPERTS: dict[str, Any] = {
     "num_moe_experts": 4,
@@ -51,7 +51,7 @@ def reloaded() -> int:
     try:
         training.optimizer.reload_model_params(state_dict={"model": state})
     except TypeError as error:
-        raise CannotRunError("this release reloads from the model only") from error
+        raise LacksFeatureError("this release reloads from the model only") from error
     return wrong_main_params(training, state)[0]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shim.testing import CPUCoreAttention, Layout
 from shim.testing.model import ON_CPU
-from shim.testing.proof import CannotRunError, Here, proof
+from shim.testing.proof import Here, LacksFeatureError, proof
 from shim.testing.trainings import largest_error
 
 TOKENS, BATCH, HIDDEN, HEADS = 6, 2, 16, 4
@@ -23,7 +23,7 @@ def build(groups: int = 1, **overrides: Any) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     if "attention_output_gate" not in TransformerConfig.__dataclass_fields__:
-        raise CannotRunError("this release has no gated attention")
+        raise LacksFeatureError("this release has no gated attention")
     size = parallel_state.get_tensor_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
     settings = {

@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from shim.patches.megatron_core._proof_features import need_option
 from shim.testing import Layout
 from shim.testing.proof import CannotRunError, Here, proof
 from shim.testing.trainings import train_layer
@@ -34,8 +35,9 @@ def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
 def without_kernels() -> Iterator[Any]:
     """The module of gated delta net, in eager mode, with the one kernel stood in that it takes when deterministic."""
     name = "megatron.core.ssm.gated_delta_net"
+    need_option("linear_conv_kernel_dim", "gated delta net")
     if find_spec("megatron.core.ssm") is None or find_spec(name) is None:
-        raise CannotRunError("this release has no gated delta net")
+        raise CannotRunError("gated delta net of this release is in another module")
     module = import_module(name)
     inside = import_module(f"{name}.common") if hasattr(module, "__path__") else module
     with contextlib.ExitStack() as undo:

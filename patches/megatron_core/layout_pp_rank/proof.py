@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shim import testing
 from shim.testing import Layout
-from shim.testing.proof import CannotRunError, Here, proof
+from shim.testing.proof import Here, LacksFeatureError, proof
 
 # One decoder layer on the first of two stages, and three on the second. No number is the same on both.
 STAGES = [["embedding", "decoder"], ["decoder"] * 3 + ["loss"]]
@@ -23,7 +23,7 @@ def need_rank() -> None:
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     if "pp_rank" not in inspect.signature(get_transformer_layer_offset).parameters:
-        raise CannotRunError("these functions take no pp_rank in this release")
+        raise LacksFeatureError("these functions take no pp_rank in this release")
 
 
 def said(config: Any, rank: int | None) -> tuple[int, int]:
@@ -61,7 +61,7 @@ def prediction_layers_of_each_stage(**fields: Any) -> list[int]:
     from megatron.core.transformer.multi_token_prediction import get_mtp_num_layers_to_build
 
     if "pp_rank" not in inspect.signature(get_mtp_num_layers_to_build).parameters:
-        raise CannotRunError("get_mtp_num_layers_to_build takes no pp_rank in this release")
+        raise LacksFeatureError("get_mtp_num_layers_to_build takes no pp_rank in this release")
     config = config_of(PREDICTING, mtp_num_layers=1, **fields)
     return [get_mtp_num_layers_to_build(config, pp_rank=rank) for rank in range(len(PREDICTING))]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shim import testing
 from shim.testing.cpu import optimizer_on_cpu
-from shim.testing.proof import CannotRunError, Here, proof
+from shim.testing.proof import Here, LacksFeatureError, proof
 
 
 class Experts(nn.Module):
@@ -73,7 +73,7 @@ def wrong_main_params(experts: int) -> int:
     wrapped = wrapped_model(experts)
     optimizer = optimizer_of(wrapped)
     if "state_dict" not in inspect.signature(optimizer.reload_model_params).parameters:
-        raise CannotRunError("optimizers of this release take no main parameters from a checkpoint")
+        raise LacksFeatureError("optimizers of this release take no main parameters from a checkpoint")
     state = checkpoint_of(wrapped)
     optimizer.reload_model_params(state_dict=state)
     return sum(not torch.equal(found, state[name].flatten()) for name, found in main_params_of(wrapped).items())

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shim import testing
-from shim.testing.proof import CannotRunError, Here, proof
+from shim.testing.proof import Here, LacksFeatureError, proof
 from shim.testing.schedules import mean_of_row, run_microbatches
 
 NAME = "load_balancing_loss"
@@ -80,7 +80,7 @@ def logged() -> list[tuple[float, float]]:
 
     model, found = stage(), []
     if "mtp_num_layers" not in inspect.signature(track_moe_metrics).parameters:
-        raise CannotRunError("the tracker of this release has no places for MTP layers")
+        raise LacksFeatureError("the tracker of this release has no places for MTP layers")
     for _ in range(STEPS):
         step(model)
         saved = float(tracker()[NAME]["values"].sum()) / LAYERS_WITH_EXPERTS / MICROBATCHES if has_saved() else 0.0

@@ -6,7 +6,7 @@ from typing import Any
 
 from shim import testing
 from shim.testing import Layout
-from shim.testing.proof import CannotRunError, Here, proof
+from shim.testing.proof import Here, LacksFeatureError, proof
 
 STAGES = [["embedding", "decoder"], ["decoder", "mtp"], ["loss"]]
 
@@ -46,7 +46,7 @@ def on_three_stages(here: Here, tied: bool) -> list[dict[str, float]]:
     from megatron.core.model_parallel_config import ModelParallelConfig
 
     if not hasattr(ModelParallelConfig, "mtp_standalone"):
-        raise CannotRunError("this release has MTP on the last stage only")
+        raise LacksFeatureError("this release has MTP on the last stage only")
     found: list[dict[str, float]] = here.run(summed, tied, layout=Layout(pp=3))
     return found
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shim import testing
+from shim.patches.megatron_core._proof_features import need_option
 from shim.testing.cpu import optimizer_on_cpu, type_on_a_gpu
 from shim.testing.model import ON_CPU
 from shim.testing.proof import CannotRunError, Here, proof
@@ -118,8 +119,9 @@ def changes(build: Callable[[], nn.Module], **settings: Any) -> list[tuple[Tenso
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
 
+    need_option("muon_momentum", "Muon", "optimizer.optimizer_config:OptimizerConfig")
     if find_spec("megatron.core.optimizer.muon") is None:
-        raise CannotRunError("this release has no Muon")
+        raise CannotRunError("Muon of this release is in another module")
     model: Any = build()
     attentions: list[Any] = [module for module in model.modules() if hasattr(module, "linear_qkv")]
     rows = [parts(attention) for attention in attentions]

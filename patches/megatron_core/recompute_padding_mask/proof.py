@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 from shim import testing
-from shim.testing.proof import CannotRunError, Here, Measured, proof
+from shim.testing.proof import Here, LacksFeatureError, Measured, proof
 
 MODEL: dict[str, Any] = {
     "num_layers": 2,
@@ -67,7 +67,7 @@ def training(adapters: bool = False, **options: Any) -> tuple[list[dict[str, tor
 def error(**options: Any) -> Measured:
     """Over all steps, the largest distance of a gradient from that without recompute, relative to its norm."""
     if not takes_padding_mask():
-        raise CannotRunError("models of this release take no padding mask")
+        raise LacksFeatureError("models of this release take no padding mask")
     (right, truth), (found, measured) = training(**options), training(**options, **FIRST_LAYER)
     worst = 0.0
     for one, other in zip(found, right, strict=True):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shim import testing
+from shim.patches.megatron_core._proof_features import need_option
 from shim.testing.proof import CannotRunError, Here, proof
 from shim.testing.schedules import run_microbatches
 
@@ -31,8 +32,9 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 
 def replay_module() -> Any:
     """The module of upstream's router replay."""
+    need_option("moe_enable_routing_replay", "router replay")
     if find_spec("megatron.core.transformer.moe.router_replay") is None:
-        raise CannotRunError("this release has no router replay")
+        raise CannotRunError("router replay of this release is in another module")
     from megatron.core.transformer.moe import router_replay
 
     return router_replay

@@ -20,7 +20,7 @@ from torch import Tensor
 from shim import testing
 from shim.testing.fp8_layer import LARGEST, OnGpu, fp8_region, fresh_fp8_state
 from shim.testing.layout import Layout
-from shim.testing.proof import CannotRunError, Here, proof
+from shim.testing.proof import Here, LacksFeatureError, proof
 from shim.testing.transformer_engine import compiled_ops
 
 RANKS, INPUTS, OUTPUTS, BLOCK = 2, 128, 256, 128
@@ -123,7 +123,7 @@ def kernels() -> Iterator[Any]:
     """transformer_engine.pytorch, whose linear layers compute here by torch."""
     recipes: Any = import_module("transformer_engine.common.recipe")
     if not hasattr(recipes, "Float8BlockScaling"):
-        raise CannotRunError("this Transformer Engine has no blockwise FP8")
+        raise LacksFeatureError("this Transformer Engine has no blockwise FP8")
     with (
         testing.te_cuda_stand_ins(HOPPER),
         compiled_ops(KERNELS),

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from shim.testing.cpu import unwritten_memory_is_nan
-from shim.testing.proof import CannotRunError, Here, proof
+from shim.testing.proof import Here, LacksFeatureError, proof
 
 HEADS, HEAD = 4, 8
 
@@ -19,7 +19,7 @@ def attention(softmax_type: str = "learnable", **arguments: Any) -> Any:
     """A DotProductAttention that is built in such memory."""
     built: Any = import_module("transformer_engine.pytorch").DotProductAttention
     if "softmax_type" not in signature(built.__init__).parameters:
-        raise CannotRunError("attention has no learnable sinks in this release")
+        raise LacksFeatureError("attention has no learnable sinks in this release")
     with unwritten_memory_is_nan(), mock.patch.object(torch.cuda, "is_available", lambda: True):
         return built(HEADS, HEAD, attention_dropout=0.0, softmax_type=softmax_type, **arguments)
 
