@@ -217,7 +217,7 @@ def _with_variant(judgement: Judgement) -> str:
 
 def _counted(decided: Decided) -> str:
     counts = {verdict: sum(j.verdict == verdict for j in decided.judgements) for verdict in VERDICTS}
-    names = ("accepted", "right on stock", "left out", "cannot run")
+    names = ("accepted", "right on stock", "without the feature", "left out", "cannot run")
     shown = ", ".join(f"{count} {name}" for name, count in zip(names, counts.values(), strict=True))
     return f"{len(decided.judgements)} patches judged by their proofs: {shown}"
 

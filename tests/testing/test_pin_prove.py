@@ -101,7 +101,10 @@ def test_the_proofs_decide(locked):
     place, out = locked
     proved = json.loads((place / "shim.lock").read_text())["proved"]
     assert {id: said["verdict"] for id, said in proved["patches"].items()} == {id: e[-1] for id, e in EDITS.items()}
-    assert "4 patches judged by their proofs: 1 accepted, 1 right on stock, 2 left out, 0 cannot run" in out
+    assert (
+        "4 patches judged by their proofs: 1 accepted, 1 right on stock, 0 without the feature, 2 left out, 0 cannot run"
+        in out
+    )
     assert "IndexError: list index out of range" in proved["patches"]["cp-comm-type-list"]["shown"]
     assert proved["generic"]["recompute-equals-none"] == {"stock": "bit-equal", "with_shim": "bit-equal"}
     assert [file.name for file in place.iterdir()] == ["shim.lock"]  # nothing is left of the run
