@@ -358,6 +358,7 @@ def warnings_for(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
         needed = f" If this tree needs it: {without}." if without else ""
         text = f"{who} {are} not applied (drifted): {said}.{needed} Remedy: {_remedies(drifted)}."
         yield who, "drifted", drifted[0].reason if is_one else ids, text
+    yield from _in_part([decision for decision in correcting if decision.dropped])
     for decision in correcting:
         if decision.action == "conflict":
             text = (
@@ -366,12 +367,6 @@ def warnings_for(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
             )
             yield decision.id, decision.action, decision.reason, text
         skippable = {} if decision.wiring is None else decision.wiring.skippable
-        for target, why in decision.dropped.items():
-            text = (
-                f"{decision.id} is applied without {target}: {why}. If this tree needs it: {skippable[target]}. "
-                f"Remedy: {decision.remedy}."
-            )
-            yield decision.id, "applied in part", f"without {target}", text
         for target, who in ((target, who) for target, who in decision.skipped.items() if who):
             if is_tried(target, decision, plan):
                 text = (
@@ -386,6 +381,23 @@ def warnings_for(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
                 f"Unless that does the same: {skippable[target]}. Remedy: {remedy_for(decision.id, who)}."
             )
             yield decision.id, "applied in part", f"without {target}", text
+
+
+def _in_part(decisions: list[Decision]) -> Iterator[tuple[str, str, str, str]]:
+    """One warning for all patches of which bodies are not known that they can do without."""
+    if not decisions:
+        return
+    if len(decisions) == 1:
+        [decision] = decisions
+        skippable = {} if decision.wiring is None else decision.wiring.skippable
+        without, whys = ", ".join(decision.dropped), "; ".join(decision.dropped.values())
+        wrong = "; ".join(skippable[target] for target in decision.dropped)
+        said = f"{decision.id} is applied without {without}: {whys}. If this tree needs it: {wrong}"
+        who = decision.id
+    else:
+        who, without = f"{len(decisions)} patches", ", ".join(decision.id for decision in decisions)
+        said = f"{who} are applied in part: {without}. `shim explain ID` says without what"
+    yield who, "applied in part", f"without {without}", f"{said}. Remedy: {_remedies(decisions)}."
 
 
 def _remedies(drifted: list[Decision]) -> str:

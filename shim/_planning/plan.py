@@ -148,23 +148,16 @@ def _drift_remedy(entry: PatchEntry, environment: Environment, matrix: Matrix, f
         return f"run {command}"
     if found.cause == "disproved":
         return f"update megatron-shim, or exclude the patch; shim prove {entry.id} shows what is wrong"
-    if found.cause == "unshown":
-        return f"let the proofs decide ({PROVE}), or run shim prove {entry.id} and exclude the patch if it is right"
-    fits = ", or apply it anyway with on_drift='apply'"
-    if not found.signatures_fit:
-        fits = (
-            ""
-            if found.cause != "changed"
-            else " (on_drift='apply' would not bind it: the signature of a target has also changed)"
-        )
-    prove = "" if proved else f"let the proofs decide: {PROVE}; or "
+    if proved:
+        anyway = ", or apply it anyway with on_drift='apply'" if found.signatures_fit else ""
+        return f"update megatron-shim, or exclude the patch{anyway}; shim prove {entry.id} shows what its proofs say"
+    # One remedy for all, so that they share a warning.
     if installed.raw in supported:
-        remedy = f"reinstall {release}, whose code this is not; for a commit or a fork, update megatron-shim"
+        other = f"reinstall {release}, whose code this is not"
     else:
         releases = f" ({supported[0]} to {supported[-1]})" if supported else ""
-        remedy = f"update megatron-shim, or install a supported release of {entry.distribution}{releases}"
-    look = f"; shim audit {installed.location} shows what changed" if found.cause == "changed" else ""
-    return prove + remedy + fits + look
+        other = f"install a supported release of {entry.distribution}{releases}"
+    return f"let the proofs decide, in some minutes: {PROVE}; or {other}"
 
 
 def _not_concerned(entry: PatchEntry, options: Options, run: Run | None) -> str:

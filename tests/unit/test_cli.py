@@ -65,7 +65,7 @@ def test_problems_come_first(shim, world):
     assert out.startswith("1 patch applies; 0 not needed here, 1 problem\n")
     assert out.index("Problems:\n  roll-fix") < out.index("To apply:\n  patch")
     assert "their sequence (drifted)\n      megatron-core 0.16.0 differs at megatron.core.roll:roll" in out
-    assert "\n      Remedy: let the proofs decide: shim pin --prove" in out
+    assert "\n      Remedy: let the proofs decide, in some minutes: shim pin --prove" in out
 
 
 def test_what_is_right_and_what_is_left_out_stand_apart(shim, world):

@@ -120,16 +120,16 @@ SUPPORTED, LATER, VENDOR = "0.16.0", "0.16.9", "0.16.0+nv1"
         (b"def roll(:\n", LATER, "reinstall megatron-core 0.16.9; if the file is not damaged"),
         (b"x = '\xff'\n", SUPPORTED, "reinstall megatron-core 0.16.0; if"),
         (BROKEN.encode()[:60], SUPPORTED, "reinstall megatron-core 0.16.0"),
-        (None, SUPPORTED, "let the proofs decide: .*reinstall megatron-core 0.16.0, whose code this is not"),
-        (b"x = 1\n", SUPPORTED, "let the proofs decide: .*reinstall megatron-core 0.16.0, whose code this is not"),
+        (None, SUPPORTED, "let the proofs decide, .*reinstall megatron-core 0.16.0, whose code this is not"),
+        (b"x = 1\n", SUPPORTED, "let the proofs decide, .*reinstall megatron-core 0.16.0, whose code this is not"),
         (
             b"x = 1\n",
             LATER,
-            r"let the proofs decide: .*update megatron-shim, .* supported release of megatron-core \(0.16.0 to 0.18",
+            r"let the proofs decide, .* install a supported release of megatron-core \(0.16.0 to 0.18",
         ),
-        (b"x = 1\n", VENDOR, "let the proofs decide: .*update megatron-shim"),
-        (None, LATER, "let the proofs decide: .*update megatron-shim"),
-        (None, None, "let the proofs decide: .*update megatron-shim"),
+        (b"x = 1\n", VENDOR, "let the proofs decide, .*; or install a supported release"),
+        (None, LATER, "let the proofs decide, .*; or install a supported release"),
+        (None, None, "let the proofs decide, .*; or install a supported release"),
     ],
 )
 def test_the_remedy_fits_the_cause(world, content, version, remedy):
