@@ -197,7 +197,8 @@ def _finding(
     variant = entry.variants[found.variant]
     reasons = dict(found.drifted)
     if not reasons and found.state == "apply":  # proofs speak for the bodies that are not known
-        reasons = Bodies(entry, environment, matrix).unknown(variant.name, found.fingerprints)
+        bodies = Bodies(entry, environment, matrix)
+        reasons = bodies.unknown(variant.name, bodies.of(variant))
     differences = []
     gone = False
     for target in filter(reasons.__contains__, variant.bodies):
