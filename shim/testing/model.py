@@ -9,6 +9,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Set
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -139,7 +140,7 @@ def build_hybrid(
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-    if tuple(int(part) for part in release().split(".")[:2]) < (0, 18):
+    if find_spec("megatron.core.models.hybrid") is None:
         block, models = "megatron.core.ssm.mamba_block", "megatron.core.models.mamba.mamba_model"
         name = "Mamba"
     else:
