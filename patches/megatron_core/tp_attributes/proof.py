@@ -283,7 +283,10 @@ def with_experts() -> nn.Module:
         alone = te.GroupedLinear(1, 8, 8, bias=False, device="cpu")
     if getattr(alone.weight0, "tensor_model_parallel", False):
         raise CannotRunError("Transformer Engine marks grouped experts itself before 2.13")
-    model: Any = testing.build_gpt(num_layers=1, mtp_num_layers=None).requires_grad_(False)
+    return add_experts(testing.build_gpt(num_layers=1, mtp_num_layers=None).requires_grad_(False))
+
+
+def add_experts(model: Any) -> nn.Module:
     mlp = model.decoder.layers[0].mlp
     with layers_can_be_built():
         mlp.experts = _Experts(model.config)
@@ -304,6 +307,22 @@ def grouped_experts_count_in_the_clip_norm(here: Here) -> float:
     Megatron-LM pull request 5916.
     """
     return off(here, with_experts)
+
+
+def sinks_and_experts() -> nn.Module:
+    return add_experts(with_sinks())
+
+
+@proof("clip norm off by {:.1e}", bound=1e-5, ranks=2, te=True, variants=("v0_19",))
+def attention_sinks_count_beside_grouped_experts(here: Here) -> float:
+    """Attention sinks are left out of the gradient norm that grouped experts of Transformer Engine are counted in.
+
+    To reproduce: as for attention sinks and for grouped experts, both in one GPTModel.
+
+    From 0.19 on megatron-core marks grouped experts, and the patch relies on it. Sinks have no mark yet. Right is the
+    norm of one rank.
+    """
+    return off(here, sinks_and_experts)
 
 
 def wrong_dimensions() -> int:
