@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shim._planning.evidence import CANNOT_RUN, FIXED, NOT_FIXED, RIGHT
+from shim._planning.evidence import CANNOT_RUN, FIXED, LACKING, NOT_FIXED, RIGHT
 from shim._proving import decide
 from shim._proving.kept import Kept
 from shim._proving.results import Outcome, Result
@@ -99,6 +99,26 @@ def test_a_tree_is_right_only_if_all_proofs_say_so(judge):
     assert found.verdict == CANNOT_RUN and "but of second" in found.shown
     found = judge(result("right", "right"), result("wrong", "wrong", "second"))
     assert found.verdict == NOT_FIXED
+
+
+def lacking(proof="first"):
+    return replace(result("cannot run", None, proof), stock=Outcome("cannot run", "it has no roll", lacks=True))
+
+
+def test_a_tree_without_the_feature_has_no_defect(judge):
+    """If every proof says so. One that cannot run for another reason may be about what the tree does have."""
+    found = judge(lacking(), lacking("second"), right=[BODY, PART])
+    assert (found.verdict, found.variant, found.shown) == (LACKING, None, "it has no roll")
+    for other in (result("cannot run", None, "second"), result(None, proof="second", reason="it needs a GPU")):
+        assert judge(lacking(), other).verdict == CANNOT_RUN
+
+
+@pytest.mark.parametrize(
+    ("stock", "patched", "verdict"),
+    [("right", "right", RIGHT), ("wrong", "right", FIXED), ("wrong", "wrong", NOT_FIXED)],
+)
+def test_proofs_of_what_is_there_decide_beside_those_of_what_is_not(judge, stock, patched, verdict):
+    assert judge(result(stock, patched), lacking("second"), variant="new").verdict == verdict
 
 
 def test_a_proof_speaks_only_for_bodies_that_it_runs(judge):

@@ -11,7 +11,7 @@ from unit_helpers import FIXED
 
 from shim._errors import OptionError
 from shim._matrix.load import load_matrix
-from shim._planning.evidence import CANNOT_RUN, NOT_FIXED, RIGHT, VERDICTS
+from shim._planning.evidence import CANNOT_RUN, LACKING, NOT_FIXED, RIGHT, VERDICTS
 from shim._planning.evidence import FIXED as IS_FIXED
 from shim._planning.plan import make_plan
 from shim._proving.decide import _unknown_bodies
@@ -61,6 +61,7 @@ def decided(world):
     [
         (IS_FIXED, "old", "apply", "proved on the same bodies in a-fork (2026-01-02, 1e-1 -> 0)"),
         (RIGHT, None, "upstream", "is right without it: proved on the same bodies in a-fork (2026-01-02, 1e-1 -> 0)"),
+        (LACKING, None, "not-needed", "lacks what this patch fixes: seen on the same bodies in a-fork (2026-01-02, 1e-1 -> 0)"),
         (NOT_FIXED, "old", "drifted", "its proofs fail on the same bodies in a-fork (2026-01-02, 1e-1 -> 0)"),
     ],
 )
