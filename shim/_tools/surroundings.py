@@ -25,6 +25,7 @@ OTHERS: Mapping[str, str] = {
     "flash-attn": "flash_attn",
     "flash-attn-3": "flash_attn_3",
     "apex": "apex",
+    "megatron-fsdp": "megatron_fsdp",
     "nvidia-cudnn-frontend": "cudnn",
     "nvidia-modelopt": "modelopt",
     "mamba-ssm": "mamba_ssm",
