@@ -61,7 +61,12 @@ def decided(world):
     [
         (IS_FIXED, "old", "apply", "proved on the same bodies in a-fork (2026-01-02, 1e-1 -> 0)"),
         (RIGHT, None, "upstream", "is right without it: proved on the same bodies in a-fork (2026-01-02, 1e-1 -> 0)"),
-        (LACKING, None, "not-needed", "lacks what this patch fixes: seen on the same bodies in a-fork (2026-01-02, 1e-1 -> 0)"),
+        (
+            LACKING,
+            None,
+            "not-needed",
+            "lacks what this patch fixes: seen on the same bodies in a-fork",
+        ),
         (NOT_FIXED, "old", "drifted", "its proofs fail on the same bodies in a-fork (2026-01-02, 1e-1 -> 0)"),
     ],
 )
