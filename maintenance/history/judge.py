@@ -16,6 +16,8 @@ from shim._releases.detect import PATCHED
 from shim._tools.fetching import first_on_path
 from shim._tools.pin_prove import inputs_of, proved_part
 
+PATIENCE = 240.0  # seconds for each side: the command runs for hours beside other work, at low priority
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write to `file` what the proofs show, as `shim pin --prove` writes it into a lock."""
@@ -28,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with first_on_path(options.tree):
         made = shim.plan(lock=None)
         kept = Kept(options.file.with_suffix(".proving"), inputs_of(made))
-        request = Request(ids=tuple(options.ids.split(",")), jobs=options.jobs, kept=kept, complete=True)
+        ids = tuple(options.ids.split(","))
+        request = Request(ids=ids, jobs=options.jobs, timeout=PATIENCE, kept=kept, complete=True)
         decided = decide(made, request, lambda said: None)
         releases = {name: found.raw for name, found in made.environment.installed.items() if name in PATCHED}
         told = {"releases": releases, "proved": proved_part(made, decided)}

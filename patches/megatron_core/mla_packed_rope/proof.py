@@ -68,8 +68,9 @@ def error(
     """How far the attention on a packed row is from that on its sequences alone, over the norm of that."""
     if tuple(int(part) for part in release().split(".")[:2]) < (0, 13):
         raise CannotRunError("multi-latent attention of this release takes no packed rows")
-    (right,) = here.run(alone, lengths, align, settings)
+    # Ranks first: they are forked, and YaRN's cache keeps layers of this process, with groups that hang where they end.
     found = here.run(packed, lengths, align, longest, settings, layout=Layout(cp=ranks))
+    (right,) = here.run(alone, lengths, align, settings)
     together = {place: one for rank in found for place, one in rank.items()}
     assert together.keys() == right.keys()
     wrong = torch.stack([together[place] - right[place] for place in right])
