@@ -96,7 +96,7 @@ def _proved(plan: Plan, request: Request, say: Say, first: Process | None) -> li
             if proof is None:
                 continue
             impossible, device, world = _place(proof, request)
-            impossible = impossible or _missing(proof, plan)
+            impossible = impossible or _missing(proof, plan, request)
             if impossible:
                 results[label] = replace(result, verdict="cannot run", reason=impossible)
                 continue
@@ -205,20 +205,27 @@ def _place(proof: Proof, request: Request) -> tuple[str, str, int]:
     return "", device, world
 
 
-def _missing(proof: Proof, plan: Plan) -> str:
+def _beside(proof: Proof, request: Request) -> tuple[str, ...]:
+    """The patches that both sides need. A tree that does not need one, or cannot have it, does without."""
+    return tuple(id for id in proof.beside if (request.trial or {}).get(id) != "")
+
+
+def _missing(proof: Proof, plan: Plan, request: Request) -> str:
     """Why the installed releases cannot show the defect, or ""."""
     if proof.te and TE not in plan.environment.installed:
         return f"it needs {TE}"
-    absent = [id for id in proof.beside if plan.decisions[id].action not in ("apply", *RIGHT)]
+    absent = [id for id in _beside(proof, request) if plan.decisions[id].action not in ("apply", *RIGHT)]
     return f"it needs {absent[0]} beside it, which is {plan.decisions[absent[0]].action}" if absent else ""
 
 
 def _case(label: str, source: str, proof: Proof, result: Result, device: str, world: int, request: Request) -> _Case:
-    beside, watched = proof.beside or None, request.watch.get(result.patch, ())
+    beside = _beside(proof, request)
+    watched = request.watch.get(result.patch, ())
     tried = request.trial if beside else None
     left = request.left if tried else {}
-    stock = SideTask(f"{label} stock", source, proof.name, beside, device, world, proof.te, None, tried, watched, left)
-    applied = () if request.together or not result.patch else (result.patch, *proof.beside)
+    key, needed = f"{label} stock", beside or None
+    stock = SideTask(key, source, proof.name, needed, device, world, proof.te, None, tried, watched, left)
+    applied = () if request.together or not result.patch else (result.patch, *beside)
     options = {result.patch: dict(proof.options)} if proof.options else None
     patched = replace(
         stock, key=f"{label} with shim", ids=applied, options=options, trial=request.trial, left=request.left
