@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 RELEASE ?= 0.16.1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test lint unit unit-pythons coverage helpers other-torch cells pairs trainers environments matrix patch proofs mutations engine-mutations gpu gpu-bundle gpu-dry bench docs docs-all docs-site pins history changelog dist fresh clean
+.PHONY: help env demo test lint unit unit-pythons coverage helpers other-torch cells pairs trainers environments matrix patch proofs mutations engine-mutations gpu gpu-bundle gpu-dry bench docs docs-all docs-site pins history release-of changelog dist fresh clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -174,6 +174,9 @@ pins: env  ## fingerprint all supported releases and write them into version_mat
 
 # COMMITS=20 also runs the proofs on so many commits, the next ones; up to three CPU minutes each.
 COMMITS ?= 0
+release-of: env  ## add a release: R=0.20.0, and DIR with its sources if it is on no index
+	$(BIN)/python -m shim.maintenance.release_of $(R) $(DIR)
+
 history: env  ## bodies on every commit of upstream's branches, and proofs of those that no release has (COMMITS=20)
 	$(BIN)/python -m shim.maintenance.history --commits $(COMMITS)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
 from collections.abc import Iterator
@@ -14,9 +15,10 @@ from shim._errors import MatrixError
 from shim._matrix.declared import Commit
 from shim._matrix.model import NOT_NEEDED, RIGHT
 
-__all__ = ["top_bound", "with_commit", "with_release", "with_wider_ranges"]
+__all__ = ["top_bound", "with_commit", "with_new_range", "with_release", "with_wider_ranges"]
 
 WIDTH = 120
+RANGE = re.compile(r">=\s*([0-9.]+)\s*,\s*<\s*([0-9.]+)")
 UPPER = re.compile(r"(<\s*)([0-9]+(?:\.[0-9]+)*)(?=\s*(?:,|$))")
 
 
@@ -163,4 +165,53 @@ def with_wider_ranges(text: str, id: str, distribution: str, variant: str, old: 
     for start, end in sorted(places, reverse=True):
         inner = UPPER.sub(lambda found: found[1] + new, text[start + 1 : end - 1])  # a range stands in quotes
         text = text[: start + 1] + inner + text[end - 1 :]
+    return text
+
+
+def with_new_range(
+    text: str, id: str, distribution: str, gives: str, begin: str, end: str, note: str = ""
+) -> str | None:
+    """`text` in which patch `id` has a range from `begin` on that gives a variant, or one of RIGHT.
+
+    A range that holds `begin` ends there, and the new one ends where that did; or else at `end`. note: why a release is
+    right.
+
+    None if a person has to write it: if a range is about several distributions, or begins no earlier, or is written in
+    several lines, or if the patch is described in the matrix.
+    """
+    patch = _get(_get(_node(text), "patches"), id)
+    if not isinstance(patch, yaml.MappingNode) or _get(patch, "variants") is not None:
+        return None
+    changes = []
+    for _, rule in _ranges(text, id):
+        spec = _spec(rule, distribution)
+        about = {key.value for key, _ in rule.value} if isinstance(rule, yaml.MappingNode) else {distribution}
+        found = None if spec is None else RANGE.fullmatch(spec.value)
+        if found is None or about - {distribution, "note"}:
+            return None
+        low, high = found.groups()
+        if Version(low) < Version(begin) < Version(high):
+            changes.append((spec.start_mark.index, spec.end_mark.index, f'">={low},<{begin}"'))
+            end = high
+        elif Version(low) == Version(begin):
+            return None
+    item = f'">={begin},<{end}"'
+    if gives in RIGHT:
+        item = f"{{{distribution}: {item}, note: {json.dumps(note, ensure_ascii=False)}}}"
+    key, value = gives.replace("-", "_"), _get(patch, gives.replace("-", "_"))
+    lines = [len(line) for line in text.splitlines(keepends=True)]
+    if value is None:
+        place, indent = sum(lines[: _end(patch)]), " " * patch.value[0][0].start_mark.column
+        changes.append((place, place, f"{indent}{key}: {item}\n"))
+    elif isinstance(value, yaml.SequenceNode) and not value.flow_style:
+        place, indent = sum(lines[: _end(value)]), " " * value.start_mark.column
+        changes.append((place, place, f"{indent}- {item}\n"))
+    elif value.start_mark.line == value.end_mark.line and not isinstance(value, yaml.SequenceNode):
+        indent = "\n" + " " * (patch.value[0][0].start_mark.column + 2)
+        start, stop = value.start_mark.index, value.end_mark.index
+        changes.append((start - 1, stop, f"{indent}- {text[start:stop]}{indent}- {item}"))  # with the blank before it
+    else:
+        return None
+    for start, stop, new in sorted(changes, reverse=True):
+        text = text[:start] + new + text[stop:]
     return text

@@ -29,7 +29,7 @@ from shim.testing.releases import FetchError, fetch_commit
 from shim.testing.repositories import REPOSITORIES, GitError, described, local_repository, obtain
 
 from .docs import everything
-from .matrix_text import top_bound, with_commit, with_release, with_wider_ranges
+from .matrix_text import top_bound, with_commit, with_new_range, with_release, with_wider_ranges
 from .pin import Evidence, measure_one, replace_file
 from .pin_all import tables_of_names
 
@@ -72,7 +72,7 @@ class Added:
 
     newest: the newest megatron-core, for a cell with a TE release.
     audited: the audit against the pins as they were.    files: what was written.
-    widened: patch id -> the bound of its range before and after.
+    widened: patch id -> the bound of its range before and after.    ranges: patch id -> what a new range gives.
     decide: what has no answer yet, a line each.
     read: changed bodies on which the patch was proved: patch id -> targets.
     """
@@ -83,6 +83,7 @@ class Added:
     audited: Audit
     files: tuple[Path, ...]
     widened: Mapping[str, tuple[str, str]]
+    ranges: Mapping[str, str]
     decide: tuple[str, ...]
     read: Mapping[str, tuple[str, ...]]
 
@@ -92,6 +93,7 @@ class Added:
             "audit": self.audited.to_dict(),
             "files": list(map(str, self.files)),
             "widened": {id: {"from": f"<{old}", "to": f"<{new}"} for id, (old, new) in self.widened.items()},
+            "ranges": dict(self.ranges),
             "decide": list(self.decide),
             "read": {id: list(targets) for id, targets in self.read.items()},
         }
@@ -101,6 +103,7 @@ class Added:
         lines = [as_text(self.audited), "", *(f"wrote {file}" for file in self.files), ""]
         wider = [f"  {id}: <{old} became <{new}" for id, (old, new) in self.widened.items()]
         lines += ["Ranges that reach to it now:", *wider, ""] if wider else []
+        lines += ["New ranges:", *(f"  {id}: {gives}" for id, gives in self.ranges.items()), ""] if self.ranges else []
         lines += ["To read, in the audit above: changed bodies with which the patch holds by its proofs"]
         lines += [f"  {id}: {', '.join(targets)}" for id, targets in self.read.items()] or ["  none"]
         until = (
@@ -151,12 +154,15 @@ def add(
     of: str = "main",
     top: Path | None = None,
     proved: Lock | None = None,
+    ranges: bool = False,
+    documents: bool = True,
 ) -> Added:
     """Add `new` to the file of `matrix`, and write all that follows from it. Nothing is written if it raises.
 
     source: a directory with the sources of a release, or a git directory that has the commit.
     of: what a commit is of, as in the matrix.
     proved: a lock of `shim pin --prove` on the sources of a release. Its verdicts count for the bodies that they name.
+    ranges: write new ranges as well, if bodies or proofs give a release something else than its version.
     top: the source tree of shim, if the matrix is the one that ships: its tables and documents are written too.
     """
     if new.is_commit:
@@ -175,9 +181,9 @@ def add(
     text = path.read_text("utf-8")
     if commit is None:
         text = with_release(text, new.distribution, name)
-        text, widened, decide = _with_rules(text, matrix, new, findings)
+        text, widened, new_ranges, decide = _with_rules(text, matrix, new, findings, ranges)
     else:
-        text, widened = with_commit(text, new.distribution, commit), {}
+        text, widened, new_ranges = with_commit(text, new.distribution, commit), {}, {}
         decide = _unpinned(matrix, new.distribution, commit, findings)
     after = _read(path, text, matrix.shipped)
     say(f"measures {new.distribution} {name}")
@@ -197,7 +203,7 @@ def add(
                 return root if (distribution, release) == (new.distribution, name) else fetch(distribution, release)
 
             written |= tables_of_names(after, fetched, say, anew=False)
-    files_written = _write(written, say, top)
+    files_written = _write(written, say, top if documents else None)
     told = {id for id, _ in decide}
     left = [
         line for line in stale(load.load_matrix(path, check_ranges=False)) if not any(f" {id}," in line for id in told)
@@ -209,6 +215,7 @@ def add(
         found,
         tuple(files_written),
         widened,
+        new_ranges,
         (*(line for _, line in decide), *left),
         {id: kept for id, f in findings.items() if (kept := _kept(f)) and id not in undecided},
     )
@@ -276,31 +283,44 @@ Decide = list[tuple[str, str]]  # patch id, and what is to be decided
 
 
 def _with_rules(
-    text: str, matrix: Matrix, new: New, findings: Mapping[str, Finding]
-) -> tuple[str, dict[str, tuple[str, str]], Decide]:
+    text: str, matrix: Matrix, new: New, findings: Mapping[str, Finding], ranges: bool
+) -> tuple[str, dict[str, tuple[str, str]], dict[str, str], Decide]:
     """The text with ranges that reach to the release, if its bodies leave nothing to decide."""
     version = Version(new.name)
     next_minor = ".".join(map(str, (version.major, version.minor + 1)))
     widened: dict[str, tuple[str, str]] = {}
+    written: dict[str, str] = {}
     decide: Decide = []
     for id, finding in findings.items():
         rule, given = matrix.patches[id].pinned_rule(version), _given(finding)
         says = None if rule is None else rule.gives
         if given is None:
             decide.append((id, f"{id} ({finding.words}): {_remedy(finding, new, says)}"))
+        elif says == given:
+            continue
+        elif says is None and (top := top_bound(text, id, new.distribution, new.name)) and given in top[1]:
+            text = with_wider_ranges(text, id, new.distribution, given, top[0], next_minor)
+            widened[id] = top[0], next_minor
+        elif ranges and (changed := _with_range(text, matrix, new, finding, given)):
+            text, written[id] = changed, given
         elif says is None:
-            top = top_bound(text, id, new.distribution, new.name)
-            if top is not None and given in top[1]:
-                text = with_wider_ranges(text, id, new.distribution, given, top[0], next_minor)
-                widened[id] = top[0], next_minor
-            else:
-                where = given if given in RIGHT else f"the variant {given}"
-                decide.append((id, f"{id}: {finding.reason}. Give {where} a range that has {new.name}"))
-        elif says != given:
+            where = given if given in RIGHT else f"the variant {given}"
+            decide.append((id, f"{id}: {finding.reason}. Give {where} a range that has {new.name}"))
+        else:
             decide.append(
                 (id, f"{id}: the ranges say {says}, its bodies say {given} ({finding.reason}); correct the ranges")
             )
-    return text, widened, decide
+    return text, widened, written, decide
+
+
+def _with_range(text: str, matrix: Matrix, new: New, finding: Finding, given: str) -> str | None:
+    """The text in which a patch gets a range from the release on. None if a person has to write it."""
+    version = Version(new.name)
+    minor, end = f"{version.major}.{version.minor}", f"{version.major}.{version.minor + 1}"
+    there = [Version(release) for release in matrix.supported.get(new.distribution, ())]
+    begin = new.name if any(v.release[:2] == version.release[:2] for v in there) else minor
+    note = "its proofs are right there" if "proved on" in finding.reason else finding.reason.partition(": ")[2]
+    return with_new_range(text, finding.id, new.distribution, given, begin, end, note)
 
 
 def _remedy(finding: Finding, new: New, says: str | None) -> str:

@@ -74,18 +74,24 @@ def test_a_release_of_known_bodies_is_added_without_a_decision(next_release, tmp
     assert known.keys() - pins["0.99.0"].keys() <= open_ones and len(pins["0.99.0"]) > 8
 
 
-@in_full
-def test_a_commit_is_added_with_its_documents(next_release, tmp_path):
-    """In a checkout of shim: from a clone, with the tables and pages that `make pins docs` would write."""
-    checkout = tmp_path / "shim"
+@pytest.fixture
+def checkout(tmp_path):
+    """A copy of the sources of shim, in which files may change."""
+    top = tmp_path / "shim"
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     files = subprocess.run(listed, cwd=REPOSITORY, capture_output=True, text=True)
     if files.returncode:
         pytest.skip("shim is no git checkout here")
     for name in filter(None, files.stdout.split("\0")):
         if (REPOSITORY / name).is_file() and not name.startswith("tests/"):
-            (checkout / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(REPOSITORY / name, checkout / name)
+            (top / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(REPOSITORY / name, top / name)
+    return top
+
+
+@in_full
+def test_a_commit_is_added_with_its_documents(next_release, checkout, tmp_path):
+    """In a checkout of shim: from a clone, with the tables and pages that `make pins docs` would write."""
 
     def git(*arguments):
         who = ["-c", "user.name=somebody", "-c", "user.email=somebody@example.com", "-c", "commit.gpgsign=false"]
@@ -113,3 +119,32 @@ def test_a_commit_is_added_with_its_documents(next_release, tmp_path):
     current = [sys.executable, "-m", "shim.maintenance.docs", "--check"]
     docs = subprocess.run(current, cwd=checkout, env={**os.environ, "PYTHONPATH": str(checkout)}, capture_output=True)
     assert docs.returncode == 0, docs.stdout
+
+
+def without(recorded):
+    """The pins, in which no list names the newest release."""
+    if isinstance(recorded, dict):
+        return {key: left for key, inner in recorded.items() if (left := without(inner))}
+    return [name for name in recorded if name != NEWEST] if isinstance(recorded, list) else recorded
+
+
+@in_full
+def test_a_release_that_was_taken_out_comes_back_as_it_was(checkout):
+    """With what proofs have shown: here nothing, as its bodies are those of the release before."""
+    try:
+        sources = fetch(NEWEST)
+    except FetchError as error:
+        pytest.skip(f"{NO_SOURCES}megatron-core {NEWEST}: {error}")
+    matrix, pins = checkout / "version_matrix.yaml", checkout / "version_matrix.lock.json"
+    before = matrix.read_text("utf-8"), pins.read_text("utf-8")
+    matrix.write_text(re.sub(rf',\s*"{re.escape(NEWEST)}"\]', "]", before[0], count=1), "utf-8")
+    pins.write_text(json.dumps(without(json.loads(before[1]))), "utf-8")
+    lock = checkout / "new.lock"
+    proved = shim("pin", "--prove", "--against", sources, "--only", "label-smoothing", "--lock", lock, cwd=checkout)
+    assert proved.returncode == 0, proved.stderr
+    command = [sys.executable, "-m", "shim.maintenance.release_of", NEWEST, str(sources), "--proved", str(lock)]
+    env = {**os.environ, "PYTHONPATH": str(checkout)}
+    done = subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "To decide, 0;" in done.stdout and len(done.stdout.splitlines()) <= 30
+    assert (matrix.read_text("utf-8"), pins.read_text("utf-8")) == before

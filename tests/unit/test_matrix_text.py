@@ -11,7 +11,7 @@ from unit_helpers import MATRIX
 from shim._errors import MatrixError
 from shim._matrix.declared import Commit
 from shim._matrix.load import load_matrix, matrix_path
-from shim.maintenance.matrix_text import top_bound, with_commit, with_release, with_wider_ranges
+from shim.maintenance.matrix_text import top_bound, with_commit, with_new_range, with_release, with_wider_ranges
 
 COMMENTED = """\
 # First of all.
@@ -166,3 +166,84 @@ def test_every_newest_range_of_the_shipped_matrix_can_be_widened(tmp_path):
         entry = wider.patches[id]
         assert entry.pinned_rule(Version("99.0")) is not None, id
         assert len(entry.rules) == len(matrix.patches[id].rules)
+
+
+RULES = """\
+patches:
+  ended: # and more
+    one: ">=0.16,<0.17"
+    two: ">=0.17,<0.21"
+    not_needed: {megatron-core: ">=0.12,<0.16", note: "as before"}
+  listed:
+    one:
+      - ">=0.12,<0.14"
+      - ">=0.16,<0.21"  # again
+    two: ">=0.14,<0.16"
+  of-two:
+    one: {megatron-core: ">=0.16,<0.21", transformer-engine: ">=2.0"}
+  from-here:
+    one: ">=0.20,<0.21"
+  described:
+    variants:
+      one: {applies: {megatron-core: ">=0.16,<0.19"}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("id", "gives", "begin", "changed"),
+    [
+        (
+            "ended",
+            "upstream",
+            "0.20",
+            [
+                '-     two: ">=0.17,<0.21"',
+                '+     two: ">=0.17,<0.20"',
+                '+     upstream: {megatron-core: ">=0.20,<0.21", note: "why: \\"so\\""}',
+            ],
+        ),
+        (
+            "ended",
+            "not-needed",
+            "0.21",
+            [
+                '-     not_needed: {megatron-core: ">=0.12,<0.16", note: "as before"}',
+                "+     not_needed:",
+                '+       - {megatron-core: ">=0.12,<0.16", note: "as before"}',
+                '+       - {megatron-core: ">=0.21,<0.22", note: "why: \\"so\\""}',
+            ],
+        ),
+        (  # a patch release
+            "ended",
+            "one",
+            "0.20.1",
+            [
+                '-     one: ">=0.16,<0.17"',
+                '-     two: ">=0.17,<0.21"',
+                "+     one:",
+                '+       - ">=0.16,<0.17"',
+                '+       - ">=0.20.1,<0.21"',
+                '+     two: ">=0.17,<0.20.1"',
+            ],
+        ),
+        ("listed", "one", "0.22", ['+       - ">=0.22,<0.23"']),
+        ("of-two", "upstream", "0.20", None),
+        ("from-here", "upstream", "0.20", None),
+        ("described", "upstream", "0.20", None),
+        ("gone", "upstream", "0.20", None),
+    ],
+)
+def test_a_new_range_ends_the_one_that_held_the_release(id, gives, begin, changed):
+    """None is left to a person."""
+    minor = Version(begin).minor
+    found = with_new_range(RULES, id, "megatron-core", gives, begin, f"0.{minor + 1}", 'why: "so"')
+    assert (None if found is None else sorted(changes(RULES, found))) == (None if changed is None else sorted(changed))
+
+
+def test_the_new_range_ends_where_the_other_did():
+    found = with_new_range(RULES, "listed", "megatron-core", "two", "0.18", "0.19")
+    assert yaml.safe_load(found)["patches"]["listed"] == {
+        "one": [">=0.12,<0.14", ">=0.16,<0.18"],
+        "two": [">=0.14,<0.16", ">=0.18,<0.21"],
+    }
+    assert "# again" in found

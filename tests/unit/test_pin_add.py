@@ -150,7 +150,7 @@ def test_a_release_that_was_proved_right_needs_a_range(shim, fetched):
 def test_a_patch_for_which_the_ranges_alone_speak_does_not_hold_up_the_others(shim, fetched, monkeypatch):
     """As if the audit took it, and its pin is refused: a line under "To decide", and the release is added."""
     release(fetched, "0.17.1", CHANGED)
-    monkeypatch.setattr(pin_add, "_with_rules", lambda text, *_: (text, {}, []))
+    monkeypatch.setattr(pin_add, "_with_rules", lambda text, *_: (text, {}, {}, []))
     code, out, _ = shim("pin", "--add", "0.17.1")
     assert code == 1 and "roll-fix: nobody has seen megatron.core.roll:roll of megatron-core 0.17.1" in out
     assert list(load_matrix(fetched.matrix).pins["megatron-core"]["0.17.1"]) == ["faster-forward"]
