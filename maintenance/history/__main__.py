@@ -31,14 +31,13 @@ from .proofs import prove
 from .state import State
 from .walk import BRANCHES, Found, Walk, commits_of, heads_of
 
-SINCE = "2026"  # the trees that users have come first: those since then, and the branches of the newest releases
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Walk, prove, and write the evidence and the record."""
     parser = argparse.ArgumentParser(prog="make history", description=__doc__)
     parser.add_argument("--distribution", choices=list(BRANCHES), default="megatron-core")
     parser.add_argument("--commits", type=int, default=0, help="run the proofs on so many commits (default: none)")
+    parser.add_argument("--since", default="2026", metavar="DAY", help="commits since then come first (default 2026)")
     parser.add_argument("--again", action="store_true", help="also try the sets that no proof could judge")
     parser.add_argument("--table", action="store_true", help="print the number of sets of each patch")
     options = parser.parse_args(argv)
@@ -51,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _write(lambda table: {**table, "files": with_files(table["files"], files)})
     state.write()
     if options.commits:
-        _prove(name, repository, unknown, state, options.commits)
+        _prove(name, repository, unknown, state, options.commits, options.since)
     return 0
 
 
@@ -106,9 +105,9 @@ def _walked(distribution: str, repository: Path, state: State, table: bool) -> t
     return unknown, walk.files(every)
 
 
-def _prove(distribution: str, repository: Path, unknown: Unknown, state: State, count: int) -> None:
+def _prove(distribution: str, repository: Path, unknown: Unknown, state: State, count: int, since: str) -> None:
     usable = {commit: found for commit, found in unknown.items() if commit.short not in state.broken}
-    for number, choice in enumerate(chosen(usable, state.judged, lambda commit: commit.date >= SINCE)):
+    for number, choice in enumerate(chosen(usable, state.judged, lambda commit: commit.date >= since)):
         if number == count:
             return
         ids = sorted(found.entry.id for found in choice.new)
