@@ -218,7 +218,8 @@ def _judged(plan: Plan, id: str, variant: str | None, results: Sequence[Result],
     own = _about(plan, id, variant, ran)
     lacking = [result for result in results if result.stock is not None and result.stock.lacks]
     if results and len(lacking) == len(results):
-        return Judgement(id, LACKING, None, _stocks(lacking), proofs)
+        texts = dict.fromkeys(result.stock.text for result in lacking if result.stock is not None)
+        return Judgement(id, LACKING, None, _listed(list(texts)), proofs)
     if not ran:
         why = next((result.reason for result in results if result.reason), "none of its proofs can run here")
         return Judgement(id, CANNOT_RUN, variant, why, proofs)

@@ -39,6 +39,13 @@ def added(table, name, world, said, **about):
     return with_tree(table, name, {"of": "a fork", **about}, lock_of(world, said), world.plan().matrix.patches)
 
 
+@pytest.fixture(autouse=True)
+def no_files_stay_known():
+    """The files of a table that a test has shipped are read once in a process."""
+    yield
+    _files_of_trees.cache_clear()
+
+
 @pytest.fixture
 def shipped(tree, monkeypatch):
     """The world with its matrix in the place of the shipped one; `ship(table)` is the evidence beside it."""
