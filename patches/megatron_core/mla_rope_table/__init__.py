@@ -2,7 +2,8 @@
 
 What is wrong (0.13 to 0.20): YarnRotaryEmbedding.get_cached_cos_sin caches the table of the longest row so far, already
 cut for this rank, and returns its beginning for shorter rows. A shorter row is cut elsewhere, so every row that is
-shorter than an earlier one gets positions of other ranks. Packed rows get the whole table, which is right.
+shorter than an earlier one gets positions of other ranks; and so does every row shorter than
+original_max_position_embeddings, whose table is made with the module. Packed rows get the whole table, which is right.
 
 In 0.20 RotaryEmbedding has the same method with the same defect. There a call may bring its own group, and a later call
 with another group gets the table that is cut for the first.
