@@ -81,8 +81,11 @@ def build_gpt(
 
     config = _config(mtp_num_layers=mtp_num_layers, **config_overrides)
     first, last = _stage(vp_stage)
-    spec_options = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
-    spec = gpt_layer_specs.get_gpt_layer_local_spec(**spec_options)
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+    )
     spec.submodules.self_attention.submodules.core_attention = CPUCoreAttention
     mtp_spec = None
     if mtp_num_layers:
@@ -127,13 +130,15 @@ def build_hybrid(
     max_sequence_length: int = 128,
     seed: int = 7,
     share_embeddings_and_output_weights: bool = True,
+    mixer: type[nn.Module] | None = None,
     **config_overrides: Any,
 ) -> nn.Module:
     """The hybrid model (MambaModel up to 0.17, HybridModel from 0.18), as `build_gpt` builds a GPTModel.
 
-    pattern: attention (*) and MLP (-) layers only, because Mamba layers need their kernels. Every part after a "/" is
-    one MTP depth, and all depths are equal. Upstream's specs need Transformer Engine. So the specs here use the local
-    layers, and the norm that the stack takes from Transformer Engine is replaced during the build.
+    pattern: attention (*) and MLP (-) layers, and Mamba layers (M) with a `mixer`. Every part after a "/" is one MTP
+    depth, and all depths are equal. Upstream's specs need Transformer Engine. So the specs here use the local layers,
+    and the norm that the stack takes from Transformer Engine is replaced during the build.
+    mixer: stands in for MambaMixer, whose kernels need a GPU. It is built with what a MambaLayer gives its mixer.
     """
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer import multi_token_prediction as mtp
@@ -176,6 +181,7 @@ def build_hybrid(
                 module=TransformerLayer, submodules=TransformerLayerSubmodules(**attention_parts)
             ),
             mlp_layer=ModuleSpec(module=mlp_layer, submodules=TransformerLayerSubmodules(**mlp_parts)),
+            **({} if mixer is None else {"mamba_layer": _mamba_layer(mixer, norm, whole.self_attn_bda)}),
             **_known(submodules_class, mtp_block_spec=mtp_spec),
         ),
     )
@@ -200,6 +206,15 @@ def build_hybrid(
     _seed_weights(model, seed, share_embeddings_and_output_weights)
     run_mtp_on_labels(model)
     return model.train()
+
+
+def _mamba_layer(mixer: type[nn.Module], norm: Any, bda: Any) -> Any:
+    """The spec of a Mamba layer of local modules."""
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    parts = MambaLayerSubmodules(norm=norm, mixer=mixer, mamba_bda=bda)
+    return ModuleSpec(module=MambaLayer, submodules=parts)
 
 
 def run_mtp_on_labels(model: Any) -> None:
@@ -256,9 +271,9 @@ def inference_layers_are_classes() -> Iterator[None]:
 
 
 def _config(**overrides: Any) -> Any:
-    """A TransformerConfig for the initialised layout."""
+    """A TransformerConfig for the initialised layout, or that of multi-latent attention."""
     from megatron.core import parallel_state
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     layout = {
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
@@ -268,7 +283,8 @@ def _config(**overrides: Any) -> Any:
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
     }
-    return TransformerConfig(**{**_SMALL_CONFIG, **layout, **overrides})
+    config = MLATransformerConfig if overrides.get("multi_latent_attention") else TransformerConfig
+    return config(**{**_SMALL_CONFIG, **layout, **overrides})
 
 
 def _stage(vp_stage: int | None) -> tuple[bool, bool]:

@@ -58,12 +58,14 @@ class Training:
 
     kind: "row" trains on one row [1, s], "packed" on sequences in a THD row, "schedule" on two packed rows as
     microbatches, by the schedule of the release. optimizer: "" for a step without one, "plain" or "distributed".
+    build: makes the model from the options.
     """
 
     kind: str = "row"
     layout: Layout = field(default_factory=Layout)
     optimizer: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
+    build: Callable[..., Any] = build_gpt
 
 
 TRAININGS: Mapping[str, Training] = {
@@ -116,7 +118,8 @@ def trained(training: Training, steps: int = 3) -> dict[str, Tensor]:
 def _prepared(training: Training) -> tuple[Any, Callable[[], object]]:
     """The model, and a step of its training."""
     sharded = {"sequence_parallel": True} if training.layout.sequence_parallel else {}
-    model: Any = build_gpt(**{"mtp_num_layers": None, **sharded, **training.options})
+    options = {"mtp_num_layers": None} if training.build is build_gpt else {}
+    model: Any = training.build(**{**options, **sharded, **training.options})
     if training.kind != "row":
         rows = [pack(random_sequences(LENGTHS, seed=seed), align=ALIGN) for seed in (0, 1)]
         if training.kind == "schedule":
