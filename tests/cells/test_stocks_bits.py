@@ -126,6 +126,27 @@ def ranks():
         yield {1: one, 2: two}
 
 
+class StockError(Exception):
+    """Stock cannot do it here."""
+
+
+def of_stock(function, *args):
+    try:
+        return function(*args)
+    except Exception as error:
+        raise StockError from error
+
+
+def run(pool, *args):
+    """On all ranks. Skips what stock 0.12 and 0.13 cannot do with this torch; nothing is skipped on later releases."""
+    try:
+        return pool.run(*args)
+    except testing.RankError as error:
+        if error.exception_type == "StockError" and testing.release().startswith(("0.12.", "0.13.")):
+            pytest.skip("stock raises")
+        raise
+
+
 def weights(name, arguments):
     whole = mla_layer.without_te() if CASES[name].build is duplicated else contextlib.nullcontext()
     with shim.patched(**arguments), whole:
@@ -134,7 +155,7 @@ def weights(name, arguments):
 
 def differing(name, stock, arguments):
     """What differs on this rank between a few patches, `stock`, and those of the arguments, by name."""
-    one, other = (weights(name, each) for each in ({"only": stock}, arguments))
+    one, other = of_stock(weights, name, {"only": stock}), weights(name, arguments)
     assert one.keys() == other.keys() and any(value.any() for value in one.values())
     return [key for key in one if not torch.equal(one[key], other[key])]
 
@@ -143,11 +164,11 @@ def differing(name, stock, arguments):
 def test_all_patches_leave_stocks_bits(name, ranks):
     pool, none = ranks[CASES[name].layout.world], [[]] * CASES[name].layout.world
     if name not in WRONG:
-        assert pool.run(differing, name, BUILDS, {}) == none
+        assert run(pool, differing, name, BUILDS, {}) == none
         return
     fix = WRONG[name]
-    assert pool.run(differing, name, [*BUILDS, fix], {}) == none
-    assert pool.run(differing, name, BUILDS, {"only": [*BUILDS, fix]}) != none
+    assert run(pool, differing, name, [*BUILDS, fix], {}) == none
+    assert run(pool, differing, name, BUILDS, {"only": [*BUILDS, fix]}) != none
 
 
 # Formats of the distributed optimizer's state in a checkpoint; 0.14 has an older one. In fp32 stock cannot load
@@ -181,7 +202,8 @@ def resumed(name, directory, arguments):
 
 
 def differing_resumed(name, directory):
-    stock, found = resumed(name, directory / "stock", {"only": BUILDS}), resumed(name, directory / "patched", {})
+    stock = of_stock(resumed, name, directory / "stock", {"only": BUILDS})
+    found = resumed(name, directory / "patched", {})
     assert len(stock) == len(found) > 0
     return sum(not torch.equal(one, other) for one, other in zip(stock, found, strict=True))
 
@@ -189,11 +211,11 @@ def differing_resumed(name, directory):
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_training_that_is_saved_and_loaded_has_stocks_bits(name, ranks, tmp_path):
     world = RESUMED[name][0]
-    assert ranks[world].run(differing_resumed, name, tmp_path) == [0] * world
+    assert run(ranks[world], differing_resumed, name, tmp_path) == [0] * world
 
 
 @pytest.mark.once
 def test_the_comparison_sees_a_change_of_rounding(ranks):
     """With rounding=True the losses of chunked-logprob are as exact, and round in another order."""
-    (said,) = ranks[1].run(differing, "dense", [], {"rounding": True})
+    (said,) = run(ranks[1], differing, "dense", [], {"rounding": True})
     assert said
