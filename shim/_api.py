@@ -18,6 +18,7 @@ from shim._engine.log import announce, logger
 from shim._engine.ranks import NOTHING, OWN_CODE, PACKAGES, PARTS, is_rank_zero, ranks_that_differ
 from shim._engine.report import PatchReport, Report
 from shim._errors import MatrixError, NotMetError, OptionError
+from shim._matrix.concerns import words_named
 from shim._matrix.load import check_modules, load_matrix
 from shim._matrix.model import Matrix
 from shim._matrix.spelling import did_you_mean
@@ -29,12 +30,12 @@ from shim._planning.options import (  # noqa: F401 - for get_type_hints()
     Ids,
     Options,
     PatchOptions,
-    checked_concerns,
     is_disabled,
     matrix_argument,
     resolve,
     takes_arguments,
     unknown_variables,
+    words_of,
 )
 from shim._planning.plan import Plan, make_plan
 from shim._releases.detect import detect
@@ -66,6 +67,7 @@ def asked_matrix(asked: Arguments) -> Matrix:
         return load_matrix()  # shim is disabled, so a matrix that is not valid must not stop the run
 
 
+NAMED = 8  # words of `concerns` in a message; a file may give forty
 _OWN = (os.path.dirname(os.path.abspath(__file__)) + os.sep, contextlib.__file__)
 _RUN = os.path.join("_workers", "run", "sitecustomize.py")
 
@@ -112,10 +114,15 @@ def _planned(matrix: Matrix, asked: Arguments, trial: Mapping[str, Proved] | Non
         content = read_lock(options.lock)
         options = replace(options, lock_content=content)
         if options.concerns is None:
-            words = checked_concerns(f"the lock {options.lock}", content.get("concerns"))
-            options = replace(options, concerns=words)
+            options = replace(options, concerns=_words_of_lock(f"the lock {options.lock}", content))
     sources = _engine.ENGINE.new_sources(known_with(files_of(options.lock_content)))
     return make_plan(detect(sources), matrix, options, losses=_LostFeatures())
+
+
+def _words_of_lock(what: str, content: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """The words of `concerns` that a lock keeps. It names no file."""
+    words = content.get("concerns")
+    return None if words is None else words_named(",".join(words_of(what, words)), what)
 
 
 def _of_another_matrix(matrix: Matrix) -> list[str]:
@@ -150,8 +157,9 @@ def apply(**given: Unpack[Given]) -> Report:
         the release was not seen to be right without it (upstream, not-needed).
     rounding: whether patches may change rounding where stock is right, to save memory or time. One that is named in
         `require` may in any case.
-    concerns: what the run has, as words of `shim plan --for` ("mtp,packed,lora"). Patches that concern none of it are
-        left out, unless `require` names them. `check` warns of each that a model needs beyond the words.
+    concerns: what the run has, as words of `shim plan --for` ("mtp,packed,lora"), or the path of the trainer's own
+        arguments (as `shim plan --config`), or both. Patches that concern none of it are left out, unless `require`
+        names them. What a file does not say counts as held. `check` warns of each patch that a model needs beyond that.
     strict: NotMetError if a correctness patch has drifted or is in conflict.
     on_drift: "skip" leaves a drifted patch out, "error" raises, "apply" applies it if the signature still fits.
     options: {patch id: {option: value}}, each of the type and in the range that `shim explain ID` shows.
@@ -305,9 +313,13 @@ def _beyond_the_words(report: Report, options: Options) -> str:
         return ""
     more = sum(patch.concerns == "unknown" for patch in left)
     return (
-        f"this model needs {'; '.join(needed)}, which concerns={','.join(options.concerns or ())} leaves out"
+        f"this model needs {'; '.join(needed)}, which concerns={_shortened(options.concerns or ())} leaves out"
         f"{f'; it may need {more} more' if more else ''}. Remedy: name all that the run has, or leave concerns out."
     )
+
+
+def _shortened(words: Sequence[str]) -> str:
+    return ",".join(words) if len(words) <= NAMED else f"{','.join(words[:NAMED])},..."
 
 
 def _judge(report: Report, options: Options) -> None:

@@ -11,6 +11,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from shim._compatible import marks_of
+from shim._configs.settings import facts_from
 from shim._engine.chains import Records
 from shim._engine.checked import Checked
 from shim._engine.names import Chain, namespace_of, unwrap
@@ -21,7 +22,6 @@ from shim._engine.states import Claim, States
 from shim._errors import ShimError
 from shim._matrix.concerns import Run, given_facts
 from shim._planning.plan import Decision, Plan
-from shim._planning.settings import facts_from
 from shim._releases.fingerprint import split_target
 
 __all__ = ["with_findings"]

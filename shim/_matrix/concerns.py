@@ -9,6 +9,7 @@ from shim._matrix.spelling import did_you_mean
 from shim._record import record
 
 __all__ = [
+    "IMPLIED",
     "NO",
     "UNKNOWN",
     "UNSAID",
@@ -17,6 +18,7 @@ __all__ = [
     "Facts",
     "Run",
     "given_facts",
+    "is_word",
     "run_named",
     "run_of",
     "words_named",
@@ -140,6 +142,12 @@ def given_facts(te_is_installed: bool) -> dict[str, bool]:
     return {"any": True, "te": te_is_installed, "no-te": not te_is_installed}
 
 
+def is_word(text: str) -> bool:
+    """Whether the text is one of the words, or another name of one."""
+    word = text.lower().replace("_", "-")
+    return word in WORDS or word in OTHER_NAMES
+
+
 def words_named(text: str, what: str = "--for") -> tuple[str, ...]:
     """The words in `text`, with commas between, and those that they imply. OptionError for others; `what` gave them."""
     found: set[str] = set()
@@ -153,7 +161,7 @@ def words_named(text: str, what: str = "--for") -> tuple[str, ...]:
             )
         found.update([word, *IMPLIED.get(word, ())])
     named = tuple(word for word in WORDS if word in found)
-    if not set(named) - set(UNSAID):
+    if not named:
         raise OptionError(f"{what} is empty; name what you train, such as packed,lora,tp")
     return named
 
@@ -166,4 +174,4 @@ def run_named(text: str, te_is_installed: bool) -> Run:
 def run_of(named: Iterable[str], te_is_installed: bool) -> Run:
     """The run that has these words of `words_named`, and no other."""
     facts = {**dict.fromkeys(WORDS, False), **given_facts(te_is_installed), **dict.fromkeys(named, True)}
-    return Run(facts, f"a run with {', '.join(word for word in named if word not in UNSAID)}")
+    return Run(facts, f"a run with {', '.join(word for word in named if word not in UNSAID) or 'none of the words'}")

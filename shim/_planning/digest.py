@@ -99,6 +99,7 @@ def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
 # Every room of the package is in one of these lists. A part in neither counts.
 ROOMS = (
     "_config_override",
+    "_configs",
     "_engine",
     "_matrix",
     "_planning",

@@ -6,12 +6,13 @@ import functools
 import inspect
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
 from typing import Any, TypedDict, TypeVar, cast
 
 from shim._errors import OptionError
-from shim._matrix.concerns import words_named
+from shim._matrix.concerns import is_word, words_named
 from shim._matrix.model import KINDS, Matrix
 from shim._matrix.spelling import all_of, did_you_mean, one_of
 from shim._planning.evidence import Proved
@@ -31,6 +32,7 @@ __all__ = [
     "is_disabled",
     "matrix_argument",
     "path_of",
+    "read_concerns",
     "resolve",
     "takes_arguments",
     "unknown_variables",
@@ -71,7 +73,7 @@ class Given(TypedDict, total=False):
     kinds: Ids | None
     strict: bool
     rounding: bool
-    concerns: Ids | None
+    concerns: Ids | os.PathLike[str] | None
     on_drift: str
     options: PatchOptions | None
     packages: Ids
@@ -206,9 +208,42 @@ def checked_kinds(given: Ids | None, what: str = "kinds") -> frozenset[str] | No
     return frozenset(words)
 
 
-def checked_concerns(what: str, given: Ids | None) -> tuple[str, ...] | None:
-    """The words that say what a run has, with those that they imply."""
-    return None if given is None else words_named(",".join(words_of(what, given)), what)
+def checked_concerns(what: str, given: Ids | os.PathLike[str] | None) -> tuple[str, ...] | None:
+    """The words that say what a run has, with those that they imply; of a file, all that it does not exclude."""
+    return read_concerns(what, given)[0]
+
+
+def read_concerns(what: str, given: Ids | os.PathLike[str] | None) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
+    """The words of `checked_concerns`, and notes on what files among them say. OptionError for what is neither."""
+    if given is None:
+        return None, ()
+    files, words = _files_and_words(what, given)
+    if not files:
+        return words_named(",".join(words), what), ()
+    for file in files:
+        if not os.path.isfile(file):
+            raise OptionError(
+                f"{what} names the file {file!r}, which is not there. Remedy: give the path of the trainer's own "
+                "arguments (YAML, JSON or a script), or words with commas between, such as packed,lora,tp"
+            )
+    from shim._configs.trainer_config import words_of_configs  # here, because most jobs name words, or nothing
+
+    return words_of_configs(files, ",".join(words) or None, what)
+
+
+def _files_and_words(what: str, given: Ids | os.PathLike[str]) -> tuple[list[str], list[str]]:
+    """A file is what has a suffix or a separator of paths, or is there and no word."""
+    files: list[str] = []
+    words: list[str] = []
+    for item in [given] if isinstance(given, (str, os.PathLike)) else given:
+        if isinstance(item, os.PathLike):
+            files.append(path_of(what, item))
+            continue
+        whole = isinstance(item, str) and not is_word(item) and os.path.isfile(item)  # its name may have blanks
+        for name in [item] if whole else words_of(what, [item]):
+            is_file = whole or (not is_word(name) and (os.path.isfile(name) or bool(re.search(r"[./\\]", name))))
+            (files if is_file else words).append(name)
+    return files, words
 
 
 def path_of(what: str, given: Any) -> str:
@@ -265,6 +300,7 @@ OTHER_VARIABLES = tuple(PREFIX + name for name in ("CACHE", "RAY_NEXT_HOOK", "RA
 class Options:
     """Resolved options. None for `only`, `kinds` and `concerns` means all. `disabled` turns everything off.
 
+    concerns_notes: how it is known what the run has, if `concerns` names a file.
     lock_content: what the file `lock` holds, if it was read for a plan.
     trial: patches to apply whatever their bodies are, in a process that runs proofs (evidence.trial_of).
     """
@@ -281,6 +317,7 @@ class Options:
     disabled: bool = False
     lock: str | None = None
     packages: tuple[str, ...] = ()
+    concerns_notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
     lock_content: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     trial: Mapping[str, Proved] | None = field(default=None, compare=False, repr=False)
 
@@ -392,6 +429,7 @@ def resolve(matrix: Matrix, asked: Arguments | None = None, **given: Any) -> Opt
     by_operator = _ids(variable, words_of(variable, os.environ.get(variable, "")), known) or frozenset()
     what, lock = values["lock"]
     required = _ids(*values["require"], known) or frozenset()
+    concerns, notes = read_concerns(*values["concerns"])
     return Options(
         only=_ids(*values["only"], known),
         exclude=(_ids("exclude", asked.exclude, known) or frozenset()) | by_operator,
@@ -399,7 +437,8 @@ def resolve(matrix: Matrix, asked: Arguments | None = None, **given: Any) -> Opt
         kinds=checked_kinds(values["kinds"][1], values["kinds"][0]),
         strict=checked_flag("strict", values["strict"][1]),
         rounding=checked_flag(ROUNDING, values[ROUNDING][1]),
-        concerns=checked_concerns(*values["concerns"]),
+        concerns=concerns,
+        concerns_notes=notes,
         on_drift=checked_choice(*values["on_drift"], ON_DRIFT),
         options=_patch_options(matrix, *values["options"]),
         lock=None if lock is None else path_of(what, lock),

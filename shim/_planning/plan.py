@@ -164,7 +164,8 @@ def _not_concerned(entry: PatchEntry, options: Options, run: Run | None) -> str:
     """Why a patch is of no use to the run that `concerns` names; "" if it is, may be, or is required by its name."""
     if run is None or entry.id in options.require or run.concern_of(entry.concerns) != NO:
         return ""
-    return f"it concerns {_alternatives(entry)}, and concerns names {', '.join(options.concerns or ())}"
+    missing = dict.fromkeys(word for words in entry.concerns for word in words if not run.facts.get(word))
+    return f"it concerns {_alternatives(entry)}, and this run has no {', '.join(missing)}"
 
 
 def _alternatives(entry: PatchEntry) -> str:

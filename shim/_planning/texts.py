@@ -56,7 +56,7 @@ def plan_text(plan: Plan, verbose: bool = False, run: Run | None = None) -> str:
     missing = nothing_installed(environment)
     lines = [missing] if missing else [headline(rows, "to apply", len(problems))]
     lines += [concern_line(rows, run.words)] if run is not None and not missing else []
-    lines += [f"  {note}" for note in run.notes] if run is not None else []
+    lines += [f"  {note}" for note in (*plan.options.concerns_notes, *(run.notes if run is not None else ()))]
     lines += _with_one_word_more(plan, run) if run is not None and not missing else []
     lines += [f"  {i}" for i in installed]
     lines += problems

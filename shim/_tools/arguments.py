@@ -19,7 +19,11 @@ def add_selection(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--require", metavar="IDS", help="exit 1 if one of these patches cannot be applied")
     sub.add_argument("--kinds", metavar="KINDS", help="only these kinds: correctness, compat, performance, feature")
     sub.add_argument("--strict", action="store_true", help="exit 1 if a correctness patch has drifted")
-    sub.add_argument("--concerns", metavar="WORDS", help="only what concerns such a run: packed,lora,mtp,moe,tp,...")
+    sub.add_argument(
+        "--concerns",
+        metavar="WORDS",
+        help="only what concerns such a run: packed,lora,mtp,moe,tp,..., or a FILE of a trainer's own arguments",
+    )
     sub.add_argument(
         "--rounding",
         action="store_true",

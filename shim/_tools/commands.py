@@ -91,7 +91,7 @@ def do_plan(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace, te_is_installed: bool) -> Run | None:
     """What --for and --config say of the run to come."""
     if arguments.config:
-        from shim._tools.trainer_config import run_of_configs  # here, because most plans need no table of settings
+        from shim._configs.trainer_config import run_of_configs  # here, because most plans need no table of settings
 
         return run_of_configs(arguments.config, te_is_installed, arguments.config_path, arguments.training)
     if arguments.config_path:

@@ -18,6 +18,7 @@ from shim._planning.options import (  # noqa: F401 - two of them for get_type_hi
     Given,
     Ids,
     PatchOptions,
+    checked_concerns,
     is_true,
     takes_arguments,
 )
@@ -32,6 +33,7 @@ DIRECTORY = Path(__file__).with_name("run")  # holds a sitecustomize.py
 # variable: a user who can set PYTHONPATH can run any code anyway, and one who can set another variable must not.
 ALLOWED = "packages="
 HOOK = "shim._workers.environment.apply_in_ray_worker"
+CONCERNS = PREFIX + "CONCERNS"
 NEXT_HOOK = PREFIX + "RAY_NEXT_HOOK"
 # Options of Python in front of -c, -m or the program; and those of them with -I or -E (no PYTHONPATH) or -S (no site).
 OPTION = re.compile(r"-[^-cm].*")
@@ -136,6 +138,8 @@ def ray_runtime_env(
     for name in (PREFIX + "MATRIX", PREFIX + "LOCK"):
         if here.get(name):
             here[name] = os.path.abspath(here[name])  # a worker has another working directory
+    if here.get(CONCERNS):
+        here[CONCERNS] = ",".join(checked_concerns(CONCERNS, here[CONCERNS]) or ())  # and not the file that it may name
     said = asked.variables()
     variables = {**here, **said, **theirs, **_of_the_operator(here, said, theirs)}
     packages = asked.package_names

@@ -48,7 +48,7 @@ def test_what_concerns_none_of_the_words_is_left_out(concerned):
         "of-mtp": "not-concerned",
     }
     said = shim.plan(concerns="packed")["of-mtp"].reason
-    assert said == "it concerns mtp+packed or mtp+cp, and concerns names packed"
+    assert said == "it concerns mtp+packed or mtp+cp, and this run has no mtp, cp"
     assert set(states().values()) == {"applied"}
 
 
@@ -69,6 +69,88 @@ def test_what_is_required_by_its_name_concerns_every_run(concerned):
 def test_words_that_mean_nothing_are_an_error(concerned, words, told):
     with pytest.raises(OptionError, match=rf"concerns .*{told}"):
         shim.plan(concerns=words)
+
+
+# Of verl, whose default of each size is 1. It does not say whether there are experts.
+VERL = """
+actor_rollout_ref:
+  actor: {megatron: {tensor_model_parallel_size: 2, override_transformer_config: {mtp_num_layers: 1}}}
+  model: {use_remove_padding: false}
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    file = tmp_path / "a run.yaml"
+    file.write_text(VERL)
+    return file
+
+
+def test_a_file_leaves_out_only_what_it_excludes(concerned, config):
+    right = {"any-run": "applied", "of-experts": "applied", "of-mtp": "not-concerned"}
+    assert states(concerns=config) == states(concerns=str(config)) == states(concerns=[config]) == right
+    said = shim.plan(concerns=config)
+    assert said["of-mtp"].reason == "it concerns mtp+packed or mtp+cp, and this run has no packed, cp"
+    assert "; counted too, as not known: " in str(said) and " moe," in str(said)
+    assert states(concerns=[config, "cp"])["of-mtp"] == "applied"
+
+
+def test_other_processes_get_the_words_of_a_file(concerned, config, monkeypatch):
+    """They may work in another folder, or on a machine that lacks the file."""
+    words = shim.run_environment(concerns=config)["MEGATRON_SHIM_CONCERNS"]
+    assert "mtp" in words.split(",") and "packed" not in words.split(",")
+    assert shim.plan(concerns=words).options == shim.plan(concerns=config).options
+    monkeypatch.setenv("MEGATRON_SHIM_CONCERNS", str(config))
+    assert states()["of-mtp"] == "not-concerned"
+    assert shim.ray_runtime_env()["env_vars"]["MEGATRON_SHIM_CONCERNS"] == words
+
+
+def test_a_run_without_megatron_is_concerned_by_what_concerns_every_run(concerned, tmp_path):
+    (tmp_path / "run.yaml").write_text("actor_rollout_ref: {actor: {strategy: fsdp, fsdp_config: {x: 1}}}")
+    words = shim.run_environment(concerns=tmp_path / "run.yaml")["MEGATRON_SHIM_CONCERNS"]
+    for said in (tmp_path / "run.yaml", words):
+        assert states(concerns=said) == {
+            "any-run": "applied",
+            "of-experts": "not-concerned",
+            "of-mtp": "not-concerned",
+        }
+
+
+def test_a_word_stays_a_word_beside_a_file_of_its_name(concerned, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "moe").write_text(VERL)
+    (tmp_path / "arguments").write_text(VERL)
+    assert states(concerns="moe")["of-mtp"] == "not-concerned" == states(concerns="arguments")["of-mtp"]
+    assert shim.plan(concerns="moe").options.concerns == ("moe",)
+    assert len(shim.plan(concerns="arguments").options.concerns) > 5
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("run.yaml", r"names the file 'run.yaml', which is not there. Remedy: give the path"),
+        ("configs/run", "names the file"),
+        (["moe", "mtp.packed"], "names the file 'mtp.packed'"),
+        ("arguments", "does not know 'arguments'"),
+        ("empty.yaml", "empty.yaml has no settings"),
+    ],
+)
+def test_what_is_neither_a_word_nor_a_file_is_an_error(concerned, tmp_path, monkeypatch, given, told):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.yaml").write_text("")
+    with pytest.raises(OptionError, match=rf"^concerns .*{told}"):
+        shim.plan(concerns=given)
+
+
+def test_a_lock_names_no_file(concerned, tmp_path, config):
+    lock = tmp_path / "shim.lock"
+    from shim._planning.lock import write_lock
+
+    kept = write_lock(lock, shim.plan(concerns=config))["concerns"]
+    assert "packed" not in kept and states(lock=lock)["of-mtp"] == "not-concerned"
+    lock.write_text(lock.read_text().replace('"moe"', f'"{config.name.replace(" ", "_")}"'))
+    with pytest.raises(OptionError, match=r"does not know 'a_run\.yaml'"):
+        shim.plan(lock=lock)
 
 
 def test_check_names_what_a_model_needs_beyond_the_words(concerned, caplog):

@@ -4,10 +4,10 @@ import json
 
 from unit_helpers import BROKEN, MATRIX
 
+from shim._configs.trainer_config import run_of_configs
 from shim._matrix.concerns import Run, run_named
 from shim._matrix.model import SYMPTOMS
 from shim._printing import overview
-from shim._tools.trainer_config import run_of_configs
 
 DESCRIBED = "    symptom: silent\n    without: rolls cross sequences\n    concerns: [packed+tp]"
 

@@ -6,13 +6,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shim._matrix.concerns import UNSAID
-from shim._tools.trainer_config import run_of_configs
+from shim._configs.trainer_config import run_of_configs
+from shim._matrix.concerns import NO, UNSAID
+from shim._matrix.concerns import run_of as run_of_words
+from shim._matrix.load import load_matrix
+from shim._planning.options import checked_concerns
 
 REAL = yaml.safe_load(Path(__file__).with_name("real_configs.yaml").read_text("utf-8"))
 
 
-def run_of(tmp_path, real):
+def file_of(tmp_path, real):
     # A folder of its own, deep enough that no file of another project lies above it.
     for name, text in real.get("beside", {}).items():
         file = tmp_path / name
@@ -20,7 +23,11 @@ def run_of(tmp_path, real):
         file.write_text(text)
     file = tmp_path / ("run.sh" if "run" in real else "run.yaml")
     file.write_text(f"{real['run']} {real['set']}\n" if "run" in real else real["set"])
-    return run_of_configs([str(file)], True)
+    return file
+
+
+def run_of(tmp_path, real):
+    return run_of_configs([str(file_of(tmp_path, real))], True)
 
 
 @pytest.mark.parametrize("real", REAL, ids=[real["in"] for real in REAL])
@@ -34,6 +41,18 @@ def test_a_real_configuration_is_read_right(tmp_path, real):
     off = {word for word in real["not"].split() if run.facts.get(word) is not False} if "not" in real else set()
     said = {word for word in real.get("open", "").split() if word in run.facts}
     assert (holding, off, said) == ({*real["words"].split()}, set(), set())
+
+
+@pytest.mark.parametrize("real", REAL, ids=[real["in"] for real in REAL])
+def test_concerns_of_its_file_leaves_out_what_the_plan_for_it_says_is_of_no_concern(tmp_path, real):
+    run, words = run_of(tmp_path, real), checked_concerns("concerns", file_of(tmp_path, real))
+    by_words = run_of_words(words, True)
+    patches = load_matrix(pins=False).patches
+    no = {id for id, patch in patches.items() if run.concern_of(patch.concerns) == NO}
+    left_out = {id for id, patch in patches.items() if by_words.concern_of(patch.concerns) == NO}
+    every = {id for id, patch in patches.items() if ("any",) in patch.concerns}
+    assert left_out == (no - every if real["words"] == "none" else no)
+    assert checked_concerns("concerns", ",".join(words)) == words
 
 
 def test_there_are_enough_of_them_and_they_are_of_all_trainers():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shim._tools.configs.shell_words import ARRAY, HERE, HERE_QUOTED, Token, tokens_of
+from shim._configs.shell_words import ARRAY, HERE, HERE_QUOTED, Token, tokens_of
 
 
 def words(text):

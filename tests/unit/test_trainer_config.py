@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
+from shim._configs.misspelt import perhaps_misspelt
+from shim._configs.trainer_config import run_of_configs
 from shim._errors import OptionError
-from shim._tools.configs.misspelt import perhaps_misspelt
-from shim._tools.trainer_config import run_of_configs
 
 SWIFT = """
 model: Qwen/Qwen3-30B-A3B

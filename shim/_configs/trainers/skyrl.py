@@ -1,7 +1,7 @@
 """SkyRL: Hydra's a.b=c over a config that it has in Python, so that the defaults stand here."""
 
-from shim._planning.settings import MEGATRON
-from shim._tools.configs.trainers import GENERATES, NO_DATASETS, ONE, Trainer
+from shim._configs.settings import MEGATRON
+from shim._configs.trainers import GENERATES, NO_DATASETS, ONE, Trainer
 
 TRAINER = Trainer(
     name="SkyRL",

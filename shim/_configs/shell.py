@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shim._tools.configs.files import Search
-from shim._tools.configs.shell_words import ARRAY, HERE, HERE_QUOTED, Token, matching, tokens_of
+from shim._configs.files import Search
+from shim._configs.shell_words import ARRAY, HERE, HERE_QUOTED, Token, matching, tokens_of
 
 __all__ = ["MAYBE", "NOT_SAID", "Command", "Script"]
 

@@ -1,6 +1,6 @@
 """config.json of a model as Hugging Face has it: what the model is, given beside a trainer's configuration."""
 
-from shim._tools.configs.trainers import Trainer
+from shim._configs.trainers import Trainer
 
 TRAINER = Trainer(
     name="a model's own config",

@@ -3,8 +3,8 @@
 miles, a fork of it, has the arguments for LoRA, too, and its scripts can often not be told from those of slime.
 """
 
-from shim._planning.settings import MEGATRON
-from shim._tools.configs.trainers import NO_DATASETS, ONE, Trainer
+from shim._configs.settings import MEGATRON
+from shim._configs.trainers import NO_DATASETS, ONE, Trainer
 
 SETTINGS = {
     "mtp": ("enable_mtp_training", "mtp_num_layers > 0"),

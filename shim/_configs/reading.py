@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shim._configs.arguments import Given, given_by, is_trained
+from shim._configs.files import Search
+from shim._configs.python_files import given_in
+from shim._configs.shell import Script
+from shim._configs.trainers import Trainer
+from shim._configs.values import Tree, merged
+from shim._configs.yaml_files import composed, mapping_of
 from shim._errors import OptionError
-from shim._tools.configs.arguments import Given, given_by, is_trained
-from shim._tools.configs.files import Search
-from shim._tools.configs.python_files import given_in
-from shim._tools.configs.shell import Script
-from shim._tools.configs.trainers import Trainer
-from shim._tools.configs.values import Tree, merged
-from shim._tools.configs.yaml_files import composed, mapping_of
 
 __all__ = ["Reading", "read_all"]
 
@@ -35,7 +35,7 @@ def read_all(paths: Sequence[str], search: Search, trainers: Sequence[Trainer]) 
     for path in paths:
         runs = list(_read(Path(path), search, found, trainers))
         if not runs:
-            raise OptionError(f"--config {path} has no settings: neither a YAML mapping, nor --flags, nor a.b=c")
+            raise OptionError(f"{search.asked} {path} has no settings: neither a YAML mapping, nor --flags, nor a.b=c")
         found.runs = [merged(below, above) for below in found.runs or [{}] for above in runs]
     return found
 
@@ -67,7 +67,7 @@ def _read(file: Path, search: Search, found: Reading, trainers: Sequence[Trainer
 
 
 def _of_yaml(file: Path, text: str, search: Search, found: Reading) -> Iterator[Tree]:
-    own = mapping_of(text, f"--config {file}")
+    own = mapping_of(text, f"{search.asked} {file}")
     if not own:
         return
     own.pop("defaults", None)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shim._planning.settings import OPEN
+from shim._configs.settings import OPEN
 
 __all__ = ["OPEN", "Listed", "Tree", "flattened", "key_of", "merged", "put", "resolved"]
 

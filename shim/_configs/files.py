@@ -19,9 +19,13 @@ _OF_ENVIRONMENT = re.compile(r"activate|bashrc|profile|conda|[/_]?set_?env|setva
 
 @dataclass
 class Search:
-    """The folders of --config-path, and what became of each file that was looked for."""
+    """The folders of --config-path, and what became of each file that was looked for.
+
+    asked: the option that names one.
+    """
 
     folders: tuple[Path, ...] = ()
+    asked: str = "--config"
     followed: list[str] = field(default_factory=list)
     missing: list[tuple[str, str]] = field(default_factory=list)  # who names it, and what
     passed: list[tuple[str, str]] = field(default_factory=list)  # the same of files that set up an environment
@@ -58,7 +62,7 @@ class Search:
         try:
             return file.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise OptionError(f"--config {file} cannot be read: {error}") from None
+            raise OptionError(f"{self.asked} {file} cannot be read: {error}") from None
 
     def enter(self, file: Path, by: str) -> None:
         """Begin to read a file. OptionError if it is being read already: `by` says which line names it."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
+from shim._configs.files import Search
+from shim._configs.values import OPEN, Listed, Tree, key_of, merged, put
 from shim._errors import OptionError
-from shim._tools.configs.files import Search
-from shim._tools.configs.values import OPEN, Listed, Tree, key_of, merged, put
 
 __all__ = ["Hydra", "composed", "mapping_of"]
 

@@ -1,6 +1,6 @@
 """NeMo-RL: YAML with `defaults`, and megatron's settings below megatron_cfg."""
 
-from shim._tools.configs.trainers import GENERATES, NO_DATASETS, Trainer
+from shim._configs.trainers import GENERATES, NO_DATASETS, Trainer
 
 TRAINER = Trainer(
     name="NeMo-RL",

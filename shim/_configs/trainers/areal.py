@@ -1,6 +1,6 @@
 """AReaL: YAML whose parallel sizes stand in one string, as in backend: megatron:d4p2t2."""
 
-from shim._tools.configs.trainers import GENERATES, NO_DATASETS, ONE, Trainer
+from shim._configs.trainers import GENERATES, NO_DATASETS, ONE, Trainer
 
 TRAINER = Trainer(
     name="AReaL",

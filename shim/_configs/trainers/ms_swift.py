@@ -1,6 +1,6 @@
 """ms-swift: arguments of `megatron sft`, as flags or as YAML. `swift sft` trains without megatron."""
 
-from shim._tools.configs.trainers import NO_DATASETS, ONE, Trainer
+from shim._configs.trainers import NO_DATASETS, ONE, Trainer
 
 TRAINER = Trainer(
     name="ms-swift",

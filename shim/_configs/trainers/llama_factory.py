@@ -1,6 +1,6 @@
 """LLaMA-Factory: YAML. It trains with megatron-core if its environment says so, or the YAML has megatron's sizes."""
 
-from shim._tools.configs.trainers import NO_DATASETS, ONE, Trainer
+from shim._configs.trainers import NO_DATASETS, ONE, Trainer
 
 TRAINER = Trainer(
     name="LLaMA-Factory",

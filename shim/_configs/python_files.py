@@ -6,10 +6,10 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from shim._configs.arguments import Given, given_by
+from shim._configs.shell import MAYBE, NOT_SAID
+from shim._configs.values import OPEN, put
 from shim._errors import OptionError
-from shim._tools.configs.arguments import Given, given_by
-from shim._tools.configs.shell import MAYBE, NOT_SAID
-from shim._tools.configs.values import OPEN, put
 
 __all__ = ["given_in"]
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shim._matrix.concerns import WORDS, Run, given_facts, words_named
-from shim._planning.settings import OPEN, Table, judged, names_in
-from shim._tools.configs.files import Search
-from shim._tools.configs.misspelt import perhaps_misspelt
-from shim._tools.configs.reading import Reading
-from shim._tools.configs.trainers import SIZES, Trainer
-from shim._tools.configs.values import flattened
+from shim._configs.files import Search
+from shim._configs.misspelt import perhaps_misspelt
+from shim._configs.reading import Reading
+from shim._configs.settings import OPEN, Table, judged, names_in
+from shim._configs.trainers import SIZES, Trainer
+from shim._configs.values import flattened
+from shim._matrix.concerns import IMPLIED, WORDS, Run, given_facts, words_named
 
 __all__ = ["Setting", "Verdict"]
 
@@ -91,6 +91,9 @@ class Verdict:
                 facts[word] = facts[cause]
         if facts.get("tp") is False:
             facts["sp"] = False
+        for word, implied in IMPLIED.items():
+            if any(facts.get(one) is False for one in implied):
+                facts.setdefault(word, False)
         if facts.get("ep"):
             facts["moe"] = True
         named = words_named(words) if words else ()

@@ -1,6 +1,6 @@
-"""`shim plan --config FILE`: what a trainer's own configuration says of a run.
+"""`shim plan --config FILE` and apply(concerns=FILE): what a trainer's own configuration says of a run.
 
-A YAML or JSON file, a script, or a launcher in Python. shim._tools.configs reads them, and has one table per trainer.
+A YAML or JSON file, a script, or a launcher in Python. shim._configs reads them, and has one table per trainer.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from shim._errors import OptionError
-from shim._matrix.concerns import Run
-from shim._planning.settings import Table
-from shim._tools.configs.files import Search
-from shim._tools.configs.reading import read_all
-from shim._tools.configs.trainers import (
+from shim._configs.files import Search
+from shim._configs.reading import read_all
+from shim._configs.settings import Table
+from shim._configs.trainers import (
     Trainer,
     areal,
     llama_factory,
@@ -29,10 +27,12 @@ from shim._tools.configs.trainers import (
     slime,
     verl,
 )
-from shim._tools.configs.values import flattened, resolved
-from shim._tools.configs.verdict import Setting, Verdict
+from shim._configs.values import flattened, resolved
+from shim._configs.verdict import Setting, Verdict
+from shim._errors import OptionError
+from shim._matrix.concerns import UNSAID, WORDS, Run
 
-__all__ = ["TRAINERS", "run_of_configs"]
+__all__ = ["TRAINERS", "run_of_configs", "words_of_configs"]
 
 # Of two that fit as well, the first.
 _MODULES = (verl, nemo_rl, skyrl, areal, roll, miles, slime, ms_swift, llama_factory, megatron_bridge, megatron_lm)
@@ -40,7 +40,11 @@ TRAINERS: tuple[Trainer, ...] = (*(module.TRAINER for module in _MODULES), model
 
 
 def run_of_configs(
-    paths: Sequence[str], te_is_installed: bool, folders: Sequence[str] = (), words: str | None = None
+    paths: Sequence[str],
+    te_is_installed: bool,
+    folders: Sequence[str] = (),
+    words: str | None = None,
+    asked: str = "--config",
 ) -> Run:
     """What the files say, the later over the earlier, and beside them the words of --for.
 
@@ -50,12 +54,24 @@ def run_of_configs(
     for folder in folders:
         if not Path(folder).is_dir():
             raise OptionError(f"--config-path {folder} is no folder")
-    search = Search(tuple(Path(folder) for folder in folders))
+    search = Search(tuple(Path(folder) for folder in folders), asked)
     reading = read_all(paths, search, TRAINERS)
     settings = [setting for tree in reading.runs for setting in flattened(resolved(tree))]
     trainer = _trainer_of(settings, reading.programs)
     table = _with_model(trainer, settings)
     return Verdict(trainer, table, settings, reading, search, " and ".join(paths)).run(te_is_installed, words)
+
+
+def words_of_configs(paths: Sequence[str], words: str | None, asked: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """All words that the run of these files may have, and notes on that. What they do not say counts as held.
+
+    So a patch is left out only if the files say that each of its alternatives lacks a word. Raises OptionError.
+    """
+    run = run_of_configs(paths, True, (), words, asked)
+    may = [word for word in WORDS if word not in UNSAID and run.facts.get(word) is not False]
+    unknown = [word for word in may if word not in run.facts]
+    first = f"{' and '.join(paths)}: {run.words}"
+    return tuple(may) or ("any",), (f"{first}; counted too, as not known: {', '.join(unknown) or 'none'}", *run.notes)
 
 
 def _trainer_of(settings: Sequence[Setting], programs: Sequence[str]) -> Trainer:

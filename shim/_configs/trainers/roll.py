@@ -1,6 +1,6 @@
 """ROLL: YAML with a strategy for each role, and megatron's settings below strategy_config."""
 
-from shim._tools.configs.trainers import NO_DATASETS, ONE, Trainer
+from shim._configs.trainers import NO_DATASETS, ONE, Trainer
 
 TRAINER = Trainer(
     name="ROLL",

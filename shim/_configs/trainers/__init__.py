@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shim._planning.settings import MEGATRON, Table
+from shim._configs.settings import MEGATRON, Table
 
 __all__ = ["ONE", "SIZES", "Trainer"]
 
@@ -15,7 +15,7 @@ ONE = dict.fromkeys(SIZES, False)  # the defaults of a trainer whose parallel si
 
 @dataclass(frozen=True)
 class Trainer:
-    """What is known of a trainer. The conditions are those of shim._planning.settings.
+    """What is known of a trainer. The conditions are those of shim._configs.settings.
 
     marks: settings, or ends of sections with settings, by any of which its files are known.
     programs: words in a command, by any of which its scripts are known.

@@ -1,7 +1,7 @@
 """verl: Hydra, with the settings of megatron-core below actor.megatron.override_transformer_config."""
 
-from shim._planning.settings import MEGATRON
-from shim._tools.configs.trainers import GENERATES, NO_DATASETS, ONE, Trainer
+from shim._configs.settings import MEGATRON
+from shim._configs.trainers import GENERATES, NO_DATASETS, ONE, Trainer
 
 TRAINER = Trainer(
     name="verl",

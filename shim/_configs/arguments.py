@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from shim._tools.configs.shell import MAYBE, NOT_SAID
-from shim._tools.configs.values import OPEN, Tree, key_of, put
+from shim._configs.shell import MAYBE, NOT_SAID
+from shim._configs.values import OPEN, Tree, key_of, put
 
 __all__ = ["Given", "given_by", "is_trained"]
 

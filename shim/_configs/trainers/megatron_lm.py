@@ -1,7 +1,7 @@
 """Megatron-LM: its own arguments, in a script, or below MODEL_ARGS of a test's YAML."""
 
-from shim._planning.settings import MEGATRON
-from shim._tools.configs.trainers import ONE, Trainer
+from shim._configs.settings import MEGATRON
+from shim._configs.trainers import ONE, Trainer
 
 TRAINER = Trainer(
     name="Megatron-LM",

@@ -1,7 +1,7 @@
 """Megatron-Bridge and NeMo: a.b=c, flags or YAML over a recipe in Python, from which the other values come."""
 
-from shim._planning.settings import MEGATRON
-from shim._tools.configs.trainers import Trainer
+from shim._configs.settings import MEGATRON
+from shim._configs.trainers import Trainer
 
 TRAINER = Trainer(
     name="Megatron-Bridge",

@@ -1,6 +1,6 @@
 """miles, a fork of slime. Whether it has the distributed optimizer depends on the optimizer."""
 
-from shim._tools.configs.trainers import Trainer, slime
+from shim._configs.trainers import Trainer, slime
 
 TRAINER = Trainer(
     name="miles",
