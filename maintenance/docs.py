@@ -19,6 +19,7 @@ from shim._releases.known_files import known_trees
 from shim._tools.support import support, support_table
 
 from . import docs_sample, docs_training
+from .docs_concerned import CONCERNED, concerned_table
 from .docs_defects import defects_page, defects_picture, releases_picture
 from .docs_device import device_tables
 from .docs_environments import environments_page, read_record
@@ -55,7 +56,7 @@ END = "<!-- end -->"
 RELEASES = """\
 # What each release gets
 
-Written for a release, from version_matrix.yaml; `shim matrix` prints the same of this checkout.
+Written for a release, from version_matrix.yaml; `shim matrix` says the same of this checkout.
 
 Each column names the variant of the patch that its releases get; `upstream` means that they have fixed the defect,
 `not-needed` that they lack the defect or the feature, and `-` that the patch has no pin there. The page of a patch
@@ -186,11 +187,13 @@ def of_all_patches(top: Path, readme: str, benchmarks: str) -> dict[Path, str]:
         (docs_training.CHANGES, f"{changes_in_words(matrix)}\n{startup_sentence(docs)}"),
     ):
         readme = replace_between(readme, content, begin, end)
+    trust = (docs / "trust.md").read_text("utf-8")
     per_model = (docs / "per-model.md").read_text("utf-8")
     return {
         top / "README.md": readme,
         docs / "benchmarks.md": replace_between(benchmarks, costs_table(matrix), *COSTS),
         docs / "per-model.md": replace_between(per_model, per_model_table(matrix), BEGIN_ALL),
+        docs / "trust.md": replace_between(trust, concerned_table(matrix, docs_sample.sample_te(proved)), *CONCERNED),
         docs / "patches.md": patches_page(matrix),
         docs / "releases.md": releases_page(matrix),
         docs / "defects.md": defects_page(matrix, proved),

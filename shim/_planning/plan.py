@@ -16,7 +16,7 @@ from shim._planning.options import ROUNDING, Options
 from shim._record import computed_once, record
 from shim._releases.detect import Environment
 
-__all__ = ["Decision", "Plan", "make_plan"]
+__all__ = ["Decision", "Plan", "is_off_unless_rounding", "make_plan"]
 
 
 @record
@@ -115,6 +115,13 @@ def _described(entry: PatchEntry, run: Run | None) -> dict[str, str]:
 ROUNDS = "it changes rounding where stock is right, and that was not asked for (rounding=True)"
 
 
+def is_off_unless_rounding(entry: PatchEntry) -> bool:
+    """Whether a patch does nothing but gain by a change of rounding where stock is right."""
+    # One that has an option for it stays, and is told whether it may: see Options.for_patch.
+    rounds = "rounding" in (entry.changes, *entry.effects) and ROUNDING not in (entry.options or {})
+    return rounds and entry.kind == "performance"
+
+
 def _excluded(entry: PatchEntry, options: Options) -> str:
     if options.disabled:
         return "MEGATRON_SHIM_DISABLE is set"
@@ -187,9 +194,7 @@ def _decide(
         return Decision(entry.id, entry.kind, "not-concerned", why)
     found = match(entry, environment, matrix, proved)
     action, reason, remedy = found.state, found.reason, ""
-    # One that has an option for it stays, and is told whether it may: see Options.for_patch.
-    rounds = "rounding" in (entry.changes, *entry.effects) and ROUNDING not in (entry.options or {})
-    if rounds and entry.kind == "performance" and action in ("apply", "drifted") and not options.may_round(entry.id):
+    if is_off_unless_rounding(entry) and action in ("apply", "drifted") and not options.may_round(entry.id):
         return Decision(entry.id, entry.kind, "excluded", ROUNDS)
     variant, dropped = entry.variants.get(found.variant or ""), found.dropped
     if dropped and options.on_drift == "apply" and found.signatures_fit:

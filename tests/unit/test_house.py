@@ -67,6 +67,7 @@ MAY_IMPORT = {
         "_version",
         "_releases",
         "_matrix",
+        "_configs",
         "_planning",
         "_te",
         "_engine",

@@ -11,22 +11,12 @@ from shim._matrix.concerns import NO, UNSAID
 from shim._matrix.concerns import run_of as run_of_words
 from shim._matrix.load import load_matrix
 from shim._planning.options import checked_concerns
+from shim.maintenance.docs_concerned import file_of
 
 REAL = yaml.safe_load(Path(__file__).with_name("real_configs.yaml").read_text("utf-8"))
 
 
-def file_of(tmp_path, real):
-    # A folder of its own, deep enough that no file of another project lies above it.
-    for name, text in real.get("beside", {}).items():
-        file = tmp_path / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    file = tmp_path / ("run.sh" if "run" in real else "run.yaml")
-    file.write_text(f"{real['run']} {real['set']}\n" if "run" in real else real["set"])
-    return file
-
-
-def run_of(tmp_path, real):
+def run_of(tmp_path, real):  # its folder is deep enough that no file of another project lies above it
     return run_of_configs([str(file_of(tmp_path, real))], True)
 
 
