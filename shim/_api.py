@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -14,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from shim._engine import engine as _engine
 from shim._engine import reports
 from shim._engine.contexts import Context
-from shim._engine.log import announce, logger
+from shim._engine.log import announce, is_below_run, logger, say
 from shim._engine.ranks import NOTHING, OWN_CODE, PACKAGES, PARTS, is_rank_zero, ranks_that_differ
 from shim._engine.report import PatchReport, Report
-from shim._errors import MatrixError, NotMetError, OptionError
+from shim._errors import MatrixError, NotMetError, OptionError, ShimError
 from shim._matrix.concerns import words_named
 from shim._matrix.load import check_modules, load_matrix
 from shim._matrix.model import Matrix
@@ -185,7 +186,29 @@ def apply(**given: Unpack[Given]) -> Report:
     _engine.ENGINE.switch_to(wanted)
     if not _engine.ENGINE.announced:
         _engine.ENGINE.announced = announce(wanted)
+        if _engine.ENGINE.announced and is_below_run():
+            atexit.register(_say_how_it_ends, os.getpid())
     return _report()
+
+
+def _say_how_it_ends(process: int) -> None:
+    """At the end of the first process of a job below `shim run`: what is applied, and what of it concerns the run."""
+    current = _engine.ENGINE.plan
+    if os.getpid() != process or current is None or current.options.disabled:
+        return  # a forked process, or the program has reverted
+    try:
+        report = status()
+        states = report.summary.replace("shim: ", "", 1)
+        about = report.concern or _asked_for(current.options.concerns)
+    except ShimError as error:
+        states, about = str(error), ""
+    say(lambda: "; ".join(filter(None, [f"shim at the end: {states}", about])), True)
+
+
+def _asked_for(words: Sequence[str] | None) -> str:
+    if words is not None:
+        return f"all concern a run with {_shortened(words)}, or may"
+    return "which of them concern this run is not known: name what it trains (shim run --concerns mtp,packed,lora)"
 
 
 def apply_on_trial(variants: Mapping[str, str], left: Mapping[str, Sequence[str]], **given: Any) -> Report:

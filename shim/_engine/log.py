@@ -22,7 +22,7 @@ from shim._printing.printable import one_line
 if TYPE_CHECKING:
     from shim._planning.plan import Plan
 
-__all__ = ["DeferredLog", "announce", "is_first_of_job", "logger"]
+__all__ = ["DeferredLog", "announce", "is_below_run", "is_first_of_job", "logger", "say"]
 
 
 _LOGGED_LIMIT = 1000
@@ -115,22 +115,25 @@ def announce(plan: Plan) -> bool:
     """
     if not is_first_of_job():
         return False
-    below_run = _is_below_run()
-    if not _say(lambda: line_for(plan), below_run):
+    below_run = is_below_run()
+    if not say(lambda: line_for(plan), below_run):
         return False
     if below_run:
         os.environ[SAID] = "1"
     return True
 
 
-def _say(line: Callable[[], str], below_run: bool) -> bool:
-    """Log or print a line, and return whether somebody reads it."""
+def say(line: Callable[[], str], below_run: bool) -> bool:
+    """Log a line, or print it in lines of 80 columns, and return whether somebody reads it."""
     log = logger()
     if log.isEnabledFor(20) and log.hasHandlers():  # INFO
         log.info("%s", line())
     elif below_run and not log.hasHandlers() and sys.stderr is not None:
         try:
-            print(line(), file=sys.stderr, flush=True)
+            import textwrap  # here, because most jobs log
+
+            text = textwrap.wrap(line(), 80, break_long_words=False, break_on_hyphens=False)
+            print("\n".join(text), file=sys.stderr, flush=True)
         except (OSError, ValueError):  # closed, or nobody reads it
             return False
     else:
@@ -174,5 +177,6 @@ def _is_started_by_another() -> bool:
     return process.parent_process() is not None or getattr(process.current_process(), "_inheriting", False)
 
 
-def _is_below_run() -> bool:
+def is_below_run() -> bool:
+    """Whether `shim run` has started this process, or one above it."""
     return any(entry.replace(os.sep, "/").endswith(RUN) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["effects_of", "explanation", "nothing_installed", "patch_docstring", "plan_text"]
 
-NAMED = 4  # patches of a section, in a plan of everything
+NAMED = 2  # patches of a section, in a plan of everything
 MORE_WORDS = 8  # that a plan suggests
 
 
@@ -65,7 +65,8 @@ def plan_text(plan: Plan, verbose: bool = False, run: Run | None = None) -> str:
     lines.append(f"  plan {plan.digest}")
     # All are named to one who asks for all, or for a run; else a plan fits a screen.
     most = None if verbose or run is not None or plan.options.concerns is not None else NAMED
-    sections = list(grouped(rows, "to apply", verbose, run.words if run is not None else "", most))
+    words = run.words if run is not None else ""
+    sections = list(grouped(rows, "to apply", verbose, words, most, needed=not verbose))
     lines += sections
     if any(line.endswith(MORE) for line in sections):
         lines += ["", "Name what you train to see what hits it: shim plan --for packed,lora,mtp (or --config FILE)."]

@@ -15,6 +15,7 @@ FEW = 8  # ids that a line names; of more it gives the number
 LONG = 8000  # characters of a reason, which may name many targets
 AMISS = ("drifted", "conflict", "failed", "shadowed")
 NOT_NEEDED = ("upstream", "not-needed", "not-installed")
+FEATURE = "feature"
 YES, NO, UNKNOWN = "yes", "no", "unknown"  # whether a patch concerns a run, as shim._matrix.concerns says it
 
 
@@ -123,29 +124,41 @@ def _fixes(rows: Sequence[Row]) -> str:
     return f": {', '.join(parts)}"
 
 
+def _kind_of(row: Row) -> str:
+    """The symptom that a patch fixes, or FEATURE."""
+    return FEATURE if row.group == "features" else row.symptom
+
+
 def _by_symptom(rows: Sequence[Row]) -> str:
-    counts = Counter(row.symptom for row in rows if row.group == "applied" and row.symptom)
+    counts = Counter(map(_kind_of, rows))
     parts = [f"{counts[s]} {s}" for s in _WHAT if counts[s]]
+    parts += [f"{counts[FEATURE]} feature{'' if counts[FEATURE] == 1 else 's'}"] if counts[FEATURE] else []
     return f" ({', '.join(parts)})" if parts else ""
 
 
 def concern_line(rows: Sequence[Row], run: str, named: bool = False) -> str:
-    """For instance "12 of 43 concern a run with packed, lora (9 silent, 3 crash); 2 more may". `named`: with ids."""
-    applied = [row for row in rows if row.group == "applied"]
+    """Behind a headline: "12 of them concern a run with packed, lora (9 silent, 3 crash); 2 more may".
+
+    named: with ids.
+    """
+    applied = [row for row in rows if row.group in ("applied", "features")]
     sure = [row for row in applied if row.concern == YES]
     counts = _by_symptom(sure)
     if named and sure:
-        ids = {symptom: ", ".join(row.id for row in sure if row.symptom == symptom) for symptom in _WHAT}
-        counts = ": " + "; ".join(f"{symptom}: {those}" for symptom, those in ids.items() if those)
-    line = f"{len(sure)} of {len(applied)} concern{'s' if len(sure) == 1 else ''} {run}{counts}"
+        ids = {what: ", ".join(row.id for row in sure if _kind_of(row) == what) for what in (*_WHAT, FEATURE)}
+        counts = ": " + "; ".join(f"{what}: {those}" for what, those in ids.items() if those)
+    line = f"{len(sure)} of them concern{'s' if len(sure) == 1 else ''} {run}{counts}"
     more = sum(row.concern == UNKNOWN for row in applied)
     return f"{line}; {more} more may" if more else line
 
 
-def grouped(rows: Sequence[Row], applied: str, verbose: bool, run: str = "", most: int | None = None) -> Iterable[str]:
+def grouped(
+    rows: Sequence[Row], applied: str, verbose: bool, run: str = "", most: int | None = None, needed: bool = False
+) -> Iterable[str]:
     """The patches in sections. run: the run that `concern` of the rows is about, in words.
 
     most: how many patches a section names that has no problems; the rest is counted.
+    needed: leave out those that are not needed here, which the headline counts.
     """
     width = max((len(row.id) for row in rows), default=0)
     sections = [_section(row) for row in rows]
@@ -157,20 +170,23 @@ def grouped(rows: Sequence[Row], applied: str, verbose: bool, run: str = "", mos
         yield from ["", title.format(applied=applied, Applied=applied.capitalize())]
         if header and section in _APPLIED:
             header = False
-            yield f"  {_HEADER[0]:<{width}}  {_HEADER[1]:<8}  {'without it' if members[0].concern else _HEADER[2]}"
+            kind = f"{_HEADER[1]:<8}  " if verbose else ""
+            yield f"  {_HEADER[0]:<{width}}  {kind}{_HEADER[2] if verbose else 'without it'}"
         named = members if most is None or section not in (*_APPLIED, "features") else members[:most]
         for row in named:
-            changes = f"{row.changes:<8}  " if section in (*_APPLIED, "open") else ""
+            applies = section in (*_APPLIED, "open")
+            changes = f"{row.changes:<8}  " if applies and verbose else ""
             about = f" ({row.state})" if section == "problem" else " (in part)" if row.in_part else ""
             words = [row.symptom, ", ".join(row.not_known)]
             about += f" [{': '.join(filter(None, words))}]" if section == "open" and any(words) else ""
-            # A run that is known asks what would go wrong, and one that is not what there is.
-            what = row.without if changes and row.concern and row.without else row.summary
+            what = row.without if applies and not verbose and row.without else row.summary
             yield f"  {row.id:<{width}}  {changes}{one_line(what)}{about}"
             yield from _more_of(row, verbose, section in ("problem", "unknown"))
         if len(named) < len(members):
             yield f"  and {len(members) - len(named)}{MORE}"
     for section, title in _IN_A_LINE.items():
+        if needed and section in NOT_NEEDED:
+            continue
         members = [row for row, its in zip(rows, sections) if its == section]
         title = title.format(Applied=applied.capitalize(), run=run)
         yield from _in_a_line(title, section, members, verbose, width, applied)

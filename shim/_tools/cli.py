@@ -23,6 +23,7 @@ COMMANDS = {
     "diff": diff.do_diff,
     "doctor": commands.do_doctor,
     "explain": commands.do_explain,
+    "info": commands.do_info,
     "list": commands.do_list,
     "matrix": commands.do_matrix,
     "new-patch": commands.do_new_patch,

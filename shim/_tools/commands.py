@@ -36,6 +36,7 @@ __all__ = [
     "do_audit",
     "do_doctor",
     "do_explain",
+    "do_info",
     "do_list",
     "do_matrix",
     "do_new_patch",
@@ -155,6 +156,14 @@ def do_doctor(arguments: argparse.Namespace) -> int:
     return OK if not found["problems"] else NOT_MET
 
 
+def do_info(arguments: argparse.Namespace) -> int:
+    from shim._tools.info import as_text, gather
+
+    found = gather()
+    put(found, as_text(found), arguments.json)
+    return NOT_MET if found["problem"] else OK
+
+
 def do_run(arguments: argparse.Namespace) -> int:
     from shim._workers.environment import CommandError, run
 
@@ -174,7 +183,7 @@ def do_run(arguments: argparse.Namespace) -> int:
 
 
 def do_matrix(arguments: argparse.Namespace) -> int:
-    from shim._tools.support import support, support_table
+    from shim._tools.support import support, support_text
 
     matrix = load_matrix(matrix_argument(arguments.matrix), check_ranges=True)
     if (arguments.pairs or arguments.range) and not (arguments.cells or arguments.github):
@@ -185,7 +194,7 @@ def do_matrix(arguments: argparse.Namespace) -> int:
         found = cells(matrix, arguments.range, pairs=arguments.pairs)
         say(json.dumps({"include": found} if arguments.github else found, indent=None if arguments.github else 2))
         return OK
-    put(support(matrix), support_table(matrix), arguments.json)
+    put(support(matrix), support_text(matrix), arguments.json)
     complaints = [*_stale_pins(matrix), *_unfilled(matrix)]
     for complaint in complaints:
         tell(f"shim: {complaint}")
@@ -221,7 +230,7 @@ def do_audit(arguments: argparse.Namespace) -> int:
     with _uncollected():
         found = audit(matrix, tree, fetched, others)
     text = as_markdown(found) if arguments.format == "markdown" else as_text(found)
-    put(found.to_dict(), text, arguments.format == "json")
+    put(found.to_dict(), text, arguments.format == "json", whole=arguments.format == "markdown")
     return OK if found.clean else NOT_MET
 
 

@@ -15,7 +15,7 @@ from shim._errors import ShimError
 from shim._matrix.load import matrix_path
 from shim._planning.options import PREFIX, matrix_argument
 from shim._planning.texts import nothing_installed
-from shim._printing.markdown import cell, code, inline
+from shim._printing.markdown import code, inline
 from shim._printing.masks import masked_data, masked_variable
 from shim._releases.detect import detect
 from shim._te.features import LostFeature, lost_features
@@ -171,10 +171,10 @@ def as_text(found: dict[str, Any]) -> str:
         lines.append(f"- {name} {inline(package['version'] or 'of unknown version')}{place}")
     lines += [f"- {code(f'{name}={value}')}" for name, value in found["variables"].items()]
     lines.append(f"- import hooks: {inline(', '.join(found['import_hooks']))}")
-    lines += ["", "| patch | action | variant | reason |", "|---|---|---|---|"]
+    lines += ["", "Patches:"]
     for id, d in found["plan"].items():
-        cells = [id, d["action"], d["variant"] or "", d["reason"]]
-        lines.append("| " + " | ".join(map(cell, cells)) + " |")
+        variant = f", variant {inline(d['variant'])}" if d["variant"] else ""
+        lines.append(f"- {id}: {d['action']}{variant}: {inline(d['reason'])}")
     lines += ["", "Notes:", *(f"- {inline(note)}" for note in found["notes"])] if found["notes"] else []
     lines += _others_as_text(found["others"])
     lines += _lost_as_text(found)
@@ -212,8 +212,7 @@ def _lost_as_text(found: dict[str, Any]) -> list[str]:
         return ["", "The features that megatron-core loses cannot be told, because a version is not known."]
     if not lost:
         return []
-    lines = ["", "Features that this megatron-core does not get from this Transformer Engine:", ""]
-    lines += ["| name | lost | remedy |", "|---|---|---|"]
+    lines = ["", "Features that this megatron-core does not get from this Transformer Engine:"]
     return lines + [
-        f"| {code(feature['name'])} | {cell(feature['lost'])} | {cell(feature['outcome'])} |" for feature in lost
+        f"- {code(feature['name'])}: {inline(feature['lost'])}; {inline(feature['outcome'])}" for feature in lost
     ]

@@ -33,7 +33,8 @@ class Parser(argparse.ArgumentParser):
         wrong = re.match(r"argument COMMAND: invalid choice: '(.*)' \(choose from (.*)\)", message)
         if wrong:
             message = f"there is no command {wrong[1]!r}; {did_you_mean(wrong[1], re.findall(r'[a-z-]+', wrong[2]))}"
-        super().error(one_line(masked(message)))
+        self.print_usage(sys.stderr)
+        self.exit(USAGE, for_stream(f"{self.prog}: error: {one_line(masked(message), LONG)}", sys.stderr) + "\n")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         stream = sys.stderr if file is None else file
@@ -45,12 +46,15 @@ def shown(text: str, stream: TextIO | None) -> str:
     return fits(printable(masked(text)), getattr(stream, "encoding", None))
 
 
-def put(data: Any, text: str, as_json: bool) -> None:
-    """Print `text`, or `data` as JSON in ASCII: its texts are masked, and otherwise what they are."""
+def put(data: Any, text: str, as_json: bool, whole: bool = False) -> None:
+    """Print `text`, or `data` as JSON in ASCII: its texts are masked, and otherwise what they are.
+
+    whole: keep lines whole in a pipe, for Markdown to be pasted.
+    """
     if as_json:
         say(json.dumps(masked_data(data), indent=2))
     else:
-        say(text, for_people=True)
+        say(text, for_people=not whole or sys.stdout.isatty())
 
 
 def say(text: str, for_people: bool = False) -> None:

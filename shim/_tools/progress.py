@@ -14,6 +14,7 @@ from typing import TextIO
 
 from shim._printing.masks import masked
 from shim._printing.printable import fits, one_line
+from shim._tools.terminal import for_stream
 
 __all__ = ["Progress", "hushed", "masked_log"]
 
@@ -35,8 +36,8 @@ class Progress:
         if self._stream is None:
             return
         text = fits(one_line(masked(text)), self._stream.encoding)
+        text = text[: shutil.get_terminal_size().columns - 1]  # on a terminal a longer line could not be overwritten
         if self._terminal:
-            text = text[: shutil.get_terminal_size().columns - 1]  # a longer line could not be overwritten
             self._stream.write("\r" + text.ljust(self._width))
             self._stream.flush()
             self._width = len(text)
@@ -54,7 +55,7 @@ class Progress:
 
 class _Masked(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return fits(masked(super().format(record)), getattr(sys.stderr, "encoding", None))
+        return for_stream(fits(masked(super().format(record)), getattr(sys.stderr, "encoding", None)), sys.stderr)
 
 
 @contextlib.contextmanager

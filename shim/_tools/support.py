@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 from shim._matrix.model import UPSTREAM, Matrix
 from shim._printing.markdown import plain
 
-__all__ = ["stale", "support", "support_table"]
+__all__ = ["stale", "support", "support_table", "support_text"]
 
 
 def support(matrix: Matrix) -> dict[str, dict[str, dict[str, str]]]:
@@ -47,6 +48,31 @@ def support_table(matrix: Matrix) -> str:
             heads = [f"{commit.name}: {commit.of}, {commit.date}" for commit in commits.values()]
             tables.append(_table(f"{distribution} at commit", ids, heads, [rows[name] for name in commits]))
     return "\n\n".join(tables)
+
+
+def support_text(matrix: Matrix) -> str:
+    """For each patch its variants, each with the releases and commits that get it, in lines for people."""
+    lines: list[str] = []
+    width = max(map(len, matrix.patches), default=0)
+    for distribution, rows in support(matrix).items():
+        lines += ["", f"{distribution}:"]
+        for id in _patches(matrix, distribution):
+            parts = [f"{gets}: {', '.join(where)}" for gets, where in _places(matrix, distribution, id, rows).items()]
+            lines.append(f"  {id:<{width}}  {'; '.join(parts)}".rstrip())
+    return "\n".join(lines[1:])
+
+
+def _places(matrix: Matrix, distribution: str, id: str, rows: Mapping[str, Mapping[str, str]]) -> dict[str, list[str]]:
+    """The spans of releases and the commits at which a patch has each variant, or none for a reason."""
+    found: dict[str, list[str]] = {}
+    releases = [(release, rows[release][id]) for release in matrix.supported.get(distribution, ())]
+    for gets, span in itertools.groupby(releases, key=lambda pair: pair[1]):
+        names = [release for release, _ in span]
+        found.setdefault(gets, []).append(names[0] if len(names) == 1 else f"{names[0]} - {names[-1]}")
+    for name in matrix.commits.get(distribution, {}):
+        found.setdefault(rows[name][id], []).append(name)
+    found.pop("-", None)
+    return found
 
 
 def _table(corner: str, ids: Sequence[str], heads: Sequence[str], columns: Sequence[Mapping[str, str]]) -> str:

@@ -1,7 +1,8 @@
-"""Text on a terminal: lines wrapped with a hanging indent, and colour for problems, headings and verdicts.
+"""Text for people: lines wrapped with a hanging indent, and on a terminal colour for problems, headings and verdicts.
 
-Lines of results stay whole in a pipe or a file, so that grep and diff see one line for each. There is no dependency:
-rich is not on most machines that train, and two ways to print would have to be kept alike.
+A pipe or a file gets 80 columns, as it is mostly read in a pager or pasted; COLUMNS says how many else, and --json is
+for programs. There is no dependency: rich is not on most machines that train, and two ways to print would have to be
+kept alike.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TextIO
 
 __all__ = ["coloured", "for_stream", "wrapped"]
 
+PIPED = 80  # columns of what goes to no terminal
 FILLED = 70  # columns at least of a line of prose that goes on in the next one
 LEAST = 40  # columns, below which wrapping makes text worse
 # The columns in front of the text of a line: an id, a word or two, each with two blanks behind it.
@@ -40,22 +42,24 @@ _PAINTS = (
 
 
 def for_stream(text: str, stream: TextIO | None, environ: Mapping[str, str] = os.environ) -> str:
-    """The text as a stream shows it: wrapped and coloured on a terminal, plain elsewhere.
+    """The text as a stream shows it: wrapped, and on a terminal coloured.
 
     COLUMNS is its width, if it is set. NO_COLOR and TERM=dumb keep colour off.
     """
-    if stream is None or not stream.isatty():
+    if stream is None:
         return text
     width = _columns(stream, environ.get("COLUMNS", ""))
     if width >= LEAST:
         text = wrapped(text, width)
-    colour = not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+    colour = stream.isatty() and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
     return coloured(text) if colour else text
 
 
 def _columns(stream: TextIO, given: str) -> int:
     if given.isdigit():
         return int(given)
+    if not stream.isatty():
+        return PIPED
     try:
         return os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError):  # ValueError: a stream without a file

@@ -6,6 +6,7 @@ test_bisect_command.py runs on a release.
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -34,7 +35,10 @@ done = []
 for arguments in json.load(sys.stdin):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(arguments)
+        try:
+            code = main(arguments)
+        except SystemExit as end:  # of argparse
+            code = end.code
     done.append([arguments, code, out.getvalue(), err.getvalue()])
 print(json.dumps({"done": done, "torch": "torch" in sys.modules}))
 """
@@ -59,6 +63,7 @@ COMMANDS = {
     "plan": [["--require", "mtp-packed-sequences", "--strict", "--on-drift", "error"]],
     "explain": [["te-moved-symbols"]],
     "doctor": [[]],
+    "info": [[]],
 }
 OF_MATRIX = [["matrix"], ["matrix", "--cells", "--pairs", "--range", ">=0.19"]]  # which asks for no installed release
 
@@ -235,6 +240,59 @@ def test_main_beside_a_source_tree_of_transformer_engine(release, bare, tmp_path
             for id, patch in audited["patches"].items():
                 action = planned["patches"][id]["action"]
                 assert action == ("drifted" if patch["verdict"] == "gone" else patch["verdict"]), id
+
+
+# Every command; those that import torch come last. Of Markdown to be pasted and JSON, lines stay whole.
+PRINTED = """
+plan|plan -v|plan --for mtp,packed,lora|plan --config RUN|plan --concerns mtp,packed|plan --concerns RUN -v|list|info
+explain te-moved-symbols|explain mtp-packed-sequences -v|doctor|pin --lock LOCK|diff LOCK|matrix|audit ==0.17.1
+plan --for paked|plan --require nothing|explain nothing|pin|frobnicate|plan --lock RUN|new-patch
+bisect --dir DIR -- true|prove rope-thd --ranks 1|prove nothing|status|status -v
+"""
+ARGUMENTS = "train.py --tensor-model-parallel-size 2 --mtp-num-layers 1 --sequence-parallel --num-layers 4"
+IS_UNBROKEN = re.compile(r"[^ ]*[./:~][^ ]*")  # a path, or module:Class.name, which would not be found in two halves
+
+
+OF_A_HEADER = re.compile(r" {4}[- ]+| {8}.{,120}")  # tables and code of a patch's header, in explain -v
+
+
+def too_wide(words, text):
+    """The lines of more than 80 columns, but for those that one path or name makes so."""
+    wide = [line for line in text.splitlines() if len(line) > 80]
+    wide = [line for line in wide if not (IS_UNBROKEN.fullmatch(line.split()[-1]) and len(line.split()) <= 2)]
+    return [line for line in wide if not (words[0] == "explain" and OF_A_HEADER.fullmatch(line))]
+
+
+@pytest.mark.parametrize("release", ["0.16.1", "0.19.2"])
+def test_no_line_is_wider_than_80_columns(release, tmp_path):
+    (tmp_path / "run.sh").write_text(f"python {ARGUMENTS}")
+    names = {"RUN": tmp_path / "run.sh", "LOCK": tmp_path / "shim.lock", "DIR": tmp_path / "bisect"}
+    commands = [line.split() for line in PRINTED.strip().replace("\n", "|").split("|")]
+    commands = [[str(names.get(word, word)) for word in words] for words in commands]
+    assert {words[0] for words in commands} >= set(subcommands()) - {"run"}
+    commands += [[command, "--help"] for command in subcommands()]
+    environ = {**environment([fetch(release), REPOSITORY]), "PYTHONWARNINGS": "ignore"}
+    environ.pop("COLUMNS", None)
+    run = ["run", "--concerns", "mtp,packed", "--", sys.executable, "-c", "import megatron.core"]
+    driver = [sys.executable, "-c", DRIVER]
+    first, second = (
+        subprocess.run(command, input=given, capture_output=True, text=True, env=environ, timeout=patience())
+        for command, given in ((driver, json.dumps(commands)), ([sys.executable, "-m", "shim", *run], ""))
+    )
+    assert first.returncode == second.returncode == 0, (first.stderr, second.stderr)
+    done = [*json.loads(first.stdout.splitlines()[-1])["done"], [run, 0, second.stdout, second.stderr]]
+    for words, _, *said in done:
+        assert any(said), words
+        for text in said:
+            assert not too_wide(words, text), words
+    printed = {" ".join(words): out for words, _, out, _ in done}
+    assert len(printed["info"].splitlines()) <= 15 and len(printed["plan"].splitlines()) <= 50
+    assert "shim at the end: " in second.stderr and "a run with mtp,packed" in " ".join(second.stderr.split())
+
+
+def subcommands():
+    [actions] = [action for action in command_line()._actions if getattr(action, "choices", None)]
+    return list(actions.choices)
 
 
 def test_every_command_knows_its_place_here():

@@ -1,4 +1,4 @@
-"""Text on a terminal: wrapped, coloured, and whole in a pipe. The screens of the commands stand in screens/."""
+"""Text on a terminal: wrapped, coloured, and in 80 columns in a pipe. The screens of the commands stand in screens/."""
 
 import io
 import os
@@ -63,9 +63,10 @@ def test_a_paragraph_is_filled_anew_and_lines_of_facts_are_not():
 @pytest.mark.parametrize(
     "environ, terminal, changed",
     [
-        ({}, False, ""),
-        ({"COLUMNS": "60"}, False, ""),
-        ({"COLUMNS": "60", "NO_COLOR": "1"}, True, "wrapped"),
+        ({}, False, "80"),
+        ({"COLUMNS": "60"}, False, "60"),
+        ({"COLUMNS": "200"}, False, ""),
+        ({"COLUMNS": "60", "NO_COLOR": "1"}, True, "60"),
         ({"COLUMNS": "200"}, True, "coloured"),
         ({"COLUMNS": "200", "NO_COLOR": "1"}, True, ""),
         ({"COLUMNS": "200", "TERM": "dumb"}, True, ""),
@@ -73,9 +74,9 @@ def test_a_paragraph_is_filled_anew_and_lines_of_facts_are_not():
         ({"COLUMNS": "wide", "NO_COLOR": "1"}, True, ""),
     ],
 )
-def test_a_pipe_gets_whole_lines_without_colour(environ, terminal, changed):
+def test_a_pipe_gets_80_columns_without_colour(environ, terminal, changed):
     text = f"Problems:\n{LINE}"
-    wanted = {"": text, "wrapped": wrapped(text, 60), "coloured": coloured(text)}[changed]
+    wanted = {"": text, "60": wrapped(text, 60), "80": wrapped(text, 80), "coloured": coloured(text)}[changed]
     assert for_stream(text, Terminal() if terminal else io.StringIO(), environ) == wanted
 
 
@@ -208,7 +209,7 @@ def test_the_screen_is_as_it_was_looked_at(name, width, home, capsys, monkeypatc
     said = re.sub(r"\b[0-9a-f]{16}\b", "0" * 16, read.out or read.err)
     said = re.sub(r"after [0-9.]+ s", "after 0 s", said.replace(str(home.root), "~"))
     if name == "doctor":  # what follows is about this machine
-        said = said[: said.index("\nWhere:")] + re.search(r"\n\| patch.*(\n\|.*)*", said)[0]
+        said = said[: said.index("\nWhere:")] + re.search(r"\nPatches:(\n[- ] .*)*", said)[0]
     file = SCREENS / f"{name}-{width}.txt"
     if os.environ.get("SHIM_WRITE_SCREENS"):
         file.parent.mkdir(exist_ok=True)
