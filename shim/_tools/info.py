@@ -84,13 +84,9 @@ def as_text(found: Mapping[str, Any]) -> str:
 
 
 def _lines(label: str, value: str) -> list[str]:
-    """A row in at most two lines; a longer word, such as a path, is cut."""
-    return textwrap.wrap(
-        value,
-        COLUMNS,
-        initial_indent=label,
-        subsequent_indent=" " * len(label),
-        max_lines=2,
-        placeholder=" ...",
-        break_on_hyphens=False,
-    )
+    """A row in one line, or two of those that matter most; the rest is cut."""
+    room = COLUMNS - len(label)
+    if not label.startswith(("patches", "problem")):
+        return [label + (value if len(value) <= room else f"{value[: room - 3]}...")]
+    found = textwrap.wrap(value, room, max_lines=2, placeholder=" ...", break_on_hyphens=False)
+    return [f"{label if not place else ' ' * len(label)}{line}" for place, line in enumerate(found)]

@@ -8,6 +8,7 @@ import types
 import pytest
 
 import shim
+from shim import _api
 from shim._engine import engine, log
 from shim._engine.log import RANKS, is_first_of_job
 from shim._planning.options import SAID
@@ -67,7 +68,9 @@ def test_below_shim_run_it_goes_to_standard_error_once(job, capsys):
     """And processes that this one starts know that it has been said."""
     job.setenv("PYTHONPATH", RUN)
     shim.apply()
-    assert capsys.readouterr().err == line() + "\n" and os.environ[SAID] == "1"
+    said = capsys.readouterr().err
+    assert said.replace("\n", " ").rstrip() == line() and os.environ[SAID] == "1"
+    assert max(map(len, said.splitlines())) <= 80
     shim.apply(exclude="count")
     assert "shim 0" not in capsys.readouterr().err
 
@@ -103,6 +106,43 @@ def test_nobody_reads_standard_error(job):
             job.setattr(stream, "write", lambda text: (_ for _ in ()).throw(BrokenPipeError()))
         shim.apply()
         assert not engine.ENGINE.announced and SAID not in os.environ
+
+
+def ended(job, capsys):
+    """What the process says at its end, if it ended now."""
+    capsys.readouterr()
+    _api._say_how_it_ends(os.getpid())
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_below_shim_run_the_end_says_what_is_applied_and_concerns_the_run(job, capsys):
+    registered = []
+    job.setattr(_api.atexit, "register", lambda *given: registered.append(given))
+    shim.apply()
+    assert registered == []  # not below shim run
+    job.setenv("PYTHONPATH", RUN)
+    shim.apply()
+    assert registered == [(_api._say_how_it_ends, os.getpid())]
+    report = shim.status()
+    assert ended(job, capsys) == (
+        f"{report.summary.replace('shim: ', 'shim at the end: ')}; which of them concern this run is not known: "
+        "name what it trains (shim run --concerns mtp,packed,lora)"
+    )
+    shim.apply(concerns="mtp,cp")
+    assert ended(job, capsys).endswith("; all concern a run with mtp,cp, or may")
+
+
+def test_the_end_of_another_process_and_of_a_run_without_shim_is_silent(job, capsys):
+    job.setenv("PYTHONPATH", RUN)
+    shim.apply()
+    capsys.readouterr()
+    _api._say_how_it_ends(os.getpid() + 1)  # it was forked, and has inherited what is registered
+    assert capsys.readouterr().err == ""
+    shim.revert()
+    assert ended(job, capsys) == ""
+    job.setenv("MEGATRON_SHIM_DISABLE", "1")
+    shim.apply()
+    assert ended(job, capsys) == ""
 
 
 @pytest.mark.parametrize(
