@@ -13,7 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shim._engine.ranks import distributed_rank, is_rank_zero
 from shim._planning.options import SAID
@@ -105,6 +105,7 @@ class DeferredLog:
 
 # Of launchers; the first that is set counts. torchrun sets RANK, also below srun and mpirun.
 RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+_WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 RUN = "/_workers/run"  # the end of the directory that `shim run` puts on PYTHONPATH
 
 
@@ -124,7 +125,7 @@ def announce(plan: Plan) -> bool:
 
 
 def say(line: Callable[[], str], below_run: bool) -> bool:
-    """Log a line, or print it in lines of 80 columns, and return whether somebody reads it."""
+    """Log a line, or print it in lines of COLUMNS or 80, and return whether somebody reads it."""
     log = logger()
     if log.isEnabledFor(20) and log.hasHandlers():  # INFO
         log.info("%s", line())
@@ -132,7 +133,8 @@ def say(line: Callable[[], str], below_run: bool) -> bool:
         try:
             import textwrap  # here, because most jobs log
 
-            text = textwrap.wrap(line(), 80, break_long_words=False, break_on_hyphens=False)
+            width = os.environ.get("COLUMNS", "")
+            text = textwrap.wrap(line(), int(width) if width.isdigit() else 80, **_WHOLE_WORDS)
             print("\n".join(text), file=sys.stderr, flush=True)
         except (OSError, ValueError):  # closed, or nobody reads it
             return False

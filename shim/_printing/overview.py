@@ -147,7 +147,7 @@ def concern_line(rows: Sequence[Row], run: str, named: bool = False) -> str:
     if named and sure:
         ids = {what: ", ".join(row.id for row in sure if _kind_of(row) == what) for what in (*_WHAT, FEATURE)}
         counts = ": " + "; ".join(f"{what}: {those}" for what, those in ids.items() if those)
-    line = f"{len(sure)} of them concern{'s' if len(sure) == 1 else ''} {run}{counts}"
+    line = f"{len(sure)} of {'those applied' if named else 'them'} concern{'s' if len(sure) == 1 else ''} {run}{counts}"
     more = sum(row.concern == UNKNOWN for row in applied)
     return f"{line}; {more} more may" if more else line
 

@@ -67,6 +67,7 @@ def test_without_anybody_who_reads_it_nothing_is_computed(job, capsys):
 def test_below_shim_run_it_goes_to_standard_error_once(job, capsys):
     """And processes that this one starts know that it has been said."""
     job.setenv("PYTHONPATH", RUN)
+    job.delenv("COLUMNS")
     shim.apply()
     said = capsys.readouterr().err
     assert said.replace("\n", " ").rstrip() == line() and os.environ[SAID] == "1"

@@ -12,7 +12,7 @@ from shim._matrix import reader, rules
 from shim._matrix.load import load_matrix
 from shim._planning.texts import explanation, patch_docstring
 from shim.maintenance import docs as _docs
-from shim.maintenance import docs_gpu, docs_sample, docs_startup, docs_training
+from shim.maintenance import docs_concerned, docs_gpu, docs_sample, docs_startup, docs_training
 from shim.maintenance.docs_links import linked
 from shim.maintenance.docs_patches import patch_page, patches_page
 from shim.maintenance.docs_reference import KEYS, MEANINGS, TABLES
@@ -49,6 +49,7 @@ def test_check_says_what_is_stale_and_writes_nothing(tmp_path, monkeypatch, caps
     pages = {"docs/benchmarks.md": measured, "docs/cli.md": ""}
     for name, more in {"README.md": sample, **pages}.items():
         (tmp_path / name).write_text(f"before\n{_docs.BEGIN}\nold\n{_docs.END}\n{more}after\n")
+    (tmp_path / "docs" / "trust.md").write_text("{}\n{}\n".format(*docs_concerned.CONCERNED))
     (tmp_path / "docs" / "per-model.md").write_text(f"{_docs.BEGIN_ALL}\nold\n{_docs.END}\n")
     for name in ("CHANGELOG.md", "docs/trainers.yaml", "docs/device.json", "docs/startup.json"):
         shutil.copy(REPOSITORY / name, tmp_path / name)
@@ -69,7 +70,8 @@ def test_the_samples_are_what_the_commands_print():
     proved = {docs_sample.RELEASE: {"transformer-engine": "2.12.0", "proofs": {label: results}}}
     lines = docs_sample.samples(load_matrix(), proved).splitlines()
     assert lines[0] == lines[-1] == "```" and lines[1] == f"$ shim plan --for {docs_sample.WORDS}"
-    assert lines[3].endswith("missing)") and f" concern a run with {docs_sample.WORDS.replace(',', ', ')} (" in lines[3]
+    assert lines[3].endswith("features)")
+    assert f" concern a run with {docs_sample.WORDS.replace(',', ', ')} (" in lines[3]
     assert lines[lines.index(f"$ shim prove {docs_sample.PROOF}") + 1 : -1] == [
         f"megatron-core {docs_sample.RELEASE}, transformer-engine 2.12.0, CPU (2 gloo ranks where needed)",
         "",

@@ -571,13 +571,13 @@ def test_an_unknown_pair_is_said_to_be_unknown_and_doctor_looks_through_it(pair,
     assert lost[0]["outcome"] == "not fixed"
 
 
-def test_doctor_has_a_table_of_it(pair, capsys):
+def test_doctor_lists_it(pair, capsys):
     """As Markdown, like the rest."""
     pair("0.16.1", "2.12.0")
     main(["doctor"])
     out = capsys.readouterr().out
     assert "Features that this megatron-core does not get from this Transformer Engine:" in out
-    assert "| `transformer_engine.pytorch.attention:_SplitAlongDim` | query, key and value are split" in out
+    assert "- `transformer_engine.pytorch.attention:_SplitAlongDim`: query, key and value are split" in out
 
 
 def test_the_digest_does_not_know_of_it(pair, monkeypatch):

@@ -29,7 +29,10 @@ def described(world):
 
 def test_what_concerns_a_run_comes_first_with_what_would_go_wrong(world):
     out = described(world).text(run=run_named("packed,tp", False))
-    assert "\n1 of 1 concerns a run with packed, tp (1 silent)\n" in out and "values    rolls cross sequences" in out
+    assert (
+        "\n1 of them concerns a run with packed, tp (1 silent)\n" in out
+        and "roll-fix        rolls cross sequences" in out
+    )
 
 
 def test_a_run_is_told_which_word_more_would_add_patches(world):
@@ -41,14 +44,14 @@ def test_a_run_is_told_which_word_more_would_add_patches(world):
 
 def test_the_rest_takes_one_line(world):
     out = described(world).text(run=run_named("moe", False))
-    assert "\n0 of 1 concern a run with moe\n" in out and "\n1 other applies (-v)" in out
+    assert "\n0 of them concern a run with moe\n" in out and "\n1 other applies (-v)" in out
     assert "irrelevant to a run with moe:\n  roll-fix" in described(world).text(True, run_named("moe", False))
 
 
 def test_what_is_not_known_is_said_with_what_would_decide(world, tmp_path):
     (tmp_path / "run.yaml").write_text("tensor_model_parallel_size: 2")
     out = described(world).text(run=run_of_configs([str(tmp_path / "run.yaml")], False))
-    assert "0 of 1 concern a run with tp; 1 more may\n" in out and "rolls cross sequences [silent: packed]" in out
+    assert "0 of them concern a run with tp; 1 more may\n" in out and "rolls cross sequences [silent: packed]" in out
 
 
 def test_data_says_it_of_each_patch(world):
@@ -73,6 +76,16 @@ def test_a_section_that_is_long_names_some_and_counts_the_rest_but_for_problems(
     assert [sum(f" {kind}-" in line for line in lines) for kind in ("applied", "problem", "features")] == [4, 6, 4]
     assert [line for line in lines if line.endswith(overview.MORE)] == ["  and 5 more (-v)"]
     assert not any(line.endswith(overview.MORE) for line in overview.grouped(rows, "to apply", False))
+
+
+def test_what_concerns_a_run_is_counted_among_all_that_applies():
+    rows = [*rows_of(3, concern="yes"), *rows_of(2, group="features", concern="yes", symptom=""), *rows_of(4)]
+    assert overview.headline(rows, "to apply").startswith("9 patches apply: 7 fix silent errors, 2 features; ")
+    assert overview.concern_line(rows, "it") == "5 of them concern it (3 silent, 2 features)"
+    said = overview.concern_line(rows, "it", named=True)
+    assert said.startswith("5 of those applied concern it: silent: applied-0,") and said.endswith(
+        "features-0, features-1"
+    )
 
 
 def test_what_concerns_none_of_the_words_is_one_count():

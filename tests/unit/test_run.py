@@ -51,8 +51,8 @@ def environment(tree, *directories, base=(), **options):
 
 
 def said(done):
-    """Standard error without the warning that the matrix is another one, and without the two lines of the job."""
-    ours = ("patches are chosen by ", f"shim {shim.__version__} ", "shim: functions of ")
+    """Standard error without the warning that the matrix is another one, and without the three lines of the job."""
+    ours = ("patches are chosen by ", f"shim {shim.__version__} ", "shim at the end: ", "shim: functions of ")
     return [line for line in done.stderr.splitlines() if not line.startswith(ours)]
 
 

@@ -119,7 +119,7 @@ def test_the_source_distribution_builds_the_same_wheel(sdists_wheel, wheel):
 
 def test_a_wheel_that_is_not_installed_says_so_in_one_line(wheel, tmp_path):
     """On the path as it is, which Python takes for a zip of modules. shim reads files beside them."""
-    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(wheel)}
+    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(wheel), "COLUMNS": "1000"}
     command = [sys.executable, "-m", "shim", "plan"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
