@@ -191,7 +191,7 @@ def _of(found: Any) -> str:
 
 def _print(first: str, made: Plan, decided: Decided, data: Mapping[str, Any], arguments: argparse.Namespace) -> None:
     if arguments.markdown:
-        put({}, _as_markdown(made, decided), False)
+        put({}, _as_markdown(made, decided), False, whole=True)
     else:
         put(data, _as_text(first, decided), arguments.json)
 

@@ -61,7 +61,7 @@ def do_prove(arguments: argparse.Namespace) -> int:
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         text = as_text(heading, results, said, width)
-    put(as_data(heading, results, overrides), text, arguments.format == "json")
+    put(as_data(heading, results, overrides), text, arguments.format == "json", arguments.format == "markdown")
     asked = any(result.verdict == "cannot run" for result in results) if arguments.ids else not results
     return NOT_MET if asked or any(result.failed for result in results) else OK
 

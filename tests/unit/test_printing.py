@@ -7,6 +7,7 @@ from shim._errors import OptionError
 from shim._printing.markdown import cell, code, inline, plain
 from shim._printing.masks import MASK, masked, masked_data, masked_variable
 from shim._printing.printable import LIMIT, fits, one_line, printable
+from shim._tools import output
 
 SECRET = "pl4nted"
 MIXED = "Abcdefghij0123456789Abcdefghij0123456789"
@@ -175,3 +176,13 @@ def test_foreign_text_is_no_markdown():
 @pytest.mark.parametrize(("text", "shown"), [("a", "`a`"), ("a`b", "``a`b``"), ("`", "`` ` ``"), ("a\n# b", "`a # b`")])
 def test_code_ends_where_it_should(text, shown):
     assert code(text) == shown
+
+
+def test_markdown_to_be_pasted_has_whole_lines_and_text_has_80_columns(capsys, monkeypatch):
+    """A line break in a comment of GitHub's is one on the page."""
+    monkeypatch.delenv("COLUMNS")
+    line = "word " * 40 + "end"
+    output.put({}, line, False, whole=True)
+    output.put({}, line, False)
+    whole, *wrapped = capsys.readouterr().out.splitlines()
+    assert whole == line and len(wrapped) == 3 and all(len(one) <= 80 for one in wrapped)
