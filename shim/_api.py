@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 from shim._engine import engine as _engine
 from shim._engine import reports
 from shim._engine.contexts import Context
-from shim._engine.log import announce, is_below_run, logger, say
+from shim._engine.log import announce, is_below_run, is_first_of_job, logger, say
 from shim._engine.ranks import NOTHING, OWN_CODE, PACKAGES, PARTS, is_rank_zero, ranks_that_differ
 from shim._engine.report import PatchReport, Report
 from shim._errors import MatrixError, NotMetError, OptionError, ShimError
-from shim._matrix.concerns import words_named
 from shim._matrix.load import check_modules, load_matrix
 from shim._matrix.model import Matrix
 from shim._matrix.spelling import did_you_mean
@@ -36,7 +35,6 @@ from shim._planning.options import (  # noqa: F401 - for get_type_hints()
     resolve,
     takes_arguments,
     unknown_variables,
-    words_of,
 )
 from shim._planning.plan import Plan, make_plan
 from shim._releases.detect import detect
@@ -110,20 +108,14 @@ def _planned(matrix: Matrix, asked: Arguments, trial: Mapping[str, Proved] | Non
     if trial is not None:
         options = replace(options, trial=trial)
     if options.lock is not None:
-        from shim._planning.lock import read_lock  # here, because most jobs have none
+        from shim._planning.lock import read_lock, words_of_lock  # here, because most jobs have none
 
         content = read_lock(options.lock)
         options = replace(options, lock_content=content)
         if options.concerns is None:
-            options = replace(options, concerns=_words_of_lock(f"the lock {options.lock}", content))
+            options = replace(options, concerns=words_of_lock(options.lock, content))
     sources = _engine.ENGINE.new_sources(known_with(files_of(options.lock_content)))
     return make_plan(detect(sources), matrix, options, losses=_LostFeatures())
-
-
-def _words_of_lock(what: str, content: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """The words of `concerns` that a lock keeps. It names no file."""
-    words = content.get("concerns")
-    return None if words is None else words_named(",".join(words_of(what, words)), what)
 
 
 def _of_another_matrix(matrix: Matrix) -> list[str]:
@@ -185,8 +177,10 @@ def apply(**given: Unpack[Given]) -> Report:
     wanted = _make_plan(Arguments(**given), "apply")
     _engine.ENGINE.switch_to(wanted)
     if not _engine.ENGINE.announced:
+        first = is_first_of_job()
         _engine.ENGINE.announced = announce(wanted)
-        if _engine.ENGINE.announced and is_below_run():
+        if first and is_below_run():
+            atexit.unregister(_say_how_it_ends)
             atexit.register(_say_how_it_ends, os.getpid())
     return _report()
 

@@ -13,7 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shim._engine.ranks import distributed_rank, is_rank_zero
 from shim._planning.options import SAID
@@ -105,7 +105,6 @@ class DeferredLog:
 
 # Of launchers; the first that is set counts. torchrun sets RANK, also below srun and mpirun.
 RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-_WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 RUN = "/_workers/run"  # the end of the directory that `shim run` puts on PYTHONPATH
 
 
@@ -133,8 +132,9 @@ def say(line: Callable[[], str], below_run: bool) -> bool:
         try:
             import textwrap  # here, because most jobs log
 
-            width = os.environ.get("COLUMNS", "")
-            text = textwrap.wrap(line(), int(width) if width.isdigit() else 80, **_WHOLE_WORDS)
+            given = os.environ.get("COLUMNS", "")
+            width = int(given) if given.isdigit() else 80
+            text = textwrap.wrap(line(), width, break_long_words=False, break_on_hyphens=False)
             print("\n".join(text), file=sys.stderr, flush=True)
         except (OSError, ValueError):  # closed, or nobody reads it
             return False

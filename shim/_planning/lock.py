@@ -15,9 +15,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from shim._errors import NotMetError, OptionError
+from shim._matrix.concerns import words_named
 from shim._matrix.model import KINDS
 from shim._planning.digest import differing_parts
 from shim._planning.evidence import VERDICTS, tree_for, trees_of
+from shim._planning.options import words_of
 from shim._printing.printable import one_line
 from shim._releases.files import JsonTextError, UnsafeFileError, read_bounded, read_json, unknown_key
 from shim._version import __version__
@@ -37,6 +39,7 @@ __all__ = [
     "locked",
     "other_code",
     "read_lock",
+    "words_of_lock",
     "write_lock",
 ]
 
@@ -178,6 +181,12 @@ def read_lock(path: str | os.PathLike[str]) -> dict[str, Any]:
         of = written if written in READABLE else FORMAT
         raise OptionError(f"{file} is not a lock of format {of}: {odd}. {remedy}")
     return found
+
+
+def words_of_lock(path: str, content: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """The words of `concerns` that a lock keeps, None for every run. They name no file."""
+    what, words = f"the lock {path}", content.get("concerns")
+    return None if words is None else words_named(",".join(words_of(what, words)), what)
 
 
 def _ill_formed(text: str, found: Any) -> str:

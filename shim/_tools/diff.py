@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -13,8 +14,8 @@ from shim._matrix.load import load_matrix
 from shim._matrix.model import CHANGES, Matrix
 from shim._planning.digest import differing_parts
 from shim._planning.evidence import tree_for, trees_of
-from shim._planning.lock import OWN, SHARED, UNTOLD, locked, other_code, read_lock
-from shim._planning.options import matrix_argument
+from shim._planning.lock import OWN, SHARED, UNTOLD, locked, other_code, read_lock, words_of_lock
+from shim._planning.options import PREFIX, matrix_argument
 from shim._planning.plan import Plan
 from shim._planning.texts import nothing_installed
 from shim._printing.printable import one_line
@@ -80,6 +81,8 @@ def do_diff(arguments: argparse.Namespace) -> int:
     old, given = read_lock(arguments.old), selection(arguments)
     made: Plan | None = None
     if arguments.new is None:
+        if "concerns" not in given and not os.environ.get(PREFIX + "CONCERNS"):
+            given["concerns"] = words_of_lock(arguments.old, old)
         made = plan(**given, lock=None)
         if missing := nothing_installed(made.environment):
             raise NotMetError(f"{missing} Or name a second lock.")

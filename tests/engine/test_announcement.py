@@ -133,6 +133,21 @@ def test_below_shim_run_the_end_says_what_is_applied_and_concerns_the_run(job, c
     assert ended(job, capsys).endswith("; all concern a run with mtp,cp, or may")
 
 
+def test_who_has_not_been_told_the_line_is_told_at_the_end(configured):
+    """As below pytest, which takes the log while tests run."""
+    job, _ = configured
+    registered = []
+    job.setattr(_api.atexit, "register", lambda *given: registered.append(given))
+    job.setattr(logging.getLogger("shim"), "isEnabledFor", lambda level: False)
+    job.setenv("PYTHONPATH", RUN)
+    shim.apply()
+    shim.apply()
+    assert not engine.ENGINE.announced and registered == [(_api._say_how_it_ends, os.getpid())] * 2
+    job.setenv("RANK", "1")
+    shim.apply()
+    assert len(registered) == 2
+
+
 def test_the_end_of_another_process_and_of_a_run_without_shim_is_silent(job, capsys):
     job.setenv("PYTHONPATH", RUN)
     shim.apply()

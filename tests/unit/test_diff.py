@@ -5,7 +5,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from unit_helpers import BROKEN, FIXED, PATCH, REWORKED, write_file
+from unit_helpers import BROKEN, FIXED, MATRIX, PATCH, REWORKED, write_file
 
 from shim._matrix.load import load_matrix
 from shim._planning.lock import locked, write_lock
@@ -39,6 +39,16 @@ def test_the_same_is_no_difference(diff, world):
     code, out, _ = diff("new.lock", "--json")
     found = json.loads(out)
     assert code == 0 and not found["differs"] and found["patches"] == {} and found["releases"] == {}
+
+
+def test_the_words_of_the_lock_count_unless_others_are_named(diff, world, tmp_path):
+    """Else every patch that they leave out would be new."""
+    world.pin(MATRIX.replace("    changes: values", "    changes: values\n    concerns: [mla]"))
+    world.install(BROKEN)
+    write_lock(tmp_path / "old.lock", world.plan(concerns="moe"))
+    assert json.loads((tmp_path / "old.lock").read_text())["concerns"] == ["moe"]
+    assert diff()[:2] == (0, "no difference between old.lock and what is installed\n")
+    assert "new     roll-fix" in diff("--concerns", "moe,mla")[1]
 
 
 def test_another_release_shows_what_is_gone_and_why(diff, world):

@@ -209,7 +209,6 @@ TESTED_IN = {
     "_matrix.coverage": "unit/test_matrix",
     "_proving.models": "testing/test_prove",
     "_releases.zips": "unit/test_hostile_trees",
-    "_tools.output": "unit/test_cli",
     "_tools.checkout": "unit/test_cli",
     "_workers.run.sitecustomize": "unit/test_run",
     "_tasks": "unit/test_config_override_threads",
