@@ -14,7 +14,7 @@ from typing import Any
 from shim._matrix import load
 from shim._matrix.load import load_matrix
 from shim._matrix.model import Matrix
-from shim._planning.evidence import FIXED, NOT_FIXED, RIGHT
+from shim._planning.evidence import FIXED, LACKING, NOT_FIXED, RIGHT
 from shim._releases.known_files import known_trees
 from shim._tools.support import support, support_table
 
@@ -102,7 +102,7 @@ def _of_history() -> str:
         for names in said["bodies"].values()
         if names.split()[0] in commits
     )
-    counts = ", ".join(f"{verdicts[verdict]} {verdict}" for verdict in (FIXED, RIGHT, NOT_FIXED))
+    counts = ", ".join(f"{verdicts[verdict]} {verdict}" for verdict in (FIXED, RIGHT, LACKING, NOT_FIXED))
     return (
         f"The proofs have also run on {len(commits)} commits of upstream's branches, for the bodies that are new there "
         f"([history](evidence.md#history)): {counts}."
