@@ -135,9 +135,9 @@ def build_hybrid(
 ) -> nn.Module:
     """The hybrid model (MambaModel up to 0.17, HybridModel from 0.18), as `build_gpt` builds a GPTModel.
 
-    pattern: attention (*) and MLP (-) layers, and Mamba layers (M) with a `mixer`. Every part after a "/" is one MTP
-    depth, and all depths are equal. Upstream's specs need Transformer Engine. So the specs here use the local layers,
-    and the norm that the stack takes from Transformer Engine is replaced during the build.
+    pattern: attention (*), MLP (-) and expert (E) layers, and Mamba layers (M) with a `mixer`. Every part after a "/" is
+    one MTP depth, and all depths are equal. Upstream's specs need Transformer Engine. So the specs here use the local
+    layers, and the norm that the stack takes from Transformer Engine is replaced during the build.
     mixer: stands in for MambaMixer, whose kernels need a GPU. It is built with what a MambaLayer gives its mixer.
     """
     from megatron.core.models.gpt import gpt_layer_specs
@@ -163,6 +163,11 @@ def build_hybrid(
     norm = whole.input_layernorm
     attention_parts = {name: getattr(whole, name) for name in ("input_layernorm", "self_attention", "self_attn_bda")}
     mlp_parts = {name: getattr(whole, name) for name in ("pre_mlp_layernorm", "mlp", "mlp_bda")}
+    moe_layer = None
+    if config.num_moe_experts:
+        experts = gpt_layer_specs.get_gpt_layer_local_spec(num_experts=config.num_moe_experts).submodules
+        parts = {name: getattr(experts, name) for name in mlp_parts}
+        moe_layer = ModuleSpec(TransformerLayer, submodules=TransformerLayerSubmodules(**parts))
     mtp_spec = None
     if depths:
         layer = mtp.get_mtp_layer_spec(ModuleSpec(TransformerLayer, submodules=whole), use_transformer_engine=False)
@@ -183,6 +188,7 @@ def build_hybrid(
             mlp_layer=ModuleSpec(module=mlp_layer, submodules=TransformerLayerSubmodules(**mlp_parts)),
             **({} if mixer is None else {"mamba_layer": _mamba_layer(mixer, norm, whole.self_attn_bda)}),
             **_known(submodules_class, mtp_block_spec=mtp_spec),
+            **({"moe_layer": moe_layer} if moe_layer else {}),
         ),
     )
     first, last = _stage(None)
