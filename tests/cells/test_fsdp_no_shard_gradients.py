@@ -1,0 +1,53 @@
+"""fsdp-no-shard-gradients: ranks that shard nothing sum their gradients, and where stock does, it is left alone."""
+
+from types import SimpleNamespace
+
+import pytest
+
+import shim
+from shim import testing
+from shim.patches.megatron_core.fsdp_no_shard_gradients.proof import buffers_class, reduced
+from shim.testing import Layout
+
+CELLS = {"0.12.0": "first", "0.14.0": "first", "0.17.1": "all", "0.18.2": "first"}
+
+ID = "fsdp-no-shard-gradients"
+NEEDED = shim.plan()[ID].wanted
+needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+
+
+def on_ranks(settings):
+    with testing.megatron_on_cpu(), testing.layout_initialised(Layout(ep=2)), shim.patched(only=[ID], require=[ID]):
+        return reduced(**settings)
+
+
+@needed
+@pytest.mark.parametrize(
+    "settings", [{}, {"async_op": True}, {"check_for_nan_in_grad": True}], ids=["", "async", "check"]
+)
+def test_ranks_have_the_mean(ranks2, settings):
+    assert ranks2.run(on_ranks, settings) == [[1.5, 1.5]] * 2
+
+
+@needed
+def test_a_frozen_group_and_one_that_is_sharded():
+    """The first has no buffer. The second is refused, as on stock."""
+    config = SimpleNamespace(outer_dp_sharding_strategy="no_shard", check_for_nan_in_grad=False)
+    frozen = SimpleNamespace(main_grad_buffer=None)
+    sharded = SimpleNamespace(main_grad_buffer=SimpleNamespace(is_data_distributed=True))
+    with shim.patched(only=[ID], require=[ID]):
+        reduce = buffers_class().all_reduce_gradients
+        reduce(SimpleNamespace(parameter_groups=[frozen], ddp_config=config))
+        with pytest.raises(AssertionError, match="not sharded"):
+            reduce(SimpleNamespace(parameter_groups=[frozen, sharded], ddp_config=config))
+
+
+def stock_on_ranks():
+    with testing.megatron_on_cpu(), testing.layout_initialised(Layout(ep=2)):
+        return reduced()
+
+
+@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
+def test_this_release_needs_no_patch(ranks2):
+    assert shim.plan()[ID].action == "upstream"
+    assert ranks2.run(stock_on_ranks) == [[1.5, 1.5]] * 2
