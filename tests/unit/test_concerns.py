@@ -22,7 +22,7 @@ ASKED = {
 # In these proofs it is one case of several.
 BESIDE = {
     "moe": {"moved-symbols"},  # its layers have experts so that they can be told apart
-    "mtp": {"fused-linear-logprob", "checkpoint-non-tensors"},
+    "mtp": {"fused-linear-logprob", "checkpoint-non-tensors", "router-padding-mask"},
     "recompute": {"router-replay", "mla-rope-key-gradient"},
     "lora": {"main-param-names", "tp-attributes"},
 }
