@@ -79,7 +79,7 @@ def lost(kind: str, *models: dict[str, Any]) -> float:
     found = logged(kind)
     forget()
     longest = max(map(len, alone))
-    truth = sum(torch.nn.functional.pad(each, (0, longest - len(each))) for each in alone)
+    truth = torch.stack([torch.nn.functional.pad(each, (0, longest - len(each))) for each in alone]).sum(0)
     assert found.shape == truth.shape and truth.all()
     return float((found - truth).abs().max())
 
