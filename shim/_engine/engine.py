@@ -36,15 +36,14 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from shim._engine.chains import Findings
-from shim._engine.checked import Checked
-from shim._engine.conflicts import require_none, warnings_for, with_conflicts
 from shim._engine.contexts import Block, Context, Contexts
 from shim._engine.exception_notes import ExceptionNotes
 from shim._engine.factories import Factories
-from shim._engine.import_hook import ImportHook, Watch
+from shim._engine.foreign import with_conflicts
+from shim._engine.import_hook import ImportHook, Watch, another_copy
 from shim._engine.log import DeferredLog, short_of
-from shim._engine.modules import another_copy
 from shim._engine.names import Imported, Write, imports_no_megatron, namespace_of
+from shim._engine.report import Checked, require_none, warnings_for
 from shim._engine.transactions import Binder
 from shim._errors import BindError, NotMetError, OptionError
 from shim._planning.plan import Plan, make_plan
@@ -273,7 +272,7 @@ class Engine:
         if self.is_within():
             return  # it is late, and bound when the transaction is over
         with self.lock:
-            self.binder.modules.executed.add(name)
+            self.binder.executed.add(name)
             self.watch.late -= {name}
             self.binder.renew(module)
             if self.plan is not None:  # patches with targets here may have failed: each import of a target tries them
@@ -285,13 +284,13 @@ class Engine:
             self._do_what_waited()
         except BaseException:
             with self.lock:
-                self.binder.modules.executed.discard(name)
+                self.binder.executed.discard(name)
                 if self.binder.loaded(name) is None:  # not a reload: importlib removes the module from sys.modules
                     self.binder.abandon(name)
             raise
         finally:
             with self.lock:
-                self.binder.modules.executed.discard(name)
+                self.binder.executed.discard(name)
             self.deferred.flush()
 
     # Work that had to wait
@@ -344,7 +343,7 @@ class Engine:
         first: BindError | None = None
         fresh: dict[str, str] = {}  # patches that have failed in an earlier round, under the plan for `environment`
         waiting: set[str] = set()  # patches whose modules are being imported further down on this thread's stack
-        asked, environment, loads = None, None, False
+        asked, environment = None, None
         while True:
             try:
                 with self.lock:
@@ -357,16 +356,12 @@ class Engine:
                     but = {*asked.failed, *waiting}
                     plan, findings = self._with_conflicts(asked, but)
                     if findings is not None:
-                        if asked.called or imported or loads or fresh or self._differs(plan, asked) or self._is_due():
-                            self._write(asked._replace(plan=plan), findings, imported)
-                        else:
-                            self.binder.found = findings
+                        self._write(asked._replace(plan=plan), findings, imported)
                         break
                     if plan is None:
                         return
                     if plan is not self.plan:
                         self.watch.add(self.watch.of(plan))
-                loads = True
                 waiting |= self.factories.load(plan, but, self.binder.loaded)
             except BindError as error:
                 if error.patch is None or asked is None:
@@ -386,7 +381,7 @@ class Engine:
         """
         plan = asked.plan
         if plan is None:
-            return None, self.binder.looking().found.forgotten(self.binder.chains)
+            return None, Findings()
         if self._misses(plan, but):
             return plan, None
         found, findings = with_conflicts(plan, self.binder)
@@ -401,16 +396,6 @@ class Engine:
 
     def _misses(self, plan: Plan, but: Collection[str]) -> bool:
         return any(True for _ in self.factories.missing(plan, but, functools.cache(self.binder.loaded)))
-
-    def _differs(self, plan: Plan | None, asked: _Goal) -> bool:
-        """Whether another plan comes into force, or a with-block ends."""
-        return plan is not self.plan or asked.blocks is not self.contexts.open
-
-    def _is_due(self) -> bool:
-        """Whether work has waited that the plan does not show: late modules have run, or others have replaced names."""
-        places, modules = self.binder.places, self.binder.modules
-        ready = self.watch.take_ready(self.binder.loaded)
-        return bool(ready or modules.overdue() or places.given_back() or places.has_replaced())
 
     def _write(self, asked: _Goal, findings: Findings, imported: Imported | None) -> None:
         """Bind the layers of a plan whose factories are loaded, and make it the plan in force."""
@@ -434,9 +419,9 @@ class Engine:
         ]
         layers = self.factories.layers(plan, failed)
         with self.deferred.deferring() if layers else nullcontext():
-            replaced = self.binder.commit(layers, imported, also, findings)
+            replaced, missed = self.binder.commit(layers, imported, also, findings)
         # Another thread may have imported a module between the search for conflicts and the commit.
-        self.watch.late |= self.binder.missed
+        self.watch.late |= missed
         self.factories.keep_only(plan, failed)
         for item in replaced:
             if self.binder.effect_of(item) == "replaced":
@@ -467,7 +452,7 @@ class Engine:
     def beneath(self, value: Any) -> Any:
         """The object beneath `value` if `value` is a wrapper of shim's, else `value`."""
         with self.lock:
-            return self.binder.wrappers.beneath(value)
+            return self.binder.beneath(value)
 
 
 def _failure(error: BindError, plan: Plan | None) -> BindError:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from shim._engine.import_hook import is_initialising
 from shim._engine.log import DeferredLog
-from shim._engine.modules import is_initialising
 from shim._engine.names import Layer
 from shim._engine.reach import held_by
 from shim._errors import BindError
@@ -165,9 +165,6 @@ class Factories:
         self._made: dict[_Content, Mapping[str, Layer]] = {}
         self._resources: list[_Entry] = []  # of the factories in `_made`, and of dropped ones that could not end yet
         self._loading = _Loading()
-
-    def __len__(self) -> int:
-        return len(self._made)
 
     @property
     def loading(self) -> bool:

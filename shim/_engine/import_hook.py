@@ -1,23 +1,89 @@
-"""The import hook: lets the engine act just before and just after the code of a module runs, and on which modules."""
+"""The import hook: how far imports have come, and what lets the engine act just before and after a module's code."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from shim._engine.log import logger
-from shim._engine.modules import imported_since, is_lazy, locked_modules, packages_of
-from shim._engine.names import imports_no_megatron, namespace_of
+from shim._engine.names import imports_no_megatron, is_kind, namespace_of
+from shim._errors import SourceError
 from shim._planning.plan import Plan
-from shim._releases.sources import is_ours
+from shim._releases.detect import DISTRIBUTIONS, PATCHED, place_of, same_place
+from shim._releases.sources import Sources, file_of, is_ours
 
-__all__ = ["ImportHook", "Watch"]
+__all__ = [
+    "ImportHook",
+    "Watch",
+    "another_copy",
+    "imported_since",
+    "is_initialising",
+    "is_lazy",
+    "last_module",
+    "locked_modules",
+    "packages_of",
+]
+
+
+# How far the import of a module has come, without loading lazy modules
+
+
+_LAZY: type = importlib.util._LazyModule  # type: ignore[attr-defined]
+
+
+def is_lazy(module: object) -> bool:
+    """Whether importlib.util.LazyLoader made the module and its code has not run."""
+    return issubclass(type(module), _LAZY)
+
+
+def is_initialising(module: object) -> bool:
+    """Whether the module's import is under way."""
+    if not is_kind(module, ModuleType):
+        return False
+    try:
+        # importlib writes True. A mock has anything.
+        return getattr(namespace_of(module).get("__spec__"), "_initializing", False) is True
+    except Exception:  # noqa: BLE001 - a foreign spec, of which importlib knows nothing
+        return False
+
+
+def locked_modules() -> set[str]:
+    """The modules that some thread imports now, by importlib's locks.
+
+    importlib holds the lock of a module from before its code runs until after it has taken the module out of
+    sys.modules for a moment, and put it back.
+    """
+    locks: dict[str, Any] | None = getattr(getattr(importlib, "_bootstrap", None), "_module_locks", None)
+    if locks is None:  # it does not show them
+        return {name for name, module in list(sys.modules.items()) if is_initialising(module)}
+    return {name for name, lock in list(locks.items()) if lock() is not None}
+
+
+def imported_since(name: str) -> Iterator[str]:
+    """The modules whose import began or ended after a module became the last of sys.modules; all if it is gone."""
+    for other in reversed(list(sys.modules)):
+        if other == name:
+            break
+        yield other
+
+
+def last_module() -> tuple[str, Any]:
+    """The last module of sys.modules, with its name."""
+    try:
+        name = next(reversed(sys.modules))
+    except RuntimeError:  # another thread has imported something between the two steps
+        name = list(sys.modules)[-1]
+    return name, sys.modules.get(name)
+
+
+# The hook
 
 
 class _HookedLoader:
@@ -198,12 +264,6 @@ class Watch:
             return frozenset()
         return frozenset(name for name in late if name in modules and loaded(name))
 
-    def take_ready(self, loaded: _Loaded) -> bool:
-        """Whether there are such modules. They are no longer late."""
-        ready = self.ready(loaded)
-        self.late -= ready
-        return bool(ready)
-
     def wait_for(self, plan: Plan, loaded: _Loaded) -> None:
         """Wait for target modules that other threads are importing now. Called without the lock."""
         for name in _target_modules(plan):
@@ -225,3 +285,42 @@ def _target_modules(plan: Plan) -> set[str]:
 def _guests(plan: Plan) -> set[str]:
     wanted = [plan.matrix.patches[decision.id] for decision in plan.decisions.values() if decision.wanted]
     return {module for entry in wanted for module in entry.before}
+
+
+# Whether a package comes from another place than the plan was made for: sys.path may change after apply()
+
+
+_PACKAGES = {DISTRIBUTIONS[distribution].package: distribution for distribution in PATCHED}
+
+
+def packages_of(plan: Plan | None) -> frozenset[str]:
+    """The packages that patches are of, installed or not. Empty if all patches are left out."""
+    if plan is None or all(decision.action == "excluded" for decision in plan.decisions.values()):
+        return frozenset()
+    return frozenset(_PACKAGES)
+
+
+def another_copy(plan: Plan) -> str:
+    """Why the plan does not fit the packages that are loaded, in a sentence with a remedy; "" if it fits.
+
+    A package may have come past the hook. Callers do not hold the engine's lock: files are looked for here.
+    """
+    loaded = (name for name in packages_of(plan) if name in sys.modules and not is_lazy(sys.modules[name]))
+    return next((why for name in loaded if (why := _elsewhere(plan, name))), "")
+
+
+def _elsewhere(plan: Plan, package: str) -> str:
+    distribution = _PACKAGES[package]
+    planned = plan.environment.installed.get(distribution)
+    file = file_of(sys.modules[package])
+    if planned is not None and file is not None and os.path.dirname(file) == planned.location:
+        return ""
+    try:
+        place = place_of(distribution, Sources())
+    except SourceError:
+        return ""
+    if place is None or (planned is not None and same_place(place, planned.location)):
+        return ""  # a module that other code has made by hand has no place
+    expected = f"{planned} was" if planned is not None else f"no {distribution} was"
+    remedy = f"Remedy: put it on sys.path before {plan.asked_by.partition(' at ')[0]}, in front of everything else"
+    return f"{package} is imported from {place}, but {expected} there for {plan.asked_by}. {remedy}"

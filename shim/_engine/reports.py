@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from shim._engine.conflicts import others_relied_on
-from shim._engine.modules import another_copy
+from shim._engine.foreign import others_relied_on
+from shim._engine.import_hook import another_copy
 from shim._engine.report import Report
 from shim._engine.states import Claim, States, not_applied, read_report
 
