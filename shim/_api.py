@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from shim._engine import engine as _engine
 from shim._engine import reports
-from shim._engine.contexts import Context
 from shim._engine.log import announce, logger
 from shim._engine.ranks import NOTHING, OWN_CODE, PACKAGES, PARTS, is_rank_zero, ranks_that_differ
 from shim._engine.report import PatchReport, Report
@@ -210,12 +209,12 @@ def patched(**given: Unpack[Given]) -> Iterator[Report]:
     must have the same arguments, and the last of them to end restores. Raises OptionError for blocks with other
     arguments, and for apply() or revert() from outside the block.
     """
-    wanted, context = _make_plan(Arguments(**given), "patched"), Context()
+    wanted, block = _make_plan(Arguments(**given), "patched"), _engine.Block()
     try:
-        _engine.ENGINE.switch_to(wanted, context)
+        _engine.ENGINE.switch_to(wanted, block)
         yield _report()
     finally:
-        _engine.ENGINE.release(context)
+        _engine.ENGINE.release(block)
 
 
 def status() -> Report:

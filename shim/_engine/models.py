@@ -8,14 +8,14 @@ import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import field, replace
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 from shim._compatible import marks_of
 from shim._engine.chains import Question, Records
 from shim._engine.foreign import is_upstreams
-from shim._engine.names import Chain, namespace_of, unwrap
+from shim._engine.names import Chain, Key, namespace_of, unwrap
 from shim._engine.reach import (
     UPSTREAM,
     Read,
@@ -35,7 +35,7 @@ from shim._errors import BindError, ShimError
 from shim._matrix.concerns import Run, given_facts
 from shim._planning.plan import Decision, Plan
 from shim._planning.settings import facts_from
-from shim._record import record
+from shim._record import computed_once, record
 from shim._releases.fingerprint import split_target
 from shim._torch_names import required
 
@@ -178,8 +178,7 @@ def _undisturbed(module: Any) -> Iterator[None]:
 
 
 def _device_of(module: Any, torch: Any) -> Any:
-    parameters = getattr(module, "parameters", None)
-    first = next(iter(parameters()), None) if parameters is not None else None
+    first = next(_parameters(module), None)
     device = torch.device("cpu") if first is None else first.device
     if device.type == "meta":
         raise ValueError("the weights are on the meta device; check the model once it has its weights")
@@ -204,9 +203,8 @@ def facts_of(module: Any) -> tuple[Any, ...]:
     config = getattr(module, "config", None)
     plain = (bool, int, float, str, type(None))
     options = tuple((name, value) for name, value in getattr(config, "__dict__", {}).items() if type(value) in plain)
-    parameters = getattr(module, "parameters", None)
-    trained = {weight.requires_grad for weight in parameters()} if parameters is not None else set()
-    return hash(options), bool(getattr(module, "training", True)), frozenset(trained)
+    trained = frozenset(weight.requires_grad for weight in _parameters(module))
+    return hash(options), bool(getattr(module, "training", True)), trained
 
 
 def of_patch(decision: Decision, plan: Plan, name: str) -> Any:
@@ -215,31 +213,33 @@ def of_patch(decision: Decision, plan: Plan, name: str) -> Any:
     return None if module is None else namespace_of(module).get(name)
 
 
+@record
 class Tries:
     """The verdicts of probes on these models. Each function is tried once, and again if its module differs.
 
     trying: whether this is check(). A report only repeats what check() has found.
+    facts: id() of a module -> what the verdicts on it may depend on.
     """
 
-    def __init__(self, plan: Plan, models: list[Any], verdicts: dict[Any, Verdict], trying: bool) -> None:
-        self.plan, self.models, self.verdicts, self.trying = plan, models, verdicts, trying
-        self._facts: dict[int, Any] = {}
-        self._of_models: Any = None
+    plan: Plan
+    models: list[Any]
+    verdicts: dict[Any, Verdict]
+    trying: bool
+    facts: dict[int, Any] = field(default_factory=dict)
 
-    def _facts_of_models(self) -> Any:
-        if self._of_models is None:
-            self._of_models = tuple((type(model).__qualname__, facts_of(model)) for model in self.models)
-        return self._of_models
+    @computed_once
+    def facts_of_models(self) -> tuple[Any, ...]:
+        return tuple((type(model).__qualname__, facts_of(model)) for model in self.models)
 
     def of(self, decision: Decision, method: str, module: Any, function: Any) -> Verdict:
         """What the patch's probe says of `function`, which `module` runs as `method`."""
         probe = of_patch(decision, self.plan, "probe")
         if probe is None:
             return None, "shim cannot test whether the patch has its effect"
-        if id(module) not in self._facts:
-            self._facts[id(module)] = facts_of(module), self._facts_of_models()
+        if id(module) not in self.facts:
+            self.facts[id(module)] = facts_of(module), self.facts_of_models
         what = (decision.id, decision.variant, repr(sorted(decision.options.items())), method)
-        key = (what, getattr(function, "__code__", function), type(module).__qualname__, self._facts[id(module)])
+        key = (what, getattr(function, "__code__", function), type(module).__qualname__, self.facts[id(module)])
         if key not in self.verdicts:
             if not self.trying:
                 return None, NOT_YET
@@ -252,49 +252,44 @@ class Tries:
 # Foreign functions in the place of upstream's, tried, methods in a model: do patches keep their effect?
 
 
-def add_answers(states: States, models: list[Any], plan: Plan, binder: Records, tries: Tries) -> None:
+def _add_answers(states: States, binder: Records, tries: Tries) -> None:
     """Add what trying foreign functions in these models has shown.
 
     A function that keeps what the patch does leaves it ``applied``, and `others` says so. One that does not is a
     ``conflict``. If trying cannot tell, the patch is ``unknown``.
     """
+    plan = tries.plan
     for question in binder.found.open.values():
-        if (models or not is_method(question.method)) and states[question.patch].state in UNSETTLED:
-            states.add(_answer(question, *_verdict(question, models, plan, binder, tries), plan))
-    for question in _around(plan, binder):
-        if (models or not is_method(question.method)) and states[question.patch].state == "applied":
-            verdict, why = _verdict(question, models, plan, binder, tries)
-            kept = binder.found.around[question.patch, question.target].why.startswith("keeps")
-            if verdict is False or (verdict is None and not kept):
+        if (tries.models or not is_method(question.method)) and states[question.patch].state in UNSETTLED:
+            states.add(_answer(question, *_verdict(question, binder, tries), plan))
+    for (id, target), found in binder.found.around.items():
+        chain = binder.chains.get(target)
+        tried = chain is not None and plan[id].wanted and is_tried(target, plan[id], plan)
+        if chain is not None and tried and (tries.models or not is_method(target)) and states[id].state == "applied":
+            question = Question(id, target, target, chain.base, found.who)
+            verdict, why = _verdict(question, binder, tries)
+            if verdict is False or (verdict is None and not found.why.startswith("keeps")):
                 states.add(_answer(question, verdict, why, plan))
 
 
-def _around(plan: Plan, binder: Records) -> Iterator[Question]:
-    """The functions that patches go around, if a patch can try them."""
-    for (id, target), found in binder.found.around.items():
-        chain = binder.chains.get(target)
-        if chain is not None and is_tried(target, plan[id], plan) and plan[id].wanted:
-            yield Question(id, target, target, chain.base, found.who)
-
-
-def _verdict(question: Question, models: list[Any], plan: Plan, binder: Records, tries: Tries) -> Verdict:
+def _verdict(question: Question, binder: Records, tries: Tries) -> Verdict:
     """The worst of the verdicts on all modules that run a method, True if none does; of a function that of itself."""
     if not is_method(question.method):
-        places = _holding_upstreams(question, plan)
+        places = _holding_upstreams(question, tries.plan)
         if places:
             return None, f"{', '.join(places)} still hold upstream's own function"
         # What callers reach; if the patch goes around the function, that is the patch.
         chain = binder.chains.get(question.method)
         reached = question.function if chain is None or question.function is not chain.base else chain.top
-        return tries.of(plan[question.patch], question.method, reached, question.function)
+        return tries.of(tries.plan[question.patch], question.method, reached, question.function)
     try:
         owner = binder.resolve(question.method)[0]
     except BindError as error:
         return None, str(error)
     found: Verdict = True, ""
-    for module in (module for model in models for module in model.modules()):
+    for module in (module for model in tries.models for module in model.modules()):
         if isinstance(module, owner):
-            verdict = tries.of(plan[question.patch], question.method, module, question.function)
+            verdict = tries.of(tries.plan[question.patch], question.method, module, question.function)
             if verdict[0] is False:
                 return verdict
             found = verdict if verdict[0] is None else found
@@ -313,10 +308,6 @@ def _holding_upstreams(question: Question, plan: Plan) -> list[str]:
     return found
 
 
-def _where(question: Question) -> str:
-    return "on this model" if is_method(question.method) else "as tried"
-
-
 def _answer(question: Question, verdict: bool | None, why: str, plan: Plan) -> Claim:
     id, target, who = question.patch, question.target, question.who
     said = f"{question.method} is replaced by {who}"
@@ -331,7 +322,8 @@ def _answer(question: Question, verdict: bool | None, why: str, plan: Plan) -> C
         return Claim(id, "unknown", reason, remedy, target, "unknown", replaces=UNSETTLED)
     # What is not on the target itself leaves the target bound.
     mark = "kept" if question.method == target else "bound"
-    return Claim(id, "applied", f"{said}; {_where(question)} the patch loses nothing by it", "", target, mark, said)
+    where = "on this model" if is_method(question.method) else "as tried"
+    return Claim(id, "applied", f"{said}; {where} the patch loses nothing by it", "", target, mark, said)
 
 
 # What models show of a run: their configs, their modules, and megatron's parallel state
@@ -376,8 +368,11 @@ def run_of_models(models: Sequence[Any], plan: Plan) -> Run:
             return [*found, *_values(modules, name)]
 
         facts.update(dict.fromkeys(_OF_CONFIG, False) | facts_from(read, _OF_CONFIG))
-    facts.update(dict.fromkeys(_words_of_classes(modules), True))
-    facts.update({word: True for word, size in _sizes() if size > 1})
+    names = {base.__name__ for module in modules for base in type(module).__mro__}
+    facts.update({word: True for name, word in _CLASSES.items() if name in names})
+    state = sys.modules.get(_PARALLEL_STATE)
+    if state is not None and state.model_parallel_is_initialized():  # megatron has made its groups
+        facts.update({word: True for word, name in _SIZE_FUNCTIONS.items() if getattr(state, name)() > 1})
     sharded = [getattr(ddp, "use_distributed_optimizer", False) for ddp in _values(modules, "ddp_config")]
     if sharded:
         facts["distributed-optimizer"] = any(sharded)
@@ -391,20 +386,6 @@ def _values(modules: Sequence[Any], name: str) -> Iterator[Any]:
             yield held[name]
 
 
-def _words_of_classes(modules: Sequence[Any]) -> set[str]:
-    names = {base.__name__ for module in modules for base in type(module).__mro__}
-    return {word for name, word in _CLASSES.items() if name in names}
-
-
-def _sizes() -> Iterator[tuple[str, int]]:
-    """The parallel sizes of this process, if megatron has made its groups."""
-    state = sys.modules.get(_PARALLEL_STATE)
-    if state is None or not state.model_parallel_is_initialized():
-        return
-    for word, function in _SIZE_FUNCTIONS.items():
-        yield word, getattr(state, function)()
-
-
 def _parameters(model: Any) -> Iterator[Any]:
     """None of what check() also takes for a model: an object that only has modules()."""
     find = getattr(model, "parameters", None)
@@ -414,15 +395,7 @@ def _parameters(model: Any) -> Iterator[Any]:
 # Functions that a model took while shim had not bound them, such as config.finalize_model_grads_func
 
 
-class StaleReference(NamedTuple):
-    """A place in a model that holds upstream's own function of a target."""
-
-    patch: str
-    target: str
-    place: str
-
-
-def stale_references(modules: Iterable[Any], plan: Plan, binder: Records) -> Iterator[StaleReference]:
+def _stale_references(modules: Iterable[Any], plan: Plan, binder: Records) -> Iterator[Claim]:
     """The attributes of modules and of their configs that hold the function of a target as it was before it was bound.
 
     Methods are left out: a model runs a method of its class by its name, and if it holds one under another name,
@@ -436,19 +409,19 @@ def stale_references(modules: Iterable[Any], plan: Plan, binder: Records) -> Ite
                 base = unwrap(chain.base)
                 if type(base) is types.FunctionType and base is not unwrap(chain.top):
                     wanted.setdefault(id(base), []).append((decision.id, target))
-    if not wanted:
-        return
-    seen: set[int] = set()
-    for module in modules:
+    holders: dict[int, tuple[Any, str, str]] = {}
+    for module in modules if wanted else ():
         owner = f"{type(module).__module__}.{type(module).__qualname__}"
-        for holder, prefix in ((module, ""), (getattr(module, "config", None), "config.")):
-            if id(holder) in seen:
-                continue
-            seen.add(id(holder))
-            for name, value in _namespace_of(holder).items():
-                function = value.func if type(value) is functools.partial else value
-                for patch, target in wanted.get(id(function), ()):
-                    yield StaleReference(patch, target, f"{prefix}{name} of {owner}")
+        holders.setdefault(id(module), (module, "", owner))
+        config = getattr(module, "config", None)
+        holders.setdefault(id(config), (config, "config.", owner))
+    for holder, prefix, owner in holders.values():
+        for name, value in _namespace_of(holder).items():
+            function = value.func if type(value) is functools.partial else value
+            for patch, target in wanted.get(id(function), ()):
+                place = f"{prefix}{name} of {owner}"
+                text = f"{place} holds upstream's own {target.partition(':')[2]}, taken before shim bound it"
+                yield Claim(patch, "unknown", text, f"set {place} again, or {EARLIER}", target, "unknown")
 
 
 def _namespace_of(holder: Any) -> Mapping[str, Any]:
@@ -471,7 +444,7 @@ def with_findings(
     """
     states = States(report, plan, binder)
     tries = Tries(plan, models, checked.verdicts, raising)
-    add_answers(states, models, plan, binder, tries)
+    _add_answers(states, binder, tries)
     if not models:
         return states.report()
     for claims in (_problems_in(models, plan, raising), _findings_in(models, plan, binder, tries)):
@@ -518,10 +491,7 @@ def _problems_in(models: list[Any], plan: Plan, raising: bool) -> Iterator[Claim
 def _findings_in(models: list[Any], plan: Plan, binder: Records, tries: Tries) -> Iterator[Claim]:
     """What each override of a patched method does, and each override of a method that reaches a patched function."""
     instances = [module for item in models for module in item.modules()]
-    for taken in stale_references(instances, plan, binder):
-        text = f"{taken.place} holds upstream's own {taken.target.partition(':')[2]}, taken before shim bound it"
-        remedy = f"set {taken.place} again, or {EARLIER}"
-        yield Claim(taken.patch, "unknown", text, remedy, taken.target, "unknown")
+    yield from _stale_references(instances, plan, binder)
     for decision in plan.decisions.values():
         for target in decision.targets if decision.wanted else ():
             chain = binder.chains.get(target)
@@ -531,7 +501,7 @@ def _findings_in(models: list[Any], plan: Plan, binder: Records, tries: Tries) -
             fixed = tuple(value for value in (unwrap(chain.top), now) if value is not None)
             for method, owner in _ways_to(chain, decision, binder):
                 seen: set[Any] = set()
-                judge = _Judge(decision, target, method, tries, plan.matrix.patches[decision.id].without, binder)
+                judge = _Judge(decision, target, method, tries, binder)
                 for module in instances:
                     if isinstance(module, owner):
                         found = judge.of(module, owner, fixed)
@@ -551,26 +521,34 @@ def _ways_to(chain: Chain, decision: Decision, binder: Records) -> Iterator[tupl
             yield method, owner
 
 
+@record
 class _Judge:
     """Judges the overrides of one method on one way to a target of a patch."""
 
-    def __init__(
-        self, decision: Decision, target: str, method: str, tries: Tries, without: str, binder: Records
-    ) -> None:
-        self.target, self.method, self.without = target, method, without
-        self.decision, self.tries, self.beneath = decision, tries, binder.beneath
-        bound = [binder.chains[each] for each in decision.targets if binder.bound(decision.id, each)]
-        self.bound = [(chain.owner, chain.name) for chain in bound]
+    decision: Decision
+    target: str
+    method: str
+    tries: Tries
+    binder: Records
+
+    @computed_once
+    def bound(self) -> list[Key]:
+        """The names of targets that the patch has bound."""
+        bound = [target for target in self.decision.targets if self.binder.bound(self.decision.id, target)]
+        return [self.binder.chains[target].key for target in bound]
 
     def of(self, module: Any, owner: type, fixed: tuple[Any, ...]) -> list[Claim]:
         name = self.method.rpartition(".")[2]
         direct = self.method == self.target
+        bound = [
+            self.binder.chains[each].key for each in self.decision.targets if self.binder.bound(self.decision.id, each)
+        ]
         nearer = takewhile(lambda holder: holder is not owner, type(module).__mro__)
-        if direct and any((holder, name) in self.bound for holder in nearer):
+        if direct and any((id(holder), name) in bound for holder in nearer):
             return []  # the patch binds the method of a nearer class, too, and that target is judged
         below = fixed[0] if direct else unwrap(namespace_of(owner).get(name))
         found: list[Claim] = []
-        for override in overrides_of(module, owner, name, below, self.beneath):
+        for override in overrides_of(module, owner, name, below, self.binder.beneath):
             if direct and override.function in fixed:
                 break
             marks = marks_of(override.function)
@@ -603,5 +581,6 @@ class _Judge:
         if verdict is None:
             return Claim(id, "unknown", f"{text}, and {why or NO_VERDICT}", FIND_OUT, self.target, "unknown")
         reason = f"{self.target}: {text}, and keeps the patch from its effect"
-        reason += f"; {self.without}" if self.without else ""
+        without = self.tries.plan.matrix.patches[id].without
+        reason += f"; {without}" if without else ""
         return Claim(id, "shadowed", reason, CALL_IT, self.target, "shadowed")

@@ -196,7 +196,7 @@ TESTED_IN = {
     "_config_override.values": "unit/test_config_override",
     "_planning.decision": "unit/test_plan",
     "ops._stash_layout": "ops/test_paged_stash_triton",
-    "_engine.models": "engine/test_one_truth",
+    "_engine.chains": "engine/test_bind",
     "_engine.reports": "engine/test_public",
     "_engine.states": "engine/test_failures",
     "_locks": "engine/test_interrupts",
