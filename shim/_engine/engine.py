@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 from shim._engine.chains import Findings
 from shim._engine.factories import Factories
 from shim._engine.foreign import with_conflicts
-from shim._engine.import_hook import ImportHook, Watch, another_copy
+from shim._engine.import_hook import ImportHook, Watch, another_copy, concerned_by
 from shim._engine.log import DeferredLog, ExceptionNotes, short_of
 from shim._engine.names import Imported, Write, imports_no_megatron, namespace_of
 from shim._engine.report import Checked, require_none, warnings_for
@@ -301,10 +301,10 @@ class Engine:
     def before_code(self, module: ModuleType) -> None:
         """Just before the code of a module runs: begin what patches hold from there on (see Resource.begin)."""
         name = namespace_of(module)["__name__"]
-        if name in self.watch.packages and sys.modules.get(name) is module:
+        if name in self.watch.modules.packages and sys.modules.get(name) is module:
             self.renew_plan()
         plan, but = self.plan, self.failed
-        if plan is None or name not in self.watch.guests:
+        if plan is None or name not in self.watch.modules.guests:
             return
         if not self.is_within():
             with suppress(BindError):  # the transaction after the code fails in the same way, and tells
@@ -406,7 +406,7 @@ class Engine:
                     if plan is None:
                         return
                     if plan is not self.plan:
-                        self.watch.add(self.watch.of(plan))
+                        self.watch.add(concerned_by(plan))
                 waiting |= self.factories.load(plan, but, self.binder.loaded)
             except BindError as error:
                 if error.patch is None or asked is None:
@@ -446,16 +446,15 @@ class Engine:
         """Bind the layers of a plan whose factories are loaded, and make it the plan in force."""
         plan, failed = asked.plan, asked.failed
         self.switches += asked.called
-        modules = {} if plan is self.plan else self.watch.of(plan)  # the same plan, as at most imports
-        targets = modules.get("targets", self.watch.targets)
-        late = frozenset(name for name in targets if not self.binder.loaded(name))
-        if modules:
+        modules = self.watch.modules
+        if plan is not self.plan:  # the same plan at most imports
+            modules = concerned_by(plan)
             self.watch.add(modules)
+        late = frozenset(name for name in modules.targets if not self.binder.loaded(name))
         also = [
-            *(
-                Write(self.watch, name, getattr(self.watch, name), now)
-                for name, now in {**modules, "late": late}.items()
-            ),
+            Write(self.watch, "modules", self.watch.modules, modules),
+            Write(self.watch, "watched", self.watch.watched, frozenset().union(*modules)),
+            Write(self.watch, "late", self.watch.late, late),
             Write(self, "plan", self.plan, plan),
             Write(self, "last", self.last, plan or self.last),
             Write(self, "failed", self.failed, failed),

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from shim._engine.log import logger
 from shim._engine.names import imports_no_megatron, is_kind, namespace_of
@@ -20,15 +20,16 @@ from shim._releases.detect import DISTRIBUTIONS, PATCHED, place_of, same_place
 from shim._releases.sources import Sources, file_of, is_ours
 
 __all__ = [
+    "Concerned",
     "ImportHook",
     "Watch",
     "another_copy",
+    "concerned_by",
     "imported_since",
     "is_initialising",
     "is_lazy",
     "last_module",
     "locked_modules",
-    "packages_of",
 ]
 
 
@@ -217,6 +218,22 @@ _Loaded = Callable[[str], object]  # whether a module has run to the end
 # Which imports concern the plan in force
 
 
+class Concerned(NamedTuple):
+    """The modules whose import concerns a plan."""
+
+    guests: frozenset[str] = frozenset()  # before whose code patches begin something
+    targets: frozenset[str] = frozenset()  # that have targets
+    packages: frozenset[str] = frozenset()  # the packages that patches are of
+
+
+def concerned_by(plan: Plan | None) -> Concerned:
+    if plan is None:
+        return Concerned()
+    wanted = [plan.matrix.patches[decision.id] for decision in plan.decisions.values() if decision.wanted]
+    guests = frozenset(module for entry in wanted for module in entry.before)
+    return Concerned(guests, frozenset(_target_modules(plan)), packages_of(plan))
+
+
 class Watch:
     """The modules of one plan.
 
@@ -226,22 +243,13 @@ class Watch:
 
     def __init__(self, hook: ImportHook) -> None:
         self.hook = hook
-        self.guests: frozenset[str] = frozenset()  # modules before whose code patches begin something
-        self.targets: frozenset[str] = frozenset()  # modules that have targets
-        self.packages: frozenset[str] = frozenset()  # the packages that patches are of
+        self.modules = Concerned()  # of the plan in force
         self.watched: frozenset[str] = frozenset()  # all of these, and those of a plan about to come into force
         self.late: frozenset[str] = frozenset()  # modules of targets that no commit has seen loaded yet
 
-    def of(self, plan: Plan | None) -> dict[str, frozenset[str]]:
-        """The fields that are of a plan, by their names; without `late`, which also belongs to the process."""
-        targets = frozenset(() if plan is None else _target_modules(plan))
-        guests = frozenset(() if plan is None else _guests(plan))
-        packages = packages_of(plan)
-        return {"guests": guests, "targets": targets, "packages": packages, "watched": targets | guests | packages}
-
-    def add(self, modules: dict[str, frozenset[str]]) -> None:
-        """Also watch the modules of a plan about to come into force, until `tidy`. `modules`: see `of`."""
-        self.watched |= modules["watched"]
+    def add(self, modules: Concerned) -> None:
+        """Also watch the modules of a plan about to come into force, until `tidy`."""
+        self.watched = self.watched.union(*modules)
         if self.watched:
             self.hook.install()
         for name in self.watched:
@@ -251,7 +259,7 @@ class Watch:
 
     def tidy(self) -> None:
         """Watch only the plan in force, and remove the hook if there is nothing to watch."""
-        self.watched = self.targets | self.guests | self.packages
+        self.watched = frozenset().union(*self.modules)
         if self.watched:
             self.hook.install()
         else:
@@ -282,20 +290,15 @@ def _target_modules(plan: Plan) -> set[str]:
     return {module for decision in concerned for module in decision.modules}
 
 
-def _guests(plan: Plan) -> set[str]:
-    wanted = [plan.matrix.patches[decision.id] for decision in plan.decisions.values() if decision.wanted]
-    return {module for entry in wanted for module in entry.before}
-
-
 # Whether a package comes from another place than the plan was made for: sys.path may change after apply()
 
 
 _PACKAGES = {DISTRIBUTIONS[distribution].package: distribution for distribution in PATCHED}
 
 
-def packages_of(plan: Plan | None) -> frozenset[str]:
+def packages_of(plan: Plan) -> frozenset[str]:
     """The packages that patches are of, installed or not. Empty if all patches are left out."""
-    if plan is None or all(decision.action == "excluded" for decision in plan.decisions.values()):
+    if all(decision.action == "excluded" for decision in plan.decisions.values()):
         return frozenset()
     return frozenset(_PACKAGES)
 

@@ -200,15 +200,13 @@ class ExceptionNotes:
 
     def __init__(self, plan: Callable[[], Plan | None]) -> None:
         self._plan = plan
-        # Each hook before, and shim's in its place.
-        self._before: dict[str, Any] = {}
-        self._ours = {"sys": self._main, "threading": self._thread}
+        self._before: dict[str, Any] = {}  # what each hook was before
 
     def follow(self, wanted: bool) -> None:
         """Install the hooks, or take them out. One that other hooks call stays, and adds no note without a plan."""
-        for module, name in HOOKS:
-            ours, now = self._ours[module.__name__], getattr(module, name)
-            if not wanted and now is ours:
+        for (module, name), ours in zip(HOOKS, (self._main, self._thread)):
+            now = getattr(module, name)
+            if not wanted and now == ours:
                 setattr(module, name, self._before.pop(module.__name__))
             elif wanted and module.__name__ not in self._before:
                 self._before[module.__name__] = now  # first: an interrupt must not lose it
