@@ -100,10 +100,6 @@ class Findings:
         wrapped = {key: found for key, found in self.wrapped.items() if key != target}
         return replace(self, wrapped=wrapped, around={k: found for k, found in self.around.items() if k[1] != target})
 
-    def stands_around(self, target: str) -> bool:
-        """Whether what shim has bound on a target, or is to bind there, goes around a foreign function."""
-        return any(bound == target for _, bound in self.around)
-
 
 # The records
 
@@ -124,7 +120,6 @@ class Records:
         Weak references: an unused one is forgotten. One may outlive revert(), because a module took it, other code
         wrapped it, or an autograd graph references it. On a target it is then not called foreign.
     found: what was found about other people's functions.
-    first: target -> the object there when shim first bound it, if no other code had been there.
     known_ways: name -> upstream's own function there: see foreign.py.
     executed: modules whose code has run to the end although their import is not over. The engine maintains it.
     unfinished: modules that were half imported during a search for aliases. The search could not see an object that
@@ -141,7 +136,6 @@ class Records:
         self.replaced: dict[Key, Replaced] = {}
         self.ours: weakref.WeakKeyDictionary[Any, tuple[str, Any]] = weakref.WeakKeyDictionary()
         self.found = Findings()
-        self.first: dict[str, Any] = {}
         self.known_ways: dict[str, Any] = {}
         self.executed: set[str] = set()
         self.unfinished: frozenset[str] = frozenset()
@@ -230,10 +224,6 @@ class Records:
             return False
         slot = self.slots.get(chain.key)
         return slot is not None and slot.is_written()
-
-    def is_not_the_first(self, target: str, inner: Any) -> bool:
-        """Whether another object stood on a target when shim first bound it. Of an import nothing else may tell."""
-        return target in self.first and self.first[target] is not inner
 
     # Names that others have replaced
 

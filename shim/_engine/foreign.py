@@ -475,7 +475,8 @@ def _foreign_on(
         # It was looked at when it was bound, but for other patches than those that join now.
         if target in overridden:
             return _in_place_of_ours(target, decision, plan, binder)
-        return _beneath_ours(target, decision, plan, binder) if binder.found.stands_around(target) else None
+        around = any(bound == target for _, bound in binder.found.around)
+        return _beneath_ours(target, decision, plan, binder) if around else None
     try:
         owner, name, value = binder.resolve(target, target in decision.may_be_missing)
     except BindError as error:
@@ -491,8 +492,7 @@ def _foreign_on(
     body = (wiring and wiring.inherits(target)) or target
     who = foreign_on(body, inner, plan.environment.sources)
     put_there = replaced is not None and replaced.partner is None
-    later = put_there or binder.is_not_the_first(target, inner)
-    since = describe(unwrap(value) if put_there else inner) if later and not who else ""
+    since = describe(unwrap(value)) if put_there and not who else ""
     if since and not is_upstreams(body, inner, plan.environment.sources):
         who = since
     if not who:
@@ -551,8 +551,7 @@ def _in_place_of_ours(target: str, decision: Decision, plan: Plan, binder: Recor
     if value is MISSING:
         return _Foreign("nothing", what, remedy_for(decision.id, "nothing"))
     body = (decision.wiring and decision.wiring.inherits(target)) or target
-    first = target in binder.first and not binder.is_not_the_first(target, unwrap(value))
-    if first or is_upstreams(body, unwrap(value), plan.environment.sources):
+    if is_upstreams(body, unwrap(value), plan.environment.sources):
         binder.found.renewed[target] = (
             value  # the object beneath shim's, mostly a foreign function, has been taken back
         )

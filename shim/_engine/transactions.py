@@ -52,7 +52,7 @@ class Draft(Records):
     def __init__(self, records: Records, found: Findings) -> None:
         vars(self).update(vars(records))
         self.chains, self.slots, self.replaced = dict(records.chains), dict(records.slots), dict(records.replaced)
-        self.first, self.found = dict(records.first), found
+        self.found = found
         self.drafted: dict[Key, Write] = {}
         self.missed: set[str] = set()
 
@@ -79,7 +79,7 @@ class Draft(Records):
     def writes_to(self, records: Records) -> Iterator[Write]:
         """All writes, in their order: names, and the records last."""
         yield from self.drafted.values()
-        for name in ("chains", "slots", "replaced", "found", "first", "unfinished", "searched"):
+        for name in ("chains", "slots", "replaced", "found", "unfinished", "searched"):
             yield Write(records, name, getattr(records, name), getattr(self, name))
 
     def _note(self, chain: Chain) -> None:
@@ -173,9 +173,6 @@ class Draft(Records):
             slot = Slot(owner, name, original, wrapped.upstream, target)
             self._move_into(slot, value, wrapped.held, wrapped.upstream)
             return Chain(target, owner, name, wrapped.upstream, wrapped.upstream)
-        # What stands on a name that upstream may lack tells nothing: anybody may give it.
-        if base is not MISSING and not may_be_missing and not self.found.stands_around(target):
-            self.first.setdefault(target, unwrap(base))
         # An inherited object belongs to the base class.
         return Chain(target, owner, name, base, value if name in namespace_of(owner) else base)
 
@@ -361,7 +358,6 @@ class Binder(Records):
         inside = f"{namespace_of(module)['__name__']}:"
         gone = {t for t, chain in self.chains.items() if t.startswith(inside) and not self._stands(chain)}
         self.chains = {target: chain for target, chain in self.chains.items() if target not in gone}
-        self.first = {target: first for target, first in self.first.items() if not target.startswith(inside)}
         self.slots = {k: slot for k, slot in self.slots.items() if slot.owner is not module or slot.is_written()}
         self.replaced = {k: replaced for k, replaced in self.replaced.items() if replaced.slot.owner is not module}
 
