@@ -9,14 +9,14 @@ import linecache
 import os
 import sys
 import types
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from shim._compatible import marks_of
 from shim._engine.chains import Around, Findings, Question, Records, Wrapped
-from shim._engine.names import MISSING, Held, describe, is_kind, namespace_of, replaced_by, unwrap
+from shim._engine.names import MISSING, Held, Replaced, describe, is_kind, namespace_of, replaced_by, unwrap
 from shim._engine.reach import callable_paths, has_code, holds_in_closure, leads_to, written_of
 from shim._engine.report import is_method, is_tried, remedy_for, remedy_in_doubt
 from shim._errors import BindError, SourceError
@@ -147,23 +147,6 @@ def _imported_from(node: ast.stmt, module: str, name: str, sources: Sources) -> 
     return None if home is None else (home, imported)
 
 
-def is_upstreams(target: str, value: Any, sources: Sources) -> bool:
-    """Whether `value` is what upstream defines as `target`, decorators included. False if the origin is unknown."""
-    if not callable(value):
-        return False
-    try:
-        module, qualname = _defining(target, sources)
-        path = sources.path(module)
-        if path is None:
-            return False
-        found = outline(sources, module, qualname)
-    except SourceError:
-        return False
-    if not any(map(_is_wrapped, found)):
-        return _is_from(value, path, found)
-    return _may_come_of(value, module, found) and any(_is_from(layer, path, found) for layer in _layers(value))
-
-
 def takes_the_same(target: str, value: Any, sources: Sources) -> bool:
     """Whether a function has all parameters of upstream's definition by name: factories look for them."""
     try:
@@ -177,8 +160,20 @@ def takes_the_same(target: str, value: Any, sources: Sources) -> bool:
     return any(wanted <= mine for wanted in names)
 
 
+def is_upstreams(target: str, value: Any, sources: Sources) -> bool:
+    """Whether `value` is what upstream defines as `target`, decorators included. False if the origin is unknown."""
+    return callable(value) and _is_its_own(target, value, sources) is True
+
+
 def foreign_on(target: str, value: Any, sources: Sources) -> str:
-    """The foreign object on `target`, in words; "" if the object is upstream's own or its origin is unknown.
+    """The foreign object on `target`, in words; "" if the object is upstream's own or its origin is unknown."""
+    if _is_its_own(target, value, sources) is not False:
+        return ""
+    return describe(value.fget if is_kind(value, property) else value)
+
+
+def _is_its_own(target: str, value: Any, sources: Sources) -> bool | None:
+    """Whether an object is what upstream defines as `target`. None if its origin is unknown.
 
     A function or property is upstream's own if its code is in the file and at the lines of the target's definition. If
     the definition has decorators, the wrapped functions are compared, and the outermost object must be from upstream's
@@ -189,30 +184,30 @@ def foreign_on(target: str, value: Any, sources: Sources) -> str:
     try:
         path = sources.path(module)
         if path is not None and _is_plainly(value, path, module, qualname):
-            return ""
+            return True
         home = _defining(target, sources)
         if home != (module, qualname):
-            return foreign_on(":".join(home), value, sources)
+            return _is_its_own(":".join(home), value, sources)
         found = outline(sources, module, qualname)
     except SourceError:
-        return ""
-    nodes = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    if path is None or not found or not all(isinstance(d.node, nodes) for d in found):
-        return ""
+        return None
+    if path is None or not found or not all(isinstance(d.node, (*FunctionNode, ast.ClassDef)) for d in found):
+        return None
     decorated = any(map(_is_wrapped, found))
     if is_kind(value, type):
         mine = value.__module__ == module and value.__qualname__ == qualname
-        return "" if mine or decorated else describe(value)
+        return True if mine else None if decorated else False
     if is_kind(value, property):
         value = value.fget
-    if decorated:
-        layers = list(_layers(value))
-        if not _may_come_of(value, module, found):
-            return describe(value)
-        # An object that hides the function it wraps has an unknown origin.
-        hidden = not is_kind(value, types.FunctionType) and len(layers) == 1
-        return "" if hidden or any(_is_from(layer, path, found) for layer in layers) else describe(value)
-    return "" if _is_from(value, path, found) else describe(value)
+    if not decorated:
+        return _is_from(value, path, found)
+    layers = list(_layers(value))
+    if not _may_come_of(value, module, found):
+        return False
+    if any(_is_from(layer, path, found) for layer in layers):
+        return True
+    # An object that hides the function it wraps has an unknown origin.
+    return None if not is_kind(value, types.FunctionType) and len(layers) == 1 else False
 
 
 # The text of a function as a syntax tree, without asking importlib for anything
@@ -468,15 +463,17 @@ def _cut_off(decision: Decision, plan: Plan, binder: Records) -> _Foreign | None
 
 
 def _foreign_on(
-    target: str, decision: Decision, plan: Plan, binder: Records, overridden: Collection[str]
+    target: str, decision: Decision, plan: Plan, binder: Records, overridden: Mapping[str, Replaced]
 ) -> _Foreign | None:
     """The foreign object that keeps a patch from a target, which is bound, or about to be."""
     if target in binder.chains:
         # It was looked at when it was bound, but for other patches than those that join now.
         if target in overridden:
-            return _in_place_of_ours(target, decision, plan, binder)
-        around = any(bound == target for _, bound in binder.found.around)
-        return _beneath_ours(target, decision, plan, binder) if around else None
+            return _in_place_of_ours(target, overridden[target], decision, plan, binder)
+        if all(bound != target for _, bound in binder.found.around):
+            return None
+        inner = unwrap(binder.chains[target].base)
+        return _unless_around(target, inner, decision, plan, binder, describe(inner))
     try:
         owner, name, value = binder.resolve(target, target in decision.may_be_missing)
     except BindError as error:
@@ -488,8 +485,7 @@ def _foreign_on(
     if decision.fingerprints.get(target) == ABSENT:
         who = describe(unwrap(value))
         return _Foreign(who, f"{target}, which the release lacks, holds {who}", remedy_for(decision.id, who))
-    wiring = decision.wiring
-    body = (wiring and wiring.inherits(target)) or target
+    body = _body_of(target, decision)
     who = foreign_on(body, inner, plan.environment.sources)
     put_there = replaced is not None and replaced.partner is None
     since = describe(unwrap(value)) if put_there and not who else ""
@@ -510,8 +506,7 @@ def _foreign_on(
         upstream = unwrap(binder.beneath(unwrap(writable[0].value)))
         binder.found.wrapped[target] = Wrapped(value, upstream, writable)
         return None
-    what = f"{target} holds {who}, which does not call upstream's function"
-    hidden = _unless_around(target, body, inner, decision, plan, binder, who, what)
+    hidden = _unless_around(target, inner, decision, plan, binder, who)
     if hidden is None or (certain and name not in namespace_of(owner)):
         return None
     if found:
@@ -521,44 +516,39 @@ def _foreign_on(
     return hidden
 
 
+def _body_of(target: str, decision: Decision) -> str:
+    """Whose body stands on a target: its own, or the one that it inherits."""
+    return (decision.wiring and decision.wiring.inherits(target)) or target
+
+
 def _unless_around(
-    target: str, body: str, inner: Any, decision: Decision, plan: Plan, binder: Records, who: str, what: str
+    target: str, inner: Any, decision: Decision, plan: Plan, binder: Records, who: str, what: str = ""
 ) -> _Foreign | None:
     """A foreign function as an obstacle, unless the patch goes around it."""
-    goes, why = may_go_around(target, body, inner, decision, plan)
+    goes, why = may_go_around(target, _body_of(target, decision), inner, decision, plan)
     if goes:
         binder.found.around[decision.id, target] = Around(who, why)
         return None
+    what = what or f"{target} holds {who}, which does not call upstream's function"
     return _Foreign(who, what + (f" and {why}" if why else ""), remedy_for(decision.id, who), inner)
 
 
-def _beneath_ours(target: str, decision: Decision, plan: Plan, binder: Records) -> _Foreign | None:
-    """The consequence for a patch if shim's object on a target goes around a foreign function."""
-    inner = unwrap(binder.chains[target].base)
-    body = (decision.wiring and decision.wiring.inherits(target)) or target
-    who = describe(inner)
-    what = f"{target} holds {who}, which does not call upstream's function"
-    return _unless_around(target, body, inner, decision, plan, binder, who, what)
-
-
-def _in_place_of_ours(target: str, decision: Decision, plan: Plan, binder: Records) -> _Foreign | None:
+def _in_place_of_ours(
+    target: str, replaced: Replaced, decision: Decision, plan: Plan, binder: Records
+) -> _Foreign | None:
     """The consequence if other code has replaced shim's object on a target by one that does not call it."""
-    replaced = binder.replaced_targets()[target]
     if replaced.partner is not None or binder.will_be_governed(replaced) or binder.effect_of(replaced) != "replaced":
         return None
     value = replaced.slot.current()
     what = f"{target}: {replaced.slot} {replaced_by(value)}, which does not call shim's function"
     if value is MISSING:
         return _Foreign("nothing", what, remedy_for(decision.id, "nothing"))
-    body = (decision.wiring and decision.wiring.inherits(target)) or target
-    if is_upstreams(body, unwrap(value), plan.environment.sources):
-        binder.found.renewed[target] = (
-            value  # the object beneath shim's, mostly a foreign function, has been taken back
-        )
+    inner, hidden = unwrap(value), None
+    if is_upstreams(_body_of(target, decision), inner, plan.environment.sources):
+        # The object beneath shim's, mostly a foreign function, has been taken back.
         binder.found.around.pop((decision.id, target), None)
-        return None
-    who = describe(unwrap(value))
-    hidden = _unless_around(target, body, unwrap(value), decision, plan, binder, who, what)
+    else:
+        hidden = _unless_around(target, inner, decision, plan, binder, describe(inner), what)
     if hidden is None:
         binder.found.renewed[target] = value
     return hidden
