@@ -12,7 +12,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from shim._engine import engine as _engine
-from shim._engine import reports
 from shim._engine.log import announce, logger
 from shim._engine.ranks import NOTHING, OWN_CODE, PACKAGES, PARTS, is_rank_zero, ranks_that_differ
 from shim._engine.report import PatchReport, Report
@@ -230,7 +229,7 @@ def status() -> Report:
 
 
 def _report() -> Report:
-    return reports.report(_engine.ENGINE, default_plan)
+    return _engine.ENGINE.report(default_plan)
 
 
 def check(model: Any = None, group: Any = None) -> Report:
@@ -260,11 +259,11 @@ def check(model: Any = None, group: Any = None) -> Report:
         _engine.ENGINE.catch_up()
     current = _engine.ENGINE.plan
     # Gather before anything raises: a rank that does not take part would leave the others waiting.
-    effects = {} if current is None else reports.effects(_engine.ENGINE, current)
+    effects = {} if current is None else _engine.ENGINE.effects(current)
     differing = ranks_that_differ(*_compared(current), group, effects)
     current = _in_force("check")
     models = [model] if hasattr(model, "modules") else None if model is None else list(model)
-    report = reports.check(_engine.ENGINE, models, current)
+    report = _engine.ENGINE.check(models, current)
     _judge(report, current.options)
     if differing:
         raise NotMetError(

@@ -30,7 +30,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from types import ModuleType
@@ -38,11 +38,12 @@ from typing import Any, NamedTuple
 
 from shim._engine.chains import Findings
 from shim._engine.factories import Factories
-from shim._engine.foreign import with_conflicts
+from shim._engine.foreign import others_relied_on, with_conflicts
 from shim._engine.import_hook import ImportHook, Watch, another_copy, concerned_by
 from shim._engine.log import DeferredLog, ExceptionNotes, short_of
 from shim._engine.names import Imported, Write, imports_no_megatron, namespace_of
-from shim._engine.report import Checked, require_none, warnings_for
+from shim._engine.report import Checked, Report, require_none, warnings_for
+from shim._engine.states import Claim, States, not_applied, read_report
 from shim._engine.transactions import Binder
 from shim._errors import BindError, NotMetError, OptionError
 from shim._planning.plan import Plan, make_plan
@@ -114,7 +115,7 @@ class _Goal(NamedTuple):
 class Engine:
     """Brings the process to a plan, keeps it there while modules are imported, and knows all that reports need.
 
-    `_api` uses `plan`, `new_sources`, `find_conflicts`, `switch_to`, `release`, `catch_up`, `renew_plan` and `warn`.
+    `_api` uses its methods without an underscore, and `plan`.
     """
 
     def __init__(self) -> None:
@@ -472,6 +473,51 @@ class Engine:
                 self.deferred.warn(f"{item} since shim bound it; it is left alone")
         if imported is not None and plan is not None:
             require_none(plan, imported[0])
+
+    # Reports
+
+    def report(self, otherwise: Callable[[], Plan]) -> Report:
+        """The state of every patch now, also on the models of the last `check` that still live. See catch_up().
+
+        otherwise: makes a plan to report on if there has been none.
+        """
+        last = self.last if self.last is not None and not another_copy(self.last) else None
+        return self._on_models(self.checked.living(), self.plan or not_applied(last or otherwise()), raising=False)
+
+    def check(self, models: list[Any] | None, plan: Plan) -> Report:
+        """The report for these models (None: those of the last check). Raises errors of the patches' own checks.
+
+        Call catch_up() before: `_api` compares the ranks between the two.
+
+        plan: the plan in force, used if another thread reverts it meanwhile.
+        """
+        models = self.checked.living() if models is None else models
+        self.checked.remember(models)
+        return self._on_models(models, self.plan or plan, raising=True)
+
+    def effects(self, plan: Plan) -> dict[str, str]:
+        """Patch id -> what foreign objects, or a failure, leave of the patch (see ranks.EFFECTS)."""
+        patches = self._read_back(plan, {}).patches
+        states = {id: patch.state for id, patch in patches.items() if patch.state in ("conflict", "failed")}
+        return {id: "in part" for id, patch in patches.items() if patch.is_partial} | states
+
+    def _on_models(self, models: list[Any], plan: Plan, *, raising: bool) -> Report:
+        held: dict[str, tuple[str, ...]] = {}
+        for id, text in self.factories.resources():
+            held[id] = (*held.get(id, ()), text)
+        states = States(self._read_back(plan, held), plan, self.binder)
+        for id, sentence in others_relied_on(plan, self.binder):  # without the lock: it may read files
+            states.add(Claim(id, "", sentence))
+        found = states.report()
+        if not models and not self.binder.found.open and not self.binder.found.around:
+            return found
+        from shim._engine.models import with_findings  # here, because apply() needs none of it
+
+        return with_findings(found, models, plan, self.binder, self.checked, raising=raising)
+
+    def _read_back(self, plan: Plan, held: Mapping[str, tuple[str, ...]]) -> Report:
+        with self.lock:
+            return read_report(plan, self.binder, {} if self.plan is None else self.failed, held)
 
     # For others to ask
 

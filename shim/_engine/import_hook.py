@@ -97,11 +97,6 @@ class _HookedLoader:
         self._loader = loader
         self._hook = hook
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        # A finder in front may look whether the loader is one that it knows, and then make another of it.
-        return type(self._loader)
-
     def __getattr__(self, name: str) -> Any:
         # pkgutil, inspect and runpy ask loaders for get_source, get_code, get_resource_reader, ...
         return getattr(self._loader, name)

@@ -35,9 +35,7 @@ _LINE = 160  # characters of a warning on ranks other than 0
 
 def logger() -> logging.Logger:
     """The logger of shim."""
-    # Not again and again: an exception from another thread within getLogger leaves the lock of logging taken.
-    found = logging.Logger.manager.loggerDict.get("shim")
-    return found if isinstance(found, logging.Logger) else logging.getLogger("shim")
+    return logging.getLogger("shim")
 
 
 def short_of(text: str) -> str:
@@ -118,26 +116,18 @@ def announce(plan: Plan) -> bool:
     """
     if not is_first_of_job():
         return False
-    below_run = _is_below_run()
-    if not _say(lambda: line_for(plan), below_run):
-        return False
-    if below_run:
-        os.environ[SAID] = "1"
-    return True
-
-
-def _say(line: Callable[[], str], below_run: bool) -> bool:
-    """Log or print a line, and return whether somebody reads it."""
-    log = logger()
-    if log.isEnabledFor(20) and log.hasHandlers():  # INFO
-        log.info("%s", line())
+    log, below_run = logger(), _is_below_run()
+    if log.isEnabledFor(logging.INFO) and log.hasHandlers():
+        log.info("%s", line_for(plan))
     elif below_run and not log.hasHandlers() and sys.stderr is not None:
         try:
-            print(line(), file=sys.stderr, flush=True)
+            print(line_for(plan), file=sys.stderr, flush=True)
         except (OSError, ValueError):  # closed, or nobody reads it
             return False
     else:
         return False
+    if below_run:
+        os.environ[SAID] = "1"
     return True
 
 

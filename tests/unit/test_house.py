@@ -197,7 +197,6 @@ TESTED_IN = {
     "_planning.decision": "unit/test_plan",
     "ops._stash_layout": "ops/test_paged_stash_triton",
     "_engine.chains": "engine/test_bind",
-    "_engine.reports": "engine/test_public",
     "_engine.states": "engine/test_failures",
     "_locks": "engine/test_interrupts",
     "_matrix.coverage": "unit/test_matrix",
