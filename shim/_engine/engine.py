@@ -122,7 +122,7 @@ class Engine:
         self.lock = threading.RLock()
         self.deferred = DeferredLog(self.is_within)
         self.binder = Binder()
-        self.factories = Factories(lambda: self.lock, self.deferred)
+        self.factories = Factories(lambda: self.lock)
         self.blocks: tuple[_Open, ...] = ()  # the open with-blocks, the oldest first
         self.checked = Checked()
         self.plan: Plan | None = None
@@ -256,8 +256,7 @@ class Engine:
             self.watch.tidy()
             self.factories.keep_only(self.plan, self.failed)
             self.notes.follow(self.plan is not None)
-        self.factories.release_dropped()
-        self.deferred.flush()
+        self.warn(self.factories.release_dropped())
 
     # A plan that is for another copy of a package
 
@@ -356,8 +355,7 @@ class Engine:
                 self.watch.tidy()  # other code may have taken the hook out of sys.meta_path
             self._do_late_work()
         finally:
-            self.factories.release_dropped()
-            self.deferred.flush()
+            self.warn(self.factories.release_dropped())
 
     def _do_what_waited(self) -> None:
         """Do what could not be done within the transaction that has just ended."""

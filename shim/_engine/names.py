@@ -357,14 +357,14 @@ def _described(value: Any) -> str:
 class Write:
     """One name of a module or class, or one attribute of another object: what it holds before and after.
 
-    label: what an error says of it.    patch: whose error that is.
+    slot: whose name it is, for errors (None: it is a record).    patch: whose error that is.
     """
 
     owner: Any
     name: str
     before: Any
     after: Any
-    label: str = ""
+    slot: Slot | None = None
     patch: str | None = None
 
     def current(self) -> Any:

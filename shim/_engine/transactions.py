@@ -336,7 +336,7 @@ class Draft(Records):
     def _write(self, slot: Slot, value: Any, patch: str | None = None) -> None:
         drafted = self.drafted.get(slot.key)
         before = slot.current() if drafted is None else drafted.before
-        self.drafted[slot.key] = Write(slot.owner, slot.name, before, value, f"{slot.target}: {slot}", patch)
+        self.drafted[slot.key] = Write(slot.owner, slot.name, before, value, slot, patch)
 
 
 # Transactions
@@ -418,16 +418,17 @@ class Binder(Records):
             for write in writes:
                 self._begun.append(write)
                 write.make()
-            odd = next((write for write in writes if write.label and write.current() is not write.after), None)
-            if odd is not None:
-                raise BindError(f"{odd.label} does not read back", odd.patch)
+            for write in writes:
+                if write.slot is not None and write.current() is not write.after:
+                    raise BindError(f"{write.slot.target}: {write.slot} does not read back", write.patch)
             self._begun = []
         except BaseException as error:
             failing = self._begun[-1] if self._begun else None
             self.recover()
-            if failing is None or isinstance(error, BindError) or not isinstance(error, Exception):
+            slot = None if failing is None else failing.slot
+            if failing is None or slot is None or isinstance(error, BindError) or not isinstance(error, Exception):
                 raise
-            message = f"{failing.label} cannot be written: {type(error).__name__}: {error}"
+            message = f"{slot.target}: {slot} cannot be written: {type(error).__name__}: {error}"
             raise BindError(message, failing.patch) from error
 
     def recover(self) -> None:
