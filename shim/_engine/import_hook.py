@@ -260,12 +260,10 @@ class Watch:
         else:
             self.hook.remove()
 
-    def ready(self, loaded: _Loaded) -> frozenset[str]:
+    def ready(self, loaded: _Loaded) -> list[str]:
         """The late modules that have run by now."""
-        late, modules = self.late, sys.modules
-        if modules.keys().isdisjoint(late):
-            return frozenset()
-        return frozenset(name for name in late if name in modules and loaded(name))
+        modules = sys.modules
+        return [name for name in self.late if name in modules and loaded(name)]
 
     def wait_for(self, plan: Plan, loaded: _Loaded) -> None:
         """Wait for target modules that other threads are importing now. Called without the lock."""

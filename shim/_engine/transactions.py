@@ -253,10 +253,15 @@ class Draft(Records):
             before, after = changes.get(slot.target, (chain, chain))
             if before is None or after is None:
                 self._restore(slot)
+            elif after.layers and unwrap(slot.written) is unwrap(after.top):
                 continue
             # After a reload, older places keep the older wrapper until the chain loses its layers.
-            is_of_chain = unwrap(self.beneath(slot.written)) is unwrap(before.base) or slot.original is before.base
-            if not after.layers or ((slot.within or is_of_chain) and unwrap(slot.written) is not unwrap(after.top)):
+            elif (
+                not after.layers
+                or slot.within
+                or slot.original is before.base
+                or unwrap(self.beneath(slot.written)) is unwrap(before.base)
+            ):
                 self._put(slot.owner, slot.name, before, after)
 
     def _write_aliases(self, objects: Mapping[int, tuple[Any, Change]], modules: Iterable[str] | None) -> None:
