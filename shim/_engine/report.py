@@ -44,6 +44,10 @@ def switched_off(id: str, names: tuple[str, ...]) -> tuple[str, str]:
     return reason, f"set {'one' if several else 'it'} by shim.apply(options={{{id!r}: {{{names[0]!r}: True}}}})"
 
 
+_SHOWN = (  # what stands in a row of the text as in the report
+    *("state", "summary", "reason", "remedy", "variant", "targets", "holds", "others"),
+    *("symptom", "changes", "without", "not_known"),
+)
 STATES = (
     "applied",
     "upstream",
@@ -192,20 +196,9 @@ class Report:
             Row(
                 id,
                 group(p.state, p.kind, pending_is_amiss),
-                p.state,
-                p.summary,
-                p.reason,
-                p.remedy,
-                p.variant,
-                p.targets,
-                p.holds,
-                p.others,
-                symptom=p.symptom,
-                changes=p.changes,
-                without=p.without,
                 concern=p.concerns,
-                not_known=p.not_known,
                 in_part=p.is_partial and p.state == "applied",
+                **{name: getattr(p, name) for name in _SHOWN},
             )
             for id, p in self.patches.items()
         ]
@@ -299,19 +292,13 @@ def warnings_for(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
             )
             yield decision.id, "applied in part", f"without {target}", text
         for target, who in ((target, who) for target, who in decision.skipped.items() if who):
+            text = f"{decision.id} is applied without {target}, which holds {who}. "
             if is_tried(target, decision, plan):
-                text = (
-                    f"{decision.id} is applied without {target}, which holds {who}. It is not known whether that has "
-                    f"the effect of the patch: {remedy_untried(target, who)}."
-                )
+                text += f"It is not known whether that has the effect of the patch: {remedy_untried(target, who)}."
                 yield decision.id, "not tried", f"without {target}", text
-            if target not in skippable or is_tried(target, decision, plan):
-                continue
-            text = (
-                f"{decision.id} is applied without {target}, which holds {who}. "
-                f"Unless that does the same: {skippable[target]}. Remedy: {remedy_for(decision.id, who)}."
-            )
-            yield decision.id, "applied in part", f"without {target}", text
+            elif target in skippable:
+                text += f"Unless that does the same: {skippable[target]}. Remedy: {remedy_for(decision.id, who)}."
+                yield decision.id, "applied in part", f"without {target}", text
 
 
 def _remedies(drifted: list[Decision]) -> str:
