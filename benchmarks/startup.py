@@ -74,7 +74,7 @@ timed("import shim's modules", import_all)()
 def time_it(owner, attribute, name):
     setattr(owner, attribute, timed(name, getattr(owner, attribute)))
 import shim, shim._api as api
-import shim._engine.transactions as binder, shim._engine.conflicts as conflicts, shim._engine.transactions as draft
+import shim._engine.transactions as binder
 import shim._engine.engine as engine
 import shim._engine.factories as factories, shim._planning.plan as plan, shim._releases.sources as sources
 time_it(api, "load_matrix", "read the matrix")
@@ -85,7 +85,7 @@ time_it(plan, "match", "match")
 time_it(plan, "identity_of", "digest")
 time_it(engine, "with_conflicts", "look for conflicts")
 time_it(factories.Factories, "load", "load patches")
-time_it(draft, "find_aliases", "look for aliases")
+time_it(binder, "find_aliases", "look for aliases")
 time_it(binder.Binder, "commit", "bind")
 timed("everything else", shim.apply)()
 print(json.dumps(spent))

@@ -13,8 +13,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from shim._engine import engine as _engine
-from shim._engine import reports
-from shim._engine.contexts import Context
 from shim._engine.log import announce, is_below_run, is_first_of_job, logger, say
 from shim._engine.ranks import NOTHING, OWN_CODE, PACKAGES, PARTS, is_rank_zero, ranks_that_differ
 from shim._engine.report import PatchReport, Report
@@ -107,13 +105,14 @@ def _planned(matrix: Matrix, asked: Arguments, trial: Mapping[str, Proved] | Non
     options = resolve(matrix, asked)
     if trial is not None:
         options = replace(options, trial=trial)
-    if options.lock is not None:
+    lock = options.lock
+    if lock is not None:
         from shim._planning.lock import read_lock, words_of_lock  # here, because most jobs have none
 
-        content = read_lock(options.lock)
+        content = read_lock(lock)
         options = replace(options, lock_content=content)
         if options.concerns is None:
-            options = replace(options, concerns=words_of_lock(options.lock, content))
+            options = replace(options, concerns=words_of_lock(lock, content))
     sources = _engine.ENGINE.new_sources(known_with(files_of(options.lock_content)))
     return make_plan(detect(sources), matrix, options, losses=_LostFeatures())
 
@@ -234,12 +233,12 @@ def patched(**given: Unpack[Given]) -> Iterator[Report]:
     must have the same arguments, and the last of them to end restores. Raises OptionError for blocks with other
     arguments, and for apply() or revert() from outside the block.
     """
-    wanted, context = _make_plan(Arguments(**given), "patched"), Context()
+    wanted, block = _make_plan(Arguments(**given), "patched"), _engine.Block()
     try:
-        _engine.ENGINE.switch_to(wanted, context)
+        _engine.ENGINE.switch_to(wanted, block)
         yield _report()
     finally:
-        _engine.ENGINE.release(context)
+        _engine.ENGINE.release(block)
 
 
 def status() -> Report:
@@ -255,7 +254,7 @@ def status() -> Report:
 
 
 def _report() -> Report:
-    return reports.report(_engine.ENGINE, default_plan)
+    return _engine.ENGINE.report(default_plan)
 
 
 def check(model: Any = None, group: Any = None) -> Report:
@@ -285,11 +284,11 @@ def check(model: Any = None, group: Any = None) -> Report:
         _engine.ENGINE.catch_up()
     current = _engine.ENGINE.plan
     # Gather before anything raises: a rank that does not take part would leave the others waiting.
-    effects = {} if current is None else reports.effects(_engine.ENGINE, current)
+    effects = {} if current is None else _engine.ENGINE.effects(current)
     differing = ranks_that_differ(*_compared(current), group, effects)
     current = _in_force("check")
     models = [model] if hasattr(model, "modules") else None if model is None else list(model)
-    report = reports.check(_engine.ENGINE, models, current)
+    report = _engine.ENGINE.check(models, current)
     _judge(report, current.options)
     if differing:
         raise NotMetError(

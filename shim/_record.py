@@ -37,7 +37,8 @@ class computed_once(Generic[T]):
     def __get__(self, instance: Any, owner: type) -> T:
         if instance is None:
             return self  # type: ignore[return-value]
-        value = instance.__dict__[self.name] = self.function(instance)
+        value = self.function(instance)
+        _set(instance, self.name, value)
         return value
 
 
@@ -65,6 +66,9 @@ class _Fields:
         self.shown = tuple(item.name for item in found if item.repr)
 
 
+_set = object.__setattr__
+
+
 def _init(self: Any, *args: Any, **given: Any) -> None:
     of: _Fields = self.__record__
     values = {**of.defaults, **dict(zip(of.names, args)), **given}
@@ -74,7 +78,8 @@ def _init(self: Any, *args: Any, **given: Any) -> None:
     twice = args and given and not given.keys().isdisjoint(of.names[: len(args)])
     if twice or len(args) > len(of.names) or values.keys() != of.known:
         raise _misfit(self, of, args, given, values)
-    vars(self).update(zip(of.names, map(values.__getitem__, of.names)))  # in the order of the fields
+    for name in of.names:  # in the order of the fields; a look at __dict__ would make a dictionary for each record
+        _set(self, name, values[name])
 
 
 def _misfit(
@@ -94,8 +99,7 @@ def _eq(self: Any, other: object) -> Any:
 
 
 def _compared(self: Any) -> tuple[Any, ...]:
-    values = vars(self)
-    return tuple([values[name] for name in self.__record__.compared])
+    return tuple([getattr(self, name) for name in self.__record__.compared])
 
 
 def _hash(self: Any) -> int:

@@ -29,30 +29,68 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from shim._engine.chains import Findings
-from shim._engine.checked import Checked
-from shim._engine.conflicts import require_none, warnings_for, with_conflicts
-from shim._engine.contexts import Block, Context, Contexts
-from shim._engine.exception_notes import ExceptionNotes
 from shim._engine.factories import Factories
-from shim._engine.import_hook import ImportHook, Watch
-from shim._engine.log import DeferredLog, short_of
-from shim._engine.modules import another_copy
+from shim._engine.foreign import others_relied_on, with_conflicts
+from shim._engine.import_hook import ImportHook, Watch, another_copy, concerned_by
+from shim._engine.log import DeferredLog, ExceptionNotes, short_of
 from shim._engine.names import Imported, Write, imports_no_megatron, namespace_of
+from shim._engine.report import Checked, Report, require_none, warnings_for
+from shim._engine.states import Claim, States, not_applied, read_report
 from shim._engine.transactions import Binder
 from shim._errors import BindError, NotMetError, OptionError
 from shim._planning.plan import Plan, make_plan
 from shim._planning.requirements import changed_by, enforce
 from shim._releases.detect import detect
 from shim._releases.sources import Sources
+from shim._tasks import current_task
 
-__all__ = ["ENGINE", "Engine"]
+__all__ = ["ENGINE", "Block", "Engine"]
+
+
+# With-blocks
+#
+# Patches belong to the process. So blocks may nest, but blocks of different threads or tasks must ask for the same.
+
+
+class Block:
+    """A `with shim.patched()` that runs: the thread and the task that entered it. over: set by its end."""
+
+    def __init__(self) -> None:
+        task = current_task()
+        self.thread = threading.get_ident()
+        # Weakly: a task that nobody runs any more ends its block when it is collected.
+        self.task = None if task is None else weakref.ref(task)
+        self.over = False
+
+    def is_around(self) -> bool:
+        """Whether the caller runs inside the block, or while the task that entered it waits."""
+        # Outside of tasks, the block is further down this thread's stack. A finished task belonged to a test fixture.
+        if self.task is None or self.thread != threading.get_ident():
+            return self.thread == threading.get_ident()
+        entered = self.task()
+        return entered is None or entered is current_task() or bool(entered.done())
+
+
+class _Open(NamedTuple):
+    """An open block, its plan, and the plan that its end restores."""
+
+    block: Block
+    plan: Plan
+    beneath: Plan | None
+
+
+_REMEDY = "Remedy: let it end first, or use the same arguments in both, or call shim.apply() once for the whole process"
+
+
+# The engine
 
 
 class _Goal(NamedTuple):
@@ -65,7 +103,7 @@ class _Goal(NamedTuple):
 
     plan: Plan | None
     failed: dict[str, str]
-    blocks: tuple[Block, ...]
+    blocks: tuple[_Open, ...]
     called: bool = False
 
     @property
@@ -77,15 +115,15 @@ class _Goal(NamedTuple):
 class Engine:
     """Brings the process to a plan, keeps it there while modules are imported, and knows all that reports need.
 
-    `_api` uses `plan`, `new_sources`, `find_conflicts`, `switch_to`, `release`, `catch_up`, `renew_plan` and `warn`.
+    `_api` uses its methods without an underscore, and `plan`.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.deferred = DeferredLog(self.is_within)
         self.binder = Binder()
-        self.factories = Factories(lambda: self.lock, self.deferred)
-        self.contexts = Contexts()
+        self.factories = Factories(lambda: self.lock)
+        self.blocks: tuple[_Open, ...] = ()  # the open with-blocks, the oldest first
         self.checked = Checked()
         self.plan: Plan | None = None
         self.last: Plan | None = None  # the last plan that was wanted
@@ -95,7 +133,6 @@ class Engine:
         self.watch = Watch(ImportHook(self.wants, self.before_code, self.after_code))
         self.notes = ExceptionNotes(lambda: self.plan)
         self._sources: Sources | None = None  # what the last plan has read
-        self._known: Callable[..., Any] | None = None
 
     # One at a time
 
@@ -109,21 +146,21 @@ class Engine:
             self.lock = threading.RLock()
             self.binder.recover()
         here = threading.get_ident()
-        self.contexts.keep_thread(here)
+        self.blocks = tuple(item for item in self.blocks if item.block.thread == here)
         self.watch.hook.keep_thread(here)
 
     # Calls that change the plan
 
-    def switch_to(self, wanted: Plan | None, context: Context | None = None, instead: Plan | None = None) -> None:
+    def switch_to(self, wanted: Plan | None, block: Block | None = None, instead: Plan | None = None) -> None:
         """Make `wanted` the plan in force (None: nothing is wanted). After an error the earlier plan stays in force.
 
-        context: the with-block that the plan belongs to, until `release`.
+        block: the with-block that the plan belongs to, until `release`.
         instead: the plan that was made anew. Nothing is done if another plan has come into force.
         """
         if wanted is None and _is_ending():
             return
         if self.is_within():
-            what = "revert" if wanted is None else "apply" if context is None else "patched"
+            what = "revert" if wanted is None else "apply" if block is None else "patched"
             raise OptionError(
                 f"shim.{what}() was called within another call of shim, by a patch that is being bound. It has changed "
                 "nothing. Remedy: call it when that call has returned."
@@ -135,7 +172,9 @@ class Engine:
             before = self.plan
             if instead is not None and (before is None or before.environment is not instead.environment):
                 return None
-            return _Goal(wanted, {}, self._blocks_with(wanted, context, instead), called=True)
+            return _Goal(
+                wanted, {}, self.blocks if instead is not None else self._blocks_with(wanted, block), called=True
+            )
 
         try:
             if wanted is not None:
@@ -143,20 +182,29 @@ class Engine:
                 self.warn_patch(warnings_for(wanted))
                 enforce(wanted)
             self.transact(goal)
-            if context is None and wanted is not None and before is not None:
+            if block is None and wanted is not None and before is not None:
                 self._warn_of_changes(before, wanted)
             self._do_what_waited()
         finally:
             self._finish()
 
-    def _blocks_with(self, wanted: Plan | None, context: Context | None, instead: Plan | None) -> tuple[Block, ...]:
+    def _blocks_with(self, wanted: Plan | None, block: Block | None) -> tuple[_Open, ...]:
         """The open with-blocks once `wanted` is in force. OptionError for a call that they do not allow."""
-        if instead is not None and wanted is not None:
-            return self.contexts.renewed(instead, wanted)
-        if context is not None and wanted is not None:
-            return self.contexts.entered(context, wanted, self.plan)
-        self.contexts.refuse_from_outside("revert" if wanted is None else "apply")
-        return self.contexts.open
+        inside = all(item.block.is_around() for item in self.blocks)
+        if block is None or wanted is None:
+            if not inside:  # the end of the block would undo the call
+                what = "revert" if wanted is None else "apply"
+                raise OptionError(
+                    f"shim.{what}() cannot be called while another thread or task is within shim.patched(), because "
+                    f"the end of that block would undo the call. {_REMEDY}."
+                )
+            return self.blocks
+        if not inside and not all(_is_same(wanted, item.plan) for item in self.blocks):
+            raise OptionError(
+                "shim.patched() cannot begin, because another thread or task is within a shim.patched() with other "
+                f"arguments, and patches hold for the whole process. {_REMEDY}."
+            )
+        return (*self.blocks, _Open(block, wanted, self.plan))
 
     def _warn_of_changes(self, before: Plan, wanted: Plan) -> None:
         """Warn if apply() has taken what another call had asked for. A with-block gives it back, and is silent."""
@@ -164,45 +212,43 @@ class Engine:
         if text:
             self.warn([short_of(text)])
 
-    def release(self, context: Context) -> None:
+    def release(self, block: Block) -> None:
         """End a with-block: its earlier plan is in force again, unless another block with the same plan is open.
 
         Requirements and the lock file are not checked again: the earlier plan met them when it was applied. Within a
         transaction of this thread, as in a generator that is collected, the block ends once that is over.
         """
-        context.over = True
+        block.over = True
         if not _is_ending() and not self.is_within():
             self._end_blocks()
 
+    def _over(self) -> _Open | None:
+        """A block that has ended and is still among the open ones, the newest first."""
+        return next((item for item in reversed(self.blocks) if item.block.over), None)
+
     def _end_blocks(self) -> None:
         """End the with-blocks that are over, the newest first."""
-        renewed = False
         try:
-            while (block := self.contexts.over()) is not None:
-                if not renewed and block.beneath is not None and self._renew_beneath(block.beneath):
-                    renewed = True
-                    continue
-                if block.beneath is not None:
-                    self.watch.wait_for(block.beneath, self.binder.loaded)
-                self.transact(functools.partial(self._without, block))
+            while (item := self._over()) is not None:
+                if item.beneath is not None:
+                    self.watch.wait_for(item.beneath, self.binder.loaded)
+                    why = another_copy(item.beneath)
+                    if why:  # the plan that returns does not fit this process any more
+                        item = item._replace(beneath=self._made_anew(item.beneath, why))
+                self.transact(functools.partial(self._without, item))
         finally:
             self._finish()
 
-    def _renew_beneath(self, plan: Plan) -> bool:
-        """Whether the plan that the end of a block restores did not fit this process any more, and was made anew."""
-        why = another_copy(plan)
-        if why:
-            fresh = self._made_anew(plan, why)
-            with self.lock:
-                self.contexts.open = self.contexts.renewed(plan, fresh)
-        return bool(why)
-
-    def _without(self, block: Block) -> _Goal:
+    def _without(self, ended: _Open) -> _Goal:
         """The plan that comes into force at the end of a block, which another thread may have ended meanwhile."""
-        if block not in self.contexts.open:
+        place = next((n for n, item in enumerate(self.blocks) if item.block is ended.block), None)
+        if place is None:
             return self._in_force()
-        blocks, restores = self.contexts.without(block)
-        return _Goal(block.beneath, {}, blocks) if restores else self._in_force()._replace(blocks=blocks)
+        older, newer = self.blocks[:place], self.blocks[place + 1 :]
+        if not newer:
+            return _Goal(ended.beneath, {}, older)
+        # The plan returns with the end of the next block.
+        return self._in_force()._replace(blocks=(*older, newer[0]._replace(beneath=ended.beneath), *newer[1:]))
 
     def _finish(self) -> None:
         """Clean up after switch_to() and release(), also after an error: end what patches hold, and log."""
@@ -210,14 +256,12 @@ class Engine:
             self.watch.tidy()
             self.factories.keep_only(self.plan, self.failed)
             self.notes.follow(self.plan is not None)
-        self.factories.release_dropped()
-        self.deferred.flush()
+        self.warn(self.factories.release_dropped())
 
     # A plan that is for another copy of a package
 
     def new_sources(self, known: Callable[..., Any] | None) -> Sources:
         """Sources for a new plan. They reuse what the last plan's Sources have read. `known`: see Sources."""
-        self._known = known
         self._sources = Sources(before=self._sources, known=known)
         return self._sources
 
@@ -238,7 +282,7 @@ class Engine:
 
     def _made_anew(self, plan: Plan, why: str) -> Plan:
         self.warn([f"{why}. The plan is made anew for it."])
-        environment = detect(self.new_sources(self._known))
+        environment = detect(self.new_sources(plan.environment.sources.table))
         return replace(make_plan(environment, plan.matrix, plan.options, plan.losses), asked_by=plan.asked_by)
 
     # Imports: the import hook asks and tells
@@ -257,10 +301,10 @@ class Engine:
     def before_code(self, module: ModuleType) -> None:
         """Just before the code of a module runs: begin what patches hold from there on (see Resource.begin)."""
         name = namespace_of(module)["__name__"]
-        if name in self.watch.packages and sys.modules.get(name) is module:
+        if name in self.watch.modules.packages and sys.modules.get(name) is module:
             self.renew_plan()
         plan, but = self.plan, self.failed
-        if plan is None or name not in self.watch.guests:
+        if plan is None or name not in self.watch.modules.guests:
             return
         if not self.is_within():
             with suppress(BindError):  # the transaction after the code fails in the same way, and tells
@@ -273,7 +317,7 @@ class Engine:
         if self.is_within():
             return  # it is late, and bound when the transaction is over
         with self.lock:
-            self.binder.modules.executed.add(name)
+            self.binder.executed.add(name)
             self.watch.late -= {name}
             self.binder.renew(module)
             if self.plan is not None:  # patches with targets here may have failed: each import of a target tries them
@@ -285,13 +329,13 @@ class Engine:
             self._do_what_waited()
         except BaseException:
             with self.lock:
-                self.binder.modules.executed.discard(name)
+                self.binder.executed.discard(name)
                 if self.binder.loaded(name) is None:  # not a reload: importlib removes the module from sys.modules
                     self.binder.abandon(name)
             raise
         finally:
             with self.lock:
-                self.binder.modules.executed.discard(name)
+                self.binder.executed.discard(name)
             self.deferred.flush()
 
     # Work that had to wait
@@ -311,21 +355,20 @@ class Engine:
                 self.watch.tidy()  # other code may have taken the hook out of sys.meta_path
             self._do_late_work()
         finally:
-            self.factories.release_dropped()
-            self.deferred.flush()
+            self.warn(self.factories.release_dropped())
 
     def _do_what_waited(self) -> None:
         """Do what could not be done within the transaction that has just ended."""
-        if self.contexts.over() is not None or self.watch.ready(self.binder.loaded):
+        if self._over() is not None or self.watch.ready(self.binder.loaded):
             self._do_late_work()
 
     def _do_late_work(self) -> None:
-        if self.contexts.over() is not None:
+        if self._over() is not None:
             self._end_blocks()
         self.transact(self._in_force)
 
     def _in_force(self) -> _Goal:
-        return _Goal(self.plan, self.failed, self.contexts.open)
+        return _Goal(self.plan, self.failed, self.blocks)
 
     # Transactions
 
@@ -344,7 +387,7 @@ class Engine:
         first: BindError | None = None
         fresh: dict[str, str] = {}  # patches that have failed in an earlier round, under the plan for `environment`
         waiting: set[str] = set()  # patches whose modules are being imported further down on this thread's stack
-        asked, environment, loads = None, None, False
+        asked, environment = None, None
         while True:
             try:
                 with self.lock:
@@ -357,16 +400,12 @@ class Engine:
                     but = {*asked.failed, *waiting}
                     plan, findings = self._with_conflicts(asked, but)
                     if findings is not None:
-                        if asked.called or imported or loads or fresh or self._differs(plan, asked) or self._is_due():
-                            self._write(asked._replace(plan=plan), findings, imported)
-                        else:
-                            self.binder.found = findings
+                        self._write(asked._replace(plan=plan), findings, imported)
                         break
                     if plan is None:
                         return
                     if plan is not self.plan:
-                        self.watch.add(self.watch.of(plan))
-                loads = True
+                        self.watch.add(concerned_by(plan))
                 waiting |= self.factories.load(plan, but, self.binder.loaded)
             except BindError as error:
                 if error.patch is None or asked is None:
@@ -386,7 +425,7 @@ class Engine:
         """
         plan = asked.plan
         if plan is None:
-            return None, self.binder.looking().found.forgotten(self.binder.chains)
+            return None, Findings()
         if self._misses(plan, but):
             return plan, None
         found, findings = with_conflicts(plan, self.binder)
@@ -402,47 +441,81 @@ class Engine:
     def _misses(self, plan: Plan, but: Collection[str]) -> bool:
         return any(True for _ in self.factories.missing(plan, but, functools.cache(self.binder.loaded)))
 
-    def _differs(self, plan: Plan | None, asked: _Goal) -> bool:
-        """Whether another plan comes into force, or a with-block ends."""
-        return plan is not self.plan or asked.blocks is not self.contexts.open
-
-    def _is_due(self) -> bool:
-        """Whether work has waited that the plan does not show: late modules have run, or others have replaced names."""
-        places, modules = self.binder.places, self.binder.modules
-        ready = self.watch.take_ready(self.binder.loaded)
-        return bool(ready or modules.overdue() or places.given_back() or places.has_replaced())
-
     def _write(self, asked: _Goal, findings: Findings, imported: Imported | None) -> None:
         """Bind the layers of a plan whose factories are loaded, and make it the plan in force."""
         plan, failed = asked.plan, asked.failed
         self.switches += asked.called
-        modules = {} if plan is self.plan else self.watch.of(plan)  # the same plan, as at most imports
-        targets = modules.get("targets", self.watch.targets)
-        late = frozenset(name for name in targets if not self.binder.loaded(name))
-        if modules:
+        modules = self.watch.modules
+        if plan is not self.plan:  # the same plan at most imports
+            modules = concerned_by(plan)
             self.watch.add(modules)
+        late = frozenset(name for name in modules.targets if not self.binder.loaded(name))
         also = [
-            *(
-                Write(self.watch, name, getattr(self.watch, name), now)
-                for name, now in {**modules, "late": late}.items()
-            ),
+            Write(self.watch, "modules", self.watch.modules, modules),
+            Write(self.watch, "watched", self.watch.watched, frozenset().union(*modules)),
+            Write(self.watch, "late", self.watch.late, late),
             Write(self, "plan", self.plan, plan),
             Write(self, "last", self.last, plan or self.last),
             Write(self, "failed", self.failed, failed),
             Write(self, "checked", self.checked, Checked() if plan is None else self.checked),
-            Write(self.contexts, "open", self.contexts.open, asked.blocks),
+            Write(self, "blocks", self.blocks, asked.blocks),
         ]
         layers = self.factories.layers(plan, failed)
         with self.deferred.deferring() if layers else nullcontext():
-            replaced = self.binder.commit(layers, imported, also, findings)
+            replaced, missed = self.binder.commit(layers, imported, also, findings)
         # Another thread may have imported a module between the search for conflicts and the commit.
-        self.watch.late |= self.binder.missed
+        self.watch.late |= missed
         self.factories.keep_only(plan, failed)
         for item in replaced:
             if self.binder.effect_of(item) == "replaced":
                 self.deferred.warn(f"{item} since shim bound it; it is left alone")
         if imported is not None and plan is not None:
             require_none(plan, imported[0])
+
+    # Reports
+
+    def report(self, otherwise: Callable[[], Plan]) -> Report:
+        """The state of every patch now, also on the models of the last `check` that still live. See catch_up().
+
+        otherwise: makes a plan to report on if there has been none.
+        """
+        last = self.last if self.last is not None and not another_copy(self.last) else None
+        return self._on_models(self.checked.living(), self.plan or not_applied(last or otherwise()), raising=False)
+
+    def check(self, models: list[Any] | None, plan: Plan) -> Report:
+        """The report for these models (None: those of the last check). Raises errors of the patches' own checks.
+
+        Call catch_up() before: `_api` compares the ranks between the two.
+
+        plan: the plan in force, used if another thread reverts it meanwhile.
+        """
+        models = self.checked.living() if models is None else models
+        self.checked.remember(models)
+        return self._on_models(models, self.plan or plan, raising=True)
+
+    def effects(self, plan: Plan) -> dict[str, str]:
+        """Patch id -> what foreign objects, or a failure, leave of the patch (see ranks.EFFECTS)."""
+        patches = self._read_back(plan, {}).patches
+        states = {id: patch.state for id, patch in patches.items() if patch.state in ("conflict", "failed")}
+        return {id: "in part" for id, patch in patches.items() if patch.is_partial} | states
+
+    def _on_models(self, models: list[Any], plan: Plan, *, raising: bool) -> Report:
+        held: dict[str, tuple[str, ...]] = {}
+        for id, text in self.factories.resources():
+            held[id] = (*held.get(id, ()), text)
+        states = States(self._read_back(plan, held), plan, self.binder)
+        for id, sentence in others_relied_on(plan, self.binder):  # without the lock: it may read files
+            states.add(Claim(id, "", sentence))
+        found = states.report()
+        if not models and not self.binder.found.open and not self.binder.found.around:
+            return found
+        from shim._engine.models import with_findings  # here, because apply() needs none of it
+
+        return with_findings(found, models, plan, self.binder, self.checked, raising=raising)
+
+    def _read_back(self, plan: Plan, held: Mapping[str, tuple[str, ...]]) -> Report:
+        with self.lock:
+            return read_report(plan, self.binder, {} if self.plan is None else self.failed, held)
 
     # For others to ask
 
@@ -467,7 +540,7 @@ class Engine:
     def beneath(self, value: Any) -> Any:
         """The object beneath `value` if `value` is a wrapper of shim's, else `value`."""
         with self.lock:
-            return self.binder.wrappers.beneath(value)
+            return self.binder.beneath(value)
 
 
 def _failure(error: BindError, plan: Plan | None) -> BindError:
@@ -478,6 +551,10 @@ def _failure(error: BindError, plan: Plan | None) -> BindError:
         f"(MEGATRON_SHIM_EXCLUDE={error.patch}) and report it with the output of `shim doctor`.",
         error.patch,
     )
+
+
+def _is_same(one: Plan, other: Plan) -> bool:
+    return one.options == other.options and one.decisions == other.decisions
 
 
 # The engine of this process. It holds all of shim's state, except the entered overrides of shim.config_override, which

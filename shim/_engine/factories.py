@@ -10,8 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from shim._engine.log import DeferredLog
-from shim._engine.modules import is_initialising
+from shim._engine.import_hook import is_initialising
 from shim._engine.names import Layer
 from shim._engine.reach import held_by
 from shim._errors import BindError
@@ -145,12 +144,6 @@ class _Entry(NamedTuple):
     resource: Resource
 
 
-class _Loading(threading.local):
-    """Whether this thread is importing a patch module. Imports inside it then load no further patch modules."""
-
-    active = False
-
-
 class Factories:
     """Factories by their key. Fields are read and changed under the engine's lock.
 
@@ -158,20 +151,17 @@ class Factories:
     the factories of one patch at once. The later factories count, and what the earlier ones hold ends.
     """
 
-    def __init__(self, lock: Callable[[], threading.RLock], deferred: DeferredLog) -> None:
+    def __init__(self, lock: Callable[[], threading.RLock]) -> None:
         """lock: gives the engine's lock, which a forked process replaces."""
         self._lock = lock
-        self._log = deferred
         self._made: dict[_Content, Mapping[str, Layer]] = {}
         self._resources: list[_Entry] = []  # of the factories in `_made`, and of dropped ones that could not end yet
-        self._loading = _Loading()
-
-    def __len__(self) -> int:
-        return len(self._made)
+        self._thread = threading.local()
 
     @property
     def loading(self) -> bool:
-        return self._loading.active
+        """Whether this thread is importing a patch module. Imports inside it then load no further patch modules."""
+        return getattr(self._thread, "loading", False)
 
     def missing(self, plan: Plan, but: Collection[str], loaded: Callable[[str], object]) -> Iterator[Decision]:
         """The patches that are needed now and whose factories are not loaded.
@@ -191,7 +181,7 @@ class Factories:
         postponed = set()
         for decision in self.missing(plan, but, loaded):
             entry = plan.matrix.patches[decision.id]
-            outer, self._loading.active = self._loading.active, True
+            outer, self._thread.loading = self.loading, True
             try:
                 module = importlib.import_module(entry.module)
                 if is_initialising(module):
@@ -203,7 +193,7 @@ class Factories:
                 what = f"{decision.id} cannot be loaded from {entry.module}: {type(error).__name__}: {error}"
                 raise BindError(what, decision.id) from error
             finally:
-                self._loading.active = outer
+                self._thread.loading = outer
             if set(factories) != {*decision.targets, *decision.dropped}:
                 odd = ", ".join(sorted(set(factories) ^ {*decision.targets, *decision.dropped}))
                 what = f"matrix and {entry.module} disagree about the targets of {decision.variant}: {odd}"
@@ -246,24 +236,26 @@ class Factories:
             if entry.resource.begin is not None:
                 entry.resource.begin(module)
 
-    def release_dropped(self) -> None:
+    def release_dropped(self) -> list[str]:
         """Free what a patch holds once its factories were dropped. Called without the lock: a patch may have its own.
 
-        A resource that is still in use and cannot end yet is tried again at the next call.
+        A resource that is still in use and cannot end yet is tried again at the next call. Returns what went wrong: an
+        error of one patch must not keep others from being freed.
         """
+        problems: list[str] = []
         with self._lock():
             over = [entry for entry in self._resources if self._made.get(entry.content) is not entry.layers]
         for entry in over:
             if entry.resource.release is not None:
                 try:
                     entry.resource.release()
-                except Exception as error:  # noqa: BLE001 - an error of one patch must not keep others from being freed
-                    text = f"{entry.content[0]} could not release its resource: {type(error).__name__}: {error}"
-                    with self._lock():
-                        self._log.warn_once([text])
+                except Exception as error:  # noqa: BLE001 - it is a warning, see above
+                    what = f"{type(error).__name__}: {error}"
+                    problems.append(f"{entry.content[0]} could not release its resource: {what}")
         ended = {id(entry) for entry in over if not _told(entry.resource)}
         with self._lock():
             self._resources = [entry for entry in self._resources if id(entry) not in ended]
+        return problems
 
     def resources(self) -> Iterator[tuple[str, str]]:
         """Pairs of a patch and what it holds now, in words. Called without the lock."""

@@ -1,4 +1,4 @@
-"""Other people's functions: whose an object is, and whether a patch can go around it."""
+"""Other people's functions: whose an object is, whether a patch can go around it, and what it keeps from a plan."""
 
 from __future__ import annotations
 
@@ -8,18 +8,36 @@ import inspect
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from shim._engine.names import describe, is_kind, namespace_of
-from shim._errors import SourceError
+from shim._compatible import marks_of
+from shim._engine.chains import Around, Findings, Question, Records, Wrapped
+from shim._engine.names import MISSING, Held, Replaced, describe, is_kind, namespace_of, replaced_by, unwrap
+from shim._engine.reach import callable_paths, has_code, holds_in_closure, leads_to
+from shim._engine.report import is_method, is_tried, remedy_for, remedy_in_doubt
+from shim._errors import BindError, SourceError
 from shim._planning.decision import Decision
 from shim._planning.plan import Plan
 from shim._record import record
-from shim._releases.fingerprint import Definition, absolute_origin, definitions, outline, split_target
+from shim._releases.fingerprint import (
+    ABSENT,
+    Definition,
+    FunctionNode,
+    absolute_origin,
+    definitions,
+    outline,
+    split_target,
+)
 from shim._releases.sources import Sources
 
-__all__ = ["Around", "Question", "foreign_on", "is_method", "is_tried", "is_upstreams", "may_go_around"]
+__all__ = [
+    "foreign_on",
+    "is_upstreams",
+    "others_relied_on",
+    "with_conflicts",
+]
 
 
 # Whose an object is
@@ -125,23 +143,6 @@ def _imported_from(node: ast.stmt, module: str, name: str, sources: Sources) -> 
     return None if home is None else (home, imported)
 
 
-def is_upstreams(target: str, value: Any, sources: Sources) -> bool:
-    """Whether `value` is what upstream defines as `target`, decorators included. False if the origin is unknown."""
-    if not callable(value):
-        return False
-    try:
-        module, qualname = _defining(target, sources)
-        path = sources.path(module)
-        if path is None:
-            return False
-        found = outline(sources, module, qualname)
-    except SourceError:
-        return False
-    if not any(map(_is_wrapped, found)):
-        return _is_from(value, path, found)
-    return _may_come_of(value, module, found) and any(_is_from(layer, path, found) for layer in _layers(value))
-
-
 def takes_the_same(target: str, value: Any, sources: Sources) -> bool:
     """Whether a function has all parameters of upstream's definition by name: factories look for them."""
     try:
@@ -155,8 +156,20 @@ def takes_the_same(target: str, value: Any, sources: Sources) -> bool:
     return any(wanted <= mine for wanted in names)
 
 
+def is_upstreams(target: str, value: Any, sources: Sources) -> bool:
+    """Whether `value` is what upstream defines as `target`, decorators included. False if the origin is unknown."""
+    return callable(value) and _is_its_own(target, value, sources) is True
+
+
 def foreign_on(target: str, value: Any, sources: Sources) -> str:
-    """The foreign object on `target`, in words; "" if the object is upstream's own or its origin is unknown.
+    """The foreign object on `target`, in words; "" if the object is upstream's own or its origin is unknown."""
+    if _is_its_own(target, value, sources) is not False:
+        return ""
+    return describe(value.fget if is_kind(value, property) else value)
+
+
+def _is_its_own(target: str, value: Any, sources: Sources) -> bool | None:
+    """Whether an object is what upstream defines as `target`. None if its origin is unknown.
 
     A function or property is upstream's own if its code is in the file and at the lines of the target's definition. If
     the definition has decorators, the wrapped functions are compared, and the outermost object must be from upstream's
@@ -167,67 +180,35 @@ def foreign_on(target: str, value: Any, sources: Sources) -> str:
     try:
         path = sources.path(module)
         if path is not None and _is_plainly(value, path, module, qualname):
-            return ""
+            return True
         home = _defining(target, sources)
         if home != (module, qualname):
-            return foreign_on(":".join(home), value, sources)
+            return _is_its_own(":".join(home), value, sources)
         found = outline(sources, module, qualname)
     except SourceError:
-        return ""
-    nodes = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    if path is None or not found or not all(isinstance(d.node, nodes) for d in found):
-        return ""
+        return None
+    if path is None or not found or not all(isinstance(d.node, (*FunctionNode, ast.ClassDef)) for d in found):
+        return None
     decorated = any(map(_is_wrapped, found))
     if is_kind(value, type):
         mine = value.__module__ == module and value.__qualname__ == qualname
-        return "" if mine or decorated else describe(value)
+        return True if mine else None if decorated else False
     if is_kind(value, property):
         value = value.fget
-    if decorated:
-        layers = list(_layers(value))
-        if not _may_come_of(value, module, found):
-            return describe(value)
-        # An object that hides the function it wraps has an unknown origin.
-        hidden = not is_kind(value, types.FunctionType) and len(layers) == 1
-        return "" if hidden or any(_is_from(layer, path, found) for layer in layers) else describe(value)
-    return "" if _is_from(value, path, found) else describe(value)
+    if not decorated:
+        return _is_from(value, path, found)
+    layers = list(_layers(value))
+    if not _may_come_of(value, module, found):
+        return False
+    if any(_is_from(layer, path, found) for layer in layers):
+        return True
+    # An object that hides the function it wraps has an unknown origin.
+    return None if not is_kind(value, types.FunctionType) and len(layers) == 1 else False
 
 
 # May a patch go around a foreign function in the place of upstream's, or try it?
 #
 # Both orders ask here, of a function that was there first and of one that came after shim, so that both end alike.
-
-
-@record
-class Around:
-    """A foreign function that a target stands around, in words, and why shim takes it."""
-
-    who: str
-    why: str
-
-
-@record
-class Question:
-    """Whether a patch has its effect with a foreign function in the place of a method. Only a model can tell.
-
-    target: what the patch binds or relies on.    method: where the function stands, which may be on the way to it.
-    """
-
-    patch: str
-    target: str
-    method: str
-    function: Any
-    who: str
-
-
-def is_method(name: str) -> bool:
-    """Whether ``module:qualname`` is an attribute of a class."""
-    return "." in split_target(name)[1]
-
-
-def is_tried(target: str, decision: Decision, plan: Plan) -> bool:
-    """Whether the patch has a way to try a foreign function on a target."""
-    return target in plan.matrix.patches[decision.id].probe
 
 
 def may_go_around(target: str, body: str, inner: Any, decision: Decision, plan: Plan) -> tuple[bool, str]:
@@ -242,3 +223,276 @@ def may_go_around(target: str, body: str, inner: Any, decision: Decision, plan: 
     if not takes_the_same(body, inner, plan.environment.sources):
         return False, "takes other arguments than upstream's"
     return True, "takes the same arguments"
+
+
+# Whether a call still reaches a body, if a foreign function stands on its way there or in its place
+#
+# `reached_by` in the matrix names the ways: the functions and methods through which a call comes. "Applied" is what a
+# call reaches, so a patch whose target is bound, and which nothing calls any more, is not applied. Of a body that a
+# patch `reads`, a report says who has replaced it.
+
+
+@record
+class Cut:
+    """A foreign function on the way to a body, which does not lead there.
+
+    certain: False if reading does not tell.
+    """
+
+    body: str
+    way: str
+    function: Any
+    who: str
+    certain: bool
+
+    def __str__(self) -> str:
+        return f"{self.way} was replaced by {self.who}, which does not lead to {self.body}"
+
+
+def cuts(decision: Decision, plan: Plan, binder: Records) -> Iterator[Cut]:
+    """The ways to targets and reads of a patch that a foreign function has cut off now."""
+    for body, ways in decision.wiring.reached_by.items() if decision.wiring else ():
+        for way in ways:
+            found = _cut(body, way, body in decision.targets, plan, binder)
+            if found is not None:
+                yield found
+
+
+def _cut(body: str, way: str, binds: bool, plan: Plan, binder: Records) -> Cut | None:
+    if binder.loaded(split_target(way)[0]) is None or binder.loaded(split_target(body)[0]) is None:
+        return None
+    try:
+        owner, name, value = binder.resolve(way)
+        _, _, target = binder.resolve(body)
+    except BindError:
+        return None
+    inner = unwrap(binder.beneath(value))
+    # Upstream's own function leads there, It is compared once, because its file is read.
+    if binder.known_ways.get(way) is inner:
+        return None
+    who = foreign_on(way, inner, plan.environment.sources)
+    if not who:
+        binder.known_ways[way] = inner
+        return None
+    if not {body, way}.isdisjoint(marks_of(inner)):
+        return None
+    held = upstreams_inside(inner, way, owner, name, plan, binder)
+    if any(place.certain for place in held):
+        return None
+    bound, upstreams = unwrap(target), unwrap(binder.beneath(target))
+    # shim also binds names that a module has imported. A function in a closure stays upstream's.
+    stale = binds and holds_in_closure(inner, upstreams)
+    if not stale and leads_to(inner, (bound, upstreams)):
+        return None
+    return Cut(body, way, inner, who, stale or (not held and has_code(inner)))
+
+
+def upstreams_inside(value: Any, body: str, owner: Any, name: str, plan: Plan, binder: Records) -> list[Held]:
+    """The places from which a foreign object calls upstream's function, or shim's of an earlier plan."""
+
+    def wanted(held: Any) -> bool:
+        return is_upstreams(body, unwrap(binder.beneath(held)), plan.environment.sources)
+
+    return callable_paths(value, owner, name, wanted, binder.is_ours)
+
+
+def others_relied_on(plan: Plan, binder: Records) -> Iterator[tuple[str, str]]:
+    """Pairs (patch, sentence), one for each body that a patch `reads` and that other code has replaced or wrapped.
+
+    The fingerprint of such a body was taken from its file, so it says nothing about the object that runs.
+    Called without the engine's lock: it may read files.
+    """
+    for decision in plan.decisions.values():
+        for body in decision.wiring.depends_on if decision.wanted and decision.wiring else ():
+            found = _instead_of(body, plan, binder)
+            if found:
+                yield decision.id, f"it relies on {body}, which is now {found}"
+
+
+def _instead_of(body: str, plan: Plan, binder: Records) -> str:
+    """What stands there instead of upstream's object or shim's, in words; "" if nothing does or it cannot be told."""
+    try:
+        value = binder.resolve(body)[2]
+    except BindError:
+        return ""  # upstream defines some names only beside Transformer Engine
+    return foreign_on(body, unwrap(binder.beneath(value)), plan.environment.sources)
+
+
+# What foreign objects keep from a plan
+
+
+@record
+class _Foreign:
+    """An object that keeps a patch from a target: who it is, what is said of it, and what to do.
+
+    what: "" if the object says itself that it keeps what the patch does there (shim.compatible).
+    """
+
+    who: str
+    what: str
+    remedy: str
+    value: Any = None
+
+
+def with_conflicts(plan: Plan, binder: Records) -> tuple[Plan, Findings]:
+    """The plan with what foreign objects keep from it now, and what was found about them. Changes nothing.
+
+    Returns the same plan object if nothing changes.
+
+    A patch is in ``conflict`` if such an object stands on a target that it cannot do without, or on the way to one. No
+    part of it is bound then, so that it does not matter who came first. On another target the object costs this target
+    only: `Decision.skipped`. So it does if the patch can try the object in a model (`Findings.open`). An object that
+    calls upstream's function is no conflict: the binder is told where it holds that function (`Findings.wrapped`). Nor
+    is one that the patch can go around (`Findings.around`).
+    """
+    decisions = {id: decision.without_conflict or decision for id, decision in plan.decisions.items()}
+    wanted = {id: decision for id, decision in decisions.items() if decision.wanted}
+    loaded = {name for name in set().union(*(d.modules for d in wanted.values())) if binder.loaded(name)}
+    binder = binder.looking(loaded)
+    overridden = binder.replaced_targets()
+    for id, decision in wanted.items():
+        skipped: dict[str, str] = {}  # and those whose chains stand, for the sake of aliases
+        conflict: _Foreign | None = None
+        for target in decision.targets:
+            if target not in binder.chains and split_target(target)[0] not in loaded:
+                continue
+            found = _foreign_on(target, decision, plan, binder, overridden)
+            if found is None:
+                continue
+            if not found.what:
+                skipped[target] = ""
+            elif found.value is not None and is_tried(target, decision, plan):
+                binder.found.open[id, target] = Question(id, target, target, found.value, found.who)
+                skipped[target] = found.who
+            elif decision.wiring is not None and target in decision.wiring.skippable:
+                skipped[target] = found.who
+            else:
+                conflict = found
+                break
+        conflict = conflict or _without_any(decision, skipped, binder) or _cut_off(decision, plan, binder)
+        if conflict is not None:
+            decisions[id] = replace(
+                decision, action="conflict", reason=conflict.what, remedy=conflict.remedy, without_conflict=decision
+            )
+        elif skipped.keys() - overridden.keys():
+            kept = {target: who for target, who in skipped.items() if target not in overridden}
+            decisions[id] = replace(decision, skipped=kept, without_conflict=decision)
+    if decisions != plan.decisions:
+        plan = replace(plan, decisions=decisions)
+    return plan, binder.found
+
+
+def _without_any(decision: Decision, skipped: Mapping[str, str], binder: Records) -> _Foreign | None:
+    """A patch can do without each of its targets, and not without all."""
+    if not skipped or len(skipped) < len(decision.targets) or not all(skipped.values()):
+        return None
+    if any((decision.id, target) in binder.found.open for target in skipped):
+        return None
+    who = " and ".join(dict.fromkeys(skipped.values()))
+    return _Foreign(who, f"{', '.join(skipped)} hold {who}", remedy_for(decision.id, who))
+
+
+def _cut_off(decision: Decision, plan: Plan, binder: Records) -> _Foreign | None:
+    """The function on the way to a body that keeps every call from it. Doubts and questions go to the binder."""
+    for cut in cuts(decision, plan, binder):
+        if is_method(cut.way) or is_tried(cut.way, decision, plan):
+            binder.found.open.setdefault(
+                (decision.id, cut.body), Question(decision.id, cut.body, cut.way, cut.function, cut.who)
+            )
+        elif not cut.certain:
+            binder.found.doubts[decision.id] = f"{cut.who}, which replaces {cut.way}, leads to {cut.body}"
+        elif decision.wiring is None or cut.body not in decision.wiring.skippable:
+            return _Foreign(cut.who, str(cut), remedy_for(decision.id, cut.who))
+    return None
+
+
+def _foreign_on(
+    target: str, decision: Decision, plan: Plan, binder: Records, overridden: Mapping[str, Replaced]
+) -> _Foreign | None:
+    """The foreign object that keeps a patch from a target, which is bound, or about to be."""
+    if target in binder.chains:
+        # It was looked at when it was bound, but for other patches than those that join now.
+        if target in overridden:
+            return _in_place_of_ours(target, overridden[target], decision, plan, binder)
+        if all(bound != target for _, bound in binder.found.around):
+            return None
+        inner = unwrap(binder.chains[target].base)
+        return _unless_around(target, inner, decision, plan, binder, describe(inner))
+    try:
+        owner, name, value = binder.resolve(target, target in decision.may_be_missing)
+    except BindError as error:
+        return _Foreign("nothing", str(error), f"exclude {decision.id}")
+    replaced = binder.replaced.get((id(owner), name))
+    if value is MISSING or (replaced is not None and binder.is_back(replaced)):
+        return None
+    inner = unwrap(binder.beneath(value))
+    if decision.fingerprints.get(target) == ABSENT:
+        who = describe(unwrap(value))
+        return _Foreign(who, f"{target}, which the release lacks, holds {who}", remedy_for(decision.id, who))
+    body = _body_of(target, decision)
+    who = foreign_on(body, inner, plan.environment.sources)
+    put_there = replaced is not None and replaced.partner is None
+    since = describe(unwrap(value)) if put_there and not who else ""
+    if since and not is_upstreams(body, inner, plan.environment.sources):
+        who = since
+    if not who:
+        return None
+    if target in marks_of(inner):
+        return _Foreign(who, "", "")
+    found = upstreams_inside(value, body, owner, name, plan, binder)
+    certain = any(held.certain for held in found)
+    if since and certain:
+        return None  # it may be upstream's own, as a decorator has left it, and calls upstream's function in any case
+    writable = tuple(held for held in found if held.owner is not None and held.certain)
+    # An inherited object also belongs to another class, so this class may not change its inside. A property's
+    # function is no property.
+    if writable and name in namespace_of(owner) and type(inner) is not property:
+        upstream = unwrap(binder.beneath(unwrap(writable[0].value)))
+        binder.found.wrapped[target] = Wrapped(value, upstream, writable)
+        return None
+    hidden = _unless_around(target, inner, decision, plan, binder, who)
+    if hidden is None or (certain and name not in namespace_of(owner)):
+        return None
+    if found:
+        what = f"{target} holds {who}, and shim cannot get beneath it"
+        remedy = f"call shim.apply() before {who} is put there" if certain else remedy_in_doubt(decision.id, who)
+        return _Foreign(who, what, remedy, inner)
+    return hidden
+
+
+def _body_of(target: str, decision: Decision) -> str:
+    """Whose body stands on a target: its own, or the one that it inherits."""
+    return (decision.wiring and decision.wiring.inherits(target)) or target
+
+
+def _unless_around(
+    target: str, inner: Any, decision: Decision, plan: Plan, binder: Records, who: str, what: str = ""
+) -> _Foreign | None:
+    """A foreign function as an obstacle, unless the patch goes around it."""
+    goes, why = may_go_around(target, _body_of(target, decision), inner, decision, plan)
+    if goes:
+        binder.found.around[decision.id, target] = Around(who, why)
+        return None
+    what = what or f"{target} holds {who}, which does not call upstream's function"
+    return _Foreign(who, what + (f" and {why}" if why else ""), remedy_for(decision.id, who), inner)
+
+
+def _in_place_of_ours(
+    target: str, replaced: Replaced, decision: Decision, plan: Plan, binder: Records
+) -> _Foreign | None:
+    """The consequence if other code has replaced shim's object on a target by one that does not call it."""
+    if replaced.partner is not None or binder.will_be_governed(replaced) or binder.effect_of(replaced) != "replaced":
+        return None
+    value = replaced.slot.current()
+    what = f"{target}: {replaced.slot} {replaced_by(value)}, which does not call shim's function"
+    if value is MISSING:
+        return _Foreign("nothing", what, remedy_for(decision.id, "nothing"))
+    inner, hidden = unwrap(value), None
+    if is_upstreams(_body_of(target, decision), inner, plan.environment.sources):
+        # The object beneath shim's, mostly a foreign function, has been taken back.
+        binder.found.around.pop((decision.id, target), None)
+    else:
+        hidden = _unless_around(target, inner, decision, plan, binder, describe(inner), what)
+    if hidden is None:
+        binder.found.renewed[target] = value
+    return hidden

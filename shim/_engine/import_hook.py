@@ -1,23 +1,90 @@
-"""The import hook: lets the engine act just before and just after the code of a module runs, and on which modules."""
+"""The import hook: how far imports have come, and what lets the engine act just before and after a module's code."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from shim._engine.log import logger
-from shim._engine.modules import imported_since, is_lazy, locked_modules, packages_of
-from shim._engine.names import imports_no_megatron, namespace_of
+from shim._engine.names import imports_no_megatron, is_kind, namespace_of
+from shim._errors import SourceError
 from shim._planning.plan import Plan
-from shim._releases.sources import is_ours
+from shim._releases.detect import DISTRIBUTIONS, PATCHED, place_of, same_place
+from shim._releases.sources import Sources, file_of, is_ours
 
-__all__ = ["ImportHook", "Watch"]
+__all__ = [
+    "Concerned",
+    "ImportHook",
+    "Watch",
+    "another_copy",
+    "concerned_by",
+    "imported_since",
+    "is_initialising",
+    "is_lazy",
+    "last_module",
+    "locked_modules",
+]
+
+
+# How far the import of a module has come, without loading lazy modules
+
+
+_LAZY: type = importlib.util._LazyModule  # type: ignore[attr-defined]
+
+
+def is_lazy(module: object) -> bool:
+    """Whether importlib.util.LazyLoader made the module and its code has not run."""
+    return issubclass(type(module), _LAZY)
+
+
+def is_initialising(module: object) -> bool:
+    """Whether the module's import is under way."""
+    if not is_kind(module, ModuleType):
+        return False
+    try:
+        # importlib writes True. A mock has anything.
+        return getattr(namespace_of(module).get("__spec__"), "_initializing", False) is True
+    except Exception:  # noqa: BLE001 - a foreign spec, of which importlib knows nothing
+        return False
+
+
+def locked_modules() -> set[str]:
+    """The modules that some thread imports now, by importlib's locks.
+
+    importlib holds the lock of a module from before its code runs until after it has taken the module out of
+    sys.modules for a moment, and put it back.
+    """
+    locks: dict[str, Any] | None = getattr(getattr(importlib, "_bootstrap", None), "_module_locks", None)
+    if locks is None:  # it does not show them
+        return {name for name, module in list(sys.modules.items()) if is_initialising(module)}
+    return {name for name, lock in list(locks.items()) if lock() is not None}
+
+
+def imported_since(name: str) -> Iterator[str]:
+    """The modules whose import began or ended after a module became the last of sys.modules; all if it is gone."""
+    for other in reversed(list(sys.modules)):
+        if other == name:
+            break
+        yield other
+
+
+def last_module() -> tuple[str, Any]:
+    """The last module of sys.modules, with its name."""
+    try:
+        name = next(reversed(sys.modules))
+    except RuntimeError:  # another thread has imported something between the two steps
+        name = list(sys.modules)[-1]
+    return name, sys.modules.get(name)
+
+
+# The hook
 
 
 class _HookedLoader:
@@ -29,11 +96,6 @@ class _HookedLoader:
     def __init__(self, loader: Any, hook: ImportHook) -> None:
         self._loader = loader
         self._hook = hook
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        # A finder in front may look whether the loader is one that it knows, and then make another of it.
-        return type(self._loader)
 
     def __getattr__(self, name: str) -> Any:
         # pkgutil, inspect and runpy ask loaders for get_source, get_code, get_resource_reader, ...
@@ -151,6 +213,22 @@ _Loaded = Callable[[str], object]  # whether a module has run to the end
 # Which imports concern the plan in force
 
 
+class Concerned(NamedTuple):
+    """The modules whose import concerns a plan."""
+
+    guests: frozenset[str] = frozenset()  # before whose code patches begin something
+    targets: frozenset[str] = frozenset()  # that have targets
+    packages: frozenset[str] = frozenset()  # the packages that patches are of
+
+
+def concerned_by(plan: Plan | None) -> Concerned:
+    if plan is None:
+        return Concerned()
+    wanted = [plan.matrix.patches[decision.id] for decision in plan.decisions.values() if decision.wanted]
+    guests = frozenset(module for entry in wanted for module in entry.before)
+    return Concerned(guests, frozenset(_target_modules(plan)), packages_of(plan))
+
+
 class Watch:
     """The modules of one plan.
 
@@ -160,22 +238,13 @@ class Watch:
 
     def __init__(self, hook: ImportHook) -> None:
         self.hook = hook
-        self.guests: frozenset[str] = frozenset()  # modules before whose code patches begin something
-        self.targets: frozenset[str] = frozenset()  # modules that have targets
-        self.packages: frozenset[str] = frozenset()  # the packages that patches are of
+        self.modules = Concerned()  # of the plan in force
         self.watched: frozenset[str] = frozenset()  # all of these, and those of a plan about to come into force
         self.late: frozenset[str] = frozenset()  # modules of targets that no commit has seen loaded yet
 
-    def of(self, plan: Plan | None) -> dict[str, frozenset[str]]:
-        """The fields that are of a plan, by their names; without `late`, which also belongs to the process."""
-        targets = frozenset(() if plan is None else _target_modules(plan))
-        guests = frozenset(() if plan is None else _guests(plan))
-        packages = packages_of(plan)
-        return {"guests": guests, "targets": targets, "packages": packages, "watched": targets | guests | packages}
-
-    def add(self, modules: dict[str, frozenset[str]]) -> None:
-        """Also watch the modules of a plan about to come into force, until `tidy`. `modules`: see `of`."""
-        self.watched |= modules["watched"]
+    def add(self, modules: Concerned) -> None:
+        """Also watch the modules of a plan about to come into force, until `tidy`."""
+        self.watched = self.watched.union(*modules)
         if self.watched:
             self.hook.install()
         for name in self.watched:
@@ -185,24 +254,16 @@ class Watch:
 
     def tidy(self) -> None:
         """Watch only the plan in force, and remove the hook if there is nothing to watch."""
-        self.watched = self.targets | self.guests | self.packages
+        self.watched = frozenset().union(*self.modules)
         if self.watched:
             self.hook.install()
         else:
             self.hook.remove()
 
-    def ready(self, loaded: _Loaded) -> frozenset[str]:
+    def ready(self, loaded: _Loaded) -> list[str]:
         """The late modules that have run by now."""
-        late, modules = self.late, sys.modules
-        if modules.keys().isdisjoint(late):
-            return frozenset()
-        return frozenset(name for name in late if name in modules and loaded(name))
-
-    def take_ready(self, loaded: _Loaded) -> bool:
-        """Whether there are such modules. They are no longer late."""
-        ready = self.ready(loaded)
-        self.late -= ready
-        return bool(ready)
+        modules = sys.modules
+        return [name for name in self.late if name in modules and loaded(name)]
 
     def wait_for(self, plan: Plan, loaded: _Loaded) -> None:
         """Wait for target modules that other threads are importing now. Called without the lock."""
@@ -222,6 +283,40 @@ def _target_modules(plan: Plan) -> set[str]:
     return {module for decision in concerned for module in decision.modules}
 
 
-def _guests(plan: Plan) -> set[str]:
-    wanted = [plan.matrix.patches[decision.id] for decision in plan.decisions.values() if decision.wanted]
-    return {module for entry in wanted for module in entry.before}
+# Whether a package comes from another place than the plan was made for: sys.path may change after apply()
+
+
+_PACKAGES = {DISTRIBUTIONS[distribution].package: distribution for distribution in PATCHED}
+
+
+def packages_of(plan: Plan) -> frozenset[str]:
+    """The packages that patches are of, installed or not. Empty if all patches are left out."""
+    if all(decision.action == "excluded" for decision in plan.decisions.values()):
+        return frozenset()
+    return frozenset(_PACKAGES)
+
+
+def another_copy(plan: Plan) -> str:
+    """Why the plan does not fit the packages that are loaded, in a sentence with a remedy; "" if it fits.
+
+    A package may have come past the hook. Callers do not hold the engine's lock: files are looked for here.
+    """
+    loaded = (name for name in packages_of(plan) if name in sys.modules and not is_lazy(sys.modules[name]))
+    return next((why for name in loaded if (why := _elsewhere(plan, name))), "")
+
+
+def _elsewhere(plan: Plan, package: str) -> str:
+    distribution = _PACKAGES[package]
+    planned = plan.environment.installed.get(distribution)
+    file = file_of(sys.modules[package])
+    if planned is not None and file is not None and os.path.dirname(file) == planned.location:
+        return ""
+    try:
+        place = place_of(distribution, Sources())
+    except SourceError:
+        return ""
+    if place is None or (planned is not None and same_place(place, planned.location)):
+        return ""  # a module that other code has made by hand has no place
+    expected = f"{planned} was" if planned is not None else f"no {distribution} was"
+    remedy = f"Remedy: put it on sys.path before {plan.asked_by.partition(' at ')[0]}, in front of everything else"
+    return f"{package} is imported from {place}, but {expected} there for {plan.asked_by}. {remedy}"

@@ -22,7 +22,6 @@ __all__ = [
     "MISSING",
     "Replaced",
     "Slot",
-    "UndoList",
     "Write",
     "describe",
     "dictionary_of",
@@ -237,6 +236,10 @@ class Slot:
     def current(self) -> Any:
         return read_name(self.owner, self.name)
 
+    def is_written(self) -> bool:
+        """Whether the name holds what shim wrote."""
+        return self.current() is self.written
+
     def __str__(self) -> str:
         owner = self.owner
         if self.within:
@@ -354,45 +357,24 @@ def _described(value: Any) -> str:
 class Write:
     """One name of a module or class, or one attribute of another object: what it holds before and after.
 
-    label: what an error says of it.    patch: whose error that is.
+    slot: whose name it is, for errors (None: it is a record).    patch: whose error that is.
     """
 
     owner: Any
     name: str
     before: Any
     after: Any
-    label: str = ""
+    slot: Slot | None = None
     patch: str | None = None
 
     def current(self) -> Any:
         return read_name(self.owner, self.name)
 
-
-class UndoList:
-    """Writes that are made one after the other, all or none."""
-
-    def __init__(self, writes: Iterable[Write]) -> None:
-        self._writes = tuple(writes)
-        self._begun = 0
-        self._done = False
-
-    def perform(self) -> None:
-        for number, write in enumerate(self._writes):
-            self._begun = number + 1
-            _write(write.owner, write.name, write.after)
-        self._done = True
-
-    def failing(self) -> Write | None:
-        """The write at which perform() stopped, or the first that does not read back. None if there is none."""
-        if not self._done:
-            return self._writes[self._begun - 1] if self._begun else None
-        return next((write for write in self._writes if write.label and write.current() is not write.after), None)
+    def make(self) -> None:
+        _write(self.owner, self.name, self.after)
 
     def undo(self) -> None:
-        """Take back what was made, the last write first."""
-        for write in reversed(self._writes[: self._begun]):
-            if write.current() is not write.before:
-                _write(write.owner, write.name, write.before)
+        _write(self.owner, self.name, self.before)
 
 
 def _write(owner: Any, name: str, value: Any) -> None:

@@ -1,7 +1,7 @@
 """Step 5, verify: the state of each patch. This module alone makes one, from what it reads back and from claims.
 
-`read_report` reads the process. What other modules find besides, on a model (models.py, overrides.py) or of
-bodies that a patch relies on (conflicts.py), they say as a `Claim`, and `States` decides what becomes of the state.
+`read_report` reads the process. What other modules find besides, on a model (models.py) or of
+bodies that a patch relies on (foreign.py), they say as a `Claim`, and `States` decides what becomes of the state.
 """
 
 from __future__ import annotations
@@ -11,9 +11,15 @@ from dataclasses import replace
 
 from shim._compatible import marks_of
 from shim._engine.chains import Records
-from shim._engine.conflicts import remedy_for, remedy_in_doubt, remedy_untried
 from shim._engine.names import Replaced, describe, replaced_by, unwrap
-from shim._engine.report import PatchReport, Report, switched_off
+from shim._engine.report import (
+    PatchReport,
+    Report,
+    remedy_for,
+    remedy_in_doubt,
+    remedy_untried,
+    switched_off,
+)
 from shim._planning.plan import Decision, Plan
 from shim._record import record
 from shim._releases.fingerprint import split_target
@@ -151,7 +157,7 @@ def _bound(decision: Decision, binder: Records) -> tuple[str, str, str]:
     The reason says what is known of the bodies in the files, and which functions run in their place.
     """
     if decision.id in binder.found.doubts:
-        what = binder.found.doubts[decision.id][1]
+        what = binder.found.doubts[decision.id]
         return "unknown", f"{NOT_TOLD} {what}", f"exclude {decision.id}, or test whether it has its effect"
     around = [(target, binder.found.around.get((decision.id, target))) for target in decision.targets]
     told = [f"{target} is {found.who}, which {found.why}" for target, found in around if found is not None]
@@ -220,7 +226,7 @@ def read_report(plan: Plan, binder: Records, failed: Mapping[str, str], held: Ma
         for id, decision in plan.decisions.items()
     }
     fine = ("called", "kept", "released")
-    left_alone = tuple(str(item) for item in binder.places.replaced_now() if binder.effect_of(item) not in fine)
+    left_alone = tuple(str(item) for item in binder.replaced_now() if binder.effect_of(item) not in fine)
     return Report(patches, plan, releases, left_alone)
 
 

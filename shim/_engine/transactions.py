@@ -1,33 +1,38 @@
 """Step 4, bind: bring ordered chains of patches onto targets, in transactions that are all or nothing.
 
 A transaction is drafted on a copy of the records (Draft). Then its writes are made one after the other, and taken back
-if one of them fails (UndoList).
+if one of them fails (Binder).
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shim._engine.chains import Findings, Records
+from shim._engine.chains import Findings, Records, is_same
 from shim._engine.factories import misfit
+from shim._engine.import_hook import last_module, locked_modules
 from shim._engine.names import (
     MISSING,
     Chain,
     Change,
+    Held,
     Imported,
     Key,
     Layer,
     Replaced,
     Slot,
-    UndoList,
     Write,
     describe,
     find_aliases,
     found_by_name,
+    imports_no_megatron,
+    is_kind,
     namespace_of,
+    read_name,
+    replaced_by,
     rewrap,
     unwrap,
 )
@@ -38,113 +43,138 @@ __all__ = ["Binder"]
 
 
 class Draft(Records):
-    """A copy of the records, brought to what is wanted. `writes` makes the process and the records the same."""
+    """A copy of the records, brought to what is wanted.
+
+    drafted: what is to be written, name by name.
+    missed: modules of wanted targets that had not run when conflicts were looked for.
+    """
 
     def __init__(self, records: Records, found: Findings) -> None:
-        """Not what Records does: everything is of `records`, or a copy of it."""
-        self._of = records
-        self.modules = records.modules.draft()
-        self.wrappers = records.wrappers.draft()
-        self.places = records.places.draft()
-        self.chains = dict(records.chains)
-        self.found = found.copy()
-        self.first = dict(records.first)
-        self.known_ways = records.known_ways
-        self.missed: set[str] = set()  # modules of wanted targets that were not loaded, or were seen too late
+        vars(self).update(vars(records))
+        self.chains, self.slots, self.replaced = dict(records.chains), dict(records.slots), dict(records.replaced)
+        self.found = found
+        self.drafted: dict[Key, Write] = {}
+        self.missed: set[str] = set()
 
     def bring_to(self, wanted: Mapping[str, tuple[Layer, ...]], imported: Imported | None) -> None:
         """Bring the chains of all loaded targets to `wanted`. See Binder.commit."""
-        places = self.places
-        places.drop_replaced(self._base_of)
-        returned = {slot.key: slot for slot in places.regain()}
-        for slot in returned.values():
-            if self._is_on_target(slot):  # of an alias nothing follows for what stands on the target
-                self.chains.pop(slot.target, None)  # the name may hold an older wrapper now
-                self.found.drop(slot.target)
-        self._renew_replaced()
-        opened = list(self._open({**dict.fromkeys(self.chains, ()), **wanted}))  # a factory may import a further target
+        self._give_up_replaced()
+        self._regain()
+        for target, value in self.found.renewed.items():  # what its patches go around: the chain is built above it
+            chain = self.chains.get(target)
+            replaced = None if chain is None else self.replaced.get(chain.key)
+            if replaced is not None and replaced.slot.current() is value:
+                del self.chains[target]
+        opened = list(self._open({**dict.fromkeys(self.chains, ()), **wanted}))
         changes = [self._build(chain, layers) for chain, layers in opened if chain.layers != layers]
         self._keep_pairs(changes)
-        self._write_all(changes, imported, returned)
+        self._write_all(changes, imported)
         for _, after in changes:
             if after.layers:
                 self.chains[after.target] = after
-                self.wrappers.note(after)
+                self._note(after)
             else:
                 self.chains.pop(after.target, None)
 
-    def writes(self) -> Iterator[Write]:
+    def writes_to(self, records: Records) -> Iterator[Write]:
         """All writes, in their order: names, and the records last."""
-        yield from self.places.drafted.values()
-        of = self._of
-        for mine, theirs, names in (
-            (self, of, ("chains", "found", "first")),
-            (self.places, of.places, ("slots", "replaced")),
-            (self.wrappers, of.wrappers, ("before", "added")),
-            (self.modules, of.modules, ("unfinished", "searched")),
-        ):
-            for name in names:
-                yield Write(theirs, name, getattr(theirs, name), getattr(mine, name))
+        yield from self.drafted.values()
+        for name in ("chains", "slots", "replaced", "found", "unfinished", "searched"):
+            yield Write(records, name, getattr(records, name), getattr(self, name))
 
-    def _renew_replaced(self) -> None:
-        """Drop chains whose object was replaced by a function that their patches go around: they are built above it."""
-        for target, value in self.found.renewed.items():
-            chain = self.chains.get(target)
-            replaced = None if chain is None else self.places.replaced.get(chain.key)
-            if replaced is not None and replaced.slot.current() is value:
-                del self.chains[target]
+    def _note(self, chain: Chain) -> None:
+        """Remember the object that a chain puts on its target. One that is not written in the end is soon forgotten."""
+        inner = unwrap(chain.top)
+        shims = chain.base is MISSING or (inner is not unwrap(chain.base) and not chain.borrowed)
+        if shims and is_kind(inner, (types.FunctionType, type)):
+            self.ours[inner] = chain.target, chain.base
+
+    # Names that others have replaced, or given back
+
+    def _give_up(self, slot: Slot, why: str, partner: Key | None = None) -> None:
+        self.slots.pop(slot.key, None)
+        if not slot.within:  # a place inside a foreign object belongs to that object; no code looks it up as a name
+            self.replaced[slot.key] = Replaced(slot, why, partner, slot.current() if partner else None)
+
+    def _give_up_replaced(self) -> None:
+        """Give up the names that other code has replaced, and govern the places of the new object that hold shim's.
+
+        So revert() takes shim's function out of a wrapper that other code put around it, and a later plan changes it. A
+        wrapper that holds upstream's function, because it took that before, gets shim's.
+        """
+        for slot in list(self.slots.values()):
+            if not slot.is_written():
+                self._give_up(slot, replaced_by(slot.current()))
+        for replaced in list(self.replaced.values()):
+            current, base = replaced.slot.current(), self.base_of(replaced.slot)
+            examined = replaced.foreign is current or replaced.partner is not None
+            if not examined and base is not None and not self.is_back(replaced):
+                self._move_into(replaced.slot, current, self.held_in(replaced.slot, base), base)
+
+    def _move_into(self, slot: Slot, foreign: Any, found: Iterable[Held], original: Any) -> None:
+        """Govern the places `found` inside of the `foreign` object instead of the name of `slot`.
+
+        original: upstream's function, which a revert writes there.
+        """
+        within = describe(unwrap(foreign))
+        inside = [
+            Slot(h.owner, h.name, rewrap(h.value, original), h.value, slot.target, within)
+            for h in found
+            if h.owner is not None
+        ]
+        self.slots.update((place.key, place) for place in inside if place.key not in self.slots)
+        held = tuple(place.key for place in inside)
+        self.replaced[slot.key] = Replaced(slot, replaced_by(foreign), None, foreign, held)
+
+    def _regain(self) -> None:
+        """Take names back into `slots` if other code has put shim's or upstream's object back there."""
+        found = []
+        for key, replaced in sorted(self.replaced.items(), key=lambda item: item[1].partner is not None):
+            if self.is_back(replaced):
+                del self.replaced[key]
+                current = replaced.slot.current()
+                # A wrapper that was there before shim hid the descriptor of upstream's function.
+                original = current if is_same(current, replaced.slot.original) else replaced.slot.original
+                beneath = self.beneath(current)
+                if beneath is not current and original is not MISSING and not is_same(beneath, original):
+                    original = beneath  # shim went around a foreign function, which has been taken back
+                self.slots[key] = replace(replaced.slot, original=original, written=current)
+                found.append(self.slots[key])
+        for slot in found:
+            chain = self.chains.get(slot.target)
+            if chain is None or chain.key == slot.key:  # of an alias nothing follows for what stands on the target
+                self.chains.pop(slot.target, None)  # the name may hold an older wrapper now
+                self.found = self.found.without(slot.target)
+
+    # New objects
 
     def _open(self, wanted: Mapping[str, tuple[Layer, ...]]) -> Iterator[tuple[Chain, tuple[Layer, ...]]]:
         """Each chain with its wanted layers. Loaded targets without a chain get a new one."""
         for target, layers in wanted.items():
             chain, module = self.chains.get(target), split_target(target)[0]
-            if chain is None and layers and self.loaded(module) is None:
-                self.missed.add(module)
-            elif chain is None and layers:
-                owner, name, value = self.resolve(target, layers[0].may_be_missing)
-                base = self.wrappers.beneath(value)
-                before = self.places.replaced.get((id(owner), name))
-                known = self.places.slots.get((id(owner), name)) or (None if before is None else before.slot)
-                if not self._was_looked_at(target, value, known):
-                    if target not in self.found.seen:
-                        self.missed.add(module)  # it was imported since
-                        continue
-                    message = f"{target} was replaced by {describe(unwrap(value))} while shim was about to bind it"
-                    raise BindError(message, layers[0].patch)
-                self.places.replaced.pop((id(owner), name), None)
-                if known is not None and base is value is known.written:
-                    base = known.original  # shim's own object is back, and it is no function that says what is beneath
-                around = self.found.wrapped.get(target)
-                if around is not None and around.foreign is value:
-                    chain = Chain(target, owner, name, around.upstream, around.upstream)
-                    original = around.upstream if before is None else before.slot.original
-                    slot = Slot(owner, name, original, around.upstream, target)
-                    self.places.move_into(slot, value, around.held, around.upstream)
-                    yield chain, layers
-                    continue
-                # with_conflicts() has found that a patch can hold on this object.
-                # An inherited object belongs to the base class.
-                top = value if name in namespace_of(owner) else base
-                chain = Chain(target, owner, name, base, top)
-                around_it = any(bound == target for _, bound in self.found.around)
-                # What stands on a name that upstream may lack tells nothing: anybody may give it.
-                if base is not MISSING and not layers[0].may_be_missing and not around_it:
-                    self.first.setdefault(target, unwrap(base))
             if chain is not None:
                 yield chain, layers
+            elif layers and (module not in self.found.loaded or self.loaded(module) is None):
+                self.missed.add(module)
+            elif layers:
+                yield self._new_chain(target, layers[0].may_be_missing), layers
 
-    def _was_looked_at(self, target: str, value: Any, known: Slot | None) -> bool:
-        """Whether shim has seen whose object stands on a target that gets a new chain: this very object, or its own."""
-        seen = (
-            self.found.seen.get(target),
-            self.found.renewed.get(target),
-            *(() if known is None else (known.original,)),
-        )
-        return (
-            any(value is one for one in seen)
-            or self.wrappers.is_ours(value)
-            or (known is not None and value is known.written)
-        )
+    def _new_chain(self, target: str, may_be_missing: bool) -> Chain:
+        """The chain of a target that has none, without layers. A patch can hold on the object there: see foreign.py."""
+        owner, name, value = self.resolve(target, may_be_missing)
+        base, key = self.beneath(value), (id(owner), name)
+        before = self.replaced.pop(key, None)
+        known = self.slots.get(key) or (None if before is None else before.slot)
+        if known is not None and base is value is known.written:
+            base = known.original  # shim's own object is back, and it is no function that says what is beneath
+        wrapped = self.found.wrapped.get(target)
+        if wrapped is not None and wrapped.foreign is value:
+            original = wrapped.upstream if before is None else before.slot.original
+            slot = Slot(owner, name, original, wrapped.upstream, target)
+            self._move_into(slot, value, wrapped.held, wrapped.upstream)
+            return Chain(target, owner, name, wrapped.upstream, wrapped.upstream)
+        # An inherited object belongs to the base class.
+        return Chain(target, owner, name, base, value if name in namespace_of(owner) else base)
 
     def _build(self, chain: Chain, layers: tuple[Layer, ...]) -> Change:
         """Let the factories build the new object of the target, from the inside out. Writes nothing."""
@@ -178,102 +208,91 @@ class Draft(Records):
         for chain, after in changes:
             other = {"forward": "backward", "backward": "forward"}.get(chain.name)
             partner = self.chains.get(f"{chain.target.rpartition('.')[0]}.{other}")
-            if after.layers or partner is None or self.places.is_replaced(chain.key):
+            if after.layers or partner is None or chain.key in self.replaced:
                 continue
-            if self._is_governed_inside(partner.key):  # the other function calls upstream's again
+            if self.is_governed_inside(partner.key):  # the other function calls upstream's again
                 continue
-            replaced = next((item for item in self.places.replaced_now() if item.slot.key == partner.key), None)
+            replaced = self.replaced.get(partner.key)
             if replaced is not None and self.effect_of(replaced) != "replaced":
                 why = f"stays bound, because {partner.name} was replaced"
-                self.places.give_up(self.places.slots[chain.key], why, partner.key)
+                self._give_up(self.slots[chain.key], why, partner.key)
 
-    def _write_all(self, changes: Sequence[Change], imported: Imported | None, returned: Container[Key]) -> None:
+    # Writes
+
+    def _write_all(self, changes: Sequence[Change], imported: Imported | None) -> None:
         """Write targets and known places first, aliases second, so that a concurrent import takes no old object."""
         # Asked before the search: a module that finishes its import during the search may have been searched too early.
-        overdue = self.modules.overdue()
-        self.modules.looked_through(overdue)
-        if changes:
-            self.modules.note_search()
-        old: dict[int, Change] = {}
-        near: list[Any] = []
-        far: list[Any] = []
+        overdue = self.overdue()
+        unfinished = (self.unfinished | self.came()) - overdue
+        if changes:  # each module that is half imported now is locked
+            unfinished |= {name for name in locked_modules() if not imports_no_megatron(name)}
+        self.unfinished, self.searched = unfinished, last_module() if changes else None
+        near: dict[int, tuple[Any, Change]] = {}
+        far: dict[int, tuple[Any, Change]] = {}
         for chain, after in changes:
-            self.places.put(chain.owner, chain.name, chain, after)
-            inner = unwrap(chain.top)
+            self._put(chain.owner, chain.name, chain, after)
+            inner, beneath = unwrap(chain.top), unwrap(chain.base)
             # Constants have no identity, so only callables have aliases.
             no_aliases = chain.top is chain.base and after.layers and after.layers[0].no_aliases
             if callable(inner) and not self._is_borrowed(chain) and not no_aliases:
-                old[id(inner)] = (chain, after)
-                (near if imported is not None and self._is_new(chain, imported[0]) else far).append(inner)
-                beneath = unwrap(chain.base)
+                is_new = imported is not None and self._is_new(chain, imported[0])
+                (near if is_new else far)[id(inner)] = inner, (chain, after)
                 if not chain.layers and beneath is not inner and callable(beneath):
                     # Other code has put shim's older object back. Aliases hold upstream's meanwhile.
-                    old[id(beneath)] = (chain, after)
-                    far.append(beneath)
-        self._write_known(changes)
-        self._write_governed(changes, returned)
-        found = find_aliases(far)
-        if near and imported is not None:
-            found += find_aliases(near, imported[1])
-        for owner, name, raw in found:
-            chain, after = old[id(unwrap(raw))]
-            self.places.put(owner, name, chain, after)
-        self._write_late(changes, overdue)
+                    far[id(beneath)] = beneath, (chain, after)
+        self._write_known({chain.target: (chain, after) for chain, after in changes})
+        self._write_aliases(far, None)
+        self._write_aliases(near, () if imported is None else imported[1])
+        if overdue:
+            self._write_aliases(self._late({chain.target: (chain, after) for chain, after in changes}), overdue)
 
-    def _write_known(self, changes: Sequence[Change]) -> None:
-        """Write to known aliases, and restore aliases whose target has no chain any more."""
-        by_target = {chain.target: (chain, after) for chain, after in changes}
-        for slot in list(self.places.slots.values()):
-            change = by_target.get(slot.target)
-            if change is not None:
-                chain, after = change
-                # After a reload, older places keep the older wrapper until the chain loses its layers.
-                beneath = unwrap(self.wrappers.beneath(slot.written))
-                same = beneath is unwrap(chain.base) or slot.original is chain.base
-                if same or not after.layers:
-                    self.places.put(slot.owner, slot.name, chain, after)
-            elif slot.target not in self.chains:
-                self.places.restore(slot)
-
-    def _write_governed(self, changes: Iterable[Change], returned: Container[Key]) -> None:
-        """Write to places that may hold upstream's function, or an older one of shim's, beneath a chain that stays.
-
-        These are places inside of other objects, and names that other code has given back.
-        """
-        now = {**self.chains, **{after.target: after for _, after in changes}}
-        for slot in list(self.places.slots.values()):
-            chain = now.get(slot.target)
-            if chain is None or unwrap(slot.written) is unwrap(chain.top):
+    def _write_known(self, changes: Mapping[str, Change]) -> None:
+        """Write to known places, and restore places whose target has no chain any more."""
+        for slot in list(self.slots.values()):
+            chain = self.chains.get(slot.target)
+            before, after = changes.get(slot.target, (chain, chain))
+            if before is None or after is None:
+                self._restore(slot)
+            elif after.layers and unwrap(slot.written) is unwrap(after.top):
                 continue
-            # What an alias holds of the time before a reload is not beneath this chain.
-            beneath = unwrap(self.wrappers.beneath(slot.written))
-            if slot.within or (slot.key in returned and beneath is unwrap(chain.base)):
-                self.places.put(slot.owner, slot.name, chain, chain)
+            # After a reload, older places keep the older wrapper until the chain loses its layers.
+            elif (
+                not after.layers
+                or slot.within
+                or slot.original is before.base
+                or unwrap(self.beneath(slot.written)) is unwrap(before.base)
+            ):
+                self._put(slot.owner, slot.name, before, after)
 
-    def _is_on_target(self, slot: Slot) -> bool:
-        chain = self.chains.get(slot.target)
-        return chain is None or chain.key == slot.key
+    def _write_aliases(self, objects: Mapping[int, tuple[Any, Change]], modules: Iterable[str] | None) -> None:
+        """Write to all names that hold one of the objects, in all modules or in some."""
+        for owner, name, raw in find_aliases([found for found, _ in objects.values()], modules):
+            self._put(owner, name, *objects[id(unwrap(raw))][1])
 
-    def _write_late(self, changes: Iterable[Change], overdue: set[str]) -> None:
-        """Rebind aliases in modules that finished importing late, also for chains that do not change."""
-        changed = {chain.target: (chain, after) for chain, after in changes}
-        governed: dict[int, tuple[Any, Change]] = {}
-        older = self.wrappers.by_target() if overdue else {}
-        for target, chain in ({**self.chains, **{t: c for t, (c, _) in changed.items()}} if overdue else {}).items():
-            before, after = changed.get(target, (chain, chain))
-            slot, inner = self.places.slots.get(chain.key), unwrap(chain.base)
+    def _late(self, changes: Mapping[str, Change]) -> dict[int, tuple[Any, Change]]:
+        """The objects that modules which finished importing late may hold, also of chains that do not change."""
+        found: dict[int, tuple[Any, Change]] = {}
+        older: dict[str, list[Any]] = {}
+        for ours, (target, base) in list(self.ours.items()):
+            older.setdefault(target, []).append(ours)
+            _, chain = changes.get(target, (None, self.chains.get(target)))
+            if (chain is None or not chain.layers) and base is not MISSING:
+                gone = Chain(target, None, "", base, base)  # it took shim's function before this was taken away
+                found[id(ours)] = ours, (gone, gone)
+        unchanged = {target: (chain, chain) for target, chain in self.chains.items()}
+        for target, (before, after) in {**unchanged, **changes}.items():
+            slot, inner = self.slots.get(before.key), unwrap(before.base)
             # An inherited object belongs to the base class.
-            own = self._is_governed_inside(chain.key) if slot is None else slot.original is not MISSING
+            own = self.is_governed_inside(before.key) if slot is None else slot.original is not MISSING
             if after.layers and callable(inner) and own and not after.borrowed and not after.layers[0].no_aliases:
                 # A module that came while another plan was in force took what was bound then.
                 for taken in (inner, *(old for old in older.get(target, ()) if old is not unwrap(after.top))):
-                    governed[id(taken)] = taken, (before, after)
-        for owner, name, raw in find_aliases([inner for inner, _ in governed.values()], overdue):
-            self.places.put(owner, name, *governed[id(unwrap(raw))][1])
+                    found[id(taken)] = taken, (before, after)
+        return found
 
     def _is_borrowed(self, chain: Chain) -> bool:
         """Whether `top` belongs to someone else: to a base class, or to the place a factory took it from."""
-        slot = self.places.slots.get(chain.key)
+        slot = self.slots.get(chain.key)
         inherited = chain.top is chain.base and slot is not None and slot.original is MISSING
         return inherited or chain.borrowed
 
@@ -282,34 +301,77 @@ class Draft(Records):
         made_in = getattr(unwrap(chain.top), "__module__", None)
         return not chain.layers and split_target(chain.target)[0] == module == made_in
 
+    def _put(self, owner: Any, name: str, chain: Chain, after: Chain) -> None:
+        """Write the new top to one place, or the original if no layer is left. A foreign object keeps the place."""
+        key = (id(owner), name)
+        if key in self.replaced:
+            return
+        current = self._read(owner, name)
+        slot = self.slots.get(key)
+        if slot is not None and current is not slot.written:
+            self._give_up(slot, replaced_by(current))
+            return
+        if slot is None:
+            # A module imported while shim was bound took shim's object. Without shim it would hold upstream's.
+            upstream = current is MISSING or unwrap(current) is unwrap(chain.base)
+            original = current if upstream else rewrap(current, unwrap(chain.base))
+            slot = Slot(owner, name, original, current, chain.target)
+        if not after.layers:
+            self.slots[key] = slot
+            self._restore(slot)
+            return
+        kind = chain.base if current is MISSING else current
+        value = after.top if chain.base is MISSING else rewrap(kind, unwrap(after.top))
+        slot = self.slots[key] = replace(slot, written=value)
+        self._write(slot, value, after.layers[-1].patch)
 
-TRIES = 3  # of a transaction whose names other code writes meanwhile
+    def _restore(self, slot: Slot) -> None:
+        """Restore the original of one place. A foreign object keeps the place."""
+        current = self._read(slot.owner, slot.name)
+        self.slots.pop(slot.key, None)
+        if current is not slot.written:
+            self._give_up(slot, replaced_by(current))
+        elif current is not slot.original:
+            self._write(slot, slot.original)
+
+    def _read(self, owner: Any, name: str) -> Any:
+        drafted = self.drafted.get((id(owner), name))
+        return read_name(owner, name) if drafted is None else drafted.after
+
+    def _write(self, slot: Slot, value: Any, patch: str | None = None) -> None:
+        drafted = self.drafted.get(slot.key)
+        before = slot.current() if drafted is None else drafted.before
+        self.drafted[slot.key] = Write(slot.owner, slot.name, before, value, slot, patch)
+
+
+# Transactions
 
 
 class Binder(Records):
-    """The records, and the transactions that change them and the process.
-
-    Invariant: a transaction (`commit`) is all or nothing. It computes everything on a copy of the records and calls all
-    factories first. Then an UndoList writes the names and the records.
-    """
+    """The records of this process, and the transactions that change them and the process, all or nothing."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._unfinished: UndoList | None = None
-        self.missed: frozenset[str] = frozenset()  # by the last commit, see Draft
+        self._begun: list[
+            Write
+        ] = []  # the undo list: what has been written, or begun to be, by the present transaction
 
     # Modules that run again, or whose import fails
 
     def renew(self, module: types.ModuleType) -> None:
-        """Forget chains and places in a module whose code has run again, if it holds new objects there."""
-        name = namespace_of(module)["__name__"]
-        inside = f"{name}:"
+        """Forget what stands in a module whose code has run again, if it holds new objects there."""
+        inside = f"{namespace_of(module)['__name__']}:"
         gone = {t for t, chain in self.chains.items() if t.startswith(inside) and not self._stands(chain)}
-        if gone:
-            self.chains = {target: chain for target, chain in self.chains.items() if target not in gone}
-        if any(target.startswith(inside) for target in self.first):
-            self.first = {t: first for t, first in self.first.items() if not t.startswith(inside)}
-        self.places.forget_what_was_replaced_in(module)
+        self.chains = {target: chain for target, chain in self.chains.items() if target not in gone}
+        self.slots = {k: slot for k, slot in self.slots.items() if slot.owner is not module or slot.is_written()}
+        self.replaced = {k: replaced for k, replaced in self.replaced.items() if replaced.slot.owner is not module}
+
+    def _stands(self, chain: Chain) -> bool:
+        try:
+            owner, _, value = self.resolve(chain.target)
+        except BindError:
+            return False
+        return owner is chain.owner and unwrap(value) is unwrap(chain.top)
 
     def abandon(self, name: str) -> None:
         """Unbind everything in a module whose import fails: the module is about to leave sys.modules."""
@@ -323,19 +385,24 @@ class Binder(Records):
         imported: Imported | None = None,
         also: Sequence[Write] = (),
         found: Findings | None = None,
-    ) -> list[Replaced]:
-        """Bring the chains of all loaded targets to `wanted`, all or nothing. Returns the names found replaced.
+    ) -> tuple[list[Replaced], set[str]]:
+        """Bring the chains of all loaded targets to `wanted`, all or nothing.
 
         `wanted` maps targets to their layers, innermost first. A target that is not named loses all layers.
         `imported` limits the search for aliases of objects that a module has just defined. `also`: what is written in
         the same transaction. `found`: what was found about other people's objects for these layers. Everything new is
         built before, and every write is read back.
+
+        Returns the names that were found replaced, and the modules that were missed: see Draft.
         """
-        replaced = self._commit(wanted, imported, also, found or self.found)
-        if self.modules.came_meanwhile():
+        self.recover()
+        replaced, missed = self._commit(wanted, imported, also, found or self.found)
+        if self.came():
             # Another thread has imported something since the search for aliases, and may hold what stood there before.
-            replaced += self._commit(wanted, imported, (), self.found)
-        return replaced
+            replaced += self._commit(wanted, imported, (), self.found)[0]
+        else:
+            self.searched = None  # no search has to ask again
+        return replaced, missed
 
     def _commit(
         self,
@@ -343,41 +410,35 @@ class Binder(Records):
         imported: Imported | None,
         also: Sequence[Write],
         found: Findings,
-    ) -> list[Replaced]:
-        self.recover()
-        for _ in range(TRIES):
-            draft = Draft(self, found)
-            draft.bring_to(wanted, imported)
-            writes = [*draft.writes(), *also]
-            if draft.places.is_up_to_date():
-                break
-        before = self.places.replaced
-        self._perform(UndoList(writes))
-        self.missed = frozenset(draft.missed)
-        return [replaced for key, replaced in self.places.replaced.items() if before.get(key) is not replaced]
+    ) -> tuple[list[Replaced], set[str]]:
+        draft = Draft(self, found)
+        draft.bring_to(wanted, imported)
+        before = self.replaced
+        self._perform([*draft.writes_to(self), *also])
+        return [item for key, item in self.replaced.items() if before.get(key) is not item], draft.missed
 
-    def _perform(self, writes: UndoList) -> None:
-        self._unfinished = writes
+    def _perform(self, writes: Sequence[Write]) -> None:
+        """Make the writes one after the other, and read them back. If one fails, take back what was made."""
         try:
-            writes.perform()
-        except Exception as error:
-            failing = writes.failing()
+            for write in writes:
+                self._begun.append(write)
+                write.make()
+            for write in writes:
+                if write.slot is not None and write.current() is not write.after:
+                    raise BindError(f"{write.slot.target}: {write.slot} does not read back", write.patch)
+            self._begun = []
+        except BaseException as error:
+            failing = self._begun[-1] if self._begun else None
             self.recover()
-            if failing is None:
+            slot = None if failing is None else failing.slot
+            if failing is None or slot is None or isinstance(error, BindError) or not isinstance(error, Exception):
                 raise
-            message = f"{failing.label} cannot be written: {type(error).__name__}: {error}"
+            message = f"{slot.target}: {slot} cannot be written: {type(error).__name__}: {error}"
             raise BindError(message, failing.patch) from error
-        except BaseException:
-            self.recover()
-            raise
-        failing = writes.failing()
-        self.recover()
-        if failing is not None:
-            raise BindError(f"{failing.label} does not read back", failing.patch)
 
     def recover(self) -> None:
-        """Take back writes of which one failed, or that a process was forked or a thread interrupted among."""
-        if self._unfinished is not None:
-            if self._unfinished.failing() is not None:
-                self._unfinished.undo()
-            self._unfinished = None
+        """Take back writes, the last first: of which one failed, or among which the process was forked."""
+        for write in reversed(self._begun):
+            if write.current() is not write.before:
+                write.undo()
+        self._begun = []

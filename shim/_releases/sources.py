@@ -198,14 +198,14 @@ class Sources:
         before: Sources | None = None,
         known: Known | None = None,
     ) -> None:
-        self._known = known
+        self.table = known
         self._roots = None if roots is None else [Path(root) for root in roots]
         self._trees: dict[str, ast.Module | SourceError] = {}
         self._paths: dict[str, str | None] = {}
         self._stamps: dict[str, tuple[str, object] | None] = {}
         self._searched: dict[str, list[str]] = {}
         self._found: dict[object, tuple[list[object], Any]] = {} if before is None else dict(before._found)
-        if before is not None and before._known is not known:  # fingerprints may be those of another table
+        if before is not None and before.table is not known:  # fingerprints may be those of another table
             self._found = {key: held for key, held in self._found.items() if key[0] == "digest"}  # type: ignore[index]
 
     def remembered(self, key: object, modules: Iterable[str], find: Callable[[], T]) -> T:
@@ -233,10 +233,10 @@ class Sources:
 
     def known(self, module: str, qualname: str, added: bool) -> str | None:
         """The fingerprint of a name in a known file, which need not be parsed. None if the file is not known."""
-        if self._known is None:
+        if self.table is None:
             return None
         digest = self.digest(module)
-        return None if digest is None else self._known(digest, module, qualname, added)
+        return None if digest is None else self.table(digest, module, qualname, added)
 
     def digest(self, module: str) -> str | None:
         """32 hexadecimal digits over the file of `module`. None if it is no source, or cannot be read."""

@@ -135,9 +135,9 @@ def build_hybrid(
 ) -> nn.Module:
     """The hybrid model (MambaModel up to 0.17, HybridModel from 0.18), as `build_gpt` builds a GPTModel.
 
-    pattern: attention (*), MLP (-) and expert (E) layers, and Mamba layers (M) with a `mixer`. Every part after a "/" is
-    one MTP depth, and all depths are equal. Upstream's specs need Transformer Engine. So the specs here use the local
-    layers, and the norm that the stack takes from Transformer Engine is replaced during the build.
+    pattern: attention (*), MLP (-) and expert (E) layers, and Mamba layers (M) with a `mixer`. Every part after a "/"
+    is one MTP depth, and all depths are equal. Upstream's specs need Transformer Engine. So the specs here use the
+    local layers, and the norm that the stack takes from Transformer Engine is replaced during the build.
     mixer: stands in for MambaMixer, whose kernels need a GPU. It is built with what a MambaLayer gives its mixer.
     """
     from megatron.core.models.gpt import gpt_layer_specs

@@ -85,14 +85,14 @@ def test_what_is_reverted_was_never_there():
     }
     shim.apply()
     try:
-        written = {slot.target for slot in ENGINE.binder.places.slots.values()}
+        written = {slot.target for slot in ENGINE.binder.slots.values()}
         assert written <= set(targets) and written
     finally:
         shim.revert()
     for target, (owner, name, value) in targets.items():
         assert ENGINE.binder.resolve(target, may_be_missing=True)[2] is value, f"{owner}.{name}"
         assert value is not MISSING or name not in vars(owner)
-    assert not ENGINE.binder.places.slots and not ENGINE.binder.chains
+    assert not ENGINE.binder.slots and not ENGINE.binder.chains
 
 
 def test_the_command_status_says_what_is_applied_here(capsys, monkeypatch):

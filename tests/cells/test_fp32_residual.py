@@ -10,7 +10,7 @@ from foreign_functions import state_beside
 
 import shim
 from shim import testing
-from shim._engine.overrides import run
+from shim._engine.models import run
 from shim.patches.megatron_core.fp32_residual import PIPELINED, SCHEDULES, probe
 from shim.patches.megatron_core.fp32_residual.proof import LAYERS, TOKENS, build, mamba_layer, norms_as_of_apex
 from shim.patches.megatron_core.masked_microbatch.proof import microbatches, scheduled

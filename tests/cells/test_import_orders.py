@@ -79,7 +79,7 @@ def test_processes_after_the_first_start_with_torch_and_without_what_is_patched(
     [
         (
             "import alias apply revert",
-            "chains as p; p.Places.restore = lambda *a: None",
+            "transactions as p; p.Draft._restore = lambda *a: None",
             "not the object it was before",
         ),
         ("import alias apply", "transactions as d; d.find_aliases = lambda *a: []", "an alias of .* is another object"),

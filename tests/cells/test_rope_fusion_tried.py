@@ -8,7 +8,7 @@ from foreign_functions import state_beside
 from megatron.core.models.common.embeddings import rope_utils
 
 from shim import testing
-from shim._engine.overrides import run
+from shim._engine.models import run
 from shim.patches.megatron_core._proof_rotations import config_of
 from shim.patches.megatron_core.rope_fusion import probe
 from shim.patches.megatron_core.rope_fusion.proof import kernels

@@ -7,7 +7,7 @@ from megatron.core.models.common.embeddings import rope_utils
 
 import shim
 from shim import testing
-from shim._engine.overrides import run
+from shim._engine.models import run
 from shim.patches.megatron_core.rope_thd import probe
 
 CELLS = {"0.12.3": "first", "0.16.0": "all"}

@@ -185,7 +185,7 @@ class History:
             assert self.world.get(place) is self.before[place], f"{place} holds {self.world.get(place)}"
         for place in (TARGET, *ALIASES) if self.reloaded else ():
             assert layers_of(self.world.get(place)) == ["upstream"], f"{place} holds {self.world.get(place)}"
-        assert not shim._engine.engine.ENGINE.binder.places.slots
+        assert not shim._engine.engine.ENGINE.binder.slots
 
 
 def make_world(root, monkeypatch, wraps=False):

@@ -294,9 +294,9 @@ def test_cycles_leave_nothing_behind(patched_world):
     for _ in range(times(100, 300)):
         ENGINE.switch_to(plan)
         ENGINE.switch_to(None)
-        binder, places = ENGINE.binder, ENGINE.binder.places
-        kept = [places.slots, places.replaced, binder.chains, binder.wrappers]
-        kept += [ENGINE.factories, ENGINE.failed, ENGINE.deferred.logged]
+        binder = ENGINE.binder
+        kept = [binder.slots, binder.replaced, binder.chains, binder.ours]
+        kept += [ENGINE.factories._made, ENGINE.failed, ENGINE.deferred.logged]
         sizes.append([len(item) for item in kept])
     assert sizes[5] == sizes[-1]
     assert same(before, patched_world.snapshot()) == []

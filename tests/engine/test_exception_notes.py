@@ -12,7 +12,7 @@ from unit_helpers import REPOSITORY
 
 import shim
 from shim._engine import engine
-from shim._engine.exception_notes import note_for
+from shim._engine.log import note_for
 from shim.testing.patience import patience
 
 DOUBLE = "megatron.core.ops:double"

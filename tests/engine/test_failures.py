@@ -225,7 +225,7 @@ def test_a_circular_importer_of_a_failing_module_gets_upstreams_object_back(worl
         importlib.import_module(CORE + "first")
     assert CORE + "first" not in sys.modules
     assert sys.modules[CORE + "second"].f(1) == 1
-    assert not shim._engine.engine.ENGINE.binder.places.slots
+    assert not shim._engine.engine.ENGINE.binder.slots
     shim.apply(exclude=["bad"])
     assert world.get("first:f")(1) == ("good", 1)
 

@@ -39,7 +39,7 @@ def test_the_case_sees_a_broken_engine(case, world, order, broken):
         "no_hook": "import shim._engine.import_hook as h\nh.ImportHook.find_spec = lambda *a: None\n"
         "import shim._engine.engine as e\ne.Engine.catch_up = lambda self: None",
         "no_aliases": "import shim._engine.transactions as b\nb.find_aliases = lambda *a: []",
-        "no_restore": "import shim._engine.chains as p\np.Places.restore = lambda self, slot: None",
+        "no_restore": "import shim._engine.transactions as p\np.Draft._restore = lambda self, slot: None",
     }[broken]
     broken_case = ImportOrders(case.targets, imports=case.imports, setup=setup, apply=ALLOWED)
     fails = {"no_hook": ORDERS[:1], "no_aliases": ORDERS[2:3], "no_restore": ORDERS}[broken]
@@ -50,9 +50,8 @@ def test_the_case_sees_a_broken_engine(case, world, order, broken):
 
 def test_the_case_sees_a_broken_engine_in_a_process_that_shares_modules(case):
     """The second and the third process are forked from one that has what the first one loaded."""
-    setup = (
-        "import sys; assert 'yaml' in sys.modules\nimport shim._engine.chains as p; p.Places.restore = lambda *a: None"
-    )
+    setup = "import sys; assert 'yaml' in sys.modules\n"
+    setup += "import shim._engine.transactions as p; p.Draft._restore = lambda *a: None"
     for order in ORDERS[:2]:
         case.run(order)
     with pytest.raises(AssertionError, match="is still patched"):

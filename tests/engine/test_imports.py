@@ -14,7 +14,7 @@ import pytest
 from fake_world import same
 
 import shim
-from shim._engine.modules import Modules
+from shim._engine import import_hook
 from shim.testing.patience import patience
 
 CORE = "megatron.core."
@@ -324,9 +324,8 @@ def test_a_circular_importer_takes_the_patched_function(world):
     assert world.get("second:taken")(1) == 1
 
 
-def test_a_name_that_was_read_before_and_stored_after_is_found_when_the_import_is_over(world, monkeypatch):
-    """A thread imports a module and stands between reading upstream's function and storing it while apply() looks for
-    aliases: the next look from shim binds it."""
+def while_a_module_keeps_a_function(world, monkeypatch, change):
+    """Call `change` while a thread imports `slow`, between reading ops.double and storing it."""
     reads, goes_on = threading.Event(), threading.Event()
     monkeypatch.setitem(
         sys.modules, "between", types.SimpleNamespace(wait=lambda: (reads.set(), goes_on.wait(patience())))
@@ -340,17 +339,31 @@ def test_a_name_that_was_read_before_and_stored_after_is_found_when_the_import_i
         kept = (lambda found: (sys.modules["between"].wait(), found)[1])(ops.double)
         """,
     )
-    world.patch("p", [CORE + "ops:double"])
-    original = world.get("ops:double")
     thread = threading.Thread(target=lambda: world.get("slow:kept"))
     thread.start()
     reads.wait(patience())
-    shim.apply()
+    change()
     goes_on.set()
     thread.join(patience())
+
+
+def test_a_name_that_was_read_before_and_stored_after_is_found_when_the_import_is_over(world, monkeypatch):
+    """The search for aliases of apply() comes too early, and the next look from shim binds the name."""
+    world.patch("p", [CORE + "ops:double"])
+    original = world.get("ops:double")
+    while_a_module_keeps_a_function(world, monkeypatch, shim.apply)
     assert shim.status()["p"].state == "applied"
     assert world.get("slow:kept") is world.get("ops:double") is not original
     shim.revert()
+    assert world.get("slow:kept") is world.get("ops:double") is original
+
+
+def test_one_that_read_shims_function_before_a_revert_is_given_upstreams(world, monkeypatch):
+    world.patch("p", [CORE + "ops:double"])
+    original = world.get("ops:double")
+    shim.apply()
+    while_a_module_keeps_a_function(world, monkeypatch, shim.revert)
+    shim.status()
     assert world.get("slow:kept") is world.get("ops:double") is original
 
 
@@ -405,9 +418,7 @@ def test_half_imported_modules_are_known_where_importlib_shows_no_locks(monkeypa
     half = types.ModuleType("half")
     half.__spec__ = types.SimpleNamespace(_initializing=True)
     monkeypatch.setitem(sys.modules, "half", half)
-    monkeypatch.setattr("shim._engine.modules._locked", lambda: None)
-    modules = Modules()
-    modules.note_search()
-    assert modules.overdue() == set()
+    monkeypatch.setattr(import_hook, "importlib", types.SimpleNamespace())
+    assert "half" in import_hook.locked_modules()
     half.__spec__._initializing = False
-    assert modules.overdue() == {"half"}
+    assert "half" not in import_hook.locked_modules()

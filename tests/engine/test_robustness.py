@@ -152,9 +152,9 @@ def test_cycles_leave_nothing_behind(tree):
             cycle()
         def sizes():
             engine = _engine.ENGINE
-            b, p = engine.binder, engine.binder.places
-            return [len(x) for x in (b.chains, p.slots, p.replaced, b.modules.executed, b.wrappers,
-                                     engine.deferred.logged, engine.failed, engine.factories,
+            b = engine.binder
+            return [len(x) for x in (b.chains, b.slots, b.replaced, b.executed, b.ours,
+                                     engine.deferred.logged, engine.failed, engine.factories._made,
                                      sys.meta_path, sys.modules)]
         def measure():
             gc.collect()

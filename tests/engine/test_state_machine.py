@@ -231,7 +231,7 @@ class Histories(RuleBasedStateMachine):
                     value = raw(place)[2]
                     assert getattr(value, "__func__", value) is self.originals[place] or value == "missing", place
                     assert (value == "missing") == (self.originals[place] == "missing"), place
-                assert not shim._engine.engine.ENGINE.binder.places.slots
+                assert not shim._engine.engine.ENGINE.binder.slots
         finally:
             self.stack.close()
 

@@ -150,7 +150,7 @@ def _pickled(function):
 
 def places():
     """Every name that shim has written: (owner, name), targets and aliases."""
-    return [(slot.owner, slot.name) for slot in ENGINE.binder.places.slots.values()]
+    return [(slot.owner, slot.name) for slot in ENGINE.binder.slots.values()]
 
 
 def stand_in_for(owner, name):

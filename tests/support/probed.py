@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from shim._engine.overrides import run
+from shim._engine.models import run
 
 
 def said(patch, module, method, models=()):

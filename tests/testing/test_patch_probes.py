@@ -11,7 +11,7 @@ import pytest
 import yaml
 from unit_helpers import REPOSITORY
 
-from shim._engine.overrides import run
+from shim._engine.models import run
 
 torch = pytest.importorskip("torch")
 

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 
-from shim._engine.overrides import facts_of, run
+from shim._engine.models import facts_of, run
 
 torch = pytest.importorskip("torch")
 
