@@ -101,16 +101,22 @@ def _may_come_of(value: Any, module: str, found: list[Definition]) -> bool:
                 name = name.value
             if not isinstance(name, ast.Name) or name.id not in namespace:
                 return True
-            packages.add(_package(_home_of(namespace[name.id])))
+            packages.update(map(_package, _homes_of(namespace[name.id])))
     made_in = value.__globals__.get("__name__", "") if is_kind(value, types.FunctionType) else type(value).__module__
     return _package(made_in) in packages
 
 
-def _home_of(value: Any) -> str:
-    """The module that defines a decorator, or the object whose attribute the decorator is."""
+def _homes_of(value: Any) -> Iterator[str]:
+    """The module that defines a decorator, or the object whose attribute the decorator is; and that of its code.
+
+    The code of what contextlib.contextmanager made, and of its wrappers, is contextlib's.
+    """
     if is_kind(value, types.ModuleType):
-        return str(namespace_of(value).get("__name__", ""))  # an attribute read would load a lazy module
-    return str(getattr(value, "__module__", None) or type(value).__module__)
+        yield str(namespace_of(value).get("__name__", ""))  # an attribute read would load a lazy module
+        return
+    yield str(getattr(value, "__module__", None) or type(value).__module__)
+    if is_kind(value, types.FunctionType):
+        yield str(value.__globals__.get("__name__", ""))
 
 
 def _package(module: str) -> str:

@@ -24,6 +24,7 @@ def test_copies_go_when_the_process_has_ended():
             assert copies[number]() is not None
             caller.close()
             assert copies[number]() is None
+        assert shim.status()[ID].others == ()  # upstream's decorator is a context manager of its own
     assert not [name for name in vars(caller) if name.startswith("_shim")]
 
 

@@ -117,6 +117,7 @@ def test_a_decorated_original_is_not_foreign(world):
     world.module(
         "decorated",
         """
+        import contextlib
         import functools
 
 
@@ -125,6 +126,16 @@ def test_a_decorated_original_is_not_foreign(world):
             def inner(*args):
                 return function(*args)
             return inner
+
+
+        @contextlib.contextmanager
+        def region():
+            yield
+
+
+        @region()
+        def three(x):
+            return x
 
 
         @traced
@@ -137,10 +148,11 @@ def test_a_decorated_original_is_not_foreign(world):
             return x
         """,
     )
-    world.patch("p", [CORE + "decorated:one", CORE + "decorated:two"])
+    world.patch("p", [CORE + "decorated:one", CORE + "decorated:two", CORE + "decorated:three"])
     world.get("decorated:one")
-    assert shim.apply()["p"].state == "applied"
-    assert world.get("decorated:two")(3) == ("p", 3)
+    found = shim.apply()["p"]
+    assert (found.state, found.others, set(found.targets.values())) == ("applied", (), {"bound"})
+    assert world.get("decorated:two")(3) == world.get("decorated:three")(3) == ("p", 3)
 
 
 @pytest.mark.parametrize("first", ["shim", "they"])
