@@ -2,9 +2,11 @@
 
 import contextlib
 import copy
+import warnings
 
 import pytest
 import torch
+from megatron.core.models.gpt import GPTModel
 
 import shim
 from shim import testing
@@ -186,3 +188,24 @@ def test_this_release_needs_no_patch():
     """Its models take no padding mask."""
     assert shim.plan()[ID].action == "not-needed"
     assert not takes_padding_mask()
+
+
+class TakesNoMask(GPTModel):
+    def forward(self, input_ids, position_ids, attention_mask, labels=None):
+        return None
+
+
+class TakesTheMask(GPTModel):
+    def forward(self, input_ids, position_ids, attention_mask, labels=None, padding_mask=None):
+        return None
+
+
+@needed
+@pytest.mark.parametrize(("kind", "state"), [(TakesNoMask, "applied"), (TakesTheMask, "unknown")])
+def test_a_forward_pass_of_a_trainer_is_asked_for_its_mask(one, kind, state):
+    with shim.patched(only=[ID], require=[ID]):
+        model = model_of({**MODEL, "mtp_num_layers": 1}).module
+        model.__class__ = kind
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert shim.check(model)[ID].state == state
