@@ -23,6 +23,7 @@ from shim._matrix.model import DISTRIBUTIONS, Matrix
 from shim._planning.evidence import CANNOT_RUN, FIXED, LACKING, NOT_FIXED, RIGHT
 from shim._planning.lock import read_lock
 from shim._tools import fetching
+from shim._tools.pin_prove import AGAINST
 from shim._tools.progress import Progress
 from shim.testing.releases import environment
 
@@ -31,7 +32,6 @@ from .pin_add import Added, New, add, parse_new
 __all__ = ["main"]
 
 WIDTH, SHOWN = 120, 20  # columns, and decisions that are printed
-AGAINST = "The proofs speak against the matrix:"  # as shim pin --prove prints it
 TODO = {  # of a patch with this verdict, if its ranges could not be written
     FIXED: "give the variant a range",
     RIGHT: "give `upstream` a range",

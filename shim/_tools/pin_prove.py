@@ -42,8 +42,9 @@ from shim._tools.output import NOT_MET, OK, put, tell
 from shim._tools.progress import Progress
 from shim._tools.prove import check_sides, require_torch
 
-__all__ = ["do_pin_prove", "inputs_of", "proved_part"]
+__all__ = ["AGAINST", "do_pin_prove", "inputs_of", "proved_part"]
 
+AGAINST = "The proofs speak against the matrix:"  # the heading of contradictions, which `make release-of` looks for
 INTERRUPTED = 130  # as a shell says it
 VERDICTS = {
     FIXED: "Accepted, since stock is wrong here and right with the patch:",
@@ -207,7 +208,7 @@ def _as_text(first: str, decided: Decided) -> str:
         lines += ["", "A small model with all that is applied:"]
         lines += [f"  {name}: {sides.get('with_shim', '')}" for name, sides in decided.generic.items()]
     if decided.told:
-        lines += ["", "The proofs speak against the matrix:", *(f"  {told}" for told in decided.told)]
+        lines += ["", AGAINST, *(f"  {told}" for told in decided.told)]
     return "\n".join(lines)
 
 
@@ -236,4 +237,4 @@ def _as_markdown(made: Plan, decided: Decided) -> str:
 
 
 def _told(told: Sequence[str]) -> list[str]:
-    return ["", "The proofs speak against the matrix:", "", *(f"- {plain(line)}" for line in told)] if told else []
+    return ["", AGAINST, "", *(f"- {plain(line)}" for line in told)] if told else []
