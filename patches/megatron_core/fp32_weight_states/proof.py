@@ -93,7 +93,7 @@ def each_weight_has_its_own_states(here: Here) -> int:
     `optimizer.optimizer.param_groups[group_index]["params"][group_order]` with `weight.main_param`, or with the weight
     if it is in fp32.
 
-    Where sizes are equal, a checkpoint has the states under the names of others, in silence. From 0.12 to 0.19.
+    If sizes are equal, a checkpoint has the states under the names of others, in silence. From 0.12 to 0.19.
     """
     found: int = here.run(of_another_weight)[0]
     return found

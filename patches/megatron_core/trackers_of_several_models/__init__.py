@@ -5,7 +5,7 @@ are kept for the log in tensors with a place for each layer, one for the whole p
 them, as long as it needs. A deeper one, as a critic or teacher beside an actor, raises "IndexError: index 2 is out of
 bounds for dimension 0 with size 2" in its forward pass.
 
-The patch makes a tensor longer when a model with more layers comes. Its values stay. Where all models have the length
+The patch makes a tensor longer when a model with more layers comes. Its values stay. If all models have the length
 of the first one it is a look at a length in each layer. What the trackers say stays stock's: the sums of all models
 that ran since the last report.
 
