@@ -309,7 +309,31 @@ def test_mrope_rotary_interleaved(monkeypatch, repeat, order, scaled, expected, 
     assert verdict("mrope-rotary-interleaved", rotary) is True
 
 
+class TakesNoMask(Module):
+    def forward(self, input_ids):
+        return input_ids
+
+
+class TakesAMask(Module):
+    def forward(self, input_ids, padding_mask=None):
+        return input_ids
+
+
+@pytest.mark.parametrize(
+    ("kind", "experts", "depths", "expected"),
+    [
+        (TakesAMask, 4, 1, CANNOT_TELL),
+        (TakesNoMask, 4, 1, True),
+        (TakesAMask, None, 1, True),
+        (TakesAMask, 4, None, True),
+    ],
+)
+def test_a_mask_can_be_lost_only_if_the_model_takes_one_and_has_experts_in_prediction(kind, experts, depths, expected):
+    config = {"num_moe_experts": experts, "mtp_num_layers": depths}
+    assert verdict("router-padding-mask", kind(config)) == expected
+
+
 def test_every_probe_has_such_a_test():
     tested = {*STILL, "mtp-full-embeddings", "fp8-fp4-recompute", "expert-bias-padding", "uniform-recompute-end"}
-    tested |= {"mrope-rotary-interleaved"}
+    tested |= {"mrope-rotary-interleaved", "router-padding-mask"}
     assert WITH_PROBE - tested - BY_TRAINING == IN_CELLS
