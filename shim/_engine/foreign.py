@@ -65,8 +65,11 @@ def _is_plainly(value: Any, path: str, module: str, qualname: str) -> bool:
         value = value.fget
     if is_kind(value, type):
         return bool(value.__module__ == module and value.__qualname__ == qualname)
-    if is_kind(value, types.FunctionType) and value.__globals__.get("__name__", "").startswith("torch."):
-        value = getattr(value, "__wrapped__", None)  # as under torch.no_grad()
+    # A decorator of torch or of upstream's own package, such as torch.no_grad().
+    while is_kind(value, types.FunctionType) and "__wrapped__" in vars(value):
+        if _package(value.__globals__.get("__name__", "")) not in ("torch", _package(module)):
+            break
+        value = value.__wrapped__
     # From Python 3.11 on byte code has the qualified name, which no decorator copies to a wrapper.
     name = getattr(value.__code__, "co_qualname", None) if is_kind(value, types.FunctionType) else None
     return name == qualname and _is_of_file(value, path)
@@ -356,11 +359,13 @@ def with_conflicts(plan: Plan, binder: Records) -> tuple[Plan, Findings]:
     loaded = {name for name in set().union(*(d.modules for d in wanted.values())) if binder.loaded(name)}
     binder = binder.looking(loaded)
     overridden = binder.replaced_targets()
+    # What was bound was looked at then. Of it, only what others have replaced since can make a difference.
+    settled = binder.chains.keys() - overridden.keys() - {target for _, target in binder.found.around}
     for id, decision in wanted.items():
         skipped: dict[str, str] = {}  # and those whose chains stand, for the sake of aliases
         conflict: _Foreign | None = None
         for target in decision.targets:
-            if target not in binder.chains and split_target(target)[0] not in loaded:
+            if target in settled or (target not in binder.chains and split_target(target)[0] not in loaded):
                 continue
             found = _foreign_on(target, decision, plan, binder, overridden)
             if found is None:
@@ -420,8 +425,6 @@ def _foreign_on(
         # It was looked at when it was bound, but for other patches than those that join now.
         if target in overridden:
             return _in_place_of_ours(target, overridden[target], decision, plan, binder)
-        if all(bound != target for _, bound in binder.found.around):
-            return None
         inner = unwrap(binder.chains[target].base)
         return _unless_around(target, inner, decision, plan, binder, describe(inner))
     try:

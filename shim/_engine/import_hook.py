@@ -262,8 +262,10 @@ class Watch:
 
     def ready(self, loaded: _Loaded) -> list[str]:
         """The late modules that have run by now."""
-        modules = sys.modules
-        return [name for name in self.late if name in modules and loaded(name)]
+        late = self.late
+        if sys.modules.keys().isdisjoint(late):  # as at most of a process's imports, each of which asks
+            return []
+        return [name for name in late if name in sys.modules and loaded(name)]
 
     def wait_for(self, plan: Plan, loaded: _Loaded) -> None:
         """Wait for target modules that other threads are importing now. Called without the lock."""

@@ -377,3 +377,22 @@ def test_what_says_itself_that_it_is_upstreams_is_not_looked_up(patched_world, m
     monkeypatch.setattr(foreign, "outline", lambda *given: parsed.append(given[1:]) or [])
     shim.apply()
     assert parsed == []
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="byte code has no qualified names yet, so that files are parsed")
+def test_what_upstreams_own_decorator_wraps_is_not_looked_up(world, monkeypatch):
+    """A file of 35 kB was parsed, and its tree kept, for one decorated method."""
+    from shim._engine import foreign
+
+    world.module(
+        "wrapped",
+        "import functools\n\n\ndef noted(function):\n    @functools.wraps(function)\n"
+        "    def wrapper(*args):\n        return function(*args)\n\n    return wrapper\n\n\n"
+        "@noted\ndef one(value):\n    return value\n",
+    )
+    world.patch("p", [CORE + "wrapped:one"])
+    world.get("wrapped:one")
+    parsed = []
+    monkeypatch.setattr(foreign, "outline", lambda *given: parsed.append(given[1:]) or [])
+    assert shim.apply()["p"].state == "applied"
+    assert parsed == []
