@@ -31,18 +31,10 @@ from shim._errors import BindError
 from shim._record import record
 from shim._releases.fingerprint import split_target
 
-__all__ = ["Around", "Findings", "Question", "Records", "Wrapped", "is_same"]
+__all__ = ["Findings", "Question", "Records", "Wrapped", "is_same"]
 
 
 # What foreign.py finds about other people's functions
-
-
-@record
-class Around:
-    """A foreign function that a target stands around, in words, and why shim takes it."""
-
-    who: str
-    why: str
 
 
 @record
@@ -74,7 +66,7 @@ class Findings:
 
     loaded: the modules with targets of the plan that had run by then. Targets in others are bound later.
     wrapped: of a target without a chain, the object from inside of which upstream's function is called.
-    around: patch and target -> the foreign function that the patch goes around.
+    around: patch and target -> the foreign function that the patch goes around, in words.
     open: patch and body -> the question that only a model can answer.
     doubts: patch -> what cannot be told about one of its bodies, in words that follow "whether".
     renewed: target -> what stands there in the place of shim's object, for the patches to go around.
@@ -82,7 +74,7 @@ class Findings:
 
     loaded: frozenset[str] = frozenset()
     wrapped: dict[str, Wrapped] = field(default_factory=dict)
-    around: dict[tuple[str, str], Around] = field(default_factory=dict)
+    around: dict[tuple[str, str], str] = field(default_factory=dict)
     open: dict[tuple[str, str], Question] = field(default_factory=dict)
     doubts: dict[str, str] = field(default_factory=dict)
     renewed: dict[str, Any] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from shim._compatible import marks_of
-from shim._engine.chains import Around, Findings, Question, Records, Wrapped
+from shim._engine.chains import Findings, Question, Records, Wrapped
 from shim._engine.names import MISSING, Held, Replaced, describe, is_kind, namespace_of, replaced_by, unwrap
 from shim._engine.reach import callable_paths, has_code, holds_in_closure, leads_to
 from shim._engine.report import is_method, is_tried, remedy_for, remedy_in_doubt
@@ -221,7 +221,7 @@ def _is_its_own(target: str, value: Any, sources: Sources) -> bool | None:
 
 
 def may_go_around(target: str, body: str, inner: Any, decision: Decision, plan: Plan) -> tuple[bool, str]:
-    """Whether the factory of a target holds around a foreign function, and why, or why not ("": it never does).
+    """Whether the factory of a target holds around a foreign function, and if not, why ("": it never does).
 
     It does if the matrix says `wraps`, and the function takes the calls that upstream's takes. body: see
     Variant.inherits.
@@ -231,7 +231,7 @@ def may_go_around(target: str, body: str, inner: Any, decision: Decision, plan: 
         return False, ""
     if not takes_the_same(body, inner, plan.environment.sources):
         return False, "takes other arguments than upstream's"
-    return True, "takes the same arguments"
+    return True, ""
 
 
 # Whether a call still reaches a body, if a foreign function stands on its way there or in its place
@@ -480,7 +480,7 @@ def _unless_around(
     """A foreign function as an obstacle, unless the patch goes around it."""
     goes, why = may_go_around(target, _body_of(target, decision), inner, decision, plan)
     if goes:
-        binder.found.around[decision.id, target] = Around(who, why)
+        binder.found.around[decision.id, target] = who
         return None
     what = what or f"{target} holds {who}, which does not call upstream's function"
     return _Foreign(who, what + (f" and {why}" if why else ""), remedy_for(decision.id, who), inner)

@@ -262,11 +262,11 @@ def _add_answers(states: States, binder: Records, tries: Tries) -> None:
     for question in binder.found.open.values():
         if (tries.models or not is_method(question.method)) and states[question.patch].state in UNSETTLED:
             states.add(_answer(question, *_verdict(question, binder, tries), plan))
-    for (id, target), found in binder.found.around.items():
+    for (id, target), who in binder.found.around.items():
         chain = binder.chains.get(target)
         tried = chain is not None and plan[id].wanted and is_tried(target, plan[id], plan)
         if chain is not None and tried and (tries.models or not is_method(target)) and states[id].state == "applied":
-            question = Question(id, target, target, chain.base, found.who)
+            question = Question(id, target, target, chain.base, who)
             verdict, why = _verdict(question, binder, tries)
             if not verdict:
                 states.add(_answer(question, verdict, why, plan))

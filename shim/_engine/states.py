@@ -160,7 +160,7 @@ def _bound(decision: Decision, binder: Records) -> tuple[str, str, str]:
         what = binder.found.doubts[decision.id]
         return "unknown", f"{NOT_TOLD} {what}", f"exclude {decision.id}, or test whether it has its effect"
     around = [(target, binder.found.around.get((decision.id, target))) for target in decision.targets]
-    told = [f"{target} is {found.who}, which {found.why}" for target, found in around if found is not None]
+    told = [f"{target} is {who}, which takes the same arguments" for target, who in around if who is not None]
     return "applied", "; but ".join([decision.reason, *told]), ""
 
 
@@ -197,7 +197,7 @@ def _others(
             question = binder.found.open[decision.id, target]
             found.append(f"{question.method} is replaced by {question.who}")
         elif around is not None:
-            found.append(f"{target} is replaced by {around.who}; the patch goes around it")
+            found.append(f"{target} is replaced by {around}; the patch goes around it")
         elif state == "called":
             found.append(f"{target} is wrapped by {_who(overridden[target])}, which calls shim's")
         elif state == "kept":
