@@ -12,7 +12,7 @@ from shim import testing
 from shim.patches.megatron_core.fp32_router_counts.proof import GLOBAL, MODEL, forward, in_16_bits, noted
 from shim.testing import Layout
 
-CELLS = {"0.12.0": "first", "0.16.0": "all"}
+CELLS = {"0.16.0": "all"}
 
 ID = "fp32-router-counts"
 pytestmark = pytest.mark.skipif(not shim.plan()[ID].wanted, reason="this release needs no patch")

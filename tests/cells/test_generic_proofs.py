@@ -22,7 +22,7 @@ from shim.testing import generic, sharded
 from shim.testing.proof import CannotRunError, Here, measure
 from shim.testing.user_model import Build, built
 
-CELLS = {"0.13.1": "all", "0.19.2": "first"}
+CELLS = {"0.13.1": "all"}
 
 ABOUT = []  # the patches, see chosen.py
 

@@ -36,7 +36,7 @@ import shim
 from shim import testing
 from shim.testing import Layout
 
-CELLS = {"0.15.3": "all", "0.19.2": "first"}
+CELLS = {"0.15.3": "all"}
 
 ABOUT = []  # the patches, see chosen.py
 

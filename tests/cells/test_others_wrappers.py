@@ -6,7 +6,7 @@ A patch holds beneath it or around it, or is in conflict and says so.
 import pytest
 from wrapper_cases import Called, around, functions, states_beside_a_wrapper
 
-CELLS = {"0.15.3": "all", "0.18.2": "all"}
+CELLS = {"0.18.2": "all"}
 
 
 @pytest.mark.parametrize("kind", [around, Called])

@@ -9,7 +9,7 @@ import shim
 from shim import testing
 from shim.testing.trainings import TRAININGS, counted
 
-CELLS = {"0.15.3": "all", "0.19.2": "all"}
+CELLS = {"0.19.2": "all"}
 
 # What these add or save, benchmarks/counts.py tells (docs/benchmarks.md).
 PRICED = {"chunked-logprob", "mtp-packed-sequences", "rope-fusion", "rope-thd"}

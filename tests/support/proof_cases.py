@@ -23,23 +23,21 @@ def plan():
 def cases(wanted, cell, everyday):
     """A parameter (id, proof) for each proof that runs on a CPU, in this process, and is `wanted(patch, proof)`.
 
-    In `make test` those of a patch run once per variant, on the newest of the `everyday` cells that has it. Of several
-    proofs each such cell runs every second one, beginning with another.
+    In `make test` each runs once, on the newest of the `everyday` cells whose variant it is about. The patch's own test
+    runs once per variant, and `make proofs` runs every proof on every release.
     """
     for id, patch in load_matrix().patches.items():
         proofs = [found for found in proofs_of(patch.module) if "cpu" in found.devices and wanted(patch, found)]
-        for number, found in enumerate(proofs):
-            if chosen.ONCE and cell in everyday:
-                showing = chosen.cells_showing((id,), tuple(everyday))
-                sharing = [place for place in everyday if place in showing and _is_about(found, id, place)]
-                if cell not in sharing or (len(proofs) > 1 < len(sharing) and (number + sharing.index(cell)) % 2):
-                    continue
+        for found in proofs:
+            if chosen.ONCE and cell in everyday and cell not in _where_applied(id, found, everyday)[-1:]:
+                continue
             yield pytest.param(id, found, id=f"{id}/{found.name}")
 
 
-def _is_about(found, id, cell):
-    """Whether a proof of a patch says something of its variant on a cell."""
-    return not found.variants or any(variant in found.variants for _, variant in chosen.variants_of([id], cell))
+def _where_applied(id, found, cells):
+    """Those of `cells` with a variant of the patch that the proof is about."""
+    variants = {cell: {variant for _, variant in chosen.variants_of([id], cell) if variant} for cell in cells}
+    return [cell for cell in cells if variants[cell] and (not found.variants or variants[cell] & {*found.variants})]
 
 
 def side(found, *ids):

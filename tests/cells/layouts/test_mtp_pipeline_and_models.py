@@ -14,7 +14,7 @@ import shim
 from shim import testing
 from shim.testing import Layout, oracle
 
-CELLS = {"0.13.1": "first", "0.19.2": "all"}
+CELLS = {"0.19.2": "all"}
 
 ABOUT = []  # the patches, see chosen.py
 
