@@ -202,7 +202,7 @@ def unsupported(*names):
 # Their bodies are known or not, in whatever mixture; commits are main, dev, and what trainers pin.
 CANDIDATES = ["0.14.0rc0", "0.14.0rc1", "0.15.0rc7", "0.16.0rc0.dev132550"]
 MAIN = "d98e8a64dd"
-OTHERS = [*CANDIDATES, *COMMITS] if len(CELLS) == len(EVERY) else [CANDIDATES[0], MAIN]
+OTHERS = [*CANDIDATES, *COMMITS] if len(CELLS) == len(EVERY) else CANDIDATES[:1]
 
 
 @pytest.mark.parametrize("release", OTHERS)
@@ -263,7 +263,7 @@ def too_wide(words, text):
     return [line for line in wide if not (words[0] == "explain" and OF_A_HEADER.fullmatch(line))]
 
 
-@pytest.mark.parametrize("release", ["0.16.1", "0.19.2"])
+@pytest.mark.parametrize("release", ["0.16.1", "0.19.2"] if len(CELLS) == len(EVERY) else ["0.19.2"])
 def test_no_line_is_wider_than_80_columns(release, tmp_path):
     (tmp_path / "run.sh").write_text(f"python {ARGUMENTS}")
     names = {"RUN": tmp_path / "run.sh", "LOCK": tmp_path / "shim.lock", "DIR": tmp_path / "bisect"}
