@@ -93,7 +93,7 @@ def _walked(distribution: str, repository: Path, state: State, table: bool) -> t
     state.forget_others({id: set(digests) for id, digests in seen.items()})
     total = len({(each.entry.id, each.digest) for having in blobs.values() for each in walk.on(having)})
     unseen = sum(map(len, seen.values()))
-    others = f"{unseen} of them of no release that gets a patch"
+    others = f"{unseen} of them of no release"
     print(f"{len(commits)} commits, {total} sets of bodies, {others}; {len(new)} are new")
     if len(new) <= 40:
         print("".join(f"  {line}\n" for line in new), end="")
@@ -129,7 +129,7 @@ def _record(distribution: str, choice: Chosen, told: dict[str, Any], state: Stat
     about = {"of": commit.number, "day": commit.date}
     _write(lambda table: with_tree(table, commit.short, about, told, load_matrix().patches))
     for found in choice.new:
-        said = judged.get(found.entry.id, {"verdict": CANNOT_RUN, "shown": "its bodies are those of a release here"})
+        said = judged.get(found.entry.id, {"verdict": CANNOT_RUN, "shown": "a release has its bodies"})
         if not state.judged(found):
             state.unjudged.setdefault(found.entry.id, {})[found.digest] = f"{commit.short}: {said['shown']}"[:200]
         print(f"  {found.entry.id}: {said['verdict']} {said.get('variant') or ''} {said['shown'][:80]}")

@@ -112,11 +112,11 @@ class Found:
 
     @property
     def is_released(self) -> bool:
-        """Whether a release has the bodies of a variant.
-
-        Those of a release that is right decide nothing here: the defect may come of code that the patch does not read.
-        """
-        return any(self.bodies.all_known(v.name, self.bodies.of(v)) for v in self.entry.variants.values())
+        """Whether a release has these bodies: those of a variant, or as one that is right. Then no proof runs."""
+        bodies, entry = self.bodies, self.entry
+        if any(bodies.all_known(variant.name, bodies.of(variant)) for variant in entry.variants.values()):
+            return True
+        return any(True for _ in bodies.matrix.right_like(entry.id, bodies.found, bodies.missing))
 
     def digest_of(self, variant: Variant | None) -> str:
         """What evidence about the variant names; None: about stock."""
