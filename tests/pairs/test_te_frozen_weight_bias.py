@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import shim
 from shim import testing
+from shim.patches.transformer_engine._proof_linear_layers import INPUTS, kernels, layer_of
 from shim.patches.transformer_engine.te_blockwise_partial_rows import proof as blockwise
-from shim.patches.transformer_engine.te_frozen_weight_bias.proof import INPUTS, KINDS, gradients, kernels, layer_of
+from shim.patches.transformer_engine.te_frozen_weight_bias.proof import KINDS, gradients
 from shim.testing.fp8_layer import OnGpu, fp8_region
 from shim.testing.layout import Layout
 from shim.testing.proof import CannotRunError, on_device
