@@ -6,12 +6,14 @@ weights and biases into `grad` by itself.
   set. So two modules with one weight get the gradient of one of them, and of several microbatches only the last counts.
 - 2.3 to 2.7: if there is a gradient, the new one of a weight is dropped.
 - 2.3 to 2.20.2: that of a bias is dropped, also with fuse_wgrad_accumulation.
+- 2.8 and later: without fuse_wgrad_accumulation, backward of GroupedLinear gives autograd the memory for the gradients
+  of weights before anything is in it, so that the gradients that are there get random numbers added.
 From 0.15 on a hook of megatron-core's DistributedDataParallel takes each gradient away, so that it meets none of this.
 Code without such a hook does.
 
 The patch: backward_dw() of Linear, LayerNormLinear, LayerNormMLP and GroupedLinear runs as it is. Before its hooks run,
 which read `grad`, the earlier gradient gets the new one added, in its own memory. A bias whose gradient autograd has
-computed in backward, as under FP8, gets nothing twice.
+computed in backward, as under FP8, gets nothing twice. Backward of GroupedLinear gives no gradient that is delayed.
 
 - Without an earlier gradient nothing is done.
 - A CUDA graph that is being captured stays as it is: each replay would add.
@@ -36,6 +38,7 @@ from shim.patches._arguments import Function
 MODULES = "transformer_engine.pytorch.module."
 LINEAR = MODULES + "base:TransformerEngineBaseModule.backward_dw"
 GROUPED_LINEAR = MODULES + "grouped_linear:GroupedLinear.backward_dw"
+GROUPED_BACKWARD = MODULES + "grouped_linear:_GroupedLinear.backward"
 MLP = MODULES + "layernorm_mlp:LayerNormMLP.backward_dw"
 
 # What a module took from its store, which number that was -> the names of parameters with their gradients. A bias
@@ -117,10 +120,30 @@ def _adding(original: Function, named: Named) -> Function:
     return backward_dw
 
 
+def _without_unwritten(original: Function) -> Function:
+    """Of a GroupedLinear: without gradients of weights whose products wait for backward_dw."""
+
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        grads = original(*args, **kwargs)
+        ctx = args[0]
+        store = ctx.wgrad_store
+        if ctx.fuse_wgrad_accumulation or store is None or not store.delay_wgrad_compute():
+            return grads
+        biases = 1 if getattr(ctx, "single_grouped_bias", False) else ctx.num_gemms
+        weights = 1 if getattr(ctx, "single_grouped_weight", False) else ctx.num_gemms
+        first = len(grads) - biases - weights
+        return (*grads[:first], *[None] * weights, *grads[first + weights :])
+
+    return backward
+
+
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
+    backward = {} if variant == "v2_3" else {GROUPED_BACKWARD: _without_unwritten}
     return {
         LINEAR: functools.partial(_adding, named=_of_linear),
         GROUPED_LINEAR: functools.partial(_adding, named=_of_grouped_linear),
         MLP: functools.partial(_adding, named=_of_mlp),
+        **backward,
     }
