@@ -11,7 +11,7 @@ gradient, its weight none, and upstream's function returned none. Under delay_wg
 beside a frozen weight. Without a bias, with a frozen one, or beside a trained weight nothing is computed.
 
 Not covered: the operator of its own that Linear is in torch.compile from 2.20 on. Weights of a GroupedLinear that are
-trained beside a frozen first one: that one decides for all, and their biases alone get their gradients.
+trained beside a frozen first one are te-frozen-experts's; here their biases alone get their gradients.
 
 Upstream: open, not reported.
 
