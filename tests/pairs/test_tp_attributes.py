@@ -1,17 +1,25 @@
 """tp-attributes on layers of Transformer Engine: which marks they have when their optimizer is made."""
 
+import dataclasses
+from importlib import import_module
+from importlib.util import find_spec
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from megatron.core import tensor_parallel
+import torch.distributed as dist
+from megatron.core import optimizer, tensor_parallel
 from megatron.core.extensions import transformer_engine as extensions
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from spread_experts import spread_experts
 
 import shim
 from shim import testing
+from shim.patches.megatron_core.muon_qkv_shapes.proof import LR, muon, orthogonal
 from shim.patches.megatron_core.tp_attributes.proof import (
+    EXPERTS,
+    HIDDEN,
     LAYERS,
     adapted,
     layers_can_be_built,
@@ -19,6 +27,7 @@ from shim.patches.megatron_core.tp_attributes.proof import (
     with_experts,
     wrapped_and_optimizer,
 )
+from shim.testing.cpu import type_on_a_gpu
 from shim.testing.proof import CannotRunError, Here
 
 CELLS = {
@@ -110,6 +119,73 @@ def dimensions(etp):
 def test_row_parallel_experts_that_are_cut():
     with applied():
         assert HERE.run(dimensions, 2, layout=TWO) == [(0, 1, 1, 1)] * 2
+
+
+def with_row_parallel_experts():
+    model = build_gpt(num_layers=1, mtp_num_layers=None).requires_grad_(False)
+    options = {"config": model.config, "init_method": torch.nn.init.ones_, "bias": False, "skip_bias_add": False}
+    options |= {"is_expert": True, "tp_comm_buffer_name": None}
+    with layers_can_be_built():
+        model.experts = extensions.TERowParallelGroupedLinear(EXPERTS, 2 * HIDDEN, HIDDEN, **options)
+    return model
+
+
+def orthogonal_over_ranks(gradient, tp_group=None, partition_dim=None, **_):
+    """Stands in for Muon's kernel: the ranks' parts are put together along the dimension, and cut again."""
+    parts = [torch.empty_like(gradient) for _ in range(tp_group.size())]
+    dist.all_gather(parts, gradient.contiguous(), group=tp_group)
+    return orthogonal(torch.cat(parts, partition_dim)).chunk(len(parts), partition_dim)[tp_group.rank()]
+
+
+def wrong_update():
+    """How far a step of Muon on a row-parallel expert is from the step on the whole expert, over its norm."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    names = "emerging_optimizers" if hasattr(optimizer, "_get_megatron_emerging_optimizer") else "muon"
+    module = import_module(f"megatron.core.optimizer.{names}")
+    model = with_row_parallel_experts()
+    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+    settings = {"optimizer": "muon", "lr": LR, "weight_decay": 0.0, "clip_grad": 0.0, "muon_tp_mode": "duplicated"}
+    whole = torch.randn(HIDDEN, 2 * HIDDEN, generator=torch.Generator().manual_seed(1))
+    with optimizers_of_torch(), muon() as make, mock.patch.object(torch.Tensor, "type", type_on_a_gpu):
+        made = make(optimizer.OptimizerConfig(**settings), [wrapped])
+        for weight in model.experts.parameters():
+            weight.main_grad.copy_(whole.chunk(2, 1)[dist.get_rank()])
+        before = model.experts.weight0.detach().clone()
+        with mock.patch.object(module, "newton_schulz_tp", orthogonal_over_ranks):
+            made.step()
+    right = -LR * orthogonal(whole).chunk(2, 1)[dist.get_rank()]
+    return float((model.experts.weight0.detach() - before - right).norm() / right.norm())
+
+
+@pytest.mark.skipif(not hasattr(optimizer.OptimizerConfig, "muon_tp_mode"), reason="the release has no Muon")
+def test_muon_orthogonalizes_the_whole_expert():
+    """Stock puts the parts of an expert together along the wrong dimension, beside Transformer Engine before 2.13."""
+    with applied():
+        assert max(HERE.run(wrong_update, layout=TWO)) < 1e-5
+
+
+def dimension_of_a_reshard():
+    """The dimension along which a plan moves a row-parallel expert from two expert-TP ranks to four."""
+    from megatron.core.resharding.planner import _build_descriptors_for_param
+    from megatron.core.resharding.utils import extract_param_metadata
+
+    model = with_row_parallel_experts()
+    wrapped_and_optimizer(model)
+    own = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD, ep=own, dp=own, pp=own)
+    weight = model.experts.weight0
+    of_two = extract_param_metadata(weight, "experts.weight0", dist.get_rank(), groups, EXPERTS)
+    shape = (HIDDEN, HIDDEN // 2)
+    of_four = dataclasses.replace(of_two, shape=shape, tensor_parallel_group_ranks=[0, 1, 2, 3])
+    return [descriptor.dim for descriptor in _build_descriptors_for_param(of_two, of_four)]
+
+
+@pytest.mark.skipif(not find_spec("megatron.core.resharding"), reason="the release reshards nothing")
+def test_a_reshard_cuts_experts_along_their_dimension():
+    """Stock raises "Cannot build TP descriptor" beside Transformer Engine before 2.13."""
+    with applied():
+        assert HERE.run(dimension_of_a_reshard, layout=TWO) == [[1], [1]]
 
 
 @needs_marks
