@@ -11,7 +11,7 @@ number of layers and of microbatches. Nothing happens under sequence parallelism
 frozen norms and for models without gated delta net. Copies that have drifted apart stay apart until a checkpoint is
 loaded.
 
-Upstream: open.
+Upstream: open (issue 7452, finding 11).
 
 Not covered: a trainer with another function in the place of _allreduce_non_tensor_model_parallel_grads, as slime has.
 The report says "conflict" then.
