@@ -11,6 +11,7 @@ from shim._planning.plan import is_off_unless_rounding
 from shim._printing.overview import Row, concern_line, group, grouped, headline
 from shim._proving.report import Heading, as_text
 from shim._proving.results import Outcome, Result
+from shim._tools.terminal import PIPED, wrapped
 
 from .docs_defects import proof_texts
 
@@ -40,13 +41,8 @@ def plan_sample(matrix: Matrix, te: str) -> list[str]:
     run = run_named(WORDS, bool(te))
     rows = [_row(matrix, entry, te, run.concern_of(entry.concerns)) for entry in matrix.patches.values()]
     lines = [line for line in grouped(rows, "to apply", False, run.words) if line]
-    return [
-        f"$ shim plan --for {WORDS}",
-        headline(rows, "to apply"),
-        concern_line(rows, run.words),
-        *lines[: 2 + SHOWN],
-        "  ...",
-    ]
+    said = [headline(rows, "to apply"), concern_line(rows, run.words), *lines[: 2 + SHOWN], "  ..."]
+    return [f"$ shim plan --for {WORDS}", *wrapped("\n".join(said), PIPED).split("\n")]
 
 
 def is_pinned(matrix: Matrix, entry: PatchEntry, te: str) -> bool:
@@ -85,7 +81,7 @@ def prove_sample(matrix: Matrix, found: Mapping[str, Any], te: str) -> list[str]
     labels = [text.label for text in proof_texts(matrix.patches[PROOF]) if text.label in found["proofs"]]
     results = [_result(label, found["proofs"][label]) for label in labels[:1]]
     releases = {"megatron-core": RELEASE, **({"transformer-engine": te} if te else {})}
-    said = as_text(Heading(releases, "CPU", None), results, width=80).split("\n")
+    said = as_text(Heading(releases, "CPU", None), results, width=PIPED).split("\n")
     return [f"$ shim prove {PROOF}", *said[:-2], "  ..."]
 
 

@@ -239,7 +239,7 @@ def _in_a_line(
         return
     for reason in dict.fromkeys(row.reason for row in members):
         ids = [row.id for row in members if row.reason == reason]
-        named = section == "excluded" or verbose
+        named = verbose or (section == "excluded" and len(ids) <= FEW)  # MEGATRON_SHIM_DISABLE leaves out all
         yield from ["", f"{title}: {one_line(reason)} ({', '.join(ids) if named else patches(len(ids))})."]
 
 

@@ -93,3 +93,14 @@ def test_what_concerns_none_of_the_words_is_one_count():
     lines = list(filter(None, overview.grouped(rows, "to apply", False)))
     assert lines == ["Of no concern to this run: 30 patches (-v)."]
     assert "not-concerned-7" in "\n".join(overview.grouped(rows, "to apply", True))
+
+
+def test_what_one_switch_leaves_out_is_counted_if_it_is_much():
+    """MEGATRON_SHIM_DISABLE leaves out all patches. With -v they are named."""
+    rows = rows_of(9, group="excluded", state="excluded", reason="a switch is set")
+    assert list(overview.grouped(rows, "to apply", False)) == ["", "Left out: a switch is set (9 patches)."]
+    assert (
+        "(excluded-0, excluded-1, excluded-2, excluded-3, excluded-4, excluded-5, excluded-6, excluded-7)"
+        in list(overview.grouped(rows[:8], "to apply", False))[1]
+    )
+    assert "excluded-7, excluded-8)" in list(overview.grouped(rows, "to apply", True))[1]
