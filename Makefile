@@ -21,8 +21,10 @@ $(VENV)/.ready: setup.py tests/requirements.txt
 	$(BIN)/python -m compileall -q shim patches
 	@touch $@
 
-demo: env  ## train a small GPT with MTP on packed text, stock against shim (RELEASE=0.16.1)
-	$(BIN)/python examples/demo.py --release $(RELEASE)
+demo: env  ## train a small GPT with MTP on packed text: stock, shim and the truth (RELEASE=0.16.1)
+	mkdir -p build
+	PYTHONPATH=$$($(BIN)/python -c "from shim import testing; print(testing.fetch('$(RELEASE)'))") \
+		$(BIN)/python examples/trainer/compare.py build/losses.svg 1
 
 test: env  ## everything CI runs, with a table of where the minutes went
 	$(BIN)/python tests/support/everything.py

@@ -164,7 +164,12 @@ def test_the_source_distribution_has_tests_and_documents(sdist):
         "changes/README.md",
         ".ci/run",
     } <= names
-    assert {"tests/unit/test_wheel.py", "tests/other_pythons.sh", "examples/demo.py", "maintenance/docs.py"} <= names
+    assert {
+        "tests/unit/test_wheel.py",
+        "tests/other_pythons.sh",
+        "examples/trainer/train.py",
+        "maintenance/docs.py",
+    } <= names
     assert not [name for name in names if "__pycache__" in name or name.endswith((".pyc", ".yaml.new"))]
 
 
