@@ -1,0 +1,43 @@
+"""mla-rope-softmax-scale: with plain rotary embeddings the scale of scores is that of a head, and with YaRN stock's."""
+
+import pytest
+
+import shim
+from shim.patches.megatron_core.mla_rope_softmax_scale.proof import times_too_large
+from shim.testing import mla_layer
+
+CELLS = {"0.12.3": "all", "0.13.1": "all", "0.14.0": "first"}
+
+ID = "mla-rope-softmax-scale"
+NEEDED = shim.plan()[ID].wanted
+needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = pytest.mark.usefixtures("one_rank")  # of tests/cells/conftest.py
+
+
+@needed
+@pytest.mark.parametrize("options", [{"rope_type": "yarn"}, {"rotary_scaling_factor": 1.0}], ids=["yarn", "1"])
+def test_what_stock_does_right_stays(options):
+    stock = times_too_large(**options)
+    with shim.patched(only=[ID], require=[ID]):
+        assert times_too_large(**options) == stock
+
+
+@needed
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_config_keeps_its_factor(fails):
+    """Also if the layer cannot be built."""
+    with shim.patched(only=[ID], require=[ID]), mla_layer.without_te() as module:
+        layer = mla_layer.build(module)
+        config = layer.config
+        assert config.rotary_scaling_factor == 40
+        if fails:
+            with pytest.raises(AttributeError):
+                type(layer)(config, None, 1)
+            assert config.rotary_scaling_factor == 40
+
+
+@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
+def test_this_release_needs_no_patch():
+    """It reads mscale_all_dim, which is 0 by default."""
+    assert shim.plan()[ID].action == "upstream"
+    assert times_too_large() == pytest.approx(1)
