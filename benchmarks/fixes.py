@@ -118,9 +118,10 @@ def biases() -> Step:
 
 
 def virtual_stages() -> Step:
-    cases = proof("pipeline-p2p-order")
-    model = cases.stages()
-    return lambda: cases.step(model, cases.EQUAL)
+    from shim.patches.megatron_core import _proof_pipelines as pipelines
+
+    model = pipelines.stages()
+    return lambda: pipelines.step(model, proof("pipeline-p2p-order").EQUAL)
 
 
 def multi_token_prediction() -> Step:
@@ -153,6 +154,68 @@ def rows_of_corpus(patch: str, pad: int) -> Step:
     return step
 
 
+def resumed(**settings: Any) -> Step:
+    """Loading the states of an optimizer and a scheduler, and the scheduler's step."""
+    cases = proof("resumed-learning-rate")
+    return lambda: cases.resumed(True, **settings)
+
+
+def padded_depths() -> Step:
+    """A step with multi-token prediction of experts, on a row whose padding a mask shows."""
+    from shim import testing
+
+    cases = proof("router-padding-mask")
+    model = testing.build_gpt(**{**cases.MODEL, "mtp_num_layers": 2})
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        cases.gradients(model, 11)
+
+    return step
+
+
+def half_and_full() -> Step:
+    """An optimizer is made for a bf16 model with norms in fp32."""
+    cases = proof("fp32-weight-states")
+
+    def step() -> None:
+        with cases.fused_adam():
+            cases.Training(None, **cases.MIXED)
+
+    return step
+
+
+def unsharded() -> Step:
+    return proof("fsdp-no-shard-gradients").reduced
+
+
+def one_model(**options: Any) -> Step:
+    cases = proof("trackers-of-several-models")
+    return lambda: cases.step(**options)
+
+
+def tower() -> Step:
+    import torch
+
+    cases = proof("vit-local-attention")
+    model, image = cases.tower(), torch.rand(1, 3, cases.SIZE, cases.SIZE)
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        model(image).sum().backward()
+
+    return step
+
+
+def sequences_of_a_row(**options: Any) -> Step:
+    from shim import testing
+
+    cases = proof("packed-seq-aux-loss")
+    wrapped = cases.model_of({**cases.SEQUENCES, **options})
+    row = testing.pack(testing.random_sequences(cases.LENGTHS), align=4)
+    return lambda: cases.step(wrapped, [row], packed=True)
+
+
 PER_TOKEN = {"calculate_per_token_loss": True}
 CASES: Mapping[int, Sequence[Case]] = {  # by the number of ranks
     1: (
@@ -163,6 +226,12 @@ CASES: Mapping[int, Sequence[Case]] = {  # by the number of ranks
         Case("dsa-indexer-loss-scale", "4 microbatches", indexer_loss),
         Case("mrope-thd", "3 sequences", mrope),
         Case("router-replay", "full recompute", replay),
+        Case("router-padding-mask", "2 depths of experts, padding mask", padded_depths),
+        Case("packed-seq-aux-loss", "3 sequences, 2 layers", sequences_of_a_row),
+        Case("resumed-learning-rate", "a resume", partial(resumed, use_checkpoint_opt_param_scheduler=True)),
+        Case("fp32-weight-states", "an optimizer is made", half_and_full),
+        Case("trackers-of-several-models", "one model", partial(one_model, num_layers=2, mtp_num_layers=1)),
+        Case("vit-local-attention", "a tower of two layers", tower),
         Case("mtp-loss-options", "off", multi_token_prediction),
         *(
             Case("mtp-loss-options", option, multi_token_prediction, options={option: True})
@@ -188,6 +257,8 @@ CASES: Mapping[int, Sequence[Case]] = {  # by the number of ranks
         ),
         Case("expert-bias-gradient", "TP 2, EP 2", biases, {"tp": 2, "sequence_parallel": True, "ep": 2, "etp": 1}),
         Case("pipeline-p2p-order", "PP 2, VP 2", virtual_stages, {"pp": 2, "vp": 2}),
+        Case("fsdp-no-shard-gradients", "two buffers", unsharded, {"ep": 2}),
+        Case("packed-seq-aux-loss", "3 sequences, 2 layers, CP 2", sequences_of_a_row, {"cp": 2}),
     ),
 }
 
