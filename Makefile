@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 RELEASE ?= 0.16.1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env demo test lint unit unit-pythons coverage helpers other-torch cells pairs trainers environments matrix patch proofs mutations engine-mutations gpu gpu-bundle gpu-dry bench docs docs-all docs-site pins history release-of changelog dist fresh clean
+.PHONY: help env demo test lint unit unit-pythons coverage helpers other-torch cells pairs trainers environments matrix patch proofs fuzz mutations engine-mutations gpu gpu-bundle gpu-dry bench docs docs-all docs-site pins history release-of changelog dist fresh clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -109,6 +109,10 @@ patch: env  ## of one patch (ID=...): its pins, tests, proofs and page on few re
 proofs: env  ## run all proofs on all releases, and write their results
 	$(BIN)/python -m shim.maintenance.prove_all
 	$(BIN)/python -m shim.maintenance.docs
+
+SEEDS ?= 0:100
+fuzz: env  ## training steps with random options against one rank and one sequence (SEEDS=0:300 RELEASE=0.16.1)
+	SHIM_FUZZ_SEEDS=$(SEEDS) $(BIN)/python -m shim.testing.cells --releases $(RELEASE) -- -q -p no:warnings tests/cells/test_drawn_steps.py
 
 mutations: env  ## what was measured on mutated releases and on fixes, measured again; two hours
 	$(BIN)/python maintenance/mutations/measure.py

@@ -1,7 +1,6 @@
 """A run that meets no defect has stock's bits under all default patches: its weights, gradients and states.
 
-Adapters are those of shim.testing.add_lora, around the layers that mcore-bridge adapts. A torch module stands in for
-the mixer of a Mamba layer, whose kernels need a GPU.
+Adapters are those of shim.testing.add_lora, around the layers that mcore-bridge adapts.
 """
 
 import contextlib
@@ -11,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from chosen import ONCE
+from mamba_mixer import Mixer
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -26,21 +26,6 @@ CELLS = {"0.14.0": "first", "0.17.1": "first", "0.19.2": "all"}
 ABOUT = []
 
 STEPS, SAVED_AT = 5, 2
-
-
-class Mixer(torch.nn.Module):
-    """In the place of MambaMixer: each channel is summed along the sequence with a decay of its own."""
-
-    def __init__(self, config, d_model, **ignored):
-        super().__init__()
-        self.rate = torch.nn.Parameter(torch.zeros(d_model, dtype=config.params_dtype))
-        self.out = torch.nn.Linear(d_model, d_model, bias=False, dtype=config.params_dtype)
-
-    def forward(self, hidden, **ignored):
-        place = torch.arange(len(hidden))
-        age = (place[:, None] - place).clamp(min=0)[..., None]
-        kept = torch.sigmoid(self.rate) ** age * (place[:, None] >= place)[..., None]
-        return self.out(torch.einsum("tsh,sbh->tbh", kept, hidden)), None
 
 
 def hybrid(**options):

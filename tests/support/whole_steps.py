@@ -1,0 +1,262 @@
+"""A drawn training step on its layout with shim, and the truth of it: one rank, one sequence at a time, fp64."""
+
+import contextlib
+import zlib
+from unittest import mock
+
+import torch
+from mamba_mixer import Mixer
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+import shim
+from shim import testing
+from shim.patches.megatron_core.gated_delta_net_norm.proof import without_kernels
+from shim.testing import Layout
+from shim.testing.cpu import optimizer_on_cpu, type_on_a_gpu
+from shim.testing.model import _global_names, _stacked
+from shim.testing.oracle import _main_loss, _RankView
+from shim.testing.schedules import run_microbatches
+
+# Over the norm of all gradients, and of each that is not tiny beside it. Steps of an optimizer are taken in fp32.
+BOUND = {torch.float64: (5e-6, 5e-6), torch.float32: (5e-6, 1e-3)}
+SMALL = 1e-3
+# What stock needs to build these models without Transformer Engine, and nothing else.
+BUILT_BY = ("moe-without-te", "mla-without-te", "mtp-without-te")
+RATE, EPSILON = 1.0, 1e9
+PATTERNS = {"hybrid": "*-*-", "hybrid moe": "*E*E", "mamba": "M*-M-"}
+
+
+def chunks_of(step, options):
+    """The models of this rank: one for each virtual stage."""
+    # Norms have weights of torch's own dtype.
+    return [chunk.to(options["params_dtype"]) for chunk in _built(step, dict(options))]
+
+
+def _built(step, options):
+    if step.kind in PATTERNS:
+        depths = options.pop("mtp_num_layers", 0)
+        options.pop("num_layers")
+        pattern = PATTERNS[step.kind] + "/*-" * depths
+        return [testing.build_hybrid(pattern, mixer=Mixer if step.kind == "mamba" else None, **options)]
+    options.setdefault("mtp_num_layers", None)
+    with _delta_attention() if step.kind == "delta" else contextlib.nullcontext():
+        return testing.build_chunks(**options)
+
+
+@contextlib.contextmanager
+def _delta_attention():
+    """Layers have a gated delta net in the place of attention."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    local = gpt_layer_specs.get_gpt_layer_local_spec
+    parts = GatedDeltaNetSubmodules(ColumnParallelLinear, WrappedTorchNorm, RowParallelLinear)
+
+    class Both(GatedDeltaNet):
+        """build_gpt puts a core attention into the specs of attention."""
+
+    def spec(*args, **kwargs):
+        made = local(*args, **kwargs)
+        made.submodules.self_attention = ModuleSpec(Both, submodules=parts)
+        return made
+
+    with mock.patch.object(gpt_layer_specs, "get_gpt_layer_local_spec", spec):
+        yield
+
+
+def freeze(step, chunk):
+    """The same weights on every layout."""
+    if step.frozen == "lora":
+        testing.add_lora(chunk)
+        return
+    for name, weight in _global_names(chunk, _tied(step)):
+        if step.frozen == "embedding":
+            off = "embedding." in name
+        elif step.frozen == "norms":
+            off = "norm" in name
+        elif step.frozen == "decoder":
+            off = name.startswith("decoder.")
+        else:
+            off = step.frozen == "half" and zlib.crc32(f"{step.seed}:{name}".encode()) % 2 == 0
+        if off:
+            weight.requires_grad_(False)
+
+
+def _tied(step):
+    return step.options["share_embeddings_and_output_weights"]
+
+
+@contextlib.contextmanager
+def here(layout, kind):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(testing.megatron_on_cpu())
+        stack.enter_context(testing.layout_initialised(layout))
+        stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if kind == "delta":
+            stack.enter_context(without_kernels())
+        yield
+
+
+def row_of(step, replica, number):
+    lengths = step.rows[replica][number]
+    sequences = testing.random_sequences(lengths, seed=100 * step.seed + 10 * replica + number)
+    masks = None
+    if step.prompts:
+        masks = [(torch.arange(length) >= length // 3).float() for length in lengths]
+    return testing.pack(sequences, align=step.align, total=step.total, loss_masks=masks)
+
+
+def truth(step):
+    """Name -> gradient of a weight that the step trains, whole. Every sequence runs alone, on one rank."""
+    plain = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
+    options = {name: value for name, value in step.options.items() if name not in plain}
+    options |= {"sequence_parallel": False, "params_dtype": torch.float64, "pipeline_dtype": torch.float64}
+    wanted = [id for id in BUILT_BY if shim.plan()[id].wanted]
+    with here(Layout(), step.kind), shim.patched(only=wanted):
+        (model,) = chunks_of(step, options)
+        freeze(step, model)
+        trained = {name for name, weight in _global_names(model, _tied(step)) if weight.requires_grad}
+        model.requires_grad_(True)  # stock loses some gradients beside frozen weights
+        per_token = options["calculate_per_token_loss"]
+        total, counted, rows = {}, 0, 0
+        for replica, numbers in enumerate(step.rows):
+            for number in range(len(numbers)):
+                row = row_of(step, replica, number)
+                scale = 1.0 if per_token else 1.0 / len(row.spans)
+                MoEAuxLossAutoScaler.main_loss_backward_scale = torch.tensor(scale)
+                for name, gradient in testing.run_alone(model, row, per_token_loss=per_token).grads.items():
+                    total[name] = total.get(name, 0) + gradient
+                counted, rows = counted + row.loss_mask.sum(), rows + 1
+        MoEAuxLossAutoScaler.main_loss_backward_scale = None
+        names = {id(weight): name for name, weight in _global_names(model, _tied(step))}
+        by_name = {name: names[id(weight)] for name, weight in model.named_parameters()}
+        right = {by_name[name]: gradient / (counted if per_token else rows) for name, gradient in total.items()}
+        return {name: gradient for name, gradient in right.items() if name in trained}
+
+
+def found(step):
+    """(name, gradient, part of the whole) for each trained weight of this rank after the step with shim.
+
+    part: (dimension, ranks, rank, matrices that are stacked), or None for a whole weight.
+    """
+    shim.apply()
+    with here(step.layout, step.kind):
+        options = dict(step.options)
+        if step.layout.vp > 1:
+            options |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+        chunks = chunks_of(step, options)
+        for chunk in chunks:
+            freeze(step, chunk)
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=step.optimizer == "distributed")
+        wrapped = [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in chunks]
+        before = [{name: weight.detach().clone() for name, weight in chunk.named_parameters()} for chunk in chunks]
+        with _devices(step.optimizer):
+            optimizer = _optimizer(step.optimizer, wrapped) if step.optimizer else None
+        run(step, wrapped)
+        with _devices(step.optimizer):
+            if optimizer:
+                optimizer.step()
+        shares = []
+        for chunk, old in zip(chunks, before, strict=True):
+            for (plain, weight), (name, _) in zip(
+                chunk.named_parameters(), _global_names(chunk, _tied(step)), strict=True
+            ):
+                # A stage with multi-token prediction and tied embeddings has an output weight that nobody uses.
+                unused = plain == "output_layer.weight" and _tied(step) and hasattr(chunk, "embedding")
+                if weight.requires_grad and not unused:
+                    gradient = (old[plain] - weight.detach()) / RATE if optimizer else weight.main_grad.clone()
+                    shares.append((name, gradient, _part(name, weight, chunk.config)))
+        return shares
+
+
+def _devices(optimizer):
+    """What optimizers ask a GPU for."""
+    return mock.patch.object(torch.Tensor, "type", type_on_a_gpu) if optimizer else contextlib.nullcontext()
+
+
+def _optimizer(kind, wrapped):
+    config = OptimizerConfig(
+        optimizer="adam",
+        # So large an epsilon makes the step of Adam the gradient times the rate.
+        lr=RATE * EPSILON,
+        adam_eps=EPSILON,
+        weight_decay=0.0,
+        clip_grad=0.0,
+        use_distributed_optimizer=kind == "distributed",
+    )
+    return optimizer_on_cpu(config, wrapped)
+
+
+def run(step, wrapped):
+    """The schedule's forward and backward passes, and the sums over ranks."""
+    per_token = step.options["calculate_per_token_loss"]
+    replica = parallel_state.get_data_parallel_rank()
+    rows = [row_of(step, replica, number) for number in range(len(step.rows[replica]))]
+    for chunk in wrapped:
+        chunk.zero_grad_buffer()
+        chunk.config.finalize_model_grads_func = finalize_model_grads
+
+    def forward(row, chunk):
+        view = _RankView(chunk, row, True)
+        given = {"packed_seq_params": row.packed_seq_params()} if step.packed else {}
+        if step.masked:
+            given["padding_mask"] = ~view.valid[None]
+        output = chunk(
+            input_ids=row.input_ids[:, view.index],
+            position_ids=row.position_ids[:, view.index],
+            attention_mask=None,
+            labels=row.labels[:, view.index],
+            loss_mask=view.mask[None],
+            **given,
+        )
+
+        def loss_of(losses):
+            loss = _main_loss(losses.squeeze(0), view, per_token)
+            if not per_token:
+                return loss / view.ranks, {}  # the schedule multiplies a mean by the ranks
+            whole = testing.release().startswith("0.12.")  # counts all context-parallel ranks
+            return loss, (row.loss_mask if whole else view.mask).sum().int(), {}
+
+        return output, loss_of
+
+    run_microbatches(wrapped if len(wrapped) > 1 else wrapped[0], rows, forward, step.total)
+
+
+def _part(name, weight, config):
+    of_experts = ".experts." in name
+    kind = "expert_tensor_parallel" if of_experts else "tensor_model_parallel"
+    size = getattr(parallel_state, f"get_{kind}_world_size")()
+    dim = getattr(weight, "partition_dim", -1)
+    if size == 1 or not getattr(weight, "tensor_model_parallel", False) or dim < 0:
+        return None
+    return dim, size, getattr(parallel_state, f"get_{kind}_rank")(), _stacked(name, config)
+
+
+def whole_part(gradient, part):
+    """This rank's part of a whole weight's gradient."""
+    if part is None:
+        return gradient
+    dim, size, rank, stacked = part
+    return torch.cat([one.chunk(size, dim)[rank] for one in gradient.chunk(stacked, dim)], dim)
+
+
+def worst(shares, right):
+    """The error of this rank's gradients over their norm, and (error, name) of the weight that is farthest off."""
+    norm = torch.cat([gradient.flatten() for gradient in right.values()]).double().norm()
+    missing = torch.zeros((), dtype=torch.float64)
+    all_off, errors = torch.zeros((), dtype=torch.float64), [(0.0, "")]
+    for name, gradient, part in shares:
+        true = whole_part(right[name].double(), part) if name in right else missing
+        off = (gradient.double() - true).norm()
+        all_off = all_off + off.square()
+        relative = off / max(true.norm(), SMALL * norm)
+        errors.append((float("inf") if off.isnan() else float(relative), name))
+    return float(all_off.sqrt() / norm), max(errors)
