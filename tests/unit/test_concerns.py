@@ -24,7 +24,7 @@ BESIDE = {
     "moe": {"moved-symbols"},  # its layers have experts so that they can be told apart
     "mtp": {"fused-linear-logprob", "checkpoint-non-tensors", "router-padding-mask"},
     "recompute": {"router-replay", "mla-rope-key-gradient"},
-    "lora": {"main-param-names", "tp-attributes"},
+    "lora": {"main-param-names", "tp-attributes", "te-frozen-experts"},  # who freezes some experts has no adapters
 }
 
 
