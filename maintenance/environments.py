@@ -32,6 +32,7 @@ AXIS = (
     Environment("2.9.1", "3.12"),
     Environment("2.12.1", "3.13"),
     Environment("2.14.1", "3.11"),
+    Environment("2.15.0", "3.11"),
 )
 # Python -> pairs of megatron-core and Transformer Engine; pip installs 0.17 and later on Python 3.12 and later only.
 PAIRS = {
