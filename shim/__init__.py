@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from shim._compatible import compatible
     from shim._config_override import config_override
     from shim._engine.report import Report
-    from shim._errors import BindError, MatrixError, NotMetError, OptionError, ShimError, StandInError
+    from shim._errors import BindError, MatrixError, NotMetError, OffloadError, OptionError, ShimError, StandInError
+    from shim._offload import offload
     from shim._planning.plan import Plan
     from shim._version import __version__ as __version__
     from shim._workers.environment import ray_runtime_env, run_environment
@@ -31,6 +32,7 @@ __all__ = [
     "BindError",
     "MatrixError",
     "NotMetError",
+    "OffloadError",
     "OptionError",
     "Plan",
     "Report",
@@ -43,6 +45,7 @@ __all__ = [
     "compatible",
     "config_override",
     "explain",
+    "offload",
     "patched",
     "plan",
     "ray_runtime_env",
@@ -53,11 +56,13 @@ __all__ = [
 
 _HOMES = {  # the other names of __all__ are in shim._api
     **dict.fromkeys(
-        ("BindError", "MatrixError", "NotMetError", "OptionError", "ShimError", "StandInError"), "shim._errors"
+        ("BindError", "MatrixError", "NotMetError", "OffloadError", "OptionError", "ShimError", "StandInError"),
+        "shim._errors",
     ),
     **dict.fromkeys(("ray_runtime_env", "run_environment"), "shim._workers.environment"),
     "compatible": "shim._compatible",
     "config_override": "shim._config_override",
+    "offload": "shim._offload",
     "Plan": "shim._planning.plan",
     "Report": "shim._engine.report",
 }

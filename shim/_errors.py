@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from shim._printing.printable import one_line
 
-__all__ = ["BindError", "MatrixError", "NotMetError", "OptionError", "ShimError", "SourceError", "StandInError"]
+__all__ = [
+    "BindError",
+    "MatrixError",
+    "NotMetError",
+    "OffloadError",
+    "OptionError",
+    "ShimError",
+    "SourceError",
+    "StandInError",
+]
 
 _LONG = 20_000  # characters; a message may name all patches
 
@@ -42,6 +51,10 @@ class SourceError(ShimError):
 
 class NotMetError(ShimError):
     """Something that was required (``require``, ``strict``, ``on_drift="error"``) is not met."""
+
+
+class OffloadError(ShimError, RuntimeError):
+    """Memory cannot be moved or put back by ``shim.offload``, or a call needs what it has moved."""
 
 
 class StandInError(ShimError, RuntimeError):

@@ -102,6 +102,7 @@ ROOMS = (
     "_configs",
     "_engine",
     "_matrix",
+    "_offload",
     "_planning",
     "_printing",
     "_releases",

@@ -54,12 +54,20 @@ def _from_data(function: Any, args: Sequence[Any], given: dict[str, Any]) -> Any
         found = args[0].detach()
         found = found.to(given["dtype"]) if given.get("dtype") is not None else found
         return found.clone() if function is torch.tensor else found
+    args = [_numbers(part) for part in args]
     if not is_cuda_argument(device):
         given = given if device is None else {**given, "device": device}
         found = function(*args, **given)
         return state().pin(found) if pinned else found
     needs_gradient = given.pop("requires_grad", False)
     return function(*args, **given).to(DEVICE).requires_grad_(needs_gradient)
+
+
+def _numbers(data: Any) -> Any:
+    """Data of Python in which tensors of the device are numbers, which the host reads one by one."""
+    if isinstance(data, (list, tuple)):
+        return [_numbers(part) for part in data]
+    return data.tolist() if isinstance(data, DeviceTensor) else data
 
 
 def _new_tensor(function: Any, args: list[Any], given: dict[str, Any]) -> Any:
