@@ -1,0 +1,84 @@
+"""shim.offload: two steps, sleep, wake and two steps are four steps, bit for bit, and nothing asked for stays."""
+
+import pytest
+import sleep_cases
+from sleep_cases import EXPERTS, Case
+
+from shim import testing
+from shim.testing import Layout
+
+ABOUT = []
+CELLS = {"0.12.0": "first", "0.16.1": "first", "0.19.2": "all"}
+
+SHARED = 4096  # bytes of no model: tables of positions in the cache of a function, the workspace of gathers
+
+ONE = {
+    "experts": Case("distributed", model=EXPERTS),
+    "bf16": Case("plain"),
+    "fp32": Case("plain", half=False),
+    "distributed, MTP": Case("distributed", mtp=1),
+    "distributed, fp32": Case("distributed", half=False),
+    "SGD": Case("sgd"),
+    "Muon": Case("muon"),
+    "precision-aware": Case("aware"),
+    "on the CPU": Case("offloaded"),
+    "LoRA": Case("distributed", lora=True),
+}
+# Stages that share a weight move it to the device themselves, when they are built on the CPU.
+UNTIED = {"share_embeddings_and_output_weights": False}
+TWO = {
+    "TP 2, SP": Case("plain", layout=Layout(tp=2, sequence_parallel=True)),
+    "PP 2": Case("distributed", layout=Layout(pp=2), model=UNTIED),
+    "EP 2": Case("distributed", layout=Layout(ep=2), model=EXPERTS),
+    "DP 2": Case("distributed", world=2),
+}
+FOUR = {
+    "TP 2, DP 2": Case("distributed", layout=Layout(tp=2, sequence_parallel=True), world=4, mtp=1),
+    "TP 2, PP 2": Case("distributed", layout=Layout(tp=2, pp=2), model=UNTIED),
+    "EP 2, PP 2": Case("distributed", layout=Layout(ep=2, pp=2), model={**EXPERTS, **UNTIED}),
+}
+
+
+@pytest.fixture(autouse=True)
+def on_cpu():
+    """In the place of the fixture that turns CUDA into the CPU."""
+
+
+@pytest.fixture(scope="module")
+def ranks1():
+    with testing.Ranks(1) as ranks:
+        yield ranks
+
+
+def check(found):
+    before, asleep, after = found.bytes
+    assert found.differ == []
+    assert asleep <= SHARED and found.left == {}
+    assert after == before == sum(found.freed.values()) + asleep
+
+
+def run(ranks, case, function=sleep_cases.slept):
+    try:
+        return ranks.run(function, case)
+    except testing.RankError as error:
+        if error.exception_type == "CannotRunError":
+            pytest.skip(str(error))
+        raise
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_one_rank(ranks1, name):
+    for found in run(ranks1, ONE[name]):
+        check(found)
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_ranks(ranks2, name):
+    for found in run(ranks2, TWO[name]):
+        check(found)
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_four_ranks(ranks4, name):
+    for found in run(ranks4, FOUR[name]):
+        check(found)

@@ -1,0 +1,276 @@
+"""Trainings on the pretended CUDA that sleep and wake between two steps, and what they hold on the device meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import shim
+from shim import testing
+from shim.patches.megatron_core._proof_optimizer_resume import FusedAdam
+from shim.patches.megatron_core.muon_qkv_shapes.proof import muon
+from shim.testing import Layout, pretend_cuda
+from shim.testing.cpu import optimizer_on_cpu, storage_shared_in_python, torch_norm_under_sequence_parallelism
+from shim.testing.pretend_cuda import DeviceTensor, values_of
+from shim.testing.proof import CannotRunError
+from shim.testing.schedules import run_microbatches
+
+TOKENS, VOCABULARY = 16, 64
+HALF: Mapping[str, Any] = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+EXPERTS: Mapping[str, Any] = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_load_balancing_type": "none",
+    "moe_router_dtype": "fp64",
+    "moe_token_dispatcher_type": "allgather",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training. optimizer: "plain", "distributed", "sgd", "muon", or "aware" and "offloaded", which are distributed.
+
+    model: options of the model; mtp: layers of multi-token prediction.
+    """
+
+    optimizer: str = "plain"
+    half: bool = True
+    layout: Layout = field(default_factory=Layout)
+    world: int = 1
+    lora: bool = False
+    mtp: int | None = None
+    model: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def distributed(self) -> bool:
+        return self.optimizer in ("distributed", "aware", "offloaded")
+
+
+class AwareAdam(FusedAdam):
+    """FusedAdam that is aware of precision: it keeps the weight in fp32 as a state, and writes the weight itself."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        *,
+        master_weight_dtype: Any = None,
+        exp_avg_dtype: Any = None,
+        exp_avg_sq_dtype: Any = None,
+        use_decoupled_grad: bool = False,
+        **_: Any,
+    ) -> None:
+        super().__init__(params, lr, betas, eps)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        for weight in weights:
+            state = self.state[weight]
+            if "master_param" not in state:
+                state["master_param"] = weight.detach().float()
+                state["exp_avg"] = torch.zeros_like(state["master_param"])
+                state["exp_avg_sq"] = torch.zeros_like(state["master_param"])
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            (first, second), step = group["betas"], group["step"]
+            for weight in group["params"]:
+                state = self.state[weight]
+                gradient = weight.grad if weight.grad is not None else weight.decoupled_grad
+                state["exp_avg"].lerp_(gradient.float(), 1 - first)
+                state["exp_avg_sq"].lerp_(gradient.float().square(), 1 - second)
+                size = (state["exp_avg_sq"] / (1 - second**step)).sqrt() + group["eps"]
+                state["master_param"].sub_(group["lr"] / (1 - first**step) * state["exp_avg"] / size)
+                weight.copy_(state["master_param"])
+
+
+class Training:
+    """A model on the device, and its optimizer."""
+
+    def __init__(self, case: Case, make: Any = optimizer_on_cpu) -> None:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig
+
+        self.case = case
+        options = {"mtp_num_layers": case.mtp, **(HALF if case.half else {}), **case.model}
+        if case.layout.sequence_parallel:
+            options["sequence_parallel"] = True
+        model = testing.build_gpt(**options)
+        if case.lora:
+            testing.add_lora(model)
+        if case.half:
+            model.bfloat16()
+        model.cuda()
+        ddp = DistributedDataParallelConfig(
+            use_distributed_optimizer=case.distributed, overlap_grad_reduce=False, grad_reduce_in_fp32=True
+        )
+        self.model: Any = DistributedDataParallel(model.config, ddp, model)
+        kind = case.optimizer if case.optimizer in ("sgd", "muon") else "adam"
+        names = ["transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers"]
+        te: dict[str, Any] = {name: SimpleNamespace(FusedAdam=AwareAdam) for name in names}
+        make_config = functools.partial(
+            OptimizerConfig,
+            optimizer=kind,
+            lr=1e-2,
+            weight_decay=0.1,
+            clip_grad=0.0,
+            bf16=case.half,
+            use_distributed_optimizer=case.distributed,
+            use_precision_aware_optimizer=case.optimizer == "aware",
+            **({"sgd_momentum": 0.9} if kind == "sgd" else {}),
+            **(
+                {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
+                if case.optimizer == "offloaded"
+                else {}
+            ),
+        )
+        with mock.patch.dict(sys.modules, te if case.optimizer == "aware" else {}):
+            config = make_config()
+        self.optimizer: Any = make(config, [self.model])
+
+    def step(self, number: int) -> None:
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self.passes(number)
+        self.optimizer.step()
+
+    def passes(self, number: int) -> None:
+        """Forward and backward passes of two microbatches, and the sum of their gradients over ranks."""
+        from megatron.core.distributed import finalize_model_grads
+
+        rows = [row_of(2 * number + each) for each in range(2)]
+        run_microbatches(self.model, rows, mean_of_row, TOKENS)
+        finalize_model_grads([self.model])
+
+    def values(self) -> dict[str, Tensor]:
+        """Weights, buffers and all states of the optimizer."""
+        found = {name: copied(value) for name, value in self.model.module.named_parameters()}
+        found |= {f"buffer {name}": copied(value) for name, value in self.model.module.named_buffers()}
+        for place, each in enumerate(getattr(self.optimizer, "chained_optimizers", [self.optimizer])):
+            inner = getattr(each, "optimizer", each)
+            weights = [weight for group in inner.param_groups for weight in group["params"]]
+            for number, weight in enumerate(weights):
+                found[f"main {place} {number}"] = copied(weight)
+                for name, value in inner.state.get(weight, {}).items():
+                    if isinstance(value, Tensor):
+                        found[f"{name} {place} {number}"] = copied(value)
+        return found
+
+
+def copied(tensor: Tensor) -> Tensor:
+    with pretend_cuda.uncounted():
+        return values_of(tensor.detach()).clone()
+
+
+def row_of(number: int) -> Tensor:
+    return torch.randint(VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(number)).cuda()
+
+
+def mean_of_row(row: Tensor, chunk: Any) -> tuple[Tensor, Any]:
+    losses = chunk(row, torch.arange(TOKENS, device="cuda")[None], None, labels=row.roll(-1, 1))
+    return losses, lambda losses: (losses.float().mean(), {"loss": losses.detach().float().mean()})
+
+
+def device_bytes() -> int:
+    """What all tensors of the device hold, seen by the garbage collector; each storage once."""
+    gc.collect()
+    storages = {}
+    for each in gc.get_objects():
+        if type(each) in (DeviceTensor, nn.Parameter) and isinstance(each, DeviceTensor):
+            storages[each.values.untyped_storage()._cdata] = each.values.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+@contextlib.contextmanager
+def as_on_a_gpu(case: Case) -> Iterator[Any]:
+    """The pretended device, and what a release needs without Transformer Engine. Yields what makes an optimizer."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer, optimizer_config
+
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(pretend_cuda.cuda_pretended())
+        undo.enter_context(torch_norm_under_sequence_parallelism())
+        undo.enter_context(storage_shared_in_python())
+        undo.enter_context(mock.patch.object(distrib_optimizer, "quantize_param_shard", lambda *a, **k: None))
+        if case.optimizer in ("aware", "offloaded"):
+            for owner in (optimizer, optimizer_config):
+                undo.enter_context(mock.patch.object(owner, "is_te_min_version", lambda *a, **k: True, create=True))
+        if (
+            "num_moe_experts" in case.model
+        ):  # 0.16 looks up a name in each step that it has with Transformer Engine only
+            from megatron.core.transformer.moe import moe_utils
+
+            undo.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
+        if case.optimizer == "aware":
+            adam: dict[str, Any] = {"Adam": AwareAdam, "USING_PYTORCH_OPTIMIZER": False}
+            undo.enter_context(mock.patch.multiple(optimizer, create=True, **adam))
+            theirs: dict[str, Any] = {"Adam": AwareAdam, "HAVE_APEX_OR_TE": True}
+            undo.enter_context(mock.patch.multiple(distrib_optimizer, create=True, **theirs))
+        undo.enter_context(testing.layout_initialised(case.layout))
+        torch.manual_seed(0)
+        yield undo.enter_context(muon()) if case.optimizer == "muon" else optimizer_on_cpu
+
+
+def need(case: Case) -> None:
+    """Raises CannotRunError if this release lacks what the case is about."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    if case.optimizer == "muon" and "muon_momentum" not in inspect.signature(OptimizerConfig).parameters:
+        raise CannotRunError("this release has no Muon")
+
+
+@dataclass
+class Slept:
+    """bytes: before, asleep, after. freed: by kind. left: as of the handle. same: names of values that differ."""
+
+    bytes: tuple[int, int, int]
+    freed: dict[str, int]
+    left: dict[str, dict[str, Any]]
+    differ: list[str]
+
+
+def offloaded(training: Training) -> Any:
+    return shim.offload(training.model, training.optimizer)
+
+
+def slept(case: Case, sleep: Callable[[Training], Any] = offloaded) -> Slept:
+    """Two steps, sleep, wake and two steps beside four steps, on this rank."""
+    need(case)
+    with as_on_a_gpu(case) as make:
+        training = Training(case, make)
+        for number in range(4):
+            training.step(number)
+        right = training.values()
+    del training
+    with as_on_a_gpu(case) as make:
+        others = device_bytes()  # of the training before, which globals of a release keep
+        training = Training(case, make)
+        for number in range(2):
+            training.step(number)
+        before = device_bytes() - others
+        handle = sleep(training)
+        asleep = device_bytes() - others
+        handle.restore()
+        after = device_bytes() - others
+        for number in range(2, 4):
+            training.step(number)
+        found = training.values()
+    assert found.keys() == right.keys()
+    differ = [name for name, value in found.items() if not torch.equal(value, right[name])]
+    freed = {kind: sum(parts.values()) for kind, parts in handle.freed.items()}
+    return Slept((before, asleep, after), freed, handle.left, differ)
