@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shim._errors import OffloadError, OptionError
 from shim._offload.found import GRADIENTS, KINDS, WEIGHTS, Found, Piece
@@ -149,7 +149,7 @@ def offload(
         found = Found({f"{place}:" if place else "": chunk for place, chunk in enumerate(chunks)}, optimizer)
         asleep._sleep(found, _chosen(found, wanted, asleep), chunks[0], pin)
         if GRADIENTS in wanted:
-            _drop_dummies(asleep)
+            _drop_scratch(asleep)
         for runtime in {getattr(torch, piece.tensor.device.type) for piece in found.pieces.values()}:
             runtime.empty_cache()  # else torch keeps the memory for itself
     return asleep
@@ -172,13 +172,16 @@ def _chosen(found: Found, wanted: Sequence[str], asleep: Offloaded) -> list[Piec
     return chosen
 
 
-def _drop_dummies(asleep: Offloaded) -> None:
-    """Gradients of no value that Transformer Engine makes on demand, and keeps."""
-    dummies: Any = getattr(sys.modules.get("transformer_engine.pytorch.module.base"), "_dummy_wgrads", {})
-    size = sum(each.numel() * each.itemsize for each in dummies.values() if each.device.type != "cpu")
-    dummies.clear()
-    if size:
-        asleep.freed.setdefault(GRADIENTS, Counter())["dummy gradients of Transformer Engine"] = size
+def _drop_scratch(asleep: Offloaded) -> None:
+    """Tensors without a value to keep, which are made on demand: they are not put back."""
+    te: Any = sys.modules.get("transformer_engine.pytorch.module.base")
+    workspace: Any = getattr(sys.modules.get("megatron.core.parallel_state"), "_GLOBAL_MEMORY_BUFFER", None)
+    for name, held in (("dummy gradients", (te, "_dummy_wgrads")), ("workspace", (workspace, "buffer"))):
+        scratch: dict[Any, Tensor] = getattr(*held, {})
+        size = sum(each.numel() * each.itemsize for each in scratch.values() if each.device.type != "cpu")
+        scratch.clear()
+        if size:
+            asleep.freed.setdefault(GRADIENTS, Counter())[name] += size
 
 
 def _wait_for_messages(chunks: Iterable[nn.Module]) -> None:

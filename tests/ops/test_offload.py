@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -415,10 +416,16 @@ def test_weights_in_fp8_and_their_caches(net):
     assert data.tolist() == [3] * 4 and cached.tolist() == [1.0] * 4
 
 
-def test_dummy_gradients_of_te_are_dropped(net):
-    module = "transformer_engine.pytorch.module.base"
-    kept = {(2, torch.float32): torch.zeros(2, device="cuda")}
-    with mock.patch.dict("sys.modules", {module: mock.Mock(_dummy_wgrads=kept)}):
+def test_scratch_is_dropped(net):
+    te, core = {(2, torch.float32): torch.zeros(2, device="cuda")}, {"mpu": torch.zeros(3, device="cuda")}
+    modules = {
+        "transformer_engine.pytorch.module.base": SimpleNamespace(_dummy_wgrads=te),
+        "megatron.core.parallel_state": SimpleNamespace(_GLOBAL_MEMORY_BUFFER=SimpleNamespace(buffer=core)),
+    }
+    with mock.patch.dict("sys.modules", modules):
+        shim.offload(net, what="weights").restore()
+        assert te and core
         asleep = shim.offload(net, what="gradients")
-    assert not kept and asleep.freed["gradients"]["dummy gradients of Transformer Engine"] == 8
+    assert not te and not core
+    assert (asleep.freed["gradients"]["dummy gradients"], asleep.freed["gradients"]["workspace"]) == (8, 12)
     asleep.restore()

@@ -236,10 +236,14 @@ def need(case: Case) -> None:
 
 @dataclass
 class Slept:
-    """bytes: before, asleep, after. freed: by kind. left: as of the handle. same: names of values that differ."""
+    """bytes: before, asleep, after. freed: by kind. dropped: of that, the workspace, which is not put back.
+
+    left: as of the handle. differ: names of values that differ from those without a sleep.
+    """
 
     bytes: tuple[int, int, int]
     freed: dict[str, int]
+    dropped: int
     left: dict[str, dict[str, Any]]
     differ: list[str]
 
@@ -273,4 +277,4 @@ def slept(case: Case, sleep: Callable[[Training], Any] = offloaded) -> Slept:
     assert found.keys() == right.keys()
     differ = [name for name, value in found.items() if not torch.equal(value, right[name])]
     freed = {kind: sum(parts.values()) for kind, parts in handle.freed.items()}
-    return Slept((before, asleep, after), freed, handle.left, differ)
+    return Slept((before, asleep, after), freed, handle.freed["gradients"]["workspace"], handle.left, differ)
