@@ -6,10 +6,8 @@ import contextlib
 import functools
 import gc
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,7 +16,7 @@ from torch import Tensor, nn
 
 import shim
 from shim import testing
-from shim.patches.megatron_core._proof_optimizer_resume import FusedAdam
+from shim.patches.megatron_core._proof_aware_adam import aware_adam, aware_config
 from shim.patches.megatron_core.muon_qkv_shapes.proof import muon
 from shim.testing import Layout, pretend_cuda
 from shim.testing.cpu import optimizer_on_cpu, storage_shared_in_python, torch_norm_under_sequence_parallelism
@@ -59,46 +57,6 @@ class Case:
         return self.optimizer in ("distributed", "aware", "offloaded")
 
 
-class AwareAdam(FusedAdam):
-    """FusedAdam that is aware of precision: it keeps the weight in fp32 as a state, and writes the weight itself."""
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        *,
-        master_weight_dtype: Any = None,
-        exp_avg_dtype: Any = None,
-        exp_avg_sq_dtype: Any = None,
-        use_decoupled_grad: bool = False,
-        **_: Any,
-    ) -> None:
-        super().__init__(params, lr, betas, eps)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        weights = [weight for group in self.param_groups for weight in group["params"]]
-        for weight in weights:
-            state = self.state[weight]
-            if "master_param" not in state:
-                state["master_param"] = weight.detach().float()
-                state["exp_avg"] = torch.zeros_like(state["master_param"])
-                state["exp_avg_sq"] = torch.zeros_like(state["master_param"])
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            (first, second), step = group["betas"], group["step"]
-            for weight in group["params"]:
-                state = self.state[weight]
-                gradient = weight.grad if weight.grad is not None else weight.decoupled_grad
-                state["exp_avg"].lerp_(gradient.float(), 1 - first)
-                state["exp_avg_sq"].lerp_(gradient.float().square(), 1 - second)
-                size = (state["exp_avg_sq"] / (1 - second**step)).sqrt() + group["eps"]
-                state["master_param"].sub_(group["lr"] / (1 - first**step) * state["exp_avg"] / size)
-                weight.copy_(state["master_param"])
-
-
 class Training:
     """A model on the device, and its optimizer."""
 
@@ -121,17 +79,13 @@ class Training:
         )
         self.model: Any = DistributedDataParallel(model.config, ddp, model)
         kind = case.optimizer if case.optimizer in ("sgd", "muon") else "adam"
-        names = ["transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers"]
-        te: dict[str, Any] = {name: SimpleNamespace(FusedAdam=AwareAdam) for name in names}
-        make_config = functools.partial(
-            OptimizerConfig,
-            optimizer=kind,
+        aware = case.optimizer == "aware"
+        config = (aware_config if aware else functools.partial(OptimizerConfig, optimizer=kind))(
             lr=1e-2,
             weight_decay=0.1,
             clip_grad=0.0,
             bf16=case.half,
             use_distributed_optimizer=case.distributed,
-            use_precision_aware_optimizer=case.optimizer == "aware",
             **({"sgd_momentum": 0.9} if kind == "sgd" else {}),
             **(
                 {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
@@ -139,8 +93,6 @@ class Training:
                 else {}
             ),
         )
-        with mock.patch.dict(sys.modules, te if case.optimizer == "aware" else {}):
-            config = make_config()
         self.optimizer: Any = make(config, [self.model])
 
     def step(self, number: int) -> None:
@@ -199,7 +151,6 @@ def device_bytes() -> int:
 @contextlib.contextmanager
 def as_on_a_gpu(case: Case) -> Iterator[Any]:
     """The pretended device, and what a release needs without Transformer Engine. Yields what makes an optimizer."""
-    from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer, optimizer_config
 
     with contextlib.ExitStack() as undo:
@@ -207,20 +158,17 @@ def as_on_a_gpu(case: Case) -> Iterator[Any]:
         undo.enter_context(torch_norm_under_sequence_parallelism())
         undo.enter_context(storage_shared_in_python())
         undo.enter_context(mock.patch.object(distrib_optimizer, "quantize_param_shard", lambda *a, **k: None))
-        if case.optimizer in ("aware", "offloaded"):
-            for owner in (optimizer, optimizer_config):
-                undo.enter_context(mock.patch.object(owner, "is_te_min_version", lambda *a, **k: True, create=True))
-        if (
-            "num_moe_experts" in case.model
-        ):  # 0.16 looks up a name in each step that it has with Transformer Engine only
+        if case.optimizer == "aware":
+            undo.enter_context(aware_adam())
+        if case.optimizer == "offloaded":
+            undo.enter_context(
+                mock.patch.object(optimizer_config, "is_te_min_version", lambda *_, **__: True, create=True)
+            )
+        if "num_moe_experts" in case.model:
             from megatron.core.transformer.moe import moe_utils
 
+            # 0.16 looks up a name in each step that it has with Transformer Engine only.
             undo.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
-        if case.optimizer == "aware":
-            adam: dict[str, Any] = {"Adam": AwareAdam, "USING_PYTORCH_OPTIMIZER": False}
-            undo.enter_context(mock.patch.multiple(optimizer, create=True, **adam))
-            theirs: dict[str, Any] = {"Adam": AwareAdam, "HAVE_APEX_OR_TE": True}
-            undo.enter_context(mock.patch.multiple(distrib_optimizer, create=True, **theirs))
         undo.enter_context(testing.layout_initialised(case.layout))
         torch.manual_seed(0)
         yield undo.enter_context(muon()) if case.optimizer == "muon" else optimizer_on_cpu

@@ -1,0 +1,76 @@
+"""Proof of optimizer-restored-shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shim import testing
+from shim.patches.megatron_core._proof_aware_adam import aware_adam, aware_config
+from shim.patches.megatron_core._proof_offloading import offloading
+from shim.testing.proof import Here, LacksFeatureError, proof
+
+HALF: Mapping[str, Any] = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+TOKENS = 16
+
+
+def trained(aware: bool = True, half: bool = True, sleep: bool = False) -> dict[str, Tensor]:
+    """The weights after four steps of the distributed optimizer, between which it is on the host, or not."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+    if not hasattr(MegatronOptimizer, "restore_from_cpu"):
+        raise LacksFeatureError("its optimizers cannot be offloaded")
+    torch.manual_seed(0)
+    model: Any = testing.build_gpt(num_layers=1, mtp_num_layers=None, **(HALF if half else {}))
+    model = model.bfloat16() if half else model
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=False, grad_reduce_in_fp32=True
+    )
+    settings = {"lr": 1e-2, "clip_grad": 0.0, "bf16": half, "use_distributed_optimizer": True}
+    with offloading():
+        wrapped: Any = DistributedDataParallel(model.config, ddp, model)
+        config = aware_config(**settings) if aware else OptimizerConfig(optimizer="adam", **settings)
+        optimizer = get_megatron_optimizer(config, [wrapped])
+        for number in range(4):
+            if sleep and number == 2:
+                optimizer.offload_to_cpu()
+                optimizer.restore_from_cpu()
+            wrapped.zero_grad_buffer()
+            optimizer.zero_grad()
+            row = torch.randint(64, (1, TOKENS), generator=torch.Generator().manual_seed(number))
+            wrapped(row, torch.arange(TOKENS)[None], None, labels=row).float().mean().backward()
+            wrapped.finish_grad_sync()
+            optimizer.step()
+    return {name: weight.detach().clone() for name, weight in model.named_parameters()}
+
+
+def changed_by_a_sleep() -> int:
+    """Weights that differ after four steps if the optimizer is offloaded and restored between them."""
+    with aware_adam():
+        right, found = trained(), trained(sleep=True)
+    return sum(not torch.equal(found[name], right[name]) for name in right)
+
+
+@proof(
+    "{:.0f} of 10 weights differ after 4 steps",
+    right="bit-equal",
+    crashes=r"^NameError: name 'logging' is not defined$",
+)
+def a_restored_optimizer_trains_the_model(here: Here) -> int:
+    """A precision-aware optimizer trains no weight of the model any more, once it was offloaded and restored.
+
+    To reproduce: wrap a GPTModel in bf16 in DistributedDataParallel, and make its optimizer by get_megatron_optimizer
+    with `OptimizerConfig(bf16=True, use_distributed_optimizer=True, use_precision_aware_optimizer=True)`. Take two
+    steps, call `optimizer.offload_to_cpu()` and `optimizer.restore_from_cpu()`, and take two more. Compare with four
+    steps.
+
+    The shards that it steps on are views of DDP's buffer of weights. `restore_from_cpu` gives them other memory, and
+    this optimizer leaves nobody to copy from there. Views should stay where they are. In 0.15 both methods raise
+    NameError: name 'logging' is not defined.
+    """
+    return here.run(changed_by_a_sleep)[0]

@@ -1,0 +1,43 @@
+"""optimizer-restored-shards: what stock moves right stays so, and releases without the methods need no patch."""
+
+import pytest
+import torch
+
+import shim
+from shim.patches.megatron_core._proof_aware_adam import aware_adam
+from shim.patches.megatron_core.optimizer_restored_shards.proof import trained
+
+CELLS = {"0.19.2": "all", "0.14.0": "first"}
+
+ID = "optimizer-restored-shards"
+NEEDED = shim.plan()[ID].wanted
+needed = pytest.mark.skipif(not NEEDED, reason="this release needs no patch")
+pytestmark = pytest.mark.usefixtures("one_rank")  # of tests/cells/conftest.py
+
+
+@needed
+@pytest.mark.parametrize("half", [True, False], ids=["bf16", "fp32"])
+def test_an_optimizer_with_copies_of_weights_trains_on(half):
+    """Its copies move, and come back; shards in fp32 stay."""
+    right = trained(aware=False, half=half)
+    with shim.patched(only=[ID], require=[ID]):
+        found = trained(aware=False, half=half, sleep=True)
+    assert all(torch.equal(found[name], right[name]) for name in right)
+
+
+@needed
+def test_without_a_sleep_nothing_changes():
+    with aware_adam():
+        right = trained()
+        with shim.patched(only=[ID], require=[ID]):
+            found = trained()
+    assert all(torch.equal(found[name], right[name]) for name in right)
+
+
+@pytest.mark.skipif(NEEDED, reason="this release needs the patch")
+def test_this_release_needs_no_patch():
+    """Its optimizers have no such methods."""
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+    assert shim.plan()[ID].action == "not-needed"
+    assert not hasattr(MegatronOptimizer, "offload_to_cpu")
