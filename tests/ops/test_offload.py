@@ -127,6 +127,21 @@ def test_weights_and_gradients_in_one_memory_move_together(net):
     assert memory.tolist() == [0.0] * 16
 
 
+def test_states_in_one_memory_have_the_names_of_their_weights(net):
+    flat = torch.zeros(20, device="cuda")
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    sgd.state[net.first.weight]["momentum_buffer"] = flat[:16].view(4, 4)
+    sgd.state[net.first.bias]["momentum_buffer"] = flat[16:]
+    with shim.offload(net, sgd) as asleep:
+        assert asleep.freed["optimizer"] == {"first.weight": 64, "first.bias": 16}
+
+
+def test_a_view_of_a_weight_that_the_optimizer_steps_on_is_the_weight(net):
+    shard = net.first.weight.detach().view(-1)[:8]
+    with shim.offload(net, torch.optim.SGD([shard], lr=0.1), what="weights") as asleep:
+        assert asleep.freed["weights"]["first.weight"] == 64 and "main_weights" not in asleep.left
+
+
 def test_memory_of_others_stays_and_is_named(net):
     stuck = torch.zeros(4).numpy()
     net.foreign = torch.zeros(4, device="cuda")
@@ -263,8 +278,9 @@ def test_a_method_that_others_have_put_on_an_object_comes_back(net, adam):
 
 def test_what_wrapped_a_refusal_meanwhile_calls_through(net, adam):
     asleep = shim.offload(net, adam)
-    adam.step = (lambda found: lambda: found())(adam.step)
+    adam.step = wrapper = (lambda found: lambda: found())(adam.step)
     asleep.restore()
+    assert adam.step is wrapper
     adam.step()
 
 
