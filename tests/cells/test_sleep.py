@@ -3,12 +3,13 @@
 import pytest
 import sleep_cases
 from sleep_cases import EXPERTS, Case
+from thorough import in_full
 
 from shim import testing
 from shim.testing import Layout
 
 ABOUT = []
-CELLS = {"0.12.0": "first", "0.16.1": "first", "0.19.2": "all"}
+CELLS = {"0.12.0": "first", "0.19.2": "all"}
 
 TABLES = 1024  # bytes of no model: tables of positions in the cache of a function
 
@@ -37,6 +38,9 @@ FOUR = {
     "TP 2, PP 2": Case("distributed", layout=Layout(tp=2, pp=2), model=UNTIED),
     "EP 2, PP 2": Case("distributed", layout=Layout(ep=2, pp=2), model={**EXPERTS, **UNTIED}),
 }
+
+
+ALONE = "TP 2, DP 2"  # of these, under `make test`
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +83,7 @@ def test_two_ranks(ranks2, name):
         check(found)
 
 
-@pytest.mark.parametrize("name", FOUR)
+@pytest.mark.parametrize("name", [ALONE, *(pytest.param(name, marks=in_full) for name in FOUR if name != ALONE)])
 def test_four_ranks(ranks4, name):
     for found in run(ranks4, FOUR[name]):
         check(found)

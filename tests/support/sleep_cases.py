@@ -203,6 +203,7 @@ def offloaded(training: Training) -> Any:
 def slept(case: Case, sleep: Callable[[Training], Any] = offloaded) -> Slept:
     """Two steps, sleep, wake and two steps beside four steps, on this rank."""
     need(case)
+    gc.freeze()  # hundreds of thousands of objects of modules, none of which is a tensor of the device
     with as_on_a_gpu(case) as make:
         training = Training(case, make)
         for number in range(4):
