@@ -28,8 +28,8 @@ ONE = {
 # Stages that share a weight move it to the device themselves, when they are built on the CPU.
 UNTIED = {"share_embeddings_and_output_weights": False}
 TWO = {
-    "TP 2, SP": Case("plain", layout=Layout(tp=2, sequence_parallel=True)),
     "PP 2": Case("distributed", layout=Layout(pp=2), model=UNTIED),
+    "TP 2, SP": Case("plain", layout=Layout(tp=2, sequence_parallel=True)),
     "EP 2": Case("distributed", layout=Layout(ep=2), model=EXPERTS),
     "DP 2": Case("distributed", world=2),
 }

@@ -57,7 +57,7 @@ def changed_by_a_sleep() -> int:
 
 
 @proof(
-    "{:.0f} of 10 weights differ after 4 steps",
+    "{:.0f} of 11 weights differ after 4 steps",
     right="bit-equal",
     crashes=r"^NameError: name 'logging' is not defined$",
 )
