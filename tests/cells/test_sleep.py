@@ -87,3 +87,8 @@ def test_two_ranks(ranks2, name):
 def test_four_ranks(ranks4, name):
     for found in run(ranks4, FOUR[name]):
         check(found)
+
+
+@pytest.mark.parametrize("optimizer", ["distributed", "plain"])
+def test_what_needs_a_sleeping_model_is_refused(ranks1, optimizer):
+    assert run(ranks1, Case(optimizer), sleep_cases.refused_asleep) == [[]]

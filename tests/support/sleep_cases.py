@@ -227,3 +227,31 @@ def slept(case: Case, sleep: Callable[[Training], Any] = offloaded) -> Slept:
     differ = [name for name, value in found.items() if not torch.equal(value, right[name])]
     freed = {kind: sum(parts.values()) for kind, parts in handle.freed.items()}
     return Slept((before, asleep, after), freed, handle.freed["gradients"]["workspace"], handle.left, differ)
+
+
+def refused_asleep(case: Case) -> list[str]:
+    """What a training that sleeps does not refuse, of forward, a step, and what a checkpoint is made of."""
+    with as_on_a_gpu(case) as make:
+        training = Training(case, make)
+        training.step(0)
+        model, optimizer = training.model, training.optimizer
+        calls: dict[str, Callable[[], Any]] = {
+            "forward": lambda: training.passes(0),
+            "zero_grad_buffer": lambda: model.zero_grad_buffer(),  # looked up when it is called, as a trainer does
+            "step": lambda: optimizer.step(),
+            "model.state_dict": lambda: model.state_dict(),
+            "model.sharded_state_dict": lambda: model.module.sharded_state_dict(),
+            "optimizer.state_dict": lambda: optimizer.state_dict(),
+            "optimizer.sharded_state_dict": lambda: optimizer.sharded_state_dict({}),
+            "optimizer.reload_model_params": lambda: optimizer.reload_model_params(),
+        }
+        allowed = []
+        with offloaded(training):
+            for name, call in calls.items():
+                try:
+                    call()
+                    allowed.append(name)
+                except shim.OffloadError:
+                    pass
+        training.step(1)
+        return allowed
