@@ -40,7 +40,11 @@ FOUR = {
 }
 
 
-ALONE = "TP 2, DP 2"  # of these, under `make test`
+IN_FULL = {"distributed, fp32", "SGD", "TP 2, PP 2", "EP 2, PP 2"}  # only under `make matrix`
+
+
+def named(cases):
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=in_full if n in IN_FULL else ()) for n in cases])
 
 
 @pytest.fixture(autouse=True)
@@ -71,24 +75,24 @@ def run(ranks, case, function=sleep_cases.slept):
         raise
 
 
-@pytest.mark.parametrize("name", ONE)
+@named(ONE)
 def test_one_rank(ranks1, name):
     for found in run(ranks1, ONE[name]):
         check(found)
 
 
-@pytest.mark.parametrize("name", TWO)
+@named(TWO)
 def test_two_ranks(ranks2, name):
     for found in run(ranks2, TWO[name]):
         check(found)
 
 
-@pytest.mark.parametrize("name", [ALONE, *(pytest.param(name, marks=in_full) for name in FOUR if name != ALONE)])
+@named(FOUR)
 def test_four_ranks(ranks4, name):
     for found in run(ranks4, FOUR[name]):
         check(found)
 
 
-@pytest.mark.parametrize("optimizer", ["distributed", "plain"])
+@pytest.mark.parametrize("optimizer", ["distributed", pytest.param("plain", marks=in_full)])
 def test_what_needs_a_sleeping_model_is_refused(ranks1, optimizer):
     assert run(ranks1, Case(optimizer), sleep_cases.refused_asleep) == [[]]
