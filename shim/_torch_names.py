@@ -57,14 +57,15 @@ NAMES = {
     # Autograd
     "torch:_C._autograd._get_sequence_nr": PrivateName(_STASH),
     "torch:_C._current_graph_task_id": PrivateName(
-        f"{_STASH}; scales of FP8 are kept for a second backward until the next forward"
+        f"{_STASH}; scales of FP8 are kept for a second backward until the next forward; "
+        "recomputed layers of a packed row share nothing"
     ),
     "torch:_C._autograd._get_current_graph_task_keep_graph": PrivateName(
         "scales of FP8 are kept for a second backward until the next forward; logprob writes over no logits that "
         "nobody reads: one copy more"
     ),
     "torch:_C._functorch.peek_interpreter_stack": PrivateName(
-        f"{_STASH}; keys of a packed row are rotated with a dozen launches more"
+        f"{_STASH}; packed rows are rotated with up to two dozen launches more for each layer"
     ),
     "torch.autograd.forward_ad:_current_level": PrivateName(_STASH),
     "torch:_C._storage_Use_Count": PrivateName("logprob never writes over a result: one more copy of logits"),

@@ -1,7 +1,15 @@
 """The rotation of a packed row as a whole, by a row of the table for each token (rope-thd, rope-fusion, mrope-thd).
 
-The places of the rows take a dozen launches, and queries and keys take the same rows. So the places that one rotation
-has found serve the next one as well, if that has the same offsets.
+Three parts of the work are done at three times:
+
+| part | launches | size | done for |
+|---|---|---|---|
+| the runs of the sequences (shim.ops.rope) | six; twenty under CP | one to four for each sequence | the layers of a pass |
+| the row of each token | four | a number for each token | queries and keys |
+| the gather of the table | one | a row of the table for each token | each rotation |
+
+A pass is a forward pass of a transformer block, or a backward pass that recomputes layers. Nothing that has a number
+for each token lives longer than a rotation, except between queries and keys.
 """
 
 from __future__ import annotations
@@ -19,8 +27,9 @@ from torch import Tensor
 
 from shim._torch_names import find
 from shim.ops._checks import capturing, is_plain, tracing
-from shim.ops.rope import thd_rows
-from shim.patches._arguments import Function, by_name, takes
+from shim.ops.rope import Runs, thd_rows, thd_runs
+from shim.patches._arguments import Function, argument, by_name, takes
+from shim.patches._named import Named
 
 ROPE = "megatron.core.models.common.embeddings.rope_utils:"
 
@@ -28,40 +37,104 @@ ROPE = "megatron.core.models.common.embeddings.rope_utils:"
 PIECES, PIECE_BYTES = 8, 16 << 20
 
 
-class _Kept(threading.local):
-    """The places that the last rotation of this thread has found: [question, freqs, cu_seqlens, rows], or [].
+class _Kept(Named, threading.local):
+    """What this thread has found for the offsets of packed rows.
 
-    They serve one more rotation only. Longer, and a write to the offsets that torch does not count, as by a kernel or
-    by `.data`, would go unnoticed. They are freed with the table or the offsets: four bytes for each token.
+    A write to the offsets that torch does not count, as by a kernel or by `.data`, goes unnoticed. So nothing is kept
+    from one pass to the next: a trainer may fill the same buffer for each. Within a pass nobody may, on stock either:
+    its layers would disagree. All is freed with the table or the offsets.
     """
 
-    rows: Sequence[Any] = ()
+    def __init__(self) -> None:
+        # Of the last rotation, for one more: question, version of the table, table, offsets, rows.
+        self.rows: list[Any] = []
+        # Of the forward pass of a transformer block that runs: [offsets, question, runs] for each offsets.
+        self.forward: list[Any] | None = None
+        # The same of the backward pass that ran last, and its number. No number comes twice.
+        self.backward: list[Any] = []
+        self.task = -1
+
+    def of_pass(self) -> list[Any] | None:
+        """What has been found in this pass. None if none is known to run."""
+        task = _task()
+        if self.forward is not None or task == -1:
+            return self.forward
+        if self.task != task:
+            self.task = task
+            self.backward.clear()
+        return self.backward
 
 
 _kept = _Kept()
+
+
+def of_one_pass(original: Function) -> Function:
+    """For the forward of a transformer block, whose layers have the same packed row."""
+    packed_of = argument(original, "packed_seq_params")
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or packed_of(args, kwargs) is None:
+            return original(*args, **kwargs)
+        found: list[Any] = []
+        before, _kept.forward = _kept.forward, found
+        _kept.rows.clear()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            found.clear()
+            _kept.rows.clear()
+            _kept.forward = before
+
+    return forward
 
 
 def gathered(
     freqs: Tensor, cu_seqlens: Tensor, tokens: int, *, cp_size: int, cp_rank: int, row_per_token: bool | None = True
 ) -> Tensor:
     """What shim.ops.rope.thd_freqs returns for these arguments."""
-    last, _kept.rows = [*_kept.rows], ()
     question = _question(freqs, cu_seqlens, (tokens, cp_size, cp_rank, row_per_token))
-    if last and last[0] == question and last[1]() is freqs and last[2]() is cu_seqlens:
-        return freqs.index_select(0, last[3])
-    rows = thd_rows(freqs, cu_seqlens, tokens, cp_size=cp_size, cp_rank=cp_rank, row_per_token=row_per_token)
-    if question is not None:
-        _kept.rows = kept = [question]
-
-        def free(_: Any) -> None:
-            kept.clear()
-
-        kept += [weakref.ref(freqs, free), weakref.ref(cu_seqlens, free), rows]
+    last = [*_kept.rows]
+    _kept.rows.clear()
+    first = not last
+    if last and last[:2] == [question, freqs._version] and last[2]() is freqs and last[3]() is cu_seqlens:
+        return freqs.index_select(0, last[4])
+    last.clear()
+    # With None the values of the table decide as well, and layers may have tables of their own.
+    known = None if question is None or row_per_token is None else _kept.of_pass()
+    runs = _found(known or (), cu_seqlens, question)
+    if runs is None:
+        runs = thd_runs(freqs, cu_seqlens, tokens, cp_size=cp_size, cp_rank=cp_rank, row_per_token=row_per_token)
+        if known is not None:
+            known.append([*_weakly(known, cu_seqlens), question, runs])
+    rows = thd_rows(runs, tokens)
+    if question is not None and first:  # else keys have offsets of their own: queries would take none of them
+        kept = _kept.rows
+        kept += [question, freqs._version, *_weakly(kept, freqs, cu_seqlens), rows]
     return freqs.index_select(0, rows)
 
 
+def _found(known: Sequence[Any], cu_seqlens: Tensor, question: Hashable) -> Runs | None:
+    return next((runs for offsets, asked, runs in known if offsets() is cu_seqlens and asked == question), None)
+
+
+def _task() -> int:
+    """The number of the backward pass that runs in this thread, or -1."""
+    current = find("torch:_C._current_graph_task_id")
+    return -1 if current is None else int(current())
+
+
+def _weakly(kept: list[Any], *tensors: Tensor) -> list[Any]:
+    """References to tensors, whose end empties `kept`. By them it refers to itself, so its owner empties it."""
+
+    def free(_: Any) -> None:
+        kept.clear()
+
+    return [weakref.ref(tensor, free) for tensor in tensors]
+
+
 def _question(freqs: Tensor, cu_seqlens: Tensor, how: Hashable) -> Hashable:
-    """What the places depend on beside the two tensors themselves. None if they must not be kept."""
+    """What the runs depend on beside the values of the two tensors. None if nothing must be kept."""
     if torch.compiler.is_compiling() or not (is_plain(freqs) and is_plain(cu_seqlens)):
         return None
     transform = find("torch:_C._functorch.peek_interpreter_stack")
@@ -71,7 +144,7 @@ def _question(freqs: Tensor, cu_seqlens: Tensor, how: Hashable) -> Hashable:
         return None
     # Another stream does not wait for the kernels of this one.
     stream = torch.cuda.current_stream(freqs.device).cuda_stream if freqs.device.type == "cuda" else None
-    return how, freqs._version, cu_seqlens._version, stream
+    return how, freqs.size(0), freqs.device, cu_seqlens._version, stream, _task()
 
 
 def in_pieces(rotate: Function, t: Tensor, rows: Tensor) -> Tensor:

@@ -7,45 +7,14 @@ r, then chunk 2 * cp - 1 - r (zigzag), so its row has L / cp tokens of the seque
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from shim.ops._checks import require
 
 __all__ = ["thd_freqs"]
-
-
-def _placed(
-    cu_seqlens: Tensor, tokens: int, device: torch.device | str, cp_size: int, cp_rank: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(position [T], sequence [T], start [N]) of the `tokens` = T tokens that rank `cp_rank` of `cp_size` holds.
-
-    position: that of a token in its sequence, counted over all ranks. sequence: the number of that sequence. start:
-    the start of each sequence in the whole row. position and start have the dtype of cu_seqlens.
-    """
-    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
-        raise ValueError(f"cu_seqlens must have the shape [N + 1] with N > 0, not {list(cu_seqlens.shape)}")
-    # A copy to the device does not wait; a copy from the device to the host would.
-    cu = cu_seqlens.to(device, non_blocking=True)
-    starts, lengths = cu[:-1], cu[1:] - cu[:-1]
-    if cp_size > 1:
-        lengths = torch.div(lengths, cp_size, rounding_mode="floor")
-    ends = lengths.cumsum(0, dtype=cu.dtype)
-    fits = (ends[-1] == tokens) & (lengths >= 0).all()
-    if cp_size > 1:
-        fits &= (lengths % 2 == 0).all()
-    require(fits, f"cu_seqlens does not fit a row of {tokens} tokens on each of {cp_size} ranks")
-    here = torch.arange(tokens, device=cu.device, dtype=cu.dtype)
-    # Empty sequences end where they begin; right=True skips them.
-    sequence = torch.bucketize(here, ends, right=True, out_int32=True).clamp_(max=lengths.numel() - 1)
-    position = here - (ends - lengths).index_select(0, sequence)
-    if cp_size > 1:
-        own = lengths.index_select(0, sequence)
-        half = own // 2
-        # The tail is chunk 2 * cp - 1 - rank.
-        tail = (cp_size - 1) * own - cp_rank * half
-        position += torch.where(position < half, cp_rank * half, tail)
-    return position, sequence, starts
 
 
 def thd_freqs(
@@ -71,22 +40,62 @@ def thd_freqs(
     IndexError, on CUDA a device-side assertion. The number of kernels does not depend on N, and the host reads nothing
     back.
     """
-    rows = thd_rows(freqs, cu_seqlens, tokens, cp_size=cp_size, cp_rank=cp_rank, row_per_token=row_per_token)
-    return freqs.index_select(0, rows)
+    runs = thd_runs(freqs, cu_seqlens, tokens, cp_size=cp_size, cp_rank=cp_rank, row_per_token=row_per_token)
+    return freqs.index_select(0, thd_rows(runs, tokens))
 
 
-def thd_rows(
+class Runs(NamedTuple):
+    """Tokens of a packed row on this rank that take consecutive rows of a table: a run for each sequence.
+
+    Under context parallelism there are two for each, one for each chunk. ends [R]: the place behind the last token of
+    a run. zeros [R]: the place at which it would take the table's first row. That may lie before the packed row.
+    """
+
+    ends: Tensor
+    zeros: Tensor
+
+
+def thd_runs(
     freqs: Tensor, cu_seqlens: Tensor, tokens: int, *, cp_size: int, cp_rank: int, row_per_token: bool | None
-) -> Tensor:
-    """Which rows of `freqs` `thd_freqs` takes: [T], with the dtype of cu_seqlens, on the device of freqs."""
-    rows, sequence, starts = _placed(cu_seqlens, tokens, freqs.device, cp_size, cp_rank)
-    if row_per_token is not False:
+) -> Runs:
+    """The runs of the rows that `thd_freqs` takes, with the dtype of cu_seqlens, on the device of freqs."""
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
+        raise ValueError(f"cu_seqlens must have the shape [N + 1] with N > 0, not {list(cu_seqlens.shape)}")
+    # A copy to the device does not wait; a copy from the device to the host would.
+    cu = cu_seqlens.to(freqs.device, non_blocking=True)
+    if cp_size == 1:
+        cuts = cu - cu[0]
+        zeros, ends = cuts[:-1], cuts[1:]
+    else:
+        lengths = torch.div(cu[1:] - cu[:-1], cp_size, rounding_mode="floor")
+        ends = lengths.cumsum(0, dtype=cu.dtype)
+        zeros = ends - lengths
+    fits = (ends[-1] == tokens) & (zeros <= ends).all()
+    if cp_size > 1:
+        fits &= (lengths % 2 == 0).all()
+    require(fits, f"cu_seqlens does not fit a row of {tokens} tokens on each of {cp_size} ranks")
+    # The whole row has at least as many tokens, so a table with fewer rows has none for each.
+    if row_per_token is not False and freqs.size(0) >= tokens * cp_size:
         # A product with the answer, because reading the answer would make the host wait.
-        is_so = cu_seqlens[-1].to(freqs.device, non_blocking=True) == freqs.size(0)
+        is_so = cu[-1] == freqs.size(0)
         if row_per_token is None:
-            is_so &= _begin_alike(freqs, starts)
-        rows += (starts * is_so).index_select(0, sequence)
-    return rows
+            is_so &= _begin_alike(freqs, cu[:-1])
+        zeros = zeros - cu[:-1] * is_so
+    if cp_size == 1:
+        return Runs(ends, zeros)
+    half = lengths // 2
+    head = cp_rank * half
+    tail = (cp_size - 1) * lengths - head  # to chunk 2 * cp - 1 - rank
+    return Runs(torch.stack([ends - half, ends], 1).flatten(), torch.stack([zeros - head, zeros - tail], 1).flatten())
+
+
+def thd_rows(runs: Runs, tokens: int) -> Tensor:
+    """The row of each token: [T], with the dtype and on the device of the runs."""
+    here = torch.arange(tokens, device=runs.ends.device, dtype=runs.ends.dtype)
+    # Empty runs end where they begin; right=True skips them.
+    run = torch.bucketize(here, runs.ends, right=True, out_int32=True)
+    here -= runs.zeros.index_select(0, run)
+    return here
 
 
 def _begin_alike(freqs: Tensor, starts: Tensor) -> Tensor:

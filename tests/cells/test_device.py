@@ -33,16 +33,17 @@ class Price(NamedTuple):
 
 PRICES = (
     Price(
-        ("packed", "MLA, packed", "mrope, packed", "CP 2, packed"),
-        14,
-        25_000,
-        "rope-thd: from 0.15 on stock takes views of some tables, and reads each sequence's length for that",
+        ("packed", "MLA, packed", "mrope, packed"),
+        6,
+        7_000,
+        "rope-thd: from 0.15 on stock takes views of some tables, and reads each sequence's length for that. What it "
+        "finds for a row serves all layers: six layers and more take fewer launches than stock",
     ),
     Price(
-        ("MTP, packed", "MTP, packed and padded", "CP 2, packed"),
-        30,
-        25_000,
-        "rope-thd: as above, for two layers or two halves; beside the other patches there are fewer in all",
+        ("MTP, packed", "MTP, packed and padded"),
+        6,
+        0,
+        "rope-thd: as above, for the layer of MTP as well; beside the other patches there are fewer in all",
         alone=True,
     ),
     Price(("MTP", "TP 2, SP"), 8, 200, "mtp-packed-sequences: a roll sees from its index which row it is of"),

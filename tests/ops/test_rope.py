@@ -119,10 +119,12 @@ def test_the_number_of_kernels_does_not_depend_on_the_sequences(ranks):
             self.names.append(function._schema.name)
             return function(*args, **(kwargs or {}))
 
-    def names(sequences):
+    def names(sequences, rows=1024):
         with Counting() as counting:
-            thd_freqs(torch.randn(8, 4), offsets([8] * sequences), 8 * sequences // ranks, cp_size=ranks)
+            thd_freqs(torch.randn(rows, 4), offsets([8] * sequences), 8 * sequences // ranks, cp_size=ranks)
         return counting.names
 
     assert names(1) == names(64)
     assert names(64).count("aten::_local_scalar_dense") == 1
+    # A table that is too short for a row for each token is not asked for them.
+    assert len(names(64, rows=8)) < len(names(64)) and names(2, rows=8) == names(64, rows=8)

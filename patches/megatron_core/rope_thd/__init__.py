@@ -5,7 +5,9 @@ What is slow (0.12 to 0.19): the unfused rotation of a packed (THD) row rotates 
 
 The patch gathers the row of the table for each token (shim.ops.rope). Upstream's function for unpacked rows then
 rotates the whole row at once. The result has the same bits, forward and backward. Large rows are rotated in a few
-pieces, so temporaries stay as small as those of upstream's loop. Keys take the places that queries have found.
+pieces, so temporaries stay as small as those of upstream's loop. Keys take the rows that queries have found, and the
+layers of a transformer block share what is found for the sequences, and so do the layers that a backward pass
+recomputes. Layers elsewhere, as of multi-token prediction or of a hybrid model, find it once each.
 
 Up to 0.14 the table has a row per position. From 0.15 on, a table with as many rows as the packed row has tokens has a
 row per token (multimodal embeddings). Upstream's loop reads it the same way.
@@ -22,9 +24,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shim.patches._arguments import Function
-from shim.patches.megatron_core._packed_rotation import ROPE, rotate_as_one
+from shim.patches.megatron_core._packed_rotation import ROPE, of_one_pass, rotate_as_one
 from shim.patches.megatron_core._rotation_tries import Operations, Rotation, configs_of, is_cut, plain_config
 
+BLOCK = "megatron.core.transformer.transformer_block:TransformerBlock.forward"
 VARIANTS = {"v0_12": False, "v0_15": True}  # whether a table may have a row for each token
 
 
@@ -45,4 +48,6 @@ def probe(function: Function, target: str, models: list[Any]) -> bool | str:
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
-    return {ROPE + "_apply_rotary_pos_emb_thd": functools.partial(rotate_as_one, row_per_token=VARIANTS[variant])}
+    found = {ROPE + "_apply_rotary_pos_emb_thd": functools.partial(rotate_as_one, row_per_token=VARIANTS[variant])}
+    # The loop of releases before takes more than all that layers could share.
+    return found if variant == "v0_12" else {**found, BLOCK: of_one_pass}
