@@ -4,7 +4,7 @@ Three parts of the work are done at three times:
 
 | part | launches | size | done for |
 |---|---|---|---|
-| the runs of the sequences (shim.ops.rope) | six; twenty under CP | one to four for each sequence | the layers of a pass |
+| the runs of sequences (shim.ops.rope) | six; twenty under CP | one to four for each sequence | the layers of a pass |
 | the row of each token | four | a number for each token | queries and keys |
 | the gather of the table | one | a row of the table for each token | each rotation |
 

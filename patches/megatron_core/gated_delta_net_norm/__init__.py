@@ -22,15 +22,16 @@ Delete when: finalize_model_grads sums the gradient in every supported release.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 from shim.patches._arguments import Function, argument, replacing
+from shim.patches.megatron_core._chunk_parameters import Chosen, Named, owners
 
 TARGET = "megatron.core.distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads"
 
-NORMS = "_apply_gated_norm"  # the method of every layer of the family that uses out_norm
+METHOD, NORM = "_apply_gated_norm", "out_norm"  # of every layer of the family: the method that uses the norm
 # Upstream sums the gradient of each weight of such a name, if the config says so.
 NAME, SUMS = "out_norm.q_layernorm.{}", SimpleNamespace(qk_layernorm=True, sequence_parallel=False)
 
@@ -41,11 +42,14 @@ def _allreduce(original: Function) -> Function:
 
     @functools.wraps(original)
     def _allreduce_non_tensor_model_parallel_grads(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        norms = [_norms(chunk, config_of(args, kwargs)) for chunk in model_of(args, kwargs)]
-        norms = [chunk for chunk in norms if chunk is not None]
-        if norms:
-            args, kwargs = with_model(args, kwargs, norms)
+        config = config_of(args, kwargs)
+        unsummed: dict[int, Any] = {}  # by the number of the chunk, in case upstream walks over one twice
+        chunks = model_of(args, kwargs)
+        watched = [_watched(number, chunk, config, unsummed) for number, chunk in enumerate(chunks)]
+        given, named = with_model(args, kwargs, watched)
+        result = original(*given, **named)
+        if unsummed:
+            args, kwargs = with_model(args, kwargs, list(unsummed.values()))
             args, kwargs = with_config(args, kwargs, SUMS)
             original(*args, **kwargs)
         return result
@@ -53,24 +57,30 @@ def _allreduce(original: Function) -> Function:
     return _allreduce_non_tensor_model_parallel_grads
 
 
-def _norms(chunk: Any, config: Any) -> Any:
-    """What stands for a chunk with nothing but its output norms whose gradients are still to be summed, or None."""
-    weights = {NAME.format(number): weight for number, weight in enumerate(_unsummed(chunk, config))}
-    if not weights:
-        return None
-    return SimpleNamespace(ddp_config=chunk.ddp_config, named_parameters=weights.items)
+def _watched(number: int, chunk: Any, config: Any, unsummed: dict[int, Any]) -> Chosen:
+    """What stands for the chunk, and adds to `unsummed` what stands for its output norms that are still to be summed.
+
+    It does so in upstream's walk over the parameters, which there is only if ranks have anything to sum.
+    """
+
+    def choose(named: Named) -> Named:
+        weights = [weight for name, weight in named if NORM in name and _is_unsummed(chunk, name, weight, config)]
+        if weights:
+            norms = [(NAME.format(place), weight) for place, weight in enumerate(weights)]
+            unsummed[number] = SimpleNamespace(ddp_config=chunk.ddp_config, named_parameters=lambda: norms)
+        return named
+
+    return Chosen(chunk, choose)
 
 
-def _unsummed(chunk: Any, config: Any) -> Iterator[Any]:
-    for module in chunk.modules():
-        # A trainer's own layer may have the method, and none of the attributes.
-        if not hasattr(type(module), NORMS) or getattr(module, "tp_size", 1) == 1 or not hasattr(module, "out_norm"):
-            continue
-        for weight in module.out_norm.parameters():
-            summed = config.sequence_parallel and getattr(weight, "sequence_parallel", False)
-            averaged = getattr(weight, "average_gradients_across_tp_domain", False)
-            if not summed and not averaged and not getattr(weight, "tensor_model_parallel", False):
-                yield weight
+def _is_unsummed(chunk: Any, name: str, weight: Any, config: Any) -> bool:
+    summed = config.sequence_parallel and getattr(weight, "sequence_parallel", False)
+    averaged = getattr(weight, "average_gradients_across_tp_domain", False)
+    if summed or averaged or getattr(weight, "tensor_model_parallel", False):
+        return False
+    # A trainer's own layer may have the method, and none of the attributes.
+    modules = owners(chunk, name, weight, NORM)
+    return any(hasattr(type(module), METHOD) and getattr(module, "tp_size", 1) != 1 for module in modules)
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:

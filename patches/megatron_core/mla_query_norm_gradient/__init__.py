@@ -21,14 +21,15 @@ Delete when: finalize_model_grads leaves these norms out in every supported rele
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from shim.patches._arguments import Function, argument, replacing
+from shim.patches.megatron_core._chunk_parameters import Chosen, Named, owners
 
 FINALIZE = "megatron.core.distributed.finalize_model_grads"
 SUMS = {"v0_12": "_allreduce_layernorm_grads", "v0_13": "_allreduce_non_tensor_model_parallel_grads"}
+NORM = "q_layernorm"
 COMPRESSED = "kv_layernorm"  # an attention that norms a compressed key has a compressed query as well, or no such norm
 
 
@@ -43,27 +44,19 @@ def _sum(original: Function) -> Function:
     return sum_gradients
 
 
-def _without_whole(chunk: Any) -> Any:
-    """The chunk, or what stands for it without weights whose gradients are whole on each rank."""
-    whole = {id(weight) for weight in _whole(chunk)}
-    if not whole:
-        return chunk
+def _without_whole(chunk: Any) -> Chosen:
+    """What stands for the chunk without weights whose gradients are whole on each rank."""
 
-    def named_parameters() -> Iterator[tuple[str, Any]]:
-        return ((name, weight) for name, weight in chunk.named_parameters() if id(weight) not in whole)
+    def choose(named: Named) -> Named:
+        return [(name, weight) for name, weight in named if NORM not in name or not _is_whole(chunk, name, weight)]
 
-    return SimpleNamespace(ddp_config=chunk.ddp_config, named_parameters=named_parameters)
+    return Chosen(chunk, choose)
 
 
-def _whole(chunk: Any) -> Iterator[Any]:
-    modules = getattr(chunk, "modules", tuple)  # another patch may pass on something that stands for a chunk
-    for module in modules():
-        norm = getattr(module, "q_layernorm", None)
-        if norm is None or not hasattr(module, COMPRESSED):
-            continue
-        for weight in norm.parameters():
-            if not getattr(weight, "sequence_parallel", False):
-                yield weight
+def _is_whole(chunk: Any, name: str, weight: Any) -> bool:
+    if getattr(weight, "sequence_parallel", False):
+        return False
+    return any(hasattr(module, COMPRESSED) for module in owners(chunk, name, weight, NORM))
 
 
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
