@@ -148,3 +148,21 @@ def counted_by_torch(buffer, values):
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
 def test_a_buffer_that_is_filled_for_each_microbatch_is_never_stale(recompute, write, ranks):
     assert ranks[1].run(losses_of_a_buffer, recompute, write)[0]
+
+
+def state_with_an_own_block():
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    class Own(TransformerBlock):
+        def forward(self, hidden_states, attention_mask, packed_seq_params=None, **others):
+            return hidden_states
+
+    with on_device("cpu", te=False), layout_initialised(Layout()):
+        model = testing.build_gpt(mtp_num_layers=None)
+        model.decoder.__class__ = Own
+        with shim.patched(only=[ID], require=[ID]):
+            return shim.check(model)[ID].state
+
+
+def test_a_block_with_a_forward_of_its_own_hides_no_more_than_what_layers_share(ranks):
+    assert ranks[1].run(state_with_an_own_block) == ["applied"]

@@ -23,6 +23,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from shim.patches._arguments import Function
 from shim.patches.megatron_core._packed_rotation import ROPE, of_one_pass, rotate_as_one
 from shim.patches.megatron_core._rotation_tries import Operations, Rotation, configs_of, is_cut, plain_config
@@ -33,6 +35,8 @@ VARIANTS = {"v0_12": False, "v0_15": True}  # whether a table may have a row for
 
 def probe(function: Function, target: str, models: list[Any]) -> bool | str:
     """Does the rotation of a packed row take more operations for more sequences? See docs/patch-modules.md."""
+    if isinstance(function, torch.nn.Module):
+        return True  # a block with a forward of its own has no loop either: each layer finds the rows
     if is_cut(target):
         return "shim cannot rotate a whole row on a rank that has a part of it"
     config, counts = (configs_of(models) or [plain_config()])[0], []
