@@ -33,7 +33,7 @@ from .matrix_text import top_bound, with_commit, with_new_range, with_release, w
 from .pin import Evidence, measure_one, replace_file
 from .pin_all import tables_of_names
 
-__all__ = ["Added", "New", "add", "parse_new", "seconds"]
+__all__ = ["Added", "New", "add", "parse_new", "seconds", "tree_of"]
 
 NEW = re.compile(r"(?:([A-Za-z0-9._-]+)==)?([A-Za-z0-9.+!_-]+)")
 HASH = re.compile(r"[0-9a-f]{10,40}")
@@ -173,7 +173,7 @@ def add(
             raise OptionError(f"{new.distribution} {new.name} is supported already")
         commit, name = None, new.name
         root = source if source is not None else fetch(new.distribution, name)
-        tree = _release(new, root)
+        tree = tree_of(new, root)
     say(f"audits {new.distribution} {name}")
     found = audit(matrix, tree, fetch, proved=evidence_for(proved, tree.environment))
     findings = {f.id: f for f in found.findings if f.distribution == new.distribution}
@@ -221,7 +221,7 @@ def add(
     )
 
 
-def _release(new: New, root: Path) -> Tree:
+def tree_of(new: New, root: Path) -> Tree:
     """The tree at `root`. OptionError if it is another release."""
     tree = open_tree(str(root), _nothing)
     installed = tree.environment.installed.get(new.distribution)

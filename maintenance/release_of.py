@@ -27,7 +27,7 @@ from shim._tools.pin_prove import AGAINST
 from shim._tools.progress import Progress
 from shim.testing.releases import environment
 
-from .pin_add import Added, New, add, parse_new
+from .pin_add import Added, New, add, parse_new, tree_of
 
 __all__ = ["main"]
 
@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise OptionError("a commit is added by `shim pin --add`")
     started = time.monotonic()
     source = options.source or fetching.fetched(new.distribution, new.name)
+    tree_of(new, source)  # an error for another release, before minutes of proofs
     report = PACKAGE.parent / "build" / f"release-of-{new.name}.txt"
     report.parent.mkdir(exist_ok=True)
     file = options.proved or report.with_suffix(".lock")

@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from unit_helpers import megatron
 
 from shim._errors import OptionError
 from shim._planning.evidence import CANNOT_RUN, FIXED, LACKING, NOT_FIXED, RIGHT, VERDICTS
@@ -58,6 +59,12 @@ def test_there_are_at_most_thirty_lines():
 
 def test_every_verdict_says_what_to_do():
     assert set(TODO) == set(VERDICTS) == set(TITLES) == {FIXED, RIGHT, LACKING, NOT_FIXED, CANNOT_RUN}
+
+
+def test_another_release_is_refused_before_its_proofs(tmp_path, monkeypatch):
+    monkeypatch.setattr(release_of, "_prove", lambda *given: pytest.fail("proofs ran"))
+    with pytest.raises(OptionError, match=r"says that it is megatron-core 0\.19\.0, and not 0\.20\.0"):
+        release_of.main(["0.20.0", str(megatron(tmp_path, "0.19.0", {"roll.py": "x = 1\n"}))])
 
 
 def test_a_commit_is_no_release(monkeypatch):
