@@ -236,7 +236,7 @@ def test_lists_of_arguments_are_split_too(asked):
     ("name", "found"),
     [
         ("mtp-", ["mtp-loss-cp", "mtp-recompute", "mtp-without-te"]),
-        ("packed", ["mla-packed-rope", "mtp-packed-sequences"]),
+        ("packed", ["mla-packed-rope", "packed-seq-aux-loss"]),
         ("paged_stash", ["paged-stash"]),
         ("Paged-Stash", ["paged-stash"]),
         ("stash", ["paged-stash"]),
