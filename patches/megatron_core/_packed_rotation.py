@@ -41,8 +41,9 @@ class _Kept(Named, threading.local):
     """What this thread has found for the offsets of packed rows.
 
     A write to the offsets that torch does not count, as by a kernel or by `.data`, goes unnoticed. So nothing is kept
-    from one pass to the next: a trainer may fill the same buffer for each. Within a pass nobody may, on stock either:
-    its layers would disagree. All is freed with the table or the offsets.
+    from one pass to the next: a trainer may fill the same buffer for each. Within a pass nobody may: on stock, too, the
+    layers of a forward would disagree. One backward over several microbatches is one pass, so that checkpoints which
+    share a buffer must write to it in ways that torch counts. All is freed with the table or the offsets.
     """
 
     def __init__(self) -> None:
