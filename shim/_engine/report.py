@@ -118,6 +118,7 @@ class _Identified:
     """What a report that left its process has in the place of its plan."""
 
     digest: str
+    numbers: str
 
 
 @record
@@ -147,7 +148,7 @@ class Report:
         return vars(self) | {"plan": self.digest} == vars(other) | {"plan": other.digest}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "plan": _Identified(self.digest)}
+        return {**self.__dict__, "plan": _Identified(self.digest, self.plan.numbers)}
 
     def __getitem__(self, id: str) -> PatchReport:
         return self.patches[id]
@@ -215,7 +216,7 @@ class Report:
         lines = [headline(rows, "applied", len(self.lost)), f"  on {releases} (digest {self.digest})"]
         if any(row.concern for row in rows):
             lines.insert(1, concern_line(rows, MODEL))
-        lines += [f"  ! {one_line(item)}" for item in self.lost]
+        lines += [f"  {self.plan.numbers}", *(f"  ! {one_line(item)}" for item in self.lost)]
         return "\n".join([*lines, *grouped(rows, "applied", verbose, MODEL)])
 
     def __str__(self) -> str:

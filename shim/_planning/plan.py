@@ -52,6 +52,18 @@ class Plan:
         """The identity of the plan as plain data, see `identity_of`."""
         return identity_of(self.decisions, self.matrix, self.environment, self.options.packages)
 
+    @property
+    def numbers(self) -> str:
+        """In a few words, whether the plan changes numbers that stock has right."""
+        asked = [
+            id
+            for id, d in self.decisions.items()
+            if d.wanted and (d.options.get(ROUNDING) or is_off_unless_rounding(self.matrix.patches[id]))
+        ]
+        if not asked:
+            return "a run that meets no defect has stock's bits"
+        return f"rounding differs from stock's, as asked: {', '.join(asked)}"
+
     @computed_once
     def lost_features(self) -> tuple[LostFeature, ...]:
         """The lost features of the installed pair, fixed or not. Empty if `pair_is_known` is not true.
