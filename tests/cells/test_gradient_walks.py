@@ -59,6 +59,6 @@ def beyond_stock(tp):
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_model_without_such_layers_costs_no_call_for_a_layer(tp):
     with testing.Ranks(tp) as ranks:
-        for few, many in ranks.run(beyond_stock, tp, timeout=300):
+        for few, many in ranks.run(beyond_stock, tp):
             assert few == many, (few, many)
             assert max(many) <= 30, many  # for a chunk

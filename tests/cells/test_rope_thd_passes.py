@@ -108,7 +108,7 @@ def ranks():
 def test_a_step_has_the_bits_of_stock_and_no_operation_more(name, ranks):
     case = CASES[name]
     sequences = max(map(len, case.lengths))
-    for same, stock, mine, peak, my_peak in ranks[case.layout.world].run(both_sides, case, timeout=300):
+    for same, stock, mine, peak, my_peak in ranks[case.layout.world].run(both_sides, case):
         assert same
         assert mine <= stock
         if case.layout.world == 1:  # messages under way hold memory for as long as they please
