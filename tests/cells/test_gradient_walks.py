@@ -10,7 +10,7 @@ import shim
 from shim import testing
 
 ABOUT = ["gated-delta-net-norm", "mla-query-norm-gradient"]
-CELLS = {"0.12.3": "all", "0.18.2": "all"}
+CELLS = {"0.12.3": "all", "0.18.2": "all", "0.19.2": "first"}
 
 WANTED = [id for id in ABOUT if shim.plan()[id].wanted]
 TARGET = shim.plan()["mla-query-norm-gradient"].wiring.targets[0] if "mla-query-norm-gradient" in WANTED else ""
