@@ -52,9 +52,24 @@ def on_cpu():
     """In the place of the fixture that turns CUDA into the CPU."""
 
 
+# Pools of their own: those of the other files were forked where CUDA is the CPU.
+
+
 @pytest.fixture(scope="module")
 def ranks1():
     with testing.Ranks(1) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def ranks2():
+    with testing.Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def ranks4():
+    with testing.Ranks(4) as ranks:
         yield ranks
 
 
