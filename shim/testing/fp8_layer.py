@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from .fp8 import state_manager
 
-__all__ = ["OnGpu", "delayed_scaling", "fp8_linear", "fp8_region", "fresh_fp8_state"]
+__all__ = ["OnGpu", "delayed_scaling", "fp8_linear", "fp8_region", "forget_fp8_state", "fresh_fp8_state"]
 
 LARGEST = 448.0  # of E4M3
 
@@ -78,14 +78,15 @@ def fp8_region(recipe: Any) -> AbstractContextManager[Any]:
 @contextlib.contextmanager
 def fresh_fp8_state() -> Iterator[None]:
     """Inside, Transformer Engine knows of no earlier module, scale or recompute. At the end it forgets those inside."""
-    _forget()
+    forget_fp8_state()
     try:
         yield
     finally:
-        _forget()
+        forget_fp8_state()
 
 
-def _forget() -> None:
+def forget_fp8_state() -> None:
+    """Let Transformer Engine know of no earlier module, scale, recompute or group of ranks."""
     from transformer_engine.pytorch.distributed import activation_recompute_forward
 
     state_manager().reset()

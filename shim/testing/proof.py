@@ -204,6 +204,11 @@ class Here:
         layout = Layout() if layout is None else layout
         if layout.world == 1:
             return [_on_rank(function, args, layout, self.device, self._te)]
+        if self._te:
+            from .fp8_layer import forget_fp8_state
+
+            # A group of this process would be freed in the forked one, and wait there for threads that it lacks.
+            forget_fp8_state()
         try:
             with Ranks(layout.world) as ranks:
                 return ranks.run(_on_rank, function, args, layout, "cpu", self._te, timeout=timeout)
