@@ -56,6 +56,15 @@ def group(size):
 # Probes that ask the config and the groups, and leave what they cannot run
 
 STILL = {
+    "packed-seq-aux-loss": [
+        (Module({"num_moe_experts": experts, "moe_router_load_balancing_type": kind}), said)
+        for experts, kind, said in (
+            (None, "seq_aux_loss", True),
+            (4, "aux_loss", True),
+            (4, "seq_aux_loss", CANNOT_TELL),
+            (4, ["aux_loss", "seq_aux_loss"], CANNOT_TELL),
+        )
+    ],
     "mla-rope-table": [
         (Module(cp_group=None), True),
         (Module(cp_group=group(1)), True),

@@ -43,6 +43,13 @@ ROUTER = "megatron.core.transformer.moe.router:TopKRouter._apply_seq_aux_loss"
 LOSS = "megatron.core.transformer.moe.moe_utils:sequence_load_balancing_loss_func"
 
 
+def probe(module: Any, method: str, models: list[Any]) -> bool | str:
+    """See docs/patch-modules.md. Without this kind of loss there is nothing to carry."""
+    if not module.config.num_moe_experts or "seq_aux_loss" not in module.config.moe_router_load_balancing_type:
+        return True
+    return "shim cannot see whether the packed row of the call reaches the router"
+
+
 def bindings(variant: str, options: Mapping[str, Any]) -> Mapping[str, Callable[[Function], Function]]:
     """Target -> factory for a variant. A factory takes upstream's object and returns the replacement."""
     held: dict[str, Callable[[Function], Function]] = {
