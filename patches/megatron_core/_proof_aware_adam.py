@@ -9,8 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import torch
-
 from shim.patches.megatron_core._proof_optimizer_resume import FusedAdam
 
 TE = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers")
@@ -34,23 +32,12 @@ class AwareAdam(FusedAdam):
     ) -> None:
         super().__init__(params, lr, betas, eps)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            (first, second), step = group["betas"], group["step"]
-            for weight in group["params"]:
-                state = self.state[weight]
-                if "master_param" not in state:
-                    state["master_param"] = weight.detach().float()
-                    state["exp_avg"] = torch.zeros_like(state["master_param"])
-                    state["exp_avg_sq"] = torch.zeros_like(state["master_param"])
-                gradient = (weight.grad if weight.grad is not None else weight.decoupled_grad).float()
-                state["exp_avg"].lerp_(gradient, 1 - first)
-                state["exp_avg_sq"].lerp_(gradient.square(), 1 - second)
-                size = (state["exp_avg_sq"] / (1 - second**step)).sqrt() + group["eps"]
-                state["master_param"].sub_(group["lr"] / (1 - first**step) * state["exp_avg"] / size)
-                weight.copy_(state["master_param"])
+    def _stepped(self, weight: Any) -> tuple[Any, Any]:
+        state = self.state[weight]
+        if "master_param" not in state:
+            state["master_param"] = weight.detach().float()
+        gradient = weight.grad if weight.grad is not None else weight.decoupled_grad
+        return state["master_param"], gradient.float()
 
 
 @contextlib.contextmanager

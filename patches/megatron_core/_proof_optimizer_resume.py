@@ -42,13 +42,20 @@ class FusedAdam(torch.optim.Optimizer):
             group["step"] = group.get("step", 0) + 1
             (first, second), step = group["betas"], group["step"]
             for weight in group["params"]:
+                main, gradient = self._stepped(weight)
                 state = self.state[weight]
-                if not state:
-                    state.update(exp_avg=torch.zeros_like(weight), exp_avg_sq=torch.zeros_like(weight))
-                state["exp_avg"].lerp_(weight.grad, 1 - first)
-                state["exp_avg_sq"].lerp_(weight.grad.square(), 1 - second)
+                if "exp_avg" not in state:
+                    state.update(exp_avg=torch.zeros_like(main), exp_avg_sq=torch.zeros_like(main))
+                state["exp_avg"].lerp_(gradient, 1 - first)
+                state["exp_avg_sq"].lerp_(gradient.square(), 1 - second)
                 size = (state["exp_avg_sq"] / (1 - second**step)).sqrt() + group["eps"]
-                weight.sub_(group["lr"] / (1 - first**step) * state["exp_avg"] / size)
+                main.sub_(group["lr"] / (1 - first**step) * state["exp_avg"] / size)
+                if main is not weight:
+                    weight.copy_(main)
+
+    def _stepped(self, weight: Any) -> tuple[Any, Any]:
+        """What the step changes, and its gradient."""
+        return weight, weight.grad
 
 
 @contextlib.contextmanager
