@@ -75,5 +75,15 @@ def ranks4():
         yield ranks
 
 
+@pytest.fixture(scope="module")
+def ranks():
+    """Pools of one file, by the number of ranks: forked on first use, with what the file has put in place by then.
+
+    Those above may have been forked by another file, where CUDA is the CPU.
+    """
+    with testing.Ranks(1) as one, testing.Ranks(2) as two, testing.Ranks(4) as four:
+        yield {1: one, 2: two, 4: four}
+
+
 def pytest_collection_finish():
     chosen.keep_what_is_imported()

@@ -73,13 +73,6 @@ def on_cpu():
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    """Pools by the number of ranks."""
-    with testing.Ranks(1) as one, testing.Ranks(2) as two:
-        yield {1: one, 2: two}
-
-
-@pytest.fixture(scope="module")
 def runs(ranks):
     """Runs a step on the first rank, on stock or under all patches, once each."""
     found = {}

@@ -34,23 +34,17 @@ def asked():
     return seeds
 
 
-@pytest.fixture(scope="module")
-def pools():
-    with testing.Ranks(1) as one, testing.Ranks(2) as two, testing.Ranks(4) as four:
-        yield {1: one, 2: two, 4: four}
-
-
 @pytest.mark.parametrize("seed", asked())
-def test_a_step_is_that_of_one_rank_and_one_sequence(pools, seed):
+def test_a_step_is_that_of_one_rank_and_one_sequence(ranks, seed):
     step = drawn_steps.draw(seed)
     again = f"make fuzz SEEDS={seed} RELEASE={testing.release()}\nseed {seed}: {step}"
     try:
         right = whole_steps.truth(step)
-        ranks = pools[step.world].run(whole_steps.found, step)
+        found = ranks[step.world].run(whole_steps.found, step)
     except Exception as error:
         raise AssertionError(f"{again}\n{type(error).__name__}: {error}") from error
     together, each = whole_steps.BOUND[step.options["params_dtype"]]
-    for shares in ranks:
+    for shares in found:
         all_off, (error, name) = whole_steps.worst(shares, right)
         assert all_off < together and error < each, f"{again}\noff by {all_off:.1e}, {error:.1e} at {name}"
-    assert right.keys() <= {name for shares in ranks for name, *_ in shares}, again
+    assert right.keys() <= {name for shares in found for name, *_ in shares}, again

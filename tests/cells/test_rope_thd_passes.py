@@ -97,13 +97,6 @@ def counted(step):
     return footprint.operations, footprint.peak_bytes
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    """Pools by the number of ranks."""
-    with testing.Ranks(1) as one, testing.Ranks(2) as two:
-        yield {1: one, 2: two}
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_has_the_bits_of_stock_and_no_operation_more(name, ranks):
     case = CASES[name]

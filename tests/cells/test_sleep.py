@@ -52,27 +52,6 @@ def on_cpu():
     """In the place of the fixture that turns CUDA into the CPU."""
 
 
-# Pools of their own: those of the other files were forked where CUDA is the CPU.
-
-
-@pytest.fixture(scope="module")
-def ranks1():
-    with testing.Ranks(1) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def ranks2():
-    with testing.Ranks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def ranks4():
-    with testing.Ranks(4) as ranks:
-        yield ranks
-
-
 def check(found):
     before, asleep, after = found.bytes
     assert found.differ == []
@@ -91,23 +70,23 @@ def run(ranks, case, function=sleep_cases.slept):
 
 
 @named(ONE)
-def test_one_rank(ranks1, name):
-    for found in run(ranks1, ONE[name]):
+def test_one_rank(ranks, name):
+    for found in run(ranks[1], ONE[name]):
         check(found)
 
 
 @named(TWO)
-def test_two_ranks(ranks2, name):
-    for found in run(ranks2, TWO[name]):
+def test_two_ranks(ranks, name):
+    for found in run(ranks[2], TWO[name]):
         check(found)
 
 
 @named(FOUR)
-def test_four_ranks(ranks4, name):
-    for found in run(ranks4, FOUR[name]):
+def test_four_ranks(ranks, name):
+    for found in run(ranks[4], FOUR[name]):
         check(found)
 
 
 @pytest.mark.parametrize("optimizer", ["distributed", pytest.param("plain", marks=in_full)])
-def test_what_needs_a_sleeping_model_is_refused(ranks1, optimizer):
-    assert run(ranks1, Case(optimizer), sleep_cases.refused_asleep) == [[]]
+def test_what_needs_a_sleeping_model_is_refused(ranks, optimizer):
+    assert run(ranks[1], Case(optimizer), sleep_cases.refused_asleep) == [[]]

@@ -98,13 +98,6 @@ BUILDS = [id for id in ("moe-without-te", "mla-without-te", "mtp-without-te") if
 WRONG = {name: "mla-rope-key-gradient" for name in CASES if name.startswith("MLA, TP 2")}
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    """Pools by the number of ranks."""
-    with testing.Ranks(1) as one, testing.Ranks(2) as two:
-        yield {1: one, 2: two}
-
-
 class StockError(Exception):
     """Stock cannot do it here."""
 

@@ -6,7 +6,6 @@ import pytest
 import torch.distributed as dist
 
 import shim
-from shim import testing
 from shim.testing.trainings import TRAININGS, counted
 
 CELLS = {"0.19.2": "all"}
@@ -14,13 +13,6 @@ CELLS = {"0.19.2": "all"}
 # What these add or save, benchmarks/counts.py tells (docs/benchmarks.md).
 PRICED = {"chunked-logprob", "mtp-packed-sequences", "rope-fusion", "rope-thd"}
 FREE = [id for id, decision in shim.plan().decisions.items() if decision.wanted and id not in PRICED]
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    """Pools by the number of ranks."""
-    with testing.Ranks(1) as one, testing.Ranks(2) as two:
-        yield {1: one, 2: two}
 
 
 def stock_and_patched(training):
