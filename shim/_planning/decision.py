@@ -32,6 +32,8 @@ class Decision:
     skipped: Mapping[str, str] = field(default_factory=dict)
     # Targets of the variant that are not bound, because their bodies are not known, with the reasons.
     dropped: Mapping[str, str] = field(default_factory=dict)
+    # Whether it binds a body that is not known, because on_drift="apply" asked for it.
+    unseen: bool = False
 
     @computed_once
     def wanted(self) -> bool:

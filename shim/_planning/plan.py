@@ -60,6 +60,9 @@ class Plan:
             for id, d in self.decisions.items()
             if d.wanted and (d.options.get(ROUNDING) or is_off_unless_rounding(self.matrix.patches[id]))
         ]
+        unseen = [id for id, decision in self.decisions.items() if decision.unseen]
+        if unseen and not asked:
+            return f"whether numbers change is not known of patches on unknown bodies, as asked: {', '.join(unseen)}"
         if not asked:
             return "a run that meets no defect has stock's bits"
         return f"rounding differs from stock's, as asked: {', '.join(asked)}"
@@ -209,13 +212,13 @@ def _decide(
     if is_off_unless_rounding(entry) and action in ("apply", "drifted") and not options.may_round(entry.id):
         return Decision(entry.id, entry.kind, "excluded", ROUNDS)
     variant, dropped = entry.variants.get(found.variant or ""), found.dropped
-    if dropped and options.on_drift == "apply" and found.signatures_fit:
-        dropped = {}
+    forced = options.on_drift == "apply" and found.signatures_fit and bool(dropped or action == "drifted")
+    dropped = {} if forced else dropped
     if dropped:
         remedy = _drift_remedy(entry, environment, matrix, replace(found, cause="changed"), proved is not None)
     if action == "drifted":
         remedy = _drift_remedy(entry, environment, matrix, found, proved is not None)
-        if options.on_drift == "apply" and found.signatures_fit:
+        if forced:
             action, reason, remedy = "apply", f"applied to a body that is not known, as asked for: {reason}", ""
         elif options.on_drift == "apply":
             causes = {
@@ -235,6 +238,7 @@ def _decide(
         options.for_patch(entry.id, entry.options or {}),
         remedy,
         dropped=dropped if action == "apply" else {},
+        unseen=forced and action == "apply",
     )
 
 

@@ -62,7 +62,7 @@ def plan_text(plan: Plan, verbose: bool = False, run: Run | None = None) -> str:
     lines += problems
     if missing and not verbose:
         return "\n".join(lines)
-    lines += [f"  plan {plan.digest}", f"  {plan.numbers}"]
+    lines += [f"  plan {plan.digest}: {plan.numbers}"]
     # All are named to one who asks for all, or for a run; else a plan fits a screen.
     most = None if verbose or run is not None or plan.options.concerns is not None else NAMED
     words = run.words if run is not None else ""

@@ -70,7 +70,7 @@ _TITLES = {
     "stuck": "Not applied, because their modules cannot be imported here:",
     **_APPLIED,
     "open": "{Applied}, and of concern if the words behind the summary hold, which is not known:",
-    "features": "Features {applied}, without effect until you use them (by a flag, an option or a call):",
+    "features": "Features {applied}, without effect until you use them:",
     "unknown": "In doubt, because shim cannot tell whether they have their effect:",
     "waiting": "Waiting until their modules are imported:",
     "idle": "Idle, until an optional module is imported:",

@@ -95,7 +95,9 @@ def test_where_proofs_show_nothing_the_tree_stays_unknown(tree, monkeypatch):
     with nothing_parsed(monkeypatch):
         found = roll(tree)
     assert found.action == "drifted" and found.reason.endswith("; its proofs show nothing on this tree (1e-1 -> 0)")
-    assert shim.plan(lock=tree.lock, on_drift="apply")["roll-fix"].action == "apply"
+    plan = shim.plan(lock=tree.lock, on_drift="apply")
+    assert plan["roll-fix"].action == "apply" and "not known of patches on unknown bodies" in plan.numbers
+    assert plan.numbers.endswith("as asked: roll-fix") and "has stock's bits" in shim.plan(lock=tree.lock).numbers
 
 
 def test_a_tree_that_lacks_the_feature_needs_no_patch(tree):

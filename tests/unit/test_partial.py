@@ -82,6 +82,7 @@ def test_drifted_bodies_can_be_bound_on_demand(partial):
     partial.install(EDITED)
     found = roll(partial, on_drift="apply")
     assert found.targets == (ROLL, FORWARD) and not found.dropped and FORWARD in found.fingerprints
+    assert found.unseen and not roll(partial.install(BROKEN), on_drift="apply").unseen
     assert roll(partial.install(MISSING), on_drift="apply").targets == (ROLL,)
 
 

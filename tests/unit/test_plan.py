@@ -280,7 +280,7 @@ def test_the_text_has_one_line_per_patch_and_says_what_is_wrong(world):
         line.strip().startswith("Remedy: let the proofs decide, in some minutes: shim pin --prove --lock FILE; or")
         for line in lines
     )
-    assert f"  plan {plan.digest}" in lines
+    assert f"  plan {plan.digest}: {plan.numbers}" in lines
 
 
 def test_patches_that_are_alike_in_all_but_their_id_differ_in_the_digest(world):
