@@ -61,6 +61,8 @@ def _is_from(value: Any, path: str, found: list[Definition]) -> bool:
 
 def _is_plainly(value: Any, path: str, module: str, qualname: str) -> bool:
     """Whether names and file alone prove the object upstream's own. Parsing would take most of apply()'s time."""
+    if is_kind(value, types.ModuleType):  # by an import statement of the module
+        return value is sys.modules.get(qualname)
     if is_kind(value, property):
         value = value.fget
     if is_kind(value, type):
