@@ -16,8 +16,8 @@ from shim._engine import engine as _engine
 from shim._engine.log import announce, is_below_run, is_first_of_job, logger, say
 from shim._engine.ranks import NOTHING, OWN_CODE, PACKAGES, PARTS, is_rank_zero, ranks_that_differ
 from shim._engine.report import PatchReport, Report
-from shim._errors import MatrixError, NotMetError, OptionError, ShimError
-from shim._matrix.load import check_modules, load_matrix
+from shim._errors import NotMetError, OptionError, ShimError
+from shim._matrix.load import check_modules
 from shim._matrix.model import Matrix
 from shim._matrix.spelling import did_you_mean
 from shim._planning.digest import summary_of
@@ -28,8 +28,8 @@ from shim._planning.options import (  # noqa: F401 - for get_type_hints()
     Ids,
     Options,
     PatchOptions,
+    asked_matrix,
     is_disabled,
-    matrix_argument,
     resolve,
     takes_arguments,
     unknown_variables,
@@ -52,16 +52,6 @@ __all__ = [
     "revert",
     "status",
 ]
-
-
-def asked_matrix(asked: Arguments) -> Matrix:
-    """The matrix that the arguments or MEGATRON_SHIM_MATRIX name, else the one that ships."""
-    try:
-        return load_matrix(None if asked.matrix is None else matrix_argument(asked.matrix))
-    except MatrixError:
-        if not is_disabled():
-            raise
-        return load_matrix()  # shim is disabled, so a matrix that is not valid must not stop the run
 
 
 NAMED = 8  # words of `concerns` in a message; a file may give forty

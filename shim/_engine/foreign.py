@@ -67,6 +67,9 @@ def _is_plainly(value: Any, path: str, module: str, qualname: str) -> bool:
         value = value.fget
     if is_kind(value, type):
         return bool(value.__module__ == module and value.__qualname__ == qualname)
+    # A cache around a function changes no call of it, whoever put it there.
+    if type(value) is functools._lru_cache_wrapper:
+        value = value.__wrapped__
     # A decorator of torch or of upstream's own package, such as torch.no_grad().
     while is_kind(value, types.FunctionType) and "__wrapped__" in vars(value):
         if _package(value.__globals__.get("__name__", "")) not in ("torch", _package(module)):

@@ -185,10 +185,11 @@ class Report:
     @property
     def concern(self) -> str:
         """One line: which of the applied patches concern the models of check(), by symptom. "" without a model."""
+        if not any(patch.concerns for patch in self.patches.values()):
+            return ""
         from shim._printing.overview import concern_line
 
-        rows = self._rows(False)
-        return concern_line(rows, MODEL, named=True) if any(row.concern for row in rows) else ""
+        return concern_line(self._rows(False), MODEL, named=True)
 
     def _rows(self, pending_is_amiss: bool) -> list[Row]:
         from shim._printing.overview import Row, group  # here and below, because apply() writes no text

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
 from typing import Any, TypedDict, TypeVar, cast
 
-from shim._errors import OptionError
+from shim._errors import MatrixError, OptionError
 from shim._matrix.concerns import is_word, words_named
+from shim._matrix.load import load_matrix
 from shim._matrix.model import KINDS, Matrix
 from shim._matrix.spelling import all_of, did_you_mean, one_of
 from shim._planning.evidence import Proved
@@ -28,6 +29,7 @@ __all__ = [
     "Ids",
     "Options",
     "PatchOptions",
+    "asked_matrix",
     "from_json",
     "is_disabled",
     "matrix_argument",
@@ -412,6 +414,16 @@ def _from_variables(asked: Arguments) -> dict[str, tuple[str, Any]]:
             read = from_json(variable, text) if name == "options" else text
         found[name] = variable, read
     return found
+
+
+def asked_matrix(asked: Arguments) -> Matrix:
+    """The matrix that the arguments or MEGATRON_SHIM_MATRIX name, else the one that ships."""
+    try:
+        return load_matrix(None if asked.matrix is None else matrix_argument(asked.matrix))
+    except MatrixError:
+        if not is_disabled():
+            raise
+        return load_matrix()  # shim is disabled, so a matrix that is not valid must not stop the run
 
 
 def resolve(matrix: Matrix, asked: Arguments | None = None, **given: Any) -> Options:

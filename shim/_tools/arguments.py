@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Any
 
+from shim._errors import OptionError
+from shim._planning.options import from_json
 from shim._tools.output import Parser
 from shim._version import __version__
 
-__all__ = ["add_selection", "command_line"]
+__all__ = ["add_selection", "command_line", "held", "selection"]
 
 PROVE_FORMATS = ("json", "markdown")
 
@@ -257,3 +260,37 @@ def command_line() -> argparse.ArgumentParser:
     )
     new.add_argument("--dry-run", action="store_true", help="print what would be written, and write nothing")
     return parser
+
+
+# What the arguments say to apply()
+
+
+def selection(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of apply() that the command line gives. The others are left out, so that their variables count."""
+    chosen: dict[str, Any] = {}
+    for name in ("only", "exclude", "require"):
+        value = getattr(arguments, name)
+        if value:
+            chosen[name] = value.replace(",", " ").split()
+    for name in ("strict", "rounding"):
+        if getattr(arguments, name):
+            chosen[name] = True
+    if arguments.on_drift:
+        chosen["on_drift"] = arguments.on_drift
+    if arguments.matrix:
+        chosen["matrix"] = arguments.matrix
+    for name in ("kinds", "concerns"):
+        if getattr(arguments, name):
+            chosen[name] = getattr(arguments, name)
+    if arguments.package:
+        chosen["packages"] = arguments.package
+    if arguments.options:
+        chosen["options"] = from_json("--options", arguments.options)
+    return chosen
+
+
+def held(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The same with --lock, for commands that take one."""
+    if arguments.lock == "":
+        raise OptionError("--lock is empty; name a file")
+    return {**selection(arguments), **({"lock": arguments.lock} if arguments.lock else {})}

@@ -16,9 +16,9 @@ from typing import Any
 from shim._api import plan
 from shim._errors import NotMetError, OptionError
 from shim._planning.plan import Plan
+from shim._tools.arguments import selection
 from shim._tools.bisect_runs import Outcome, Record, differs, execute, same_number
 from shim._tools.bisect_search import Found, search
-from shim._tools.commands import selection
 from shim._tools.output import OK, put, tell
 from shim._workers.environment import refuse_to_be_ignored, run_environment
 

@@ -5,11 +5,12 @@ Exit codes: 0 fine, 1 a requirement is not met, 2 wrong usage, 130 interrupted. 
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shim._errors import MatrixError, OptionError, ShimError
-from shim._tools import bisect, commands, diff, prove
 from shim._tools.arguments import command_line
 from shim._tools.output import INTERRUPTED, NOT_MET, USAGE, complain, nobody_reads, tell
 from shim._tools.progress import masked_log
@@ -17,21 +18,22 @@ from shim._tools.progress import masked_log
 __all__ = ["main"]
 
 
+# The module of shim._tools and its function. Only that of the command is imported.
 COMMANDS = {
-    "audit": commands.do_audit,
-    "bisect": bisect.do_bisect,
-    "diff": diff.do_diff,
-    "doctor": commands.do_doctor,
-    "explain": commands.do_explain,
-    "info": commands.do_info,
-    "list": commands.do_list,
-    "matrix": commands.do_matrix,
-    "new-patch": commands.do_new_patch,
-    "pin": commands.do_pin,
-    "plan": commands.do_plan,
-    "prove": prove.do_prove,
-    "run": commands.do_run,
-    "status": commands.do_status,
+    "audit": "commands:do_audit",
+    "bisect": "bisect:do_bisect",
+    "diff": "diff:do_diff",
+    "doctor": "commands:do_doctor",
+    "explain": "commands:do_explain",
+    "info": "commands:do_info",
+    "list": "commands:do_list",
+    "matrix": "commands:do_matrix",
+    "new-patch": "commands:do_new_patch",
+    "pin": "commands:do_pin",
+    "plan": "commands:do_plan",
+    "prove": "prove:do_prove",
+    "run": "run:do_run",
+    "status": "commands:do_status",
 }
 
 
@@ -60,10 +62,16 @@ def _main(given: Sequence[str]) -> int:
     arguments = parser.parse_args(given)
     try:
         with masked_log():
-            return COMMANDS[arguments.command](arguments)
+            return _function_of(arguments.command)(arguments)
     except (OptionError, MatrixError) as error:
         complain(error)
         return USAGE
     except ShimError as error:
         complain(error)
         return NOT_MET
+
+
+def _function_of(command: str) -> Callable[[argparse.Namespace], int]:
+    module, _, name = COMMANDS[command].partition(":")
+    found: Callable[[argparse.Namespace], int] = getattr(importlib.import_module(f"shim._tools.{module}"), name)
+    return found

@@ -8,17 +8,18 @@ import gc
 import importlib
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from shim._api import apply, asked_matrix, explain, plan, revert, status
+from shim._api import apply, explain, plan, revert, status
 from shim._errors import NotMetError, OptionError, ShimError
 from shim._matrix.concerns import run_named
 from shim._matrix.load import load_matrix
 from shim._planning.lock import write_lock
-from shim._planning.options import Arguments, from_json, matrix_argument, resolve
+from shim._planning.options import matrix_argument
 from shim._planning.requirements import enforce
 from shim._planning.texts import nothing_installed
 from shim._releases.fingerprint import split_target
+from shim._tools.arguments import held, selection
 from shim._tools.checkout import in_checkout, maintenance
 from shim._tools.fetching import fetched
 from shim._tools.listing import list_text, listed
@@ -42,45 +43,12 @@ __all__ = [
     "do_new_patch",
     "do_pin",
     "do_plan",
-    "do_run",
     "do_status",
-    "selection",
 ]
 
 
-def selection(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of apply() that the command line gives. The others are left out, so that their variables count."""
-    chosen: dict[str, Any] = {}
-    for name in ("only", "exclude", "require"):
-        value = getattr(arguments, name)
-        if value:
-            chosen[name] = value.replace(",", " ").split()
-    for name in ("strict", "rounding"):
-        if getattr(arguments, name):
-            chosen[name] = True
-    if arguments.on_drift:
-        chosen["on_drift"] = arguments.on_drift
-    if arguments.matrix:
-        chosen["matrix"] = arguments.matrix
-    for name in ("kinds", "concerns"):
-        if getattr(arguments, name):
-            chosen[name] = getattr(arguments, name)
-    if arguments.package:
-        chosen["packages"] = arguments.package
-    if arguments.options:
-        chosen["options"] = from_json("--options", arguments.options)
-    return chosen
-
-
-def _held(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The same with --lock, for commands that take one."""
-    if arguments.lock == "":
-        raise OptionError("--lock is empty; name a file")
-    return {**selection(arguments), **({"lock": arguments.lock} if arguments.lock else {})}
-
-
 def do_plan(arguments: argparse.Namespace) -> int:
-    made = plan(**_held(arguments))
+    made = plan(**held(arguments))
     run = _run(arguments, "transformer-engine" in made.environment.installed)
     notes = notes_of(made)
     text = [made.text(arguments.verbose, run), *(["", "Notes:", *(f"  {note}" for note in notes)] if notes else [])]
@@ -102,9 +70,9 @@ def _run(arguments: argparse.Namespace, te_is_installed: bool) -> Run | None:
 
 def do_status(arguments: argparse.Namespace) -> int:
     """Apply in this process, import the targets, read back, and revert: the report of a trainer started here."""
-    made = plan(**_held(arguments))
+    made = plan(**held(arguments))
     missing = nothing_installed(made.environment)
-    apply(**_held(arguments))
+    apply(**held(arguments))
     _import_targets(made, arguments.verbose)
     report = status()
     revert()
@@ -162,24 +130,6 @@ def do_info(arguments: argparse.Namespace) -> int:
     found = gather()
     put(found, as_text(found), arguments.json)
     return NOT_MET if found["problem"] else OK
-
-
-def do_run(arguments: argparse.Namespace) -> int:
-    from shim._workers.environment import CommandError, run
-
-    command = arguments.command_line[1:] if arguments.command_line[:1] == ["--"] else arguments.command_line
-    if not command:
-        raise OptionError("shim run needs a command behind --, for instance: shim run -- torchrun train.py")
-    given = _held(arguments)
-    asked = Arguments(**given)
-    # Names that each process of the command would refuse are refused here.
-    resolve(asked_matrix(asked), asked)
-    try:
-        run(command, **given)
-    except CommandError as error:
-        tell(f"shim: {error}")
-        return error.exit_code
-    raise AssertionError("exec returned")
 
 
 def do_matrix(arguments: argparse.Namespace) -> int:

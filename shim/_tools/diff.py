@@ -19,7 +19,7 @@ from shim._planning.options import PREFIX, matrix_argument
 from shim._planning.plan import Plan
 from shim._planning.texts import nothing_installed
 from shim._printing.printable import one_line
-from shim._tools.commands import selection
+from shim._tools.arguments import selection
 from shim._tools.output import NOT_MET, OK, put
 
 __all__ = ["Difference", "Other", "compare", "do_diff"]

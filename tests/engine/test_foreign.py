@@ -388,9 +388,9 @@ def test_what_upstreams_own_decorator_wraps_is_not_looked_up(world, monkeypatch)
         "wrapped",
         "import functools\n\n\ndef noted(function):\n    @functools.wraps(function)\n"
         "    def wrapper(*args):\n        return function(*args)\n\n    return wrapper\n\n\n"
-        "@noted\ndef one(value):\n    return value\n",
+        "@noted\ndef one(value):\n    return value\n\n\n@functools.lru_cache\ndef two(value):\n    return value\n",
     )
-    world.patch("p", [CORE + "wrapped:one"])
+    world.patch("p", [CORE + "wrapped:one", CORE + "wrapped:two"])
     world.get("wrapped:one")
     parsed = []
     monkeypatch.setattr(foreign, "outline", lambda *given: parsed.append(given[1:]) or [])

@@ -94,3 +94,11 @@ def test_one_module_of_the_engine_holds_state():
         ("states.py", ""),
     }
     assert made - constants == {("engine.py", "Engine")}
+
+
+def test_shim_run_loads_no_other_command_and_no_engine():
+    """It runs in front of each job, and binds nothing itself."""
+    call = "from shim._tools import cli, run; sys.argv[1:] = ['run', '--']; assert cli.main() == cli.USAGE"
+    found = loaded(call)
+    ours = {name for name in found if name.startswith(("shim._tools.", "shim._engine", "shim._api", "shim._archives"))}
+    assert ours == {f"shim._tools.{name}" for name in ("arguments", "cli", "output", "progress", "run", "terminal")}

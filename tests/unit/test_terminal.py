@@ -11,7 +11,7 @@ from unit_helpers import BROKEN, MATRIX, PATCH, SOURCES, write_file
 
 from shim._proving.report import Heading, as_text
 from shim._proving.results import Outcome, Result
-from shim._tools import cli
+from shim._tools import commands
 from shim._tools.cli import main
 from shim._tools.terminal import BOLD, GREEN, PLAIN, RED, coloured, for_stream, wrapped
 
@@ -106,7 +106,7 @@ def test_ctrl_c_is_one_line_and_130(capsys, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(cli.COMMANDS, "plan", interrupt)
+    monkeypatch.setattr(commands, "do_plan", interrupt)
     code, said = main(["plan"]), capsys.readouterr()
     assert (
         (code, said.out) == (130, "") and said.err.startswith("shim plan: interrupted.") and said.err.count("\n") == 1
