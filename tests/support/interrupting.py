@@ -1,6 +1,7 @@
 """Acts at a place within shim's engine, as a signal handler does, and forks to ask in the child."""
 
 import contextlib
+import linecache
 import os
 import sys
 from pathlib import Path
@@ -42,7 +43,10 @@ def acting(at, act):
         nonlocal left
         if frame.f_code.co_filename not in FILES:
             return None
-        if event == "line":
+        # At the end of a with-block a trace may raise before the lock is released, where Python raises no signal.
+        if event == "line" and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith(
+            "with "
+        ):
             left -= 1
             if left == 0:
                 sys.settrace(None)
