@@ -125,6 +125,7 @@ def find_aliases(objects: Iterable[Any], modules: Iterable[str] | None = None) -
     """
     wanted = {id(item) for item in objects}
     names = list(sys.modules) if modules is None else list(modules)
+    searched = set(names)
     if not wanted or not names:
         return []
     # The search looks at some hundred thousand values, so both tests for each value are cheap: whether its id is wanted
@@ -149,8 +150,8 @@ def find_aliases(objects: Iterable[Any], modules: Iterable[str] | None = None) -
                 continue
             seen.add(id(cls))
             namespace = namespace_of(cls)
-            if modules is not None and imports_no_megatron(str(namespace.get("__module__"))):
-                continue  # such as torch's Tensor, in almost every module
+            if modules is not None and str(namespace.get("__module__")) not in searched:
+                continue  # it was made before, as torch's Tensor was, which almost every module holds
             values = list(namespace.values())
             inside = _of_type(either, values)
             left += _of_type(metaclasses, inside)
