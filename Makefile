@@ -39,6 +39,8 @@ lint: env
 # Not in one process: what is loaded counts as installed.
 WITHOUT_TORCH := tests/unit tests/engine --ignore tests/engine/test_with_torch.py
 WITH_TORCH := tests/testing tests/ops tests/engine/test_with_torch.py
+# A file in one process: what its tests share is made once. The dearest files come first.
+BY_FILE := --dist loadfile --no-loadscope-reorder
 
 comma := ,
 # COVERAGE="--cov --cov-report=" measures coverage too, which takes as long again; `make coverage` is whole.
@@ -54,7 +56,7 @@ MEASURED := COVERAGE_ROOT=$(CURDIR) COVERAGE_PROCESS_START=$(CURDIR)/tests/measu
 
 coverage: env  ## of shim and patches, branches included, by what make test runs; half an hour
 	$(BIN)/python -m pytest -q -n 3 --cov --cov-report= $(WITHOUT_TORCH)
-	$(BIN)/python -m pytest -q -n 3 --cov --cov-append --cov-report= $(WITH_TORCH)
+	$(BIN)/python -m pytest -q -n 3 $(BY_FILE) --cov --cov-append --cov-report= $(WITH_TORCH)
 	$(MAKE) cells pairs CELLS_ENVIRONMENT="$(MEASURED)"
 	COVERAGE_ROOT=$(CURDIR) $(BIN)/python -m coverage combine --quiet --append --rcfile tests/measured.toml
 	$(BIN)/python -m coverage report
@@ -63,7 +65,7 @@ unit-pythons: env  ## what can differ there, on every other Python there is
 	PYTHON=$(BIN)/python sh tests/other_pythons.sh
 
 helpers: env  ## shim.testing, shim.ops, and the engine with torch
-	$(BIN)/python -m pytest -q -n 3 --dist loadgroup $(WITH_TORCH)
+	$(BIN)/python -m pytest -q -n 3 $(BY_FILE) $(WITH_TORCH)
 
 # The newest torch of the axis, if `make environments` has made it here; else a line says that it is skipped.
 OTHER := --torch 2.14.1 --python 3.11 --if-made
@@ -96,7 +98,7 @@ trainers: env  ## mcore-bridge and verl themselves, on one release
 matrix: export SHIM_TEST_THOROUGH = 1
 matrix: env  ## the same on all 21 releases and main, in every order of imports, and on all pairs with Transformer Engine
 	$(BIN)/python -m pytest -q -n 2 $(WITHOUT_TORCH)
-	SHIM_TEST_EVERY_RELEASE=1 $(BIN)/python -m pytest -q -n 3 $(WITH_TORCH)
+	SHIM_TEST_EVERY_RELEASE=1 $(BIN)/python -m pytest -q -n 3 $(BY_FILE) $(WITH_TORCH)
 	PYTHON=$(BIN)/python SHIM_TEST_EVERY_FILE=1 sh tests/other_pythons.sh
 	SHIM_TEST_ALL_ORDERS=1 $(BIN)/python -m shim.testing.cells --all -- -q -p no:warnings tests/cells tests/examples --ignore tests/cells/layouts
 	$(BIN)/python -m shim.testing.cells --all --jobs 1 -- -q -p no:warnings tests/cells/layouts
