@@ -10,6 +10,7 @@ import ast
 import functools
 import gc
 import os
+import re
 from pathlib import Path
 
 from shim._matrix.cells import with_bodies_of
@@ -25,13 +26,15 @@ def matrix_of_today():
     return load_matrix()
 
 
+SAID = re.compile(r"^(CELLS|ABOUT) = (.*?)(?=^[^\s}\])]|\Z)", re.MULTILINE | re.DOTALL)
+
+
 @functools.cache
 def said_by(path):
     """The constants CELLS and ABOUT of a file of tests, as far as it has them. Nothing is imported."""
     said = {}
-    for node in ast.parse(Path(path).read_text("utf-8")).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("CELLS", "ABOUT"):
-            said[ast.unparse(node.targets[0])] = ast.literal_eval(node.value)
+    for name, text in SAID.findall(Path(path).read_text("utf-8")):
+        said[name] = ast.literal_eval(text)
     return said
 
 
