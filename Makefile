@@ -57,7 +57,7 @@ MEASURED := COVERAGE_ROOT=$(CURDIR) COVERAGE_PROCESS_START=$(CURDIR)/tests/measu
 coverage: env  ## of shim and patches, branches included, by what make test runs; half an hour
 	$(BIN)/python -m pytest -q -n 3 --cov --cov-report= $(WITHOUT_TORCH)
 	$(BIN)/python -m pytest -q -n 3 $(BY_FILE) --cov --cov-append --cov-report= $(WITH_TORCH)
-	$(MAKE) cells pairs CELLS_ENVIRONMENT="$(MEASURED)"
+	$(MAKE) cells pairs CELLS_ENVIRONMENT="$(MEASURED)" RUN_CELLS="-m shim.testing.cells"
 	COVERAGE_ROOT=$(CURDIR) $(BIN)/python -m coverage combine --quiet --append --rcfile tests/measured.toml
 	$(BIN)/python -m coverage report
 
@@ -82,12 +82,13 @@ environments: env  ## tests and proofs with torch 2.6.0, 2.9.1, 2.12.1 and 2.14.
 # One release per set of bodies. A file of tests says in its CELLS which of them run it, and with which cases (make
 # matrix: all on all). Three cells at once, with one thread each.
 CELLS ?= --everyday
+RUN_CELLS := tests/support/warm_cells.py
 LOGS := build/logs
 cells: env  ## real megatron-core, one process per release (CELLS="--releases 0.16.1")
-	SHIM_TEST_ONCE_PER_VARIANT=1 $(CELLS_ENVIRONMENT) $(BIN)/python -m shim.testing.cells $(CELLS) --jobs 3 --logs $(LOGS) -- -q -p no:warnings tests/cells tests/examples
+	SHIM_TEST_ONCE_PER_VARIANT=1 $(CELLS_ENVIRONMENT) $(BIN)/python $(RUN_CELLS) $(CELLS) --jobs 3 --logs $(LOGS) -- -q -p no:warnings tests/cells tests/examples
 
 pairs: env  ## real megatron-core with Transformer Engine's Python layer
-	SHIM_TEST_ONCE_PER_VARIANT=1 $(CELLS_ENVIRONMENT) $(BIN)/python -m shim.testing.cells --everyday-pairs --jobs 3 --logs $(LOGS) -- -q -p no:warnings tests/pairs
+	SHIM_TEST_ONCE_PER_VARIANT=1 $(CELLS_ENVIRONMENT) $(BIN)/python $(RUN_CELLS) --everyday-pairs --jobs 3 --logs $(LOGS) -- -q -p no:warnings tests/pairs
 
 # One release of each, and one order of imports for each; make integration runs all. Without a package index, and with
 # an empty cache, they are skipped.

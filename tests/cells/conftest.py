@@ -1,5 +1,6 @@
 """Fixtures of the release cells: the megatron-core on PYTHONPATH, on CPU, here or in two or four forked ranks."""
 
+import contextlib
 from importlib.util import find_spec
 
 import chosen
@@ -14,10 +15,10 @@ if find_spec("megatron") is None or find_spec("torch") is None:
 else:
     import gloo
     import graphs
-    import short_search
+    import lean_cells
 
     graphs.run_as_they_are()
-    short_search.begin(testing.release(), EVERYDAY)
+    lean_cells.begin(testing.release(), EVERYDAY)
     # Before any rank is forked: ranks inherit what is imported by then.
     import megatron.core.models.gpt.gpt_model  # noqa: F401
 
@@ -81,8 +82,8 @@ def ranks():
 
     Those above may have been forked by another file, where CUDA is the CPU.
     """
-    with testing.Ranks(1) as one, testing.Ranks(2) as two, testing.Ranks(4) as four:
-        yield {1: one, 2: two, 4: four}
+    with contextlib.ExitStack() as open_pools:
+        yield {world: open_pools.enter_context(testing.Ranks(world)) for world in (1, 2, 3, 4)}
 
 
 def pytest_collection_finish():

@@ -19,11 +19,11 @@ if any(find_spec(name) is None for name in ("megatron", "transformer_engine", "t
     collect_ignore_glob = ["test_*.py"]
 else:
     import graphs
-    import short_search
+    import lean_cells
 
     graphs.run_as_they_are()
     testing.transformer_engine_on_cpu()
-    short_search.begin(pair(), EVERYDAY_PAIRS)
+    lean_cells.begin(pair(), EVERYDAY_PAIRS)
     import megatron.core.models.gpt.gpt_model  # noqa: F401
 
 

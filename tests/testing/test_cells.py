@@ -1,5 +1,8 @@
 """Cells: which there are, which tests run on them in `make test`, and what a run of them says."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import chosen
@@ -7,6 +10,7 @@ import pytest
 
 from shim._matrix.load import load_matrix
 from shim.testing import cells, releases
+from shim.testing.patience import patience
 
 TESTS = Path(__file__).parents[1]
 PLACES = {
@@ -235,3 +239,32 @@ def test_the_longest_cell_of_the_last_run_comes_first(pip, cell, capsys, tmp_pat
     assert cells.run_cells(chosen, cell, jobs=1, log_dir=logs) == 0
     ran = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert ran == ["0.12.0", "0.14.0", "0.16.0", "0.15.0"]
+
+
+WARM = """
+import sys
+import warm_cells
+
+warm_cells.LOADED = "pytest json.tool"
+sys.exit(warm_cells.main())
+"""
+OF_A_FORK = """
+import os, sys
+
+def test_it_has_what_the_server_loaded_and_nothing_of_shim():
+    assert "json.tool" in sys.modules and "shim" not in sys.modules
+    assert os.environ["OMP_NUM_THREADS"] == "1" and sys.path[0] == os.getcwd()
+
+def test_that_fails(): assert False
+"""
+
+
+@pytest.mark.parametrize(("chosen", "code"), [("not fails", 0), ("test", 1)])
+def test_forked_cells_are_as_those_of_new_processes(tmp_path, chosen, code):
+    (tmp_path / "test_it.py").write_text(OF_A_FORK)
+    options = ["--releases", "torch", "--logs", str(tmp_path), "--", "-q", "test_it.py", "-k", chosen]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS / "support"), str(TESTS.parent)])}
+    command = [sys.executable, "-c", WARM, *options]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=patience())
+    assert done.returncode == code, done.stdout + done.stderr
+    assert f"torch          {'failed' if code else 'passed'}" in done.stdout
