@@ -88,6 +88,7 @@ def test_forked_workers(prefix):
         assert_right(dataset, loaded(dataset, "fork"))
 
 
+@pytest.mark.once
 def test_spawned_workers_that_apply(prefix):
     with applied():
         dataset = training(prefix)

@@ -100,7 +100,7 @@ def shimmed():
 
 
 def trained(stages, layout, options):
-    """Copies of the embeddings before and after ten steps of Adam, on this rank."""
+    """Copies of the embeddings before and after three steps of Adam, on this rank."""
     with inside(layout), shimmed():
         chunks = chunks_of(stages, layout, **options)
         before = copies(chunks)
@@ -108,7 +108,7 @@ def trained(stages, layout, options):
             optimizer="adam", lr=1e-2, clip_grad=0.0, use_distributed_optimizer=options.get("distributed", False)
         )
         optimizer = optimizer_on_cpu(settings, chunks)
-        for number in range(10):
+        for number in range(3):
             optimizer.zero_grad()
             passes(chunks, layout, number)
             optimizer.step()
@@ -143,18 +143,15 @@ TIED = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
     ],
     ids=["middle", "alone", "distributed optimizer", "virtual"],
 )
-def test_copies_begin_and_stay_equal(layout, stages, options, tied):
-    with testing.Ranks(layout.world) as ranks:
-        found = ranks.run(trained, stages, layout, {"share_embeddings_and_output_weights": tied, **options})
-    judged(found, tied)
+def test_copies_begin_and_stay_equal(ranks, layout, stages, options, tied):
+    options = {"share_embeddings_and_output_weights": tied, **options}
+    judged(ranks[layout.world].run(trained, stages, layout, options), tied)
 
 
 @needed
-def test_frozen_embeddings_stay():
+def test_frozen_embeddings_stay(ranks):
     options = {"frozen": True, "share_embeddings_and_output_weights": False}
-    with testing.Ranks(3) as ranks:
-        found = ranks.run(trained, MIDDLE, Layout(pp=3), options)
-    judged(found, tied=False, frozen=True)
+    judged(ranks[3].run(trained, MIDDLE, Layout(pp=3), options), tied=False, frozen=True)
 
 
 def gradients(stages, layout, tied):
@@ -172,13 +169,12 @@ def gradients(stages, layout, tied):
 @needed
 @TIED
 @pytest.mark.parametrize("layout, stages", [(Layout(pp=3), MIDDLE), (Layout(pp=2), FIRST)], ids=["middle", "first"])
-def test_gradients_are_those_of_one_rank(layout, stages, tied):
+def test_gradients_are_those_of_one_rank(ranks, layout, stages, tied):
     truth = gradients([[E, T, T, M, L]], Layout(), tied)
-    with testing.Ranks(layout.world) as ranks:
-        for found in ranks.run(gradients, stages, layout, tied):
-            for name, gradient in found.items():
-                right = truth[name if not tied else "embedding.word_embeddings.weight"]
-                assert (gradient - right).norm() <= 5e-6 * right.norm(), name
+    for found in ranks[layout.world].run(gradients, stages, layout, tied):
+        for name, gradient in found.items():
+            right = truth[name if not tied else "embedding.word_embeddings.weight"]
+            assert (gradient - right).norm() <= 5e-6 * right.norm(), name
 
 
 def sent(stages, layout, tied, embedding_ranks=None):
@@ -214,9 +210,8 @@ def with_mtp(ranks):
     ],
     ids=["last untied", "last tied", "a caller's group", "a caller's group, virtual", "middle untied", "middle tied"],
 )
-def test_messages_are_sent_where_the_group_is_wrong(stages, tied, embedding_ranks, expected):
-    with testing.Ranks(3) as ranks:
-        assert ranks.run(sent, stages, Layout(pp=3, vp=len(stages) // 3), tied, embedding_ranks) == expected
+def test_messages_are_sent_where_the_group_is_wrong(ranks, stages, tied, embedding_ranks, expected):
+    assert ranks[3].run(sent, stages, Layout(pp=3, vp=len(stages) // 3), tied, embedding_ranks) == expected
 
 
 def stage_of_mtp_has_embeddings(stages, layout):
@@ -229,8 +224,7 @@ def stage_of_mtp_has_embeddings(stages, layout):
 
 
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")
-def test_this_release_needs_no_patch():
+def test_this_release_needs_no_patch(ranks):
     """It refuses such a layout, or builds MTP on the last stage all the same."""
     assert shim.plan()[ID].action == "not-needed"
-    with testing.Ranks(3) as ranks:
-        assert ranks.run(stage_of_mtp_has_embeddings, MIDDLE, Layout(pp=3)) == [False] * 3
+    assert ranks[3].run(stage_of_mtp_has_embeddings, MIDDLE, Layout(pp=3)) == [False] * 3

@@ -10,6 +10,8 @@ MODELS = {
     "positions": {"position_embedding_type": "learned_absolute"},
     "no copy": {"clone_scatter_output_in_embedding": False},
 }
+# Each model with one of the rows, and the plain one with both.
+CASES = [("one", "plain"), ("packed", "plain"), ("packed", "recompute"), ("one", "positions"), ("packed", "no copy")]
 
 
 def outcome(found):

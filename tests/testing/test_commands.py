@@ -73,10 +73,12 @@ def known(command):
     return command in actions.choices
 
 
-def run_all(commands, directories, markdown=True):
-    """The results of the command lines, each as text and with --json; those of audits in Markdown, too, if wanted."""
-    flags = [[], ["--json"], *([["--markdown"]] if markdown else [])]
-    both = [[*arguments, *flag] for arguments in commands for flag in flags]
+EVERY_FORMAT = ("", "--json", "--markdown")
+
+
+def run_all(commands, directories, formats=("--json",)):
+    """The results of the command lines in each of these formats; Markdown is for audits."""
+    both = [[*arguments, *filter(None, [flag])] for arguments in commands for flag in formats]
     both = [arguments for arguments in both if arguments[0] == "audit" or arguments[-1] != "--markdown"]
     done = subprocess.run(
         [sys.executable, "-c", DRIVER],
@@ -157,7 +159,7 @@ def test_every_command_that_imports_nothing(cell, tmp_path):
     commands += OF_MATRIX if cell in IN_FULL else []
     commands += [["audit", target] for target in (*found, *(map(str, found.values()) if cell in IN_FULL else ()))]
     pairs = [["audit", one, "--with", other] for one in found for other in found if one != other]
-    ran = run_all([*commands, *pairs], found.values(), markdown=cell in IN_FULL)
+    ran = run_all([*commands, *pairs], found.values(), EVERY_FORMAT[: 3 if cell in IN_FULL else 2])
     audits = audits_of(ran)
     lost = {target for target, audited in audits.items() if any(name["newly"] for name in audited["lost_names"])}
     for arguments, code, out, err in ran["done"]:
@@ -210,7 +212,8 @@ def test_audits_of_what_nobody_supports(release):
     """By name, alone and beside a Transformer Engine. Nothing fails but what the verdicts say."""
     [name] = unsupported(release)
     te = f"transformer-engine=={TE_RELEASES[-1]}"
-    audits = audits_of(run_all([["audit", f"=={name}"], ["audit", f"=={name}", "--with", te]], []))
+    commands = [["audit", f"=={name}"], ["audit", f"=={name}", "--with", te]]
+    audits = audits_of(run_all(commands, [], EVERY_FORMAT))
     assert len(audits) == 2
     for audited in audits.values():
         assert audited["audited"]["megatron-core"]["version"]

@@ -134,8 +134,11 @@ def test_without_the_patch_a_rank_divides_by_its_own_count(ranks2, ids):
 # ---- unpacked rows, by this patch alone
 
 
-@pytest.mark.parametrize("per_token", [False, True], ids=["mean", "per-token"])
-@pytest.mark.parametrize("depths", [1, 2])
+# Each with the other number of layers is below, beside other patches.
+BOTH = pytest.mark.parametrize(("depths", "per_token"), [(1, False), (2, True)], ids=["1-mean", "2-per-token"])
+
+
+@BOTH
 def test_unpacked_rows_train_like_on_one_rank(ranks2, depths, per_token):
     """Wherever the targets are, and if there is none."""
     model = {"mtp_num_layers": depths, "calculate_per_token_loss": per_token}
@@ -144,7 +147,8 @@ def test_unpacked_rows_train_like_on_one_rank(ranks2, depths, per_token):
     assert_like_one_rank(ranks2, CP2, [ID], {}, model, {"all": ROWS["all"]}, with_mask=False)
 
 
-@pytest.mark.parametrize(("depths", "per_token"), [(1, False), (2, True)], ids=["1-mean", "2-per-token"])
+@pytest.mark.once
+@BOTH
 def test_unpacked_rows_on_four_ranks(ranks4, depths, per_token):
     model = {"mtp_num_layers": depths, "calculate_per_token_loss": per_token}
     assert_like_one_rank(ranks4, CP4, [ID], {}, model, ROWS)
@@ -160,8 +164,7 @@ def test_packed_rows_without_padding_need_no_other_patch(ranks2):
     assert_like_one_rank(ranks2, CP2, [ID], {}, PER_TOKEN, rows)
 
 
-@pytest.mark.parametrize("per_token", [False, True], ids=["mean", "per-token"])
-@pytest.mark.parametrize("depths", [1, 2])
+@BOTH
 def test_packed_rows_beside_mtp_packed_sequences(ranks2, depths, per_token):
     """With padding and without; a row without a loss mask counts no padding."""
     model = {"mtp_num_layers": depths, "calculate_per_token_loss": per_token}
@@ -226,8 +229,7 @@ def traffic_in_rank(layout, ids, model, row):
         return traffic.seen
 
 
-@pytest.mark.parametrize("depths", [1, 2])
-@pytest.mark.parametrize("row", ["random", "padding"])
+@pytest.mark.parametrize(("depths", "row"), [(1, "random"), (2, "padding")])
 def test_a_step_costs_one_small_collective(ranks2, depths, row):
     """A number for the loss mask and one for each depth; none on one rank; and no roll more than without the patch."""
     # 0.12 and 0.13 send nothing for unpacked rows without it.
@@ -251,6 +253,7 @@ def bits_in_rank(rows):
     return list(same)
 
 
+@pytest.mark.once
 def test_on_one_rank_no_bit_changes(ranks2):
     for same in ranks2.run(bits_in_rank, [ROWS["random"], ROWS["last 10"]]):
         assert all(same)
@@ -273,5 +276,6 @@ def left_after_an_error_in_rank():
         return during, THREAD.masks
 
 
+@pytest.mark.once
 def test_an_error_leaves_nothing_behind(ranks2):
     assert ranks2.run(left_after_an_error_in_rank) == [([True], None)] * 2
