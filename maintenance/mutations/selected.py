@@ -32,7 +32,7 @@ TESTS = {
             "test_mtp_packed_sequences": "packed_equals_alone and 2-rope-all or really_recomputed"
             " or unpacked_rows_keep and False or full_recompute and block-2-lengths1"
             " or without_targets or newest_release or computed_once",
-            "layouts/test_mtp_trainers": "padding_mask or derives_labels or as_upstream_says",
+            "layouts/test_mtp_upstream_cases": "padding_mask or derives_labels or as_upstream_says",
         },
     ),
     "mtp-recompute": (
