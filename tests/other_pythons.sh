@@ -61,8 +61,9 @@ for version in 3.10 3.12 3.13; do
     venv=.venv-$version
     if [ ! -e "$venv/.ready" ]; then
         rm -rf "$venv"
-        if ! said=$({ "$python" -m venv "$venv" &&
-            "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+        # With the pip that is there: to make another takes longer than some of the tests.
+        if ! said=$({ "$python" -m venv --without-pip "$venv" &&
+            "${PYTHON:-$python}" -m pip --python "$venv/bin/python" install --quiet --disable-pip-version-check \
                 pytest pytest-xdist hypothesis "packaging>=23.2" "PyYAML>=6.0" "setuptools>=78"; } 2>&1); then
             echo "skipped: python$version, because its packages cannot be installed:"
             echo "$said" | tail -n 3

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from thorough import times
 from unit_helpers import BROKEN, PATCH, REPOSITORY, megatron, output_of, write_file
 
 from shim._planning import digest
@@ -79,7 +80,7 @@ def test_an_edit_of_any_file_that_counts_is_another_digest(as_a_tree, of):
     names = [(name, Path(file)) for name, file in own_files()]
     assert {"_engine/chains.py", "_releases/known_files.json", "version_matrix.yaml"} <= {name for name, _ in names}
     assert {"_workers/run/sitecustomize.py", "patches/_arguments.py", "_api.py", "ops/rope.py"} <= dict(names).keys()
-    for name, file in names:
+    for name, file in names[:: times(5, 1)]:
         content = file.read_bytes()
         file.write_bytes(content + b"\n")
         room = name.partition("/")[0] if "/" in name else "shim"

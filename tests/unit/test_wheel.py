@@ -30,13 +30,16 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+OF_A_COMMIT = {"SOURCE_DATE_EPOCH": "1790000000"}
+
+
 def pip(*arguments):
     """pip of this Python, offline, with the setuptools that is there."""
     done = subprocess.run(
         [sys.executable, "-m", "pip", *arguments[:1], "--quiet", "--disable-pip-version-check", *arguments[1:]],
         capture_output=True,
         text=True,
-        env={**os.environ, "PIP_NO_INPUT": "1"},
+        env={**os.environ, "PIP_NO_INPUT": "1", **OF_A_COMMIT},
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -77,7 +80,7 @@ def tree(tmp_path_factory):
 def built(form, tree, where, python=sys.executable, **variables):
     """The "sdist" or the "wheel" of the tree, as a build frontend asks setuptools for it."""
     code = f"from setuptools import build_meta; build_meta.build_{form}({str(where)!r})"
-    environ = {**os.environ, **variables}
+    environ = {**os.environ, **OF_A_COMMIT, **variables}
     done = subprocess.run([python, "-c", code], cwd=tree, capture_output=True, text=True, env=environ)
     assert done.returncode == 0, done.stdout + done.stderr
     (archive,) = [file for file in where.iterdir() if file.name.endswith((".whl", ".tar.gz"))]
@@ -127,22 +130,16 @@ def test_a_wheel_that_is_not_installed_says_so_in_one_line(wheel, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["wheel", "sdist"])
-def test_two_builds_of_a_commit_are_the_same_bytes(form, tree, tmp_path):
-    """On another day, in another folder, under another umask; and small."""
-    for name, umask, day in (("first", 0o022, 1_000_000_000), ("second", 0o077, 1_500_000_000)):
-        copy = tmp_path / name / "tree"
-        ignored = shutil.ignore_patterns("build", "*.egg-info", "__pycache__", "matrix.json")
-        shutil.copytree(tree, copy, ignore=ignored, copy_function=shutil.copyfile)
-        for file in (file for file in copy.rglob("*") if file.is_file()):
-            file.chmod(0o666 & ~umask)
-            os.utime(file, (day, day))
-    (tmp_path / "second" / "tree" / "shim" / "_matrix" / "matrix.json").write_text("left from another build")
-
-    archives = [
-        built(form, tmp_path / name / "tree", tmp_path / name, SOURCE_DATE_EPOCH="1790000000")
-        for name in ("first", "second")
-    ]
-    first, second = (archive.read_bytes() for archive in archives)
+def test_two_builds_of_a_commit_are_the_same_bytes(form, tree, tmp_path, request):
+    """On another day, in another folder, under another umask, by pip and without it; and small."""
+    copy = tmp_path / "tree"
+    ignored = shutil.ignore_patterns("build", "*.egg-info", "__pycache__", "matrix.json")
+    shutil.copytree(tree, copy, ignore=ignored, copy_function=shutil.copyfile)
+    for file in (file for file in copy.rglob("*") if file.is_file()):
+        file.chmod(0o666 & ~0o077)
+        os.utime(file, (1_000_000_000, 1_000_000_000))
+    (copy / "shim" / "_matrix" / "matrix.json").write_text("left from another build")
+    first, second = (file.read_bytes() for file in (request.getfixturevalue(form), built(form, copy, tmp_path)))
     assert first == second
     assert len(first) < {"wheel": 1_700_000, "sdist": 3_200_000}[form]  # a patch takes 6 kB of a wheel
 
