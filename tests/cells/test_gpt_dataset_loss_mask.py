@@ -1,5 +1,6 @@
 """gpt-dataset-loss-mask: each row has the mask of its own padding, in this process and in data workers."""
 
+import pickle
 from pathlib import Path
 
 import numpy
@@ -88,7 +89,15 @@ def test_forked_workers(prefix):
         assert_right(dataset, loaded(dataset, "fork"))
 
 
-@pytest.mark.once
+def test_a_copy_as_spawned_workers_get_it(prefix):
+    with applied():
+        dataset = training(prefix)
+        dataset[0]  # what the parent keeps goes to the workers
+        copy = pickle.loads(pickle.dumps(dataset))
+        assert torch.equal(masks(copy[row] for row in range(len(copy))), right_masks(dataset))
+
+
+@in_full
 def test_spawned_workers_that_apply(prefix):
     with applied():
         dataset = training(prefix)

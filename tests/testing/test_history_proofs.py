@@ -5,6 +5,7 @@ import shutil
 import pytest
 from audit_cases import commit, git
 from recording import NO_SOURCES
+from thorough import in_full
 
 from shim._planning.evidence import FIXED
 from shim.maintenance.history.proofs import prove
@@ -35,6 +36,7 @@ def repository(tmp_path):
     return root
 
 
+@in_full
 def test_a_commit_is_judged_as_a_tree_is(repository, tmp_path):
     """A commit without megatron-core says why nothing runs."""
     where = Commit(git(repository, "rev-parse", "HEAD").strip(), "2026-01-02")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from thorough import in_full
 from unit_helpers import REPOSITORY
 
 from shim.maintenance.new_patch_text import MARK
@@ -65,6 +66,7 @@ def write_patch(top, id, target):
     return set(git(top, "diff", "--name-only", "main", id).splitlines())
 
 
+@in_full
 def test_two_new_patches_merge(checkout):
     """Each touches its folder, its range and pins, its page, its test and its fragment, and nothing else."""
     for id, target in TARGETS.items():

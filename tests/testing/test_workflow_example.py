@@ -11,6 +11,7 @@ import sysconfig
 
 import pytest
 import yaml
+from thorough import in_full
 from unit_helpers import REPOSITORY, write_file
 
 from shim.testing.releases import cache_dir, fetch
@@ -91,6 +92,7 @@ def test_the_cells_and_the_tests_of_a_trainer(runner):
     runner("test", MEGATRON_CORE=RELEASE)
 
 
+@in_full
 def test_the_daily_jobs(runner):
     """Of the proofs one, because all take minutes; `pin --prove` has tests of its own."""
     shutil.copytree(fetch(RELEASE) / "megatron", runner.workspace / "Megatron-LM" / "megatron")
