@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel.random import CheckpointFunction, CheckpointW
 
 import shim
 from shim import testing
+from shim.patches.megatron_core.mtp_recompute.proof import OneSequence
 
 CELLS = {"0.12.3": "first", "0.14.0": "all", "0.16.0": "first"}
 
@@ -130,15 +131,8 @@ def test_no_fp8_books_are_kept(applied, argument):
     assert CheckpointWithoutOutput(fp8=argument).fp8 is False
 
 
-class Unpacked(testing.PackedRow):
-    """A row of one sequence that the model gets without packed_seq_params."""
-
-    def packed_seq_params(self):
-        return None
-
-
 def trained(**config):
-    row = Unpacked(**vars(testing.pack(testing.random_sequences((9,)))))
+    row = OneSequence(**vars(testing.pack(testing.random_sequences((9,)))))
     return testing.run_packed(testing.build_gpt(mtp_num_layers=None, **config), row)
 
 

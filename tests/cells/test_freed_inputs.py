@@ -9,9 +9,9 @@ import pytest
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.random import CheckpointFunction
-from mtp_recompute_cases import ID, PACKED, VERSION, build, equal_bits, row_of, train
+from mtp_recompute_cases import ID, PACKED, VERSION, build, row_of, train
 from norm_that_keeps_its_output import KeepsItsOutput
-from recompute_cases import METHODS
+from recompute_cases import METHODS, equal_bits
 
 import shim
 from shim import testing

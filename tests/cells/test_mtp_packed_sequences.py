@@ -16,6 +16,7 @@ import pytest
 import torch
 from chosen import ONCE
 from packaging.version import Version
+from recompute_cases import equal_bits
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -56,12 +57,6 @@ def build(lora=False, **model):
 
 def row_of(lengths, align=1, **options):
     return testing.pack(testing.random_sequences(lengths), align=align, **options)
-
-
-def equal_bits(a, b):
-    """Whether two results are the same to the last bit."""
-    same = torch.equal(a.main, b.main) and torch.equal(a.logged, b.logged) and a.grads.keys() == b.grads.keys()
-    return same and all(map(torch.equal, a.mtp, b.mtp)) and all(torch.equal(a.grads[n], b.grads[n]) for n in a.grads)
 
 
 def worst_over(cases, **model):

@@ -19,7 +19,6 @@ from mtp_recompute_cases import (
     applied_on_one_rank,
     build,
     calls_of,
-    equal_bits,
     expected_calls,
     inner_of,
     of_each_method,
@@ -30,7 +29,7 @@ from mtp_recompute_cases import (
     train,
     trained_parts,
 )
-from recompute_cases import METHODS, all_pairs
+from recompute_cases import METHODS, all_pairs, equal_bits
 
 import shim
 from shim import testing

@@ -11,7 +11,6 @@ from mtp_recompute_cases import (
     ByPosition,
     applied_on_one_rank,
     calls_of,
-    equal_bits,
     expected_calls,
     layer_inputs,
     of_each_method,
@@ -21,7 +20,7 @@ from mtp_recompute_cases import (
     train,
     trained_parts,
 )
-from recompute_cases import METHODS, all_pairs
+from recompute_cases import METHODS, all_pairs, equal_bits
 
 CELLS = {"0.12.0": "first", "0.13.1": "first", "0.14.0": "all", "0.17.0": "first"}
 

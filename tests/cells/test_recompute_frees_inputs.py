@@ -5,9 +5,9 @@ import contextlib
 import pytest
 import torch
 from megatron.core import tensor_parallel
-from mtp_recompute_cases import PACKED, VERSION, build, equal_bits, row_of, train
+from mtp_recompute_cases import PACKED, VERSION, build, row_of, train
 from norm_that_keeps_its_output import KeepsItsOutput
-from recompute_cases import METHODS
+from recompute_cases import METHODS, equal_bits
 
 import shim
 from shim import testing

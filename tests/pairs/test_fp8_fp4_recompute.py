@@ -15,6 +15,7 @@ from transformer_engine.pytorch.distributed import checkpoint as te_checkpoint
 
 import shim
 from shim import testing
+from shim.patches.megatron_core.mtp_recompute.proof import OneSequence
 from shim.testing import Fp8Event, Layout
 
 CELLS = {"0.12.0+2.3.0": "all", "0.13.1+2.5.0": "first", "0.19.2+2.20.2": "first"}
@@ -324,14 +325,7 @@ def test_without_output_and_without_a_forward_pass_there_is_nothing_to_recompute
 # TransformerBlock
 
 
-class Unpacked(testing.PackedRow):
-    """A row of one sequence that the model gets without packed_seq_params."""
-
-    def packed_seq_params(self):
-        return None
-
-
-ROW = Unpacked(**vars(testing.pack(testing.random_sequences((9,)))))
+ROW = OneSequence(**vars(testing.pack(testing.random_sequences((9,)))))
 QUANTIZED = {"delayed": "TEDelayedScaling", "tensorwise": "Float8CurrentScaling", "mxfp8": "MXFP8BlockScaling"}
 if TE < (2, 1):
     del QUANTIZED["mxfp8"]  # megatron-core wants 2.1 for it

@@ -9,10 +9,12 @@ import megatron.core.extensions.transformer_engine as extensions
 import pytest
 import torch
 from megatron.core import parallel_state, tensor_parallel
+from recompute_cases import equal_bits
 from scaled_module import Scaled, clean_state, delayed
 
 import shim
 from shim import testing
+from shim.patches.megatron_core.mtp_recompute.proof import OneSequence
 from shim.testing import Layout
 
 CELLS = {"0.12.0+2.2.0": "first", "0.13.1+2.5.0": "first", "0.15.3+2.9.0": "all"}
@@ -76,15 +78,8 @@ def one_rank():
         yield
 
 
-class Unpacked(testing.PackedRow):
-    """A row of one sequence that the model gets without packed_seq_params."""
-
-    def packed_seq_params(self):
-        return None
-
-
 ROWS = {
-    "unpacked": Unpacked(**vars(testing.pack(testing.random_sequences((9,))))),
+    "unpacked": OneSequence(**vars(testing.pack(testing.random_sequences((9,))))),
     "packed": testing.pack(testing.random_sequences((5, 7, 4)), align=4),
 }
 
@@ -109,11 +104,6 @@ def trained(config, row="unpacked", layers=2):
     model = testing.build_gpt(mtp_num_layers=layers, **config)
     seen = watched(model)
     return testing.run_packed(model, ROWS[row]), seen
-
-
-def equal_bits(a, b):
-    same = torch.equal(a.main, b.main) and torch.equal(a.logged, b.logged) and a.grads.keys() == b.grads.keys()
-    return same and all(map(torch.equal, a.mtp, b.mtp)) and all(torch.equal(a.grads[n], b.grads[n]) for n in a.grads)
 
 
 def comparable(calls):

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shim
 from shim import testing
 from shim.ops import packed_roll
+from shim.patches.megatron_core.mtp_recompute.proof import OneSequence as Unpacked
 from shim.testing import Layout
 
 ID = "mtp-packed-sequences"
@@ -60,24 +61,12 @@ def row_of(lengths, align, masks=None):
     return testing.pack(testing.random_sequences(lengths), align=align, loss_masks=masks)
 
 
-class Unpacked(testing.PackedRow):
-    """A row of one sequence that the model gets without packed_seq_params."""
-
-    def packed_seq_params(self):
-        return None
-
-
 def unpacked(length, mask=None):
     return Unpacked(**vars(row_of((length,), 1, None if mask is None else [mask])))
 
 
 def against_alone(gpt, row, **options):
     return testing.differences(testing.run_packed(gpt, row, **options), testing.run_alone(gpt, row, **options))
-
-
-def equal_bits(a, b):
-    same = torch.equal(a.main, b.main) and torch.equal(a.logged, b.logged) and a.grads.keys() == b.grads.keys()
-    return same and all(map(torch.equal, a.mtp, b.mtp)) and all(torch.equal(a.grads[n], b.grads[n]) for n in a.grads)
 
 
 def places_of(slots, rank, ranks):

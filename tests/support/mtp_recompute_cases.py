@@ -78,12 +78,6 @@ def train(model, row, **options):
     return testing.run_packed(model, row, **options)
 
 
-def equal_bits(a, b):
-    """Whether two results are the same to the last bit."""
-    same = torch.equal(a.main, b.main) and torch.equal(a.logged, b.logged) and a.grads.keys() == b.grads.keys()
-    return same and all(map(torch.equal, a.mtp, b.mtp)) and all(torch.equal(a.grads[n], b.grads[n]) for n in a.grads)
-
-
 def inner_of(layer):
     return getattr(layer, "mtp_model_layer", None) or layer.transformer_layer
 

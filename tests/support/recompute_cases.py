@@ -2,6 +2,8 @@
 
 import itertools
 
+import torch
+
 from shim import testing
 from shim.patches.megatron_core.mtp_recompute.proof import OneSequence
 
@@ -22,6 +24,12 @@ def row_of(rows, kind):
     lengths, align = rows[kind]
     row = testing.pack(testing.random_sequences(lengths), align=align or 1)
     return row if align else OneSequence(**vars(row))
+
+
+def equal_bits(a, b):
+    """Whether two results of testing.run_packed and the like are the same to the last bit."""
+    same = torch.equal(a.main, b.main) and torch.equal(a.logged, b.logged) and a.grads.keys() == b.grads.keys()
+    return same and all(map(torch.equal, a.mtp, b.mtp)) and all(torch.equal(a.grads[n], b.grads[n]) for n in a.grads)
 
 
 def all_pairs(**factors):

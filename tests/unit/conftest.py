@@ -7,6 +7,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from audit_cases import examiner, verdicts_of
 from edited_trees import tree  # noqa: F401 - a fixture
 from unit_helpers import World
 from untraced import pytest_runtest_call  # noqa: F401 - a hook
@@ -50,3 +51,13 @@ def world(tmp_path, on_path, monkeypatch):
     monkeypatch.setattr(_matrix, "TRUSTED", (*_matrix.TRUSTED, "trainer_patches"))
     monkeypatch.setattr(_api, "_of_another_matrix", lambda matrix: [])
     return World(tmp_path, on_path)
+
+
+@pytest.fixture
+def examine(world):
+    return examiner(world)
+
+
+@pytest.fixture
+def verdicts(examine, tmp_path):
+    return verdicts_of(examine, tmp_path)

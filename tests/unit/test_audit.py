@@ -4,23 +4,13 @@ import re
 import zipfile
 
 import pytest
-from audit_cases import EDITED, examiner, refuse_as_fetch, verdicts_of, wheel_of
+from audit_cases import EDITED, refuse_as_fetch, wheel_of
 from unit_helpers import BROKEN, FIXED, MATRIX, REWORKED, megatron, metadata, write_file
 
 from shim._errors import NotMetError, OptionError
 from shim._tools.audit_report import as_markdown, as_text
 
 ROLL, FORWARD, HELPER = (f"megatron.core.roll:{name}" for name in ("roll", "Layer.forward", "helper"))
-
-
-@pytest.fixture
-def examine(world):
-    return examiner(world)
-
-
-@pytest.fixture
-def verdicts(examine, tmp_path):
-    return verdicts_of(examine, tmp_path)
 
 
 # Verdicts

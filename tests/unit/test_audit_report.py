@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from audit_cases import EDITED, check_markdown, examiner, refuse_as_fetch, verdicts_of
+from audit_cases import EDITED, check_markdown, refuse_as_fetch
 from unit_helpers import megatron, write_file
 
 from shim._tools.audit import Difference
@@ -14,16 +14,6 @@ from shim._tools.cli import main
 from shim.testing.releases import FetchError
 
 ROLL, FORWARD, HELPER = (f"megatron.core.roll:{name}" for name in ("roll", "Layer.forward", "helper"))
-
-
-@pytest.fixture
-def examine(world):
-    return examiner(world)
-
-
-@pytest.fixture
-def verdicts(examine, tmp_path):
-    return verdicts_of(examine, tmp_path)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from audit_cases import EDITED, examiner
+from audit_cases import EDITED
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from unit_helpers import BROKEN, REPOSITORY, megatron, write_file
@@ -24,11 +24,6 @@ from shim.testing.patience import patience
 MEMORY = 100  # MB of a process that opens an archive
 COMMIT = "0123456789" * 4
 INFO = "Metadata-Version: 2.1\nName: megatron_core\nVersion: 0.16.7\n"
-
-
-@pytest.fixture
-def examine(world):
-    return examiner(world)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from audit_cases import check_markdown, examiner
+from audit_cases import check_markdown
 from packaging.version import Version
 from unit_helpers import MATRIX, write_file
 
@@ -13,12 +13,6 @@ from shim._te.features import losses_of, places, remedy_for
 from shim._te.names import Names
 from shim._tools.audit_report import as_markdown, as_text
 from shim.maintenance.te_names import measure_names, render_names
-
-
-@pytest.fixture
-def examine(world):
-    return examiner(world)
-
 
 WANTED = {
     "transformer_engine.pytorch:Linear": ["2.1.0", "2.2.0", "2.3.0"],

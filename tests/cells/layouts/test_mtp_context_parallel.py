@@ -20,7 +20,6 @@ from context_parallel_cases import (
     apply_in_rank,
     build,
     cp_group,
-    equal_bits,
     in_layout,
     places_of,
     rank_of,
@@ -29,6 +28,7 @@ from context_parallel_cases import (
     unpacked,
     zeros_but,
 )
+from recompute_cases import equal_bits
 
 from shim import testing
 from shim.testing import Layout

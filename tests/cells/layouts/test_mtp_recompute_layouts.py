@@ -12,7 +12,7 @@ import recompute_cases
 import torch
 from chosen import looped
 from megatron.core import tensor_parallel
-from recompute_cases import METHODS, RECOMPUTED, all_pairs
+from recompute_cases import METHODS, RECOMPUTED, all_pairs, equal_bits
 
 import shim
 from shim import testing
@@ -72,12 +72,6 @@ def train(run, stages, rows, **options):
     torch.manual_seed(5)
     tensor_parallel.model_parallel_cuda_manual_seed(5)
     return run(stages, rows, **options)
-
-
-def equal_bits(a, b):
-    """Whether two results are the same to the last bit."""
-    same = torch.equal(a.main, b.main) and torch.equal(a.logged, b.logged) and a.grads.keys() == b.grads.keys()
-    return same and all(map(torch.equal, a.mtp, b.mtp)) and all(torch.equal(a.grads[n], b.grads[n]) for n in a.grads)
 
 
 def calls_of(stages):
