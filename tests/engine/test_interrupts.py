@@ -1,7 +1,6 @@
 """A transaction is one thing: an interrupt, a factory that calls shim and a fork see all of it or nothing."""
 
 import asyncio
-import contextlib
 import gc
 import importlib
 import os
@@ -15,7 +14,6 @@ from own_process import run
 from thorough import times
 
 import shim
-from shim._engine import engine as _engine
 from shim.testing.patience import patience
 
 INTERRUPTED = """
@@ -317,28 +315,6 @@ def test_what_a_factory_imports_is_bound_after_it(world):
     assert sys.modules["megatron.core.layers"].Layer().forward(1) == ("p", 2)
     shim.revert()
     assert sys.modules["megatron.core.users"].twice is double
-
-
-def test_a_block_that_a_finalizer_ends_within_a_call_ends_after_it(patched_world):
-    """Garbage may be collected anywhere: a generator that was abandoned within its block is closed there."""
-
-    def abandoned():
-        with shim.patched():
-            yield
-
-    held = [abandoned()]
-    next(held[0])
-    source = FACTORY.format(body="import shim; sys.modules['held'].pop()")
-    patched_world.patch("q", ["megatron.core.ops:halve"], source)
-    sys.modules["held"] = held
-    try:
-        assert patched_world.get("ops:double")(2) == ("count", 4)
-        with contextlib.suppress(shim.OptionError):
-            shim.apply()
-        assert not held
-    finally:
-        del sys.modules["held"]
-    assert _engine.ENGINE.blocks == ()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
