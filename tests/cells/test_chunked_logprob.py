@@ -1,4 +1,8 @@
-"""Patch chunked-logprob on a real release: the exact losses and gradients, for less memory and fewer messages."""
+"""Patch chunked-logprob on a real release: the exact losses and gradients, for less memory and fewer messages.
+
+What becomes of logits that others read, a second backward and compiled callers: tests/ops/test_logprob_in_place.py and
+test_logprob_memory.py.
+"""
 
 import inspect
 import sys
@@ -185,12 +189,6 @@ def applied():
         yield report
 
 
-@pytest.fixture
-def in_chunks(monkeypatch):
-    """The logits of this file as those are worked on that do not fit the scratch."""
-    monkeypatch.setattr(_logprob_chunks, "_SCRATCH_CPU", SCRATCH)
-
-
 # Few logits, for which calls cost more than arithmetic
 
 
@@ -241,31 +239,6 @@ def test_any_object_will_do_for_a_group_of_one(applied):
 def computed(dtype="float32"):
     logits, target, _ = sample(dtype)
     return logits.requires_grad_() * 1, target
-
-
-@pytest.mark.parametrize("which", ["plain", "fused"])
-def test_a_second_backward(applied, in_chunks, which):
-    """It works where the gradient is a tensor of its own, and is a clear error where it lies in the logits."""
-    logits, target = computed("bfloat16")
-    total = losses_of(which, logits, target).sum()
-    first, second = (torch.autograd.grad(total, logits, retain_graph=True)[0].clone() for _ in range(2))
-    assert torch.equal(first, second)
-    logits, target = computed()
-    total = losses_of(which, logits, target).sum()
-    torch.autograd.grad(total, logits, retain_graph=True)
-    with pytest.raises(RuntimeError, match="second backward"):
-        torch.autograd.grad(total, logits)
-
-
-def test_whoever_needs_the_logits_gets_them_or_an_error(applied, in_chunks):
-    """A regulariser on fp32 logits: its backward before that of the loss is right, after it an error."""
-    logits, target = computed()
-    loss = losses_of("plain", logits, target).sum()
-    square = logits.square().sum()
-    assert torch.equal(torch.autograd.grad(square, logits, retain_graph=True)[0], 2 * logits)
-    torch.autograd.grad(loss, logits)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(square, logits)
 
 
 @pytest.mark.parametrize("scratch", [SCRATCH, 1 << 22], ids=["many", "few"])
@@ -376,16 +349,3 @@ def test_the_output_is_fp32_again_after_an_exception():
             with pytest.raises(TypeError):
                 model(**inputs, fp32_output=False, no_such_argument=1)
             assert model(**inputs).dtype == torch.float32
-
-
-def test_inside_a_compiled_loss(applied):
-    """The caller's graph breaks at the call, and the result is the same."""
-
-    @torch.compile(backend="eager")
-    def mean(logits, target):
-        return (losses_of("plain", logits * 2, target) * 0.5).mean()
-
-    logits, target = computed("bfloat16")
-    (gradient,) = torch.autograd.grad(mean(logits, target), logits)
-    (plain,) = torch.autograd.grad((losses_of("plain", logits * 2, target) * 0.5).mean(), logits)
-    assert torch.equal(gradient, plain)

@@ -195,24 +195,6 @@ def test_an_override_that_another_thread_enters_during_a_recompute_is_refused(ch
     assert x.grad.item() == 6.0
 
 
-@of_each_checkpoint
-def test_a_recompute_that_another_thread_runs_during_an_override_is_refused(checkpoint, applied):
-    config, x, errors = Config(), torch.ones((), requires_grad=True), []
-    result = checkpoint(lambda x: config.factor * x * x, x)
-
-    def backward():
-        try:
-            result.backward()
-        except shim.OptionError as error:
-            errors.append(error)
-
-    with shim.config_override(config, factor=9.0):
-        thread = threading.Thread(target=backward)
-        thread.start()
-        thread.join()
-        assert errors and x.grad is None and config.factor == 9.0
-
-
 def test_autograd_holds_no_object_for_a_thread(monkeypatch, applied):
     """It is freed when the thread ends: where the interpreter is ending meanwhile, the process aborts (1 in 4 runs)."""
     stashed = []

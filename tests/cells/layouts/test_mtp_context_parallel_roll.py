@@ -1,4 +1,7 @@
-"""Patch mtp-packed-sequences under context parallelism: roll_tensor itself, on any row, group and partition."""
+"""Patch mtp-packed-sequences under context parallelism: roll_tensor itself, on any row, group and partition.
+
+Gradients, messages and errors of the roll are those of tests/ops/test_context_parallel_roll.py.
+"""
 
 import megatron.core.transformer.multi_token_prediction as mtp
 import pytest
@@ -8,7 +11,6 @@ from context_parallel_cases import (
     CP2,
     CP4,
     ID,
-    Messages,
     apply_in_rank,
     cp_group,
     in_layout,
@@ -20,7 +22,7 @@ from context_parallel_cases import (
 )
 
 import shim
-from shim.ops import packed_roll, rank_roll_index, roll_on_rank
+from shim.ops import rank_roll_index, roll_on_rank
 from shim.testing import Layout
 
 CELLS = {"0.13.1": "all", "0.15.3": "first", "0.16.1": "first", "0.19.2": "first"}
@@ -83,39 +85,6 @@ def test_eight_bit_floats_travel_as_bytes(ranks2):
     assert ranks2.run(eight_bit_in_rank) == [True, True]
 
 
-def behind_the_last_slot_in_rank():
-    with in_layout(CP2):
-        here = places_of([8], rank_of(cp_group()), 2) + 1
-        rolled, _ = mtp.roll_tensor(torch.cat([here, torch.tensor([77, 78])]), -1, -1, cp_group(), params((0, 8)))
-        return rolled.tolist()
-
-
-def test_what_lies_behind_the_last_slot_becomes_zero(ranks2):
-    """Rows that are filled up to a fixed length; neither a token nor a message comes from there."""
-    assert ranks2.run(behind_the_last_slot_in_rank) == [[2, 3, 8, 0, 0, 0], [4, 5, 6, 7, 0, 0]]
-
-
-def gradient_in_rank():
-    """The gradient of a roll against that of the roll of the whole row, and the messages of both passes."""
-    with in_layout(CP2):
-        group, (valid, padded) = cp_group(), ((0, 5, 18, 21), (0, 8, 24, 32))
-        torch.manual_seed(1)
-        whole, weight = torch.randn(32, 1, 3, requires_grad=True), torch.randn(32, 1, 3)
-        (packed_roll(whole, torch.tensor(valid), torch.tensor(padded), dim=0) * weight).sum().backward()
-        places = places_of(padded[1:], rank_of(group), 2)
-        local = whole.detach()[places].requires_grad_()
-        with Messages() as forward:
-            rolled, _ = mtp.roll_tensor(local, dims=0, cp_group=group, packed_seq_params=params(valid, padded))
-        with Messages() as backward:
-            (rolled * weight[places]).sum().backward()
-        return float((local.grad - whole.grad[places]).abs().max()), forward.sent, backward.sent
-
-
-def test_the_roll_is_differentiable_over_ranks(ranks2):
-    """Gradients go back the way the tokens came, in one message per neighbour."""
-    assert ranks2.run(gradient_in_rank) == [(0.0, 1, 1)] * 2
-
-
 # The group of the row
 
 
@@ -146,18 +115,6 @@ def test_a_row_can_be_cut_over_some_of_the_ranks(ranks4):
 
 
 # How a row is cut
-
-
-def uneven_in_rank(valid, padded):
-    with in_layout(CP2), pytest.raises(ValueError, match="multiple of the 2 ranks"):
-        length = (padded or valid)[-1] // 2
-        mtp.roll_tensor(torch.arange(length), cp_group=cp_group(), packed_seq_params=params(valid, padded))
-
-
-def test_slots_that_ranks_cannot_share_out_evenly_are_refused(ranks2):
-    """No rank can hold half of a token: an error beats training on other tokens."""
-    ranks2.run(uneven_in_rank, (0, 3, 8), None)
-    ranks2.run(uneven_in_rank, (0, 2, 7), (0, 5, 8))
 
 
 @pytest.mark.parametrize("world", [2, 4])
