@@ -1,8 +1,8 @@
 """Statistics and gradients of rows of logits, one chunk of rows at a time, with torch's own operations.
 
 All exponents are powers of two: for a row x with largest entry m and temperature t, ``bits = (x - m) * log2(e) / t``
-and ``exp((x - m) / t) = exp2(bits)``. Without an entropy, bits are needed for that power only, and exp replaces exp2:
-on CPU it takes two thirds of the time, and at a temperature of 1 it needs no multiplication.
+and ``exp((x - m) / t) = exp2(bits)``. Without an entropy, bits are needed for that power only, and exp replaces exp2 if
+it is faster: at a temperature of 1 it needs no multiplication.
 
 Statistics are a tensor [K, T] in fp32 (fp64 for fp64 logits), K = 3 to 5, with these rows:
 
@@ -20,6 +20,7 @@ among these columns, -1 for none. `ignored` bool [T] or None marks rows without 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -191,8 +192,7 @@ def gradient(
             result.zero_()
         else:
             _everywhere(there, result, of_chunk, RowGradient(*of_row), _first(scratch, there))
-    # Not scatter_add_, which raises on CUDA if only deterministic algorithms are allowed.
-    out.scatter_(1, column, at_target)
+    _put_at_target(out, column, at_target)
     if ignored is not None:
         _clear_rows(out, ignored)
 
@@ -207,7 +207,7 @@ def tile_gradient(x: Tensor, out: Tensor, place: Tensor, scale: Scale, row: RowG
     row = RowGradient(*map(as_columns, row))
     column, at_target = _at_target(x, place, scale, row)
     _everywhere(x, out, scale, row, scratch)
-    out.scatter_(1, column, at_target)
+    _put_at_target(out, column, at_target)
 
 
 def _at_target(x: Tensor, place: Tensor, scale: Scale, row: RowGradient) -> tuple[Tensor, Tensor]:
@@ -222,6 +222,14 @@ def _at_target(x: Tensor, place: Tensor, scale: Scale, row: RowGradient) -> tupl
     _everywhere(entry.to(gradient.dtype), gradient, scale, row, gradient.new_empty(1, *gradient.shape))
     gradient += torch.where(column == place.unsqueeze(1), row.at_target, 0)
     return column, gradient.to(x.dtype)
+
+
+def _put_at_target(out: Tensor, column: Tensor, at_target: Tensor) -> None:
+    if out.device.type == "cpu" and out.dtype != accumulates_in(out.dtype):
+        # There torch's scatter_ copies all of a tensor in half precision to fp32 and back.
+        out.index_put_((torch.arange(out.size(0)), column.squeeze(1)), at_target.squeeze(1))
+    else:  # not scatter_add_, which raises on CUDA if only deterministic algorithms are allowed
+        out.scatter_(1, column, at_target)
 
 
 def _everywhere(x: Tensor, out: Tensor, scale: Scale, row: RowGradient, scratch: Tensor) -> None:
@@ -271,8 +279,27 @@ def _finite(top: Tensor) -> Tensor:
     return top.clamp(min=torch.finfo(top.dtype).min)
 
 
+@functools.cache
+def _exp_is_slow(cpus: str = "/proc/cpuinfo") -> bool:
+    """Whether exp takes longer on this CPU than a product and exp2.
+
+    torch takes exp from Intel's MKL, if it has that, and exp2 never. On an Intel CPU that exp takes two thirds of the
+    time of exp2. On an AMD EPYC, where MKL runs other code, it takes three times as long.
+    """
+    if not torch.backends.mkl.is_available():
+        return False
+    try:
+        with open(cpus, encoding="utf-8") as lines:  # no further than the first of maybe hundreds of CPUs
+            vendor = next((line for line in lines if line.startswith("vendor_id")), "")
+    except OSError:  # not Linux
+        return False
+    return "AuthenticAMD" in vendor
+
+
 def _exp(distance: Tensor, scale: Scale) -> Tensor:
     """exp2(distance * scale), in place."""
+    if distance.device.type == "cpu" and _exp_is_slow():
+        return distance.mul_(scale).exp2_()
     nats = scale / LOG2E
     return (distance if isinstance(nats, float) and nats == 1 else distance.mul_(nats)).exp_()
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings  # noqa: E402
 from logprob_cases import HALF_ULP, IGNORED, INTERPRETED, cases, exact, gradient_of, sample, weighted  # noqa: E402
 from thorough import times  # noqa: E402
 
-from shim.ops import _logprob_rows  # noqa: E402
+from shim.ops import _logprob_chunks, _logprob_rows  # noqa: E402
 from shim.ops.logprob import token_logprobs  # noqa: E402
 
 
@@ -62,8 +62,10 @@ def test_it_is_the_formula(case):
 # Numerics: each bound is the one the module promises
 
 
+@pytest.mark.parametrize("exp_is_slow", [False] if INTERPRETED else [False, True])
 @pytest.mark.parametrize("scale, offset", [(1.0, 0.0), (4.0, 0.0), (4.0, 300.0), (20.0, 0.0)])
-def test_fp32_is_no_worse_than_torch(scale, offset):
+def test_fp32_is_no_worse_than_torch(scale, offset, exp_is_slow, monkeypatch):
+    monkeypatch.setattr(_logprob_chunks, "_exp_is_slow", lambda: exp_is_slow)  # as on either kind of CPU
     logits, target, _ = sample(48, 20000, scale=scale, ignored=False)
     logits += offset
     weights = torch.ones(1, 48)
@@ -236,3 +238,18 @@ def test_a_process_outside_of_the_group_is_an_error(rank):
     for other in (group, torch.distributed.GroupMember.NON_GROUP_MEMBER):
         with pytest.raises(ValueError, match="tp_group"):
             token_logprobs(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), tp_group=other)
+
+
+@pytest.mark.parametrize("vendor, slow", [("AuthenticAMD", True), ("GenuineIntel", False), ("", False)])
+def test_exp2_takes_the_place_of_mkls_exp_on_other_cpus(vendor, slow, monkeypatch, tmp_path):
+    cpus = tmp_path / "cpuinfo"
+    cpus.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nvendor_id\t: another\n" if vendor else "")
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    exp_is_slow = _logprob_chunks._exp_is_slow.__wrapped__
+    assert exp_is_slow(str(cpus)) is slow and not exp_is_slow(str(tmp_path / "none"))
+    monkeypatch.setattr(_logprob_chunks, "_exp_is_slow", lambda: slow)
+    distance = -torch.arange(100.0) / 9
+    right = (distance * _logprob_chunks.LOG2E).exp2() if slow else distance.exp()
+    assert torch.equal(_logprob_chunks._exp(distance.clone(), _logprob_chunks.LOG2E), right)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    assert not exp_is_slow(str(cpus))

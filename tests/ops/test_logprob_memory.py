@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from logprob_cases import IGNORED, exact, gradient_of, sample  # noqa: E402
+from logprob_cases import IGNORED, INTERPRETED, exact, gradient_of, sample  # noqa: E402
 from torch.autograd.graph import saved_tensors_hooks  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
@@ -42,6 +42,17 @@ def test_the_measure_sees_what_a_plain_formula_takes():
     logits, target, _ = sample(128, 4096, ignored=False)
     plain = peak_of_step(lambda x, t: x.log_softmax(-1).gather(-1, t.unsqueeze(-1)).sum(), logits, target)
     assert plain >= 2 * 4 * logits.numel()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels copy nothing")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_no_operation_copies_logits_of_half_precision_inside_of_it(dtype):
+    """torch's scatter_ does, into fp32, where a footprint sees nothing."""
+    logits, target, _ = sample(128, 4096, dtype=dtype)
+    computed = logits.requires_grad_() * 1
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
+        torch.autograd.grad(token_logprobs(computed, target, scratch_bytes=1 << 17).logprob.sum(), computed)
+    assert max(event.self_cpu_memory_usage for event in profiled.events()) == logits.nbytes  # of its gradient
 
 
 def test_saved_are_the_logits_themselves_and_a_few_numbers_a_token():
