@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from shim.ops.context_parallel_roll import RankRollIndex, rank_roll_index, roll_on_rank
     from shim.ops.logprob import Largest, LowRank, TokenLogprobs, linear_token_logprobs, token_logprobs
     from shim.ops.packed_logprob import PackedLogprobs, linear_packed_logprobs, packed_logprobs
-    from shim.ops.packed_roll import RollIndex, packed_roll, roll_index, roll_with
     from shim.ops.packing import Packing, pack_thd, unpack_thd
     from shim.ops.paged_stash import PagedStash, PoolUse, StashOverflowError, StashStatistics
+    from shim.ops.roll import RollIndex, packed_roll, roll_index, roll_with
     from shim.ops.rope import thd_freqs
 
 __all__ = [
@@ -48,7 +48,7 @@ _HOMES = {
         ("Largest", "LowRank", "TokenLogprobs", "linear_token_logprobs", "token_logprobs"), "shim.ops.logprob"
     ),
     **dict.fromkeys(("PackedLogprobs", "linear_packed_logprobs", "packed_logprobs"), "shim.ops.packed_logprob"),
-    **dict.fromkeys(("RollIndex", "packed_roll", "roll_index", "roll_with"), "shim.ops.packed_roll"),
+    **dict.fromkeys(("RollIndex", "packed_roll", "roll_index", "roll_with"), "shim.ops.roll"),
     **dict.fromkeys(("Packing", "pack_thd", "unpack_thd"), "shim.ops.packing"),
     **dict.fromkeys(("PagedStash", "PoolUse", "StashOverflowError", "StashStatistics"), "shim.ops.paged_stash"),
     **dict.fromkeys(("thd_freqs",), "shim.ops.rope"),

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar, overload
 import torch
 from torch import Tensor
 
-from shim.ops.packed_roll import Mask
+from shim.ops.roll import Mask
 
 __all__ = ["Places", "moved", "once"]
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shim.ops._checks import require
-from shim.ops.packed_roll import Mask, RollIndex, lengths_on, mask_of_runs, roll_with, slot_of
+from shim.ops.roll import Mask, RollIndex, lengths_on, mask_of_runs, roll_with, slot_of
 
 __all__ = ["PARTITIONS", "RankRollIndex", "rank_roll_index", "roll_on_rank"]
 
@@ -42,7 +42,7 @@ class Edge(NamedTuple):
 class RankRollIndex(RollIndex):
     """The index of one rank's share of a row, t = T / cp tokens.
 
-    mask, in_sequence, valid: as in shim.ops.packed_roll.RollIndex, for the tokens of this rank. The mask leaves out
+    mask, in_sequence, valid: as in shim.ops.roll.RollIndex, for the tokens of this rank. The mask leaves out
     tokens whose successor is on another rank. following, preceding: the edges to the next and the previous rank, None
     at the ends.
     """
@@ -70,7 +70,7 @@ def rank_roll_index(
 ) -> RankRollIndex:
     """The index of rank `rank` of `ranks` for its share of `length` = T / ranks tokens.
 
-    cu_seqlens, cu_seqlens_padded: int32 or int64 [N + 1], global, as in shim.ops.packed_roll. No host read on CUDA. The
+    cu_seqlens, cu_seqlens_padded: int32 or int64 [N + 1], global, as in shim.ops.roll. No host read on CUDA. The
     number of kernels does not depend on N. ValueError (on CUDA a device-side assertion) if a slot cannot be split
     evenly. ValueError for an unknown partition.
     """

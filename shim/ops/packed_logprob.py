@@ -1,6 +1,6 @@
 """Log-probability and entropy of a packed (THD) row in one call, from a model's output under TP and CP.
 
-The row has T tokens: sequences one after another, in slots with padding (shim.ops.packed_roll). Each of the CP ranks
+The row has T tokens: sequences one after another, in slots with padding (shim.ops.roll). Each of the CP ranks
 has t = T / CP of them, cut in zigzag (shim.ops.context_parallel_roll). Each of the TP ranks has its columns of the
 vocabulary, for the same tokens.
 
@@ -23,7 +23,7 @@ from shim._torch_names import outside_graph
 from shim.ops._checks import require
 from shim.ops.context_parallel_roll import PARTITIONS, rank_roll_index, roll_on_rank
 from shim.ops.logprob import TokenLogprobs, linear_token_logprobs, token_logprobs
-from shim.ops.packed_roll import lengths_on, packed_roll, slot_of
+from shim.ops.roll import lengths_on, packed_roll, slot_of
 
 __all__ = ["PackedLogprobs", "linear_packed_logprobs", "packed_logprobs"]
 

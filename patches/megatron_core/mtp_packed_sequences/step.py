@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, ones_like
 
 from shim.ops.context_parallel_roll import RankRollIndex, rank_roll_index, roll_on_rank
-from shim.ops.packed_roll import RollIndex, roll_index, roll_with
+from shim.ops.roll import RollIndex, roll_index, roll_with
 from shim.patches._named import Named
 from shim.patches.megatron_core._context_parallel_rows import group_of_row, is_parallel
 
