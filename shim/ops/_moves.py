@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, overload
 
@@ -10,9 +12,12 @@ from torch import Tensor
 
 from shim.ops.roll import Mask
 
-__all__ = ["Places", "moved", "once"]
+__all__ = ["Places", "Runs", "moved", "once"]
 
 Value = TypeVar("Value")
+
+# Elements that follow each other: the number of the first, from 0, or None without a source, and how many there are.
+Runs = list[tuple[int | None, int]]
 
 
 class once(Generic[Value]):
@@ -40,11 +45,24 @@ class Places:
 
     numbers: int32 [n], the number of an element of the input, counted from 1; 0 without a source.
     complete: whether no number is 0.
+    runs: the same for the host, if it knows them and they are few: it copies a few runs faster than it makes an index.
     """
 
-    def __init__(self, numbers: Tensor, complete: bool = False) -> None:
-        self.numbers = numbers
+    def __init__(self, numbers: Tensor | None, complete: bool = False, runs: Runs | None = None, size: int = 0) -> None:
+        self._given = numbers
         self.complete = complete
+        self.runs = runs
+        self._size = size  # of the input, if there are runs
+
+    @once
+    def numbers(self) -> Tensor:
+        if self._given is not None:
+            return self._given
+        assert self.runs is not None
+        return self._joined(torch.arange(1, self._size + 1, dtype=torch.int32), 0)
+
+    def __len__(self) -> int:
+        return self.numbers.numel() if self.runs is None else sum(n for _, n in self.runs)
 
     @once
     def index(self) -> Tensor:
@@ -63,10 +81,40 @@ class Places:
 
     def inverse(self, size: int) -> Places:
         """The way back to an input of `size` elements, of which none goes to two places."""
+        if self.runs is not None:
+            return Places(None, self.complete, *_turned(self.runs, size))
         numbers = torch.arange(1, self.numbers.numel() + 1, dtype=torch.int32, device=self.numbers.device)
         # Elements without a source meet in element 0, which is dropped.
         back = torch.zeros(size + 1, dtype=torch.int32, device=numbers.device)
         return Places(back.scatter_(0, self.numbers.long(), numbers)[1:])
+
+    def at(self, picked: Places) -> Places:
+        """The sources of those elements of the result that `picked`, which is complete, takes."""
+        if self.runs is None or picked.runs is None:
+            return Places(self.numbers.index_select(0, picked.index))
+        return Places(None, False, _cut(self.runs, picked.runs), self._size)
+
+    @once
+    def _pieces(self) -> tuple[list[int], list[int], list[int]]:
+        """The sizes that cut the input into runs and what lies between them, those of runs without a source, and which
+        of all these pieces follow each other in the result."""
+        assert self.runs is not None
+        sizes, blanks, place, end = [], [n for start, n in self.runs if start is None], {}, 0
+        for start, n in sorted((start, n) for start, n in self.runs if start is not None):
+            sizes += [start - end] * (start > end)
+            place[start] = len(sizes)
+            sizes.append(n)
+            end = start + n
+        sizes += [self._size - end] * (self._size > end)
+        blank = itertools.count(len(sizes))
+        return sizes, blanks, [next(blank) if start is None else place[start] for start, _ in self.runs]
+
+    def _joined(self, tensor: Tensor, fill: Any) -> Tensor:
+        """Runs of `tensor` [size, ...] one after another, `fill` without a source. Differentiable."""
+        sizes, blanks, order = self._pieces
+        blank = tensor.new_full((sum(blanks), *tensor.shape[1:]), fill)
+        pieces = (*tensor.split(sizes), *blank.split(blanks))
+        return torch.cat([pieces[place] for place in order]) if order else blank
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor | None]:
@@ -75,11 +123,43 @@ class Places:
 
     def pick(self, tensor: Tensor, fill: Any = 0) -> Tensor:
         """[size, ...] -> [n, ...], `fill` without a source; any dtype; a new tensor."""
+        if self.runs is not None:
+            return self._joined(tensor, fill)
         # A tuple, because torch.compile traces no union before torch 2.12.
         zero = isinstance(fill, (int, float)) and fill == 0
         if self.complete or not zero or tensor.size(0) == 0:
             return _picked(tensor, *self.tensors, fill)
         return self._mask.clear_(tensor.index_select(0, self.index), 0)
+
+
+def _turned(runs: Runs, size: int) -> tuple[Runs, int]:
+    """The runs of the way back to an input of `size` elements, and how many elements these runs have."""
+    found, at = [], 0
+    for start, n in runs:
+        if start is not None:
+            found.append((start, at, n))
+        at += n
+    back: Runs = []
+    end = 0
+    for start, place, n in sorted(found):
+        back += [(None, start - end)] * (start > end) + [(place, n)]
+        end = start + n
+    return back + [(None, size - end)] * (size > end), at
+
+
+def _cut(runs: Runs, picked: Runs) -> Runs:
+    """The parts of `runs` that `picked` takes, in its order."""
+    begins = list(itertools.accumulate((n for _, n in runs), initial=0))
+    found: Runs = []
+    for first, length in picked:
+        assert first is not None
+        at = bisect_right(begins, first) - 1
+        while length > 0:
+            start = runs[at][0]
+            n = min(length, begins[at + 1] - first)
+            found.append((None if start is None else start + first - begins[at], n))
+            first, length, at = first + n, length - n, at + 1
+    return found
 
 
 def _picked(tensor: Tensor, index: Tensor, there: Tensor | None, fill: Any) -> Tensor:
@@ -113,7 +193,7 @@ class _Move(torch.autograd.Function):
 
 def moved(tensor: Tensor, there: Places, back: Callable[[], Places], fill: Any = 0) -> Tensor:
     """Elements of `tensor` [size, ...] in the places of `there`; `back` gives the way back for a gradient."""
-    if not (tensor.requires_grad and torch.is_grad_enabled()):
+    if there.runs is not None or not (tensor.requires_grad and torch.is_grad_enabled()):
         return there.pick(tensor, fill)
     result: Tensor = _Move.apply(tensor, fill, *there.tensors, *back().tensors)
     return result

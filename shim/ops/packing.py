@@ -1,4 +1,4 @@
-"""Padded batches to packed (THD) rows and back, also for context parallelism: without a loop, without host reads.
+"""Padded batches to packed (THD) rows and back, also for context parallelism: without host reads, and a loop over few.
 
 A batch is [B, S, ...]: B sequences of at most S tokens, with padding before them, behind them or in between. Its packed
 row is [T, ...]: all sequences, one after another. Each is in a slot, and padding fills the rest of the slot:
@@ -17,17 +17,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shim.ops._checks import require
-from shim.ops._moves import Places, moved, once
+from shim.ops._checks import is_plain, require
+from shim.ops._moves import Places, Runs, moved, once
 
 __all__ = ["Packing", "pack_thd", "unpack_thd"]
 
 _MOST = 1 << 31  # offsets are int32
+_FEW = 16  # runs of tokens, in a batch, that a CPU copies faster than it makes an index of all tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +92,14 @@ class Packing:
         batch = _checked_batch(*attention_mask.shape)
         slot = _checked_alignment(alignment, sequence_alignment, cp, total)
         mask = attention_mask if attention_mask.dtype == torch.bool else attention_mask != 0
+        few = _few_runs(mask, device)
+        if few is not None:
+            return cls._of_runs(
+                few,
+                batch,
+                cp,
+                _slots([sum(n for _, n in row) for row in few], slot, alignment, total, max_seqlen, "cpu"),
+            )
         lengths = mask.sum(1, dtype=torch.int32)
         cu, padded, total, longest = _slots(lengths, slot, alignment, total, max_seqlen, device or mask.device)
         mask = mask.to(cu.device, non_blocking=True)
@@ -136,7 +146,14 @@ class Packing:
         slot = _checked_alignment(alignment, sequence_alignment, cp, total)
         given = given.int()
         require(((given >= 0) & (given <= width)).all(), f"every length must be between 0 and the width {width}")
-        cu, padded, total, longest = _slots(given, slot, alignment, total, max_seqlen, device or given.device)
+        slots = _slots(given, slot, alignment, total, max_seqlen, device or given.device)
+        cu, padded, total, longest = slots
+        if _is_here(given, device) and batch[0] <= _FEW:
+            starts = [width - n if padding_side == "left" else 0 for n in given.tolist()]
+            of_rows: list[Runs] = [
+                [(row * width + start, n)] for row, (start, n) in enumerate(zip(starts, given.tolist()))
+            ]
+            return cls._of_runs(of_rows, batch, cp, slots)
         begins = torch.arange(batch[0], dtype=torch.int32, device=cu.device) * width
         ends = padded[:-1] + cu.diff()
         if padding_side == "left":
@@ -146,6 +163,15 @@ class Packing:
         shift = begins - padded[:-1] + 1
         numbers = (here + shift.index_select(0, of_slot)).mul_(here < ends.index_select(0, of_slot))
         return cls(cu, padded, total, longest, batch, Places(numbers), cp)
+
+    @classmethod
+    def _of_runs(cls, few: list[Runs], batch: tuple[int, int], cp: int, slots: _Slots) -> Packing:
+        """few: the runs of tokens of each row, by their places in the batch."""
+        runs: Runs = []
+        for row, size in zip(few, slots.cu_seqlens_padded.diff().tolist()):
+            padding = size - sum(n for _, n in row)
+            runs += [run for run in row if run[1]] + [(None, padding)] * (padding > 0)
+        return cls(*slots[:2], slots.total, slots.max_seqlen, batch, Places(None, False, runs, math.prod(batch)), cp)
 
     @property
     def valid(self) -> Tensor:
@@ -199,7 +225,7 @@ class Packing:
         Any dtype; a new tensor, differentiable any number of times. ValueError for another shape or device. The sum of
         all ranks' results, each filled with 0, has all tokens; `merge` is the other way to get them.
         """
-        self._check(tensor, self.valid.numel())
+        self._check(tensor, len(self.places))
         return moved(tensor, self._places_in_batch, lambda: self.places, fill).unflatten(0, self.batch)
 
     def on_rank(self, cp_rank: int) -> Packing:
@@ -212,8 +238,7 @@ class Packing:
             raise ValueError(f"this is the packing of rank {self.cp_rank} already; call on_rank() on its `whole`")
         if not 0 <= cp_rank < self.cp:
             raise ValueError(f"cp_rank is {cp_rank}; the packing has cp={self.cp}")
-        numbers = self.places.numbers.index_select(0, self._zigzag[cp_rank] - 1)
-        return replace(self, places=Places(numbers), cp_rank=cp_rank, whole=self)
+        return replace(self, places=self.places.at(self._shares(cp_rank)), cp_rank=cp_rank, whole=self)
 
     def split(self, row: Tensor) -> Tensor:
         """[T, ...] -> [T / cp, ...], this rank's share of a row that is packed already, with its padding.
@@ -235,7 +260,7 @@ class Packing:
         row = shares if isinstance(shares, Tensor) else torch.cat(list(shares))
         self._check(row, self.total)
         whole = self.whole or self
-        return moved(row, whole._order, lambda: Places(whole._zigzag.flatten(), complete=True))
+        return moved(row, whole._order, whole._shares)
 
     @once
     def _places_in_batch(self) -> Places:
@@ -256,15 +281,32 @@ class Packing:
         of_chunk = torch.repeat_interleave(chunk.repeat_interleave(2), output_size=here.numel())
         return here + torch.stack([fronts, tails], 2).flatten(1).index_select(1, of_chunk)
 
+    def _shares(self, cp_rank: int | None = None) -> Places:
+        """The position in the row of each position in the share of a rank, or of all ranks, one after another."""
+        if self.places.runs is None:
+            zigzag = self._zigzag.flatten() if cp_rank is None else self._zigzag[cp_rank]
+            return Places(zigzag, complete=True)
+        ranks = range(self.cp) if cp_rank is None else [cp_rank]
+        ends = self.cu_seqlens_padded.tolist()
+        slots = [(start, (end - start) // (2 * self.cp)) for start, end in pairwise(ends) if end > start]
+        if self.cp == 1:
+            return Places(None, True, [(0, self.total)], self.total)
+        runs: Runs = []
+        for rank in ranks:
+            for start, chunk in slots:
+                runs += [(start + rank * chunk, chunk), (start + (2 * self.cp - 1 - rank) * chunk, chunk)]
+        return Places(None, True, runs, self.total)
+
     @once
     def _share(self) -> Places:
-        assert self.whole is not None and self.cp_rank is not None
-        return Places(self.whole._zigzag[self.cp_rank], complete=True)
+        assert self.whole is not None
+        return self.whole._shares(self.cp_rank)
 
     @once
     def _order(self) -> Places:
         """The position in the shares of all ranks, one after another, of each position of the row."""
-        return Places(Places(self._zigzag.flatten()).inverse(self.total).numbers, complete=True)
+        order = self._shares().inverse(self.total)
+        return order if order.runs is not None else Places(order.numbers, complete=True)
 
     def _check(self, tensor: Tensor, *sizes: int) -> None:
         if tensor.shape[: len(sizes)] != sizes:
@@ -332,36 +374,81 @@ class _Slots(NamedTuple):
 
 
 def _slots(
-    lengths: Tensor,
+    lengths: Tensor | list[int],
     sequence_alignment: int,
     alignment: int,
     total: int | None,
     max_seqlen: int | None,
     device: torch.device | str,
 ) -> _Slots:
-    """The slots of sequences of `lengths`, int32 [B]. Computed on the device of lengths, then copied to `device`."""
-    slots = _rounded_up(lengths, sequence_alignment)
-    used = slots.sum()
-    if total is None:
-        end: Any = _rounded_up(used, math.lcm(alignment, sequence_alignment))
+    """The slots of sequences of `lengths`, int32 [B] or for the host.
+
+    Computed on the device of lengths, then copied to `device`.
+    """
+    too_small = f"the sequences, with the padding of their slots, do not fit a total of {total} tokens"
+    too_long = f"a slot has more tokens than max_seqlen, which is {max_seqlen}"
+    multiple = math.lcm(alignment, sequence_alignment)
+    end: Any
+    if isinstance(lengths, list):
+        sizes = [_rounded_up(length, sequence_alignment) for length in lengths]
+        end = _rounded_up(sum(sizes), multiple) if total is None else total
+        if sum(sizes) > end:
+            raise ValueError(too_small)
+        sizes[-1] += end - sum(sizes)
+        if max_seqlen is not None and max(sizes) > max_seqlen:
+            raise ValueError(too_long)
+        if max_seqlen is None:
+            max_seqlen = max(sizes) if total is None else total
+        _check_total(total := end)
+        both = torch.tensor([[0, *accumulate(lengths)], [0, *accumulate(sizes)]], dtype=torch.int32)
     else:
-        require(used <= total, f"the sequences, with the padding of their slots, do not fit a total of {total} tokens")
-        end = total
-    slots = torch.cat([slots[:-1], (slots[-1] + (end - used)).view(1).int()])
-    longest = slots.max()
-    if max_seqlen is not None:
-        require(longest <= max_seqlen, f"a slot has more tokens than max_seqlen, which is {max_seqlen}")
-    if total is None:
-        total, found = torch.stack([end, longest]).tolist()  # the one read
-        max_seqlen = found if max_seqlen is None else max_seqlen
-        if total >= _MOST:
-            raise ValueError(f"the row has {total} tokens, more than int32 offsets can count")
-    both = torch.nn.functional.pad(torch.stack([lengths, slots]).cumsum(1, dtype=torch.int32), (1, 0))
+        slots = _rounded_up(lengths, sequence_alignment)
+        used = slots.sum()
+        if total is not None:
+            require(used <= total, too_small)
+        end = _rounded_up(used, multiple) if total is None else total
+        slots = torch.cat([slots[:-1], (slots[-1] + (end - used)).view(1).int()])
+        longest = slots.max()
+        if max_seqlen is not None:
+            require(longest <= max_seqlen, too_long)
+        if total is None:
+            total, found = torch.stack([end, longest]).tolist()  # the one read
+            max_seqlen = found if max_seqlen is None else max_seqlen
+            _check_total(total)
+        both = torch.nn.functional.pad(torch.stack([lengths, slots]).cumsum(1, dtype=torch.int32), (1, 0))
     cu, padded = both.to(device, non_blocking=True)  # a copy to the device does not wait for it
     return _Slots(cu, padded, total, total if max_seqlen is None else max_seqlen)
 
 
-def _rounded_up(number: Tensor, multiple: int) -> Tensor:
+def _check_total(total: int) -> None:
+    if total >= _MOST:
+        raise ValueError(f"the row has {total} tokens, more than int32 offsets can count")
+
+
+def _is_here(tensor: Tensor, device: torch.device | str | None) -> bool:
+    """Whether the host knows the tensor's values, and tensors will be packed on the CPU."""
+    on_cpu = tensor.device.type == "cpu" and (device is None or torch.device(device).type == "cpu")
+    return on_cpu and is_plain(tensor) and not torch.compiler.is_compiling()
+
+
+def _few_runs(mask: Tensor, device: torch.device | str | None) -> list[Runs] | None:
+    """The runs of tokens of each row, by their places in the batch, if there are few and the host can look."""
+    rows, width = mask.shape
+    if rows > _FEW or not _is_here(mask, device):
+        return None
+    framed = mask.new_zeros(rows, width + 2)
+    framed[:, 1:-1] = mask
+    edges = (framed[:, 1:] != framed[:, :-1]).nonzero()
+    if len(edges) > 2 * _FEW:
+        return None
+    found: list[Runs] = [[] for _ in range(rows)]
+    ends = iter(edges.tolist())
+    for (row, start), (_, end) in zip(ends, ends):
+        found[row].append((row * width + start, end - start))
+    return found
+
+
+def _rounded_up(number: Any, multiple: int) -> Any:
     return number if multiple == 1 else (number + (multiple - 1)) // multiple * multiple
 
 

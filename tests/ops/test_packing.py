@@ -1,6 +1,7 @@
 """Packing against the plain statement of its rule, a loop over rows."""
 
 import math
+from contextlib import contextmanager
 
 import pytest
 
@@ -31,6 +32,22 @@ def masks(draw):
     return mask.flip(1) if side == "left" else mask
 
 
+@pytest.fixture(params=[0, 16], ids=["index", "runs"])
+def few(request, monkeypatch):
+    """An index of all tokens, and runs of them, which a CPU takes if there are few."""
+    monkeypatch.setattr(packing_module, "_FEW", request.param)
+
+
+ways = st.sampled_from([0, 16])
+
+
+@contextmanager
+def taking(few):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing_module, "_FEW", few)
+        yield
+
+
 def rounded_up(number, multiple):
     return -(-number // multiple) * multiple
 
@@ -56,11 +73,13 @@ def offsets(lengths):
 
 
 @settings(deadline=None, max_examples=120, derandomize=True)
-@given(masks(), st.sampled_from([1, 2, 3, 16]), st.sampled_from([1, 4]), st.sampled_from([0, 7]))
-def test_it_is_the_loop_over_rows_and_back(mask, alignment, slot, fill):
+@given(masks(), st.sampled_from([1, 2, 3, 16]), st.sampled_from([1, 4]), st.sampled_from([0, 7]), ways)
+def test_it_is_the_loop_over_rows_and_back(mask, alignment, slot, fill, few):
     batch = torch.arange(1, mask.numel() + 1).view(mask.shape)
     expected, lengths, slots = packed_one_by_one(batch, mask, alignment, slot, fill)
-    packed, packing = pack_thd(batch, mask, alignment=alignment, sequence_alignment=slot, fill=fill)
+    with taking(few):
+        packed, packing = pack_thd(batch, mask, alignment=alignment, sequence_alignment=slot, fill=fill)
+    assert (packing.places.runs is not None) == bool(few)
     assert torch.equal(packed, expected) and packing.total == len(expected) == sum(slots)
     assert torch.equal(packing.cu_seqlens, offsets(lengths)) and packing.cu_seqlens.dtype == torch.int32
     assert torch.equal(packing.cu_seqlens_padded, offsets(slots)) and packing.cu_seqlens_padded.dtype == torch.int32
@@ -73,13 +92,14 @@ def test_it_is_the_loop_over_rows_and_back(mask, alignment, slot, fill):
 
 
 @settings(deadline=None, max_examples=80, derandomize=True)
-@given(masks(), st.sampled_from([1, 2, 3, 4]), st.sampled_from([None, "delayed"]), st.booleans())
-def test_shares_are_the_zigzag_and_come_back(mask, cp, recipe, parallel):
+@given(masks(), st.sampled_from([1, 2, 3, 4]), st.sampled_from([None, "delayed"]), st.booleans(), ways)
+def test_shares_are_the_zigzag_and_come_back(mask, cp, recipe, parallel, few):
     batch = torch.arange(1, mask.numel() + 1).view(mask.shape)
     alignment = fp8_alignment(recipe, 2, cp, parallel)
     slot = 2 * cp if cp > 1 else 1
     row, _, slots = packed_one_by_one(batch, mask, alignment, slot, 0)
-    whole = Packing.from_mask(mask, alignment=alignment, cp=cp)
+    with taking(few):
+        whole = Packing.from_mask(mask, alignment=alignment, cp=cp)
     ranks = [whole.on_rank(rank) for rank in range(cp)]
     shares = [rank.pack(batch) for rank in ranks]
     for number, (rank, share) in enumerate(zip(ranks, shares)):
@@ -94,14 +114,15 @@ def test_shares_are_the_zigzag_and_come_back(mask, cp, recipe, parallel):
 
 
 @settings(deadline=None, max_examples=60, derandomize=True)
-@given(st.lists(st.integers(0, 7), min_size=1, max_size=6), st.sampled_from(["left", "right"]), st.integers(1, 3))
-def test_lengths_do_as_a_mask_does(lengths, side, cp):
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=6), st.sampled_from(["left", "right"]), st.integers(1, 3), ways)
+def test_lengths_do_as_a_mask_does(lengths, side, cp, few):
     mask = torch.arange(7) < of(lengths)[:, None]
     mask = mask.flip(1) if side == "left" else mask
     options = {"alignment": 8, "cp": cp}
     expected = Packing.from_mask(mask, **options)
     for given_as in (lengths, of(lengths), of(lengths).short()):
-        found = Packing.from_lengths(given_as, 7, padding_side=side, **options)
+        with taking(few):
+            found = Packing.from_lengths(given_as, 7, padding_side=side, **options)
         assert torch.equal(found.places.numbers, expected.places.numbers)
         assert torch.equal(found.cu_seqlens, expected.cu_seqlens) and found.cu_seqlens.dtype == torch.int32
         assert torch.equal(found.cu_seqlens_padded, expected.cu_seqlens_padded)
@@ -111,6 +132,7 @@ def test_lengths_do_as_a_mask_does(lengths, side, cp):
 MASK = of([[0, 0, 1, 1, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]])
 
 
+@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("total", [10, 16, 40])
 def test_a_fixed_total_only_lengthens_the_last_slot(total):
     batch = torch.arange(1, 21).view(4, 5)
@@ -121,6 +143,7 @@ def test_a_fixed_total_only_lengthens_the_last_slot(total):
     assert torch.equal(packing.unpack(packed), batch * MASK)
 
 
+@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("fill", [0, 2])
 @pytest.mark.parametrize(
     "dtype", [torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.float64, torch.complex64]
@@ -133,6 +156,7 @@ def test_any_dtype_and_any_further_dimensions(dtype, fill):
     assert torch.equal(packing.unpack(packed)[MASK.bool()], batch[MASK.bool()])
 
 
+@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("fill", [0, 2])
 def test_floats_of_eight_bits(fill):
     batch = torch.arange(1, 21).view(4, 5).to(torch.float8_e4m3fn)
@@ -142,12 +166,14 @@ def test_floats_of_eight_bits(fill):
     assert torch.equal(packing.unpack(packed, fill=fill).float(), batch.float().where(MASK.bool(), fill))
 
 
+@pytest.mark.usefixtures("few")
 def test_not_a_number_in_padding_stays_behind():
     batch = torch.ones(4, 5).masked_fill(~MASK.bool(), math.nan)
     packed, packing = pack_thd(batch, MASK, alignment=16)
     assert not packed.isnan().any() and packing.unpack(packed.where(packing.valid, math.nan)).sum() == MASK.sum()
 
 
+@pytest.mark.usefixtures("few")
 def test_views_that_are_not_contiguous_and_the_input_stays():
     batch = torch.arange(40).view(5, 4, 2).transpose(0, 1)
     before = batch.clone()
@@ -155,6 +181,7 @@ def test_views_that_are_not_contiguous_and_the_input_stays():
     assert torch.equal(packed, batch[MASK.bool()]) and torch.equal(batch, before)
 
 
+@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("fill", [0, 1.5])
 def test_gradients_go_back_exactly(fill):
     torch.manual_seed(0)
@@ -271,7 +298,8 @@ def test_the_number_of_operations_does_not_depend_on_the_number_of_sequences():
             packing.unpack(packing.pack(mask))
         return len(names)
 
-    assert operations(2) == operations(200) < 120
+    assert operations(17) == operations(200) < 120
+    assert operations(1) == operations(8) < 40, "of few rows, one copy of all runs"
 
 
 def test_one_graph_under_torch_compile():
@@ -309,6 +337,7 @@ def test_it_does_not_wait_for_the_gpu():
 # What does not fit
 
 
+@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize(
     ("call", "message"),
     [
