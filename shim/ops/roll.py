@@ -8,13 +8,17 @@ slot is padding, and so is everything after the last slot.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from shim.ops._checks import is_plain
+
 __all__ = ["Mask", "RollIndex", "lengths_on", "mask_of_runs", "packed_roll", "roll_index", "roll_with", "slot_of"]
 
+
+_FEW = 8  # runs, which the host of a CPU clears faster between than it makes a mask of all positions
 
 # Integers by width. Zero is all zero bits in every dtype, so masks work on the bits.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -24,10 +28,12 @@ class Mask:
     """Which positions of a dimension keep their values; the others become zero.
 
     bits: int8 [T], -1 (all bits set) for a position that keeps its value, else 0.
+    gaps: in place of bits, the positions that become zero: the first one of each gap, and how many there are.
     """
 
-    def __init__(self, bits: Tensor) -> None:
-        self._as = {torch.int8: bits}
+    def __init__(self, bits: Tensor | None, gaps: Sequence[tuple[int, int]] = ()) -> None:
+        self._as = {} if bits is None else {torch.int8: bits}
+        self._gaps = gaps
 
     def _in(self, dtype: torch.dtype, like: Tensor, dim: int) -> Tensor:
         if dtype not in self._as:
@@ -40,6 +46,10 @@ class Mask:
 
     def clear_(self, tensor: Tensor, dim: int) -> Tensor:
         """Zero the other positions of `tensor` along `dim`, in place, including NaN and infinity."""
+        if not self._as:
+            for start, n in self._gaps:
+                tensor.narrow(dim, start, n).zero_()
+            return tensor
         if tensor.requires_grad or tensor.is_complex():
             return tensor.masked_fill_(self._in(torch.bool, tensor, dim), 0)
         # Several times faster than masked_fill on CPU, and defined for any dtype.
@@ -104,15 +114,19 @@ def roll_index(
     """
     device = torch.device(device)
     cu, slots = lengths_on(device, cu_seqlens, cu_seqlens_padded)
-    starts, lengths = slots[:-1], cu[1:] - cu[:-1]
 
     def places() -> tuple[Tensor, Tensor]:
         positions = torch.arange(length, device=device, dtype=cu.dtype)
         slot = slot_of(positions, slots)
-        in_sequence = positions - starts[slot]
-        return in_sequence, in_sequence < lengths[slot]
+        in_sequence = positions - slots[slot]
+        return in_sequence, in_sequence < cu.diff()[slot]
 
-    return RollIndex(mask_of_runs(starts, starts + (lengths - 1).clamp_(min=0), length), places)
+    if _may_be_read(cu, _FEW + 1):
+        ends, starts = cu.tolist(), slots.tolist()
+        runs = [(at, at + max(end - start - 1, 0)) for at, start, end in zip(starts, ends, ends[1:])]
+        return RollIndex(Mask(None, _gaps(runs, length)), places)
+    begin = slots[:-1]
+    return RollIndex(mask_of_runs(begin, begin + (cu.diff() - 1).clamp_(min=0), length), places)
 
 
 def slot_of(positions: Tensor, slots: Tensor) -> Tensor:
@@ -123,6 +137,8 @@ def slot_of(positions: Tensor, slots: Tensor) -> Tensor:
 
 def mask_of_runs(starts: Tensor, ends: Tensor, length: int) -> Mask:
     """The mask of `length` positions that keeps those in a run: starts[i] <= position < ends[i]. Runs never overlap."""
+    if _may_be_read(starts, _FEW):
+        return Mask(None, _gaps(sorted(zip(starts.tolist(), ends.tolist())), length))
     # The running sum of steps at both ends of each run. The steps of an empty run cancel. If many steps meet at one
     # position, int8 wraps around and back.
     steps = torch.zeros(length + 1, device=starts.device, dtype=torch.int8)
@@ -130,6 +146,21 @@ def mask_of_runs(starts: Tensor, ends: Tensor, length: int) -> Mask:
     steps.index_add_(0, starts.clamp(max=length), down)
     steps.index_add_(0, ends.clamp(max=length), down, alpha=-1)
     return Mask(steps[:length].cumsum(0, dtype=torch.int8))
+
+
+def _may_be_read(few: Tensor, most: int) -> bool:
+    """Whether the host may look at these numbers, at most so many, without a wait."""
+    return few.numel() <= most and few.device.type == "cpu" and is_plain(few) and not torch.compiler.is_compiling()
+
+
+def _gaps(runs: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
+    """What lies before, between and behind runs (start, end), in the order of their starts: start and length."""
+    found, at = [], 0
+    for start, end in [*runs, (length, length)]:
+        if min(start, length) > at:
+            found.append((at, min(start, length) - at))
+        at = max(at, end)
+    return found
 
 
 def roll_with(tensor: Tensor, index: RollIndex, dim: int = -1) -> Tensor:

@@ -40,3 +40,13 @@ def lines_of_compiling(run_python, tmp_path):
         return done.stdout.splitlines()
 
     return lines
+
+
+@pytest.fixture(params=[0, 8], ids=["mask", "gaps"], scope="module")
+def mask_or_gaps(request):
+    """A roll by a mask of all positions, and by the gaps between few sequences, which a CPU clears one by one."""
+    import shim.ops.roll
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shim.ops.roll, "_FEW", request.param)
+        yield

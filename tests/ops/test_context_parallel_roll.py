@@ -10,6 +10,8 @@ from shim.ops import packed_roll  # noqa: E402
 from shim.ops.context_parallel_roll import rank_roll_index, roll_on_rank  # noqa: E402
 from shim.testing import Ranks  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("mask_or_gaps")
+
 ROWS = [  # (valid lengths, slot lengths); slots are multiples of 4, so that 2 and 4 ranks share them out
     ([8], [8]),
     ([8, 16, 8], [8, 16, 8]),

@@ -9,6 +9,8 @@ from hypothesis import strategies as st  # noqa: E402
 
 from shim.ops import packed_roll, roll_index  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("mask_or_gaps")
+
 
 @st.composite
 def rows(draw):
