@@ -12,6 +12,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 import shim
 from shim import testing
 from shim.patches.megatron_core._proof_optimizer_resume import STEPS, Training, fused_adam, save_after, weights_resumed
+from shim.patches.megatron_core.reshardable_padding import _displaced
 from shim.patches.megatron_core.reshardable_padding.proof import FULLY
 
 CELLS = {"0.12.0": "first", "0.17.1": "all"}
@@ -176,6 +177,18 @@ def test_it_is_written_right_by_several_ranks(tmp_path, saving, metadata):
 def in_layout(layout, function, *args):
     with testing.megatron_on_cpu(), testing.layout_initialised(layout):
         return function(*args)
+
+
+@pytest.mark.once
+def test_of_a_sound_checkpoint_only_the_last_weights_are_looked_at():
+    def operations(count):
+        weights = [torch.nn.Parameter(torch.randn(40)) for _ in range(count)]
+        saved = [weight.detach().clone() for weight in weights]
+        with testing.Footprint() as footprint:
+            assert _displaced(weights, saved) == 0
+        return footprint.operations
+
+    assert operations(3) == operations(30)
 
 
 @pytest.mark.skipif(NEEDED, reason="this release needs the patch")

@@ -37,6 +37,7 @@ WRITE = f"{OPTIMIZER}.sharded_param_state_fully_reshardable"
 READ = f"{OPTIMIZER}.load_parameter_state_from_fully_reshardable"
 
 SAMPLE = 32  # elements at the beginning of a weight, by which it is known
+LAST = 2  # weights that are looked at first
 DISTINCT = 8  # values that a sample needs at least, to be found nowhere by chance
 TRIED = 8  # weights that are looked for, of those that are not where they should be
 NEIGHBOURS = 3  # weights behind one that may have lent it their values
@@ -110,23 +111,32 @@ def _displaced(weights: Sequence[Tensor], saved: Sequence[Tensor | None]) -> int
     """How many weights of a buffer, in its order, have values of others in the checkpoint; 0 where that is not sure.
 
     It is sure where some weights are as they were saved, others are not, and these have the values that stand
-    further behind. One short transfer from the device is all that a sound checkpoint costs.
+    further behind. If any are displaced, all behind them are. So a look at the last ones, by one short transfer from
+    the device, is all that a sound checkpoint costs.
     """
     if not all(type(weight) is nn.Parameter for weight in weights) or not all(map(torch.is_tensor, saved)):
         return 0  # quantized weights are not what is saved for them
-    lengths = [min(weight.numel(), SAMPLE) for weight in weights]
     with torch.no_grad():
-        here = torch.cat([weight.flatten()[:SAMPLE] for weight in weights]).cpu().split(lengths)
-        there = [
-            value.flatten()[:SAMPLE].to(device="cpu", dtype=weight.dtype)  # type: ignore[union-attr]
-            for weight, value in zip(weights, saved, strict=True)
-        ]
-        other = [index for index, sample in enumerate(there) if not torch.equal(sample, here[index])]
-        if not other or len(other) == len(there):
+        if not any(differs for _, differs in _samples(weights[-LAST:], saved[-LAST:])):
             return 0
-        known = [index for index in other if len(there[index].unique()) >= DISTINCT][:TRIED]
-        found = any(_stands_in(there[index], weights[index : index + 1 + NEIGHBOURS]) for index in known)
+        samples = _samples(weights, saved)
+        other = [index for index, (_, differs) in enumerate(samples) if differs]
+        if len(other) == len(samples):
+            return 0
+        known = [index for index in other if len(samples[index][0].unique()) >= DISTINCT][:TRIED]
+        found = any(_stands_in(samples[index][0], weights[index : index + 1 + NEIGHBOURS]) for index in known)
     return len(other) if found else 0
+
+
+def _samples(weights: Sequence[Tensor], saved: Sequence[Any]) -> list[tuple[Tensor, bool]]:
+    """The first elements of what is saved for each weight, and whether the weight has others."""
+    lengths = [min(weight.numel(), SAMPLE) for weight in weights]
+    here = torch.cat([weight.flatten()[:SAMPLE] for weight in weights]).cpu().split(lengths)
+    there = [
+        value.flatten()[:SAMPLE].to(device="cpu", dtype=weight.dtype)
+        for weight, value in zip(weights, saved, strict=True)
+    ]
+    return [(sample, not torch.equal(sample, mine)) for sample, mine in zip(there, here, strict=True)]
 
 
 def _stands_in(sample: Tensor, weights: Sequence[Tensor]) -> bool:
