@@ -147,6 +147,9 @@ bench: env  ## all benchmarks, as ratios
 	$(BIN)/python benchmarks/audit.py
 	$(BIN)/python benchmarks/workers.py
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/counts.py --record
+	$(BIN)/python benchmarks/growth.py
+	$(BIN)/python benchmarks/checkpoints.py
 	$(BIN)/python benchmarks/packed_roll.py
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/rope_thd.py

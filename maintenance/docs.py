@@ -28,6 +28,7 @@ from .docs_gpu import MEASURED, gpu_measured, read_gpu
 from .docs_patches import patch_page, patches_page
 from .docs_reference import commands, matrix_page, states_page
 from .docs_startup import STARTUP, startup_sentence, startup_table
+from .docs_steps import STEPS, steps_table
 from .docs_te import feature_page
 from .docs_trainers import trainers_page
 from .docs_training import changes_in_words, status, training_table
@@ -150,7 +151,11 @@ def generated(top: Path) -> dict[Path, str]:
     record, gpu = read_record(docs), read_gpu(docs)
     readme = (top / "README.md").read_text("utf-8")
     benchmarks = replace_between((docs / "benchmarks.md").read_text("utf-8"), device_tables(docs))
-    for (begin, end), content in ((STARTUP, startup_table(docs)), (MEASURED, gpu_measured(gpu))):
+    for (begin, end), content in (
+        (STARTUP, startup_table(docs)),
+        (STEPS, steps_table(docs)),
+        (MEASURED, gpu_measured(gpu)),
+    ):
         benchmarks = replace_between(benchmarks, content, begin, end)
     return {
         top / "README.md": replace_between(readme, status(matrix, record, _changelog(top), gpu)),

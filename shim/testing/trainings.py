@@ -10,7 +10,10 @@ additions to a count are its price.
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -20,13 +23,24 @@ from torch import Tensor
 
 from .cpu import optimizer_on_cpu, type_on_a_gpu
 from .footprint import Footprint
+from .fp8_layer import delayed_scaling, fp8_linear, fp8_region, fresh_fp8_state
 from .layout import Layout, layout_initialised
 from .model import build_gpt
 from .oracle import run_packed, run_schedule, worst
 from .packing import pack, random_sequences
 from .proof import on_device
 
-__all__ = ["TRAININGS", "Counts", "Training", "counted", "largest_error", "train_layer", "trained"]
+__all__ = [
+    "TE_TRAININGS",
+    "TRAININGS",
+    "Counts",
+    "Training",
+    "called",
+    "counted",
+    "largest_error",
+    "train_layer",
+    "trained",
+]
 
 LENGTHS, ALIGN = (24, 40), 8
 STEPS = 3
@@ -59,6 +73,7 @@ class Training:
     kind: "row" trains on one row [1, s], "packed" on sequences in a THD row, "schedule" on two packed rows as
     microbatches, by the schedule of the release. optimizer: "" for a step without one, "plain" or "distributed".
     build: makes the model from the options.
+    "fp8" and "fp8, recompute" train two layers of Transformer Engine's Python code (see shim.testing.fp8_layer).
     """
 
     kind: str = "row"
@@ -82,13 +97,21 @@ TRAININGS: Mapping[str, Training] = {
     "EP 2": Training(layout=Layout(ep=2), options=ALL_GATHER, optimizer="plain"),
 }
 
+# Beside Transformer Engine's Python sources, after transformer_engine_on_cpu().
+TE_TRAININGS: Mapping[str, Training] = {
+    "FP8": Training("fp8"),
+    "FP8, recompute": Training("fp8, recompute"),
+}
 
-def counted(training: Training) -> Counts:
+
+def counted(training: Training, te: bool = False) -> Counts:
     """A step of a training on this rank, after one that makes the one-time allocations.
+
+    te: whether it runs beside Transformer Engine.
 
     It is counted thrice. Messages that are under way hold memory for as long as they please, so the peak is the lowest.
     """
-    with on_device("cpu", te=False), layout_initialised(training.layout):
+    with on_device("cpu", te=te), layout_initialised(training.layout), _fresh(training):
         torch.manual_seed(0)
         _, step = _prepared(training)
         step()
@@ -96,11 +119,40 @@ def counted(training: Training) -> Counts:
     return replace(found[0], peak_bytes=min(count.peak_bytes for count in found))
 
 
+def _fresh(training: Training) -> AbstractContextManager[Any]:
+    """Transformer Engine's state of FP8 would grow from one training to the next."""
+    return fresh_fp8_state() if training.kind.startswith("fp8") else nullcontext()
+
+
 def _counted(step: Callable[[], object]) -> Counts:
     with Footprint() as footprint:
         step()
     collectives = footprint.collectives.total()
     return Counts(footprint.operations, collectives, footprint.message_bytes, footprint.peak_bytes)
+
+
+def called(training: Training, te: bool = False) -> int:
+    """The Python calls of a step of a training on this rank, after two steps."""
+    found = 0
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        nonlocal found
+        found += event == "call"
+
+    with on_device("cpu", te=te), layout_initialised(training.layout), _fresh(training):
+        torch.manual_seed(0)
+        _, step = _prepared(training)
+        step()
+        step()
+        gc.disable()  # what it calls belongs to no step
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            step()
+        finally:
+            sys.setprofile(before)
+            gc.enable()
+    return found
 
 
 def trained(training: Training, steps: int = 3) -> dict[str, Tensor]:
@@ -117,6 +169,8 @@ def trained(training: Training, steps: int = 3) -> dict[str, Tensor]:
 
 def _prepared(training: Training) -> tuple[Any, Callable[[], object]]:
     """The model, and a step of its training."""
+    if training.kind.startswith("fp8"):
+        return _prepared_in_fp8(training.kind.endswith("recompute"))
     sharded = {"sequence_parallel": True} if training.layout.sequence_parallel else {}
     options = {"mtp_num_layers": None} if training.build is build_gpt else {}
     model: Any = training.build(**{**options, **sharded, **training.options})
@@ -139,6 +193,25 @@ def _prepared(training: Training) -> tuple[Any, Callable[[], object]]:
         passes(model)
 
     return model, run
+
+
+def _prepared_in_fp8(recompute: bool) -> tuple[Any, Callable[[], object]]:
+    """Two layers of Transformer Engine with delayed scaling, and a step of their training."""
+    from transformer_engine.pytorch.distributed import checkpoint
+
+    layers = torch.nn.Sequential(*(fp8_linear(64, seed=seed) for seed in (0, 1)))
+    recipe, values = delayed_scaling(history=4), torch.randn(32, 64, requires_grad=True)
+
+    def run() -> None:
+        for weight in layers.parameters():
+            weight.grad = None
+        with fp8_region(recipe):
+            output = values
+            for layer in layers:
+                output = checkpoint(layer, output) if recompute else layer(output)
+        output.sum().backward()
+
+    return layers, run
 
 
 def train_layer(layer: Any, shape: Sequence[int], *, steps: int, rate: float) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 import shim
-from shim.testing.trainings import TRAININGS, counted
+from shim.testing.trainings import TRAININGS, called, counted
 
 CELLS = {"0.19.2": "all"}
 
@@ -39,6 +39,26 @@ def test_the_patches_add_nothing(name, ranks):
             if training.layout.world > 1:
                 del ours["peak_bytes"]  # messages under way hold memory for as long as they please
             assert {key: value for key, value in ours.items() if value > theirs[key]} == {}
+
+
+def called_thrice(training):
+    """Twice on stock, and once with a look at each loss."""
+    from megatron.core.models.gpt import GPTModel
+
+    def look(*args, **kwargs):
+        return losses(*args, **kwargs)
+
+    stock = [called(training), called(training)]
+    losses = GPTModel.compute_language_model_loss
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GPTModel, "compute_language_model_loss", look)
+        return *stock, called(training)
+
+
+@pytest.mark.once
+def test_a_python_call_more_is_counted(ranks):
+    for once, again, more in ranks[1].run(called_thrice, TRAININGS["packed"]):
+        assert once == again == more - 1
 
 
 def with_one_message_more(training):

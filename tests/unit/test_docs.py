@@ -12,7 +12,7 @@ from shim._matrix import reader, rules
 from shim._matrix.load import load_matrix
 from shim._planning.texts import explanation, patch_docstring
 from shim.maintenance import docs as _docs
-from shim.maintenance import docs_concerned, docs_gpu, docs_sample, docs_startup, docs_training
+from shim.maintenance import docs_concerned, docs_gpu, docs_sample, docs_startup, docs_steps, docs_training
 from shim.maintenance.docs_links import linked
 from shim.maintenance.docs_patches import patch_page, patches_page
 from shim.maintenance.docs_reference import KEYS, MEANINGS, TABLES
@@ -44,14 +44,14 @@ def test_check_says_what_is_stale_and_writes_nothing(tmp_path, monkeypatch, caps
     (tmp_path / "docs").mkdir()
     places = [(docs_sample.BEGIN, docs_sample.END), docs_training.HITS, docs_training.CHANGES]
     sample = "".join(f"{begin}\nold\n{end}\n" for begin, end in places)
-    markers = (docs_startup.STARTUP, docs_gpu.MEASURED, _docs.COSTS)
+    markers = (docs_startup.STARTUP, docs_steps.STEPS, docs_gpu.MEASURED, _docs.COSTS)
     measured = "".join("{}\n{}\n".format(*pair) for pair in markers)
     pages = {"docs/benchmarks.md": measured, "docs/cli.md": ""}
     for name, more in {"README.md": sample, **pages}.items():
         (tmp_path / name).write_text(f"before\n{_docs.BEGIN}\nold\n{_docs.END}\n{more}after\n")
     (tmp_path / "docs" / "trust.md").write_text("{}\n{}\n".format(*docs_concerned.CONCERNED))
     (tmp_path / "docs" / "per-model.md").write_text(f"{_docs.BEGIN_ALL}\nold\n{_docs.END}\n")
-    for name in ("CHANGELOG.md", "docs/trainers.yaml", "docs/device.json", "docs/startup.json"):
+    for name in ("CHANGELOG.md", "docs/trainers.yaml", "docs/device.json", "docs/startup.json", "docs/steps.json"):
         shutil.copy(REPOSITORY / name, tmp_path / name)
     assert _docs.main(["--check"]) == 1
     said = capsys.readouterr().out.split("\n")
