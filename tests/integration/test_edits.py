@@ -1,4 +1,4 @@
-"""mcore-bridge without the lines that docs/trainers.yaml says can go trains right with shim, and does not without."""
+"""Trainers without the lines that docs/trainers.yaml says can go train right with shim, and do not without."""
 
 import os
 import shutil
@@ -18,35 +18,33 @@ TRAINERS = {trainer.name: trainer for trainer in read_trainers(REPOSITORY / "doc
 each_release = pytest.mark.parametrize("release", RELEASES)
 
 
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory):
-    """The directory with the edited package."""
-    trainer = TRAINERS["mcore-bridge"]
-    there = tmp_path_factory.mktemp("edited")
-    shutil.copytree(fetch(VERSIONS["mcore-bridge"], "mcore-bridge") / trainer.folder, there / trainer.folder)
+def telling(name, tell, there):
+    """A function of a release and variables: what `tell` says of an edited copy of the trainer, made below `there`."""
+    trainer = TRAINERS[name]
+    shutil.copytree(fetch(VERSIONS[name], name) / trainer.folder, there / trainer.folder)
     for file in {edit.file for edit in trainer.edits}:
         path = there / trainer.folder / file
         path.write_text(edited(path.read_text("utf-8"), [edit for edit in trainer.edits if edit.file == file]), "utf-8")
-    return there
 
-
-@pytest.fixture(scope="module")
-def story(copy):
     @cache
     def told(release, **variables):
-        path = os.pathsep.join(map(str, [copy, *directories(["mcore-bridge"], release, RELEASES[release])]))
-        answer = run(
-            "edits_story:tell",
-            trainers=["mcore-bridge"],
-            core=release,
-            te=RELEASES[release],
-            PYTHONPATH=path,
-            **variables,
-        )
-        assert answer["of"].startswith(str(copy))
+        te = RELEASES[release]
+        path = os.pathsep.join(map(str, [there, *directories([name], release, te)]))
+        answer = run(tell, trainers=[name], core=release, te=te, PYTHONPATH=path, **variables)
+        assert answer["of"].startswith(str(there))
         return answer
 
     return told
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory):
+    return telling("mcore-bridge", "edits_story:tell", tmp_path_factory.mktemp("mcore-bridge"))
+
+
+@pytest.fixture(scope="module")
+def verl(tmp_path_factory):
+    return telling("verl", "verl_story:tell_edited", tmp_path_factory.mktemp("verl"))
 
 
 @each_release
@@ -92,6 +90,34 @@ def test_what_took_the_place_of_lines_is_applied(story, release):
     assert wanted == {"mtp-recompute", "te-moved-symbols", "rope-thd", "expert-bias-padding"}
     states = story(release)["states"]
     assert {patch: states[patch] for patch in wanted} == dict.fromkeys(wanted, "applied")
+
+
+@each_release
+def test_verl_trains_right(verl, release):
+    """Plain and padded rows, with recompute and without, all weights, adapters, and verl's detached MTP."""
+    told = verl(release)
+    assert len(told["error"]) == 18 and all(error <= WITHIN for error in told["error"].values()), told["error"]
+    assert len(told["same"]) == 12 and all(same is True for same in told["same"].values()), told["same"]
+
+
+@each_release
+def test_verl_frees_no_input_of_an_mtp_layer(verl, release):
+    """Its copy hides the layer from its own backward, which then frees what the layer reads again."""
+    assert verl(release)["freed"] == {"mtp": 0, "decoder": 2}
+
+
+@each_release
+def test_verl_is_told_that_all_is_applied(verl, release):
+    checked = verl(release)["checked"]
+    assert checked["raised"] is None
+    assert {checked["states"][patch][0] for patch in ("mtp-recompute", "mtp-packed-sequences")} == {"applied"}
+
+
+@each_release
+def test_verl_misses_the_lines_without_shim(verl, release):
+    told = verl(release, MEGATRON_SHIM_DISABLE="1")["error"]
+    assert told["whole padded none"] > 1e-2
+    assert "Error" in str(told["whole plain uniform"])
 
 
 @pytest.mark.parametrize("name", sorted(VERSIONS.keys() & TRAINERS.keys()))
