@@ -31,6 +31,7 @@ from .docs_startup import STARTUP, startup_sentence, startup_table
 from .docs_steps import STEPS, steps_table
 from .docs_te import feature_page
 from .docs_trainers import trainers_page
+from .docs_trainers_run import CALLS, calls_table, read_runs, run_table
 from .docs_training import changes_in_words, status, training_table
 from .proof_results import read_proved
 
@@ -157,6 +158,8 @@ def generated(top: Path) -> dict[Path, str]:
         (MEASURED, gpu_measured(gpu)),
     ):
         benchmarks = replace_between(benchmarks, content, begin, end)
+    places, runs = read_runs(docs / "trainers_run.yaml")
+    calls = replace_between((docs / "where-to-call.md").read_text("utf-8"), calls_table(places, runs), *CALLS)
     return {
         top / "README.md": replace_between(readme, status(matrix, record, _changelog(top), gpu)),
         docs / "benchmarks.md": benchmarks,
@@ -166,7 +169,8 @@ def generated(top: Path) -> dict[Path, str]:
         docs / "states.md": states_page(),
         docs / "transformer-engine.md": feature_page(),
         docs / "environments.md": environments_page(record, gpu),
-        docs / "trainers.md": trainers_page(docs / "trainers.yaml", matrix),
+        docs / "trainers.md": trainers_page(docs / "trainers.yaml", matrix, run_table(runs)),
+        docs / "where-to-call.md": calls,
     }
 
 

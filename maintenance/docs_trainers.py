@@ -33,6 +33,7 @@ AUDITED = {
     "upstream": "are fixed there",
     "not-needed": "are not needed",
     "drifted": "are drifted and do nothing",
+    "gone": "are of functions that are gone there",
 }
 ORDERS = ("either order", "shim first", "trainer first")
 
@@ -223,8 +224,17 @@ The diffs name the lines that go and do not quote them. They need shim in every 
 """
 
 
-def trainers_page(file: Path, matrix: Matrix) -> str:
-    """The text of docs/trainers.md. MatrixError if `file` contradicts the matrix."""
+RAN = """
+## What was run
+
+Generated from docs/trainers_run.yaml. On a CPU, with stand-ins for kernels and for packages that are not called. Models
+are tiny: Qwen2, Qwen3-MoE and DeepSeek in form, with random weights. Numbers are relative differences from sequences
+alone or from fp64, if nothing else is said.
+"""
+
+
+def trainers_page(file: Path, matrix: Matrix, ran: Iterable[str] = ()) -> str:
+    """The text of docs/trainers.md. MatrixError if `file` contradicts the matrix. ran: the lines of a table."""
     trainers = read_trainers(file)
     wrong = list(problems(trainers, matrix))
     if wrong:
@@ -232,7 +242,7 @@ def trainers_page(file: Path, matrix: Matrix) -> str:
     beside = file.parent / PINS
     pins = json.loads(beside.read_text("utf-8")) if beside.exists() else {}
     lines = [*HEAD.splitlines(), *(f"| {verdict} | {meaning} |" for verdict, meaning in VERDICTS.items())]
-    lines += [*HOW.splitlines(), "", "## All of them", "", *_summary(trainers)]
+    lines += [*HOW.splitlines(), "", "## All of them", "", *_summary(trainers), *RAN.splitlines(), "", *ran]
     for trainer in trainers:
         lines += ["", f"## {trainer.name}", "", f"Read at {trainer.version}. It takes {trainer.supports}."]
         if trainer.pin:

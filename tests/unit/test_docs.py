@@ -12,7 +12,15 @@ from shim._matrix import reader, rules
 from shim._matrix.load import load_matrix
 from shim._planning.texts import explanation, patch_docstring
 from shim.maintenance import docs as _docs
-from shim.maintenance import docs_concerned, docs_gpu, docs_sample, docs_startup, docs_steps, docs_training
+from shim.maintenance import (
+    docs_concerned,
+    docs_gpu,
+    docs_sample,
+    docs_startup,
+    docs_steps,
+    docs_trainers_run,
+    docs_training,
+)
 from shim.maintenance.docs_links import linked
 from shim.maintenance.docs_patches import patch_page, patches_page
 from shim.maintenance.docs_reference import KEYS, MEANINGS, TABLES
@@ -51,7 +59,9 @@ def test_check_says_what_is_stale_and_writes_nothing(tmp_path, monkeypatch, caps
         (tmp_path / name).write_text(f"before\n{_docs.BEGIN}\nold\n{_docs.END}\n{more}after\n")
     (tmp_path / "docs" / "trust.md").write_text("{}\n{}\n".format(*docs_concerned.CONCERNED))
     (tmp_path / "docs" / "per-model.md").write_text(f"{_docs.BEGIN_ALL}\nold\n{_docs.END}\n")
-    for name in ("CHANGELOG.md", "docs/trainers.yaml", "docs/device.json", "docs/startup.json", "docs/steps.json"):
+    (tmp_path / "docs" / "where-to-call.md").write_text("{}\n{}\n".format(*docs_trainers_run.CALLS))
+    data = ("trainers.yaml", "trainers_run.yaml", "device.json", "startup.json", "steps.json")
+    for name in ("CHANGELOG.md", *(f"docs/{each}" for each in data)):
         shutil.copy(REPOSITORY / name, tmp_path / name)
     assert _docs.main(["--check"]) == 1
     said = capsys.readouterr().out.split("\n")
