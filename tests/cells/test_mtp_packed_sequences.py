@@ -146,7 +146,8 @@ def test_packed_equals_alone_under_tensor_parallelism(ranks2, layout, number):
 
 @pytest.mark.parametrize(("lengths", "align"), [PLAIN, PADDED])
 @pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("recompute", [UNIFORM, {**UNIFORM, "recompute_num_layers": 2}, BLOCK], ids=["1", "2", "block"])
+# First what 0.14 and 0.15 raise under, for the releases that run one case.
+@pytest.mark.parametrize("recompute", [BLOCK, UNIFORM, {**UNIFORM, "recompute_num_layers": 2}], ids=["block", "1", "2"])
 def test_packed_rows_train_under_full_recompute_to_the_same_bits(applied, one_rank, recompute, layers, lengths, align):
     if VERSION >= (0, 19) and recompute == {**UNIFORM, "recompute_num_layers": 2}:
         pytest.skip("stock refuses it for unpacked rows as well: mtp-recompute's part")
