@@ -7,6 +7,7 @@ tensor_model_parallel, and on rank 0 alone if it is not. Some parameters have th
 - Grouped experts of Transformer Engine lose it from Transformer Engine 2.13 on (up to 0.18).
 - Transformer Engine marks `duplicated` linear layers, such as LoRA's (up to 0.16). They count once for each rank.
 - Attention sinks (softmax_type="learnable") have none (from 0.15 on).
+- Mamba's gated norm, which each rank has for its own channels, has none (up to 0.15).
 - Experts that no other rank holds have none if they are biases, or LoRA layers of a trainer (up to 0.18).
 And one has the wrong dimension: the weights of row-parallel experts of Transformer Engine that are cut are said to be
 cut along dimension 0, in place of 1 (up to 0.18; grouped ones with Transformer Engine before 2.13). Muon and resharding
@@ -23,8 +24,8 @@ theirs: their gradients are not summed over tensor-parallel ranks, so no norm is
 experts is neither 1 nor that of other layers, the biases of row-parallel experts are counted as on stock. Attributes
 stay on the parameters after shim.revert(), and an optimizer made before apply() keeps its own.
 
-Upstream: pull requests 4084 (initialisation, in 0.18), 3213 (duplicated, in 0.17), 5916 (experts, in 0.19), 7530
-(sinks, open).
+Upstream: pull requests 4084 (initialisation, in 0.18), 3213 (duplicated, in 0.17), 5916 (experts, in 0.19), 2202
+(Mamba, in 0.16), 7530 (sinks, open).
 
 Delete when: a release marks attention sinks, and those before it are not supported.
 """
@@ -46,6 +47,7 @@ LAYERS = "megatron.core.tensor_parallel.layers"
 EXPERTS = "megatron.core.transformer.moe.experts"
 ATTENTION = "megatron.core.transformer.dot_product_attention"
 EXTENSIONS = "megatron.core.extensions.transformer_engine"
+MAMBA = "megatron.core.ssm.mamba_mixer"
 
 # What is cut: the parameters of a class, each with its dimension. Experts' have a number behind their names.
 SINKS = {
@@ -57,6 +59,7 @@ CUT = {
     (LAYERS, "ColumnParallelLinear"): {"weight": 0},
     (LAYERS, "RowParallelLinear"): {"weight": 1},
     (EXPERTS, "GroupedMLP"): {"weight1": 1, "weight2": 0},
+    (MAMBA, "ExtendedRMSNorm"): {"weight": 0},
     # Transformer Engine marks weights, but no biases where megatron-core cuts them for it: those of experts.
     (EXTENSIONS, "TEColumnParallelLinear"): {"bias": 0},
     (EXTENSIONS, "TEColumnParallelGroupedLinear"): {"weight": 0, "bias": 0},

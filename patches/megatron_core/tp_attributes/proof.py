@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shim import testing
+from shim.patches.megatron_core._proof_mamba import mamba_on_cpu
 from shim.testing.cpu import optimizer_on_cpu, type_on_a_gpu
 from shim.testing.proof import CannotRunError, Here, proof
 
@@ -86,9 +90,9 @@ def trained(build: Callable[[], Any], **settings: Any) -> list[float]:
     return norms
 
 
-def off(here: Here, build: Callable[[], Any], **settings: Any) -> float:
+def off(here: Here, build: Callable[[], Any], train: Callable[..., list[float]] = trained, **settings: Any) -> float:
     """The worst relative error of a norm at tensor parallelism 2. Right is that of one rank."""
-    run = functools.partial(trained, build, **settings)
+    run = functools.partial(train, build, **settings)
     # Ranks first: they are forked, and this process has computed no gradient yet.
     found = here.run(run, layout=testing.Layout(tp=2))
     right = here.run(run)[0]
@@ -170,6 +174,54 @@ def attention_sinks_count_in_the_clip_norm(here: Here) -> float:
     7530 is open.
     """
     return off(here, with_sinks)
+
+
+def trained_with_mamba(build: Callable[[], Any]) -> list[float]:
+    with mamba_on_cpu():
+        return trained(build)
+
+
+def with_gated_norm() -> nn.Module:
+    """A GPT model with a Mamba mixer beside its MLP. The gated norm and the model's norms are trained, and no more."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    model: Any = testing.build_gpt(num_layers=1, mtp_num_layers=None)
+    config = model.config
+    config.mamba_state_dim, config.mamba_head_dim, config.mamba_num_groups = 4, 8, 2
+    module: Any = sys.modules["megatron.core.ssm.mamba_mixer"]
+    parts = module.MambaMixerSubmodules(ColumnParallelLinear, RowParallelLinear)
+    taken = {"pg_collection", "model_comm_pgs"} & set(inspect.signature(module.MambaMixer).parameters)
+    groups = SimpleNamespace(
+        tp=parallel_state.get_tensor_model_parallel_group(), cp=parallel_state.get_context_parallel_group()
+    )
+    mixer = module.MambaMixer(config, parts, HIDDEN, **dict.fromkeys(taken, groups))
+    inner = mixer.norm.weight.numel()
+    fill(mixer.in_proj.weight[:inner], 0)
+    fill(mixer.norm.weight, 0)
+    fill(mixer.out_proj.weight, 1)
+    mlp = model.decoder.layers[0].mlp
+    mlp.mixer = mixer
+    mlp.register_forward_hook(lambda base, args, output: (output[0] + base.mixer(args[0])[0], output[1]))
+    for name, weight in model.named_parameters():
+        weight.requires_grad_("norm" in name)
+    assert inner * parallel_state.get_tensor_model_parallel_world_size() == 2 * HIDDEN
+    return model
+
+
+@proof("clip norm off by {:.1e}", bound=1e-5, ranks=2, variants=LAYERS[:2])
+def the_norm_of_a_mamba_mixer_counts_in_the_clip_norm(here: Here) -> float:
+    """Mamba's gated norm is left out of the gradient norm on all tensor-parallel ranks but the first.
+
+    To reproduce: build a MambaMixer at tensor_model_parallel_size 2, train its `norm.weight`, and compare the norm that
+    `optimizer.step()` returns with that of the same model on one rank. (Without a GPU stand-ins take the place of
+    mamba_ssm's norm and scan.)
+
+    Each rank has the weights of its own channels, as it has those of conv1d, dt_bias, A_log and D. These are marked as
+    tensor_model_parallel, and norm.weight is not, so it counts as a copy of what the first rank has. Fixed in 0.16 by
+    Megatron-LM pull request 2202.
+    """
+    return off(here, with_gated_norm, trained_with_mamba)
 
 
 class _Adapter(nn.Module):
