@@ -31,7 +31,9 @@ class Devices(TorchFunctionMode):
             return first
         if func is Tensor.type and len(args) == 1:
             return func(first).replace("torch.", "torch." if on_host else "torch.cuda.")
-        device = "cpu" if func is Tensor.cpu else str(args[1]) if func is Tensor.to and len(args) == 2 else ""
+        device = {Tensor.cpu: "cpu", Tensor.cuda: "cuda"}.get(func, "")
+        if func is Tensor.to and len(args) == 2:
+            device = str(args[1])
         if device.startswith(("cpu", "cuda")):
             if on_host == device.startswith("cpu"):
                 return first

@@ -143,7 +143,7 @@ def device_bytes() -> int:
     gc.collect()
     storages = {}
     for each in gc.get_objects():
-        if type(each) in (DeviceTensor, nn.Parameter) and isinstance(each, DeviceTensor):
+        if type(each) in (DeviceTensor, nn.Parameter) and isinstance(each, DeviceTensor) and each.is_cuda:
             storages[each.values.untyped_storage()._cdata] = each.values.untyped_storage().nbytes()
     return sum(storages.values())
 

@@ -49,6 +49,38 @@ def trained(aware: bool = True, half: bool = True, sleep: bool = False) -> dict[
     return {name: weight.detach().clone() for name, weight in model.named_parameters()}
 
 
+def moved_by_a_sleep() -> int:
+    """States on the host that are on the device once the optimizer was offloaded and restored."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+    if not hasattr(MegatronOptimizer, "restore_from_cpu"):
+        raise LacksFeatureError("its optimizers cannot be offloaded")
+    model: Any = testing.build_gpt(num_layers=1, mtp_num_layers=None, **HALF).bfloat16()
+    with offloading():
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False)
+        wrapped: Any = DistributedDataParallel(model.config, ddp, model)
+        settings = {"bf16": True, "use_distributed_optimizer": True, "use_precision_aware_optimizer": True}
+        settings |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
+        optimizer: Any = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2, **settings), [wrapped])
+        for weight in model.parameters():
+            weight.main_grad.fill_(1e-3)
+        optimizer.step()
+        chained = getattr(optimizer, "chained_optimizers", [optimizer])
+
+        def host() -> set[tuple[int, str]]:
+            held = [states for each in chained for states in each.optimizer.state.values()]
+            tensors = [(id(states), name, value) for states in held for name, value in states.items()]
+            return {(of, name) for of, name, value in tensors if isinstance(value, Tensor) and not value.is_cuda}
+
+        before = host()
+        assert before
+        optimizer.offload_to_cpu()
+        optimizer.restore_from_cpu()
+        return len(before - host())
+
+
 def changed_by_a_sleep() -> int:
     """Weights that differ after four steps if the optimizer is offloaded and restored between them."""
     with aware_adam():
@@ -74,3 +106,21 @@ def a_restored_optimizer_trains_the_model(here: Here) -> int:
     NameError: name 'logging' is not defined.
     """
     return here.run(changed_by_a_sleep)[0]
+
+
+@proof(
+    "{:.0f} states of weights on the host moved to the device",
+    right="states on the host stay there",
+    crashes=r"^NameError: name 'logging' is not defined$",
+)
+def states_on_the_host_stay_there(here: Here) -> int:
+    """After `restore_from_cpu` an optimizer with optimizer_cpu_offload has states of weights of the CPU on the GPU.
+
+    To reproduce: as above, with `optimizer_cpu_offload=True` and `optimizer_offload_fraction=0.5`. Take a step, and
+    note which states are on the CPU. Call `optimizer.offload_to_cpu()` and `optimizer.restore_from_cpu()`.
+
+    `restore_from_cpu` moves every state that is not on the GPU, also those of weights that this optimizer keeps on the
+    CPU. Its next step raises "Tensors of the same index must be on the same device". Right is to put back what
+    `offload_to_cpu` has moved.
+    """
+    return here.run(moved_by_a_sleep)[0]

@@ -36,6 +36,7 @@ class DeviceTensor(torch.Tensor):
     """
 
     values: Tensor  # type: ignore[assignment]
+    on_host = False  # whether other code has put memory of the host into it, by `tensor.data = tensor.data.cpu()`
     run: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]  # what runs operations: see operations.run
     __torch_function__ = required("torch:_C._disabled_torch_function_impl")
 
@@ -64,15 +65,15 @@ class DeviceTensor(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return DEVICE
+        return self.values.device if self.on_host else DEVICE
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
-        return True
+        return not self.on_host
 
     @property
     def is_cpu(self) -> bool:  # type: ignore[override]
-        return False
+        return self.on_host
 
     @property
     def is_meta(self) -> bool:  # type: ignore[override]
@@ -80,13 +81,14 @@ class DeviceTensor(torch.Tensor):
 
     @property
     def data(self) -> Tensor:
-        return _DATA.__get__(self)
+        return self.values if self.on_host else _DATA.__get__(self)
 
     @data.setter
     def data(self, other: Tensor) -> None:
-        assert isinstance(other, DeviceTensor), "a tensor of the device cannot hold memory of the host"
-        _DATA.__set__(self, other)
-        self.values = other.values
+        self.on_host = not isinstance(other, DeviceTensor)
+        held = DeviceTensor(other) if self.on_host else other
+        _DATA.__set__(self, held)
+        self.values = values_of(held)
 
     def get_device(self) -> int:
         return 0
