@@ -16,7 +16,7 @@ VERSION = tuple(int(part) for part in testing.release().split(".")[:2])
 KINDS = ("dense", "moe", "moe", "mla", "mla moe", "hybrid", "hybrid moe", "mamba", "delta")
 # Up to 0.16 hybrid models take no loss mask.
 LATER = {"hybrid": (0, 17), "hybrid moe": (0, 17), "mamba": (0, 17), "delta": (0, 16)}
-OPTIMIZERS = ("plain", "distributed")
+OPTIMIZERS = ("plain", "distributed", "offloaded")  # the last: distributed, with a half on the CPU
 FROZEN = ("lora", "embedding", "norms", "half", "decoder")
 EXPERTS = {
     "num_moe_experts": 4,
@@ -74,8 +74,9 @@ def layouts(kind):
     one, staged = [Layout(), Layout()], [Layout(pp=2), Layout(pp=2, vp=2)]
     if kind == "mamba":  # the mixer that stands in for Mamba's knows one rank
         return one
-    if kind == "delta":  # a rank's part of its weights is none of shim.testing
-        return one + staged
+    if kind == "delta":
+        parallel = [Layout(tp=2), Layout(tp=2, sequence_parallel=True), Layout(tp=2, pp=2, sequence_parallel=True)]
+        return one + staged + parallel + ([Layout(cp=2)] if VERSION >= (0, 18) else [])
     found = one + [Layout(tp=2, sequence_parallel=True), Layout(tp=4, sequence_parallel=True)]
     found += [Layout(cp=2), Layout(cp=4), Layout(tp=2, cp=2, sequence_parallel=True)]
     if "moe" in kind:
@@ -157,9 +158,7 @@ def _model(choose, kind, layout):
 
 
 def _experts(choose, layout, per_token, packed, alone, masked):
-    # The sizes of alltoall's messages are on the device, and gloo takes them from the host.
-    dispatchers = ["alltoall", "allgather"] if layout.ep == 1 else ["allgather"]
-    options = {**EXPERTS, "moe_token_dispatcher_type": choose.choice(dispatchers)}
+    options = {**EXPERTS, "moe_token_dispatcher_type": choose.choice(["alltoall", "allgather"])}
     if choose.random() < 0.4:
         options["moe_shared_expert_intermediate_size"] = 32
     if choose.random() < 0.3:

@@ -1,6 +1,7 @@
 """A drawn training step on its layout with shim, and the truth of it: one rank, one sequence at a time, fp64."""
 
 import contextlib
+import inspect
 import zlib
 from unittest import mock
 
@@ -9,12 +10,13 @@ from mamba_mixer import Mixer
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import gpt_layer_specs
-from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 import shim
 from shim import testing
+from shim.patches.megatron_core._proof_offloading import offloading
 from shim.patches.megatron_core.gated_delta_net_norm.proof import without_kernels
 from shim.testing import Layout
 from shim.testing.cpu import optimizer_on_cpu, type_on_a_gpu
@@ -34,7 +36,33 @@ PATTERNS = {"hybrid": "*-*-", "hybrid moe": "*E*E", "mamba": "M*-M-"}
 def chunks_of(step, options):
     """The models of this rank: one for each virtual stage."""
     # Norms have weights of torch's own dtype.
-    return [chunk.to(options["params_dtype"]) for chunk in _built(step, dict(options))]
+    chunks = [chunk.to(options["params_dtype"]) for chunk in _built(step, dict(options))]
+    if step.kind == "delta":
+        _fill_delta(chunks, _tied(step))
+    return chunks
+
+
+def _fill_delta(chunks, tied):
+    """Weights of gated delta net whose parts on a rank are made up of parts of sections: the same on every layout."""
+    for chunk in chunks:
+        for name, weight in _global_names(chunk, tied):
+            sections = _sections(name, chunk.config)
+            if sections:
+                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                whole = 0.2 * torch.randn(sum(sections), *weight.shape[1:], generator=generator)
+                with torch.no_grad():
+                    weight.copy_(whole_part(whole, _part(name, weight, chunk.config)))
+
+
+def _sections(name, config):
+    """Rows of the whole weight, by section; nothing for weights that are cut in one piece."""
+    if getattr(config, "linear_conv_kernel_dim", None) is None:  # of 0.16 and later
+        return ()
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values, heads = config.linear_num_value_heads * config.linear_value_head_dim, config.linear_num_value_heads
+    sections = {"in_proj.weight": (keys, keys, values, values, heads, heads), "conv1d.weight": (keys, keys, values)}
+    sections |= {"dt_bias": (heads,), "A_log": (heads,)}
+    return next((rows for ending, rows in sections.items() if name.endswith(ending)), ())
 
 
 def _built(step, options):
@@ -99,10 +127,16 @@ def here(layout, kind):
         stack.enter_context(testing.megatron_on_cpu())
         stack.enter_context(testing.layout_initialised(layout))
         stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
+        stack.enter_context(mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _sizes_on_the_host))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         if kind == "delta":
             stack.enter_context(without_kernels())
         yield
+
+
+def _sizes_on_the_host(tensor, as_numpy=False, record_stream=False):
+    """As of a tensor on a GPU: messages take sizes as numbers."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def row_of(step, replica, number):
@@ -145,7 +179,7 @@ def truth(step):
 def found(step):
     """(name, gradient, part of the whole) for each trained weight of this rank after the step with shim.
 
-    part: (dimension, ranks, rank, matrices that are stacked), or None for a whole weight.
+    part: (dimension, ranks, rank, matrices that are stacked or rows of sections), or None for a whole weight.
     """
     shim.apply()
     with here(step.layout, step.kind):
@@ -155,7 +189,7 @@ def found(step):
         chunks = chunks_of(step, options)
         for chunk in chunks:
             freeze(step, chunk)
-        ddp = DistributedDataParallelConfig(use_distributed_optimizer=step.optimizer == "distributed")
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=step.optimizer in ("distributed", "offloaded"))
         wrapped = [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in chunks]
         before = [{name: weight.detach().clone() for name, weight in chunk.named_parameters()} for chunk in chunks]
         with _devices(step.optimizer):
@@ -179,6 +213,8 @@ def found(step):
 
 def _devices(optimizer):
     """What optimizers ask a GPU for."""
+    if optimizer == "offloaded":
+        return offloading()
     return mock.patch.object(torch.Tensor, "type", type_on_a_gpu) if optimizer else contextlib.nullcontext()
 
 
@@ -190,9 +226,17 @@ def _optimizer(kind, wrapped):
         adam_eps=EPSILON,
         weight_decay=0.0,
         clip_grad=0.0,
-        use_distributed_optimizer=kind == "distributed",
+        use_distributed_optimizer=kind in ("distributed", "offloaded"),
+        **({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5} if kind == "offloaded" else {}),
     )
+    if kind == "offloaded":
+        return get_megatron_optimizer(config, wrapped, **_without_gloo_groups())
     return optimizer_on_cpu(config, wrapped)
+
+
+def _without_gloo_groups():
+    known = inspect.signature(get_megatron_optimizer).parameters
+    return {"use_gloo_process_groups": False} if "use_gloo_process_groups" in known else {}
 
 
 def run(step, wrapped):
@@ -231,6 +275,10 @@ def run(step, wrapped):
 
 
 def _part(name, weight, config):
+    sections = _sections(name, config)
+    if sections:
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        return 0, size, parallel_state.get_tensor_model_parallel_rank(), sections
     of_experts = ".experts." in name
     kind = "expert_tensor_parallel" if of_experts else "tensor_model_parallel"
     size = getattr(parallel_state, f"get_{kind}_world_size")()
@@ -245,7 +293,8 @@ def whole_part(gradient, part):
     if part is None:
         return gradient
     dim, size, rank, stacked = part
-    return torch.cat([one.chunk(size, dim)[rank] for one in gradient.chunk(stacked, dim)], dim)
+    pieces = gradient.chunk(stacked, dim) if isinstance(stacked, int) else gradient.split(stacked, dim)
+    return torch.cat([one.chunk(size, dim)[rank] for one in pieces], dim)
 
 
 def worst(shares, right):
