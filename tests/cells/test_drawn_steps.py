@@ -10,6 +10,7 @@ import os
 
 import drawn_steps
 import pytest
+import torch
 import whole_steps
 
 from shim import testing
@@ -18,7 +19,9 @@ CELLS = {"0.19.2": "all"}
 ABOUT = []
 
 # Release -> seeds that failed once, and by what.
-FAILED_ONCE = {}
+FAILED_ONCE = {
+    "0.16.1": (4,),  # z-loss-padding waited for a count that packed-seq-aux-loss does itself
+}
 EVERYDAY = range(24)
 
 
@@ -34,10 +37,7 @@ def asked():
     return seeds
 
 
-@pytest.mark.parametrize("seed", asked())
-def test_a_step_is_that_of_one_rank_and_one_sequence(ranks, seed):
-    step = drawn_steps.draw(seed)
-    again = f"make fuzz SEEDS={seed} RELEASE={testing.release()}\nseed {seed}: {step}"
+def check(step, ranks, again):
     try:
         right = whole_steps.truth(step)
         found = ranks[step.world].run(whole_steps.found, step)
@@ -48,3 +48,44 @@ def test_a_step_is_that_of_one_rank_and_one_sequence(ranks, seed):
         all_off, (error, name) = whole_steps.worst(shares, right)
         assert all_off < together and error < each, f"{again}\noff by {all_off:.1e}, {error:.1e} at {name}"
     assert right.keys() <= {name for shares in found for name, *_ in shares}, again
+
+
+@pytest.mark.parametrize("seed", asked())
+def test_a_step_is_that_of_one_rank_and_one_sequence(ranks, seed):
+    step = drawn_steps.draw(seed)
+    check(step, ranks, f"make fuzz SEEDS={seed} RELEASE={testing.release()}\nseed {seed}: {step}")
+
+
+# A row with two sequences and padding, whose z-loss needs the tokens of both ranks.
+PACKED = drawn_steps.Step(
+    seed=4,
+    kind="moe",
+    layout=testing.Layout(cp=2),
+    world=2,
+    options={
+        **drawn_steps.EXPERTS,
+        "num_layers": 1,
+        "calculate_per_token_loss": False,
+        "sequence_parallel": False,
+        "share_embeddings_and_output_weights": True,
+        "params_dtype": torch.float64,
+        "pipeline_dtype": torch.float64,
+        "moe_token_dispatcher_type": "allgather",
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_aux_loss_coeff": 0.05,
+        "moe_z_loss_coeff": 0.01,
+    },
+    rows=(((3,), (8,)),),
+    packed=True,
+    align=4,
+    total=64,
+    masked=True,
+    prompts=True,
+    frozen="",
+    optimizer="",
+)
+
+
+def test_a_packed_row_with_both_losses_of_a_router(ranks):
+    """z-loss-padding gets the tokens of all ranks by the message of packed-seq-aux-loss."""
+    check(PACKED, ranks, "")

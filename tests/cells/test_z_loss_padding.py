@@ -8,6 +8,7 @@ import torch
 
 import shim
 from shim import testing
+from shim.patches.megatron_core import _z_loss_calls
 from shim.patches.megatron_core._proof_router_losses import (
     PER_TOKEN,
     model_of,
@@ -93,15 +94,13 @@ def after_a_failure():
     """The gradients of a step behind one that failed between the z-loss and the count."""
     from megatron.core.transformer.moe import router
 
-    from shim.patches.megatron_core import z_loss_padding
-
     with testing.megatron_on_cpu(), testing.layout_initialised(CP), shim.patched(only=[ID], require=[ID]):
         wrapped = model_of(OPTIONS)
         with mock.patch.object(router, "get_tokens_per_expert_and_token_count", side_effect=ZeroDivisionError):
             with pytest.raises(ZeroDivisionError):
                 step(wrapped, PADDING)
         step(wrapped)
-        without_mask, left = of_routers(wrapped), z_loss_padding._NOW.call
+        without_mask, left = of_routers(wrapped), _z_loss_calls._NOW.call
         step(wrapped, PADDING)
         return without_mask, left, of_routers(wrapped)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shim.patches._arguments import Function, argument, by_name
+from shim.patches.megatron_core._z_loss_calls import counted
 from shim.patches.megatron_core.packed_seq_aux_loss.carried import Row, row_of_call
 
 
@@ -74,6 +75,7 @@ def of_sequences(scores: Tensor, chosen: Tensor, row: Any, topk: int, group: Any
     if ranks > 1:
         torch.distributed.all_reduce(choices, group=group)
     lengths = choices.sum(1) / topk
+    counted(lengths.sum, group)  # the count of stock, which did this for the z-loss, is not called
     if row.config.calculate_per_token_loss:  # the loss is multiplied by the tokens of the row later
         shares = lengths / (tokens * ranks)
     else:

@@ -23,7 +23,6 @@ Delete when: the z-loss of every supported release is a mean over the tokens of 
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,40 +30,18 @@ import torch
 from torch import Tensor
 
 from shim.patches._arguments import Function, argument
-from shim.patches._named import Named
+from shim.patches.megatron_core._z_loss_calls import Call, begin, counted, pending
 
 APPLY = "megatron.core.transformer.moe.router:TopKRouter.apply_z_loss"
 Z_LOSS = "megatron.core.transformer.moe.moe_utils:z_loss_func"
 COUNTS = "megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count"
 
 
-class _Call:
-    """One call of a router, from its z-loss to the count of its auxiliary loss.
-
-    topk: experts of a token. group: the tensor- and context-parallel ranks. tokens: of this rank, without padding, as a
-    tensor; None before the z-loss. share: of this rank in the gradient, as a tensor, where an average rank has 1; None
-    until the tokens of all ranks are known.
-    """
-
-    def __init__(self, topk: int, group: Any) -> None:
-        self.topk = topk
-        self.group = group
-        self.tokens: Tensor | None = None
-        self.share: Tensor | None = None
-
-
-class _Thread(Named, threading.local):
-    call: _Call | None = None
-
-
-_NOW = _Thread()
-
-
 class _Weighted(torch.autograd.Function):
     """The loss of a rank, whose gradient is multiplied by the share of the rank, which comes later in the call."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, call: _Call) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, call: Call) -> Tensor:
         ctx.call = call
         return loss.view_as(loss)
 
@@ -82,7 +59,7 @@ def _apply_z_loss(original: Function) -> Function:
     def apply_z_loss(*args: Any, **kwargs: Any) -> Any:
         router = args[0]
         cut = mask_of(args, kwargs) is not None and router.tp_cp_group.size() > 1
-        _NOW.call = _Call(router.topk, router.tp_cp_group) if cut and not router.calculate_per_token_loss else None
+        begin(Call(router.topk, router.tp_cp_group) if cut and not router.calculate_per_token_loss else None)
         return original(*args, **kwargs)
 
     return apply_z_loss
@@ -93,7 +70,7 @@ def _z_loss_func(original: Function) -> Function:
 
     @functools.wraps(original)
     def z_loss_func(*args: Any, **kwargs: Any) -> Any:
-        loss, call, mask = original(*args, **kwargs), _NOW.call, mask_of(args, kwargs)
+        loss, call, mask = original(*args, **kwargs), pending(), mask_of(args, kwargs)
         if call is None or mask is None:
             return loss
         call.tokens = (~mask).sum()
@@ -107,13 +84,10 @@ def _counts(original: Function) -> Function:
 
     @functools.wraps(original)
     def get_tokens_per_expert_and_token_count(*args: Any, **kwargs: Any) -> Any:
-        found, call = original(*args, **kwargs), _NOW.call
-        # The global auxiliary loss counts over data-parallel ranks as well.
-        if call is not None and call.tokens is not None and group_of(args, kwargs) is call.group:
+        found, call = original(*args, **kwargs), pending()
+        if call is not None:
             # Per sequence, if the experts of all sequences were counted as those of one token.
-            total = found[-1] * (topk_of(args, kwargs) // call.topk)
-            call.share = call.tokens * call.group.size() / total.clamp(min=1)
-            _NOW.call = None
+            counted(lambda: found[-1] * (topk_of(args, kwargs) // call.topk), group_of(args, kwargs))
         return found
 
     return get_tokens_per_expert_and_token_count
