@@ -54,11 +54,19 @@ class _Refusal:
 class Guard:
     """While up, methods of these objects that need one of `kinds` raise OffloadError. Any number may be up at once."""
 
-    def __init__(self, modules: Iterable[Any], optimizers: Iterable[Any], kinds: Collection[str], where: str) -> None:
+    def __init__(
+        self,
+        modules: Iterable[Any],
+        optimizers: Iterable[Any],
+        kinds: Collection[str],
+        where: str,
+        but: Collection[str] = (),
+    ) -> None:
+        """but: methods that may be called."""
         self.kinds, self.where = kinds, where
         self._up: list[_Refusal] = []
         for objects, methods in ((modules, _OF_MODULES), (optimizers, _OF_OPTIMIZERS)):
-            wanted = [(name, needs) for name, needs in methods.items() if needs & set(kinds)]
+            wanted = [(name, needs) for name, needs in methods.items() if needs & set(kinds) and name not in but]
             for owner in objects:
                 for name, needs in wanted:
                     if callable(getattr(owner, name, None)):

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from shim._errors import OffloadError, OptionError
-from shim._offload.found import GRADIENTS, KINDS, WEIGHTS, Found, Piece
+from shim._offload.found import GRADIENTS, KINDS, MAIN, OPTIMIZER, WEIGHTS, Found, Piece
 from shim._offload.guards import Guard
 from shim._offload.memory import Copy
 
-__all__ = ["Left", "Offloaded", "offload"]
+__all__ = ["Left", "Offloaded", "offload", "offload_optimizer"]
 
 _LOCK = threading.RLock()  # one sleep or wake at a time: two that share a storage would both copy it
 
@@ -76,7 +76,7 @@ class Offloaded:
             self._copied, self._zero, self._copy = [], [], None
             self._guard.take_down()
 
-    def _sleep(self, found: Found, pieces: Sequence[Piece], owner: nn.Module, pin: bool) -> None:
+    def _sleep(self, found: Found, pieces: Sequence[Piece], owner: Any, pin: bool, but: Sequence[str] = ()) -> None:
         gradients = [piece for piece in pieces if piece.kinds == {GRADIENTS}]
         some = torch.stack([piece.flat().any() for piece in gradients]).tolist() if gradients else []
         self._zero = [piece for piece, nonzero in zip(gradients, some, strict=True) if not nonzero]
@@ -91,7 +91,7 @@ class Offloaded:
             ) from error
         self._copy = copy
         try:
-            self._guard = Guard(found.modules, found.optimizers, list(self.freed), self.where)
+            self._guard = Guard(found.modules, found.optimizers, list(self.freed), self.where, but)
             self._free(pieces)
         except BaseException:
             self._free(pieces)  # restore() takes all or nothing, and every value is on the host
@@ -150,9 +150,29 @@ def offload(
         asleep._sleep(found, _chosen(found, wanted, asleep), chunks[0], pin)
         if GRADIENTS in wanted:
             _drop_scratch(asleep)
-        for runtime in {getattr(torch, piece.tensor.device.type) for piece in found.pieces.values()}:
-            runtime.empty_cache()  # else torch keeps the memory for itself
+        _empty_cache(found)
     return asleep
+
+
+def offload_optimizer(optimizer: Any, weights: Iterable[nn.Parameter], where: str) -> Offloaded:
+    """Move states and main weights alone: for methods of the optimizer itself, which may be called meanwhile.
+
+    weights: the model's, which stay. where: the call, for messages.
+    """
+    asleep = Offloaded(where)
+    with _LOCK:
+        found = Found({"": nn.ParameterList(weights)}, optimizer)
+        found.modules = []
+        pieces = _chosen(found, (OPTIMIZER, MAIN), asleep)
+        asleep._sleep(found, pieces, optimizer, pin=True, but=("offload_to_cpu", "restore_from_cpu"))
+        _empty_cache(found)
+    return asleep
+
+
+def _empty_cache(found: Found) -> None:
+    """Else torch keeps the memory for itself."""
+    for runtime in {getattr(torch, piece.tensor.device.type) for piece in found.pieces.values()}:
+        runtime.empty_cache()
 
 
 def _chosen(found: Found, wanted: Sequence[str], asleep: Offloaded) -> list[Piece]:

@@ -7,7 +7,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shim._offload.found import Piece
 
@@ -15,13 +15,13 @@ __all__ = ["Copy"]
 
 # torch rounds pinned memory up to a power of two, so a copy of 5 GB in one block would take 8.
 _CHUNK = 1 << 28
-_SPARE: WeakKeyDictionary[nn.Module, list[Tensor]] = WeakKeyDictionary()  # chunks that no copy uses
+_SPARE: WeakKeyDictionary[Any, list[Tensor]] = WeakKeyDictionary()  # chunks that no copy uses
 
 
 class Copy:
-    """Bytes of storages on the host, packed into chunks. owner: the model that keeps the chunks for the next time."""
+    """Bytes of storages on the host, packed into chunks. owner: the object that keeps the chunks for the next time."""
 
-    def __init__(self, pieces: Sequence[Piece], owner: nn.Module, pin: bool) -> None:
+    def __init__(self, pieces: Sequence[Piece], owner: Any, pin: bool) -> None:
         self._owner = owner
         self._chunks: list[Tensor] = []
         self._runs: list[tuple[Tensor, Tensor]] = []  # (bytes of the host, bytes of the device)
@@ -53,5 +53,5 @@ class Copy:
             stream.synchronize()
 
     def release(self) -> None:
-        """Keep the chunks for the next copy of this model."""
+        """Keep the chunks for the next copy of this owner."""
         _SPARE.setdefault(self._owner, []).extend(self._chunks)

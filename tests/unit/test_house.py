@@ -77,7 +77,7 @@ MAY_IMPORT = {
         "_proving",
         "_tools",
     },
-    "patches": {"_errors", "_resources", "_locks", "_torch_names", "_config_override", "ops"},
+    "patches": {"_errors", "_resources", "_locks", "_torch_names", "_config_override", "_offload", "ops"},
 }
 FILES = {
     ".".join(["shim", *file.relative_to(top).with_suffix("").parts]).removesuffix(".__init__"): file
