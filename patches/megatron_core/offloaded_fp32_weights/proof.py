@@ -12,7 +12,7 @@ from shim.patches.megatron_core._proof_offloading import offloading
 from shim.testing.proof import Here, proof
 
 TOKENS = 16
-HALF = {"params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+HALF: dict[str, Any] = {"params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
 
 
 def trained(offload: bool, mixed: bool) -> list[Tensor]:

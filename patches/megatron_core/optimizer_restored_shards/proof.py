@@ -61,7 +61,8 @@ def moved_by_a_sleep() -> int:
     with offloading():
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False)
         wrapped: Any = DistributedDataParallel(model.config, ddp, model)
-        settings = {"bf16": True, "use_distributed_optimizer": True, "use_precision_aware_optimizer": True}
+        settings: dict[str, Any] = {"bf16": True, "use_distributed_optimizer": True}
+        settings |= {"use_precision_aware_optimizer": True}
         settings |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
         optimizer: Any = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2, **settings), [wrapped])
         for weight in model.parameters():

@@ -137,6 +137,8 @@ def bindings(variant: str, options: Mapping[str, Any]) -> Bindings:
     }
     if variant == "v0_12":
         methods |= {f"{OPTIMIZER}offload_to_cpu": offload_to_cpu, f"{OPTIMIZER}restore_from_cpu": restore_from_cpu}
-    return Bindings(
-        {target: lambda original, method=method: method for target, method in methods.items()}, Resource(_held)
-    )
+    return Bindings({target: _added(method) for target, method in methods.items()}, Resource(_held))
+
+
+def _added(method: Callable[..., None]) -> Callable[[Any], Any]:
+    return lambda missing: method

@@ -47,7 +47,12 @@ def attention() -> Iterator[Any]:
     if "local_cp_size" not in PackedSeqParams.__dataclass_fields__:
         raise LacksFeatureError("this release has no context-parallel groups of batches")
     extensions: Any = import_module("megatron.core.extensions.transformer_engine")
-    model = {"num_layers": 1, "mtp_num_layers": None, "num_attention_heads": HEADS, "expert_model_parallel_size": 1}
+    model: dict[str, Any] = {
+        "num_layers": 1,
+        "mtp_num_layers": None,
+        "num_attention_heads": HEADS,
+        "expert_model_parallel_size": 1,
+    }
     config: Any = testing.build_gpt(**model).config
     made = {"attn_mask_type": AttnMaskType.causal, "attention_type": "self", "k_channels": HEAD, "v_channels": HEAD}
     base = extensions.TEDotProductAttention.__mro__[1]
