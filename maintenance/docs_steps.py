@@ -42,9 +42,9 @@ def steps_table(docs: Path) -> str:
         "|---|" + "---|" * len(UNITS),
         f"| stock's steps | {' | '.join(f'{min(of):,} to {max(of):,}' for of in stock)} |",
         *(f"| {id} | {' | '.join(row)} |" for id, row in rows.items() if id not in alike),
-        "",
-        f"Not one call, operation, message or byte more, in any of these steps: {', '.join(alike) or 'none'}.",
     ]
+    if alike:
+        lines += ["", f"Not one call, operation, message or byte more, in any of these steps: {', '.join(alike)}."]
     return "\n".join(lines)
 
 
