@@ -156,6 +156,7 @@ bench: env  ## all benchmarks, as ratios
 	$(BIN)/python benchmarks/logprob.py
 	$(BIN)/python benchmarks/packed_logprob.py
 	$(BIN)/python benchmarks/linear_losses.py
+	$(BIN)/python benchmarks/linear_losses.py --real --repeats 3
 	$(BIN)/python benchmarks/te_cross_entropy.py
 	$(BIN)/python benchmarks/paged_stash.py
 	$(BIN)/python benchmarks/device.py

@@ -2,6 +2,7 @@
 forms, side by side in one run.
 
     python benchmarks/linear_losses.py [--release 0.18.2] [--release-dir DIR] [--peers DIR] [--repeats 5] [--quick]
+    python benchmarks/linear_losses.py --real    # heads of real sizes beside torch's own linear form; half an hour
 
 A step: a whole GPTModel, stock against the patch. Its peak is counted at 32,768 tokens and a vocabulary of 151,936, on
 tensors without memory ("meta"), for which the patch takes the tiles of a GPU. Its CPU time is taken at sizes
@@ -12,16 +13,20 @@ the logits. `products` are in units of the one that makes the logits: stock has 
 loss, and of a gradient in parts of its norm. `launches` are operations that touch memory, and Triton kernels; `moved`
 is the bytes that they read and write. `reads` make the host wait for a GPU. Temporaries inside an operation are not
 seen. Code that is compiled elsewhere runs op by op while it is counted.
+
+With --real, `memory` is what the system says: the peak of the process in forward and backward beyond what it held
+before. So it has what operations make inside of them.
 """
 
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
-from on_release import ALLOCATOR, measured, parser_of, peers_on_path
+from on_release import ALLOCATOR, cpu_name, measured, parser_of, peers_on_path
 
 RELEASE = "0.18.2"
 ID = "fused-linear-logprob"
@@ -29,6 +34,8 @@ REAL = (32768, 151936)  # tokens, vocabulary
 WIDTH_ON_GPU, CHUNK_ON_GPU = 4096, 1024
 STEPS = ((1024, 32768, 256, "float32"), (1024, 32768, 1024, "float32"), (256, 32768, 64, "bfloat16"))
 HEADS = ((512, 32768, 512, "float32"), (256, 32768, 64, "bfloat16"))
+REAL_HEADS = ((4096, 32768, 2048), (1024, 151936, 2048))  # in fp32
+Heads = tuple[tuple[int, ...], ...]
 SMALL = (64, 1024, 64)  # sizes for an interpreted kernel: tokens, vocabulary, hidden
 MEMORY, TIME = 0.15, 1.3  # of stock, at most
 NOISE = 0.1
@@ -157,6 +164,50 @@ def heads(repeats: int, verdicts: list[str]) -> None:
             verdicts.append(f"hidden {width}, {dtype}: an error of {counts[PATCH][2]:.1e}")
 
 
+def real_heads(repeats: int, heads: Heads) -> None:
+    """Losses of tokens, and a plain sum, for which torch makes the gradients in forward: three products, not four."""
+    import gc
+
+    import torch
+    from linear_losses_sides import PATCH, STOCK, of_megatron, resident
+
+    def torchs(reduction: str, options: Any) -> Callable[..., Any]:
+        function = torch.nn.functional.linear_cross_entropy
+        return lambda h, w, t: function(h.squeeze(1), w, t.squeeze(1), reduction=reduction, options=options)
+
+    for tokens, vocabulary, width in heads:
+        hidden, weight, target = sample(tokens, vocabulary, width, "float32")
+        weight.mul_(0.1)
+        megatrons = of_megatron(width, vocabulary)
+        sides = {name: megatrons[name] for name in (STOCK, PATCH)}
+        if hasattr(torch.nn, "LinearCrossEntropyOptions"):
+            chunked = torch.nn.LinearCrossEntropyOptions()
+            sides["torch, for each token"] = torchs("none", chunked)
+            sides["torch, their sum"] = torchs("sum", chunked)
+            sides["torch, their sum, with logits"] = torchs("sum", None)
+        times: dict[str, list[float]] = {name: [] for name in sides}
+        peaks: dict[str, int] = {}
+        for _ in range(repeats):
+            for name, side in sides.items():
+                leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+                gc.collect()
+                before = resident(reset=True)
+                start = time.process_time()
+                losses = side(*leaves, target)
+                gradients = torch.autograd.grad(losses.sum(), leaves)
+                times[name].append(time.process_time() - start)
+                peaks[name] = max(peaks.get(name, 0), resident("VmHWM") - before)
+                del losses, gradients
+        print(f"\nA head on a CPU, {tokens} tokens, vocabulary {vocabulary}, hidden {width}, float32", flush=True)
+        print(f"{'':<32}{'seconds':>9}{'time, least':>13}{'median':>8}{'GB':>7}{'in logits':>11}")
+        for name, took in times.items():
+            least = min(took) / min(times[STOCK])
+            middle = statistics.median(took) / statistics.median(times[STOCK])
+            in_logits = peaks[name] / (4 * tokens * vocabulary)
+            shown = f"{min(took):>9.1f}{least:>13.2f}{middle:>8.2f}{peaks[name] / 1e9:>7.2f}{in_logits:>11.2f}"
+            print(f"{name:<32}{shown}", flush=True)
+
+
 def interpreted() -> None:
     """Errors of the sides with Triton kernels; memory and time say nothing here."""
     from linear_losses_sides import errors, exact, of_megatron, of_peers, step
@@ -219,7 +270,7 @@ def messages(tokens: int, vocabulary: int, width: int) -> dict[str, tuple[int, i
     return found
 
 
-def compare(release: str, repeats: int, quick: bool) -> int:
+def compare(release: str, repeats: int, quick: bool, real: bool, head: Heads) -> int:
     import torch
     from linear_losses_sides import of_peers
 
@@ -232,7 +283,12 @@ def compare(release: str, repeats: int, quick: bool) -> int:
             shim.apply(only=[ID], require=[ID], options={ID: {"fuse": True}})
             interpreted()
         return 0
-    print(f"megatron-core {release}, torch {torch.__version__}, 1 thread per process")
+    print(f"megatron-core {release}, torch {torch.__version__}, 1 thread per process, {cpu_name()}")
+    if real:
+        with testing.megatron_on_cpu(), testing.layout_initialised(testing.Layout()):
+            shim.apply(only=[ID], require=[ID], options={ID: {"fuse": True}})
+            real_heads(repeats, head or REAL_HEADS)
+        return 0
     peers, missing = of_peers(1, "meta", 128)
     print(f"peers: {'; '.join(peers) or 'none'}")
     for package, reason in missing.items():
@@ -265,10 +321,15 @@ def main() -> int:
         "Losses without logits: stock, the patch and peers, side by side.", RELEASE, peers=True, repeats=5
     )
     parser.add_argument("--quick", action="store_true", help="without the times of heads")
+    parser.add_argument("--real", action="store_true", help="heads of real sizes, and nothing else")
+    parser.add_argument("--head", default="", help="with --real: tokens,vocabulary,hidden of one head in their place")
     arguments = parser.parse_args()
     if arguments.measure:
         peers_on_path(arguments)
-        return compare(arguments.release, arguments.repeats, arguments.quick)
+        head = (tuple(map(int, arguments.head.split(","))),) if arguments.head else ()
+        return compare(arguments.release, arguments.repeats, arguments.quick, arguments.real, head)
+    if arguments.real:  # with the usual allocator: the peak of one side is no memory of the next
+        return measured(__file__, arguments, {})
     # Ranks are daemons, which may not have the processes that a parallel compilation starts.
     settings = {"TORCHINDUCTOR_COMPILE_THREADS": "1", **ALLOCATOR}
     # Triton decides at its import whether kernels are interpreted.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import logprob_peers
@@ -164,6 +165,14 @@ def of_peers(ranks: int, device: str, chunk: int) -> tuple[dict[str, Side], dict
         return lambda h, w, t: -function(h, w, t)
 
     return {name: losses_of(function) for name, function in found.linear.items()}, found.missing
+
+
+def resident(field: str = "VmRSS", reset: bool = False) -> int:
+    """Bytes of this process in memory, now or ("VmHWM") at most since the last reset. Linux only."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 def exact(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, list[Tensor]]:

@@ -50,6 +50,17 @@ def _columns(columns: int) -> tuple[int, int]:
     return dist.get_rank() * columns, (dist.get_rank() + 1) * columns
 
 
+def _torch(found: Peers, ranks: int, device: str, chunk: int) -> None:
+    from torch.nn import LinearCrossEntropyOptions  # torch 2.13
+    from torch.nn.functional import linear_cross_entropy
+
+    if ranks == 1 and device != "meta":  # what its operator does is not seen there
+        how: Any = {"reduction": "none", "options": LinearCrossEntropyOptions()}
+        found.linear["torch, chunked, linear"] = lambda h, w, t: (
+            -linear_cross_entropy(h.squeeze(1), w, t.squeeze(1), **how).unsqueeze(1)
+        )
+
+
 def _nemo_rl(found: Peers, ranks: int, device: str, chunk: int) -> None:
     import torch.distributed as dist
     from nemo_rl.distributed import model_utils
@@ -176,6 +187,7 @@ def _liger(found: Peers, ranks: int, device: str, chunk: int) -> None:
 
 
 _PACKAGES: dict[str, Callable[[Peers, int, str, int], None]] = {
+    "torch's linear form": _torch,
     "NeMo-RL": _nemo_rl,
     "SkyRL": _skyrl,
     "slime": _slime,
