@@ -9,11 +9,17 @@ A seed draws the options (tests/support/drawn_steps.py).
 import os
 
 import drawn_steps
+import drawn_towers
 import pytest
 import torch
 import whole_steps
 
 from shim import testing
+
+try:
+    import tower_steps
+except ImportError:  # 0.12 needs Transformer Engine for vision towers
+    tower_steps = None
 
 CELLS = {"0.19.2": "all"}
 ABOUT = []
@@ -89,3 +95,58 @@ PACKED = drawn_steps.Step(
 def test_a_packed_row_with_both_losses_of_a_router(ranks):
     """z-loss-padding gets the tokens of all ranks by the message of packed-seq-aux-loss."""
     check(PACKED, ranks, "")
+
+
+# A tower that is trained beside a language model that computes its layers anew; rows with two images, and without any.
+TOWER = drawn_towers.Step(
+    seed=0,
+    tower="clip",
+    layout=testing.Layout(tp=2, sequence_parallel=True),
+    world=2,
+    language={
+        "num_layers": 1,
+        "calculate_per_token_loss": False,
+        "sequence_parallel": True,
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    vision={"num_layers": 1, "add_bias_linear": True},
+    projection={"add_bias_linear": True},
+    whole={
+        "vision_projection_type": "mlp",
+        "drop_vision_class_token": True,
+        "pixel_shuffle": False,
+        "share_embeddings_and_output_weights": True,
+        "language_position_embedding_type": "rope",
+    },
+    grid=(2, 2),
+    rows=((((11, ((0, 1), (5, 2))), (9, ((8, 1),))), ((10, ()),)),),
+    prompts=True,
+    frozen="",
+)
+
+
+def check_tower(step, ranks, again):
+    try:
+        right, losses = tower_steps.truth(step)
+        found = ranks[step.world].run(tower_steps.found, step)
+    except Exception as error:
+        raise AssertionError(f"{again}\n{type(error).__name__}: {error}") from error
+    for logged, shares in found:
+        off, (error, name) = whole_steps.worst(shares, right)
+        assert off < 1e-6 and error < 1e-6, f"{again}\noff by {off:.1e}, {error:.1e} at {name}"
+        for row, loss in logged:
+            assert abs(loss / losses[row] - 1) < 1e-6, f"{again}\nloss {loss} of row {row}, right is {losses[row]}"
+    assert losses.keys() == {row for logged, _ in found for row, _ in logged}, again
+    assert right.keys() <= {name for _, shares in found for name, *_ in shares}, again
+
+
+def towers():
+    return [drawn_towers.draw(seed) for seed in asked()] if os.environ.get("SHIM_FUZZ_SEEDS") else [TOWER]
+
+
+@pytest.mark.skipif(tower_steps is None, reason="vision towers of this release need Transformer Engine")
+@pytest.mark.parametrize("step", towers(), ids=lambda step: step.seed)
+def test_a_step_with_a_vision_tower_is_that_of_one_rank_and_one_sample(ranks, step):
+    check_tower(step, ranks, f"make fuzz SEEDS={step.seed} RELEASE={testing.release()}\n{step}")
