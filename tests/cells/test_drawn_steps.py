@@ -97,7 +97,7 @@ def test_a_packed_row_with_both_losses_of_a_router(ranks):
     check(PACKED, ranks, "")
 
 
-# A tower that is trained beside a language model that computes its layers anew; rows with two images, and without any.
+# A tower that is trained beside a language model that computes its layers anew. A row with two images, one, and none.
 TOWER = drawn_towers.Step(
     seed=0,
     tower="clip",
@@ -121,7 +121,7 @@ TOWER = drawn_towers.Step(
         "language_position_embedding_type": "rope",
     },
     grid=(2, 2),
-    rows=((((11, ((0, 1), (5, 2))), (9, ((8, 1),))), ((10, ()),)),),
+    rows=((((11, ((0, 1), (5, 2))), (9, ((8, 1),)), (10, ())),),),
     prompts=True,
     frozen="",
 )
