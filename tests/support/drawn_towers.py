@@ -141,5 +141,6 @@ def _gated(choose):
 def _sample(choose, tiles, needs_image):
     """Tokens of text and images. A frozen language model trains nothing but images that text follows."""
     length = choose.randint(8, 14)
-    places = sorted(choose.sample(range(length // 2 if needs_image else length), choose.choice([1, 2] if needs_image else [0, 1, 1, 2])))
+    before, numbers = (length // 2, [1, 2]) if needs_image else (length, [0, 1, 1, 2])
+    places = sorted(choose.sample(range(before), choose.choice(numbers)))
     return length, tuple((place, choose.choice([1, 2]) if tiles else 1) for place in places)
