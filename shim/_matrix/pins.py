@@ -104,7 +104,7 @@ def _check_variant(
     file: Path, entry: PatchEntry, name: str, targets: Mapping[str, Any], releases: tuple[str, ...]
 ) -> None:
     if name != UPSTREAM and name not in entry.variants:
-        _fail(file, f"there is no variant {name!r} of {entry.id}")
+        _fail(file, f"there is no variant {name!r} of {entry.id}", f"shim pin --patch {entry.id}")
     having: dict[str, set[str]] = {}
     for target, bodies in targets.items():
         what = f"{entry.id} {name} {target}"
@@ -130,7 +130,8 @@ def _check_variant(
     pinned = set().union(*having.values())
     for target in sorted({*having, *entry.variants[name].bodies}):
         if target not in entry.variants[name].bodies or having.get(target) != pinned:
-            _fail(file, f"{target} is pinned or a body of variant {name} of {entry.id}, but not both on every release")
+            what = f"{target} is pinned or a body of variant {name} of {entry.id}, but not both on every release"
+            _fail(file, what, f"shim pin --patch {entry.id}")
 
 
 def _mapping(file: Path, value: Any, what: str) -> Mapping[str, Any]:
@@ -139,5 +140,5 @@ def _mapping(file: Path, value: Any, what: str) -> Mapping[str, Any]:
     return value
 
 
-def _fail(file: Path, message: str) -> NoReturn:
-    raise MatrixError(f"{file}:1: {message}; run shim pin --releases")
+def _fail(file: Path, message: str, remedy: str = "shim pin --releases") -> NoReturn:
+    raise MatrixError(f"{file}:1: {message}; run {remedy}")

@@ -11,6 +11,7 @@ cache (see `shim.testing.environments`). It has what `--requirements` names, by 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import subprocess
 import sys
@@ -20,16 +21,26 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
+from shim._errors import MatrixError
 from shim._matrix.cells import cells as distinct_cells
 from shim._matrix.declared import MAIN as _MAIN
 from shim._matrix.load import load_matrix
+from shim._matrix.model import Matrix
 
 from .environments import Environment, is_at_hand, made, needs, source_tree
 from .releases import RELEASES, FetchError, at_hand, cache_dir, environment, fetch
 
 __all__ = ["ALL_PAIRS", "EVERYDAY", "EVERYDAY_PAIRS", "MAIN", "run_cells"]
 
-_MATRIX = load_matrix()
+
+def _matrix() -> Matrix:
+    """With the pins, by which releases are distinct; without them if they do not fit the rules, for `shim pin`."""
+    with contextlib.suppress(MatrixError):
+        return load_matrix()
+    return load_matrix(pins=False)
+
+
+_MATRIX = _matrix()
 # One release for each distinct set of target bodies.
 EVERYDAY = tuple(cell["megatron-core"] for cell in distinct_cells(_MATRIX))
 # The newest commit of the main branch, which stands for the next release. "" if the matrix has none.
@@ -230,6 +241,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="cells at once (default 2)")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="the directory for logs")
     options = parser.parse_args(own)
+    try:
+        load_matrix()
+    except MatrixError as error:  # of every cell
+        print(error, flush=True)
+        return 1
     cells: Sequence[str] = EVERYDAY
     if options.all:
         cells = with_main(RELEASES)

@@ -1,5 +1,6 @@
 """Pins are written by `shim pin`, belong to the rules and the supported list, and are never edited by hand."""
 
+import functools
 import json
 import re
 import shutil
@@ -12,6 +13,7 @@ from shim._matrix.load import load_matrix, matrix_path
 from shim._matrix.pins import lock_path, render_pins
 from shim._tools.support import stale
 from shim.maintenance.pin import measure, write
+from shim.testing import cells
 
 
 def test_the_shipped_pins_belong_to_the_rules_and_the_supported_list():
@@ -100,6 +102,19 @@ def test_hand_edits_are_errors(world, old, new, message):
     file.write_text(edited)
     with pytest.raises(MatrixError, match=rf"matrix.lock.json:\d+: (?s:.*){re.escape(message)}(?s:.*)run shim pin"):
         load_matrix(world.matrix)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [('"old":', '"older":'), ('"megatron.core.roll:helper":', '"megatron.core.roll:help":')]
+)
+def test_pins_of_changed_variants_and_reads_can_be_measured_anew(world, monkeypatch, capsys, old, new):
+    """The error names the command, which loads the cells: they do without pins then, and run no test on them."""
+    monkeypatch.setattr(cells, "load_matrix", functools.partial(load_matrix, world.matrix))
+    file = lock_path(world.matrix)
+    file.write_text(file.read_text().replace(old, new, 1))
+    assert not any(cells._matrix().pins["megatron-core"].values())
+    assert cells.main(["--releases", "0.16.0"]) == 1
+    assert capsys.readouterr().out.endswith("; run shim pin --patch roll-fix\n")
 
 
 def test_an_upstream_pin_names_only_bodies_of_the_patch(world):
