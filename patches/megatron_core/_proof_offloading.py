@@ -90,3 +90,13 @@ def offloading(te: bool = True) -> Iterator[None]:
             undo.enter_context(mock.patch.object(owner, name, value, create=True))
         undo.enter_context(Devices())
         yield
+
+
+def take_step(model: Any, optimizer: Any, number: int, rows: int = 1) -> None:
+    """A step of a model in DDP, on rows of 16 tokens that belong to its number; every rank has the same."""
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    row = torch.randint(64, (rows, 16), generator=torch.Generator().manual_seed(number))
+    model(row, torch.arange(16)[None], None, labels=row).float().mean().backward()
+    model.finish_grad_sync()
+    optimizer.step()

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from shim import testing
-from shim.patches.megatron_core._proof_offloading import (
-    offloading,
-)
+from shim.patches.megatron_core._proof_offloading import offloading, take_step
 from shim.testing import sharded
 from shim.testing.proof import Here, proof
 
@@ -79,12 +77,7 @@ class Training:
     def train(self, first: int, last: int) -> Training:
         """The steps with these numbers, each with separate rows; every rank has the same."""
         for number in range(first, last):
-            self.ddp.zero_grad_buffer()
-            self.optimizer.zero_grad()
-            row = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(number))
-            self.ddp(row, torch.arange(16)[None], None, labels=row).float().mean().backward()
-            self.ddp.finish_grad_sync()
-            self.optimizer.step()
+            take_step(self.ddp, self.optimizer, number, rows=2)
         return self
 
     def weights(self) -> dict[str, Tensor]:

@@ -11,7 +11,6 @@ from shim import testing
 from shim.patches.megatron_core._proof_offloading import offloading
 from shim.testing.proof import Here, proof
 
-TOKENS = 16
 HALF: dict[str, Any] = {"params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
 
 

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from shim import testing
 from shim.patches.megatron_core._proof_aware_adam import aware_adam, aware_config
-from shim.patches.megatron_core._proof_offloading import offloading
+from shim.patches.megatron_core._proof_offloading import offloading, take_step
 from shim.testing.proof import Here, LacksFeatureError, proof
 
 HALF: Mapping[str, Any] = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
-TOKENS = 16
 
 
 def trained(aware: bool = True, half: bool = True, sleep: bool = False) -> dict[str, Tensor]:
@@ -40,12 +39,7 @@ def trained(aware: bool = True, half: bool = True, sleep: bool = False) -> dict[
             if sleep and number == 2:
                 optimizer.offload_to_cpu()
                 optimizer.restore_from_cpu()
-            wrapped.zero_grad_buffer()
-            optimizer.zero_grad()
-            row = torch.randint(64, (1, TOKENS), generator=torch.Generator().manual_seed(number))
-            wrapped(row, torch.arange(TOKENS)[None], None, labels=row).float().mean().backward()
-            wrapped.finish_grad_sync()
-            optimizer.step()
+            take_step(wrapped, optimizer, number)
     return {name: weight.detach().clone() for name, weight in model.named_parameters()}
 
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from shim import testing
-from shim.patches.megatron_core._proof_offloading import Stream, offloading
+from shim.patches.megatron_core._proof_offloading import Stream, offloading, take_step
 from shim.testing.proof import CannotRunError, Here, proof
 
-TOKENS = 16
 RUNTIME = SimpleNamespace(synchronize=lambda: None, Stream=Stream, stream=contextlib.nullcontext)
 
 
@@ -37,12 +36,7 @@ def trained(sleep: bool) -> dict[str, Tensor]:
         for number in range(4):
             if sleep and number == 2:
                 sleep_and_wake(wrapped, optimizer)
-            wrapped.zero_grad_buffer()
-            optimizer.zero_grad()
-            row = torch.randint(64, (1, TOKENS), generator=torch.Generator().manual_seed(number))
-            wrapped(row, torch.arange(TOKENS)[None], None, labels=row).mean().backward()
-            wrapped.finish_grad_sync()
-            optimizer.step()
+            take_step(wrapped, optimizer, number)
     return {name: weight.detach().clone() for name, weight in model.named_parameters()}
 
 
