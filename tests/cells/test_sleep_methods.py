@@ -1,7 +1,5 @@
 """sleep-methods: methods of 0.16 move what they move there, to the same bits, and beside shim.offload."""
 
-from types import SimpleNamespace
-
 import pytest
 import sleep_cases
 from sleep_cases import Case
@@ -35,7 +33,7 @@ def by_methods(training):
             buffer.reload_from_cpu()
         training.optimizer.restore_from_cpu()
 
-    return SimpleNamespace(restore=restore, freed={"gradients": {"workspace": 0}}, left={})
+    return sleep_cases.others_handle(restore)
 
 
 def slept(case, sleep):
@@ -59,7 +57,7 @@ def with_shim_behind(training):
         handle.restore()
         methods.restore()
 
-    return SimpleNamespace(restore=restore, freed={"gradients": {"workspace": 0}}, left={})
+    return sleep_cases.others_handle(restore)
 
 
 def test_shim_takes_what_the_methods_leave(ranks):
@@ -75,23 +73,14 @@ def refused():
         training = sleep_cases.Training(case, make)
         training.step(0)
         with sleep_cases.offloaded(training):
-            calls = {"offload_to_cpu behind shim.offload": training.optimizer.offload_to_cpu}
-            allowed += [name for name, call in calls.items() if not _refuses(call)]
+            allowed += sleep_cases.not_refused({"offload_to_cpu": training.optimizer.offload_to_cpu})
         if NEEDED and WANTED == [ID]:
             training.optimizer.offload_to_cpu()
             calls = {name: getattr(training.optimizer, name) for name in ("step", "state_dict")}
-            allowed += [name for name, call in calls.items() if not _refuses(call)]
+            allowed += sleep_cases.not_refused(calls)
             training.optimizer.restore_from_cpu()
         training.step(1)
     return allowed
-
-
-def _refuses(call):
-    try:
-        call()
-    except shim.OffloadError:
-        return True
-    return False
 
 
 def test_a_sleeping_optimizer_refuses_what_it_cannot_do(ranks):

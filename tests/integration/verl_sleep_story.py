@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from types import SimpleNamespace
 
 import sleep_cases
 from sleep_cases import Case
@@ -52,7 +51,7 @@ def told(case, movers):
             for each in reversed(restores):
                 each()
 
-        return SimpleNamespace(restore=restore, freed={"gradients": {"workspace": 0}}, left={})
+        return sleep_cases.others_handle(restore)
 
     try:
         slept = sleep_cases.slept(case, sleep)

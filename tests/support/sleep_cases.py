@@ -8,6 +8,7 @@ import gc
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -200,6 +201,11 @@ def offloaded(training: Training) -> Any:
     return shim.offload(training.model, training.optimizer)
 
 
+def others_handle(restore: Callable[[], None]) -> Any:
+    """As of shim.offload, for other people's functions, which say neither what they have freed nor what is left."""
+    return SimpleNamespace(restore=restore, freed={"gradients": {"workspace": 0}}, left={})
+
+
 def slept(case: Case, sleep: Callable[[Training], Any] = offloaded) -> Slept:
     """Two steps, sleep, wake and two steps beside four steps, on this rank."""
     need(case)
@@ -245,13 +251,17 @@ def refused_asleep(case: Case) -> list[str]:
             "optimizer.sharded_state_dict": lambda: optimizer.sharded_state_dict({}),
             "optimizer.reload_model_params": lambda: optimizer.reload_model_params(),
         }
-        allowed = []
         with offloaded(training):
-            for name, call in calls.items():
-                try:
-                    call()
-                    allowed.append(name)
-                except shim.OffloadError:
-                    pass
+            allowed = not_refused(calls)
         training.step(1)
         return allowed
+
+
+def not_refused(calls: Mapping[str, Callable[[], Any]]) -> list[str]:
+    """The names of the calls that raise no OffloadError."""
+    allowed = []
+    for name, call in calls.items():
+        with contextlib.suppress(shim.OffloadError):
+            call()
+            allowed.append(name)
+    return allowed
