@@ -43,12 +43,15 @@ def asked():
     return seeds
 
 
-def check(step, ranks, again):
+def truth_and_found(steps, step, ranks, again):
     try:
-        right = whole_steps.truth(step)
-        found = ranks[step.world].run(whole_steps.found, step)
+        return steps.truth(step), ranks[step.world].run(steps.found, step)
     except Exception as error:
         raise AssertionError(f"{again}\n{type(error).__name__}: {error}") from error
+
+
+def check(step, ranks, again):
+    right, found = truth_and_found(whole_steps, step, ranks, again)
     together, each = whole_steps.BOUND[step.options["params_dtype"]]
     for shares in found:
         all_off, (error, name) = whole_steps.worst(shares, right)
@@ -128,11 +131,7 @@ TOWER = drawn_towers.Step(
 
 
 def check_tower(step, ranks, again):
-    try:
-        right, losses = tower_steps.truth(step)
-        found = ranks[step.world].run(tower_steps.found, step)
-    except Exception as error:
-        raise AssertionError(f"{again}\n{type(error).__name__}: {error}") from error
+    (right, losses), found = truth_and_found(tower_steps, step, ranks, again)
     for logged, shares in found:
         off, (error, name) = whole_steps.worst(shares, right)
         assert off < 1e-6 and error < 1e-6, f"{again}\noff by {off:.1e}, {error:.1e} at {name}"
