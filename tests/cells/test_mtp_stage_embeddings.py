@@ -100,7 +100,7 @@ def shimmed():
 
 
 def trained(stages, layout, options):
-    """Copies of the embeddings before and after three steps of Adam, on this rank."""
+    """Copies of the embeddings before and after ten steps of Adam, on this rank."""
     with inside(layout), shimmed():
         chunks = chunks_of(stages, layout, **options)
         before = copies(chunks)
@@ -108,7 +108,7 @@ def trained(stages, layout, options):
             optimizer="adam", lr=1e-2, clip_grad=0.0, use_distributed_optimizer=options.get("distributed", False)
         )
         optimizer = optimizer_on_cpu(settings, chunks)
-        for number in range(3):
+        for number in range(10):
             optimizer.zero_grad()
             passes(chunks, layout, number)
             optimizer.step()
