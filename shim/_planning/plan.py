@@ -55,17 +55,17 @@ class Plan:
     @property
     def numbers(self) -> str:
         """In a few words, whether the plan changes numbers that stock has right."""
-        asked = [
-            id
-            for id, d in self.decisions.items()
-            if d.wanted and (d.options.get(ROUNDING) or is_off_unless_rounding(self.matrix.patches[id]))
-        ]
-        unseen = [id for id, decision in self.decisions.items() if decision.unseen]
-        if unseen and not asked:
-            return f"whether numbers change is not known of patches on unknown bodies, as asked: {', '.join(unseen)}"
-        if not asked:
-            return "a run that meets no defect has stock's bits"
-        return f"rounding differs from stock's, as asked: {', '.join(asked)}"
+        wanted = [decision for decision in self.decisions.values() if decision.wanted]
+        of_words = {
+            "rounding differs from stock's, as asked": [
+                d.id for d in wanted if d.options.get(ROUNDING) or is_off_unless_rounding(self.matrix.patches[d.id])
+            ],
+            "whether numbers change is not known of patches on unknown bodies, as asked": [
+                d.id for d in wanted if d.unseen
+            ],
+        }
+        said = [f"{words}: {', '.join(ids)}" for words, ids in of_words.items() if ids]
+        return "; ".join(said) or "a run that meets no defect has stock's bits"
 
     @computed_once
     def lost_features(self) -> tuple[LostFeature, ...]:

@@ -98,6 +98,9 @@ def test_where_proofs_show_nothing_the_tree_stays_unknown(tree, monkeypatch):
     plan = shim.plan(lock=tree.lock, on_drift="apply")
     assert plan["roll-fix"].action == "apply" and "not known of patches on unknown bodies" in plan.numbers
     assert plan.numbers.endswith("as asked: roll-fix") and "has stock's bits" in shim.plan(lock=tree.lock).numbers
+    rounds = replace(plan["roll-fix"], options={"rounding": True})
+    told = replace(plan, decisions={**plan.decisions, "roll-fix": rounds}).numbers
+    assert told.startswith("rounding differs from stock's, as asked: roll-fix; ") and told.endswith(plan.numbers)
 
 
 def test_a_tree_that_lacks_the_feature_needs_no_patch(tree):
